@@ -336,6 +336,25 @@ def test_a_message_is_let_go_of_before_the_next_one_is_made() -> None:
     assert max(alive) <= 1  # the one that was just sent, in the generator above
 
 
+def test_an_answer_is_fetched_while_others_are_sent_their_messages() -> None:
+    """Sending takes 120 s, and a SuperLink drops an answer with its message, after 100 s. Before, the answers that came
+    in time were looked for when all were sent, and lost."""
+    clock = FastClock()
+
+    class Slow(Scripted):
+        def push_messages(self, messages: Iterable[Message]) -> list[str]:
+            self.clock.now += 40
+            return super().push_messages(messages)
+
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            self.due = [(at, message) for at, message in self.due if at + 50 >= self.clock.now]
+            return super().pull_messages(message_ids)
+
+    script: Any = {name: [(5, good(node))] for name, node in NODES.items()}
+    answers = list(collect(Slow(clock, script), questions(), deadline=DEADLINE, clock=clock))
+    assert {a.client: a.fate for a in answers} == dict.fromkeys(NODES)
+
+
 def test_the_deadline_counts_from_each_ones_own_sending() -> None:
     """Sending three adapters takes a while; who is sent the last one has as long as the first."""
     clock = FastClock()

@@ -42,6 +42,8 @@ from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, reply_limit
 from fedlora.flower.rounds.round_lines import RoundLines
+from fedlora.flower.rounds.strategy import FedLoRA
+from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.robust_rules import Krum
 from fedlora.server.sampling import sample_clients
@@ -508,7 +510,6 @@ def test_who_is_added_removed_or_of_another_rank_takes_effect_at_the_next_round(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also at a rank above the start's (4)."""
-    from fedlora.flower.site.node import Node
     from support.flower_grid import Toy
 
     path = write_policy(tmp_path / "policy.toml", "retries = 0\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
@@ -843,6 +844,98 @@ def test_what_the_sites_have_measured_stays_when_the_server_measures_from_now_on
     before, after = played("sites"), played("server")
     assert before["site_unmeasured"] or before["site_metrics"]
     assert after == {**before, "metrics": {"accuracy": 0.5}}
+
+
+class Always:
+    """Measures the same score of everything."""
+
+    def count(self, client: str) -> int:
+        return 5
+
+    def measure_adapter(self, adapter: Adapter, client: str | None = None) -> dict[str, float]:
+        return {"accuracy": 0.5}
+
+
+@pytest.mark.parametrize("kill", ["in step 5", "never"])
+def test_a_restart_measures_the_sites_that_the_round_had(tmp_path: Path, kill: str) -> None:
+    """Their nodes come back after five seconds. Reference: a run that was not killed. Before, the restart measured
+    whoever was online at that moment: nobody. And scores that are there are kept, if the server's are new."""
+    clock, killed = FastClock(), RuntimeError("killed")
+
+    class Back(LocalGrid):
+        def get_node_ids(self) -> list[int]:
+            return [*super().get_node_ids()] if clock.now >= 5 else []
+
+    def played(by: Any, after: Any, **more: Any) -> Any:
+        choosing = Choosing("accuracy", by, lambda round: True, at_sites=True)
+        nodes = {name: Node(name, Toy(), tmp_path / name, evaluators={"validation": Always()}) for name in RANKS}
+        strategy, grid = federation(
+            tmp_path, Server(build("glora")), record=tmp_path / "o", choosing=choosing, after_round=after, nodes=nodes,
+            resume=True, clock=clock, **more,
+        )  # fmt: skip
+        grid.__class__ = Back
+        strategy.start(grid, num_rounds=1)
+        return strategy.lines.all()[-1]
+
+    def dies(line: Any) -> None:
+        clock.now = 0.0
+        raise killed
+
+    clock.now = 5.0
+    if kill == "in step 5":
+        with pytest.raises(RuntimeError):
+            played("sites", dies)
+    line = played("sites", None)
+    assert {name: one["accuracy"] for name, one in line["site_metrics"].items()} == dict.fromkeys(RANKS, 0.5)
+    clock.now = -100.0
+    again = played("server", lambda line: {"metrics": {"accuracy": 0.7}})
+    assert again == {**line, "metrics": {"accuracy": 0.7}}
+
+
+@pytest.mark.parametrize("how", ["made", "sent"])
+def test_a_message_that_never_left_changes_nothing_of_a_client_that_had_failed(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Client two fails in attempt 1; in attempt 2 its message cannot be made, or not be sent. It keeps its place;
+    before, only if it was not made."""
+    strategy, grid = federation(tmp_path, Server(build("glora"), quorum=2), policy=Policy(RANKS, retries=1))
+    tries = dict.fromkeys(RANKS, 0)
+
+    def first_fails(name: str) -> Any:
+        def meddle(asked: Message, reply: Message) -> Message:
+            tries[name] += 1
+            return Message(Error(2, "no"), reply_to=asked) if tries[name] == 1 else reply
+
+        return meddle
+
+    class Closed(LocalGrid):
+        def push_messages(self, messages: Iterable[Message]) -> list[str]:
+            messages = list(messages)
+            if how == "sent" and tries["two"] and self.nodes[messages[0].metadata.dst_node_id][0] == "two":
+                raise ValueError("too large")
+            return super().push_messages(messages)
+
+    grid.__class__, grid.meddle = Closed, {name: first_fails(name) for name in ("one", "two")}
+    download = MessageMaker.download
+
+    def made(self: MessageMaker, name: str) -> Any:
+        if how == "made" and name == "two" and tries["two"]:
+            raise NotServed("no readout")
+        return download(self, name)
+
+    monkeypatch.setattr(MessageMaker, "download", made)
+    strategy.start(grid, num_rounds=1)
+    assert fate_of(strategy, "two") == "not sent" and strategy.lines.all()[-1]["attempt"] == 2
+    assert strategy.flower_state.receipts["two"].answered == 1
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    """Before, its messages had one name, and its checkpoints another."""
+    strategy, _ = federation(tmp_path, Server(build("glora")))
+    with pytest.raises(ConfigError, match="resume is of the run"):
+        FedLoRA(
+            strategy.server, strategy.policy, strategy.flower_state.state, run="other", resume=strategy.flower_state
+        )
 
 
 # ---- what is written down --------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def _rounds_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
 
     names = sorted({str(name) for line in rounds for name in line.get("metrics") or {}})
     private = any(spent_of(line) is not None for line in rounds)
-    columns = ("epsilon", "of planned") if private else ("loss", "seconds", "trained", "not")
+    columns = ("epsilon", "of planned") if private else ("train loss", "seconds", "trained", "not")
     table = Table("round", *columns, *names)
     for line in rounds:
         cells: list[Any]

@@ -48,16 +48,17 @@ class Effect(NamedTuple):
     In the attempt that counts, all of it holds:
     usable: its upload goes into the model (a robust rule may give it no weight), and its refusals are forgotten.
     keeps_work: its site goes on from its state after this round; otherwise from an older one, and is sent everything.
-    keeps_place: its site goes on behind this round's place in its data, as in the engine; otherwise it repeats it.
+    keeps_place: its site goes on in its data, as in the engine, behind the last work that it stored up to this round
+    (older work, if its training raised); otherwise it repeats this round's data.
     refused: it has one more round with a refused upload. The policy allows some before quarantine.
 
-    In an attempt that does not count, only `refused` holds, once a round. The server remembers each fate that is not
-    `usable` until the round is done (`FlowerState.unusable`): who has fewer of them is asked first. If an attempt that
-    counts does not ask the client again, its `keeps_place` still holds, and the round's line has this fate in place of
-    "not drawn".
+    In an attempt that does not count, only `refused` holds, once a round. Of each client that it was to ask, the server
+    remembers a fate that is not `usable` until the round is done (`FlowerState.unusable`): who has fewer of them is
+    asked first. If the attempt that counts sends the client nothing, its `keeps_place` still holds; and if it was not
+    drawn, the round's line has this fate in place of "not drawn".
 
-    A site learns by its next message why its work did not count (`Receipt.why`). The line's `missing` names all
-    clients that keep no work, except for those that were not drawn.
+    A site learns by its next message why its work did not count (`Receipt.why`). The line's `missing` names all whose
+    fate has no `keeps_work`, except for "not drawn".
     """
 
     usable: bool = False
@@ -231,7 +232,8 @@ class Attempt:
                 receipt = replace(receipt, answered=self.round)
             receipts[name] = replace(receipt, why=self._why_not(name, though_taken.get(name, "")))
         for name, before in known.unusable.items():
-            if counts and name not in self._served and EFFECTS[cast(Fate, before.fate)].keeps_place:
+            sent = name in self._served and self._fates[name].fate != "not sent"
+            if counts and not sent and EFFECTS[cast(Fate, before.fate)].keeps_place:
                 receipts[name] = replace(receipts[name], answered=self.round)
         if self._intake.stored:  # a private sum from before a kill: who trained for it is unknown
             clients = {name: replace(client, held=None) for name, client in clients.items()}

@@ -38,16 +38,14 @@ class Choosing(Ranking):
     due: Callable[[int], bool] = lambda round: False
     at_sites: bool = False
 
-    def sites_due(self, round: int) -> bool:
-        """Whether the sites measure a round."""
-        return (self.at_sites or self.by == "sites") and self.due(round)
+    def asks_sites(self, line: Line) -> bool:
+        """Whether the sites are to measure a round: it is due, and they were not asked yet."""
+        asked = line.get("site_metrics") or line.get("site_unmeasured")
+        return (self.at_sites or self.by == "sites") and self.due(line["round"]) and not asked
 
     def owes(self, line: Line) -> bool:
         """Whether a finished round is not measured and is due now, because the settings were different then."""
-        asked = line.get("site_metrics") or line.get("site_unmeasured")
-        return (self.by == "server" and self.due(line["round"]) and not line["metrics"]) or (
-            self.sites_due(line["round"]) and not asked
-        )
+        return self.asks_sites(line) or (self.by == "server" and self.due(line["round"]) and not line["metrics"])
 
     @property
     def where(self) -> str:

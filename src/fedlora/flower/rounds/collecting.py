@@ -68,24 +68,14 @@ def collect(
     """One answer for each question, in the order in which they come.
 
     Args:
-        questions: made one by one. deadline: seconds from the first time that each is sent. waiting: called
-            when a client has not answered for `LONG` seconds, with all that have waited half as long; each is named
-            once. (Flower hands a message out once: one that a broken line swallowed is never answered, and nothing else
-            says so.)
+        questions: made one by one. deadline: seconds from the first time that each is sent; without an answer by then a
+            client is late, once all are sent. waiting: called when a client has not answered for `LONG` seconds, with
+            all that have waited half as long; each is named once. (Flower hands a message out once: one that a broken
+            line swallowed is never answered, and nothing else says so.)
     """
     inbox, asked = inbox_of(grid), dict[str, _Asked]()  # by message id
-    full = patience = min(_PATIENCE, deadline)
-    for question in questions:
-        sent = _send(grid, question, patience, clock)
-        del question
-        if isinstance(sent, _Asked):
-            asked[sent.id] = sent
-        dead = isinstance(sent, Answer) and sent.fate == "not sent" and sent.seconds >= patience
-        patience = 0.0 if dead else full  # a dead SuperLink is not waited for again
-        if isinstance(sent, Answer):
-            yield sent
-    told = set[str]()
-    while asked:
+
+    def arrived() -> Iterator[Answer]:
         for arrival in inbox.look({id: one.limit for id, one in asked.items()}):
             one = asked.pop(arrival.reply_to, None)
             if one is None:  # a SuperLink gives only what was asked for, but another grid may not
@@ -98,6 +88,23 @@ def collect(
             else:
                 asked[found.id] = found
             del found
+
+    dead, looked = False, clock.monotonic()  # dead: the SuperLink, which is not waited for again until it answers
+    for question in questions:
+        patience = 0.0 if dead else min(_PATIENCE, deadline)
+        sent = _send(grid, question, patience, clock)
+        del question
+        dead = isinstance(sent, Answer) and sent.fate == "not sent" and sent.seconds >= patience
+        if isinstance(sent, Answer):
+            yield sent
+        else:
+            asked[sent.id] = sent
+        if asked and clock.monotonic() - looked >= inbox.pause:  # an answer expires with its message
+            yield from arrived()
+            looked = clock.monotonic()
+    told = set[str]()
+    while asked:
+        yield from arrived()
         now = clock.monotonic()
         for one in [one for one in asked.values() if now - one.began >= deadline]:
             del asked[one.id]

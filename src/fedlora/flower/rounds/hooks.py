@@ -39,8 +39,9 @@ class RoundHooks:
     def draw(
         self, strategy: FedLoRA, intake: Intake, online: Collection[str], barred: Mapping[str, str], size: RoundSize
     ) -> Drawn:
-        """Whom an attempt asks, and everyone else's fate. intake: the round's, just opened. online: the clients that
-        are. barred: client -> why it is in quarantine. size: of the round without these."""
+        """Whom an attempt asks, and everyone else's fate: of those in `online` that are not in `barred`, at most
+        `size.draws`. `membership.asked_of` makes it of your choice. intake: the round's, just opened. barred: client ->
+        why it is in quarantine. size: of the round without these."""
         known = strategy.flower_state
         return draw(
             strategy.policy, barred, online, size.draws, seed=strategy.seed, finished=strategy.round,

@@ -69,7 +69,7 @@ def check_enough(size: RoundSize, barred: Mapping[str, str]) -> None:
         said = "; ".join(f"{name}: {why}" for name, why in barred.items())
         raise ConfigError(
             f"too few sites are left, because some are in quarantine: {size.lack}. {said}. First let the site repair "
-            f"what was refused; or remove the site, or ask for fewer in federation.toml. Nobody was asked to train."
+            f"what was refused; or remove the site, or ask for fewer in federation.toml. This attempt asks nobody."
         )
 
 

@@ -1,5 +1,6 @@
 """The work after each stored round: the server's own scores, the best state, trackers, and whether to stop. It reads
-only the lines of rounds.jsonl, so that a federation that was killed continues as if it had not been.
+only the lines of rounds.jsonl, so that a federation that was killed continues as if it had not been (of a round whose
+measurement a kill cut short, sites that stay away after the restart have no scores).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@
    an earlier attempt. A policy or a quarantine that changes during a round holds from its next attempt.
 2. Send each drawn client that is online a message at its own rank (questions.py, collecting.py), and give each answer
    its fate as it comes (attempt.py). Each client has the policy's deadline from the moment at which its own message was
-   sent. Without an answer by then it is late: nobody fetches its answer, and its site goes back to its last work that
-   counted.
+   sent. Without an answer by then (looked at once all messages are sent) it is late: nobody fetches its answer, and its
+   site goes back to its last work that counted.
 3. Close the intake, which gives the next state. A robust rule may still refuse an upload.
 4. Store the round's line (round_lines.py), then the checkpoint (flower_state.py). From here on the round counts.
 5. Let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they give.
@@ -31,18 +31,18 @@ attempt and in a later one, is the table `attempt.EFFECTS`. Example, with four c
 
     attempt 1   asks a, b, c: a trained, b refused, c late. One upload of three is usable, so nothing counts, but b has
                 one more round with a refused upload.
-    attempt 2   asks a and d, who were tried the least, then one of b and c: here b. All three trained: it counts, and
-                b's refusals are forgotten.
+    attempt 2   asks a and d, who have not failed in this round, then one of b and c: here b. All three trained: it
+                counts, and b's refusals are forgotten.
     the line    a, b, d: trained. c: late, as in attempt 1, and its site repeats the round's data.
 
 A private round is the same loop with other `hooks`: it asks its clients once and has no quorum. After a crash the
 caller gives the newest sound checkpoint (`resume`): lines of later rounds are cut off, attempts are counted from 1
 again, and step 5 is done again if the record shows that it had not ended.
 
-You may give another `hooks` (they also draw the clients), `codec`, `identify`, `after_round`, `choosing` or `clock`.
-Hooks and finishing.py also use what has no underscore here. Flower's loop would call `configure_train` at 1,
-`aggregate_train` at 3, `configure_evaluate` and `aggregate_evaluate` at 5. This one has none of them; for stock
-clients, `stock.StockFedLoRA` is a `Strategy`.
+You may give another `hooks` (they also draw the clients; a federation's folder always has its own), `codec`,
+`identify`, `after_round`, `choosing` or `clock`. Hooks and finishing.py also use what has no underscore here. Flower's
+loop would call `configure_train` at 1, `aggregate_train` at 3, `configure_evaluate` and `aggregate_evaluate` at 5. This
+one has none of them; for stock clients, `stock.StockFedLoRA` is a `Strategy`.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class FedLoRA:
         clock: the clock, which also waits.
 
     Raises:
-        ConfigError: a method that these clients cannot run; without `resume`, a folder that has checkpoints, or a
-            record that has finished rounds.
+        ConfigError: a method that these clients cannot run; a `resume` of another run; without one, a folder that has
+            checkpoints, or a record that has finished rounds.
     """
 
     def __init__(
@@ -150,6 +150,8 @@ class FedLoRA:
         self._identity = run_identity(run, server, state.server)
         if resume is None:
             _require_new(folder, record)
+        elif resume.run != run:
+            raise ConfigError(f"resume is of the run {resume.run!r}, and this is {run!r}: give that run's checkpoint.")
         self._check(policy)
         self._policy_file, self._policy_error, self._keys = policy_file, "", keys
         self._events = EventWriter(record / "events.jsonl" if record is not None else None)
@@ -199,6 +201,8 @@ class FedLoRA:
             crashed = last is not None and not is_finished(last)  # between its checkpoint and its end
             owed = last is not None and not crashed and self.choosing is not None and self.choosing.owes(last)
             if last is not None and (crashed or owed):  # owed: by settings that are new
+                if self.choosing is not None and self.choosing.asks_sites(last):
+                    self._wait_for_those_of(last, grid)
                 self.read_policy()  # a site that was removed meanwhile is not asked to measure
                 self._finish(grid, last)
             while self.round < num_rounds and self.stopped is None:
@@ -262,12 +266,24 @@ class FedLoRA:
 
     def _wait_for_enough(self, grid: Grid) -> None:
         """Wait until as many clients are online as a round needs; not at all if quarantine leaves fewer, because
-        `check_enough` then says so. After 30 s (longer while the SuperLink fails) those that are there are asked."""
-        until = self.clock.monotonic() + min(30.0, self.deadline)
-        while self.clock.monotonic() < until:
+        `check_enough` then says so."""
+
+        def enough() -> bool:
             barred, size = self._size()
-            if len({*self.online(grid)} & (self.policy.clients.keys() - barred.keys())) >= size.least:
-                return
+            return len({*self.online(grid)} & (self.policy.clients.keys() - barred.keys())) >= size.least
+
+        self._wait_until(enough)
+
+    def _wait_for_those_of(self, line: Mapping[str, Any], grid: Grid) -> None:
+        """Wait until everyone is online that was there in a round, so that a restart measures whom it would have."""
+        away = ("offline", "quarantined")
+        there = {name for name, fate in fates_of(line).items() if fate not in away}
+        self._wait_until(lambda: there & self.policy.clients.keys() <= {*self.online(grid)})
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        """After 30 s (longer while the SuperLink fails) the rounds go on with those that are there."""
+        until = self.clock.monotonic() + min(30.0, self.deadline)
+        while self.clock.monotonic() < until and not ready():
             self.clock.sleep(1.0)
             self.read_policy()
 
@@ -280,7 +296,7 @@ class FedLoRA:
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """The work after a stored round: evaluation, and the final version of its line."""
         if self.choosing is not None:
-            asked = self.choosing.sites_due(self.round)
+            asked = self.choosing.asks_sites(line)
             if asked or not is_finished(line):  # what a finished round has measured stays, whatever is due now
                 line = {**line, **(self.measure(grid, "validation") if asked else SiteRound()).facts()}
         more = self.after_round(line) if self.after_round is not None else None
