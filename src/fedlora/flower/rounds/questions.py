@@ -64,23 +64,23 @@ class MessageMaker:
 
     def question(
         self, download: Download, group: str, ttl: float, limit: Limit, measure: HeldOut | None = None,
-        whole: bool = False,
+        leave_out: bool = True,
     ) -> Question:  # fmt: skip
         """The message with a client's download.
 
         Args:
             group: the id of the messages of one attempt. ttl: seconds to live. measure: the held-out part to measure;
-                None: train. whole: leave out nothing, whatever the client is thought to hold.
+                None: train. leave_out: what the client is thought to hold.
         """
         name = download.client.id
-        held, receipt = None if whole else self.known(name).held, self.flower_state.receipts.get(name, Receipt())
+        held, receipt = self.known(name).held if leave_out else None, self.flower_state.receipts.get(name, Receipt())
         record = self.codec.question(download, held, self.flower_state.run, receipt)
         kind = MessageType.TRAIN
         if measure is not None:
             record, kind = as_question(record, measure), MessageType.EVALUATE
 
         def again(ttl: float) -> Question:
-            return self.question(self.download(name), group, ttl, limit, measure, whole=True)
+            return self.question(self.download(name), group, ttl, limit, measure, leave_out=False)
 
         message = Message(record, self.online[name], kind, ttl=ttl, group_id=group)
         return Question(name, message, limit, again if held is not None else None)

@@ -25,7 +25,7 @@ class RoundLines:
     def __init__(self, path: Path | None, upto: int = 0) -> None:
         """Read the file's lines of rounds 1 to `upto`; later ones are cut off.
 
-        Lines torn by a crash, which are not JSON, are left out.
+        Lines that are not JSON, because a disk damaged them, are left out.
 
         Raises:
             CheckpointError: the disk refuses.

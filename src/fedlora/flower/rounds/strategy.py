@@ -41,8 +41,9 @@ again, and step 5 is done again if the record shows that it had not ended.
 
 You may give another `hooks` (they also draw the clients; a federation's folder always has its own), `codec`,
 `identify`, `after_round`, `choosing` or `clock`. Hooks and finishing.py also use what has no underscore here. Flower's
-loop would call `configure_train` at 1, `aggregate_train` at 3, `configure_evaluate` and `aggregate_evaluate` at 5. This
-one has none of them; for stock clients, `stock.StockFedLoRA` is a `Strategy`.
+loop would call `configure_train` at 1, `send_and_receive` at 2, `aggregate_train` at 3, `configure_evaluate`,
+`aggregate_evaluate` and your `evaluate_fn` (here `after_round`) at 5. This one has none of them; for stock clients,
+`stock.StockFedLoRA` is a `Strategy`.
 """
 
 from __future__ import annotations
@@ -313,7 +314,7 @@ class FedLoRA:
         evaluation = SiteEvaluation(self._message_maker(grid), part)
         answers = self._exchange(grid, evaluation.questions(self.deadline), self.round, "measuring")
         found = evaluation.read(answers, self.choosing.metric)
-        clients = evaluation.memories(found)  # stored with the next round: who holds something else by then says so
+        clients = evaluation.memories(found)  # stored with the next round; a client that then lacks something says so
         self.flower_state = replace(self.flower_state, state=replace(self.flower_state.state, clients=clients))
         return replace(found, seconds=round(self.clock.monotonic() - began, 3)) if evaluation.asked else found
 
