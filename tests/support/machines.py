@@ -111,9 +111,10 @@ class Machine:
 
     @property
     def env(self) -> dict[str, str]:
-        """Of its commands: the programs of this virtual environment, and what stands in for systemd."""
+        """Of its commands: what a page put into /usr/local/bin, what stands in for systemd, and this environment."""
         kept = {k: os.environ[k] for k in ("PYTHONPATH", "LANG", "OMP_NUM_THREADS", "TMPDIR") if k in os.environ}
         programs = [
+            str(self.folder / ".bin"),
             str(STAND_INS),
             str(Path(sys.executable).parent),
             "/usr/local/bin",

@@ -2,7 +2,8 @@
 
 ```sh server        commands at the server          ```sh trial         a trial on one machine
 ```sh site          commands at each site           ```python server    Python at the server
-```toml run.toml    a file of that name, at the server
+```sh computer      on the computer with the checkout
+```toml run.toml    a file of that name, on that computer
 ```text             what is seen; not run
 """
 
@@ -15,7 +16,10 @@ from pathlib import Path
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "how-to" / "deployment.md"
 _FENCE = re.compile(r"^```(\w+)(?: +([^\n]+))?\n(.*?)^```$", re.M | re.S)
-KINDS = {("sh", "server"), ("sh", "site"), ("sh", "trial"), ("python", "server"), ("toml", "run.toml"), ("text", "")}
+KINDS = {
+    *(("sh", whom) for whom in ("computer", "server", "site", "trial")), ("python", "server"), ("toml", "run.toml"),
+    ("text", ""),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import json
 import random
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -67,6 +68,13 @@ def write_model(folder: Path) -> Path:
     return save_model(folder, network, classifies=True)
 
 
+def own(machine: Machine) -> Path:
+    """The home of somebody's own account there: the page's commands are typed in it."""
+    folder = machine.folder / "own"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @dataclass
 class Road:
     """The machines on their way; `seen` is what each block printed, by the block's heading."""
@@ -91,9 +99,9 @@ class Road:
         """Play the page's blocks under these headings, each at the machine that it is for. All must succeed."""
         for block in under(PAGE.read_text(encoding="utf-8"), headings):
             if block.language == "toml":
-                (self.server.folder / block.whom).write_text(block.text)
-            elif block.whom == "server":
-                self.play(self.server, block)
+                (own(self.network["computer"]) / block.whom).write_text(block.text)
+            elif block.whom in ("computer", "server"):
+                self.play(self.network[block.whom], block)
             elif block.whom == "site":
                 with ThreadPoolExecutor() as at_once:  # three people at three machines
                     for coming in [at_once.submit(self.play, site, block) for site in self.sites]:
@@ -101,11 +109,12 @@ class Road:
 
     def play(self, machine: Machine, block: Block, seconds: float = 180) -> Done:
         text = block.text.replace(SERVER_NAME, self.network.server_name)
-        text = text.replace("flower install ", "flower install --user nobody ")  # root plays the page's user here
+        text = text.replace("flower install ", "flower install --user nobody ")  # root plays the page's user here,
+        text = text.replace("~fedlora", '"$HOME"')  # whose home is the machine's folder
         if block.language == "python":
             done = machine.run("python", "-c", text, seconds=seconds)
         else:
-            done = machine.shell(text, seconds=seconds)
+            done = machine.shell(f"cd own\n{text}", seconds=seconds)
         self.seen.append((machine.name, block, done))
         assert done.code == 0, f"{machine.name}, {block.heading}:\n{text}\ncode {done.code}, said:\n{done.out}"
         return done
@@ -156,18 +165,20 @@ class Road:
 
 @contextlib.contextmanager
 def walking(root: Path, *, others: tuple[str, ...] = (), disks: Mapping[str, int] | None = None) -> Iterator[Road]:
-    """The machines: server, three sites with their data and the base model, and `others`, who have nothing.
+    """The machines: server, three sites with their data, a computer with the base model, `others` with nothing.
 
     disks: megabytes of the disks of some of them.
     """
     model = write_model(root / "model")
-    with Network(root, ["server", *SITES, *others]) as network, contextlib.ExitStack() as mounted:
+    with Network(root, ["server", *SITES, "computer", *others]) as network, contextlib.ExitStack() as mounted:
         for name, size in (disks or {}).items():
             mounted.enter_context(network[name].small_disk(size))
             for unit in ("fedlora-server", "fedlora-proxy", "fedlora-site"):  # the journal is on another disk
                 network[name].log(unit).symlink_to(root / f"{name}-{unit}.said")
-        shutil.copytree(model, network["server"].folder / "model")
+        shutil.copytree(model, own(network["computer"]) / "model")
+        for name in ("server", *SITES):
+            own(network[name])
+            (network[name].folder / "env").symlink_to(sys.prefix)  # where the page's commands install fedlora
         for k, name in enumerate(SITES):
-            shutil.copytree(model, network[name].folder / "model")
-            write_notes(network[name].folder / "notes.csv", 40, k)
+            write_notes(own(network[name]) / "notes.csv", 40, k)
         yield Road(network)
