@@ -152,16 +152,16 @@ def test_the_command_shows_all_that_root_runs_and_sudo_is_not_called_twice(
     both: tuple[FederationFolder, SiteFolder], main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = both[1]
-    said = main("flower", "install", site.path, "--user", "nobody", "--print", "--name", "study2")
+    said = main("flower", "install", site.path, "--user", "nobody", "--name", "study2")
     shown = said.out.splitlines()
-    assert said.code == 0 and "/etc/systemd/system/fedlora-site-study2.service" in shown[0]
-    assert [line.removeprefix("sudo ") for line in shown[-2:]] == [
+    assert said.code == 0 and shown[0] == "set -e" and "/etc/systemd/system/fedlora-site-study2.service" in shown[1]
+    assert shown[-2:] == [
         "systemctl daemon-reload", "systemctl enable --now fedlora-site-study2.service"
     ]  # fmt: skip
     assert not list(site.path.rglob("*.service")) and not list(both[0].path.rglob("*.service"))
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setenv("SUDO_USER", "somebody")
-    assert "call this without sudo" in main("flower", "install", site.path, "--print").error()
+    assert "call this without sudo" in main("flower", "install", site.path).error()
 
 
 def test_what_a_unit_writes_is_made_as_its_user_before_it_starts(both: tuple[FederationFolder, SiteFolder]) -> None:

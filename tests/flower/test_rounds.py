@@ -932,7 +932,7 @@ def test_a_message_that_never_left_changes_nothing_of_a_client_that_had_failed(
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     """Before, its messages had one name, and its checkpoints another."""
     strategy, _ = federation(tmp_path, Server(build("glora")))
-    with pytest.raises(ConfigError, match="run .*other"):
+    with pytest.raises(ConfigError, match="other"):
         FedLoRA(
             strategy.server, strategy.policy, strategy.flower_state.state, run="other", resume=strategy.flower_state
         )

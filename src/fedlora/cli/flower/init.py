@@ -94,7 +94,7 @@ def _next_steps(folder: Path, made: Federation) -> list[str]:
     here, fed, now = folder.resolve(), typed(folder), standing(FederationFolder(folder))
     lines = [
         f"{folder}: ready, for {counted(len(now.clients), 'site')} ({', '.join(now.clients)}). Next:",
-        f"  1. fedlora flower install {fed}",
+        f"  1. fedlora flower install {fed} > units.sh, a script for root: sudo sh units.sh",
         f"     (or, in two shells: fedlora flower serve {fed}, and nginx -c {typed(here / 'proxy' / 'nginx.conf')},",
         "     which needs CAP_NET_BIND_SERVICE for a port below 1024)",
         f"  2. fedlora doctor {fed}",

@@ -12,9 +12,6 @@ from fedlora.cli.flower.common import needed
 
 def install(
     folder: Annotated[Path, typer.Argument(help="the folder that `flower init` or `site` made", show_default=False)],
-    print_: Annotated[
-        bool, typer.Option("--print", help="print the script that root should run, and do nothing")
-    ] = False,
     name: Annotated[str, typer.Option(help="name of the units, if this machine has several: fedlora-site-NAME")] = "",
     user: Annotated[str | None, typer.Option(help="the user that runs them (default: the folder's owner)")] = None,
     memory: Annotated[
@@ -25,19 +22,18 @@ def install(
         typer.Option(metavar="HOST:PORT", help="address where the server answers Prometheus, such as 127.0.0.1:9464"),
     ] = None,
 ) -> None:
-    """At the server, and at a site: install and start the systemd units of FOLDER.
+    """At the server, and at a site: print the script that installs and starts the systemd units of FOLDER.
 
-    They are root's own files in /etc/systemd/system. Call it as the user who owns FOLDER. It shows the units and the
-    commands, and then runs them with sudo, which asks for the password. Call it again after
-    an upgrade, after fedlora moved, or for other options: it replaces the old units, and names those to restart.
+    Call it as the user who owns FOLDER, and save the script where only you can write it (`> units.sh`). Read it, and
+    run it as root (`sudo sh units.sh`): the units are root's own files in /etc/systemd/system. Call it again after an
+    upgrade, after fedlora moved, or for other options: the script replaces the old units.
     """
     needed()
-    from fedlora.flower.setup.installing import carry_out, steps
+    from fedlora.cli.screen import notes
+    from fedlora.flower.setup.installing import steps
 
     todo = steps(folder, user=user, memory=memory, metrics=metrics, label=name)
-    typer.echo("\n".join(step.shown() for step in todo))
-    if not print_:
-        ran = [Path(step.words[-1]).name for step in todo if step.said and Path(step.words[-1]).exists()]
-        carry_out(todo)
-        if ran:
-            typer.echo(f"A unit that was running still runs as before: sudo systemctl restart {' '.join(ran)}")
+    typer.echo("\n".join(["set -e", *(step.shown() for step in todo)]))
+    units = [Path(step.words[-1]) for step in todo if step.said]
+    again = f", and then systemctl restart {' '.join(unit.name for unit in units)}" if units[0].exists() else ""
+    notes.print(f"This is a script. Read it, and run it as root{again}.")

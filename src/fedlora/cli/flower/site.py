@@ -127,6 +127,7 @@ def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
     console.print(table)
     console.print(
         f"{folder}: ready, with the key {request.fingerprint}.\n1. send {here.request} to the server, where it is "
-        f"admitted with: fedlora flower admit FED request.toml\n2. take part: fedlora flower install {typed(folder)}\n"
+        f"admitted with: fedlora flower admit FED request.toml\n2. take part: fedlora flower install "
+        f"{typed(folder)} > units.sh, a script for root: sudo sh units.sh\n"
         f"   or, in this shell: fedlora flower node {typed(folder)}\n   Either waits until the site is admitted."
     )

@@ -1,6 +1,6 @@
-"""`fedlora flower install`: units as root's files. This process is the user's; root runs only `install` and
-`systemctl`, none of our code, and their input comes through a pipe, never from a file that the user, or code running as
-the user, could have changed in between.
+"""`fedlora flower install`: the script with which root makes the units its own files. It runs only `install` and
+`systemctl`, and `mkdir` as the units' user; none of our code. It holds the units' texts itself, so that root reads no
+file that the user, or code running as the user, could have changed in between.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import os
 import pwd
 import re
 import shlex
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +42,8 @@ class Step:
 def steps(
     folder: Path, *, user: str | None, memory: str | None, metrics: str | None, label: str = "", place: Path = UNITS
 ) -> list[Step]:
-    """The steps that install the units of a site's folder, or of a federation's server. place: of systemd's units.
+    """The steps with which root installs the units of a site's folder, or of a federation's server. place: of systemd's
+    units.
 
     Raises:
         ConfigError: neither kind of folder; something that a unit cannot express; a unit of that name for another
@@ -52,8 +51,8 @@ def steps(
     """
     if os.geteuid() == 0 and "SUDO_USER" in os.environ:
         raise ConfigError(
-            "call this without sudo: it calls sudo itself, for three commands that it shows first. (Otherwise all of "
-            "fedlora would run as root, and anybody who can write its virtual environment would be root.)"
+            "call this without sudo: it only prints a script, and root runs that. (Otherwise all of fedlora would run "
+            "as root, and anybody who can write its virtual environment would be root.)"
         )
     home = folder.resolve()
     user = user or owner(home)
@@ -61,29 +60,14 @@ def steps(
     texts, folders = units_of(home, user, memory, metrics, label)
     for name in texts:
         _check_free(place / name, home)
-    root = () if os.geteuid() == 0 else ("sudo",)
     made = [place for place in folders if not place.is_dir()]  # a unit does not start if one is missing
-    as_user = ("runuser", "-u", user, "--") if not root else ("sudo", "-u", user)
     put = ("install", "-m", "0644", "-o", "root", "-g", "root", "/dev/stdin")
     return [
-        *([Step((*as_user, "mkdir", "-p", *map(str, made)))] if made else []),
-        *(Step((*root, *put, str(place / name)), text) for name, text in texts.items()),
-        Step((*root, "systemctl", "daemon-reload")),
-        Step((*root, "systemctl", "enable", "--now", *texts)),
+        *([Step(("runuser", "-u", user, "--", "mkdir", "-p", *map(str, made)))] if made else []),
+        *(Step((*put, str(place / name)), text) for name, text in texts.items()),
+        Step(("systemctl", "daemon-reload")),
+        Step(("systemctl", "enable", "--now", *texts)),
     ]
-
-
-def carry_out(todo: list[Step]) -> None:
-    """Run them in order, until one fails. Raises `ConfigError`."""
-    for step in todo:
-        if shutil.which(step.words[0]) is None:
-            raise ConfigError(f"{step.words[0]} is not here. `--print` shows the script for root to run instead.")
-        code = subprocess.run(step.words, input=step.said.encode(), check=False).returncode
-        if code:
-            raise ConfigError(
-                f"`{shlex.join(step.words)}` ended with code {code}. If this user may not use sudo, let "
-                f"somebody who may read the script of `--print`, and run it."
-            )
 
 
 Made = tuple[dict[str, str], list[Path]]  # units by name, and the folders that they write
@@ -141,4 +125,4 @@ def _check_free(path: Path, home: Path) -> None:
         )
 
 
-__all__ = ["UNITS", "Step", "carry_out", "steps"]
+__all__ = ["UNITS", "Step", "steps"]
