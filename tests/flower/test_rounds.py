@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -26,22 +26,23 @@ pytest.importorskip("flwr")
 from flwr.app import ArrayRecord, Error, Message
 
 from fedlora import Adapter, LoRA, Server, build
+from fedlora.core import checkpoint
 from fedlora.core.messages import Client, Upload
 from fedlora.core.trainer import Trained
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
 from fedlora.flower import rounds as rounds_package
 from fedlora.flower.messages.envelope import Receipt, receipt_of
 from fedlora.flower.messages.records import record_parcel, to_array, to_tensor
-from fedlora.flower.rounds.attempt import far_ones, update_norm
+from fedlora.flower.rounds.attempt import EFFECTS, far_ones, update_norm
 from fedlora.flower.rounds.choosing import Choosing
-from fedlora.flower.rounds.events import AttemptFailed, Began, Done, Ended, Fated, PolicyChanged, read_events
+from fedlora.flower.rounds.events import AttemptFailed, Began, Done, Ended, Fate, Fated, PolicyChanged, read_events
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of as words_of
-from fedlora.flower.rounds.membership import Drawn, asked_of, draw, number_drawn, quarantined, round_size
+from fedlora.flower.rounds.membership import asked_of, draw, number_drawn, quarantined, round_size
 from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, reply_limit
-from fedlora.flower.rounds.round_lines import RoundLines
+from fedlora.flower.rounds.round_lines import RoundLines, is_finished
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
@@ -190,7 +191,9 @@ def test_what_each_fate_does_to_a_site(tmp_path: Path, monkeypatch: pytest.Monke
         "good": (2, 2), "none": (2, 2), "bad": (1, 2), "ill": (1, 2), "slow": (1, 1), "left": (1, 1),
         "lost": (1, 1), "bare": (1, 1),
     }  # fmt: skip
-    assert {name for name, client in after.state.clients.items() if client.held is not None} == {"good", "none", "bare"}
+    assert {name for name, client in after.state.clients.items() if client.held is not None} == {
+        "good", "none", "lost", "bare"
+    }  # fmt: skip
     assert after.refusals == {"none": 1, "bad": 2, "slow": 1}  # both attempts are of round 2
     assert after.examples == {name: 33.0 if name == "good" else 10.0 + len(name) for name in ranks}
 
@@ -673,7 +676,8 @@ def test_what_a_round_needs(quorum: Any, rule: Any, participation: float, barred
 def drawn_of(policy: Policy, refusals: dict[str, int], online: Any, share: float, *, seed: int, tried: Any = ()) -> Any:
     barred = quarantined(policy, refusals)
     size = round_size(policy, barred, None, None, share)
-    return draw(policy, barred, online, size.draws, seed=seed, finished=0, tried=dict(tried)), size.liars
+    chosen = draw(policy, barred, online, size.draws, seed=seed, finished=0, tried=dict(tried))
+    return asked_of(policy, barred, online, chosen), size.liars
 
 
 def test_quarantine_changes_whom_a_round_draws_from_and_not_how_many() -> None:
@@ -731,9 +735,9 @@ def test_your_own_draw_and_a_loop_that_closes_early(tmp_path: Path) -> None:
     and named. Before, the close ended in a KeyError."""
 
     class Two(RoundHooks):
-        def draw(self, strategy: Any, intake: Any, online: Any, barred: Any, size: Any) -> Drawn:
+        def draw(self, strategy: Any, intake: Any, online: Any, barred: Any, size: Any) -> Any:
             assert size.draws == 3
-            return asked_of(strategy.policy, barred, online, ("one", "three"))
+            return ("one", "three")
 
     strategy, grid = federation(tmp_path, Server(build("glora"), quorum=1), hooks=Two())
 
@@ -747,6 +751,7 @@ def test_your_own_draw_and_a_loop_that_closes_early(tmp_path: Path) -> None:
         "one": "trained", "two": "not drawn", "three": "late"
     }  # fmt: skip
     assert list(line["missing"]) == ["three"] and "closed" in line["missing"]["three"]
+    assert EFFECTS.keys() == {*get_args(Fate)}  # without an effect a fate would end the rounds
 
 
 def test_a_share_that_only_the_server_has_is_refused(tmp_path: Path) -> None:
@@ -787,7 +792,7 @@ def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_roun
     pruned = replace(strategy.flower_state.state.clients["two"], ranks=dict.fromkeys(seed_adapter(4).modules, 1))
     known = strategy.flower_state.state.clients | {"two": pruned}
     strategy.flower_state = replace(strategy.flower_state, state=replace(strategy.flower_state.state, clients=known))
-    strategy._save()
+    strategy._save(strategy.flower_state)
     with pytest.raises(KeyboardInterrupt):
         played({"one": 2, "two": 3}, 2, {"one": die})
     assert played({"one": 2, "two": 3}, 2, {})[1] == {"one": 2, "two": 3}  # as the policy says, and not 1
@@ -892,12 +897,12 @@ def test_a_restart_measures_the_sites_that_the_round_had(tmp_path: Path, kill: s
     assert again == {**line, "metrics": {"accuracy": 0.7}}
 
 
-@pytest.mark.parametrize("how", ["made", "sent"])
+@pytest.mark.parametrize("how", ["made", "sent", "taken"])
 def test_a_message_that_never_left_changes_nothing_of_a_client_that_had_failed(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Client two fails in attempt 1; in attempt 2 its message cannot be made, or not be sent. It keeps its place;
-    before, only if it was not made."""
+    """Client two fails in attempt 1; in attempt 2 its message cannot be made, or sent, or the SuperLink does not take
+    it. The client keeps its place; before, only if none was made."""
     strategy, grid = federation(tmp_path, Server(build("glora"), quorum=2), policy=Policy(RANKS, retries=1))
     tries = dict.fromkeys(RANKS, 0)
 
@@ -913,6 +918,8 @@ def test_a_message_that_never_left_changes_nothing_of_a_client_that_had_failed(
             messages = list(messages)
             if how == "sent" and tries["two"] and self.nodes[messages[0].metadata.dst_node_id][0] == "two":
                 raise ValueError("too large")
+            if how == "taken" and tries["two"] and self.nodes[messages[0].metadata.dst_node_id][0] == "two":
+                return [""]
             return super().push_messages(messages)
 
     grid.__class__, grid.meddle = Closed, {name: first_fails(name) for name in ("one", "two")}
@@ -925,8 +932,60 @@ def test_a_message_that_never_left_changes_nothing_of_a_client_that_had_failed(
 
     monkeypatch.setattr(MessageMaker, "download", made)
     strategy.start(grid, num_rounds=1)
-    assert fate_of(strategy, "two") == "not sent" and strategy.lines.all()[-1]["attempt"] == 2
-    assert strategy.flower_state.receipts["two"].answered == 1
+    assert fate_of(strategy, "two") == ("offline" if how == "taken" else "not sent")
+    assert strategy.lines.all()[-1]["attempt"] == 2 and strategy.flower_state.receipts["two"].answered == 1
+
+
+@pytest.mark.parametrize("when", ["line", "checkpoint"])
+def test_the_end_is_told_as_it_is_stored(tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before the last line of round 2, the event of that round is there; before, it was lost for good if the
+    kill came after it. And a checkpoint that the disk refuses is no finished round."""
+    strategy, grid = federation(tmp_path, Server(build("glora")), record=tmp_path / "o")
+    strategy.start(grid, num_rounds=1)
+    if when == "line":
+        put = strategy.lines.put
+
+        def last(line: Any) -> None:
+            if is_finished(line):
+                raise Killed
+            put(line)
+
+        monkeypatch.setattr(strategy.lines, "put", last)
+    else:
+        save = checkpoint.save
+
+        def full(folder: Path, *args: Any, **more: Any) -> Any:
+            if folder == tmp_path / "server":
+                raise CheckpointError("full")
+            return save(folder, *args, **more)
+
+        monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises((Killed, CheckpointError)):
+        strategy.start(grid, num_rounds=2)
+    events = read_events(tmp_path / "o" / "events.jsonl")
+    assert [event.round for event in events if isinstance(event, Done)] == ([1, 2] if when == "line" else [1])
+    assert events[-1].round == (2 if when == "line" else 1) == strategy.round
+    monkeypatch.undo()
+    again, grid = federation(tmp_path, Server(build("glora")), record=tmp_path / "o", resume=True)
+    again.start(grid, num_rounds=2)
+    told = progress_of(read_events(tmp_path / "o" / "events.jsonl"))
+    assert told.round == 2 and [*told.lines] == [1, 2] and told.fate_counts["one", "trained"] == 2
+
+
+def test_a_site_that_is_removed_while_a_round_trains_does_not_measure_it(tmp_path: Path) -> None:
+    """Before, it was still sent the new model."""
+    path = write_policy(tmp_path / "policy.toml", "[clients]\none = 2\ntwo = 4\nthree = 3\n")
+    choosing = Choosing("accuracy", "sites", lambda round: True)
+    strategy, grid = federation(tmp_path, Server(build("glora"), quorum=1), policy_file=path, choosing=choosing)
+
+    def goes(asked: Message, reply: Message) -> Message:
+        write_policy(path, "[clients]\none = 2\ntwo = 4\n")
+        return reply
+
+    grid.meddle = {"three": goes}
+    strategy.start(grid, num_rounds=1)
+    measured = [grid.nodes[m.metadata.dst_node_id][0] for m in grid.sent if m.metadata.message_type == "evaluate"]
+    assert measured == ["one", "two"]
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:

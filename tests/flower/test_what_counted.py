@@ -297,7 +297,7 @@ def test_after_a_kill_in_a_private_round_the_newest_state_is_taken(tmp_path: Pat
 
     class Killed(BaseException): ...
 
-    def die() -> None:
+    def die(state: Any) -> None:
         raise Killed
 
     strategy._save = die  # type: ignore[method-assign]

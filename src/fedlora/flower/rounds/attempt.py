@@ -47,7 +47,8 @@ class Effect(NamedTuple):
 
     In the attempt that counts, all of it holds:
     usable: its upload goes into the model (a robust rule may give it no weight), and its refusals are forgotten.
-    keeps_work: its site goes on from its state after this round; otherwise from an older one, and is sent everything.
+    keeps_work: its site goes on from its state after this round; otherwise from an older one, and if it was sent a
+    message, the next one leaves nothing out.
     keeps_place: its site goes on in its data, as in the engine, behind the last work that it stored up to this round
     (older work, if its training raised); otherwise it repeats this round's data.
     refused: it has one more round with a refused upload. The policy allows some before quarantine.
@@ -94,7 +95,7 @@ class Attempt:
         self.server, self.policy, self.flower_state = maker.server, maker.policy, maker.flower_state
         self.round, self.nth, self.deadline = self.flower_state.next_round, nth, deadline
         self._maker, self._drawn, self._intake, self._report = maker, drawn, intake, report
-        self._served: list[str] = []  # for whom a message was made
+        self._sent: list[str] = []  # who was sent a message; without those that the SuperLink did not take
         self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
         self._fates = {name: Fated(self.round, nth, name, *told) for name, told in drawn.not_asked.items()}
         for name, before in self.flower_state.unusable.items():  # asked in an earlier attempt at the round
@@ -112,7 +113,7 @@ class Attempt:
             except NotServed as error:
                 self._settle(name, "not sent", str(error))
                 continue
-            self._served.append(name)
+            self._sent.append(name)
             del download
             yield question
             del question
@@ -121,6 +122,8 @@ class Attempt:
         """Settle the fate of an asked client; only the aggregation may change it. It never raises, whatever a reply
         holds."""
         name, came = answer.client, {"seconds": round(answer.seconds, 3), "bytes": answer.bytes or None}
+        if not answer.sent:
+            self._sent.remove(name)
         if answer.message is None:
             if answer.fate == "refused":
                 self._intake.refuse(UploadRefused(name, answer.why))  # a robust rule counts it as a liar's
@@ -168,7 +171,7 @@ class Attempt:
     def not_counted(self) -> FlowerState:
         """What the server knows after an attempt that did not count. No site is told why another was refused."""
         why = "did not count: too few uploads of this attempt were usable, so none of them counted"
-        known, unusable = self._known_after(dict.fromkeys(self._served, why), counts=False), {}
+        known, unusable = self._known_after(dict.fromkeys(self._sent, why), counts=False), {}
         for name in self._drawn.asked:
             if not EFFECTS[(found := self._fates[name]).fate].usable:
                 before = known.unusable.get(name)
@@ -183,9 +186,9 @@ class Attempt:
         """
         for name in self._drawn.asked:  # nobody, if all questions were sent and all answers taken
             if name not in self._fates:
-                served = name in self._served
-                why = f"the attempt was closed before {'its answer came' if served else 'its message was made'}"
-                self._settle(name, "late" if served else "not sent", why)
+                sent = name in self._sent
+                why = f"the attempt was closed before {'its answer came' if sent else 'its message was made'}"
+                self._settle(name, "late" if sent else "not sent", why)
         try:
             after = self._intake.close()
         except QuorumNotMet as error:
@@ -216,7 +219,7 @@ class Attempt:
         known = self.flower_state
         clients, receipts = dict(known.state.clients), dict(known.receipts)
         examples, refusals, refused_in = dict(known.examples), dict(known.refusals), dict(known.refused_in)
-        for name in self._served:
+        for name in self._sent:
             effect, receipt = EFFECTS[self._fates[name].fate], receipts.get(name, Receipt())
             if effect.refused and refused_in.get(name) != self.round:
                 refusals[name], refused_in[name] = refusals.get(name, 0) + 1, self.round
@@ -232,8 +235,7 @@ class Attempt:
                 receipt = replace(receipt, answered=self.round)
             receipts[name] = replace(receipt, why=self._why_not(name, though_taken.get(name, "")))
         for name, before in known.unusable.items():
-            sent = name in self._served and self._fates[name].fate != "not sent"
-            if counts and not sent and EFFECTS[cast(Fate, before.fate)].keeps_place:
+            if counts and name not in self._sent and EFFECTS[cast(Fate, before.fate)].keeps_place:
                 receipts[name] = replace(receipts[name], answered=self.round)
         if self._intake.stored:  # a private sum from before a kill: who trained for it is unknown
             clients = {name: replace(client, held=None) for name, client in clients.items()}

@@ -43,7 +43,8 @@ class Clock(Protocol):
 @dataclass(frozen=True, eq=False)
 class Answer:
     """The result of a question. message: the reply, to be judged, and `fate` is None; otherwise `fate` and `why`
-    explain its absence. seconds: since the question. bytes: of the reply."""
+    explain its absence. seconds: since the question. bytes: of the reply. sent: whether the SuperLink took the
+    question."""
 
     client: str
     seconds: float
@@ -51,6 +52,7 @@ class Answer:
     fate: Fate | None = None
     why: str = ""
     bytes: int = 0
+    sent: bool = True
 
 
 Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, for nodes that are online
@@ -142,10 +144,10 @@ def _send(grid: Grid, question: Question, patience: float, clock: Clock) -> _Ask
     except Exception as error:
         log.debug("a message could not be sent", exc_info=True)
         why = f"it could not be sent its message: {_brief(error)}"
-        return Answer(client, clock.monotonic() - began, fate="not sent", why=why)
+        return Answer(client, clock.monotonic() - began, fate="not sent", why=why, sent=False)
     if not ids or not ids[0]:
         why = f"the SuperLink takes no message for node {about.dst_node_id}"
-        return Answer(client, 0.0, fate="offline", why=why)
+        return Answer(client, 0.0, fate="offline", why=why, sent=False)
     return _Asked(ids[0], client, about.dst_node_id, about.group_id, question.limit, question.whole, began)
 
 
@@ -157,7 +159,7 @@ def _found(grid: Grid, asked: _Asked, arrival: Arrival, deadline: float, clock: 
         return _answer(asked, arrival, seconds, deadline)
     log.warning("%s lacks what it was thought to hold, and is sent everything", asked.client)
     again = _send(grid, asked.whole(deadline - seconds), min(_PATIENCE, deadline - seconds), clock)
-    return again if isinstance(again, Answer) else replace(again, began=asked.began)
+    return replace(again, sent=True) if isinstance(again, Answer) else replace(again, began=asked.began)
 
 
 def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) -> Answer:

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.events import Event
-from fedlora.flower.rounds.membership import Drawn, RoundSize, draw
+from fedlora.flower.rounds.membership import RoundSize, draw
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.intake import Intake
 
@@ -38,10 +38,10 @@ class RoundHooks:
 
     def draw(
         self, strategy: FedLoRA, intake: Intake, online: Collection[str], barred: Mapping[str, str], size: RoundSize
-    ) -> Drawn:
-        """Whom an attempt asks, and everyone else's fate: of those in `online` that are not in `barred`, at most
-        `size.draws`. `membership.asked_of` makes it of your choice. intake: the round's, just opened. barred: client ->
-        why it is in quarantine. size: of the round without these."""
+    ) -> Collection[str]:
+        """The clients that an attempt chooses. It asks those of them that are online and not barred; `asked_of` gives
+        the others their fates. intake: the round's, just opened. barred: client -> why it is in quarantine. size: of
+        the round without these: how many to choose."""
         known = strategy.flower_state
         return draw(
             strategy.policy, barred, online, size.draws, seed=strategy.seed, finished=strategy.round,

@@ -30,8 +30,8 @@ class RoundSize:
     draws: the number of clients to draw: as many as without quarantine, while enough are free. liars: as many clients
     in quarantine as the round is short of: a robust rule counts them as liars, as it counts refused uploads.
     least: the usable uploads that the quorum and the rule ask for, if no upload is refused and all weigh alike (a
-    refused one is a liar that was found, and the rule then needs fewer others); 0: `draws` are not enough.
-    lack: why not.
+    refused one is a liar that was found, and the rule then needs fewer others); 0: `draws` are too few.
+    lack: why they are; "" if they are enough.
 
     Example: six clients, Krum(liars=1), which needs 2 f + 3 = 5, and one client in quarantine. If a round draws all,
     five are left, and the one in quarantine is the liar: f = 0, `least` is 3. If a round draws five of six, five are
@@ -84,7 +84,7 @@ class Drawn:
 def draw(
     policy: Policy, barred: Mapping[str, str], online: Collection[str], draws: int, *, seed: int, finished: int,
     tried: Mapping[str, int] = ReadOnly(),
-) -> Drawn:  # fmt: skip
+) -> set[str]:  # fmt: skip
     """The clients of an attempt: a sample of `draws` of those that are not in quarantine, and stand-ins.
 
     Of the clients that are online it asks those that were tried the least; among equals first those of the sample, then
@@ -100,14 +100,14 @@ def draw(
     for name in free:
         if name in online:
             groups.setdefault((tried.get(name, 0), name not in sample), []).append(name)
-    chosen = sample - {*online}  # they are asked nothing, but have a fate
+    chosen = sample - {*online}  # they cannot be asked, and their fate says so
     room = draws
     for _, group in sorted(groups.items()):
         if 0 < room < len(group):
             group = sample_clients(group, room / len(group), seed=seed, round=finished)
         chosen |= {*group[:room]}
         room -= len(group[:room])
-    return asked_of(policy, barred, online, chosen)
+    return chosen
 
 
 def asked_of(policy: Policy, barred: Mapping[str, str], online: Collection[str], chosen: Collection[str]) -> Drawn:

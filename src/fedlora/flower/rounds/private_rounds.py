@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, FedLoRAError, LedgerError
 from fedlora.flower.rounds.events import Began, Ended, Event, Fated, PolicyChanged
 from fedlora.flower.rounds.hooks import RoundHooks
-from fedlora.flower.rounds.membership import Drawn, RoundSize, asked_of
+from fedlora.flower.rounds.membership import RoundSize
 from fedlora.flower.rounds.private_words import RELEASED, logs_kept_secret, public_event, public_line
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
@@ -96,9 +96,9 @@ class PrivateRounds(RoundHooks):
 
     def draw(
         self, strategy: FedLoRA, intake: Intake, online: Collection[str], barred: Mapping[str, str], size: RoundSize
-    ) -> Drawn:
+    ) -> Collection[str]:
         """Its intake knows whom the release's terms ask."""
-        return asked_of(strategy.policy, barred, online, intake.asked or ())
+        return intake.asked or ()
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
         return public_line(line, line.get("privacy") or self.private.spent(line["round"]))

@@ -18,11 +18,12 @@
    an earlier attempt. A policy or a quarantine that changes during a round holds from its next attempt.
 2. Send each drawn client that is online a message at its own rank (questions.py, collecting.py), and give each answer
    its fate as it comes (attempt.py). Each client has the policy's deadline from the moment at which its own message was
-   sent. Without an answer by then (looked at once all messages are sent) it is late: nobody fetches its answer, and its
+   sent. Without an answer by then (checked when all messages are sent) it is late: nobody fetches its answer, and its
    site goes back to its last work that counted.
 3. Close the intake, which gives the next state. A robust rule may still refuse an upload.
 4. Store the round's line (round_lines.py), then the checkpoint (flower_state.py). From here on the round counts.
-5. Let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they give.
+5. Let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they give. (The
+   start, round 0, is not measured.)
 
 3 fails if the quorum or the robust rule asks for more usable uploads (`membership.RoundSize` says how many, and who is
 a liar to the rule). Then the server stores the old model again, with new refusals and receipts, as the checkpoint of
@@ -75,6 +76,7 @@ from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of, log_to_stdout
 from fedlora.flower.rounds.membership import (
     RoundSize,
+    asked_of,
     check_enough,
     check_playable,
     quarantined,
@@ -204,7 +206,7 @@ class FedLoRA:
             if last is not None and (crashed or owed):  # owed: by settings that are new
                 if self.choosing is not None and self.choosing.asks_sites(last):
                     self._wait_for_those_of(last, grid)
-                self.read_policy()  # a site that was removed meanwhile is not asked to measure
+                self.read_policy()  # which may have changed while nothing ran
                 self._finish(grid, last)
             while self.round < num_rounds and self.stopped is None:
                 line = self._play(grid)
@@ -218,9 +220,8 @@ class FedLoRA:
         flower_state, line = self._play_attempts(grid)
         line = self._hooks.line(line)
         self.lines.put(line)  # before the checkpoint: a surplus line can be cut off, a missing one cannot be made
-        self.flower_state = flower_state
+        self._save(flower_state)
         del flower_state  # the next round's replaces it
-        self._save()
         return self._finish(grid, line)
 
     def _play_attempts(self, grid: Grid) -> tuple[FlowerState, Mapping[str, Any]]:
@@ -234,8 +235,7 @@ class FedLoRA:
                 flower_state, line = attempt.close()
                 return flower_state, {**line, "seconds": round(self.clock.monotonic() - began, 3)}
             except QuorumNotMet as error:
-                self.flower_state = attempt.not_counted()
-                self._save()
+                self._save(attempt.not_counted())
                 failed = attempt.failed(error, quarantined(self.policy, self.flower_state.refusals))
                 self._report(failed)
                 if nth > self.policy.retries:
@@ -254,7 +254,8 @@ class FedLoRA:
         check_enough(size, barred)
         for name in size.liars:
             intake.refuse(UploadRefused(name, barred[name]))
-        drawn = self._hooks.draw(self, intake, maker.online, barred, size)
+        chosen = self._hooks.draw(self, intake, maker.online, barred, size)
+        drawn = asked_of(self.policy, barred, maker.online, chosen)
         not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         attempt = Attempt(maker, drawn, intake, nth, self.deadline, self._report)
         self._report(Began(attempt.round, attempt.nth, drawn.asked, not_asked, self.deadline))
@@ -302,14 +303,15 @@ class FedLoRA:
                 line = {**line, **(self.measure(grid, "validation") if asked else SiteRound()).facts()}
         more = self.after_round(line) if self.after_round is not None else None
         line = self._hooks.line({"metrics": {}, **line, **(more or {})})
+        self._report(Done(line["round"], line))  # before the line: it may be told twice, and is never missing
         self.lines.put(line)
-        self._report(Done(line["round"], line))
         return line
 
     def measure(self, grid: Grid, part: HeldOut) -> SiteRound:
         """Let the sites measure on their held-out data; no site, if sites are never asked."""
         if self.choosing is None:
             return SiteRound()
+        self.read_policy()  # a site that was removed meanwhile is sent no model any more
         began = self.clock.monotonic()
         evaluation = SiteEvaluation(self._message_maker(grid), part)
         answers = self._exchange(grid, evaluation.questions(self.deadline), self.round, "measuring")
@@ -393,9 +395,11 @@ class FedLoRA:
         for line in lines_of(public, self._num_rounds):
             log.log(level, "%s", line, extra=RELEASED)  # the hooks let it pass
 
-    def _save(self) -> None:
+    def _save(self, flower_state: FlowerState) -> None:
+        """Store the state; from then on it is this object's."""
         if self._folder is not None:
-            checkpoint.save(self._folder, self.round, self.flower_state, of=self._identity)
+            checkpoint.save(self._folder, flower_state.state.round, flower_state, of=self._identity)
+        self.flower_state = flower_state
 
 
 def _require_new(folder: Path | None, record: Path | None) -> None:
