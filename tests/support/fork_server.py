@@ -12,6 +12,7 @@ import os
 import posix
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Collection, Sequence
 from multiprocessing import forkserver, resource_tracker, util
@@ -51,6 +52,8 @@ def _forked(path: bytes, args: Sequence[str], kept: Collection[int]) -> int:
     try:
         _as_python_begins(kept)
         exec(args[-1], {})
+    except Exception:  # otherwise its caller sees an EOFError, and nobody the cause
+        os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(0)
 
@@ -69,7 +72,7 @@ def _as_python_begins(kept: Collection[int]) -> None:
     logging.root.setLevel(logging.WARNING)
     for handler in filter(None, (known() for known in logging._handlerList)):  # libraries' own, on pytest's stderr
         if type(handler) is logging.StreamHandler:
-            handler.setStream(sys.stderr)
+            handler.stream = sys.stderr  # setStream flushes the old one first, which pytest may have closed
             handler.flush = sys.stderr.flush  # type: ignore[method-assign]  # as transformers sets it
     os.fsync = posix.fsync
     config.update("jaxtyping_disable", True)
