@@ -188,3 +188,23 @@ def test_a_second_folder_takes_no_others_unit(both: tuple[FederationFolder, Site
         if step.said:
             Path(step.words[-1]).write_text(step.said)
     assert steps(fed.path, **more)  # its own: written anew
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [(("--metrics", "x"), "HOST:PORT"), (("--metrics", ""), "HOST:PORT"), (("--metrics", ":99999"), "HOST:PORT"),
+     (("--metrics", ":443"), "443"), (("--user", "nosuchuser"), "nosuchuser"), (("--user", "nobody$"), "nobody")],
+)  # fmt: skip
+def test_no_script_is_printed_for_units_that_could_not_run(
+    both: tuple[FederationFolder, SiteFolder], main: Callable[..., Said], given: tuple[str, str], why: str
+) -> None:
+    """Before, systemd found out: exit code 2, which it does not restart."""
+    fed = both[0]  # its proxy has port 443
+    said = main("flower", "install", fed.path, *(() if "--user" in given else ("--user", "nobody")), *given)
+    assert why in said.error() and not said.out
+
+
+def test_a_folder_that_ends_in_a_space_gets_no_unit() -> None:
+    """systemd would strip it: before, the unit failed with status 200 for ever."""
+    with pytest.raises(ConfigError, match="space at an end"):
+        server_unit(Path("/srv/fed "), user="me")

@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,11 +32,11 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fedlora import Client, Server, build
 from fedlora.core.parcels import pack
 from fedlora.errors import CheckpointError, ConfigError, DataError
-from fedlora.flower.messages.envelope import Envelope
+from fedlora.flower.messages.envelope import Envelope, Receipt
 from fedlora.flower.messages.records import SALTED, RecordError, parcel_record, to_array, to_tensor
 from fedlora.flower.messages.wire import receive_message, send_message
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.node import Node
+from fedlora.flower.site.node import Node, state_of
 from fedlora.flower.site.resident import (
     Trainer,
     TrainerFailed,
@@ -50,6 +52,7 @@ from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
+from support.federation_folders import write_join
 from support.flower_grid import RUN, Toy, seed_adapter
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
@@ -118,8 +121,12 @@ def test_what_is_asked_for_reaches_the_work(tmp_path: Path, monkeypatch: pytest.
 
     site = SiteFolder(tmp_path)
     serving(site, work)
-    silent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     monkeypatch.chdir(site.state)  # a socket's path is short
+    for frame in (b"not json", b'{"said": {}, "records": {}}'):  # before, these ended the thread, and the SuperNode
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as odd:
+            odd.connect("trainer.sock")
+            Connection(odd.detach()).send_bytes(frame)
+    silent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     silent.connect("trainer.sock")
     ask(site.site, "train", question())
     ask(site.site, "evaluate", question())
@@ -210,6 +217,7 @@ def a_site(folder: Path, base: Path) -> SiteFolder:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "d.csv").write_text("text,label\n" + "".join(f"w{k} w{k + 1},{k % 2}\n" for k in range(30)))
     site.site.write_text(Site(name="one", data="d.csv", model=str(base)).toml())
+    write_join(folder, "one", "fed-1")
     return site
 
 
@@ -265,6 +273,36 @@ def test_another_base_model_is_refused_before_anything_is_loaded(
     with pytest.raises(ValueError, match=said):
         SiteWork(site.site)("train", record)
     assert not list(site.state.rglob("round-*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"run": ".."}, "joined 'fed-1'"), ({"run": "fed-2"}, "joined 'fed-1'"), ({"round": -2}, "round -2"),
+     ({"round": 10**12}, "round 1000000000000"), ({"receipt": Receipt(3, 3)}, "receipt"),
+     ({"receipt": Receipt(0, 10**9)}, "receipt")],
+)  # fmt: skip
+def test_a_message_of_another_federation_or_of_no_round_is_refused(
+    tmp_path: Path, base: Path, changes: dict[str, Any], why: str
+) -> None:
+    """Before, a hostile server's run ".." put states beside the site's folder of states, and any round was trained."""
+    site = a_site(tmp_path / "s", base)
+    prepared = prepare(agreed().for_site(Site.read(site.site), 2))
+    state = start(prepared.server, prepared.seed_adapter).server
+    parcel = pack(prepared.server.download(state, Client("one", 2)), None)
+    parcel = replace(parcel, round=changes.get("round", parcel.round))
+    record = parcel_record(
+        parcel, changes.get("run", "fed-1"), Envelope(agreed().travelling(), Facts().text()),
+        changes.get("receipt", Receipt()),
+    )  # fmt: skip
+    with pytest.raises((ConfigError, RecordError), match=why):
+        SiteWork(site.site)("train", record)
+    assert not [*site.path.rglob("round-*")]
+
+
+@pytest.mark.parametrize("run", ["..", ".", "", "a/b", "../.."])
+def test_the_states_of_any_run_lie_inside_the_folder_of_states(tmp_path: Path, run: str) -> None:
+    found = state_of(tmp_path, run, "one")
+    assert ".." not in found.parts and found.resolve().is_relative_to(tmp_path.resolve())
 
 
 def test_other_targets_are_refused_before_training(tmp_path: Path, base: Path) -> None:

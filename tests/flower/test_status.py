@@ -317,7 +317,7 @@ def test_prometheus_scrapes_what_the_folder_says(tmp_path: Path, monkeypatch: py
         shown = (Path(__file__).parents[2] / "examples" / "monitoring" / file).read_text()
         assert set(re.findall(r"\bfedlora_[a-z_]+", shown)) <= told
     for wrong in ("", "localhost:ninety", "127.0.0.1:99999"):
-        with pytest.raises(ConfigError, match="Give HOST:PORT"), exposing(Exposed(folder), wrong):
+        with pytest.raises(ConfigError, match="HOST:PORT"), exposing(Exposed(folder), wrong):
             pass
 
 

@@ -13,10 +13,12 @@ from flwr.app import RecordDict
 from fedlora.adapters.io import write_adapter
 from fedlora.flower.rounds.playing import play
 from fedlora.flower.site.site_work import Do, SiteWork, content_of
+from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.sections import ModelSection
 from support.flower_grid import FastClock, LocalGrid
+from support.shown_certificates import authority
 from support.training_data import LABELS, classification, rows, save_encoder
 
 RANKS = {"acme": 2, "berlin": 4, "cork": 4}
@@ -37,6 +39,13 @@ def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in one.items():
             whole[name] = {**whole.get(name, {}), **value} if isinstance(value, Mapping) else value
     return whole
+
+
+def write_join(folder: Path, name: str, federation: str) -> None:
+    """A site's join file, as far as its trainer reads it."""
+    facts: dict[str, Any] = {}
+    join = JoinFile(federation, name, 4, "fl.example.org", 443, authority().pem, "{}", facts, "0" * 64)
+    (folder / "join.toml").write_text(join.text())
 
 
 class SiteNode:
@@ -68,6 +77,7 @@ class FederationOnDisk:
             site = Site(name=name, data=str(root / f"{name}.jsonl"), model=str(self.model), device="cpu")
             (root / "sites" / name).mkdir(parents=True)
             (root / "sites" / name / "site.toml").write_text(site.toml())
+            write_join(root / "sites" / name, name, SETTINGS["id"])
         for k, name in enumerate(("validation", "test")):
             (root / f"{name}.jsonl").write_text(rows(classification(40, 10 + k)))
         self.tables = dict(SETTINGS)

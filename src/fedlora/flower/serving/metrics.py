@@ -41,6 +41,7 @@ from prometheus_client.registry import Collector
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.status import status_of
+from fedlora.flower.terms.names import host_and_port
 
 _TOLD = re.findall(r"^    fedlora_(\w+?)(_total)?(?:\{(\S+)\})? +(.*)$", __doc__ or "", re.MULTILINE)
 
@@ -101,15 +102,13 @@ def exposing(exposed: Exposed, address: str) -> Iterator[int]:
     Raises:
         ConfigError: the address does not exist, or is in use.
     """
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address)
     registry = CollectorRegistry()
     registry.register(exposed)
     try:
-        server, thread = start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry)
-    except (OSError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"metrics cannot be served at {address!r}: {error}. Give HOST:PORT, as 127.0.0.1:9464."
-        ) from error
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError(f"metrics cannot be served at {address!r}: {error}.") from error
     try:
         yield int(server.server_port)
     finally:

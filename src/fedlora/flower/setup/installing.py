@@ -19,6 +19,7 @@ from fedlora.flower.ownership import owner
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup import units
 from fedlora.flower.site.site_checks import is_site
+from fedlora.flower.terms.names import host_and_port
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.privacy.outside import state_folder
@@ -56,6 +57,7 @@ def steps(
         )
     home = folder.resolve()
     user = user or owner(home)
+    _check_user(user)
     units_of = _site if is_site(home) else _server
     texts, folders = units_of(home, user, memory, metrics, label)
     for name in texts:
@@ -87,6 +89,10 @@ def _server(home: Path, user: str, memory: str | None, metrics: str | None, labe
     settings = FederationSettings.load(there.settings)
     if settings.network.name is None:
         raise ConfigError(f"{home} is a trial on this machine, which `fedlora flower up` plays: it has no units.")
+    if metrics is not None:
+        _, port = host_and_port(metrics)
+        if port in (settings.network.port, settings.network.superlink_port):
+            raise ConfigError(f"--metrics {metrics}: the proxy or the SuperLink has port {port}. Give another one.")
     ledger, known = None, None
     if settings.privacy is not None:
         ledger, known = Path(settings.privacy.ledger), _known(user)
@@ -103,13 +109,19 @@ def _server(home: Path, user: str, memory: str | None, metrics: str | None, labe
 
 
 def _known(user: str) -> Path:
-    """The user's own folder of known ledgers, which their programs use too. Raises `ConfigError`: no such user."""
+    """The user's own folder of known ledgers, which their programs use too."""
     if os.environ.get("FEDLORA_STATE_DIR") or user == getpass.getuser():
         return state_folder()
+    return Path(pwd.getpwnam(user).pw_dir) / ".local" / "state" / "fedlora"
+
+
+def _check_user(user: str) -> None:
     try:
-        return Path(pwd.getpwnam(user).pw_dir) / ".local" / "state" / "fedlora"
+        pwd.getpwnam(user)
     except KeyError as error:
-        raise ConfigError(f"this machine has no user {quoted(user)}.") from error
+        raise ConfigError(
+            f"this machine has no user {quoted(user)}: create it, or name another with --user."
+        ) from error
 
 
 def _check_free(path: Path, home: Path) -> None:

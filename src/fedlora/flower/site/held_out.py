@@ -32,13 +32,15 @@ def keep_held_out(drawn: Parts, record: Path, *, first: bool, counted: bool) -> 
 
     Args:
         drawn: the parts from a split of the current file. They are kept if nothing is recorded.
-        record: from `record_of`; it is written if a draw is kept. first: no round is played yet, so no training and no
-            recorded draw counts. counted: the server counted this site's training.
+        record: from `record_of`; it is written if a draw is kept. first: this site has not trained yet, so no recorded
+            draw counts. counted: the server counted this site's training.
 
     Raises:
         ConfigError: the record cannot be read, or is missing although training counted, or a part is empty. The
             message contains nothing of the data.
     """
+    if (kept := None if first else kept_by(record, drawn)) is not None:
+        return kept  # also if the server's message says that nothing is held out any more
     if not len(drawn[1]) and not len(drawn[2]):
         return drawn
     if not first and not record.exists() and counted:
@@ -47,11 +49,9 @@ def keep_held_out(drawn: Parts, record: Path, *, first: bool, counted: bool) -> 
             f"new draw could measure it on rows that it has trained on. Restore it from a backup. Or, if its data "
             f"file is still that of its first round, or no row of it was trained on, {_ANEW}."
         )
-    kept = None if first else kept_by(record, drawn)
-    if kept is None:
-        held = {name: sorted(set(digests(part))) for name, part in zip(_HELD, drawn[1:], strict=True)}
-        files.write(record, json.dumps(held))
-    return kept or drawn
+    held = {name: sorted(set(digests(part))) for name, part in zip(_HELD, drawn[1:], strict=True)}
+    files.write(record, json.dumps(held))
+    return drawn
 
 
 def kept_by(record: Path, drawn: Parts) -> Parts | None:

@@ -18,6 +18,7 @@ from flwr.app import RecordDict
 
 from fedlora.client import begin_round, finish_round
 from fedlora.core import checkpoint
+from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import ClientMemory, Form
 from fedlora.core.parcels import Cache, Parcel, remember, unpack
@@ -26,7 +27,7 @@ from fedlora.core.trainer import Trainer
 from fedlora.errors import ConfigError, KeptStateError, UploadRefused
 from fedlora.flower.messages.envelope import Receipt, opened, receipt_of
 from fedlora.flower.messages.measuring import Evaluators, asked_part, measured_record
-from fedlora.flower.messages.records import record_parcel, upload_record
+from fedlora.flower.messages.records import RecordError, record_parcel, upload_record
 from fedlora.flower.terms.agreement import Facts, check
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Node:
     Args:
         client: its registered name; work for another is refused. folder: for its states, by run. evaluators: for its
             held-out data, "validation" and "test". facts: the trainer's actual ones; the server's must be the same.
+        run: the only one that it works for; None: any.
     """
 
     def __init__(
@@ -80,8 +82,9 @@ class Node:
         form: Form = "factors",
         evaluators: Evaluators = ReadOnly({}),  # noqa: B008 - immutable
         facts: Facts = Facts(),  # noqa: B008 - immutable
+        run: str | None = None,
     ) -> None:
-        self._client, self._trainer, self._folder = client, trainer, folder
+        self._client, self._trainer, self._folder, self._run = client, trainer, folder, run
         self._form, self._evaluators, self._facts = form, evaluators, facts
 
     def work(self, record: RecordDict) -> RecordDict:
@@ -137,7 +140,14 @@ class Node:
         parcel, run = record_parcel(record)
         if parcel.client.id != self._client:
             raise ConfigError(f"this node is {self._client!r}, and the work is for {parcel.client.id!r}.")
-        return parcel, run, receipt_of(record)
+        if self._run not in (None, run):
+            raise ConfigError(
+                f"this site joined {self._run!r}, and the work is for {quoted(run, 80)}: nothing is done."
+            )
+        receipt = receipt_of(record)
+        if not max(receipt.counted, receipt.answered) <= parcel.round < 10**9:
+            raise RecordError(f"the message is of round {parcel.round}, and its receipt of {receipt.text()}.")
+        return parcel, run, receipt
 
     def _origin(self, folder: Path, of: str, parcel: Parcel, receipt: Receipt) -> _Origin:
         """The starting point of this client's work. A site whose folder was emptied starts from nothing, and stores
@@ -175,7 +185,12 @@ _WAY_OUT = (
 
 def state_of(folder: Path, run: str, client: str) -> Path:
     """A client's folder for one run, inside the folder of all states."""
-    return folder / re.sub(r"[^A-Za-z0-9._-]", "-", run) / client
+    return folder / re.sub(r"[^A-Za-z0-9._-]|^\.", "-", run) / client
+
+
+def has_trained(folder: Path, run: str, client: str) -> bool:
+    """Whether a client's folder for a run has a state."""
+    return bool(_states(state_of(folder, run, client)))
 
 
 def _keeps(parcel: Parcel) -> bool:

@@ -109,12 +109,17 @@ def pass_on(listening: socket.socket, work: Work, folder: Path) -> None:
     """Answer one message after the other at the socket, for as long as this process lives. folder: the site's."""
     while True:
         accepted, _ = listening.accept()
-        with Connection(accepted.detach()) as connection, contextlib.suppress(OSError, EOFError):
-            if not connection.poll(_PATIENCE):  # it says nothing, and others wait
-                continue
-            said, record = receive_message(connection)
-            if record is not None:
-                send_message(connection, *answered(work, said["do"], record, folder))
+        with Connection(accepted.detach()) as connection:
+            try:
+                if not connection.poll(_PATIENCE):  # it says nothing, and others wait
+                    continue
+                said, record = receive_message(connection)
+                if record is not None:
+                    send_message(connection, *answered(work, said["do"], record, folder))
+            except (OSError, EOFError):  # it is gone
+                pass
+            except Exception as error:  # no ClientApp of Flower's sends that
+                _say(f"a message at {socket_of(SiteFolder(folder))} cannot be read: {type(error).__name__}: {error}")
 
 
 class Trainer:

@@ -65,9 +65,10 @@ class SiteWork:
     def _loaded(self, envelope: Envelope, record: RecordDict) -> Node:
         from fedlora.flower.messages.records import record_parcel
         from fedlora.flower.site.held_out import keep_held_out, record_of
-        from fedlora.flower.site.node import Node
+        from fedlora.flower.site.node import Node, has_trained
         from fedlora.flower.terms.agreement import Facts, check
         from fedlora.flower.terms.facts import model_facts, targets_of
+        from fedlora.flower.terms.joining import JoinFile
         from fedlora.flower.terms.settings import FederationSettings
         from fedlora.flower.terms.site_file import Site
         from fedlora.runs.preparation import prepare
@@ -77,14 +78,16 @@ class SiteWork:
         state, cache = here.state, here.base_cache
         files = model_facts(site.model, settings, cache)  # before the model is loaded, whose errors hide the cause
         check(Facts.from_text(envelope.facts), files, site.name, whole=False)
-        parcel, run = record_parcel(record)
-        kept = record_of(state, run, site.name)
-        keep = partial(keep_held_out, record=kept, first=parcel.round == 0, counted=receipt_of(record).counted > 0)
+        parcel, _ = record_parcel(record)
+        joined = JoinFile.read(here.join).federation
+        first = parcel.round == 0 and not has_trained(state, joined, site.name)
+        kept, counted = record_of(state, joined, site.name), receipt_of(record).counted > 0
+        keep = partial(keep_held_out, record=kept, first=first, counted=counted)
         prepared = prepare(settings.for_site(site), None, keep=keep, programs=state / "programs")
         return Node(
             site.name, prepared.trainer, state, form=settings.server.upload,
             evaluators={"validation": prepared.validation, "test": prepared.test},
-            facts=replace(files, targets=targets_of(prepared.seed_adapter.modules)),
+            facts=replace(files, targets=targets_of(prepared.seed_adapter.modules)), run=joined,
         )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ class JoinFile:
 
 
 class _Address(Section):
-    name: str = Field(pattern=r"^[!-~]{1,253}$")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,252}$")
     port: int = Field(ge=1, le=65535)
     ca: str
 
@@ -115,7 +115,7 @@ class _Join(Section):
     """The tables of a join file."""
 
     format: str
-    federation: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    federation: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     site: str
     rank: int
     app: str = Field(pattern=r"^[0-9a-f]{64}$")

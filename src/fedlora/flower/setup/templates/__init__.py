@@ -24,10 +24,10 @@ def plain(word: object, file: str) -> str:
         ConfigError: it has a letter that nginx or systemd reads as something else.
     """
     text = str(word)
-    if not text.isprintable() or set(text) & set("\"'\\${};"):
+    if not text.isprintable() or text != text.strip() or set(text) & set("\"'\\${};"):
         raise ConfigError(
-            f"{quoted(text)} cannot be written into {file}: it has a quote, a backslash, one of ${{}}; or an "
-            f"unprintable character. Use another folder or name."
+            f"{quoted(text)} cannot be written into {file}: it has a quote, a backslash, one of ${{}}; an unprintable "
+            f"character, or a space at an end. Use another folder or name."
         )
     return text
 
