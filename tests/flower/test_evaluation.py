@@ -120,7 +120,9 @@ def test_without_a_model_at_the_server_the_folder_still_loads(tmp_path: Path, ca
     caplog.set_level("INFO")
     fed = FederationOnDisk(tmp_path)
     fed.write(data={"validation": 0.0}, run={"rounds": 1})
-    summary = fed.play()
+    grid = fed.grid()
+    grid.offline = {"cork"}
+    summary = fed.play(grid)
     told_once = [r for r in caplog.records if "no round is measured" in r.message]
     assert len(told_once) == 1 and summary["measured_by"] is None and summary["best_round"] is None
     folder = fed.home / "server" / "adapter"
@@ -128,6 +130,7 @@ def test_without_a_model_at_the_server_the_folder_still_loads(tmp_path: Path, ca
     assert PeftModel.from_pretrained(base, folder).active_adapters == ["default"]
     card = (folder / "README.md").read_text()
     assert 'AutoTokenizer.from_pretrained(model.peft_config["default"].base_model_name_or_path)' in card
+    assert "Trained by 2 clients" in card and "cork" not in card  # which was away; before, it was named
     assert not (folder / "tokenizer.json").exists() and not (fed.home / "server" / "best").exists()
 
 

@@ -218,6 +218,7 @@ def test_a_new_join_file_is_taken_and_key_and_data_stay(
     assert said.code == 0 and "127.0.0.1:4430" in said.out, said.err
     assert here.ca.read_text() == place.ca.pem and JoinFile.read(here.join).port == 4430
     assert (here.key.read_bytes(), here.site.read_bytes(), here.request.read_bytes()) == before
+    assert "nothing was changed" in main("flower", "site", moved, "--join", place.join()).out  # an old file, as a rule
     assert "the site 'berlin'" in main("flower", "site", moved, "--join", place.join("berlin")).err
     place.federation = "fed-2"
     assert "for the federation fed-2, but" in main("flower", "site", moved, "--join", place.join()).err

@@ -235,7 +235,7 @@ def test_status_without_a_superlink(tmp_path: Path, main: Any) -> None:
     with serving(home / "state" / "serve.lock"):
         said = main("flower", "status", home)
     assert said.code == 0 and "served by process" in said.out and "1 of 3 rounds done" in said.out
-    assert "cork: refused: so" in said.out
+    assert "cork, last round: refused: so" in said.out
     assert main("flower", "status", tmp_path).error()
 
 

@@ -120,7 +120,7 @@ def test_settings_that_change_meanwhile_are_told(tmp_path: Path, main: Callable[
     )
     told = [(k, line) for k, line in enumerate(said) if "train.lr" in line]
     assert len(told) == 2 and all("0.125" in line and "0.003" in line for _, line in told)
-    assert "next start" in told[0][1] and told[1][1].startswith("after round 1: ")
+    assert "no round yet" in told[0][1] and told[1][1].startswith("after round 1: ")
     assert told[0][0] < said.index(next(line for line in said if "it broke" in line)) < told[1][0]
     assert told[1][1] in main("flower", "status", home).out.replace("\n", " ")
 

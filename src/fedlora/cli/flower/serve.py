@@ -176,7 +176,7 @@ def _show(found: Mapping[str, Any], rounds: int) -> None:
     console.print(table)
     for name, site in found["sites"].items():
         if site.get("why"):
-            console.print(f"{name}: {site['fate']}: {site['why']}")
+            console.print(f"{name}, last round: {site['fate']}: {site['why']}")
     _tell_rule(found)
     if rounds and found["last_rounds"]:
         console.print(_rounds_table(found["last_rounds"][-rounds:]))

@@ -90,9 +90,13 @@ def _take(folder: Path, join: Path) -> None:
     from fedlora.flower.places import SiteFolder
     from fedlora.flower.site.site_checks import app_row
     from fedlora.flower.site.site_folder import take_join
+    from fedlora.flower.terms.joining import JoinFile
     from fedlora.flower.terms.site_file import Site
 
-    said = take_join(folder, join)
+    before, said = JoinFile.read(SiteFolder(folder).join), take_join(folder, join)
+    if said == before:
+        console.print(f"{join} is the file that {folder} already has: nothing was changed.")
+        return
     console.print(
         f"{folder}: now has the server's new file ({said.address}). Restart its unit (systemctl restart "
         f"fedlora-site), and "
@@ -119,6 +123,7 @@ def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
         if wrong := [text for _, text, sound in rows if sound is False]:
             raise ConfigError(f"{' '.join(wrong)} {folder} was not made, and nothing was sent.")
         request = fill_site(building, join.read_bytes(), found, facts.table())
+    rows.insert(0, ("site", f"{said.site}, rank {said.rank}, of {said.federation} at {said.address}", True))
     rows.append(app_row(said, said.app))
     server = [row for row in checked_server(said, here) if not row[2]]
     table = Table("", "found", "")

@@ -39,6 +39,8 @@ def admit(
     Another rank:   fedlora flower admit fed request.toml --rank 16
     """
     needed()
+    from fedlora.flower.places import FederationFolder
+    from fedlora.flower.serving.standing import standing
     from fedlora.flower.setup import members
     from fedlora.flower.terms.names import named_rank
 
@@ -66,7 +68,9 @@ def admit(
                 raise
             refused.append(f"{request}: {error}")
     if len(refused) < len(given):
-        _say("A running server takes this over within seconds, a rank in the next round.")
+        over = standing(FederationFolder(folder)).finished
+        more = "All rounds are played: for more, raise [run] rounds in federation.toml and restart the server."
+        _say(more if over else "A running server takes this over within seconds, a rank in the next round.")
     if refused:
         raise ConfigError(f"{len(refused)} of {len(given)} requests are refused. {' '.join(refused)}")
 

@@ -161,10 +161,13 @@ def _base(opening: Opening) -> BaseName:
 
 
 def _facts(opening: Opening, strategy: FedLoRA) -> dict[str, Any]:
-    """The facts for cards, in the form of a run's manifest. The training of a client that left remains in the model."""
+    """The facts for cards, in the form of a run's manifest. clients: those whose training is in the model, also if they
+    left."""
     settings, here, policy = opening.settings, opening.at_server, strategy.policy
     clients: dict[str, int | str] = {name: shown_rank(policy.client(name)) for name in policy.clients}
     counted = [name for line in strategy.lines.finished() for name in line["weights"]]
+    if settings.privacy is None:  # nobody is told who took part in a private one
+        clients = {name: rank for name, rank in clients.items() if name in counted}
     clients |= {name: "left" for name in counted if name not in clients}
     examples = strategy.flower_state.examples
     return {

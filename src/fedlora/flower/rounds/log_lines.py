@@ -41,6 +41,8 @@ def lines_of(event: Event, rounds: int | None = None) -> list[str]:
         return [f"from round {event.round} on: {change}" for change in _changes(event)]
     if isinstance(event, Ended) and event.why == "complete" and rounds is not None and event.round < rounds:
         return [f"round {event.round} was the last one of this start; run.rounds is {rounds} by now"]
+    if isinstance(event, Ended) and event.why == "quorum":
+        return [f"round {event.round + 1} has too few usable uploads: it is stopped for now"]
     if isinstance(event, Ended):
         return [f"the rounds ended after round {event.round}: {event.why}"]
     return []

@@ -85,7 +85,7 @@ class History:
         except ConfigError as error:
             return str(error)
         named = "; ".join(f"{one.key} = {_shown(one.after)} (it was {_shown(one.before)})" for one in changes)
-        return f"federation.toml has {named}. Rounds that are being played go on as they began; the next start takes it"
+        return f"federation.toml has {named}, and no round yet. If the server was not restarted since, restart it"
 
     def _changes(self, settings: FederationSettings) -> tuple[Change, ...]:
         if not self.entries:

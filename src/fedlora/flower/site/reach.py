@@ -150,7 +150,8 @@ _ANSWERS: dict[int, tuple[str, str]] = {
     2004: (
         "not admitted",
         "{at} answers, but this site's key is not registered there. Send request.toml to the server; the site "
-        "continues by itself after `fedlora flower admit` there. If it took part before, ask whether it was removed.",
+        "continues by itself after `fedlora flower admit` there (with --rotate for a new key). If it took part before, "
+        "ask whether it was removed.",
     ),
     401: (
         "refused",

@@ -49,7 +49,7 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
     except FedLoRAError as error:
         return [("site", str(error), False)], None
     same = join.site == site.name
-    rows.append(("site", f"{site.name}, rank {join.rank}, of {join.federation} at {join.address}", same))
+    rows.append(("site", f"{site.name}, rank {join.rank} when it joined, of {join.federation} at {join.address}", same))
     if not same:
         rows.append(("name", f"site.toml says {site.name!r}, but the join file is for {join.site!r}", False))
     rows += [_key(here), *(row for path in (here.key, here.path) if (row := _open(path)))]
