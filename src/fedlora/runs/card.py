@@ -81,6 +81,7 @@ texts = ["one text", "another text"]{pair}
 with torch.no_grad():
     inputs = tokenizer(texts,{second} padding=True, truncation=True, max_length={max_length}, return_tensors="pt")
     answers = model(**inputs).logits.argmax(-1).tolist()
+
 print([labels["id2label"][k] for k in answers])"""
 
 _HERE = "AutoTokenizer.from_pretrained(here)"
