@@ -628,7 +628,8 @@ def test_what_was_just_written_is_never_removed(tmp_path: Path) -> None:
 def test_a_checkpoint_is_kept_in_a_second_place_whatever_becomes_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
 ) -> None:
-    """As a link where there are any, as a copy elsewhere; only the newest ones stay; the same round twice is one."""
+    """As a link where there are any, as a copy elsewhere; only the one beside it stays; the same round twice is one.
+    Before, the newest two stayed: after two kills the best round's was gone."""
     if not links:
 
         def none(*_: Any) -> None:
@@ -638,11 +639,11 @@ def test_a_checkpoint_is_kept_in_a_second_place_whatever_becomes_of_the_first(
     main, best = tmp_path / "main", tmp_path / "best"
     for number in (1, 2, 3):
         path = save(main, number, ClientMemory(position=number), keep=1)
-        keep_also(best, main, number, keep=2)
-        keep_also(best, main, number, keep=2)
+        keep_also(best, main, number, beside=1)
+        keep_also(best, main, number, beside=1)
         assert (best / path.name).samefile(path) == links
     path.unlink()
-    assert [p.name[:11] for p in sorted(best.iterdir())] == ["round-00002", "round-00003"]
+    assert [p.name[:11] for p in sorted(best.iterdir())] == ["round-00001", "round-00003"]
     loaded = load_newest(best, ClientMemory)
     assert loaded is not None and loaded[1].position == 3
     with pytest.raises(CheckpointError, match="no checkpoint of round 9"):

@@ -158,6 +158,11 @@ def test_the_same_file_gives_the_same_parts_in_the_same_order(tmp_path: Path) ->
     assert said(keep_held_out(parts, record, first=False, counted=True)) == said(parts)
     others = drawn(texts(40, "other"))
     nothing = split(texts(40), validation=0, test=0, seed=0)  # by a hostile server: before, it trained on all
+    with pytest.raises(ConfigError, match="names no row"):
+        (tmp_path / "empty.json").write_text('{"validation": [], "test": []}')
+        keep_held_out(nothing, tmp_path / "empty.json", first=False, counted=True)
+    with pytest.raises(ConfigError, match="validation and test"):  # and whose settings name another column
+        keep_held_out(split(texts(40, "col"), validation=0, test=0, seed=0), record, first=False, counted=True)
     still = keep_held_out(nothing, record, first=False, counted=True)
     assert [*map(sorted, said(still))] == [*map(sorted, said(parts))]
     assert said(keep_held_out(others, record, first=True, counted=False)) == said(others)

@@ -739,6 +739,13 @@ def test_your_own_draw_and_a_loop_that_closes_early(tmp_path: Path) -> None:
             assert size.draws == 3
             return ("one", "three")
 
+    class Stranger(RoundHooks):
+        def draw(self, strategy: Any, intake: Any, online: Any, barred: Any, size: Any) -> Any:
+            return ("one", "four")
+
+    strategy, grid = federation(tmp_path / "s", Server(build("glora"), quorum=1), hooks=Stranger())
+    with pytest.raises(ConfigError, match="'four'"):
+        strategy.start(grid, num_rounds=1)
     strategy, grid = federation(tmp_path, Server(build("glora"), quorum=1), hooks=Two())
 
     def first_only(grid: Any, attempt: Any) -> None:

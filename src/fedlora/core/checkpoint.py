@@ -87,9 +87,9 @@ def saving(directory: Path, round: int, value: Any, *, of: str = "", keep: int =
     _remove_older(directory, path, round, keep)
 
 
-def keep_also(directory: Path, of: Path, round: int, *, keep: int = 1) -> None:
+def keep_also(directory: Path, of: Path, round: int, *, beside: int | None = None) -> None:
     """Keep the checkpoint of `round` from `of` in `directory` too, as a hard link where the file system has them,
-    independent of the original; remove all but the newest `keep` in `directory`.
+    independent of the original; remove all others in `directory`, except for that of the round `beside`.
 
     Raises:
         CheckpointError: `of` has no checkpoint of that round, or the disk refuses.
@@ -108,7 +108,9 @@ def keep_also(directory: Path, of: Path, round: int, *, keep: int = 1) -> None:
             files.sync_folder(directory)
     except OSError as error:
         raise CheckpointError(f"the checkpoint of round {round} could not be kept in {directory}: {error}.") from error
-    _remove_older(directory, place, round, keep)
+    for number, _, old in _listed(directory):
+        if old != place and (number != beside or number == round):
+            old.unlink()
 
 
 def _remove_older(directory: Path, newest: Path, round: int, keep: int) -> None:

@@ -53,10 +53,10 @@ class Effect(NamedTuple):
     (older work, if its training raised); otherwise it repeats this round's data.
     refused: it has one more round with a refused upload. The policy allows some before quarantine.
 
-    In an attempt that does not count, only `refused` holds, once a round. Of each client that it was to ask, the server
-    remembers a fate that is not `usable` until the round is done (`FlowerState.unusable`): who has fewer of them is
-    asked first. If the attempt that counts sends the client nothing, its `keeps_place` still holds; and if it was not
-    drawn, the round's line has this fate in place of "not drawn".
+    In an attempt that does not count, only `refused` holds, once a round. Of each client that was drawn and online, the
+    server remembers a fate that is not `usable` until the round is done (`FlowerState.unusable`): who has fewer of them
+    is asked first. If the attempt that counts sends the client nothing, its `keeps_place` still holds; and if it was
+    not drawn, the round's line has this fate in place of "not drawn".
 
     A site learns by its next message why its work did not count (`Receipt.why`). The line's `missing` names all whose
     fate has no `keeps_work`, except for "not drawn".

@@ -1,6 +1,7 @@
 """The work after each stored round: the server's own scores, the best state, trackers, and whether to stop. It reads
-only the lines of rounds.jsonl, so that a federation that was killed continues as if it had not been (of a round whose
-measurement a kill cut short, sites that stay away after the restart have no scores).
+only the lines of rounds.jsonl, so that a federation that was killed continues as if it had not been. (Of a round whose
+measurement a kill cut short, sites that stay away after the restart have no scores. And after a restart sites are sent
+changes of the base whole that they had received in steps: scores may differ by rounding.)
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Recorder:
             log.info("round %d is not compared with round %d, the best until now: no site measured both",
                      line["round"], best["round"])  # fmt: skip
         if better:
-            checkpoint.keep_also(self._best, self._opening.home.checkpoints, state.round, keep=2)
+            now = None if best is None else best["round"]  # it is the best one until this round's line is stored
+            checkpoint.keep_also(self._best, self._opening.home.checkpoints, state.round, beside=now)
         self.trackers.log(whole)
         stopped = self.stopped([*before, whole])
         if stopped is not None:

@@ -63,7 +63,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedlora.core import checkpoint
-from fedlora.core.echo import shown
+from fedlora.core.echo import quoted, shown
 from fedlora.errors import BudgetSpent, ConfigError, FedLoRAError, QuorumNotMet, UploadRefused, counted
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
@@ -107,8 +107,9 @@ class FedLoRA:
         run: the federation's name, by which clients keep their state.
         folder: for checkpoints; None keeps none.
         record: a folder for events.jsonl and rounds.jsonl; None: nowhere.
-        resume: go on from this one instead of `state`; `flower_state.newest` reads it from `folder`. Weighting, quorum,
-            rule and policy may differ from its own. Lines of later rounds are cut off from rounds.jsonl.
+        resume: go on from this one instead of `state`; `flower_state.newest` reads it from `folder`, and refuses one of
+            another method, which nothing here does. Weighting, quorum, rule and policy may differ from its own. Lines
+            of later rounds are cut off from rounds.jsonl.
         participation, seed: of the sampling of clients, as in `simulate`.
         codec: the kind of clients.
         identify: how to identify nodes; by default by their registered names, never by their claims.
@@ -254,7 +255,9 @@ class FedLoRA:
         check_enough(size, barred)
         for name in size.liars:
             intake.refuse(UploadRefused(name, barred[name]))
-        chosen = self._hooks.draw(self, intake, maker.online, barred, size)
+        chosen = {*self._hooks.draw(self, intake, maker.online, barred, size)}
+        if strangers := chosen - self.policy.clients.keys():
+            raise ConfigError(f"the hooks drew {quoted(sorted(strangers))}: the policy has no such clients.")
         drawn = asked_of(self.policy, barred, maker.online, chosen)
         not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         attempt = Attempt(maker, drawn, intake, nth, self.deadline, self._report)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import chain
 from pathlib import Path
 
 from fedlora.core import files
@@ -61,11 +62,14 @@ def kept_by(record: Path, drawn: Parts) -> Parts | None:
         if held == {}:
             return None
         places = {one: k for k, name in enumerate(_HELD, 1) for one in held[name]}
+        if not places:
+            raise ValueError("it names no row")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{record} cannot be read: {error}. It says which rows are held out. {_CURE}.") from error
-    goes = [[places.get(one, 0) for one in digests(part)] for part in drawn]
+    found = [digests(part) for part in drawn]
+    goes = [[places.get(one, 0) for one in each] for each in found]
     kept = rearranged(drawn, goes)
-    if any(to != k for k, each in enumerate(goes) for to in each):
+    if places.keys() - {*chain(*found)} or any(to != k for k, each in enumerate(goes) for to in each):
         _tell(held, kept)
     return kept
 
