@@ -97,8 +97,8 @@ class PrivateRounds(RoundHooks):
     def draw(
         self, strategy: FedLoRA, intake: Intake, online: Collection[str], barred: Mapping[str, str], size: RoundSize
     ) -> Collection[str]:
-        """Its intake knows whom the release's terms ask."""
-        return intake.asked or ()
+        """Those whom the release's terms ask; who was removed from the policy counts as zero."""
+        return [name for name in intake.asked or () if name in strategy.policy.clients]
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
         return public_line(line, line.get("privacy") or self.private.spent(line["round"]))
