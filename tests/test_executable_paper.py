@@ -5,6 +5,8 @@ dense float64 matrices built from the stored factors with code that executable_p
 of a family. Tolerances: u = 1.1e-16; "rel" is the relative Frobenius error.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -196,26 +198,24 @@ def test_exact_when_the_server_rank_covers_the_union(name, dtype):
         assert rel(U_ref @ Z_g, truth) < EXACTNESS.get(name, 1e-12)
 
 
-@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("shape", [(48, 40), (30, 70)])
-def test_exact_for_generic_clients_at_full_rank_ratio(shape, seed):
-    case = family("generic", seed, *shape)
+def test_exact_for_generic_clients_at_full_rank_ratio(shape):
+    case = family("generic", 1, *shape)
     result = paper.glora_round(case.uploads, case.weights, 1.0, 0.5, {})
     assert result.U_ref.shape == (shape[0], 19)
     assert rel(result.U_ref @ result.Z_g, mean_update(case)) < 1e-12
 
 
-@pytest.mark.quick(30)
 @pytest.mark.parametrize("R", [1, 3, 5, 11])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_projection_identity(name, R):
+def test_projection_identity(R):
     # Eq. key_identity_proj: dW_g = U_ref U_ref^T mean, for whatever directions TopEig returned (ties included).
-    case = case64(name)
-    truth = mean_update(case)
-    U_ref, Z_g, _ = aggregate(case, R)
-    np.testing.assert_allclose(U_ref.T @ U_ref, np.eye(R), atol=1e-13)
-    error = np.linalg.norm(U_ref @ Z_g - U_ref @ (U_ref.T @ truth)) / np.linalg.norm(truth)
-    assert error < EXACTNESS.get(name, 1e-12)
+    for name in FAMILIES:
+        case = case64(name)
+        truth = mean_update(case)
+        U_ref, Z_g, _ = aggregate(case, R)
+        np.testing.assert_allclose(U_ref.T @ U_ref, np.eye(R), atol=1e-13)
+        error = np.linalg.norm(U_ref @ Z_g - U_ref @ (U_ref.T @ truth)) / np.linalg.norm(truth)
+        assert error < EXACTNESS.get(name, 1e-12), name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -318,10 +318,8 @@ def test_naive_qr_is_exact_only_when_the_budget_holds_the_invented_directions_to
 # ---- readout ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(23)
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("rho", [0.5, 1.0])
-@pytest.mark.parametrize("name", ["generic", "zero_padded", "wide", "one_client", "cancelling", "deficient_A"])
+@pytest.mark.parametrize(("rho", "gamma"), [(0.5, 0.0), (0.5, 0.5), (1.0, 0.5), (1.0, 1.0)])
+@pytest.mark.parametrize("name", ["generic", "wide", "cancelling", "deficient_A"])
 def test_a_readout_of_full_rank_is_the_server_update(name, rho, gamma):
     # Eq. balanced_readout with every component selected. The last client has a history, a random one.
     case = case64(name)
@@ -344,7 +342,7 @@ def test_a_readout_without_history_is_the_best_approximation_of_its_rank():
         assert np.linalg.norm(dense - B @ A) == pytest.approx(np.sqrt(np.sum(sigma[r:] ** 2)), rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_tied_scores_go_by_spectral_order_in_spite_of_round_off(seed):
     # One client that comes back with the same span: every u_j lies in its history, so all scores are 1 up to round-off.
     case = regauge(case64("one_client", seed), 10.0, seed)
@@ -365,36 +363,23 @@ def test_only_real_components_are_read_out():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_builds(name, dtype):
-    for seed in (0, 1):
-        case = family(name, seed, dtype=dtype)
+def test_every_family_builds(dtype):
+    for name, seed in itertools.product(FAMILIES, (0, 1)):
+        case, again, other = (family(name, s, dtype=dtype) for s in (seed, seed, 1 - seed))
         assert case.name == name and case.note
         assert list(case.uploads) == list(case.weights) == sorted(case.weights)
         assert sum(case.weights.values()) == pytest.approx(1.0, abs=1e-15)
-        for B, A in case.uploads.values():
+        for client, (B, A) in case.uploads.items():
             assert B.shape == (48, A.shape[0]) and A.shape[1] == 40
             assert B.dtype == A.dtype == dtype
             assert np.isfinite(B).all() and np.isfinite(A).all()
+            for factor, same in zip((B, A), again.uploads[client], strict=True):
+                np.testing.assert_array_equal(factor, same)
+            assert not np.array_equal(A, other.uploads[client][1]), "seeds differ"
         ranks, union = TRUE_RANKS[name]
         assert tuple(column_basis(B).shape[1] for B, _ in case.uploads.values()) == ranks
         assert union_rank(case) == union
-        again = family(name, seed, dtype=dtype)
-        for client, factors in case.uploads.items():
-            for factor, same in zip(factors, again.uploads[client], strict=True):
-                np.testing.assert_array_equal(factor, same)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_seeds_differ(name):
-    zero, one = family(name, 0), family(name, 1)
-    assert not any(np.array_equal(zero.uploads[client][1], one.uploads[client][1]) for client in zero.uploads)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_footnote_finds_the_ranks_of_the_construction(name):
-    case = family(name)
-    assert tuple(paper.gauge_fix(B, A)[0].shape[1] for B, A in case.uploads.values()) == TRUE_RANKS[name][0]
+        assert tuple(paper.gauge_fix(B, A)[0].shape[1] for B, A in case.uploads.values()) == ranks, "the footnote"
 
 
 @pytest.mark.parametrize("exponent", range(1, 7))
