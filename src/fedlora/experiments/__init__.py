@@ -26,7 +26,6 @@ runner.py           run what is missing
 comparison.py       methods on one configuration, as an experiment of one axis (`fedlora compare`)
 frames.py           results as pandas frames (`fedlora.results`)
 tables.py           means of cells, paired differences, places
-prices.py           what a row costs where nothing is wrong, and saves elsewhere
 budgets.py          what privacy costs
 lost.py             what is not in the tables, and why
 footnotes.py        what scores rest on: commits, machines, whose model
