@@ -17,7 +17,7 @@ from fedlora.experiments.runnable import other_files
 
 
 def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format, out: Path | None) -> None:
-    """Show the paper's table, scores, differences and budgets, with the notes that a reader needs below. out: a
+    """Show the paper's table, scores and differences, with the notes that a reader needs below. out: a
     file, instead of the screen."""
     experiment = project.named(name)
     grid = project.places.grid(experiment, profile)

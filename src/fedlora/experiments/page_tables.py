@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fedlora.experiments import method_tables
-from fedlora.experiments.budgets import SIMULATIONS, budget_rows, spendings
 from fedlora.experiments.digits import difference_in_words, shown
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
@@ -27,28 +26,16 @@ _ONE = "Each interval covers one comparison, without correction for their number
 
 
 def tables_of(grid: Grid, number: str = "") -> list[Table]:
-    """The paper's table, scores, differences to the reference, budgets, categories, clients, as far as there are any.
+    """The paper's table, scores, differences to the reference, categories, clients, as far as there are any.
     number: instead of the compared one."""
     experiment, paper = grid.experiment, paper_of(grid.experiment)
     printed = [] if paper is None else printed_tables(grid, paper, number)
     which = grid.which(number)
     first = method_tables.rounds(grid, which) if parse_number(which).where == "rounds" else scores(grid, [which])
     more = [differences(grid, which)] if experiment.reference else []
-    more += [_budgets(grid)] if experiment.budgets else []
     more += [method_tables.categories(grid, f"{when}, last") for when in ("test", "unseen")]
     more += [method_tables.clients(grid)]
     return [*printed, first, *(table for table in more if table.rows)]
-
-
-def _budgets(grid: Grid) -> Table:
-    axes = grid.experiment.budgets
-    columns, rows = budget_rows(spendings(grid), axes.lines if axes else "")
-    caption = (
-        f"Privacy spent, and {scale('accuracy')} and {scale('loss')} on held-out test data after the last round: "
-        "mean ± standard deviation over *seeds*. *epsilon* (rounded up) at *delta*; *z*: noise multiplier; *q*: "
-        f"share of the clients asked in a round. {SIMULATIONS}"
-    )
-    return Table(columns, rows, caption, notes(grid, ""))
 
 
 def scores(grid: Grid, names: Sequence[str]) -> Table:

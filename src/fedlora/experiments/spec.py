@@ -71,17 +71,6 @@ class Profile(Part):
     note: str = ""
 
 
-class Budgets(Part):
-    """The cost of privacy (table `budgets`), in an experiment with two axes.
-
-    axis: the axis whose labels are budgets. none: its label without [privacy]. lines: the axis with a line per label.
-    """
-
-    axis: str
-    none: str
-    lines: str
-
-
 class Experiment(Part):
     """One experiment's file.
 
@@ -91,8 +80,7 @@ class Experiment(Part):
     in paper_numbers.toml. run: the tables of a run's configuration, common to all; relative paths start at this file.
     axes: axis -> label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes one that only an earlier axis
     made. tune: the search for the best value of a key. profiles: scales to run at, by name. skip: combinations of
-    labels that are not cells; `why`, beside the labels, is told under the tables. budgets: the axes of a table and a
-    picture of scores by epsilon.
+    labels that are not cells; `why`, beside the labels, is told under the tables.
     """
 
     name: str
@@ -107,7 +95,6 @@ class Experiment(Part):
     tune: Tune | None = None
     profiles: dict[str, Profile]
     skip: list[dict[str, str]] = []
-    budgets: Budgets | None = None
     _folder: Path | None = PrivateAttr(None)
     _only: Mapping[str, Sequence[str]] = PrivateAttr({})
 
