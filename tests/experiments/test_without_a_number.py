@@ -1,4 +1,4 @@
-"""What becomes of a mean where one seed has no number: it was censored, diverged, failed, or is not run yet.
+"""What becomes of a mean where one seed has no number: it never got there, diverged, failed, or is not run yet.
 Kind of evidence: *by hand*.
 
 Seeds 0 to 4 of two methods. The reference takes 10, 20, 30, 40, 50 rounds; the other 5 rounds on four seeds, and never
@@ -42,7 +42,7 @@ fast = { "method.name" = "fedit" }
 seeds = [0, 1, 2, 3, 4]
 metric = "rounds to 0.9"
 """
-FIFTH = ("censored", "diverged", "failed", "not run")
+FIFTH = ("never", "diverged", "failed", "not run")
 
 
 def made(tmp_path: Path, fifth: str) -> tuple[Any, dict[str, Result], dict[str, str]]:

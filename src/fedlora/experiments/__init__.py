@@ -28,7 +28,6 @@ frames.py           results as pandas frames (`fedlora.results`)
 tables.py           means of cells, paired differences, places
 lost.py             what is not in the tables, and why
 footnotes.py        what scores rest on: commits, machines, whose model
-censored.py         rounds to a target, with runs that never get there
 table_source.py     a table
 table_forms.py      as Markdown, LaTeX and HTML
 printed.py          the paper's tables as printed, with our numbers
@@ -38,6 +37,6 @@ picture_style.py    the one style of pictures
 curve_pictures.py   a score by round
 dot_pictures.py     differences with intervals
 number_pictures.py  scores by an axis of numbers
-share_pictures.py   runs below a target; categories
+category_pictures.py  scores by category of tasks
 pictures.py         which of them an experiment has
 """

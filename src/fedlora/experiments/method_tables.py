@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
-from fedlora.experiments.censored import Reaching, compared
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
-from fedlora.experiments.scores import capital, explained, parse_number
+from fedlora.experiments.scores import capital
 from fedlora.experiments.table_source import Table
 from fedlora.experiments.tables import in_its_unit, orders, placings, score_by, score_cells
 
@@ -73,27 +72,19 @@ def _told(each: Sequence[float | None]) -> list[float]:
     return [x for x in each if x is not None]
 
 
-def rounds(grid: Grid, number: str = "") -> Table:
-    """How soon each cell's runs reach the target. number: "rounds to X"; "" for the experiment's."""
-    which = grid.which(number)
-    reference = grid.experiment.reference
+def rounds(grid: Grid, which: str) -> Table:
+    """How soon each cell's runs reach the target. which: a number "rounds to X"."""
+    cells = [cell for cell in score_cells(grid, which) if cell.scores or cell.none]
     rows = [
-        [*grid.place(one.cell), f"{len(one.reached)} of {one.runs}", _median(one),
-         *(["" if p is None else f"{p:.2g}"] if reference else [])]
-        for one, p in compared(grid, parse_number(which).amount)
+        [*grid.place(cell.cell), "never" if cell.median is None else f"{cell.median:g}",
+         f"{len(cell.none)} of {len(cell.scores) + len(cell.none)}"]
+        for cell in cells
     ]  # fmt: skip
-    metric = next(iter(grid.metrics), None)
-    against = f" *p*: of the log-rank test against {reference}, of one comparison each." if reference else ""
     caption = (
-        f"{capital(explained(which, metric))}. *reached*: runs that got there. *median*: by Kaplan and Meier; a run "
-        f"that does not get there counts as more than its last round, one that diverged or failed as never.{against}"
+        f"{capital(in_its_unit(which, cells))}: the median, with a run that never gets there as the worst. *never*: "
+        f"such runs."
     )
-    columns = [*grid.axes, "reached", "median", *(["p"] if reference else [])]
-    return Table(columns, rows, caption, notes(grid, which), len(grid.axes))
-
-
-def _median(one: Reaching) -> str:
-    return f"> {one.end}" if one.median is None else str(one.median)
+    return Table([*grid.axes, "median", "never"], rows, caption, notes(grid, which), len(grid.axes))
 
 
 def clients(grid: Grid) -> Table:

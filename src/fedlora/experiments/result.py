@@ -248,7 +248,7 @@ class Result(Part):
         return {category: fmean(scores) for category, scores in found.items()}
 
     def rounds_to(self, target: float) -> int | None:
-        """The first evaluated round whose validation metric reaches the target; None if none does (censored)."""
+        """The first evaluated round whose validation metric reaches the target; None if none does."""
         curve = self.history.curve(self.metric).items()
         return next((t for t, x in curve if not math.isnan(x) and not is_better(self.metric, target, x)), None)
 

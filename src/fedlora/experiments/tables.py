@@ -20,7 +20,7 @@ OWN_DATA = ", of each client's own model on its own data"
 class CellScore:
     """One cell. scores: seed -> value, for finished seeds. planned: the number of planned seeds. tuned: the value that
     the search chose. metric: of the scores, such as "accuracy"; None if nothing was run. none: seeds whose run has no
-    number: it diverged, failed on its own, or never got there (a censored number of rounds). less: whether less is
+    number: it diverged, failed on its own, or never got there (rounds to a target). less: whether less is
     better. unit: the number in words; only cells with the same unit are compared."""
 
     cell: Cell
