@@ -70,9 +70,8 @@ def test_six_digits_are_kept_and_all_of_what_a_run_is_known_by(tmp_path: Path) -
 def test_rounds_stand_in_columns_and_come_back(tmp_path: Path) -> None:
     """A client that a round did not ask is no client that diverged, and an evaluation without a number is one."""
     lines = [
-        {"round": 1, "metrics": {}, "losses": {"a": 0.5, "b": None}, "padded_error": 0.1, "server_rank": 4},
-        {"round": 2, "metrics": {"loss": None, "accuracy": 0.5}, "losses": {"a": 0.4}, "padded_error": None,
-         "server_rank": 4},
+        {"round": 1, "metrics": {}, "losses": {"a": 0.5, "b": None}},
+        {"round": 2, "metrics": {"loss": None, "accuracy": 0.5}, "losses": {"a": 0.4}},
     ]  # fmt: skip
     gather(tmp_path, "e", bare("x", lines, best_round=2))
     history = read_results(tmp_path)["x"].history

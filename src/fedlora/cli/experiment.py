@@ -131,7 +131,7 @@ def status(
 def table(
     name: Name,
     profile: ProfileName = "mini",
-    metric: Annotated[str | None, typer.Option(help='as "test, best" or "validation, largest drop"')] = None,
+    metric: Annotated[str | None, typer.Option(help='as "test, best" or "rounds to 0.92"')] = None,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
     work: Work = WORK,

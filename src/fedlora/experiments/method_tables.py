@@ -47,7 +47,7 @@ _COSTS: Mapping[str, Callable[[Sequence[Result]], str]] = {
     "MB down": lambda runs: _megabytes([r.megabytes_down for r in runs]),
     "aggregate s": lambda runs: f"{fmean(r.seconds.get('aggregate', 0.0) for r in runs):.2f}",
     "gauge": lambda runs: (
-        f"{max(told):.1e}" if (told := _told([r.score("server, gauge drift") for r in runs])) else "not told"
+        f"{max(told):.1e}" if (told := _told([r.gauge_drift.get(r.method) for r in runs])) else "not told"
     ),
 }
 

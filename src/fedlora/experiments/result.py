@@ -11,17 +11,15 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from fedlora.experiments.scores import Number, parse_number
 from fedlora.runs.config import FORMER_DEFAULTS, RunConfig
-from fedlora.training.metrics import by_guessing, find_metric, is_better
+from fedlora.training.metrics import by_guessing, is_better
 
-PADDED = "padded-average"  # the method whose error every run measures on its own uploads
 ABSENT: Literal["absent"] = "absent"  # a client that a round did not ask, or a score that it did not measure
 Scores = dict[str, float | None]  # score -> value; None: the run diverged
 Columns = dict[str, list[float | Literal["absent"] | None]]
@@ -93,13 +91,11 @@ class Held(Part):
 
 class History(Part):
     """The rounds, by columns. losses: client -> its training loss in each round. metrics: score -> its value on
-    validation in each of the rounds `evaluated`. padded_error, server_rank: of each round; None if not measured."""
+    validation in each of the rounds `evaluated`."""
 
     losses: Columns = {}
     evaluated: list[int] = []
     metrics: Columns = {}
-    padded_error: list[float | None] = []
-    server_rank: list[float | None] = []
 
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]]) -> History:
@@ -109,8 +105,6 @@ class History(Part):
             losses=_columns([line.get("losses") or {} for line in lines]),
             evaluated=[line["round"] for line in measured],
             metrics=_columns([line["metrics"] for line in measured]),
-            padded_error=[line.get("padded_error") for line in lines],
-            server_rank=[line.get("server_rank") for line in lines],
         )
 
     def losses_of(self, round: int) -> Scores:
@@ -136,7 +130,7 @@ class Result(Part):
     content of its own data and model, where it has some. target: whose model was measured, "server" or "clients".
     probes: further test sets. categories: task -> its category. ranks, examples: of each client. held_out, data, model:
     how many examples the held-out sets have, and digests of the data's parts and of the model. bytes, seconds: sums
-    over rounds. padded_error, gauge_drift: of the last round, relative.
+    over rounds. gauge_drift: of the last round, relative.
     """
 
     digest: str
@@ -160,9 +154,7 @@ class Result(Part):
     bytes: dict[str, int] = {}
     seconds: dict[str, float] = {}
     wall_seconds: float = 0.0
-    padded_error: float | None = None
     gauge_drift: dict[str, float | None] = {}
-    gauge_drift_as_sent: dict[str, float | None] = {}
     confusion: Confusion | None = None
     privacy: Spent | None = None
     commit: Commit | None
@@ -223,11 +215,10 @@ class Result(Part):
         was evaluated too seldom. Raises `ConfigError` for an unknown name."""
         number = parse_number(which)
         if number.where == "rounds":
-            return self.rounds_to(number.amount)
+            return self.rounds_to(number.target)
         if number.where == "validation":
-            found = self._of_validation(number)
-        elif number.where == "server":
-            found = self._of_server(number.what)
+            held = self.validation.best if number.what == "best" else self.validation.last
+            found = _number(held.get(self.metric))
         elif number.where == "clients":
             each = [_number(scores.get(self.metric)) for scores in self.clients_at_end.values()]
             found = fmean(each) if each else math.nan
@@ -251,35 +242,6 @@ class Result(Part):
         """The first evaluated round whose validation metric reaches the target; None if none does."""
         curve = self.history.curve(self.metric).items()
         return next((t for t, x in curve if not math.isnan(x) and not is_better(self.metric, target, x)), None)
-
-    def _of_validation(self, number: Number) -> float:
-        """The number on validation; NaN if there is none."""
-        if number.what == "best":
-            return self.validation_best
-        history = list(self.history.curve(self.metric).values())
-        if len(history) < number.evaluations():
-            return math.nan
-        if number.what == "last":
-            return history[-1]
-        if number.what == "mean of last":
-            return fmean(history[-int(number.amount) :])
-        changes = [b - a for a, b in pairwise(history)]
-        if any(map(math.isnan, changes)):
-            return math.nan
-        if number.what == "jitter":
-            return stdev(changes)
-        up = find_metric(self.metric).larger_is_better
-        return max([0.0, *(-change if up else change for change in changes)])  # a rise, if less is better
-
-    def _of_server(self, what: str) -> float:
-        """Relative numbers of the last round's update: its distance from the exact mean, how far it moves when clients
-        change their coordinates, and the error that zero-padded factor averages of the same uploads would have had. NaN
-        if it was not measured."""
-        if what == "gauge drift":
-            return _number(self.gauge_drift.get(self.method))
-        if what == "error" and self.method != PADDED:
-            return math.nan
-        return _number(self.padded_error)
 
     def _held_out(self, number: Number) -> Scores:
         """The scores on the test set or on a further one; empty if it was not measured."""

@@ -14,7 +14,7 @@ from fedlora.core.messages import Client
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import PlannedRun
-from fedlora.experiments.result import PADDED, Result
+from fedlora.experiments.result import Result
 from fedlora.experiments.scores import parse_number
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import MISSING, named, own_paths
@@ -25,11 +25,7 @@ def check_number(grid: Grid) -> None:
     run of the profile can have."""
     number, whys = parse_number(which := grid.which()), []
     for cell in grid.cells:
-        config = grid.first(cell).config
-        why = number.lacks(config)
-        if number.name == "server, error" and config.method.name != PADDED:
-            why = f"{config.method.name} does not measure it; {PADDED} does"
-        if why is None:
+        if (why := number.lacks(grid.first(cell).config)) is None:
             return
         whys.append(why)
     if whys:
