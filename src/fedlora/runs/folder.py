@@ -47,7 +47,7 @@ PARTS = "parts.json"  # written before all else in an experiment's runs: `experi
 _BEGUN = frozenset(("run.json", "content.json", "config.json"))  # private/ before there is a manifest
 _TABLES = ("model", "data", "method", "run")  # in every run's config.json, but in no model's
 _SAMPLES = ("samples.jsonl", "samples.md")
-PICTURES = ("bytes.png", "spectrum.png", "defence.png", "metric.png")  # drawn by the run itself: `plots.plot_run`
+PICTURES = ("bytes.png", "spectrum.png", "metric.png")  # drawn by the run itself: `plots.plot_run`
 
 
 @dataclass(frozen=True)
