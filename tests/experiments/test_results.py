@@ -193,13 +193,11 @@ def test_the_frame_has_a_row_a_run_and_one_a_round(tmp_path: Path) -> None:
         fedlora.results(tmp_path)
 
 
-def test_the_long_format_andlatex(tmp_path: Path) -> None:
+def test_the_table_in_latex(tmp_path: Path) -> None:
     from support.command_line import invoke
 
     place = small_world(tmp_path / "place")
     make(place, "mini")
-    long = invoke("experiment", "table", "small", "--format", "long", *where(place, "work")).stdout.splitlines()
-    assert long[0] == "setup,method,seed,round,metric,value" and len(long) == 1 + 8 * 2 * 2
     latex = invoke("experiment", "table", "small", "--format", "latex", *where(place, "work")).stdout
     assert r"\begin{tabular}{lrr}" in latex and r"0.6150 $\pm$ 0.0129 & 4 \\" in latex
 

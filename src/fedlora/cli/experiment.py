@@ -140,10 +140,7 @@ def table(
     work: Work = WORK,
     format: FormatOption = Format.table,
     json: JsonAlias = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="write this file instead; csv and long also as Parquet: FILE.parquet"),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="write this file instead")] = None,
 ) -> None:
     """The paper's table with our numbers, means and spreads over seeds, paired differences with 95 % intervals."""
     from fedlora.cli.experiment_project import Project

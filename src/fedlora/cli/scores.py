@@ -10,7 +10,6 @@ from fedlora.cli.formats import Format, Printed, show
 from fedlora.cli.screen import notes
 from fedlora.experiments.budgets import SIMULATIONS
 from fedlora.experiments.censored import compared
-from fedlora.experiments.frames import long_records
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import lost_lines, lost_of
 from fedlora.experiments.result import unclean_lines
@@ -54,8 +53,7 @@ def show_scores(
     }  # fmt: skip
     aloud = {"not_for_use": " ".join(loud)} if loud else {}
     lines = [{**line, **aloud} for line in _records(which, cells, differences, grid.rows, reached)]
-    by_round = long_records(grid) if form is Format.long else []
-    show(Printed(tables, lines, value, [*remarks], by_round, grid.experiment.title), form, out)
+    show(Printed(tables, lines, value, [*remarks]), form, out)
     if form is Format.json:  # the JSON is for a program; this is for people
         notes.warn(*missing)
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby
-from pathlib import Path
 
 from fedlora.experiments.table_source import Table
 
@@ -114,18 +113,6 @@ def html(table: Table, kind: str = "") -> str:
         ground = ' class="paper"' if table.grouped and row[table.names - 1] == "paper" else ""
         made.append(f"<tr{ground}>{''.join(told)}</tr>")
     return "\n".join([*made, "</tbody></table></div>"])
-
-
-def page(title: str, tables: Sequence[Table], remarks: Sequence[str]) -> str:
-    """The tables as one self-contained HTML page: no script, no request to anywhere."""
-    style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
-    notes = [f'<p class="note">{escape(remark)}</p>' for remark in remarks]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
-        f'content="light dark">\n<style>\n{style}</style></head><body>\n<h1>{escape(title)}</h1>\n'
-        + "\n".join([*map(html, tables), *notes]) + "\n</body></html>\n"
-    )  # fmt: skip
 
 
 def _over(table: Table) -> Sequence[str]:
