@@ -79,20 +79,6 @@ def test_every_metric_has_a_unit_and_every_number_words() -> None:
         assert len(said) == (1 if which.startswith("server") else 2), "of what it is said, unless of the server"
 
 
-def test_every_table_of_the_pages_stands_under_its_caption() -> None:
-    """Of each block with a table: one paragraph, then the table; made anew from the results by `test_budgets`."""
-    blocks = 0
-    for page in (ROOT / "docs").rglob("*.md"):
-        for block in re.findall(
-            r"^<!-- filled: .*? -->\n(.*?)^<!-- end -->$", page.read_text("utf-8"), flags=re.S | re.M
-        ):
-            if "\n|---" in block:
-                above, _, table = block.partition("\n\n")
-                assert 60 < len(above) < 600 and above.endswith(".") and table.startswith("|"), block[:200]
-                blocks += 1
-    assert blocks > 25
-
-
 def test_captions_say_unit_seeds_and_which_way_is_better(experiment: Experiment) -> None:
     """By hand: losses are in nats and less is better; accuracy the other way; two seeds everywhere."""
 

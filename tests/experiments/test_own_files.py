@@ -271,21 +271,6 @@ def test_seeds_as_a_range(bench: Callable[..., Path], tmp_path: Path, main: Call
     assert "--seeds takes seeds as 0:8" in main(*run, "a").complaint()
 
 
-def test_the_stored_results_of_the_paper_are_found() -> None:
-    """By some experiment: named data sets have no files of one's own, and their digests are as they were."""
-    stored = read_results(ROOT / "results")
-    found = set()
-    for path in (ROOT / "experiments").glob("*.toml"):
-        if path.stem != "paper_numbers":
-            experiment = load_experiment(path)
-            for profile in experiment.profiles:
-                for run in [*Grid(experiment, profile).searches, *Grid(experiment, profile, stored).runs]:
-                    lists = {"data.task_lists.0", "data.task_lists.1"}  # of SuperNI, beside the experiments
-                    assert {*run.files} in (set(), lists) and (run.files or run.digest == run.config.digest())
-                    found.add(run.digest)
-    assert set(stored) <= found and len(stored) == 623
-
-
 def test_a_damaged_experiment_or_result_is_one_line(
     bench: Callable[..., Path], tmp_path: Path, main: Callable[..., Said]
 ) -> None:
