@@ -1,4 +1,4 @@
-"""Scores by epsilon: what each cell spent, the picture, and pages whose tables come from stored results alone.
+"""Scores by epsilon: what each cell spent, the picture.
 
 Kinds: oracle, hostile, end-to-end. Results are made up here, with numbers whose means are known.
 """
@@ -11,8 +11,6 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.budgets import budget_rows, spendings
-from fedlora.experiments.claims import load_claims
-from fedlora.experiments.filled_pages import Stored, filled
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result, Spent
 from fedlora.experiments.spec import Experiment, load_experiment
@@ -21,8 +19,6 @@ from support.command_line import invoke
 from support.made_results import stored as as_stored
 from support.made_results import whole
 
-ROOT = Path(__file__).parents[2]
-PAGES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if "\n<!-- filled: " in p.read_text(encoding="utf-8")]
 FILE = """
 title = "What epsilon costs"
 question = "How much?"
@@ -44,7 +40,6 @@ train = "demo"
 [profiles.mini]
 seeds = [0, 1]
 """
-MARKED = "# A page\n\n<!-- filled: tiny mini budgets -->\nold\n<!-- end -->\n\nThe end.\n"
 
 
 @pytest.fixture
@@ -127,66 +122,16 @@ def test_the_picture_is_drawn_of_whole_and_of_half_grids(experiment: Experiment,
         assert made.stat().st_size > 10_000
 
 
-def test_a_block_is_filled_and_filled_again_the_same(experiment: Experiment, tmp_path: Path) -> None:
-    results = stored(experiment)
-    page = filled(MARKED, Stored(tmp_path, results))
-    assert page.startswith("# A page\n\n<!-- filled: tiny mini budgets -->\n")
-    assert "\n\n| clients |" in page and "old" not in page
-    assert "| 6 | 8.00 | 0.01 |" in page and "12 of 12 runs, commit abcdef0" in page
-    assert page.endswith("<!-- end -->\n\nThe end.\n") and filled(page, Stored(tmp_path, results)) == page
-    assert "(0 of 12)" in filled(MARKED, Stored(tmp_path, {}))
-    said = "Write `<!-- filled: A B C -->` in a page."
-    assert filled(said, Stored(tmp_path, results)) == said
-    assert filled(page.replace("\n", "\r\n"), Stored(tmp_path, results)) == page.replace("\n", "\r\n")
-    half = dict(list(results.items())[:3])
-    assert "3 of 12 runs" in filled(MARKED, Stored(tmp_path, half))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("<!-- end -->", "", "does not end each"),
-        ("old\n", "<!-- filled: tiny mini scores -->\nold\n", "does not end each"),
-        ("<!-- filled: tiny", "<!--filled: tiny", "looks like a marker"),
-        ("budgets -->", "budgets --> ", "looks like a marker"),
-        ("<!-- end -->", " <!-- end -->", "looks like a marker"),
-        ("mini budgets", "mini pictures", "an experiment, a profile"),
-        ("mini budgets", "mini prices", "one of loss, accuracy"),
-        ("mini budgets", "mini prices loss", "has nothing on prices"),
-        ("mini budgets", "paper budgets", "has no profile 'paper'"),
-        ("tiny mini", "huge mini", "cannot be read"),
-    ],
-)
-def test_a_block_that_cannot_be_filled_is_refused(
-    experiment: Experiment, tmp_path: Path, old: str, new: str, said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        filled(MARKED.replace(old, new), Stored(tmp_path, stored(experiment)))
-
-
-def test_the_command_line_fills_a_page_and_draws(experiment: Experiment, tmp_path: Path) -> None:
+def test_the_command_line_draws_and_tells(experiment: Experiment, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for result in stored(experiment).values():
         gather(tmp_path / "results", "tiny", result)
-    (tmp_path / "page.md").write_text(MARKED)
     where = ("--experiments", tmp_path, "--results", tmp_path / "results")
-    said = invoke("experiment", "fill", tmp_path / "page.md", *where).stderr
-    assert "filled" in said and "| 6 | 8.00 |" in (tmp_path / "page.md").read_text()
-    assert "as it was" in invoke("experiment", "fill", tmp_path / "page.md", *where).stderr
     invoke("experiment", "plot", "tiny", *where, "--work", tmp_path)
     assert (tmp_path / "results" / "plots" / "tiny-mini.png").is_file()
     said = invoke("experiment", "table", "tiny", *where, "--work", tmp_path, "--format", "markdown").output
     table = " ".join(said.split())
     assert "8.00" in table and "account of anybody's data" in table
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_pages_hold_what_the_stored_results_say(page: Path) -> None:
-    """`fedlora experiment fill docs/*.md` mends a page that this finds stale."""
-    text = page.read_text(encoding="utf-8")
-    claims = load_claims(ROOT / "docs" / "claims.toml")
-    assert filled(text, Stored.read(ROOT / "experiments", ROOT / "results", claims)) == text
 
 
 def test_a_tick_of_the_picture_never_understates_epsilon() -> None:

@@ -17,10 +17,10 @@ from fedlora.cli.formats import Format
 from fedlora.cli.scores import show_scores
 from fedlora.experiments.censored import Reaching, reaching
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.page_tables import table_of, tables_of
+from fedlora.experiments.method_tables import categories, clients
+from fedlora.experiments.page_tables import tables_of
 from fedlora.experiments.result import Result, short_config
 from fedlora.experiments.spec import Experiment, load_experiment
-from fedlora.experiments.table_source import Source
 from support.made_results import bare
 
 FILE = """
@@ -144,10 +144,10 @@ def test_categories_and_clients_stand_by_set_up(tmp_path: Path) -> None:
     """Easy is the mean of 0.4 and 0.6; Hard a tenth of rho; client b's mean over the seeds 0, 0.1, 0.2 is 0.1."""
     experiment = experiment_of(tmp_path, "test, last", '{ lr = ["1e-3"] }')
     grid = Grid(experiment, "mini", results_of(experiment))
-    table = table_of("categories", Source(grid, "test, last"))
+    table = categories(grid, "test, last")
     assert table.columns == ["category", "1", "1", "0.5", "0.5"] and table.over == ["", "even", "odd", "even", "odd"]
     assert table.rows == [["Easy", *["0.500"] * 4], ["Hard", "0.100", "0.100", "0.050", "0.050"]]
-    each = table_of("clients", Source(grid))
+    each = clients(grid)
     assert each.rows == [["a (2)", *["0.300"] * 4], ["b (4)", *["0.100"] * 4]]
 
 

@@ -1,4 +1,4 @@
-"""Grids of runs: plans, the search, results by digest, paired intervals, the page. Kinds: oracle, end-to-end."""
+"""Grids of runs: plans, the search, results by digest, paired intervals. Kinds: oracle, end-to-end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import io
 import json
 import math
 import re
-import shutil
-import subprocess
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,16 +16,14 @@ from typing import Any
 
 import pytest
 
-from fedlora.cli.experiment_project import Project
 from fedlora.errors import ConfigError
 from fedlora.experiments.curve_pictures import handles_of
 from fedlora.experiments.grid import Choice, Grid
 from fedlora.experiments.pictures import figures_of
 from fedlora.experiments.places import Places
-from fedlora.experiments.report import write_report
 from fedlora.experiments.result import Commit, Merged, Result
 from fedlora.experiments.runner import run_all
-from fedlora.experiments.spec import Experiment, Tune, load_all, load_experiment
+from fedlora.experiments.spec import Experiment, Tune, load_experiment, names_in
 from fedlora.experiments.store import as_lines, read_results_of
 from fedlora.experiments.tables import CellScore, difference, paired, score_cells
 from fedlora.runs.config import parse_config
@@ -516,7 +512,7 @@ def test_a_failing_run_is_kept_apart_and_the_others_go_on(
     assert not places.failure(outcomes[0].run).exists()
 
 
-# ---- the command line and the page -----------------------------------------------------------------------------------
+# ---- the command line -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -601,29 +597,8 @@ def test_a_plot_is_drawn(finished: Path, tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_the_page_is_self_contained_and_keeps_the_papers_numbers_apart(finished: Path, tmp_path: Path) -> None:
-    """No address but data:, no script; what stands in a file is escaped."""
-    call(finished, "report", "--profile", "one", "--out", str(tmp_path / "report.html"))
-    page = (tmp_path / "report.html").read_text()
-    assert "http" not in page.replace("data:", "") and "<script" not in page
-    assert 'class="paper"' in page and "<td>50.0 &lt;b&gt;&amp;</td></tr>" in page
-    assert "aaaaaaaaaaaa" in page and 'role="img"' in page
-    named = ("report", str(finished / "experiments" / "tiny.toml"), "--profile", "one")
-    invoke("experiment", *named, "--out", tmp_path / "own.html", "--experiments", tmp_path, "--results",
-           finished / "results", "--work", finished / "work")  # fmt: skip
-    assert 'id="tiny-(one)"' in page and 'id="tiny-(one)"' in (tmp_path / "own.html").read_text()
-
-
-def test_questions_beside_experiments_are_no_experiment(finished: Path, tmp_path: Path) -> None:
-    """claims.toml of a project of one's own is found where its experiments are, and is none of them."""
-    folder = tmp_path / "experiments"
-    folder.mkdir()
-    text = (finished / "experiments" / "tiny.toml").read_text()
-    (folder / "tiny.toml").write_text(text)
-    (folder / "claims.toml").write_text("[families]\n")
-    assert [one.name for one in load_all(folder)] == ["tiny"]
-    project = Project(folder, tmp_path / "results", tmp_path / "work")
-    assert project.claims_file is not None and project.asked is not None and project.asked.families == {}
+def test_the_papers_numbers_beside_experiments_are_no_experiment(finished: Path) -> None:
+    assert names_in(finished / "experiments") == ["tiny"]
 
 
 def test_a_line_that_lies_on_another_says_so() -> None:
@@ -644,35 +619,6 @@ def test_a_picture_names_the_label_that_has_no_result(experiment: Experiment) ->
     plt.close("all")
     (gone,) = {*less.get_suptitle().splitlines()} - {*whole.get_suptitle().splitlines()}
     assert runs[0].cell["method"] in gone and runs[1].cell["method"] not in gone
-
-
-def test_no_result_no_page(experiment: Experiment, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no experiment has a result"):
-        write_report(tmp_path / "r.html", [Grid(experiment, "mini", {})])
-    assert not (tmp_path / "r.html").exists()
-
-
-@pytest.mark.exhaustive
-def test_the_page_in_a_browser(finished: Path, tmp_path: Path) -> None:
-    """Headless Chromium draws it without a console message and without asking the network for anything."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("NO CHROMIUM HERE: the page was not looked at in a browser")
-    call(finished, "report", "--profile", "one", "--out", str(tmp_path / "report.html"))
-    picture = tmp_path / "page.png"
-    log = tmp_path / "net.json"
-    flags = [
-        "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-        "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--v=0",
-        f"--user-data-dir={tmp_path / 'profile'}", f"--log-net-log={log}", f"--screenshot={picture}",
-    ]  # fmt: skip
-    done = subprocess.run(
-        [browser, *flags, (tmp_path / "report.html").as_uri()], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert picture.stat().st_size > 10_000, done.stderr
-    assert "CONSOLE" not in done.stderr
-    asked = {e["params"]["url"] for e in json.loads(log.read_text())["events"] if "url" in e.get("params", {})}
-    assert not [url for url in asked if url.startswith("http") and "127.0.0.1" not in url and "google" not in url]
 
 
 def test_bad_names_get_one_line(tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -13,7 +13,6 @@ import pytest
 import tomli_w
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.filled_pages import Stored, filled
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.printed import printed_tables, read_paper
 from fedlora.experiments.result import Result
@@ -90,23 +89,6 @@ def test_a_column_of_equal_numbers_has_no_best(tmp_path: Path, monkeypatch: pyte
     experiment = of_all_cells("table1", tmp_path)
     table = printed_tables(Grid(experiment, "mini", made(experiment)), PAPER["table1"])[0]
     assert {table.rows[row][2] for row, _ in table.marks} == {"paper"}
-
-
-def test_a_page_has_the_paper_s_table(tmp_path: Path) -> None:
-    """The same table as `experiment table`, between the markers; another number by its name; without `paper`
-    in the file there is none."""
-    experiment = of_all_cells("table3", tmp_path)
-    results = made(experiment)
-    page = filled("<!-- filled: table3 mini paper -->\n<!-- end -->\n", Stored(tmp_path, results))
-    table = printed_tables(Grid(experiment, "mini", results), PAPER["table3"])[0]
-    assert f"{table.caption}\n\n{markdown(table, aligned=False)}" in page and "of one seed" in table.caption
-    assert "| GLoRA | ours | " in page and "| paper | **52.26 ± 0.36** | " in page
-    best = filled("<!-- filled: table3 mini paper test, best -->\n<!-- end -->\n", Stored(tmp_path, results))
-    assert "best on validation" in best and "best on validation" not in page
-    text = (tmp_path / "table3.toml").read_text().replace('paper = "table3"', "")
-    (tmp_path / "table3.toml").write_text(text)
-    with pytest.raises(ConfigError, match="table3 repeats no table"):
-        filled("<!-- filled: table3 mini paper -->\n<!-- end -->\n", Stored(tmp_path, results))
 
 
 def test_table_1_has_the_printed_layout_our_numbers_and_the_difference(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def chosen(
 ) -> list[Experiment]:
     """The experiments with these seeds and labels alone. Raises `ConfigError`."""
     wanted = None if seeds is None else parse_seeds(seeds, "--seeds")
-    loaded = [_of_seeds(project, project.named(name), profile, wanted) for name in names]
+    loaded = [_of_seeds(project.named(name), profile, wanted) for name in names]
     return loaded if only is None else [one.narrowed(profile, parse_only(only, one)) for one in loaded]
 
 
@@ -116,8 +116,8 @@ def _tell_wrong(found: Sequence[str]) -> None:
         raise ConfigError(f"{len(found)} things are wrong, each in a line above. No run was started.")
 
 
-def _of_seeds(project: Project, experiment: Experiment, profile: str, only: list[int] | None) -> Experiment:
-    """The experiment with the requested seeds, otherwise with the planned ones. Raises `ConfigError` for a seed that
+def _of_seeds(experiment: Experiment, profile: str, only: list[int] | None) -> Experiment:
+    """The experiment with the requested seeds alone. Raises `ConfigError` for a seed that
     the profile lacks."""
     known = experiment.profile(profile).seeds
     if unknown := sorted({*(only or [])} - {*known}):
@@ -125,7 +125,7 @@ def _of_seeds(project: Project, experiment: Experiment, profile: str, only: list
             f"--seeds {unknown[0]} is not a seed of {experiment.name}, profile {profile}: it has "
             f"{', '.join(map(str, known))}."
         )
-    return project.planned(experiment, profile) if only is None else experiment.with_seeds(profile, only)
+    return experiment if only is None else experiment.with_seeds(profile, only)
 
 
 def forget_failures(results: Path, work: Path) -> None:

@@ -31,21 +31,14 @@ frames.py           results as pandas frames (`fedlora.results`)
 tables.py           means of cells, paired differences, places
 prices.py           what a row costs where nothing is wrong, and saves elsewhere
 budgets.py          what privacy costs
-verdicts.py         better, worse, equivalent or undecided; what a number of seeds can show
-claims.py           questions with margins, and the paper's claims: docs/claims.toml
 lost.py             what is not in the tables, and why
 footnotes.py        what scores rest on: commits, machines, whose model
-decisions.py        from results to verdicts, past the gate
-seed_plan.py        how many seeds, as a file
-decided.py          the answers by a plan; what waits
-decision_words.py   verdicts in words
 censored.py         rounds to a target, with runs that never get there
-table_source.py     a table, and what it is made of
+table_source.py     a table
 table_forms.py      as Markdown, LaTeX and HTML
 printed.py          the paper's tables as printed, with our numbers
-verdict_tables.py   the kinds of table that need a plan
 method_tables.py    methods side by side: places, costs, rounds to a target, clients, categories
-page_tables.py      all kinds of table, of pages and commands
+page_tables.py      all tables of an experiment
 picture_style.py    the one style of pictures
 curve_pictures.py   a score by round
 dot_pictures.py     differences with intervals
@@ -53,7 +46,4 @@ number_pictures.py  scores by an axis of numbers
 share_pictures.py   runs below a target; categories
 budget_picture.py   scores by epsilon
 pictures.py         which of them an experiment has
-map_picture.py      that of verdicts
-filled_pages.py     a Markdown page, filled from results
-report.py           one self-contained page, from page.html
 """

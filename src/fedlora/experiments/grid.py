@@ -1,5 +1,5 @@
 """An experiment at one profile, with its results: which runs that makes, first the search's, then every cell with every
-seed; and what the search chose. The input of checks, tables, verdicts and pictures."""
+seed; and what the search chose. The input of checks, tables and pictures."""
 
 from __future__ import annotations
 
@@ -77,10 +77,6 @@ class Grid:
     def place(self, cell: Cell) -> tuple[str, ...]:
         """The cell's labels on `axes`."""
         return tuple(cell[axis] for axis in self.axes)
-
-    def of_seeds(self, seeds: Sequence[int]) -> Grid:
-        """The grid with a plan's seeds instead of the profile's."""
-        return replace(self, experiment=self.experiment.with_seeds(self.profile, seeds))
 
     # ---- runs --------------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,12 @@
 
 curve_pictures      a score by round            number_pictures   by the labels of an axis of numbers: rho, gamma x rate
 dot_pictures        differences, intervals      share_pictures    runs below a target by round; scores by category
-budget_picture      scores by epsilon           map_picture       verdicts
+budget_picture      scores by epsilon
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -24,23 +24,22 @@ from fedlora.experiments.share_pictures import categories_figure, reaching_figur
 from fedlora.runs.drawing import under_attack
 
 
-def figures_of(grid: Grid, margins: Mapping[str, float] | None = None) -> dict[str, Figure]:
+def figures_of(grid: Grid) -> dict[str, Figure]:
     """The pictures of an experiment by name, the main one first: scores by epsilon; runs below a target by round;
-    scores by an axis of numbers; otherwise curves, or dots if runs were merged or evaluated once. Empty if there is
-    nothing to draw. margins: score -> the largest difference that does not matter, if decided."""
+    scores by an axis of numbers; otherwise curves, or dots if runs were merged or evaluated once.
+    Empty if there is nothing to draw."""
     experiment = grid.experiment
     if experiment.budgets is not None:
         found = spendings(grid)
         return {"budgets": budgets_figure(found, experiment.title, experiment.budgets.lines)} if found else {}
-    against = experiment.reference if margins else None
     made = {
         "target": reaching_figure(grid), "numbers": numbers_figure(grid),
-        "curves": None if experiment.merged else curves_figure(grid, against),
-        "test-curves": None if experiment.merged else curves_figure(grid, against, "test/"),
+        "curves": None if experiment.merged else curves_figure(grid),
+        "test-curves": None if experiment.merged else curves_figure(grid, "test/"),
         "categories": categories_figure(grid),
     }  # fmt: skip
     there = {name: figure for name, figure in made.items() if figure is not None}
-    dots = None if {*there} & {"target", "numbers", "curves"} else dots_figure(grid, margins)
+    dots = None if {*there} & {"target", "numbers", "curves"} else dots_figure(grid)
     return there if dots is None else {"dots": dots, **there}
 
 

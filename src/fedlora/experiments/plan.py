@@ -105,7 +105,7 @@ def configured(experiment: Experiment, profile: str, cell: Cell, seed: int, valu
     return config, digest_of(config, files) if files else digest, files
 
 
-@lru_cache(maxsize=4096)  # tables, pages and verdicts plan the same runs repeatedly
+@lru_cache(maxsize=4096)  # tables and pictures plan the same runs repeatedly
 def _parsed(text: str) -> tuple[RunConfig, str]:
     config = parse_config(json.loads(text))
     return config, config.digest()

@@ -353,7 +353,7 @@ def whole_config(told: Mapping[str, Any]) -> RunConfig:
 
 
 def content(facts: Any) -> str:
-    """A digest of what JSON can hold: of facts about data or a model's files, of settings, of questions."""
+    """A digest of what JSON can hold: of facts about data or a model's files, of settings."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -2,7 +2,6 @@
 
     results/NAME.jsonl      first what all runs of the file share, then a line per run with the rest
     results/failed.json     digest -> label, commit, and the kind of error, for runs that failed on their own
-    results/plans/          how many seeds, and why (`seed_plan`)
 
 A run belongs to the experiment that made it first, and all that need its digest find it. Processes may write to one
 folder at the same time: a lease is held while a file is read, changed and replaced.

@@ -37,8 +37,8 @@ def cells(table: Table, form: str, row: int, text: Sequence[str]) -> list[str]:
     return [cell if table.spans(row, k) or form == "html" else "" for k, cell in enumerate(found)]
 
 
-def markdown(table: Table, *, aligned: bool = True) -> str:
-    """A table with its last line break, without its caption. aligned: numbers stand to the right."""
+def markdown(table: Table) -> str:
+    """A table with its last line break, without its caption. Numbers stand to the right."""
 
     def line(row: Sequence[str]) -> str:
         return "| " + " | ".join(row) + " |\n"
@@ -48,8 +48,7 @@ def markdown(table: Table, *, aligned: bool = True) -> str:
 
     body = [line(cells(table, "markdown", k, text(row))) for k, row in enumerate(table.rows)]
     rule = [":---" if k < table.names else "---:" for k in range(len(table.columns))]
-    between = line(rule) if aligned else "|" + "---|" * len(rule) + "\n"
-    return "".join([line(text(heads(table))), between, *body])
+    return "".join([line(text(heads(table))), line(rule), *body])
 
 
 def latex(table: Table) -> str:

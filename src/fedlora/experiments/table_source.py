@@ -1,14 +1,9 @@
-"""A table as pages and commands show it, and its sources."""
+"""A table as commands show it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-from fedlora.errors import ConfigError
-from fedlora.experiments.decided import Decided
-from fedlora.experiments.decisions import Answers
-from fedlora.experiments.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -35,28 +30,3 @@ class Table:
             return 0
         after = (k for k in range(row, len(self.rows)) if self.rows[k][: column + 1] != mine)
         return next(after, len(self.rows)) - row
-
-
-@dataclass(frozen=True)
-class Source:
-    """The sources of a table. words: the words after the kind in a page's block. decided: by the experiment's plan, if
-    it has one."""
-
-    grid: Grid
-    words: str = ""
-    decided: Decided | None = None
-
-    @property
-    def planned(self) -> Decided:
-        """For the kinds of table that need one. Raises `ConfigError` without it."""
-        if self.decided is None:
-            raise ConfigError(f"{self.grid.experiment.name} has no plan: fedlora experiment plan writes it.")
-        return self.decided
-
-    @property
-    def family(self) -> Answers:
-        """The family that the words name. Raises `ConfigError` for an unknown name."""
-        known = {one.name: one for one in self.planned.answers}
-        if self.words not in known:
-            raise ConfigError(f"{self.grid.experiment.name} is asked by {', '.join(known)}; got {self.words!r}.")
-        return known[self.words]
