@@ -35,7 +35,7 @@ lost.py             what is not in the tables, and why
 footnotes.py        what scores rest on: commits, machines, whose model
 censored.py         rounds to a target, with runs that never get there
 table_source.py     a table
-table_forms.py      as Markdown, LaTeX and HTML
+table_forms.py      as Markdown and LaTeX
 printed.py          the paper's tables as printed, with our numbers
 method_tables.py    methods side by side: places, costs, rounds to a target, clients, categories
 page_tables.py      all tables of an experiment
