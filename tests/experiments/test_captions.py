@@ -14,7 +14,7 @@ from fedlora.experiments import method_tables
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.method_tables import costs
 from fedlora.experiments.page_tables import differences, scores, tables_of
-from fedlora.experiments.result import Commit, Machine, Made, Merged, Result, short_config
+from fedlora.experiments.result import Commit, Machine, Result, short_config
 from fedlora.experiments.scores import KNOWN, SCALES, explained, scale
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.table_forms import markdown
@@ -144,19 +144,6 @@ def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
     for line, what in zip(said, ("commits", "machines", "versions"), strict=True):
         assert line.startswith(f"The 8 runs come from 2 {what}")
     assert all("compared in 0 of " in line for line in said) and "unknown (4)" in said[0]
-
-
-def test_a_merger_of_another_commit_is_said(experiment: Experiment) -> None:
-    """One training each, and the mergers of one label were made later by another commit: they meet in every case."""
-    results = made(experiment)
-    for run in Grid(experiment, "mini").runs:
-        if run.cell["rule"] == "other":
-            later = Made(commit=Commit(id="b" * 40, clean=True), machine=results[run.digest].machine)
-            facts = Merged(merger={}, test=results[run.digest].test.last, made=later)
-            results[run.digest] = results[run.digest].model_copy(update={"of": facts})
-    said = scores(Grid(experiment, "mini", results), ["test, last"]).below
-    (line,) = said
-    assert re.search(r"2 commits .*: aaaaaaa \(4\), aaaaaaa and bbbbbbb \(4\)\..* 4 of 4 cases", line)
 
 
 def test_a_unit_of_every_scale_is_in_its_words() -> None:

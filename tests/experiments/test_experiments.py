@@ -21,7 +21,7 @@ from fedlora.experiments.curve_pictures import handles_of
 from fedlora.experiments.grid import Choice, Grid
 from fedlora.experiments.pictures import figures_of
 from fedlora.experiments.places import Places
-from fedlora.experiments.result import Commit, Merged, Result
+from fedlora.experiments.result import Commit, Result
 from fedlora.experiments.runner import run_all
 from fedlora.experiments.spec import Experiment, Tune, load_experiment, names_in
 from fedlora.experiments.store import as_lines, read_results_of
@@ -354,11 +354,7 @@ def test_every_experiment_of_the_repository_can_be_planned(path: Path) -> None:
     assert "paper" in found.profiles
     for profile in found.profiles:
         search = Grid(found, profile).searches
-        done = {}
-        for r in search:
-            scores = {"accuracy": 0.5}
-            mergers = {label: Merged(merger=dict(m), test=scores, validation=scores) for label, m in r.mergers.items()}
-            done[r.digest] = result(r.digest, 0, 0.5).model_copy(update={"mergers": mergers})
+        done = {r.digest: result(r.digest, 0, 0.5) for r in search}
         runs = Grid(found, profile, done).runs
         assert len(runs) == len(list(found.cells(profile))) * len(found.profile(profile).seeds)
 

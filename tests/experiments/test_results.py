@@ -80,14 +80,11 @@ def test_rounds_stand_in_columns_and_come_back(tmp_path: Path) -> None:
     assert (history.evaluated, history.scores_of(1), history.scores_of(2)) == ([2], {}, lines[1]["metrics"])
 
 
-def test_a_run_belongs_to_one_file_and_keeps_its_mergers(tmp_path: Path) -> None:
-    """Asked by a second experiment, with another merger: it is found where it is, and has both."""
-    mergers = [{"m": {"merger": {"name": name}, "test": {"accuracy": 0.5}}} for name in ("glora", "svd")]
-    for name, one in zip(("first", "second"), mergers, strict=True):
-        gather(tmp_path, name, bare("x", mergers=one))
+def test_a_run_belongs_to_one_file(tmp_path: Path) -> None:
+    """Asked by a second experiment: it is found where it is."""
+    for name in ("first", "second"):
+        gather(tmp_path, name, bare("x"))
     assert [path.name for path in tmp_path.glob("*.jsonl")] == ["first.jsonl"]
-    found = read_results(tmp_path)["x"]
-    assert all(found.merged("m", {"name": name}) is not None for name in ("glora", "svd"))
 
 
 def _gather_some(folder: Path, start: int) -> None:
@@ -253,7 +250,7 @@ def test_two_processes_on_one_folder_share_the_runs_and_both_end_well(
     found: dict[str, Result] = {**read_results(tmp_path / "results"), **read_results(tmp_path / "work" / "unclean")}
     assert len(found) == 6
     experiment = load_experiment(tmp_path / "two.toml")
-    assert all(run.result(found) is not None for run in Grid(experiment, "mini", found).runs)
+    assert all(run.digest in found for run in Grid(experiment, "mini", found).runs)
     done = [line for text in said for line in text.splitlines() if " done, " in line]
     assert done and all("two: " in line for line in done), "a line a run where no bar is seen"
 

@@ -149,7 +149,7 @@ def show_status(
         failed = sum(places.failure(run).exists() for run in grid.missing)
         notes.warn(*other_files(grid.missing, grid.results))
         project.tell_left_out([(experiment, profile)])
-        searched = [sum(run.result(grid.results) is not None for run in grid.searches), len(grid.searches)]
+        searched = [sum(run.digest in grid.results for run in grid.searches), len(grid.searches)]
         runs, left = [len(grid.used), grid.count], grid.count - len(grid.used)
         found[experiment.name] = {"search": searched, "runs": runs, "failed": failed, "to_do": left}
         shown.add_row(experiment.name, *(f"{a} of {b}" for a, b in (searched, runs)), str(failed), str(left))

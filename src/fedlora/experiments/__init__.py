@@ -8,7 +8,6 @@ result.py           what a finished run left
 origin.py           which code on which machine made it
 leases.py           which process of which machine has a run
 store.py            results on disk: a file an experiment, a line a run
-merger_settings.py  the settings behind the labels of an axis `merged`
 spec.py             what an experiment is: its file
 spec_checks.py      what is wrong with the file itself
 plan.py             a run of it: configuration, identity
@@ -20,8 +19,6 @@ slurm.py            an array script
 costs.py            examples, tokens, answers, memory
 pool.py             slots for runs: processes that may die
 ray_tasks.py        slots on a Ray cluster
-head_alone.py       the controls without LoRA
-mergers.py          train once, merge many
 places.py           where runs, results and failures are
 checks.py           what is wrong with runs, in one list, before the first starts
 measured.py         how long a run takes, from a few steps here

@@ -79,7 +79,7 @@ def reaching(grid: Grid, target: float) -> list[Reaching]:
     found: dict[tuple[str, ...], Reaching] = {}
     for run in grid.runs:
         mine = found.setdefault(tuple(run.cell.values()), Reaching(run.cell, {}, {}))
-        result, planned = run.result(grid.results), run.config.run.rounds
+        result, planned = grid.results.get(run.digest), run.config.run.rounds
         if result is None and run.digest not in grid.failed:
             continue
         there = None if result is None else result.rounds_to(target)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fedlora.experiments.digits import shown
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.merger_settings import ALONE
 from fedlora.experiments.result import Result
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.tables import CellScore, of_two_units, without_number
@@ -47,8 +46,7 @@ _OF_SERVER = "the score of the server's model"
 
 
 def _whose(result: Result, which: str) -> str:
-    alone = result.of is not None and result.of.merger.get("control") == ALONE
-    if result.target != "clients" and not alone:
+    if result.target != "clients":
         return _OF_SERVER
     data = ", each on its client's own data" if result.on_own_data(which) else " on the same data"
     return f"the mean score of the clients' own models{data}"
@@ -62,7 +60,6 @@ def _mixtures(grid: Grid) -> list[str]:
 
 
 def _mixture(grid: Grid, what: str, told: Callable[[Result], str]) -> str:
-    """A merger's commit may differ from that of the training that it merges, and from the other mergers'."""
     each_of = [(run, told(result)) for run, result in grid.used]
     counts = Counter(origin for _, origin in dict.fromkeys((run.digest, origin) for run, origin in each_of))
     if len(counts) < 2:

@@ -1,4 +1,4 @@
-"""Which code on which machine made a run, because it may stop and continue, and its uploads may be merged later.
+"""Which code on which machine made a run, because it may stop and continue.
 
     parts.json    in a run's folder, written before anything is computed: a part for each code and machine
 

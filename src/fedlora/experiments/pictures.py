@@ -26,7 +26,7 @@ from fedlora.runs.drawing import under_attack
 
 def figures_of(grid: Grid) -> dict[str, Figure]:
     """The pictures of an experiment by name, the main one first: scores by epsilon; runs below a target by round;
-    scores by an axis of numbers; otherwise curves, or dots if runs were merged or evaluated once.
+    scores by an axis of numbers; otherwise curves, or dots if runs were evaluated once.
     Empty if there is nothing to draw."""
     experiment = grid.experiment
     if experiment.budgets is not None:
@@ -34,8 +34,8 @@ def figures_of(grid: Grid) -> dict[str, Figure]:
         return {"budgets": budgets_figure(found, experiment.title, experiment.budgets.lines)} if found else {}
     made = {
         "target": reaching_figure(grid), "numbers": numbers_figure(grid),
-        "curves": None if experiment.merged else curves_figure(grid),
-        "test-curves": None if experiment.merged else curves_figure(grid, "test/"),
+        "curves": curves_figure(grid),
+        "test-curves": curves_figure(grid, "test/"),
         "categories": categories_figure(grid),
     }  # fmt: skip
     there = {name: figure for name, figure in made.items() if figure is not None}

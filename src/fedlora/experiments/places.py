@@ -67,17 +67,13 @@ class Places:
         return self.work / ".claims"
 
     def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
-        """Digest -> result; with `unclean`, also those of a changed checkout, and the mergers that it made."""
+        """Digest -> result; with `unclean`, also those of a changed checkout."""
         found = read_results(self.results)
-        if not unclean:
-            return found
-        changed = read_results(self.unclean)
-        both = {digest: found[digest].with_mergers_of(changed[digest]) for digest in found if digest in changed}
-        return {**changed, **found, **both}
+        return {**read_results(self.unclean), **found} if unclean else found
 
     def done(self, run: PlannedRun) -> bool:
         """Whether nothing of the run is left to do."""
-        return run.left(self.finished(unclean=True)) is None
+        return run.digest in self.finished(unclean=True)
 
     def given_up(self) -> dict[str, str]:
         """Digest -> reason, for runs that failed on their own, here or where the results were made. A failure of the
@@ -100,14 +96,10 @@ class Places:
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
         """Store a finished run's result. wall_seconds: of its training; None if it was trained before."""
         result = self.summary(run, wall_seconds)
-        clean = {label: one for label, one in result.mergers.items() if one.made is None or one.made.clean}
-        trained_clean = result.commit is not None and result.commit.clean
-        if trained_clean and (clean or not result.mergers):
-            gather(self.results, run.experiment, result.model_copy(update={"mergers": clean}))
-        if not trained_clean or len(clean) < len(result.mergers):
-            gather(self.unclean, run.experiment, result)
+        clean = result.commit is not None and result.commit.clean
+        gather(self.results if clean else self.unclean, run.experiment, result)
         self.failure(run).unlink(missing_ok=True)
-        if trained_clean:
+        if clean:
             forget_failed(self.results, {run.digest})
 
     def summary(self, run: PlannedRun, wall_seconds: float | None) -> Result:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from fedlora.experiments.scores import Number, parse_number
 from fedlora.runs.config import FORMER_DEFAULTS, RunConfig
@@ -64,21 +64,6 @@ class Made(Part):
     @property
     def clean(self) -> bool:
         return self.commit is not None and self.commit.clean
-
-
-class Merged(Part):
-    """One merger's result from a run's uploads (`mergers`). strength: C of a head; strengths_tried: the ends of its
-    grid. made: its origin, if it was not recorded with the training."""
-
-    merger: dict[str, Any]
-    test: Scores
-    validation: Scores = {}
-    norm: float | None = None
-    error: float | None = None
-    rank: int | None = None
-    strength: float | None = None
-    strengths_tried: list[float] = []
-    made: Made | None = None
 
 
 class Spent(Part):
@@ -152,7 +137,7 @@ class Result(Part):
     content of its own data and model, where it has some. target: whose model was measured, "server" or "clients".
     probes: further test sets. categories: task -> its category. ranks, examples: of each client. held_out, data, model:
     how many examples the held-out sets have, and digests of the data's parts and of the model. bytes, seconds: sums
-    over rounds. padded_error, gauge_drift: of the last round, relative. of: the merger that it stands for (`merged`).
+    over rounds. padded_error, gauge_drift: of the last round, relative.
     """
 
     digest: str
@@ -185,8 +170,6 @@ class Result(Part):
     machine: Machine
     versions: dict[str, str] = {}
     parts: list[Made] = []
-    mergers: dict[str, Merged] = {}
-    of: Merged | None = Field(default=None, exclude=True)
 
     @cached_property
     def settings(self) -> RunConfig:
@@ -195,10 +178,8 @@ class Result(Part):
 
     @property
     def made(self) -> list[Made]:
-        """Its origins: each part of the training, and its mergers, or the one merger that it is."""
-        trained = self.parts or [Made(commit=self.commit, machine=self.machine)]
-        merged = self.mergers.values() if self.of is None else [self.of]
-        return [*trained, *(one.made for one in merged if one.made is not None)]
+        """Its origins: each part of the training."""
+        return self.parts or [Made(commit=self.commit, machine=self.machine)]
 
     @property
     def clean(self) -> bool:
@@ -211,9 +192,7 @@ class Result(Part):
 
     @property
     def validation(self) -> Held:
-        """The scores on validation; a merger has its own."""
-        if self.of is not None:
-            return Held(best=self.of.validation, last=self.of.validation)
+        """The scores on validation."""
         last = self.history.evaluated[-1] if self.history.evaluated else None
         return Held(best=self.history.scores_of(self.best_round), last=self.history.scores_of(last))
 
@@ -233,8 +212,8 @@ class Result(Part):
 
     def on_own_data(self, which: str) -> bool:
         """Whether a number describes clients' own models, each on its client's own data, which no server's number is
-        comparable with. A merger is measured on the common data."""
-        return self.target == "clients" and self.of is None and parse_number(which).own_data(self.settings)
+        comparable with."""
+        return self.target == "clients" and parse_number(which).own_data(self.settings)
 
     def tested(self, score: str) -> float | None:
         """A score on the test set after the last round; None if there is no finite number."""
@@ -244,27 +223,6 @@ class Result(Part):
     def chance(self, metric: str | None = None) -> float | None:
         """The score of guessing by that metric, or the result's own; None if there is no such number."""
         return by_guessing(metric or self.metric, len(self.confusion.classes) if self.confusion else 0)
-
-    def merged(self, label: str, merger: Mapping[str, Any]) -> Result | None:
-        """The result of one merger of the run's uploads, as if it were a run; None if no merger with these settings was
-        made. The settings decide, whatever label they were made under."""
-        mine = self.mergers.get(label)
-        made = [mine] if mine is not None and mine.merger == merger else [
-            one for one in self.mergers.values() if one.merger == merger]  # fmt: skip
-        if not made:
-            return None
-        held = Held(best=made[0].test, last=made[0].test)
-        changes = {"test": held, "history": History(), "probes": {}, "clients_at_end": {}, "of": made[0]}
-        return self.model_copy(update=changes)
-
-    def with_mergers_of(self, other: Result) -> Result:
-        """The result, with the mergers of another result of this run that it lacks."""
-        new = {
-            label if label not in self.mergers else f"{label} (changed)": one
-            for label, one in other.mergers.items()
-            if self.merged(label, one.merger) is None
-        }
-        return self.model_copy(update={"mergers": {**new, **self.mergers}}) if new else self
 
     def score(self, which: str) -> float | None:
         """A number by its name (`scores.KNOWN`). None if the run has no such number: it diverged, never got there, or
@@ -324,9 +282,9 @@ class Result(Part):
         change their coordinates, and the error that zero-padded factor averages of the same uploads would have had. NaN
         if it was not measured."""
         if what == "gauge drift":
-            return _number(self.gauge_drift.get(self.of.merger.get("name", "") if self.of else self.method))
-        if what == "error" and (self.of is not None or self.method != PADDED):
-            return _number(self.of.error if self.of else None)
+            return _number(self.gauge_drift.get(self.method))
+        if what == "error" and self.method != PADDED:
+            return math.nan
         return _number(self.padded_error)
 
     def _held_out(self, number: Number) -> Scores:

@@ -27,7 +27,7 @@ def check_number(grid: Grid) -> None:
     for cell in grid.cells:
         config = grid.first(cell).config
         why = number.lacks(config)
-        if number.name == "server, error" and grid.experiment.merged is None and config.method.name != PADDED:
+        if number.name == "server, error" and config.method.name != PADDED:
             why = f"{config.method.name} does not measure it; {PADDED} does"
         if why is None:
             return

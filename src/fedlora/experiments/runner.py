@@ -20,15 +20,14 @@ from fedlora.data.demo import PACKAGED
 from fedlora.doing import doing
 from fedlora.errors import CheckpointError, FedLoRAError, FilesChanged, WorkerDied
 from fedlora.experiments.leases import Claims
-from fedlora.experiments.origin import made_by, note
+from fedlora.experiments.origin import note
 from fedlora.experiments.places import Places, by_machine
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.pool import LOOK, Slot, run_in_slots
 from fedlora.experiments.result import content
 from fedlora.experiments.runnable import check_private_data
-from fedlora.experiments.store import MERGERS, data_of
+from fedlora.experiments.store import data_of
 from fedlora.runs import resuming
-from fedlora.runs.client_data import deal
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.inputs import contents
 from fedlora.runs.private_simulation import LEDGER, with_ledger
@@ -172,21 +171,6 @@ def _lost(run: PlannedRun, places: Places, error: object) -> Outcome:
     return Outcome(run, 0.0, why, by_machine=killed)
 
 
-def _merge(run: PlannedRun, prepared: Prepared, places: Places) -> None:
-    """Write the results of the run's mergers into its folder, with those that were made before."""
-    from fedlora.experiments.mergers import merge_all
-
-    folder = places.folder(run)
-    before = folder.read_json(MERGERS) if (folder.path / MERGERS).is_file() else {}
-    classes = next(iter(prepared.parts.values())).label_names
-    made = merge_all(prepared, deal(run.config, places.data_root, classes), folder, run.mergers, validate=run.searching)
-    now = made_by(prepared.manifest)
-    for label, facts in made.items():
-        told = before.get(label, facts)["merger"] == facts["merger"]  # another experiment's label may mean another one
-        before[label if told else f"{label} ({content(facts['merger'])[:8]})"] = {**facts, "made": now}
-    folder.write_json(MERGERS, before)
-
-
 def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:
     """Whether the run is complete already: then its numbers stay those of the code that made them. Raises
     `CheckpointError` if it used other data or another model than the current ones."""
@@ -228,8 +212,6 @@ def _run(places: Places, run: PlannedRun, tick: Tick) -> Outcome:
             note(folder, prepared.manifest)
             for record in execute(prepared, folder, resume=True, called=Called(run.label, run.experiment)):
                 tick(run, record.round)
-        if run.mergers:
-            _merge(run, prepared, places)
         places.keep(run, None if trained else time.perf_counter() - began)
     except Exception as error:  # one failing run must not end the others
         _note(places, run, error)

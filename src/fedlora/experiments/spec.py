@@ -103,8 +103,7 @@ class Experiment(Part):
     made. tune: the search for the best value of a key. profiles: scales to run at, by name. skip: combinations of
     labels that are not cells; `why`, beside the labels, is told under the tables. peace: the label without an attack,
     for a table of each row's cost there and its saving elsewhere. budgets: the axes of a table and a picture of scores
-    by epsilon. merged: an axis whose labels are not changes of the run but mergers of its uploads: one run serves them
-    all.
+    by epsilon.
     """
 
     name: str
@@ -121,7 +120,6 @@ class Experiment(Part):
     skip: list[dict[str, str]] = []
     peace: Peace | None = None
     budgets: Budgets | None = None
-    merged: str | None = None
     _folder: Path | None = PrivateAttr(None)
     _only: Mapping[str, Sequence[str]] = PrivateAttr({})
 

@@ -28,7 +28,6 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder, plain
 
 FAILED = "failed.json"
-MERGERS = "mergers.json"  # in a run's folder: the results of `mergers` from its uploads
 _LOCK = ".lock"
 
 
@@ -48,11 +47,11 @@ def read_results(folder: Path) -> dict[str, Result]:
 
 
 def gather(folder: Path, name: str, result: Result) -> None:
-    """Add a run to NAME.jsonl, or replace it there, keeping mergers that the new result lacks."""
+    """Add a run to NAME.jsonl, or replace it in the file that has it."""
     with alone(folder / _LOCK):
         for path in sorted(folder.glob("*.jsonl")):
-            if (before := read_results_of(path).get(result.digest)) is not None:
-                name, result = path.stem, result.with_mergers_of(before)
+            if result.digest in read_results_of(path):
+                name = path.stem
         path = folder / f"{name}.jsonl"
         found = read_results_of(path) if path.is_file() else {}
         files.write(path, as_lines({**found, result.digest: result}))
@@ -114,7 +113,6 @@ def summarise(folder: RunFolder, config: RunConfig, wall_seconds: float = 0.0) -
             "wall_seconds": round(wall_seconds, 1),
             "versions": manifest["versions"] | {"python": manifest["python"]},
             **_made(folder, manifest),
-            "mergers": folder.read_json(MERGERS) if (folder.path / MERGERS).is_file() else {},
         }
     )
     return Result.model_validate({**raw, "history": History.of(plain(folder.metrics()))})
@@ -246,7 +244,7 @@ def _with(own: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
 def _rounded(value: Any) -> Any:
     """The value rounded to six digits, more than a result has, which keeps files small. Identities stay exact."""
     if isinstance(value, Mapping):
-        return {key: item if key in ("config", "merger") else _rounded(item) for key, item in value.items()}
+        return {key: item if key == "config" else _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value

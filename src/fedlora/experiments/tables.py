@@ -115,7 +115,7 @@ def score_cells(grid: Grid, number: str = "") -> list[CellScore]:
     which, seeds = grid.which(number), len(grid.seeds)
     found = {tuple(cell.values()): CellScore(cell, {}, seeds, grid.choice(cell).value) for cell in grid.cells}
     for run in grid.runs:
-        key, result = tuple(run.cell.values()), run.result(grid.results)
+        key, result = tuple(run.cell.values()), grid.results.get(run.digest)
         mine = found[key]
         if result is not None:
             less = parse_number(which).smaller_is_better(result.metric)
