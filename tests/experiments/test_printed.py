@@ -251,7 +251,6 @@ def test_a_whole_table_runs_at_toy_size(
     mini.pop("data.task_lists", None)
     mini |= {**changes, "model.path": str(tmp_path / "model")}
     path.write_text(tomli_w.dumps(raw))
-    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "a" * 40, "clean": True})
     where = ["--experiments", path.parent, "--results", tmp_path / "results", "--work", tmp_path / "work"]
     invoke("experiment", "run", name, *where, "--data-root", tmp_path / "data")
     tex = invoke("experiment", "table", name, "--format", "latex", *where).stdout

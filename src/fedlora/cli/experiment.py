@@ -24,7 +24,7 @@ ProfileName = Annotated[
 ]
 Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
 Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
-Work = Annotated[Path, typer.Option("--work", help="where run folders, failures, and results of uncommitted code go")]
+Work = Annotated[Path, typer.Option("--work", help="where run folders and failures go")]
 Seeds = Annotated[str | None, typer.Option(help="only these seeds: 0:8 (eight of them), 0,3,5 or 7")]
 DataRoot = Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")]
 Only = Annotated[str | None, typer.Option(help='only these labels of axes: "task=SST-2,method=GLoRA,method=FedIT"')]

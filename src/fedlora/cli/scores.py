@@ -12,7 +12,6 @@ from fedlora.experiments.budgets import SIMULATIONS
 from fedlora.experiments.censored import compared
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import lost_lines, lost_of
-from fedlora.experiments.result import unclean_lines
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.table_source import Table
 from fedlora.experiments.tables import CellScore, Difference, paired, score_cells
@@ -39,9 +38,7 @@ def show_scores(
         loud.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
     missing = [*first, *lost_lines(grid)]
     below = [line for table in tables for line in table.below]
-    remarks = dict.fromkeys(
-        [*loud, *missing, *below, *direction(which, cells, bool(differences)), *beside, *unclean_lines(results)]
-    )
+    remarks = dict.fromkeys([*loud, *missing, *below, *direction(which, cells, bool(differences)), *beside])
     value = {
         "metric": which, "score": " and ".join(grid.metrics) or None,
         "smaller_is_better": less.pop() if len(less) == 1 else None,

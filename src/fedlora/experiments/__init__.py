@@ -5,7 +5,6 @@ Each file uses those above it, and none below (a contract of import-linter):
 digits.py           how numbers are told apart and written
 scores.py           the numbers that runs are compared by: names, units, words
 result.py           what a finished run left
-origin.py           which code on which machine made it
 leases.py           which process of which machine has a run
 store.py            results on disk: a file an experiment, a line a run
 spec.py             what an experiment is: its file

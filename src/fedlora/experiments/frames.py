@@ -32,7 +32,7 @@ COLUMNS: Mapping[str, Callable[[Result], object]] = {
     "seconds": lambda r: r.wall_seconds,
     "seconds of training": lambda r: r.seconds.get("train"),
     "epsilon": lambda r: r.privacy.epsilon_planned if r.privacy else None,
-    "commit": lambda r: " and ".join(r.commits(12)),
+    "commit": lambda r: "unknown" if r.commit is None else r.commit.id[:12] + ("" if r.commit.clean else "+dirty"),
     "machine": lambda r: r.machine.words,
 }
 
