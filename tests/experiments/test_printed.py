@@ -234,9 +234,7 @@ TASKS = TINY | {
      TINY | {"clients.min_size": 1, "clients.count": 10}),
     ("table3", "& Normal & Uniform & Heavy-tail & Normal & Uniform & Heavy-tail", TASKS),
 ])  # fmt: skip
-def test_a_whole_table_runs_at_toy_size(
-    name: str, heads: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_table_runs_at_toy_size(name: str, heads: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Every cell of profile mini is trained, one step a round of a tiny model, and printed in the paper's layout."""
     if name == "table3":
         write_superni(tmp_path / "data")
