@@ -6,13 +6,11 @@ import re
 
 from pydantic import BaseModel
 
-from fedlora.experiments.spec import Budgets, Experiment, Peace, Profile, Tune
+from fedlora.experiments.spec import Experiment, Profile, Tune
 from generate.config_keys import page, table_of
 
 # Keys that hold further tables, by the names that these have in a file; "" is the file itself.
-EXPERIMENT: dict[str, type[BaseModel]] = {
-    "": Experiment, "tune": Tune, "profiles.NAME": Profile, "peace": Peace, "budgets": Budgets,
-}  # fmt: skip
+EXPERIMENT: dict[str, type[BaseModel]] = {"": Experiment, "tune": Tune, "profiles.NAME": Profile}
 
 
 def experiment_page() -> str:

@@ -27,7 +27,6 @@ title = "Rules"
 question = "Which?"
 rows = "rule"
 reference = "plain"
-peace = { axis = "attack", label = "nobody" }
 [run.model]
 path = "demo"
 [run.data]
@@ -88,7 +87,7 @@ def test_captions_say_unit_seeds_and_which_way_is_better(experiment: Experiment)
         return [table.caption for table in tables]
 
     grid, other = (Grid(experiment, "mini", made(experiment, metric)) for metric in ("loss", "accuracy"))
-    means, gaps, prices, *_ = said(tables_of(grid))
+    means, gaps, *_ = said(tables_of(grid))
     assert "Log-loss in nats on" in means and "standard deviation over seeds" in means
     assert "*train.steps*: " in means and "no search" in means, "the profile has one value"
     assert "after the last round" in means
@@ -96,7 +95,6 @@ def test_captions_say_unit_seeds_and_which_way_is_better(experiment: Experiment)
     assert "Negative is better" in gaps and "Positive is better" in said([differences(other)])[0]
     assert "best on validation" in said([differences(grid, "test, best")])[0]
     assert "condition 10" in explained("server, gauge drift", None)
-    assert "the mean over 2 seeds" in prices and "where attack is nobody" in prices and "against rule plain" in prices
 
 
 def test_what_a_table_rests_on_stands_below_it(experiment: Experiment) -> None:

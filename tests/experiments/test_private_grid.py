@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from fedlora.cli.formats import Format
+from fedlora.cli.scores import show_scores
 from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
+from fedlora.experiments.page_tables import tables_of
 from fedlora.experiments.places import Places
 from fedlora.experiments.runner import run_all
 from fedlora.experiments.spec import Experiment, load_experiment
@@ -94,9 +97,9 @@ def finished(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_each_run_charges_its_own_ledger_alone_and_its_result_says_so(
-    experiment: Experiment, finished: Places, tmp_path: Path
+    experiment: Experiment, finished: Places, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """dp-accounting itself gives the epsilon of two Gaussian releases at z."""
+    """dp-accounting itself gives the epsilon of two Gaussian releases at z. The table says it, too."""
     dp = pytest.importorskip("dp_accounting")
     pld = pytest.importorskip("dp_accounting.pld")
     done = finished.finished()
@@ -117,6 +120,9 @@ def test_each_run_charges_its_own_ledger_alone_and_its_result_says_so(
         assert len(ledger.events) == 2 and "SIMULATED" in ledger.population
         card = " ".join((folder.path / "adapter" / "README.md").read_text().split())
         assert "anybody's data (SIMULATED" in card
+    grid = Grid(experiment, "mini", done)
+    show_scores(grid, "", tables_of(grid), Format.markdown)
+    assert "None of this is an account of anybody's data." in capsys.readouterr().out
 
 
 def test_a_result_is_found_again_wherever_the_folders_are(finished: Places, tmp_path: Path) -> None:

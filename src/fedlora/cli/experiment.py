@@ -155,7 +155,7 @@ def plot(
     results: Results = RESULTS,
     work: Work = WORK,
 ) -> None:
-    """Curves over rounds, dots of runs evaluated once, or scores by epsilon if it has `budgets`."""
+    """Curves over rounds, or dots of runs evaluated once."""
     from fedlora.cli.experiment_project import Project
     from fedlora.cli.experiment_shown import draw
 

@@ -13,19 +13,17 @@ from fedlora.cli.screen import NOT_WHOLE, plotted
 from fedlora.errors import ConfigError
 from fedlora.experiments.lost import is_whole
 from fedlora.experiments.page_tables import tables_of
-from fedlora.experiments.prices import prices
 from fedlora.experiments.runnable import other_files
 
 
 def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format, out: Path | None) -> None:
-    """Show the paper's table, scores, differences, prices and budgets, with the notes that a reader needs below. out: a
+    """Show the paper's table, scores and differences, with the notes that a reader needs below. out: a
     file, instead of the screen."""
     experiment = project.named(name)
     grid = project.places.grid(experiment, profile)
     show_scores(
         grid, metric or "", tables_of(grid, metric or ""), form,
-        beside=other_files(grid.missing, grid.results),
-        more={"prices": [vars(price) for price in prices(grid)]}, out=out,
+        beside=other_files(grid.missing, grid.results), out=out,
     )  # fmt: skip
     if not is_whole(grid):
         raise typer.Exit(NOT_WHOLE)

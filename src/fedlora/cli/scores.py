@@ -8,13 +8,17 @@ from typing import Any
 
 from fedlora.cli.formats import Format, Printed, show
 from fedlora.cli.screen import notes
-from fedlora.experiments.budgets import SIMULATIONS
 from fedlora.experiments.censored import compared
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import lost_lines, lost_of
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.table_source import Table
 from fedlora.experiments.tables import CellScore, Difference, paired, score_cells
+
+_SIMULATIONS = (
+    "Private runs of an experiment are simulations, each with a population and an epsilon of its own. None of this is "
+    "an account of anybody's data."
+)
 
 
 def show_scores(
@@ -35,7 +39,7 @@ def show_scores(
     results = {run.digest: result for run, result in grid.used}.values()
     loud = [f"UNDER ATTACK, on purpose: {what}. Do not use these results." for what in grid.attacks]
     if any(result.privacy for result in results):
-        loud.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
+        loud.append(_SIMULATIONS)
     missing = [*first, *lost_lines(grid)]
     below = [line for table in tables for line in table.below]
     remarks = dict.fromkeys([*loud, *missing, *below, *direction(which, cells, bool(differences)), *beside])

@@ -25,8 +25,6 @@ runner.py           run what is missing
 comparison.py       methods on one configuration, as an experiment of one axis (`fedlora compare`)
 frames.py           results as pandas frames (`fedlora.results`)
 tables.py           means of cells, paired differences, places
-prices.py           what a row costs where nothing is wrong, and saves elsewhere
-budgets.py          what privacy costs
 lost.py             what is not in the tables, and why
 footnotes.py        what scores rest on: commits, machines, whose model
 censored.py         rounds to a target, with runs that never get there
@@ -40,6 +38,5 @@ curve_pictures.py   a score by round
 dot_pictures.py     differences with intervals
 number_pictures.py  scores by an axis of numbers
 share_pictures.py   runs below a target; categories
-budget_picture.py   scores by epsilon
 pictures.py         which of them an experiment has
 """

@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fedlora.experiments import method_tables
-from fedlora.experiments.budgets import SIMULATIONS, budget_rows, spendings
 from fedlora.experiments.digits import difference_in_words, shown
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.printed import paper_of, printed_tables
-from fedlora.experiments.result import SCORES
 from fedlora.experiments.scores import capital, parse_number, scale
 from fedlora.experiments.table_source import Table
 from fedlora.experiments.tables import (
@@ -29,47 +26,16 @@ _ONE = "Each interval covers one comparison, without correction for their number
 
 
 def tables_of(grid: Grid, number: str = "") -> list[Table]:
-    """The paper's table, scores, differences to the reference, prices, budgets, categories, clients, as far as there
-    are any. number: instead of the compared one."""
+    """The paper's table, scores, differences to the reference, categories, clients, as far as there are any.
+    number: instead of the compared one."""
     experiment, paper = grid.experiment, paper_of(grid.experiment)
     printed = [] if paper is None else printed_tables(grid, paper, number)
     which = grid.which(number)
     first = method_tables.rounds(grid, which) if parse_number(which).where == "rounds" else scores(grid, [which])
     more = [differences(grid, which)] if experiment.reference else []
-    more += [_prices(grid, score) for score in SCORES] if experiment.peace else []
-    more += [_budgets(grid)] if experiment.budgets else []
     more += [method_tables.categories(grid, f"{when}, last") for when in ("test", "unseen")]
     more += [method_tables.clients(grid)]
     return [*printed, first, *(table for table in more if table.rows)]
-
-
-def _budgets(grid: Grid) -> Table:
-    axes = grid.experiment.budgets
-    columns, rows = budget_rows(spendings(grid), axes.lines if axes else "")
-    caption = (
-        f"Privacy spent, and {scale('accuracy')} and {scale('loss')} on held-out test data after the last round: "
-        "mean ± standard deviation over *seeds*. *epsilon* (rounded up) at *delta*; *z*: noise multiplier; *q*: "
-        f"share of the clients asked in a round. {SIMULATIONS}"
-    )
-    return Table(columns, rows, caption, notes(grid, ""))
-
-
-def _prices(grid: Grid, score: str) -> Table:
-    """What each row costs without an attacker, and saves with one."""
-    experiment, peace = grid.experiment, grid.experiment.peace
-    found = [price for price in prices(grid) if price.score == score]
-    columns, rows = price_rows(found, score)
-    counts = sorted({price.pairs for price in found}) or [0]
-    seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s' * (counts[0] > 1)}"
-    name = {"loss": "log-loss"}.get(score, score)
-    intervals = f", with 95 % intervals. {_ONE}" if counts[-1] > 1 else ". One seed has no interval."
-    caption = "" if peace is None else (
-        f"{capital(scale(score))} on held-out test data after the last round, the mean over {seeds}. In "
-        f"brackets, against {experiment.rows} {experiment.reference}: *cost*, how much worse {name} is where "
-        f"{peace.axis} is {peace.label}; *saved*, how much better elsewhere; paired by seed{intervals}"
-    )  # fmt: skip
-    told = [[cell or "not run" for cell in row] for row in rows]
-    return Table([experiment.rows, *columns[1:]], told, caption, notes(grid, ""))
 
 
 def scores(grid: Grid, names: Sequence[str]) -> Table:

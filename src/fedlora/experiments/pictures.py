@@ -2,7 +2,6 @@
 
 curve_pictures      a score by round            number_pictures   by the labels of an axis of numbers: rho, gamma x rate
 dot_pictures        differences, intervals      share_pictures    runs below a target by round; scores by category
-budget_picture      scores by epsilon
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from fedlora.experiments.budget_picture import budgets_figure
-from fedlora.experiments.budgets import spendings
 from fedlora.experiments.curve_pictures import curves_figure, curves_of, draw_curves, handles_of
 from fedlora.experiments.dot_pictures import dots_figure, dots_of, dotted, draw_dots, reach
 from fedlora.experiments.grid import Grid
@@ -25,17 +22,11 @@ from fedlora.runs.drawing import under_attack
 
 
 def figures_of(grid: Grid) -> dict[str, Figure]:
-    """The pictures of an experiment by name, the main one first: scores by epsilon; runs below a target by round;
-    scores by an axis of numbers; otherwise curves, or dots if runs were evaluated once.
-    Empty if there is nothing to draw."""
-    experiment = grid.experiment
-    if experiment.budgets is not None:
-        found = spendings(grid)
-        return {"budgets": budgets_figure(found, experiment.title, experiment.budgets.lines)} if found else {}
+    """The pictures of an experiment by name, the main one first: runs below a target by round; scores by an axis of
+    numbers; otherwise curves, or dots if runs were evaluated once. Empty if there is nothing to draw."""
     made = {
         "target": reaching_figure(grid), "numbers": numbers_figure(grid),
-        "curves": curves_figure(grid),
-        "test-curves": curves_figure(grid, "test/"),
+        "curves": curves_figure(grid), "test-curves": curves_figure(grid, "test/"),
         "categories": categories_figure(grid),
     }  # fmt: skip
     there = {name: figure for name, figure in made.items() if figure is not None}

@@ -22,7 +22,6 @@ from fedlora.runs.config import FORMER_DEFAULTS, RunConfig
 from fedlora.training.metrics import by_guessing, find_metric, is_better
 
 PADDED = "padded-average"  # the method whose error every run measures on its own uploads
-SCORES = ("loss", "accuracy")  # on the test set after the last round, for the tables of costs
 ABSENT: Literal["absent"] = "absent"  # a client that a round did not ask, or a score that it did not measure
 Scores = dict[str, float | None]  # score -> value; None: the run diverged
 Columns = dict[str, list[float | Literal["absent"] | None]]
@@ -187,11 +186,6 @@ class Result(Part):
         """Whether a number describes clients' own models, each on its client's own data, which no server's number is
         comparable with."""
         return self.target == "clients" and parse_number(which).own_data(self.settings)
-
-    def tested(self, score: str) -> float | None:
-        """A score on the test set after the last round; None if there is no finite number."""
-        value = _number(self.test.last.get(score))
-        return value if math.isfinite(value) else None
 
     def chance(self, metric: str | None = None) -> float | None:
         """The score of guessing by that metric, or the result's own; None if there is no such number."""

@@ -71,27 +71,6 @@ class Profile(Part):
     note: str = ""
 
 
-class Peace(Part):
-    """Where nobody attacks: a row's loss there is its price (table `prices`).
-
-    axis: the axis of attacks, not the row axis. label: its label for no attack.
-    """
-
-    axis: str
-    label: str
-
-
-class Budgets(Part):
-    """The cost of privacy (table `budgets`), in an experiment with two axes.
-
-    axis: the axis whose labels are budgets. none: its label without [privacy]. lines: the axis with a line per label.
-    """
-
-    axis: str
-    none: str
-    lines: str
-
-
 class Experiment(Part):
     """One experiment's file.
 
@@ -101,9 +80,7 @@ class Experiment(Part):
     in paper_numbers.toml. run: the tables of a run's configuration, common to all; relative paths start at this file.
     axes: axis -> label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes one that only an earlier axis
     made. tune: the search for the best value of a key. profiles: scales to run at, by name. skip: combinations of
-    labels that are not cells; `why`, beside the labels, is told under the tables. peace: the label without an attack,
-    for a table of each row's cost there and its saving elsewhere. budgets: the axes of a table and a picture of scores
-    by epsilon.
+    labels that are not cells; `why`, beside the labels, is told under the tables.
     """
 
     name: str
@@ -118,8 +95,6 @@ class Experiment(Part):
     tune: Tune | None = None
     profiles: dict[str, Profile]
     skip: list[dict[str, str]] = []
-    peace: Peace | None = None
-    budgets: Budgets | None = None
     _folder: Path | None = PrivateAttr(None)
     _only: Mapping[str, Sequence[str]] = PrivateAttr({})
 

@@ -52,15 +52,6 @@ def _axes(experiment: Experiment) -> Iterator[str]:
             yield f"{axis!r} {there}"
     if experiment.reference is not None:
         yield from _unknown(experiment, "reference", experiment.rows, experiment.reference)
-    if experiment.peace is not None:
-        yield from _unknown(experiment, "peace", experiment.peace.axis, experiment.peace.label)
-        if experiment.reference is None or experiment.peace.axis == experiment.rows:
-            yield "peace asks what each row costs beside a reference: name one, and another axis than that of rows."
-    if experiment.budgets is not None:
-        budgets = experiment.budgets
-        yield from _unknown(experiment, "budgets", budgets.axis, budgets.none)
-        if budgets.lines not in axes or {budgets.axis, budgets.lines} != {*axes}:
-            yield f"budgets needs exactly two axes, `axis` and `lines`; there are {', '.join(axes)}."
 
 
 def _profiles(experiment: Experiment) -> Iterator[str]:
