@@ -1,6 +1,6 @@
 """`fedlora experiment`: grids of runs, and their results. This file holds the commands' texts and options, no torch.
 
-experiment_project.py   a command's input files, and notes that all commands print
+experiment_project.py   a command's folders and files
 experiment_runs.py      run, retry, status            experiment_costs.py    run --plan
 experiment_clusters.py  sbatch, run --on
 experiment_shown.py     table, plot
