@@ -14,7 +14,7 @@ from fedlora.experiments import method_tables
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.method_tables import costs
 from fedlora.experiments.page_tables import differences, scores, tables_of
-from fedlora.experiments.result import Commit, Machine, Result, short_config
+from fedlora.experiments.result import Result, short_config
 from fedlora.experiments.scores import KNOWN, SCALES, explained, scale
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.table_forms import markdown
@@ -97,7 +97,7 @@ def test_captions_say_unit_seeds_and_which_way_is_better(experiment: Experiment)
 
 
 def test_what_a_table_rests_on_stands_below_it(experiment: Experiment) -> None:
-    """One label of the clients' own models, one commit more, one value at the end of its grid: each said once."""
+    """One label of the clients' own models, one value at the end of its grid: each said once."""
     results = made(experiment)
 
     def below(made: Callable[..., Table], *words: Any) -> list[str]:
@@ -108,12 +108,9 @@ def test_what_a_table_rests_on_stands_below_it(experiment: Experiment) -> None:
     assert [below(scores, ["test, last"]), below(differences)] == [[], []]
     mine = [run for run in Grid(experiment, "mini").runs if run.cell["rule"] == "other"]
     for run in mine:
-        other = {"commit": Commit(id="b" * 40, clean=True)} if run.seed == 1 else {}
-        results[run.digest] = results[run.digest].model_copy(update={"target": "clients", **other})
-    own, mixed = below(differences)
+        results[run.digest] = results[run.digest].model_copy(update={"target": "clients"})
+    (own,) = below(differences)
     assert re.match("other: .*the clients' own models.* The others: .*the server's model", own)
-    assert "The 8 runs come from 2 commits" in mixed and ": aaaaaaa (6), bbbbbbb (2)." in mixed
-    assert "compared in 2 of 4 cases" in mixed
     for digest, result in results.items():
         results[digest] = result.model_copy(update={"target": "clients"})
     assert below(scores, ["test, last"])[0].startswith("Every number is the mean")
@@ -126,20 +123,6 @@ def test_a_new_column_is_one_line(experiment: Experiment, monkeypatch: pytest.Mo
     table = costs(Grid(experiment, "mini", results))
     assert table.columns[-1] == "round count" and {row[-1] for row in table.rows} == {"1"}
     assert "round count" in markdown(table)
-
-
-def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
-    """All of seed 1 by another commit, on another machine, with another torch: no gap is between the two."""
-    results = made(experiment)
-    for run in Grid(experiment, "mini").runs:
-        if run.seed == 1:
-            machine = Machine(device="gpu", architecture="x86_64")
-            other = {"commit": None, "machine": machine, "versions": {"torch": "3"}}
-            results[run.digest] = results[run.digest].model_copy(update=other)
-    said = scores(Grid(experiment, "mini", results), ["test, last"]).below
-    for line, what in zip(said, ("commits", "machines", "versions"), strict=True):
-        assert line.startswith(f"The 8 runs come from 2 {what}")
-    assert all("compared in 0 of " in line for line in said) and "unknown (4)" in said[0]
 
 
 def test_a_unit_of_every_scale_is_in_its_words() -> None:

@@ -20,7 +20,7 @@ from fedlora.experiments.curve_pictures import handles_of
 from fedlora.experiments.grid import Choice, Grid
 from fedlora.experiments.pictures import figures_of
 from fedlora.experiments.places import Places
-from fedlora.experiments.result import Commit, Result
+from fedlora.experiments.result import Result
 from fedlora.experiments.runner import run_all
 from fedlora.experiments.spec import Experiment, Tune, load_experiment, names_in
 from fedlora.experiments.store import as_lines, read_results_of
@@ -429,11 +429,11 @@ def test_an_experiment_runs_skips_what_is_finished_and_resumes(
 ) -> None:
     """One profile to the end in this process; nothing is left; an interrupted run goes on; results hold no path."""
     places = Places(tmp_path / "results", tmp_path / "work", data_root)
-    todo = places.grid(experiment, "one", unclean=True).missing
+    todo = places.grid(experiment, "one").missing
     assert [r.label for r in todo] == ["skewed, FedIT, 0.01, seed 0", "skewed, GLoRA, 0.01, seed 0"]
     outcomes = list(run_all(todo, places))
-    assert [o.error for o in outcomes] == [None, None] and places.grid(experiment, "one", unclean=True).missing == []
-    done = places.finished(unclean=True)
+    assert [o.error for o in outcomes] == [None, None] and places.grid(experiment, "one").missing == []
+    done = places.finished()
     for found in done.values():
         raw = found.model_dump_json(exclude={"config"})
         assert str(tmp_path) not in raw and str(data_root) not in raw
@@ -441,65 +441,24 @@ def test_an_experiment_runs_skips_what_is_finished_and_resumes(
     cells = score_cells(Grid(experiment, "one", done))
     assert [c.cell["method"] for c in cells] == ["FedIT", "GLoRA"] and all(c.mean is not None for c in cells)
     digest = todo[0].digest
-    for path in [*places.results.glob("*.jsonl"), *places.unclean.glob("*.jsonl")]:
+    for path in places.results.glob("*.jsonl"):
         path.write_text(as_lines({k: v for k, v in read_results_of(path).items() if k != digest}))
-    (again,) = places.grid(experiment, "one", unclean=True).missing
+    (again,) = places.grid(experiment, "one").missing
     before = done[digest].test
     list(run_all([again], places))  # its folder is still there: no round is run again
-    assert places.finished(unclean=True)[digest].test == before
-
-
-def test_results_of_a_changed_checkout_stay_apart(
-    experiment: Experiment, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A commit is said only where the tree is that commit."""
-    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "0" * 40, "clean": False})
-    places = Places(tmp_path / "results", tmp_path / "work", data_root)
-    list(run_all(places.grid(experiment, "one", unclean=True).missing[:1], places))
-    assert not places.results.exists() and len(list(places.unclean.glob("*.jsonl"))) == 1
-    assert places.finished() == {} and len(places.finished(unclean=True)) == 1
-    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "0" * 40, "clean": True})
-    clean = replace(places, results=tmp_path / "clean", work=tmp_path / "work2")
-    list(run_all(clean.grid(experiment, "one", unclean=True).missing[:1], clean))
-    assert len(clean.finished()) == 1
-
-
-def test_a_run_that_goes_on_in_a_changed_checkout_is_unclean(
-    experiment: Experiment, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped after the first of two rounds, at a commit; gone on with changes. Both are told, and it lands apart."""
-    profile = experiment.profiles["one"].model_copy(update={"set": {"run.rounds": 2, "run.checkpoint_every": 1}})
-    longer = experiment.model_copy(update={"profiles": {"one": profile}})
-    longer._folder = experiment.folder
-    places = Places(tmp_path / "results", tmp_path / "work", data_root)
-    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "a" * 40, "clean": True})
-
-    def stop(_: object, round: int) -> None:
-        if round == 1:
-            raise KeyboardInterrupt
-
-    (run, *_) = places.grid(longer, "one", unclean=True).missing
-    with pytest.raises(KeyboardInterrupt):
-        list(run_all([run], places, tick=stop))
-    monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "b" * 40, "clean": False})
-    assert [outcome.error for outcome in run_all([run], places)] == [None]
-    assert places.finished() == {}
-    found = places.finished(unclean=True)[run.digest]
-    assert [(part.after, part.commit and part.commit.id[0]) for part in found.parts] == [(0, "a"), (1, "b")]
-    assert not found.clean and found.commits(3) == ["aaa", "bbb with changes"]
-    assert found.commit == Commit(id="a" * 40, clean=False)
+    assert places.finished()[digest].test == before
 
 
 def test_a_failing_run_is_kept_apart_and_the_others_go_on(
     experiment: Experiment, data_root: Path, tmp_path: Path
 ) -> None:
     places = Places(tmp_path / "results", tmp_path / "work", tmp_path / "nothing here")
-    outcomes = list(run_all(places.grid(experiment, "one", unclean=True).missing, places))
+    outcomes = list(run_all(places.grid(experiment, "one").missing, places))
     assert all(o.error is not None and "does not exist" in o.error for o in outcomes)
     said = json.loads(places.failure(outcomes[0].run).read_text())
     assert said["label"] == outcomes[0].run.label and "DataError" in said["error"]
     mended = replace(places, data_root=data_root)
-    list(run_all(mended.grid(experiment, "one", unclean=True).missing[:1], mended))
+    list(run_all(mended.grid(experiment, "one").missing[:1], mended))
     assert not places.failure(outcomes[0].run).exists()
 
 
@@ -508,17 +467,16 @@ def test_a_failing_run_is_kept_apart_and_the_others_go_on(
 
 @pytest.fixture(scope="module")
 def finished(experiment: Experiment, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with experiments/ and results/ of a clean checkout."""
+    """A folder with experiments/ and results/."""
     root = tmp_path_factory.mktemp("finished")
     (root / "experiments").mkdir()
     model = experiment.run["model"]["path"]
     (root / "experiments" / "tiny.toml").write_text(EXPERIMENT.format(model=model))
     (root / "experiments" / "paper_numbers.toml").write_text(PAPER)
     places = Places(root / "results", root / "work", data_root)
-    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patched.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "a" * 40, "clean": True})
-        list(run_all(places.grid(experiment, "one", unclean=True).missing, places))
+        list(run_all(places.grid(experiment, "one").missing, places))
     return root
 
 

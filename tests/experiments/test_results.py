@@ -20,14 +20,12 @@ import fedlora
 from fedlora.errors import CheckpointError
 from fedlora.experiments import store
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.origin import note, noted
 from fedlora.experiments.result import Result, short_config, whole_config
 from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.store import as_lines, gather, read_results, read_results_of
 from fedlora.experiments.table_forms import latex
 from fedlora.experiments.table_source import Table
 from fedlora.runs.config import parse_config
-from fedlora.runs.folder import RunFolder
 from fedlora.runs.manifest import commit_of_code
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.made_results import bare, stored, whole
@@ -170,39 +168,12 @@ def test_the_frame_has_a_row_a_run_and_one_a_round(tmp_path: Path) -> None:
         fedlora.results(tmp_path)
 
 
-def test_the_long_format_andlatex(tmp_path: Path) -> None:
+def test_the_table_in_latex(tmp_path: Path) -> None:
     from support.command_line import invoke
 
     place = small_world(tmp_path / "place")
-    long = invoke("experiment", "table", "small", "--format", "long", *where(place)).stdout.splitlines()
-    assert long[0] == "setup,method,seed,round,metric,value" and len(long) == 1 + 8 * 2 * 2
     latex = invoke("experiment", "table", "small", "--format", "latex", *where(place)).stdout
     assert r"\begin{tabular}{lrr}" in latex and r"0.6150 $\pm$ 0.0129 & 4 \\" in latex
-
-
-# ---- which code made a run -------------------------------------------------------------------------------------------
-
-A, B = ({"id": letter * 40, "clean": clean} for letter, clean in (("a", True), ("b", False)))
-
-
-def manifest(commit: object) -> dict[str, Any]:
-    return {"commit": commit, "device": "cpu", "threads": 1, "config_digest": "x", "data": {}}
-
-
-def test_a_run_that_goes_on_with_other_code_has_both_and_what_was_not_kept_is_dropped(tmp_path: Path) -> None:
-    """Noted before anything is computed; the same code again is no further part; without a checkpoint all is redone."""
-    folder = RunFolder(tmp_path / "run")
-    for commit in (A, A, B):
-        note(folder, manifest(commit))
-    assert [part["commit"] for part in noted(folder)] == [B], "nothing was kept: all of it is B's"
-    note(folder, manifest(A))
-    folder.create("{}", manifest(A))
-    folder.append_metrics({"round": 1}, "")
-    folder.checkpoints.mkdir()
-    (folder.checkpoints / f"round-00001.{'0' * 16}.safetensors").write_bytes(b"")
-    note(folder, manifest(B))
-    note(folder, manifest(B))
-    assert [(part["after"], part["commit"]) for part in noted(folder)] == [(0, A), (1, B)]
 
 
 # ---- two processes on one folder -------------------------------------------------------------------------------------
@@ -248,7 +219,7 @@ def test_two_processes_on_one_folder_share_the_runs_and_both_end_well(
     ended = [one.ended() for one in both]
     said = [one.stderr for one in ended]
     assert [one.returncode for one in ended] == [0, 0], said
-    found: dict[str, Result] = {**read_results(tmp_path / "results"), **read_results(tmp_path / "work" / "unclean")}
+    found: dict[str, Result] = read_results(tmp_path / "results")
     assert len(found) == 6
     experiment = load_experiment(tmp_path / "two.toml")
     assert all(run.digest in found for run in Grid(experiment, "mini", found).runs)
@@ -281,7 +252,7 @@ def test_a_latex_row_is_no_argument_of_the_line_break_before_it() -> None:
 
 
 def test_results_that_a_checkout_stores_do_not_change_its_code(tmp_path: Path) -> None:
-    """Before, a grid's first result made all others unclean: results/ is committed, too."""
+    """A grid that is stored in the checkout of the code does not make its own later results dirty."""
     code, other, stored = tmp_path / "src" / "code.py", tmp_path / "other" / "code.py", tmp_path / "stored.jsonl"
     for file in (code, other, stored):
         file.parent.mkdir(exist_ok=True)

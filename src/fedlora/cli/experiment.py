@@ -1,6 +1,6 @@
 """`fedlora experiment`: grids of runs, and their results. This file holds the commands' texts and options, no torch.
 
-experiment_project.py   a command's input files, and notes that all commands print
+experiment_project.py   a command's folders and files
 experiment_runs.py      run, retry, status            experiment_costs.py    run --plan
 experiment_clusters.py  sbatch, run --on
 experiment_shown.py     table, plot
@@ -24,7 +24,7 @@ ProfileName = Annotated[
 ]
 Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
 Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
-Work = Annotated[Path, typer.Option("--work", help="where run folders, failures, and results of uncommitted code go")]
+Work = Annotated[Path, typer.Option("--work", help="where run folders and failures go")]
 Seeds = Annotated[str | None, typer.Option(help="only these seeds: 0:8 (eight of them), 0,3,5 or 7")]
 DataRoot = Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")]
 Only = Annotated[str | None, typer.Option(help='only these labels of axes: "task=SST-2,method=GLoRA,method=FedIT"')]
@@ -137,10 +137,7 @@ def table(
     work: Work = WORK,
     format: FormatOption = Format.table,
     json: JsonAlias = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="write this file instead; csv and long also as Parquet: FILE.parquet"),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="write this file instead")] = None,
 ) -> None:
     """The paper's table with our numbers, means and spreads over seeds, paired differences with 95 % intervals."""
     from fedlora.cli.experiment_project import Project

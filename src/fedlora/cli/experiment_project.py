@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
 from fedlora.experiments.places import Places
-from fedlora.experiments.runnable import left_out
 from fedlora.experiments.spec import Experiment, load_experiment, names_in
-from fedlora.experiments.store import read_results
 
 
 @dataclass(frozen=True)
@@ -34,10 +30,3 @@ class Project:
             known = ", ".join(names_in(self.experiments)) or "none"
             raise ConfigError(f"there is no experiment {path}; in {self.experiments} there are: {known}.")
         return load_experiment(path)
-
-    def tell_left_out(self, asked: Iterable[tuple[Experiment, str]]) -> None:
-        """Print which finished runs of these experiments and profiles are not shown, and why."""
-        places = self.places
-        if unclean := read_results(places.unclean):
-            for experiment, profile in asked:
-                notes.warn(*left_out(places.grid(experiment, profile), unclean, places.unclean))

@@ -34,7 +34,7 @@ def run_missing(
 ) -> None:  # fmt: skip
     """Run what is missing; `fedlora experiment run --help` explains each argument."""
     places = project.places
-    grids = [places.grid(one, profile, unclean=True) for one in chosen(project, names, profile, seeds, only)]
+    grids = [places.grid(one, profile) for one in chosen(project, names, profile, seeds, only)]
     if (measure or price is not None) and not plan:
         raise ConfigError("--measure and --price are for --plan, which runs nothing: give it too, or leave them out.")
     if plan and shard is not None:
@@ -66,7 +66,6 @@ def run_missing(
             )  # fmt: skip
     finally:
         signal.signal(signal.SIGTERM, before)
-    project.tell_left_out([(grid.experiment, profile) for grid in grids])
     broken = 0
     for grid in map(places.again, grids):
         if shard is not None:
@@ -145,10 +144,9 @@ def show_status(
     shown = Table("experiment", "search", "runs", "failed", "to do", title=f"Experiments, profile {profile}")
     found: dict[str, Any] = {}
     for experiment in chosen(project, names, profile, None, only):
-        grid = places.grid(experiment, profile, unclean=True)
+        grid = places.grid(experiment, profile)
         failed = sum(places.failure(run).exists() for run in grid.missing)
         notes.warn(*other_files(grid.missing, grid.results))
-        project.tell_left_out([(experiment, profile)])
         searched = [sum(run.digest in grid.results for run in grid.searches), len(grid.searches)]
         runs, left = [len(grid.used), grid.count], grid.count - len(grid.used)
         found[experiment.name] = {"search": searched, "runs": runs, "failed": failed, "to_do": left}

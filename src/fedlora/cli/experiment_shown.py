@@ -23,10 +23,8 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
     grid = project.places.grid(experiment, profile)
     show_scores(
         grid, metric or "", tables_of(grid, metric or ""), form,
-        beside=other_files(project.places.grid(experiment, profile, unclean=True).missing, grid.results),
-        out=out,
+        beside=other_files(grid.missing, grid.results), out=out,
     )  # fmt: skip
-    project.tell_left_out([(experiment, profile)])
     if not is_whole(grid):
         raise typer.Exit(NOT_WHOLE)
 
@@ -35,7 +33,6 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
     """Draw the finished runs."""
     experiment = project.named(name)
     target = out or project.results / "plots" / f"{experiment.name}-{profile}.png"
-    project.tell_left_out([(experiment, profile)])
     grid = project.places.grid(experiment, profile)
 
     def pictures() -> list[Path]:

@@ -8,10 +8,8 @@ from typing import Any
 
 from fedlora.cli.formats import Format, Printed, show
 from fedlora.cli.screen import notes
-from fedlora.experiments.frames import long_records
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import lost_lines, lost_of
-from fedlora.experiments.result import unclean_lines
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.table_source import Table
 from fedlora.experiments.tables import CellScore, Difference, paired, score_cells
@@ -43,9 +41,7 @@ def show_scores(
         loud.append(_SIMULATIONS)
     missing = [*first, *lost_lines(grid)]
     below = [line for table in tables for line in table.below]
-    remarks = dict.fromkeys(
-        [*loud, *missing, *below, *direction(which, cells, bool(differences)), *beside, *unclean_lines(results)]
-    )
+    remarks = dict.fromkeys([*loud, *missing, *below, *direction(which, cells, bool(differences)), *beside])
     value = {
         "metric": which, "score": " and ".join(grid.metrics) or None,
         "smaller_is_better": less.pop() if len(less) == 1 else None,
@@ -57,8 +53,7 @@ def show_scores(
     }  # fmt: skip
     aloud = {"not_for_use": " ".join(loud)} if loud else {}
     lines = [{**line, **aloud} for line in _records(which, cells, differences, grid.rows, to_target)]
-    by_round = long_records(grid) if form is Format.long else []
-    show(Printed(tables, lines, value, [*remarks], by_round, grid.experiment.title), form, out)
+    show(Printed(tables, lines, value, [*remarks]), form, out)
     if form is Format.json:  # the JSON is for a program; this is for people
         notes.warn(*missing)
 

@@ -5,7 +5,6 @@ Each file uses those above it, and none below (a contract of import-linter):
 digits.py           how numbers are told apart and written
 scores.py           the numbers that runs are compared by: names, units, words
 result.py           what a finished run left
-origin.py           which code on which machine made it
 leases.py           which process of which machine has a run
 store.py            results on disk: a file an experiment, a line a run
 spec.py             what an experiment is: its file
@@ -29,7 +28,7 @@ tables.py           means of cells, paired differences, places
 lost.py             what is not in the tables, and why
 footnotes.py        what scores rest on: commits, machines, whose model
 table_source.py     a table
-table_forms.py      as Markdown, LaTeX and HTML
+table_forms.py      as Markdown and LaTeX
 printed.py          the paper's tables as printed, with our numbers
 method_tables.py    methods side by side: places, costs, rounds to a target, clients, categories
 page_tables.py      all tables of an experiment

@@ -1,10 +1,8 @@
-"""Facts that scores depend on but do not show: whose model was measured, by which code, on which machine, and choices
-at the edge of their grid."""
+"""Facts that scores depend on but do not show: whose model was measured, and choices at the edge of their grid."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from fedlora.experiments.digits import shown
 from fedlora.experiments.grid import Grid
@@ -24,7 +22,6 @@ def notes(grid: Grid, number: str, *, cells: Sequence[CellScore] = ()) -> list[s
         *without_number(cells),
         *of_two_units(cells, grid.rows),
         *(_whose_models(grid, which) if parse_number(which).of_target else []),
-        *_mixtures(grid),
         *_edges(grid),
     ]
 
@@ -50,41 +47,6 @@ def _whose(result: Result, which: str) -> str:
         return _OF_SERVER
     data = ", each on its client's own data" if result.on_own_data(which) else " on the same data"
     return f"the mean score of the clients' own models{data}"
-
-
-def _mixtures(grid: Grid) -> list[str]:
-    """A line if runs are from several commits, machines or versions of libraries, and how often a comparison mixes
-    them: the axis's labels on one seed, with all else equal."""
-    found = [_mixture(grid, what, told) for what, told in _ORIGINS.items()]
-    return [line for line in found if line]
-
-
-def _mixture(grid: Grid, what: str, told: Callable[[Result], str]) -> str:
-    each_of = [(run, told(result)) for run, result in grid.used]
-    counts = Counter(origin for _, origin in dict.fromkeys((run.digest, origin) for run, origin in each_of))
-    if len(counts) < 2:
-        return ""
-    places: dict[tuple[object, ...], set[str]] = {}
-    for run, origin in each_of:
-        where = tuple(label for name, label in run.cell.items() if name != grid.rows)
-        places.setdefault((run.seed, where), set()).add(origin)
-    met = sum(len(each) > 1 for each in places.values())
-    each = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
-    meet = f"Different ones are compared in {met} of {len(places)} cases (a seed in a set-up)"
-    why = ", which may explain part of a gap" if met else ""
-    return f"The {len({run.digest for run, _ in grid.used})} runs come from {len(counts)} {what}: {each}. {meet}{why}."
-
-
-def _machines(result: Result) -> str:
-    """The machines of all its parts, each once."""
-    return " and ".join(dict.fromkeys(part.machine.words for part in result.made))
-
-
-_ORIGINS: Mapping[str, Callable[[Result], str]] = {
-    "commits of the code": lambda result: " and ".join(result.commits(7)),
-    "machines": _machines,
-    "versions of libraries": lambda result: ", ".join(f"{k} {v}" for k, v in sorted(result.versions.items())),
-}
 
 
 def _edges(grid: Grid) -> list[str]:

@@ -1,6 +1,6 @@
 """The result of a finished run: one value, with the numbers that runs are compared by.
 
-A line of a results file (`store`) is one of these. It contains no path and, except for `machine`, `parts` and times,
+A line of a results file (`store`) is one of these. It contains no path and, except for `machine` and times,
 nothing about where it was made. Keys of a run's summary that no table uses stay in the run's folder.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from statistics import fmean
 from typing import Any, Literal
@@ -49,18 +49,6 @@ class Machine(Part):
         counts = {"cpus": self.cpus, "threads": self.threads}
         more = [f"{count} {key}" for key, count in counts.items() if count is not None]
         return ", ".join([self.device, self.architecture, *more])
-
-
-class Made(Part):
-    """The origin of a part of a run, the rounds after `after`. commit: None for code outside a checkout."""
-
-    commit: Commit | None
-    machine: Machine
-    after: int = 0
-
-    @property
-    def clean(self) -> bool:
-        return self.commit is not None and self.commit.clean
 
 
 class Spent(Part):
@@ -160,26 +148,11 @@ class Result(Part):
     commit: Commit | None
     machine: Machine
     versions: dict[str, str] = {}
-    parts: list[Made] = []
 
     @cached_property
     def settings(self) -> RunConfig:
         """The configuration, with the defaults at the time of the run."""
         return whole_config(self.config)
-
-    @property
-    def made(self) -> list[Made]:
-        """Its origins: each part of the training."""
-        return self.parts or [Made(commit=self.commit, machine=self.machine)]
-
-    @property
-    def clean(self) -> bool:
-        """Whether every part comes from a commit without changes."""
-        return all(part.clean for part in self.made)
-
-    def commits(self, digits: int) -> list[str]:
-        """The commits of all its parts, each once, cut to this many digits; "unknown" for code outside a checkout."""
-        return list(dict.fromkeys(_commit_words(part.commit, digits) for part in self.made))
 
     @property
     def validation(self) -> Held:
@@ -271,13 +244,6 @@ def content(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def unclean_lines(results: Iterable[Result]) -> list[str]:
-    """A line if some results are from a changed checkout."""
-    each = list(results)
-    changed = sum(not result.clean for result in each)
-    return [f"{changed} of {len(each)} results are of changed checkouts, which no commit describes."] if changed else []
-
-
 def _columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name, ABSENT) for row in rows] for name in names}
@@ -290,7 +256,3 @@ def _row(columns: Columns, k: int) -> Scores:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
-
-
-def _commit_words(commit: Commit | None, digits: int) -> str:
-    return "unknown" if commit is None else commit.id[:digits] + ("" if commit.clean else " with changes")

@@ -20,7 +20,6 @@ from fedlora.data.demo import PACKAGED
 from fedlora.doing import doing
 from fedlora.errors import CheckpointError, FedLoRAError, FilesChanged, WorkerDied
 from fedlora.experiments.leases import Claims
-from fedlora.experiments.origin import note
 from fedlora.experiments.places import Places, by_machine
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.pool import LOOK, Slot, run_in_slots
@@ -141,7 +140,7 @@ def _check_one_kind(run: PlannedRun, manifest: Mapping[str, Any], places: Places
     config = run.config
     model = None if "model.path" in run.files or config.model.path in PACKAGED else config.model.path
     task = None if config.data.task is None or config.privacy is not None else config.data
-    for result in places.finished(unclean=True).values() if model or task else ():
+    for result in places.finished().values() if model or task else ():
         theirs, other = result.settings, ""
         if theirs.model.path == model and result.model != content(manifest["model"]["sha256"]):
             other = f"the model {model!r}"
@@ -209,7 +208,6 @@ def _run(places: Places, run: PlannedRun, tick: Tick) -> Outcome:
         _check_one_kind(run, prepared.manifest, places)
         trained = _trained(run, prepared, folder)
         if not trained:
-            note(folder, prepared.manifest)
             for record in execute(prepared, folder, resume=True, called=Called(run.label, run.experiment)):
                 tick(run, record.round)
         places.keep(run, None if trained else time.perf_counter() - began)

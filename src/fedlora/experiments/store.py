@@ -12,16 +12,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedlora.core import files
 from fedlora.errors import CheckpointError
 from fedlora.experiments.leases import alone
-from fedlora.experiments.origin import made_by, noted
 from fedlora.experiments.result import History, Result, content, short_config
 from fedlora.given_files import parse_json
 from fedlora.runs.config import RunConfig
@@ -111,7 +113,8 @@ def summarise(folder: RunFolder, config: RunConfig, wall_seconds: float = 0.0) -
             "gauge_drift": summary.get("gauge_drift") or {},
             "wall_seconds": round(wall_seconds, 1),
             "versions": manifest["versions"] | {"python": manifest["python"]},
-            **_made(folder, manifest),
+            "commit": manifest["commit"],
+            "machine": _machine(manifest),
         }
     )
     return Result.model_validate({**raw, "history": History.of(plain(folder.metrics()))})
@@ -122,23 +125,21 @@ def data_of(facts: Mapping[str, Any]) -> dict[str, str]:
     return {part: content(facts[part]) for part in ("train", "validation", "test", "probes")}
 
 
-def _made(folder: RunFolder, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The first commit, clean only if every part's is; the machine; and the parts."""
-    parts = noted(folder)
-    if not parts:
-        return {**made_by(manifest)}
-    first = parts[0]["commit"]
-    clean = all(part["commit"] is not None and part["commit"]["clean"] for part in parts)
-    commit = first and {**first, "clean": clean}
-    more = {"parts": parts} if len(parts) > 1 else {}
-    return {"commit": commit, "machine": parts[-1]["machine"], **more}
+def _machine(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    cuda = manifest["device"].startswith("cuda") and torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else manifest["device"],
+        "threads": manifest["threads"],
+        "cpus": os.cpu_count(),
+        "architecture": platform.machine(),
+    }
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
 def read_failed(folder: Path) -> dict[str, str]:
-    """Digest -> the kind of error, for runs that failed on their own in a clean checkout."""
+    """Digest -> the kind of error, for runs that failed on their own."""
     return {digest: told["error"] for digest, told in _failed(folder).items()}
 
 
