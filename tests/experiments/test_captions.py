@@ -17,8 +17,7 @@ from fedlora.experiments.page_tables import differences, scores, tables_of
 from fedlora.experiments.result import Result, short_config
 from fedlora.experiments.scores import KNOWN, SCALES, explained, scale
 from fedlora.experiments.spec import Experiment, load_experiment
-from fedlora.experiments.table_forms import markdown
-from fedlora.experiments.table_source import Table
+from fedlora.experiments.table_forms import Table, markdown
 from fedlora.training.metrics import METRICS, score_name
 from support.made_results import bare
 

@@ -23,8 +23,7 @@ from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result, short_config, whole_config
 from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.store import as_lines, gather, read_results, read_results_of
-from fedlora.experiments.table_forms import latex
-from fedlora.experiments.table_source import Table
+from fedlora.experiments.table_forms import Table, latex
 from fedlora.runs.config import parse_config
 from fedlora.runs.manifest import commit_of_code
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB

@@ -22,7 +22,7 @@ from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
-    from fedlora.experiments.table_source import Table  # imports torch
+    from fedlora.experiments.table_forms import Table  # imports torch
 
 
 class Format(StrEnum):

@@ -11,7 +11,7 @@ from fedlora.cli.screen import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import lost_lines, lost_of
 from fedlora.experiments.scores import parse_number
-from fedlora.experiments.table_source import Table
+from fedlora.experiments.table_forms import Table
 from fedlora.experiments.tables import CellScore, Difference, paired, score_cells
 
 _SIMULATIONS = (

@@ -27,8 +27,7 @@ frames.py           results as pandas frames (`fedlora.results`)
 tables.py           means of cells, paired differences, places
 lost.py             what is not in the tables, and why
 footnotes.py        what scores rest on: commits, machines, whose model
-table_source.py     a table
-table_forms.py      as Markdown and LaTeX
+table_forms.py      a table, and its text as Markdown and LaTeX
 printed.py          the paper's tables as printed, with our numbers
 method_tables.py    methods side by side: places, costs, rounds to a target, clients, categories
 page_tables.py      all tables of an experiment

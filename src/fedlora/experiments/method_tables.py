@@ -10,7 +10,7 @@ from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
 from fedlora.experiments.scores import capital
-from fedlora.experiments.table_source import Table
+from fedlora.experiments.table_forms import Table
 from fedlora.experiments.tables import in_its_unit, orders, placings, score_by, score_cells
 
 _PLACES = 5  # so many places have a column of their own on 80 characters

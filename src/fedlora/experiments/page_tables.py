@@ -13,16 +13,8 @@ from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.printed import paper_of, printed_tables
 from fedlora.experiments.scores import capital, parse_number, scale
-from fedlora.experiments.table_source import Table
-from fedlora.experiments.tables import (
-    CellScore,
-    Difference,
-    in_its_unit,
-    paired,
-    score_cells,
-)
-
-_ONE = "Each interval covers one comparison, without correction for their number."
+from fedlora.experiments.table_forms import Table
+from fedlora.experiments.tables import CellScore, in_its_unit, paired, score_cells
 
 
 def tables_of(grid: Grid, number: str = "") -> list[Table]:
@@ -79,8 +71,20 @@ def differences(grid: Grid, number: str = "") -> Table:
     reference = grid.experiment.reference or ""
     cells, others = score_cells(grid, number), [a for a in grid.axes if a != grid.rows]
     found = paired(cells, grid.rows, reference)
-    rows = [[d.other, *(d.where[a] for a in others), *_gap(d), d.verdict] for d in found]
-    caption = _of_gaps(grid, number, cells, f"each row minus that of {reference}", len(found))
+    rows = [
+        [d.other, *(d.where[a] for a in others), *difference_in_words(d.mean, d.low, d.high, " to "), str(d.pairs),
+         d.verdict]
+        for d in found
+    ]  # fmt: skip
+    family = ", without correction for their number." if len(found) < 2 else (
+        f"; with {len(found)} of them, the chance that at least one excludes zero without a real difference is up to "
+        f"{min(100, 5 * len(found))} %."
+    )  # fmt: skip
+    caption = (
+        f"{capital(in_its_unit(grid.which(number), cells))}: each row minus that of {reference}, paired by seed "
+        f"(*pairs*: their number), mean and 95 % interval (Student's t). {_better(cells)} Each interval covers one "
+        f"comparison{family}"
+    )
     columns = [grid.rows, *others, f"against {reference}", "95 % interval", "pairs", "verdict"]
     verdicts = [what for verdict, what in _VERDICTS.items() if verdict in {d.verdict for d in found}]
     return Table(columns, rows, caption, [*verdicts, *notes(grid, number, cells=cells)], len(grid.axes))
@@ -93,22 +97,6 @@ _VERDICTS = {
     "equal": "Equal: the same score on every seed, so there is no interval.",
     "no spread": "No spread: the same difference on every seed, so there is no interval.",
 }
-
-
-def _gap(d: Difference) -> list[str]:
-    return [*difference_in_words(d.mean, d.low, d.high, " to "), str(d.pairs)]
-
-
-def _of_gaps(grid: Grid, number: str, cells: Sequence[CellScore], minus: str, count: int) -> str:
-    """count: the number of intervals."""
-    family = _ONE if count < 2 else (
-        f"Each interval covers one comparison; with {count} of them, the chance that at least one excludes zero "
-        f"without a real difference is up to {min(100, 5 * count)} %."
-    )  # fmt: skip
-    return (
-        f"{capital(in_its_unit(grid.which(number), cells))}: {minus}, paired by seed (*pairs*: their number), mean "
-        f"and 95 % interval (Student's t). {_better(cells)} {family}"
-    )
 
 
 def _better(cells: Sequence[CellScore]) -> str:

@@ -18,7 +18,7 @@ from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.spec import Experiment, Part
-from fedlora.experiments.table_source import Table
+from fedlora.experiments.table_forms import Table
 from fedlora.experiments.tables import CellScore, score_cells
 from fedlora.given_files import read_toml
 

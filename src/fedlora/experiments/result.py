@@ -199,16 +199,13 @@ class Result(Part):
             found = _number(self._held_out(number).get(self.metric))
         return None if math.isnan(found) else found
 
-    def by_group(self, which: str) -> dict[str, float]:
-        """Held-out set -> its own score, for "test, last", "unseen, last" and so on, if there are several sets."""
-        scores = self._held_out(parse_number(which))
-        return {name.removeprefix("group/"): _number(x) for name, x in scores.items() if name.startswith("group/")}
-
     def by_category(self, which: str) -> dict[str, float]:
-        """Category -> the mean over its tasks, for data that come in tasks. which: as in `by_group`."""
+        """Category -> the mean over its tasks, for data that come in tasks. which: "test, last", "unseen, last", ..."""
         found: dict[str, list[float]] = {}
-        for task, score in self.by_group(which).items():
-            found.setdefault(self.categories.get(task, task), []).append(score)
+        for name, score in self._held_out(parse_number(which)).items():
+            if name.startswith("group/"):
+                task = name.removeprefix("group/")
+                found.setdefault(self.categories.get(task, task), []).append(_number(score))
         return {category: fmean(scores) for category, scores in found.items()}
 
     def rounds_to(self, target: float) -> int | None:
