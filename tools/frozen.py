@@ -1,7 +1,5 @@
 """What must not change while the code becomes less: python tools/frozen.py says each difference, --write freezes anew.
 
-    results   of each stored result, by its digest: its scores and its history
-    pages     the numbers of each table that is filled from results
     golden    the frozen vectors' files
     corpus    some 400 adapters, made by peft and drawn by the grammar of hostile ones: accepted or refused, and what is
               read and merged out of them
@@ -54,39 +52,6 @@ def bits(tensors: Mapping[str, Any]) -> str:
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def results() -> Facts:
-    """Of each run what it measured, in the words of the file that each had before there was one for each experiment."""
-    from fedlora.experiments.store import read_results
-
-    found = {}
-    for result in read_results(ROOT / "results").values():
-        history = result.history
-        by_round = zip(history.padded_error, history.server_rank, strict=True)
-        lines = [
-            {"losses": history.losses_of(t), "metrics": history.scores_of(t), "padded_error": error, "round": t,
-             "server_rank": rank}
-            for t, (error, rank) in enumerate(by_round, start=1)
-        ]  # fmt: skip
-        probes = result.probes or {"best": {}, "last": {}}
-        found[result.digest] = digest({
-            "method": result.method, "metric": result.metric, "target": result.target, "rounds": result.rounds,
-            "best_round": result.best_round, "validation": result.validation.model_dump(),
-            "test": result.test.model_dump(), "ranks": result.ranks, "history": lines, "probes": probes,
-        })  # fmt: skip
-    return found
-
-
-def pages() -> Facts:
-    """Page, filled block and how many of the same name came before -> the numbers of its table, in order."""
-    found: Facts = {}
-    for path in sorted((ROOT / "docs").rglob("*.md")):
-        for name, block in re.findall(r"<!-- filled: (.*?) -->\n(.*?)<!-- end -->", path.read_text(), re.DOTALL):
-            cells = [re.findall(r"-?\d+\.?\d*", line) for line in block.splitlines() if line.startswith("|")]
-            key = f"{path.stem}: {name}"
-            found[f"{key} ({sum(each.startswith(key) for each in found)})"] = digest(cells)
-    return found
 
 
 def golden() -> Facts:
@@ -211,7 +176,7 @@ def machine() -> str:
 
 
 PARTS: Mapping[str, Callable[[], Facts]] = {
-    "results": results, "pages": pages, "golden": golden, "faults": faults, "corpus": corpus, "runs": runs,
+    "golden": golden, "faults": faults, "corpus": corpus, "runs": runs,
 }  # fmt: skip
 
 

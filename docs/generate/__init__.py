@@ -22,7 +22,7 @@ def parts() -> dict[str, str]:
     return {
         "commands": commands.page(), "config": config_keys.page(), "methods": method_list.page(),
         "python": python_names.page(), "experiments": experiment_keys.experiment_page(),
-        "claims": experiment_keys.claims_page(), "errors": error_list.page(), "metrics": metric_list.page(),
+        "errors": error_list.page(), "metrics": metric_list.page(),
         **method_list.entries(),
     }  # fmt: skip
 

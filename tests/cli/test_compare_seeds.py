@@ -410,7 +410,6 @@ def test_seeds_as_they_are_typed() -> None:
         (("--tune", "data.validation=0.1,0.2"), "data.validation is not"),
         (("--metric", "nonsense"), "'nonsense'; there are: test, best; test, last;"),
         (("--metric", "rounds to abc"), "called 'rounds to abc'"),
-        (("--metric", "validation, jitter", "--set", "run.rounds=1"), "it takes 3 evaluations, and run.rounds = 1"),
         (("--metric", "validation, last", "--set", "data.validation=0"), "data.validation = 0 leaves none"),
     ],
 )

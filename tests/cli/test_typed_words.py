@@ -23,7 +23,7 @@ from fedlora.cli.formats import Format, Printed, show
 from fedlora.cli.method_names import parse_methods, plain_label
 from fedlora.cli.screen import Screen, console
 from fedlora.errors import ConfigError
-from fedlora.experiments.table_source import Table
+from fedlora.experiments.table_forms import Table
 from fedlora.flower.setup.installing import Step
 
 ODD = "[red]m[/red] :fire: [/nothing]"  # markup, the name of a picture, and a closing tag that closes nothing

@@ -1,9 +1,10 @@
-"""Filled tables say what they show: no kind without a caption, no metric without a unit, and a caption says what the
-table is made of. Kinds: structural, oracle."""
+"""Tables say what they show: no metric without a unit, and a caption says what the table is made of. Kinds: structural,
+oracle."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,20 @@ import pytest
 
 from fedlora.experiments import method_tables
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.page_tables import table_of
-from fedlora.experiments.result import Commit, Machine, Made, Merged, Result, short_config
+from fedlora.experiments.method_tables import costs
+from fedlora.experiments.page_tables import differences, scores, tables_of
+from fedlora.experiments.result import Result, short_config
 from fedlora.experiments.scores import KNOWN, SCALES, explained, scale
 from fedlora.experiments.spec import Experiment, load_experiment
-from fedlora.experiments.table_forms import markdown
-from fedlora.experiments.table_source import Source
+from fedlora.experiments.table_forms import Table, markdown
 from fedlora.training.metrics import METRICS, score_name
 from support.made_results import bare
 
-ROOT = Path(__file__).parents[2]
 FILE = """
 title = "Rules"
 question = "Which?"
 rows = "rule"
 reference = "plain"
-peace = { axis = "attack", label = "nobody" }
 [run.model]
 path = "demo"
 [run.data]
@@ -64,7 +63,7 @@ def made(experiment: Experiment, metric: str = "loss", **more: Any) -> dict[str,
         scores = {"loss": value, "accuracy": 1 - value, "perplexity": value}
         raw: dict[str, Any] = {
             "config": short_config(run.config), "metric": metric, "commit": {"id": "a" * 40, "clean": True},
-            "test": {"last": scores, "best": scores}, "padded_error": 0.1, **more,
+            "test": {"last": scores, "best": scores}, **more,
         }  # fmt: skip
         found[run.digest] = bare(run.digest, [{"round": 1, "metrics": {}, "losses": {"a": 0.3}}], **raw)
     return found
@@ -73,117 +72,56 @@ def made(experiment: Experiment, metric: str = "loss", **more: Any) -> dict[str,
 def test_every_metric_has_a_unit_and_every_number_words() -> None:
     assert set(SCALES) == {score_name(name) for name in METRICS}
     for name in KNOWN:
-        which = name.replace("last K", "last 3").replace("to X", "to 0.7")
+        which = name.replace("to X", "to 0.7")
         said = {explained(which, metric) for metric in ("loss", "accuracy")}
         assert all(len(words) > 25 for words in said), name
-        assert len(said) == (1 if which.startswith("server") else 2), "of what it is said, unless of the server"
-
-
-def test_every_table_of_the_pages_stands_under_its_caption() -> None:
-    """Of each block with a table: one paragraph, then the table; made anew from the results by `test_budgets`."""
-    blocks = 0
-    for page in (ROOT / "docs").rglob("*.md"):
-        for block in re.findall(
-            r"^<!-- filled: .*? -->\n(.*?)^<!-- end -->$", page.read_text("utf-8"), flags=re.S | re.M
-        ):
-            if "\n|---" in block:
-                above, _, table = block.partition("\n\n")
-                assert 60 < len(above) < 600 and above.endswith(".") and table.startswith("|"), block[:200]
-                blocks += 1
-    assert blocks > 25
+        assert len(said) == 2, "of what it is said"
 
 
 def test_captions_say_unit_seeds_and_which_way_is_better(experiment: Experiment) -> None:
     """By hand: losses are in nats and less is better; accuracy the other way; two seeds everywhere."""
 
-    def said(kind: str, words: str = "", metric: str = "loss") -> str:
-        table = table_of(kind, Source(Grid(experiment, "mini", made(experiment, metric)), words))
-        assert table.rows
-        return table.caption
+    def said(tables: list[Table]) -> list[str]:
+        assert all(table.rows for table in tables)
+        return [table.caption for table in tables]
 
-    scores, gaps = said("scores"), said("differences")
-    assert "Log-loss in nats on" in scores and "standard deviation over seeds" in scores
-    assert "*train.steps*: " in scores and "no search" in scores, "the profile has one value"
-    assert "after the last round" in scores
+    grid, other = (Grid(experiment, "mini", made(experiment, metric)) for metric in ("loss", "accuracy"))
+    means, gaps, *_ = said(tables_of(grid))
+    assert "Log-loss in nats on" in means and "standard deviation over seeds" in means
+    assert "*train.steps*: " in means and "no search" in means, "the profile has one value"
+    assert "after the last round" in means
     assert "Log-loss in nats on" in gaps and "minus that of plain, paired by seed" in gaps
-    assert "Negative is better" in said("differences") and "Positive is better" in said("differences", "", "accuracy")
-    assert "best on validation" in said("differences", ": test, best")
-    assert "minus that of other" in said("differences", "other: test, best")
-    assert "condition 10" in explained("server, gauge drift", None)
-    prices = said("prices", "loss")
-    assert "the mean over 2 seeds" in prices and "where attack is nobody" in prices and "against rule plain" in prices
+    assert "Negative is better" in gaps and "Positive is better" in said([differences(other)])[0]
+    assert "best on validation" in said([differences(grid, "test, best")])[0]
 
 
 def test_what_a_table_rests_on_stands_below_it(experiment: Experiment) -> None:
-    """One label of the clients' own models, one commit more, one value at the end of its grid: each said once."""
+    """One label of the clients' own models, one value at the end of its grid: each said once."""
     results = made(experiment)
 
-    def below(kind: str, words: str = "") -> list[str]:
+    def below(made: Callable[..., Table], *words: Any) -> list[str]:
         """Without what a verdict means."""
-        found = table_of(kind, Source(Grid(experiment, "mini", results), words)).below
+        found = made(Grid(experiment, "mini", results), *words).below
         return [line for line in found if not line.startswith(("Higher: ", "Lower: ", "Undecided: "))]
 
-    assert [below(kind) for kind in ("scores", "differences")] == [[], []]
+    assert [below(scores, ["test, last"]), below(differences)] == [[], []]
     mine = [run for run in Grid(experiment, "mini").runs if run.cell["rule"] == "other"]
     for run in mine:
-        other = {"commit": Commit(id="b" * 40, clean=True)} if run.seed == 1 else {}
-        results[run.digest] = results[run.digest].model_copy(update={"target": "clients", **other})
-    own, mixed = below("differences")
+        results[run.digest] = results[run.digest].model_copy(update={"target": "clients"})
+    (own,) = below(differences)
     assert re.match("other: .*the clients' own models.* The others: .*the server's model", own)
-    assert "The 8 runs come from 2 commits" in mixed and ": aaaaaaa (6), bbbbbbb (2)." in mixed
-    assert "compared in 2 of 4 cases" in mixed
     for digest, result in results.items():
         results[digest] = result.model_copy(update={"target": "clients"})
-    assert below("scores")[0].startswith("Every number is the mean")
-    assert not any("clients' own" in line for line in below("scores", "server, error")), "of no such model"
+    assert below(scores, ["test, last"])[0].startswith("Every number is the mean")
 
 
 def test_a_new_column_is_one_line(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a run costs, and of the frame: an entry, and it is on the screen, on pages and in `fedlora.results`."""
+    """Of what a run costs: an entry, and it is on the screen and in documents."""
     results = made(experiment)
     monkeypatch.setitem(method_tables._COSTS, "round count", lambda runs: str(runs[0].rounds))
-    table = table_of("costs", Source(Grid(experiment, "mini", results)))
+    table = costs(Grid(experiment, "mini", results))
     assert table.columns[-1] == "round count" and {row[-1] for row in table.rows} == {"1"}
     assert "round count" in markdown(table)
-
-
-def test_times_count_each_training_once(experiment: Experiment) -> None:
-    """Two rules, of which one trains at another rate where somebody attacks, two seeds: by hand three clients, two
-    steps (the profile's value), the configuration's batch and rounds; ten seconds of training and a minute each."""
-    results = made(experiment, ranks={"a": 2, "b": 2, "c": 2}, seconds={"train": 10.0}, wall_seconds=60.0)
-    config = Grid(experiment, "mini").runs[0].config
-    each = 3 * 2 * config.train.batch_size * config.run.rounds
-    ((runs, examples, rate, hours),) = table_of("times", Source(Grid(experiment, "mini", results))).rows
-    assert (runs, examples) == ("8", f"{8 * each:,}") and rate == f"{each / 10:.0f}" and hours == f"{8 / 60:.1f}"
-    merged = {digest: results[digest] for digest in list(results)[:3]}
-    assert table_of("times", Source(Grid(experiment, "mini", merged))).rows[0][0] == "3"
-
-
-def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
-    """All of seed 1 by another commit, on another machine, with another torch: no gap is between the two."""
-    results = made(experiment)
-    for run in Grid(experiment, "mini").runs:
-        if run.seed == 1:
-            machine = Machine(device="gpu", architecture="x86_64")
-            other = {"commit": None, "machine": machine, "versions": {"torch": "3"}}
-            results[run.digest] = results[run.digest].model_copy(update=other)
-    said = table_of("scores", Source(Grid(experiment, "mini", results))).below
-    for line, what in zip(said, ("commits", "machines", "versions"), strict=True):
-        assert line.startswith(f"The 8 runs come from 2 {what}")
-    assert all("compared in 0 of " in line for line in said) and "unknown (4)" in said[0]
-
-
-def test_a_merger_of_another_commit_is_said(experiment: Experiment) -> None:
-    """One training each, and the mergers of one label were made later by another commit: they meet in every case."""
-    results = made(experiment)
-    for run in Grid(experiment, "mini").runs:
-        if run.cell["rule"] == "other":
-            later = Made(commit=Commit(id="b" * 40, clean=True), machine=results[run.digest].machine)
-            facts = Merged(merger={}, test=results[run.digest].test.last, made=later)
-            results[run.digest] = results[run.digest].model_copy(update={"of": facts})
-    said = table_of("scores", Source(Grid(experiment, "mini", results))).below
-    (line,) = said
-    assert re.search(r"2 commits .*: aaaaaaa \(4\), aaaaaaa and bbbbbbb \(4\)\..* 4 of 4 cases", line)
 
 
 def test_a_unit_of_every_scale_is_in_its_words() -> None:

@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +86,8 @@ def where(root: Path) -> list[str]:
 
 
 def kept(root: Path) -> dict[str, Any]:
-    """Digest -> result, of a clean checkout or not."""
-    return read_results(root / "results") | read_results(root / "work" / "unclean")
+    """Digest -> result."""
+    return read_results(root / "results")
 
 
 def test_two_data_sets_of_one_name_in_two_folders_are_two(
@@ -118,7 +117,7 @@ def test_a_moved_folder_finds_its_results_and_a_changed_file_does_not(
     (new / "mine.jsonl").rename(new / "renamed.jsonl")
     (new / "mine.toml").write_text(MINE.replace("mine.jsonl", "renamed.jsonl"))
     assert [r.digest for r in Grid(loaded(new), "mini").runs] == [run.digest], "neither place nor name counts"
-    assert Places(tmp_path / "results", tmp_path / "work", None).grid(loaded(new), "mini", unclean=True).missing == []
+    assert Places(tmp_path / "results", tmp_path / "work", None).grid(loaded(new), "mini").missing == []
     (new / "mine.toml").write_text(MINE)
     (new / "mine.jsonl").write_text(rows(classification(60, 5)))
     (changed,) = Grid(loaded(new), "mini").runs
@@ -175,7 +174,7 @@ def test_a_model_of_the_working_directory_is_not_taken_for_one_beside_the_file(
 def test_a_file_that_changes_while_it_is_experimented_on_is_noticed(bench: Callable[..., Path], tmp_path: Path) -> None:
     """The plan was made for what was there before; nothing is stored under its digest or held against it."""
     folder, places = bench("one"), Places(tmp_path / "results", tmp_path / "work", None)
-    todo = places.grid(loaded(folder), "mini", unclean=True).missing
+    todo = places.grid(loaded(folder), "mini").missing
     (folder / "mine.jsonl").write_text(rows(classification(60, 5)))
     (outcome,) = run_all(todo, places)
     assert "data.train changed after" in (outcome.error or "")
@@ -211,8 +210,7 @@ def test_a_value_that_fails_is_the_worst_and_the_cell_goes_on(bench: Callable[..
     assert re.search(line, run.stderr.replace("\n", " "))
     said = json.loads(invoke("experiment", "status", folder / "mine.toml", "--json", *where(tmp_path)).stdout)
     assert said["mine"] == {"search": [2, 3], "runs": [1, 1], "failed": 1, "to_do": 0}
-    places = Places(tmp_path / "work" / "unclean", tmp_path / "work", None)
-    places = replace(places, results=tmp_path / "results") if (tmp_path / "results").exists() else places
+    places = Places(tmp_path / "results", tmp_path / "work", None)
     table = invoke("experiment", "table", folder / "mine.toml", "--results", places.results, "--work", places.work)
     assert re.search(line, table.stdout) and re.search("│ FedIT .*│ +1 │", table.stdout)
     experiment, done = loaded(folder), places.finished()
@@ -269,21 +267,6 @@ def test_seeds_as_a_range(bench: Callable[..., Path], tmp_path: Path, main: Call
     assert "│ 2 " in invoke(*run, "0:2").stdout
     assert "--seeds 3 is not a seed" in main(*run, "0:4").complaint()
     assert "--seeds takes seeds as 0:8" in main(*run, "a").complaint()
-
-
-def test_the_stored_results_of_the_paper_are_found() -> None:
-    """By some experiment: named data sets have no files of one's own, and their digests are as they were."""
-    stored = read_results(ROOT / "results")
-    found = set()
-    for path in (ROOT / "experiments").glob("*.toml"):
-        if path.stem != "paper_numbers":
-            experiment = load_experiment(path)
-            for profile in experiment.profiles:
-                for run in [*Grid(experiment, profile).searches, *Grid(experiment, profile, stored).runs]:
-                    lists = {"data.task_lists.0", "data.task_lists.1"}  # of SuperNI, beside the experiments
-                    assert {*run.files} in (set(), lists) and (run.files or run.digest == run.config.digest())
-                    found.add(run.digest)
-    assert set(stored) <= found and len(stored) == 623
 
 
 def test_a_damaged_experiment_or_result_is_one_line(

@@ -132,7 +132,7 @@ def test_what_is_planned_is_what_the_runner_does(kind: str, tmp_path: Path, coun
     assert sum(each.answers or 0 for each in work) == counted["answers"] and (counted["answers"] > 0) == (
         kind == "words"
     )
-    done = places.finished(unclean=True)
+    done = places.finished()
     for run, each in zip(runs, work, strict=True):
         assert each.bytes is not None
         sent = done[run.digest].bytes["total"]

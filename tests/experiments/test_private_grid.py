@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from fedlora.cli.formats import Format
+from fedlora.cli.scores import show_scores
 from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
+from fedlora.experiments.page_tables import tables_of
 from fedlora.experiments.places import Places
 from fedlora.experiments.runner import run_all
 from fedlora.experiments.spec import Experiment, load_experiment
@@ -85,7 +88,7 @@ def finished(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory) -
         (root / "glue" / "sst2" / f"{name}.jsonl").write_text("".join(lines))
     work = tmp_path_factory.mktemp("work")
     places = Places(work / "results", work, root)
-    assert [o.error for o in run_all(places.grid(experiment, "mini", unclean=True).missing, places)] == [
+    assert [o.error for o in run_all(places.grid(experiment, "mini").missing, places)] == [
         None,
         None,
         None,
@@ -94,12 +97,12 @@ def finished(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_each_run_charges_its_own_ledger_alone_and_its_result_says_so(
-    experiment: Experiment, finished: Places, tmp_path: Path
+    experiment: Experiment, finished: Places, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """dp-accounting itself gives the epsilon of two Gaussian releases at z."""
+    """dp-accounting itself gives the epsilon of two Gaussian releases at z. The table says it, too."""
     dp = pytest.importorskip("dp_accounting")
     pld = pytest.importorskip("dp_accounting.pld")
-    done = finished.finished(unclean=True)
+    done = finished.finished()
     for run in Grid(experiment, "mini", done).runs:
         found, label = done[run.digest], run.cell["privacy"]
         assert str(finished.work) not in found.model_dump_json()
@@ -117,11 +120,14 @@ def test_each_run_charges_its_own_ledger_alone_and_its_result_says_so(
         assert len(ledger.events) == 2 and "SIMULATED" in ledger.population
         card = " ".join((folder.path / "adapter" / "README.md").read_text().split())
         assert "anybody's data (SIMULATED" in card
+    grid = Grid(experiment, "mini", done)
+    show_scores(grid, "", tables_of(grid), Format.markdown)
+    assert "account of anybody's data" in capsys.readouterr().out
 
 
 def test_a_result_is_found_again_wherever_the_folders_are(finished: Places, tmp_path: Path) -> None:
     """The same file in another folder plans the same digests: no path of a ledger is in them."""
-    assert finished.grid(made(tmp_path), "mini", unclean=True).missing == []
+    assert finished.grid(made(tmp_path), "mini").missing == []
 
 
 def test_an_experiment_names_no_population_and_no_ledger(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a mean where one seed has no number: it was censored, diverged, failed, or is not run yet.
+"""What becomes of a mean where one seed has no number: it never got there, diverged, failed, or is not run yet.
 Kind of evidence: *by hand*.
 
 Seeds 0 to 4 of two methods. The reference takes 10, 20, 30, 40, 50 rounds; the other 5 rounds on four seeds, and never
@@ -16,11 +16,11 @@ import pytest
 from fedlora.experiments.curve_pictures import curves_of
 from fedlora.experiments.dot_pictures import dots_figure, dots_of
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.page_tables import table_of
+from fedlora.experiments.method_tables import places
+from fedlora.experiments.page_tables import differences, scores
 from fedlora.experiments.pictures import comparison_figure
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import load_experiment
-from fedlora.experiments.table_source import Source
 from fedlora.experiments.tables import CellScore, orders, paired, placings, score_cells, without_number
 from support.made_results import stored, whole
 
@@ -42,7 +42,7 @@ fast = { "method.name" = "fedit" }
 seeds = [0, 1, 2, 3, 4]
 metric = "rounds to 0.9"
 """
-FIFTH = ("censored", "diverged", "failed", "not run")
+FIFTH = ("never", "diverged", "failed", "not run")
 
 
 def made(tmp_path: Path, fifth: str) -> tuple[Any, dict[str, Result], dict[str, str]]:
@@ -73,16 +73,17 @@ def test_no_mean_and_no_difference_where_a_run_has_no_number(tmp_path: Path, fif
     cells = score_cells(Grid(experiment, "mini", results, failed))
     slow, fast = cells
     assert (slow.mean, slow.median, fast.median) == (30, 30, 5)
-    source = Source(Grid(experiment, "mini", results, failed))
-    [_, row] = table_of("scores", source).rows
+    grid = Grid(experiment, "mini", results, failed)
+    means, gaps = scores(grid, ["rounds to 0.9"]), differences(grid)
+    [_, row] = means.rows
     if fifth == "not run":
         assert fast.mean == 5 and len(fast.scores) == 4 and fast.planned == 5 and without_number(cells) == []
         assert len(paired(cells, "method", "slow")) == 1 and row[1:] == ["5.0000 ± 0.0000", "4 of 5"]
         return
     assert fast.mean is None and fast.spread is None and fast.none == (4,)
     assert row[1] == "median 5.0000; 4 of 5 have a number"
-    assert paired(cells, "method", "slow") == [] == table_of("differences", source).rows
-    for said in (without_number(cells), table_of("scores", source).below, table_of("differences", source).below):
+    assert paired(cells, "method", "slow") == [] == gaps.rows
+    for said in (without_number(cells), means.below, gaps.below):
         assert any("fast: no number on seed 4: " in line for line in said)
     [first, second] = placings(cells, "method")
     assert first.counts == (1, 4) and second.counts == (4, 1), "the one that never gets there is last on that seed"
@@ -133,8 +134,8 @@ def test_numbers_of_two_metrics_are_never_subtracted(tmp_path: Path) -> None:
     measured = of_two_metrics(tmp_path, by_metric)
     cells = score_cells(measured)
     assert paired(cells, "measure", "share") == [] == placings(cells, "measure") == dots_of(measured)
-    for kind in ("scores", "differences"):
-        below = " ".join(table_of(kind, Source(measured)).below)
+    for table in (scores(measured, ["test, last"]), differences(measured)):
+        below = " ".join(table.below)
         assert "share" in below and "accuracy" in below and "log-loss" in below and "evaluate.metric" in below
     titles = {title: [*lines] for title, lines in curves_of(measured).items()}
     assert sorted(titles.values()) == [["nats"], ["nats"], ["share"], ["share"]], "one panel has one metric"
@@ -148,14 +149,14 @@ def test_beside_each_other_two_metrics_have_their_own_directions(tmp_path: Path)
         "share": ("accuracy", 1.0), "nats": ("loss", -1.0),
     }  # fmt: skip
     assert all(panel.up * d.mean > 0 for panel in panels for d in panel.rows) and dots_figure(grid) is not None
-    caption = table_of("differences", Source(grid)).caption
+    caption = differences(grid).caption
     directions = re.findall(r"(positive|negative) is better of (accuracy|log-loss)", caption, re.IGNORECASE)
     assert [(sign.lower(), metric) for sign, metric in directions] == [
         ("positive", "accuracy"),
         ("negative", "log-loss"),
     ]
-    scores = table_of("scores", Source(grid, "test, last; test, best"))
-    assert scores.columns.count("metric") == 1 and "Accuracy" in scores.caption and "log-loss" in scores.caption
+    table = scores(grid, ["test, last", "test, best"])
+    assert table.columns.count("metric") == 1 and "Accuracy" in table.caption and "log-loss" in table.caption
 
 
 @pytest.mark.parametrize("kind", ["data.clients", "clients.own_test", "one test set", "all by clients"])
@@ -175,12 +176,12 @@ def test_clients_on_their_own_data_are_not_set_against_a_server(tmp_path: Path, 
         raw = whole(run, "accuracy", {"accuracy": 0.5 + fast / 10 + run.seed * fast / 100})
         results[run.digest] = stored({**raw, "target": target})
     grid = Grid(experiment, "mini", results)
-    cells, source = score_cells(grid), Source(grid)
-    assert [row[0] for row in table_of("scores", source).rows] == ["slow", "fast"], "both are shown"
-    below = " ".join(table_of("differences", source).below)
+    cells = score_cells(grid)
+    assert [row[0] for row in scores(grid, ["test, last"]).rows] == ["slow", "fast"], "both are shown"
+    below = " ".join(differences(grid).below)
     if kind in ("data.clients", "clients.own_test"):
         assert paired(cells, "method", "slow") == [] == placings(cells, "method") == dots_of(grid)
-        assert table_of("places", source).rows == [] and "on the same data" not in below
+        assert places(grid).rows == [] and "on the same data" not in below
         assert "fast" in below and "evaluate.target" in below and "evaluate.clients_at_end" in below
         whole_figure = comparison_figure(grid, ["slow", "fast"])
         together = kind == "clients.own_test"  # it gives test data of their own, and no validation data

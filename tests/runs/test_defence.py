@@ -132,14 +132,6 @@ def test_the_screen_says_where_it_bites_and_the_report_whom(defended: tuple[RunF
     assert "What the robust rule did" in out and "krum (liars = 0)" in out
 
 
-def test_the_picture_is_drawn(defended: tuple[RunFolder, str, str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from fedlora.runs.plots import plot_run
-
-    made = plot_run(defended[0])
-    assert [path.name for path in made if path.name == "defence.png"] == ["defence.png"]
-
-
 def test_a_run_with_a_rule_resumes_to_the_same_bits_and_never_as_another_one(
     defended: tuple[RunFolder, str, str], project: Path, tmp_path: Path
 ) -> None:

@@ -29,7 +29,6 @@ FOREIGN: dict[str, tuple[Mapping[str, str], str]] = {
     "a config that is a list": ({"config.json": "[]"}, "'config.json'"),
     "a config that nests deep": ({"config.json": "[" * 200_000}, "'config.json'"),
     "a config of a run and a file": ({"config.json": OURS, "thesis.txt": "years"}, "2 entries, the first is 'thesis.t"),
-    "parts of something else": ({"parts.json": '{"wheel": 4}'}, "'parts.json'"),
     "a summary": ({"summary.json": "{}"}, "'summary.json'"),
     "an adapter": ({"adapter/adapter_config.json": "{}", "adapter/w.bin": "1"}, "'adapter'"),
     "a best one": ({"best/model.bin": "1"}, "'best'"),
@@ -145,7 +144,6 @@ FREE: dict[str, Mapping[str, str]] = {
     "killed within its config": {".config.json.0123456789ab.part": "{"},
     "a private one, killed early": {"private/.content.json.0123456789ab.part": "{", "private/run.json": "{}"},
     "a private one, killed late": {"private/run.json": "{}", "private/content.json": "{}", "config.json": OURS},
-    "one of an experiment, killed": {"parts.json": '{"parts": []}', ".parts.json.0123456789ab.part": "{"},
     "a run": {"manifest.json": "{}", "notes.txt": "of the owner"},
 }
 

@@ -228,7 +228,7 @@ GOES_ON: Mapping[str, list[object]] = {
 def lacks(root: Path) -> int:
     """How many runs the experiment has no result for."""
     places = Places(root / "results", root / "work", None)
-    return len(places.grid(load_experiment(root / "mine.toml"), "mini", unclean=True).missing)
+    return len(places.grid(load_experiment(root / "mine.toml"), "mini").missing)
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.exhaustive)])

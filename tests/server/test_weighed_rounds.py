@@ -166,11 +166,6 @@ def test_what_is_told_of_a_round() -> None:
         assert one.before == EXAMPLES[name] / sum(EXAMPLES.values())
         assert one.after == (pytest.approx(1.0) if name == chosen else 0.0)
         assert ("its 4 nearest is" in one.why) == (name != chosen)
-    X = torch.stack(list(changes.values()))
-    want = torch.linalg.svdvals(X)[:2].square().sum() / X.square().sum()
-    assert judged.in_plane == pytest.approx(float(want), rel=1e-9)
-    at = torch.tensor([one.at for one in judged.clients.values()])
-    assert float(at.square().sum()) == pytest.approx(float(torch.linalg.svdvals(X)[:2].square().sum()), rel=1e-6)
     assert told(judged.plain()) == f"krum leaves out {', '.join(sorted(judged.left_out))} (3 of 4)"
 
 

@@ -64,7 +64,7 @@ def in_the_middle(work: Path) -> list[Path]:
 
 def told(results: Path, work: Path) -> dict[str, tuple[object, bytes]]:
     """Digest -> what the run came to: all numbers of its result, and the bits of its adapter."""
-    found: dict[str, Result] = {**read_results(results), **read_results(work / "unclean")}
+    found: dict[str, Result] = read_results(results)
     adapter = "adapter/adapter_model.safetensors"
     return {
         digest: ((one.history, one.test, one.best_round), (work / "runs" / digest / adapter).read_bytes())

@@ -30,11 +30,11 @@ from fedlora.experiments.comparison import (
 )
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import dead_ends, is_whole, lost_of, worst_values
-from fedlora.experiments.page_tables import table_of
+from fedlora.experiments.method_tables import costs, places
+from fedlora.experiments.page_tables import differences, scores
 from fedlora.experiments.runnable import unfit
 from fedlora.experiments.runner import Outcome
 from fedlora.experiments.spec import Experiment, Tune
-from fedlora.experiments.table_source import Source
 from fedlora.experiments.tables import CellScore, placings, score_cells
 from fedlora.runs.config import RunConfig, load_config, overridden
 from fedlora.runs.inputs import contents
@@ -172,9 +172,7 @@ def _show(grid: Grid, kept: ComparedRuns, refused: Mapping[str, str], form: Form
             f"no run has the number {grid.which()!r}: each diverged, ended before it was measured, or has a "
             f"method without it. Compare another --metric."
         )
-    beside = "; ".join(dict.fromkeys([grid.which(), *_BESIDE]))
-    kinds = {"scores": beside, "differences": "", "places": "", "costs": ""}
-    made = [table_of(kind, Source(grid, words)) for kind, words in kinds.items()]
+    made = [scores(grid, list(dict.fromkeys([grid.which(), *_BESIDE]))), differences(grid), places(grid), costs(grid)]
     shared = ["One seed: no interval and no verdict. Add --seeds 0:8."] if len(grid.seeds) == 1 else []
     if grid.experiment.reference not in there and len(grid.seeds) > 1:
         shared.append(f"No differences: the reference {grid.experiment.reference} has no finished run.")

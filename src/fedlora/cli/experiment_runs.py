@@ -34,7 +34,7 @@ def run_missing(
 ) -> None:  # fmt: skip
     """Run what is missing; `fedlora experiment run --help` explains each argument."""
     places = project.places
-    grids = [places.grid(one, profile, unclean=True) for one in chosen(project, names, profile, seeds, only)]
+    grids = [places.grid(one, profile) for one in chosen(project, names, profile, seeds, only)]
     if (measure or price is not None) and not plan:
         raise ConfigError("--measure and --price are for --plan, which runs nothing: give it too, or leave them out.")
     if plan and shard is not None:
@@ -66,7 +66,6 @@ def run_missing(
             )  # fmt: skip
     finally:
         signal.signal(signal.SIGTERM, before)
-    project.tell_left_out([(grid.experiment, profile) for grid in grids])
     broken = 0
     for grid in map(places.again, grids):
         if shard is not None:
@@ -103,7 +102,7 @@ def chosen(
 ) -> list[Experiment]:
     """The experiments with these seeds and labels alone. Raises `ConfigError`."""
     wanted = None if seeds is None else parse_seeds(seeds, "--seeds")
-    loaded = [_of_seeds(project, project.named(name), profile, wanted) for name in names]
+    loaded = [_of_seeds(project.named(name), profile, wanted) for name in names]
     return loaded if only is None else [one.narrowed(profile, parse_only(only, one)) for one in loaded]
 
 
@@ -116,8 +115,8 @@ def _tell_wrong(found: Sequence[str]) -> None:
         raise ConfigError(f"{len(found)} things are wrong, each in a line above. No run was started.")
 
 
-def _of_seeds(project: Project, experiment: Experiment, profile: str, only: list[int] | None) -> Experiment:
-    """The experiment with the requested seeds, otherwise with the planned ones. Raises `ConfigError` for a seed that
+def _of_seeds(experiment: Experiment, profile: str, only: list[int] | None) -> Experiment:
+    """The experiment with the requested seeds alone. Raises `ConfigError` for a seed that
     the profile lacks."""
     known = experiment.profile(profile).seeds
     if unknown := sorted({*(only or [])} - {*known}):
@@ -125,7 +124,7 @@ def _of_seeds(project: Project, experiment: Experiment, profile: str, only: list
             f"--seeds {unknown[0]} is not a seed of {experiment.name}, profile {profile}: it has "
             f"{', '.join(map(str, known))}."
         )
-    return project.planned(experiment, profile) if only is None else experiment.with_seeds(profile, only)
+    return experiment if only is None else experiment.with_seeds(profile, only)
 
 
 def forget_failures(results: Path, work: Path) -> None:
@@ -145,11 +144,10 @@ def show_status(
     shown = Table("experiment", "search", "runs", "failed", "to do", title=f"Experiments, profile {profile}")
     found: dict[str, Any] = {}
     for experiment in chosen(project, names, profile, None, only):
-        grid = places.grid(experiment, profile, unclean=True)
+        grid = places.grid(experiment, profile)
         failed = sum(places.failure(run).exists() for run in grid.missing)
         notes.warn(*other_files(grid.missing, grid.results))
-        project.tell_left_out([(experiment, profile)])
-        searched = [sum(run.result(grid.results) is not None for run in grid.searches), len(grid.searches)]
+        searched = [sum(run.digest in grid.results for run in grid.searches), len(grid.searches)]
         runs, left = [len(grid.used), grid.count], grid.count - len(grid.used)
         found[experiment.name] = {"search": searched, "runs": runs, "failed": failed, "to_do": left}
         shown.add_row(experiment.name, *(f"{a} of {b}" for a, b in (searched, runs)), str(failed), str(left))

@@ -1,4 +1,4 @@
-"""Tables for people, documents and programs: on the screen, as Markdown, LaTeX or HTML, as CSV, as JSON."""
+"""Tables for people, documents and programs: on the screen, as Markdown, LaTeX, CSV or JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
-    from fedlora.experiments.table_source import Table  # imports torch
+    from fedlora.experiments.table_forms import Table  # imports torch
 
 
 class Format(StrEnum):
@@ -31,28 +31,23 @@ class Format(StrEnum):
     table = "table"
     markdown = "markdown"
     latex = "latex"
-    html = "html"
     csv = "csv"
-    long = "long"
     json = "json"
 
 
-FormatOption = Annotated[Format, typer.Option("--format", help="for people, documents or programs; long: CSV by round")]
+FormatOption = Annotated[Format, typer.Option("--format", help="for people, documents or programs")]
 JsonAlias = Annotated[bool, typer.Option("--json", help="the same as --format json")]
 
 
 @dataclass(frozen=True)
 class Printed:
     """One result in all formats. tables and remarks: text for people; records: one CSV line each, with all digits;
-    value: for JSON. by_round: for curves, a line per run, round and score, if the result has rounds. title: of an HTML
-    page."""
+    value: for JSON."""
 
     tables: Sequence[Table]
     records: Sequence[Mapping[str, Any]]
     value: Mapping[str, Any]
     remarks: Sequence[str] = field(default=())
-    by_round: Sequence[Mapping[str, Any]] = field(default=())
-    title: str = "fedlora"
 
 
 def chosen(format: Format, json: bool) -> Format:
@@ -63,59 +58,37 @@ def chosen(format: Format, json: bool) -> Format:
 
 
 def show(printed: Printed, format: Format, out: Path | None = None) -> None:
-    """Print the result to stdout. out: write it to this file instead; csv and long as Parquet if it ends in .parquet.
-    Raises `ConfigError` for a format that no file has."""
-    lined = format in (Format.csv, Format.long)
-    if out is not None and (format is Format.table or (out.suffix == ".parquet" and not lined)):
-        kinds = "csv or long" if out.suffix == ".parquet" else "markdown, latex, html, csv, long or json"
-        raise ConfigError(f"{out} is written in a format: give --format {kinds}.")
+    """Print the result to stdout. out: write it to this file instead. Raises `ConfigError` for a format that no file
+    has."""
+    if out is not None and format is Format.table:
+        raise ConfigError(f"{out} is written in a format: give --format markdown, latex, csv or json.")
     if format is Format.table:
         for part in (part for table in printed.tables for part in fitting(table, console.width)):
             console.print(_on_screen(part))
         for remark in printed.remarks:
             console.print(remark)
-    elif out is not None and out.suffix == ".parquet":
-        _write_parquet(_lines(printed, format), out)
     elif out is not None:
         files.write(out, _text(printed, format))
     else:
         print(_text(printed, format), end="")
-    if lined or out is not None:
+    if format is Format.csv or out is not None:
         for remark in printed.remarks:  # a program reads the lines, a person reads what they are about
             print(remark, file=sys.stderr)
 
 
 def _text(printed: Printed, format: Format) -> str:
     """The result in a format for documents and programs."""
-    from fedlora.experiments.table_forms import latex, markdown, page, plain_caption
+    from fedlora.experiments.table_forms import latex, markdown, plain_caption
 
     if format is Format.json:
         return json.dumps(plain(printed.value), indent=2, sort_keys=True) + "\n"
-    if format in (Format.csv, Format.long):
-        return _csv(_lines(printed, format))
-    if format is Format.html:
-        return page(printed.title, printed.tables, printed.remarks)
+    if format is Format.csv:
+        return _csv(printed.records)
     if format is Format.latex:
         apart = "\n\n".join(map(latex, printed.tables))  # tabulars of one paragraph would stand side by side
         return "\n".join([apart, *(f"% {remark}" for remark in printed.remarks)]) + "\n"
     parts = [f"{plain_caption(table)}\n\n{markdown(table)}".rstrip() for table in printed.tables]
     return "\n\n".join([*parts, *printed.remarks]) + "\n"
-
-
-def _lines(printed: Printed, format: Format) -> Sequence[Mapping[str, Any]]:
-    if format is Format.long and not printed.by_round:
-        raise ConfigError("--format long lists runs round by round, and this command shows no runs; use csv.")
-    return printed.by_round if format is Format.long else printed.records
-
-
-def _write_parquet(lines: Sequence[Mapping[str, Any]], out: Path) -> None:
-    from pandas import DataFrame
-
-    try:
-        with files.replacing(out) as file:
-            DataFrame(plain(list(lines))).to_parquet(file)
-    except ImportError as error:
-        raise ConfigError("a Parquet file needs pyarrow: pip install 'fedlora[hub]', or name a .csv.") from error
 
 
 def fitting(table: Table, width: int) -> list[Table]:

@@ -8,15 +8,16 @@ from typing import Any
 
 from fedlora.cli.formats import Format, Printed, show
 from fedlora.cli.screen import notes
-from fedlora.experiments.budgets import SIMULATIONS
-from fedlora.experiments.censored import compared
-from fedlora.experiments.frames import long_records
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import lost_lines, lost_of
-from fedlora.experiments.result import unclean_lines
 from fedlora.experiments.scores import parse_number
-from fedlora.experiments.table_source import Table
+from fedlora.experiments.table_forms import Table
 from fedlora.experiments.tables import CellScore, Difference, paired, score_cells
+
+_SIMULATIONS = (
+    "Private runs of an experiment are simulations, each with a population and an epsilon of its own. None of this is "
+    "an account of anybody's data."
+)
 
 
 def show_scores(
@@ -30,66 +31,53 @@ def show_scores(
             others. more: for JSON, besides what every table has. out: a file, instead of the screen.
     """
     which, cells = grid.which(number), score_cells(grid, number)
-    reached = _reached(grid, which)
+    to_target = parse_number(which).where == "rounds"
     less = {cell.less for cell in cells if cell.metric is not None} or {False}
     reference = grid.experiment.reference
     differences = paired(cells, grid.rows, reference) if reference else []
     results = {run.digest: result for run, result in grid.used}.values()
     loud = [f"UNDER ATTACK, on purpose: {what}. Do not use these results." for what in grid.attacks]
     if any(result.privacy for result in results):
-        loud.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
+        loud.append(_SIMULATIONS)
     missing = [*first, *lost_lines(grid)]
     below = [line for table in tables for line in table.below]
-    remarks = dict.fromkeys(
-        [*loud, *missing, *below, *direction(which, cells, bool(differences)), *beside, *unclean_lines(results)]
-    )
+    remarks = dict.fromkeys([*loud, *missing, *below, *direction(which, cells, bool(differences)), *beside])
     value = {
         "metric": which, "score": " and ".join(grid.metrics) or None,
         "smaller_is_better": less.pop() if len(less) == 1 else None,
         "reference": reference,
-        "cells": [cell_value(cell) | reached.get(tuple(cell.cell.values()), {}) for cell in cells],
+        "cells": [cell_value(cell) | _median(cell, to_target) for cell in cells],
         "differences": [_difference(d) for d in differences], "attacks": grid.attacks, "not_for_use": " ".join(loud),
         "missing": missing, "failed": [vars(one) for one in lost_of(grid) if one.why],
         **(more or {}),
     }  # fmt: skip
     aloud = {"not_for_use": " ".join(loud)} if loud else {}
-    lines = [{**line, **aloud} for line in _records(which, cells, differences, grid.rows, reached)]
-    by_round = long_records(grid) if form is Format.long else []
-    show(Printed(tables, lines, value, [*remarks], by_round, grid.experiment.title), form, out)
+    lines = [{**line, **aloud} for line in _records(which, cells, differences, grid.rows, to_target)]
+    show(Printed(tables, lines, value, [*remarks]), form, out)
     if form is Format.json:  # the JSON is for a program; this is for people
         notes.warn(*missing)
 
 
-def _reached(grid: Grid, which: str) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Of rounds to a target, by cell: the median by Kaplan and Meier (None: more than half never got there), p of the
-    log-rank test against the reference, and for each run that never got there its last round, by seed."""
-    number = parse_number(which)
-    if number.where != "rounds":
-        return {}
-    return {
-        tuple(one.cell.values()): {"median": one.median, "log_rank_p": p, "censored": one.censored}
-        for one, p in compared(grid, number.amount)
-    }
+def _median(cell: CellScore, to_target: bool) -> dict[str, Any]:
+    """Of rounds to a target; None if more than half never got there."""
+    return {"median": cell.median} if to_target else {}
 
 
 def _records(
-    which: str, cells: Sequence[CellScore], differences: Sequence[Difference], axis: str,
-    reached: Mapping[tuple[str, ...], Mapping[str, Any]],
-) -> list[Any]:  # fmt: skip
+    which: str, cells: Sequence[CellScore], differences: Sequence[Difference], axis: str, to_target: bool
+) -> list[Any]:
     """One record per cell, with its difference to the reference, if there is one. metric: which number; score: its
-    metric, such as "accuracy". censored: "SEED:ROUND ..."."""
+    metric, such as "accuracy"."""
     found = []
     for cell in cells:
         where = {name: label for name, label in cell.cell.items() if name != axis}
         ours = [d for d in differences if d.other == cell.cell[axis] and dict(d.where) == where]
         told = _difference(ours[0]) if ours else {}
-        more = dict(reached.get(tuple(cell.cell.values()), {}))
-        if more:
-            more["censored"] = " ".join(f"{seed}:{last}" for seed, last in more["censored"].items())
         gap = {key: told.get(key) for key in ("reference", "pairs", "low", "high", "p", "decided")}
         found.append({
             **cell.cell, "metric": which, "score": cell.metric, "n": len(cell.scores), "planned": cell.planned,
-            "mean": cell.mean, "sd": cell.spread, "tuned": cell.tuned, **gap, "difference": told.get("mean"), **more,
+            "mean": cell.mean, "sd": cell.spread, "tuned": cell.tuned, **gap, "difference": told.get("mean"),
+            **_median(cell, to_target),
         })  # fmt: skip
     return found
 

@@ -5,10 +5,8 @@ Each file uses those above it, and none below (a contract of import-linter):
 digits.py           how numbers are told apart and written
 scores.py           the numbers that runs are compared by: names, units, words
 result.py           what a finished run left
-origin.py           which code on which machine made it
 leases.py           which process of which machine has a run
 store.py            results on disk: a file an experiment, a line a run
-merger_settings.py  the settings behind the labels of an axis `merged`
 spec.py             what an experiment is: its file
 spec_checks.py      what is wrong with the file itself
 plan.py             a run of it: configuration, identity
@@ -20,8 +18,6 @@ slurm.py            an array script
 costs.py            examples, tokens, answers, memory
 pool.py             slots for runs: processes that may die
 ray_tasks.py        slots on a Ray cluster
-head_alone.py       the controls without LoRA
-mergers.py          train once, merge many
 places.py           where runs, results and failures are
 checks.py           what is wrong with runs, in one list, before the first starts
 measured.py         how long a run takes, from a few steps here
@@ -29,31 +25,16 @@ runner.py           run what is missing
 comparison.py       methods on one configuration, as an experiment of one axis (`fedlora compare`)
 frames.py           results as pandas frames (`fedlora.results`)
 tables.py           means of cells, paired differences, places
-prices.py           what a row costs where nothing is wrong, and saves elsewhere
-budgets.py          what privacy costs
-verdicts.py         better, worse, equivalent or undecided; what a number of seeds can show
-claims.py           questions with margins, and the paper's claims: docs/claims.toml
 lost.py             what is not in the tables, and why
 footnotes.py        what scores rest on: commits, machines, whose model
-decisions.py        from results to verdicts, past the gate
-seed_plan.py        how many seeds, as a file
-decided.py          the answers by a plan; what waits
-decision_words.py   verdicts in words
-censored.py         rounds to a target, with runs that never get there
-table_source.py     a table, and what it is made of
-table_forms.py      as Markdown, LaTeX and HTML
+table_forms.py      a table, and its text as Markdown and LaTeX
 printed.py          the paper's tables as printed, with our numbers
-verdict_tables.py   the kinds of table that need a plan
 method_tables.py    methods side by side: places, costs, rounds to a target, clients, categories
-page_tables.py      all kinds of table, of pages and commands
+page_tables.py      all tables of an experiment
 picture_style.py    the one style of pictures
 curve_pictures.py   a score by round
 dot_pictures.py     differences with intervals
 number_pictures.py  scores by an axis of numbers
-share_pictures.py   runs below a target; categories
-budget_picture.py   scores by epsilon
+category_pictures.py  scores by category of tasks
 pictures.py         which of them an experiment has
-map_picture.py      that of verdicts
-filled_pages.py     a Markdown page, filled from results
-report.py           one self-contained page, from page.html
 """

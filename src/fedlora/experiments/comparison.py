@@ -116,7 +116,7 @@ def default_metric(base: RunConfig) -> str:
 
 @dataclass(frozen=True)
 class ComparedRuns(Places):
-    """The folder of a comparison, OUT: its runs by name, their results in one file, whatever code made them.
+    """The folder of a comparison, OUT: its runs by name, their results in one file.
     tuned_key: the searched key, for the names."""
 
     tuned_key: str | None = None
@@ -163,8 +163,8 @@ class ComparedRuns(Places):
                 f"was written. Name a new or an empty directory with --out."
             )
 
-    def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
-        """Digest -> result of every finished run, from its folder. `unclean` has no effect."""
+    def finished(self) -> Mapping[str, Result]:
+        """Digest -> result of every finished run, from its folder."""
         found: dict[str, Result] = {}
         for folder in self.folders():
             if folder.finished() and (told := _summarised(folder)) is not None:

@@ -38,20 +38,18 @@ def curves_of(grid: Grid, on: str = "") -> dict[str, dict[str, dict[int, Result]
 
 
 @drawn
-def curves_figure(grid: Grid, against: str | None = None, on: str = "") -> Figure | None:
-    """All panels of an experiment; None if nothing was evaluated after several rounds. against: see `draw_curves`. on:
-    see `curves_of`."""
+def curves_figure(grid: Grid, on: str = "") -> Figure | None:
+    """All panels of an experiment; None if nothing was evaluated after several rounds. on: see `curves_of`."""
     if not (panels := curves_of(grid, on)):
         return None
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     figure, axes = sheet(len(panels), 3.1)
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
-        draw_curves(axis, lines, labels, against, on)
+        draw_curves(axis, lines, labels, on)
         axis.set_title(title, loc="left", fontweight="bold")
     legend(figure, handles_of(labels, list(panels.values()), on))
     seeds = [len(by_seed) for lines in panels.values() for by_seed in lines.values()]
-    shaded = f"95 % interval of the gap to {against}" if against else "± standard error"
-    bands = f"\nshaded: {shaded}" if any(len(p) <= _BANDS for p in panels.values()) and max(seeds) > 1 else ""
+    bands = "\nshaded: ± standard error" if any(len(p) <= _BANDS for p in panels.values()) and max(seeds) > 1 else ""
     return finished(figure, grid, f"mean of {seeds_in_words(seeds)} seeds{bands}")
 
 
@@ -71,12 +69,9 @@ def handles_of(labels: Sequence[str], panels: Sequence[Lines], on: str = "") -> 
     return found
 
 
-def draw_curves(axis: Any, lines: Lines, labels: Sequence[str], against: str | None = None, on: str = "") -> None:
-    """The metric by round, a line per label: means over seeds. labels: of all panels, for the colours.
-
-    Few lines are shaded: with `against`, a label, by the 95 % interval of the gap to it, paired by seed, so that a line
-    differs from that one where its band excludes it; otherwise by the mean's standard error.
-    """
+def draw_curves(axis: Any, lines: Lines, labels: Sequence[str], on: str = "") -> None:
+    """The metric by round, a line per label: means over seeds, few of them shaded by the mean's standard error.
+    labels: of all panels, for the colours."""
     curves = {label: _by_round(by_seed, on) for label, by_seed in lines.items()}
     for place, (label, curve) in enumerate(curves.items()):
         colour, style = line_style(labels.index(label))
@@ -85,10 +80,8 @@ def draw_curves(axis: Any, lines: Lines, labels: Sequence[str], against: str | N
         marker = "o" if len(rounds) < 8 else ""
         wide = max(1.6, 3.4 - 0.4 * place)  # if two coincide, both are visible
         axis.plot(rounds, means, style, color=colour, label=label, linewidth=wide, marker=marker, markersize=3.5)
-        if len(lines) <= _BANDS and label != against:
-            zero = {seed: dict.fromkeys(rounds, 0.0) for seed in curve}
-            reference = curves.get(against, {}) if against else zero
-            ends = [_band(curve, reference, t, m, paired=bool(against)) for t, m in zip(rounds, means, strict=True)]
+        if len(lines) <= _BANDS:
+            ends = [_band([each[t] for each in curve.values()], mean) for t, mean in zip(rounds, means, strict=True)]
             axis.fill_between(rounds, *zip(*ends, strict=True), color=colour, alpha=0.16, linewidth=0)
     first = next(result for by_seed in lines.values() for result in by_seed.values())
     chance = chance_line(axis, first.chance())
@@ -107,18 +100,10 @@ def _by_round(by_seed: Mapping[int, Result], on: str) -> dict[int, dict[int, flo
     }
 
 
-def _band(
-    curve: Mapping[int, Mapping[int, float]], reference: Mapping[int, Mapping[int, float]], t: int, mean: float, *,
-    paired: bool,
-) -> tuple[float, float]:  # fmt: skip
-    gaps = [curve[seed][t] - reference[seed][t] for seed in curve if t in reference.get(seed, {})]
-    if len(gaps) < 2:
+def _band(values: Sequence[float], mean: float) -> tuple[float, float]:
+    if len(values) < 2:
         return mean, mean
-    half = stdev(gaps) / math.sqrt(len(gaps))
-    if paired:
-        from scipy import stats
-
-        half *= float(stats.t.ppf(0.975, len(gaps) - 1))
+    half = stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
 
 

@@ -10,18 +10,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.picture_style import FAINT, GROUND, INK, MUTED, SHORT, drawn, finished, sheet, wrapped
+from fedlora.experiments.picture_style import GROUND, INK, MUTED, SHORT, drawn, finished, sheet, wrapped
 from fedlora.experiments.scores import scale
 from fedlora.experiments.tables import Difference, paired, score_cells
 from fedlora.runs.drawing import COLOURS
-
-_REACH = 12.0  # the most margins from zero to the scale's ends; a dot beyond is at the edge, with its number
 
 
 @dataclass(frozen=True)
 class Dots:
     """One set-up. rows: the other labels against the reference. up: 1 if more is better, otherwise -1. reference: its
-    own mean. chance: the score of guessing, None if the metric has none. margin: what is too small to matter, or 0."""
+    own mean. chance: the score of guessing, None if the metric has none."""
 
     title: str
     rows: Sequence[Difference]
@@ -30,7 +28,6 @@ class Dots:
     label: str
     reference: float
     chance: float | None
-    margin: float
 
     @property
     def words(self) -> str:
@@ -39,13 +36,11 @@ class Dots:
         return f"{self.label}: {'log-loss' if self.metric == 'loss' else self.metric} {self.reference:.3f}{by_chance}"
 
 
-def dots_of(grid: Grid, margins: Mapping[str, float] | None = None) -> list[Dots]:
-    """A panel for each set-up in which the reference and another label share two seeds. margins: score -> what is too
-    small to matter on the test set after the last round; they do not apply to other numbers or scores."""
+def dots_of(grid: Grid) -> list[Dots]:
+    """A panel for each set-up in which the reference and another label share two seeds."""
     reference, cells = grid.experiment.reference, score_cells(grid)
     if reference is None or not grid.used:
         return []
-    known = (margins or {}) if grid.which() == "test, last" else {}
     found: dict[str, list[Difference]] = {}
     for d in paired(cells, grid.rows, reference):
         found.setdefault(", ".join(d.where.values()), []).append(d)
@@ -54,16 +49,16 @@ def dots_of(grid: Grid, margins: Mapping[str, float] | None = None) -> list[Dots
     classes = grid.used[0][1]
     return [
         Dots(title, rows, -1.0 if at[title].less else 1.0, metric, reference, at[title].mean or 0.0,
-             classes.chance(metric), known.get(metric, 0.0))
+             classes.chance(metric))
         for title, rows in found.items()
         if (metric := at[title].metric) is not None
     ]  # fmt: skip
 
 
 @drawn
-def dots_figure(grid: Grid, margins: Mapping[str, float] | None = None) -> Figure | None:
+def dots_figure(grid: Grid) -> Figure | None:
     """All panels of an experiment; None if there is no pair of results."""
-    if not (panels := dots_of(grid, margins)):
+    if not (panels := dots_of(grid)):
         return None
     metrics = dict.fromkeys(panel.metric for panel in panels)
     ends = {metric: reach([panel for panel in panels if panel.metric == metric]) for metric in metrics}
@@ -76,17 +71,13 @@ def dots_figure(grid: Grid, margins: Mapping[str, float] | None = None) -> Figur
             axis.set_yticklabels([])
     units = " or ".join(map(scale, metrics))
     figure.supxlabel(wrapped(f"better than {panels[0].label} by, {units}", 56), fontsize=13)
-    strip = f"; grey: within the margin {panels[0].margin:g}" if panels[0].margin else ""
-    told = f"paired by seed, 95 % intervals; hollow: zero inside{strip}{dotted(panels, ends)}"
+    told = f"paired by seed, 95 % intervals; hollow: zero inside{dotted(panels, ends)}"
     return finished(figure, grid, wrapped(told, 56))
 
 
 def reach(panels: Sequence[Dots]) -> float:
     """The end of the scale of all panels."""
-    ends = sorted(max(abs(d.low), abs(d.high)) for panel in panels for d in panel.rows)
-    margin = max(panel.margin for panel in panels)
-    largest = ends[-1] if ends else 1.0
-    return 1.08 * (min(largest, _REACH * margin) if margin else largest) or 1.0
+    return 1.08 * max((max(abs(d.low), abs(d.high)) for panel in panels for d in panel.rows), default=1.0) or 1.0
 
 
 def dotted(panels: Sequence[Dots], ends: Mapping[str, float]) -> str:
@@ -97,21 +88,11 @@ def dotted(panels: Sequence[Dots], ends: Mapping[str, float]) -> str:
 
 
 def draw_dots(axis: Any, panel: Dots, end: float) -> None:
-    """Draw one panel; right is better. A full dot's interval excludes zero; the grey strip is within the margin; an
-    arrow at the edge marks a dot beyond it."""
-    if panel.margin:
-        axis.axvspan(-panel.margin, panel.margin, color=FAINT, alpha=0.55, linewidth=0, zorder=0)
+    """Draw one panel; right is better. A full dot's interval excludes zero."""
     axis.axvline(0, color=INK, linewidth=1.2, zorder=1)
     for y, d in enumerate(panel.rows):
         mean, (low, high) = panel.up * d.mean, sorted((panel.up * d.low, panel.up * d.high))
-        if abs(mean) > end:
-            side = 1 if mean > 0 else -1
-            axis.annotate(
-                f"{mean:+.3f}", (side * end, y), (side * 0.72 * end, y), va="center", fontsize="small",
-                ha="right" if side > 0 else "left", color=MUTED, arrowprops={"arrowstyle": "->", "color": COLOURS[0]},
-            )  # fmt: skip
-            continue
-        axis.plot([max(low, -end), min(high, end)], [y, y], color=COLOURS[0], linewidth=2, solid_capstyle="butt")
+        axis.plot([low, high], [y, y], color=COLOURS[0], linewidth=2, solid_capstyle="butt")
         axis.plot([mean], [y], "o", color=COLOURS[0], markersize=6, markeredgewidth=1.6,
                   markerfacecolor=COLOURS[0] if d.decided else GROUND)  # fmt: skip
     if panel.chance is not None:

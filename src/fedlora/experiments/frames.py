@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedlora.errors import CheckpointError
-from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
 from fedlora.experiments.store import read_results, read_results_of
 from fedlora.runs.reading import flat
@@ -33,7 +32,7 @@ COLUMNS: Mapping[str, Callable[[Result], object]] = {
     "seconds": lambda r: r.wall_seconds,
     "seconds of training": lambda r: r.seconds.get("train"),
     "epsilon": lambda r: r.privacy.epsilon_planned if r.privacy else None,
-    "commit": lambda r: " and ".join(r.commits(12)),
+    "commit": lambda r: "unknown" if r.commit is None else r.commit.id[:12] + ("" if r.commit.clean else "+dirty"),
     "machine": lambda r: r.machine.words,
 }
 
@@ -101,13 +100,3 @@ def rounds_of(result: Result) -> Iterator[dict[str, object]]:
         for client, loss in result.history.losses_of(t).items():
             value = math.nan if loss is None else loss
             yield {**of, "round": t, "metric": "training loss", "client": client, "value": value}
-
-
-def long_records(grid: Grid) -> list[dict[str, object]]:
-    """A record for each run, round and score on validation, with its cell's labels, for your own curves."""
-    return [
-        {**run.cell, "seed": run.seed, "round": row["round"], "metric": row["metric"], "value": row["value"]}
-        for run, result in grid.used
-        for row in rounds_of(result)
-        if row["client"] is None
-    ]

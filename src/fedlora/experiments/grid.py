@@ -1,5 +1,5 @@
 """An experiment at one profile, with its results: which runs that makes, first the search's, then every cell with every
-seed; and what the search chose. The input of checks, tables, verdicts and pictures."""
+seed; and what the search chose. The input of checks, tables and pictures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.digits import alike, shown
-from fedlora.experiments.merger_settings import resolved, searched_as
-from fedlora.experiments.plan import Configured, PlannedRun, configured, told_once, where, with_mergers_of
+from fedlora.experiments.plan import Configured, PlannedRun, configured, told_once, where
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import Cell, Experiment
 from fedlora.runs.attack_words import attacks_of
@@ -78,10 +77,6 @@ class Grid:
         """The cell's labels on `axes`."""
         return tuple(cell[axis] for axis in self.axes)
 
-    def of_seeds(self, seeds: Sequence[int]) -> Grid:
-        """The grid with a plan's seeds instead of the profile's."""
-        return replace(self, experiment=self.experiment.with_seeds(self.profile, seeds))
-
     # ---- runs --------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -97,7 +92,7 @@ class Grid:
         for cell in cells:
             for value in self.values:
                 for run in self._search(cell, value):
-                    found[run.digest] = with_mergers_of(run, found.get(run.digest))
+                    found.setdefault(run.digest, run)
         return list(found.values())
 
     @cached_property
@@ -113,7 +108,7 @@ class Grid:
     @cached_property
     def used(self) -> list[tuple[PlannedRun, Result]]:
         """The runs that count and have a result."""
-        return [(run, result) for run in self.runs if (result := run.result(self.results)) is not None]
+        return [(run, result) for run in self.runs if (result := self.results.get(run.digest)) is not None]
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -138,8 +133,8 @@ class Grid:
         """The runs that can be started now: the search's, or a cell's if its search is done."""
         found: dict[str, PlannedRun] = {}
         for run in [*self.searches, *self.runs]:
-            if (left := run.left(self.results)) is not None:
-                found[run.digest] = with_mergers_of(left, found.get(run.digest))
+            if run.digest not in self.results:
+                found.setdefault(run.digest, run)
         return list(found.values())
 
     def first(self, cell: Cell) -> PlannedRun:
@@ -165,12 +160,10 @@ class Grid:
         return replace(self, experiment=self.experiment.without(wrong)), told_once(found)
 
     def _planned(self, cell: Cell, seed: int, value: float | None, *, searching: bool = False) -> PlannedRun:
-        experiment, merged = self.experiment, self.experiment.merged
-        key = (tuple(pair for pair in cell.items() if pair[0] != merged), seed, value)  # mergers share a training
+        key = (tuple(cell.items()), seed, value)
         if key not in self._known:
-            self._known[key] = configured(experiment, self.profile, cell, seed, value)
-        mergers = {} if merged is None else resolved(experiment.axes[merged], [cell[merged]])
-        return PlannedRun(cell, seed, value, searching, *self._known[key], mergers, experiment.name)
+            self._known[key] = configured(self.experiment, self.profile, cell, seed, value)
+        return PlannedRun(cell, seed, value, searching, *self._known[key], self.experiment.name)
 
     # ---- the search --------------------------------------------------------------------------------------------------
 
@@ -197,7 +190,7 @@ class Grid:
             runs = [run for each in shared for run in self._search(each, value)]
             if any(run.digest in self.failed and run.digest not in self.results for run in runs):
                 continue
-            found = [result for run in runs if (result := run.result(self.results)) is not None]
+            found = [result for run in runs if (result := self.results.get(run.digest)) is not None]
             if len(found) < len(runs):
                 return Choice()
             means.append((value, fmean(result.validation_best for result in found)))
@@ -228,11 +221,7 @@ class Grid:
 
     def _shared(self, cell: Cell) -> list[Cell]:
         """The cells whose search chooses this cell's value."""
-        experiment = self.experiment
-        over = [] if experiment.tune is None else experiment.tune.over
-        if experiment.merged is not None:  # a control uses the value of the label that it is compared with
-            axis, label = experiment.merged, cell[experiment.merged]
-            cell = {**cell, axis: searched_as(experiment.axes[axis], label, experiment.reference)}
+        over = [] if self.experiment.tune is None else self.experiment.tune.over
         return [other for other in self._searched if all(other[axis] == cell[axis] for axis in over)]
 
     @cached_property

@@ -51,12 +51,12 @@ def lost_of(grid: Grid) -> list[Lost]:
         found.setdefault(key, []).append(run.seed)
 
     for run in grid.runs:
-        if run.result(grid.results) is None:
+        if run.digest not in grid.results:
             add(run, None)
     chosen = {tuple(run.cell.items()) for run in grid.runs}
     if any(tuple(cell.items()) not in chosen for cell in grid.cells):
         for run in grid.searches:
-            if run.digest not in grid.failed and run.result(grid.results) is None:
+            if run.digest not in grid.failed and run.digest not in grid.results:
                 add(run, value_in_words(grid, run))
     return [
         Lost(dict(cell), tuple(sorted(seeds)), why, by_machine, value)
@@ -74,7 +74,7 @@ def worst_values(grid: Grid) -> list[str]:
     """A line for each value that counts as the worst of its search, because a run failed or has no validation score."""
     seeds: dict[tuple[str, str, str], list[int]] = {}
     for run in grid.searches:
-        found = run.result(grid.results)
+        found = grid.results.get(run.digest)
         if found is None and run.digest not in grid.failed:
             continue
         if found is not None and not math.isnan(found.validation_best):

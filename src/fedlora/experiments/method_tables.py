@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
-from fedlora.errors import ConfigError
-from fedlora.experiments.censored import Reaching, compared
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
-from fedlora.experiments.scores import capital, explained, parse_number
-from fedlora.experiments.table_source import Source, Table
+from fedlora.experiments.scores import capital
+from fedlora.experiments.table_forms import Table
 from fedlora.experiments.tables import in_its_unit, orders, placings, score_by, score_cells
 
 _PLACES = 5  # so many places have a column of their own on 80 characters
@@ -23,17 +21,9 @@ _SHARED = (
 )
 
 
-def places(source: Source) -> Table:
-    """How often each label of the row axis was first, second, ...: of an experiment of one axis. words: a
-    number's name, or nothing. Raises `ConfigError` for one of several: cells of two set-ups have no order."""
-    grid = source.grid
-    scored = [cell for cell in score_cells(grid, source.words) if cell.ranked()]
-    if grid.axes != [grid.rows]:
-        raise ConfigError(
-            f"'places' orders the labels of {grid.rows}, but the cells of profile {grid.profile} of "
-            f"{grid.experiment.name} have {', '.join(grid.axes)}. Ask for 'scores' or 'differences', or for a profile "
-            f"with one set-up."
-        )
+def places(grid: Grid) -> Table:
+    """How often each label of the row axis was first, second, ...: of an experiment of one axis."""
+    scored = [cell for cell in score_cells(grid) if cell.ranked()]
     found = placings(scored, grid.rows) if len(scored) > 1 < len(grid.seeds) else []
     if not found:
         return Table([], [], "")
@@ -46,7 +36,7 @@ def places(source: Source) -> Table:
     different, on = orders(scored)
     changes = "the same order on every seed" if different == 1 else f"{different} different orders on {on} seeds"
     shared = any(sum(taken) != sum(found[0].counts) for taken in zip(*(p.counts for p in found), strict=True))
-    caption = f"Places by seed, by {in_its_unit(grid.which(source.words), scored)}: {changes}."
+    caption = f"Places by seed, by {in_its_unit(grid.which(), scored)}: {changes}."
     return Table([grid.rows, *heads, *lower, "mean place"], rows, caption, [_SHARED] if shared else [])
 
 
@@ -57,19 +47,19 @@ _COSTS: Mapping[str, Callable[[Sequence[Result]], str]] = {
     "MB down": lambda runs: _megabytes([r.megabytes_down for r in runs]),
     "aggregate s": lambda runs: f"{fmean(r.seconds.get('aggregate', 0.0) for r in runs):.2f}",
     "gauge": lambda runs: (
-        f"{max(told):.1e}" if (told := _told([r.score("server, gauge drift") for r in runs])) else "not told"
+        f"{max(told):.1e}" if (told := _told([r.gauge_drift.get(r.method) for r in runs])) else "not told"
     ),
 }
 
 
-def costs(source: Source) -> Table:
+def costs(grid: Grid) -> Table:
     """What a run sends and takes, and how far its update moves with coordinates, on the worst seed."""
     by: dict[tuple[str, ...], list[Result]] = {}
-    for run, result in source.grid.used:
-        by.setdefault(source.grid.place(run.cell), []).append(result)
+    for run, result in grid.used:
+        by.setdefault(grid.place(run.cell), []).append(result)
     rows = [[*key, *(column(of) for column in _COSTS.values())] for key, of in by.items()]
     caption = "The cost of a run, and its gauge check."
-    return Table([*source.grid.axes, *_COSTS], rows, caption, names=len(source.grid.axes) + 1)
+    return Table([*grid.axes, *_COSTS], rows, caption, names=len(grid.axes) + 1)
 
 
 def _megabytes(each: Sequence[float | None]) -> str:
@@ -82,38 +72,25 @@ def _told(each: Sequence[float | None]) -> list[float]:
     return [x for x in each if x is not None]
 
 
-def rounds(source: Source) -> Table:
-    """How soon each cell's runs reach the target. words: a number "rounds to X", or nothing for the experiment's.
-    Raises `ConfigError` for another number."""
-    grid = source.grid
-    which = grid.which(source.words)
-    number = parse_number(which)
-    if number.where != "rounds":
-        raise ConfigError(f"'rounds' tells how soon runs reach a target, such as 'rounds to 0.92'; got {which!r}.")
-    reference = grid.experiment.reference
+def rounds(grid: Grid, which: str) -> Table:
+    """How soon each cell's runs reach the target. which: a number "rounds to X"."""
+    cells = [cell for cell in score_cells(grid, which) if cell.scores or cell.none]
     rows = [
-        [*grid.place(one.cell), f"{len(one.reached)} of {one.runs}", _median(one),
-         *(["" if p is None else f"{p:.2g}"] if reference else [])]
-        for one, p in compared(grid, number.amount)
+        [*grid.place(cell.cell), "never" if cell.median is None else f"{cell.median:g}",
+         f"{len(cell.none)} of {len(cell.scores) + len(cell.none)}"]
+        for cell in cells
     ]  # fmt: skip
-    metric = next(iter(grid.metrics), None)
-    against = f" *p*: of the log-rank test against {reference}, of one comparison each." if reference else ""
     caption = (
-        f"{capital(explained(which, metric))}. *reached*: runs that got there. *median*: by Kaplan and Meier; a run "
-        f"that does not get there counts as more than its last round, one that diverged or failed as never.{against}"
+        f"{capital(in_its_unit(which, cells))}: the median, with a run that never gets there as the worst. *never*: "
+        f"such runs."
     )
-    columns = [*grid.axes, "reached", "median", *(["p"] if reference else [])]
-    return Table(columns, rows, caption, notes(grid, which), len(grid.axes))
+    return Table([*grid.axes, "median", "never"], rows, caption, notes(grid, which), len(grid.axes))
 
 
-def _median(one: Reaching) -> str:
-    return f"> {one.end}" if one.median is None else str(one.median)
-
-
-def clients(source: Source) -> Table:
+def clients(grid: Grid) -> Table:
     """Each client's own readout after the last round, a column for each of the grid's cells."""
     return _by_cell(
-        source.grid, "client (rank)", "Each client's own readout after the last round, the mean over seeds.",
+        grid, "client (rank)", "Each client's own readout after the last round, the mean over seeds.",
         "clients, last", lambda result: {
             f"{name} ({result.ranks[name]})" if name in result.ranks else name: value
             for name, scores in result.clients_at_end.items()
@@ -122,11 +99,10 @@ def clients(source: Source) -> Table:
     )  # fmt: skip
 
 
-def categories(source: Source) -> Table:
-    """Means by category, for data in tasks. words: a number's name."""
-    which = source.grid.which(source.words)
+def categories(grid: Grid, which: str) -> Table:
+    """Means by category, for data in tasks. which: a number's name."""
     caption = f"By category of its tasks, the mean over tasks and seeds: {which}."
-    return _by_cell(source.grid, "category", caption, which, lambda result: result.by_category(which))
+    return _by_cell(grid, "category", caption, which, lambda result: result.by_category(which))
 
 
 def _by_cell(grid: Grid, of: str, caption: str, which: str, told: Callable[[Result], Mapping[str, float]]) -> Table:

@@ -1,16 +1,13 @@
 """The one style of all pictures of experiments: letters, panels, legends. Needs matplotlib (`fedlora[plot]`).
 
-A picture is one figure, readable at 400 points of width: as a file (`saved`), or inside a page (`inline`).
+A picture is one figure, readable at 400 points of width.
 """
 
 from __future__ import annotations
 
-import io
-import re
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import wraps
-from html import escape
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -42,21 +39,6 @@ def drawn(draw: Callable[P, R]) -> Callable[P, R]:
             return draw(*args, **kwargs)
 
     return styled
-
-
-def inline(figure: Figure, words: str) -> str:
-    """The figure as an <svg> element; it closes the figure. words: unique on the page, for those who cannot see it."""
-    made = io.StringIO()
-    ours = {"svg.fonttype": "none", "svg.hashsalt": words}  # makes ids unique to this picture
-    with plt.rc_context(_STYLE | ours):
-        figure.savefig(made, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    svg = made.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r"<g id=\"[^\"]*\"", "<g", svg)
-    box = re.search(r'viewBox="[^"]*"', svg)
-    head = f'<svg {box[0] if box else ""} role="img" aria-label="{escape(words)}">'
-    return head + svg[svg.index(">") + 1 :].strip()
 
 
 @drawn

@@ -1,46 +1,36 @@
 """Which pictures an experiment or a comparison has. Needs matplotlib (`fedlora[plot]`).
 
 curve_pictures      a score by round            number_pictures   by the labels of an axis of numbers: rho, gamma x rate
-dot_pictures        differences, intervals      share_pictures    runs below a target by round; scores by category
-budget_picture      scores by epsilon           map_picture       verdicts
+dot_pictures        differences, intervals      category_pictures scores by category of tasks
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from fedlora.experiments.budget_picture import budgets_figure
-from fedlora.experiments.budgets import spendings
+from fedlora.experiments.category_pictures import categories_figure
 from fedlora.experiments.curve_pictures import curves_figure, curves_of, draw_curves, handles_of
 from fedlora.experiments.dot_pictures import dots_figure, dots_of, dotted, draw_dots, reach
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.number_pictures import numbers_figure
 from fedlora.experiments.picture_style import SHORT, drawn, legend, without, wrapped
 from fedlora.experiments.scores import scale
-from fedlora.experiments.share_pictures import categories_figure, reaching_figure
 from fedlora.runs.drawing import under_attack
 
 
-def figures_of(grid: Grid, margins: Mapping[str, float] | None = None) -> dict[str, Figure]:
-    """The pictures of an experiment by name, the main one first: scores by epsilon; runs below a target by round;
-    scores by an axis of numbers; otherwise curves, or dots if runs were merged or evaluated once. Empty if there is
-    nothing to draw. margins: score -> the largest difference that does not matter, if decided."""
-    experiment = grid.experiment
-    if experiment.budgets is not None:
-        found = spendings(grid)
-        return {"budgets": budgets_figure(found, experiment.title, experiment.budgets.lines)} if found else {}
-    against = experiment.reference if margins else None
+def figures_of(grid: Grid) -> dict[str, Figure]:
+    """The pictures of an experiment by name, the main one first: scores by an axis of numbers;
+    otherwise curves, or dots if runs were evaluated once. Empty if there is nothing to draw."""
     made = {
-        "target": reaching_figure(grid), "numbers": numbers_figure(grid),
-        "curves": None if experiment.merged else curves_figure(grid, against),
-        "test-curves": None if experiment.merged else curves_figure(grid, against, "test/"),
+        "numbers": numbers_figure(grid),
+        "curves": curves_figure(grid), "test-curves": curves_figure(grid, "test/"),
         "categories": categories_figure(grid),
     }  # fmt: skip
     there = {name: figure for name, figure in made.items() if figure is not None}
-    dots = None if {*there} & {"target", "numbers", "curves"} else dots_figure(grid, margins)
+    dots = None if {*there} & {"numbers", "curves"} else dots_figure(grid)
     return there if dots is None else {"dots": dots, **there}
 
 

@@ -28,16 +28,11 @@ _OF_THE_MACHINE = (OSError, MemoryError, CheckpointError, WorkerDied, BrokenProc
 
 @dataclass(frozen=True)
 class Places:
-    """The folders. results: finished runs of a clean checkout. work: run folders, failures, unclean results."""
+    """The folders. results: finished runs. work: run folders and failures."""
 
     results: Path
     work: Path
     data_root: Path | None
-
-    @property
-    def unclean(self) -> Path:
-        """Results of uncommitted code, which never appear beside the others."""
-        return self.work / "unclean"
 
     def folder(self, run: PlannedRun) -> RunFolder:
         """The run's folder, which may not exist yet."""
@@ -66,18 +61,13 @@ class Places:
         """The folder where processes say which runs they have (`leases.Claims`)."""
         return self.work / ".claims"
 
-    def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
-        """Digest -> result; with `unclean`, also those of a changed checkout, and the mergers that it made."""
-        found = read_results(self.results)
-        if not unclean:
-            return found
-        changed = read_results(self.unclean)
-        both = {digest: found[digest].with_mergers_of(changed[digest]) for digest in found if digest in changed}
-        return {**changed, **found, **both}
+    def finished(self) -> Mapping[str, Result]:
+        """Digest -> result."""
+        return read_results(self.results)
 
     def done(self, run: PlannedRun) -> bool:
         """Whether nothing of the run is left to do."""
-        return run.left(self.finished(unclean=True)) is None
+        return run.digest in self.finished()
 
     def given_up(self) -> dict[str, str]:
         """Digest -> reason, for runs that failed on their own, here or where the results were made. A failure of the
@@ -88,42 +78,33 @@ class Places:
         told = [json.loads(path.read_bytes()) for path in sorted((self.work / "failures").glob("*.json"))]
         return {one["digest"]: one["error"].partition("\n")[0] for one in told if one["by_machine"] == by_machine}
 
-    def grid(self, experiment: Experiment, profile: str, *, unclean: bool = False) -> Grid:
-        """The experiment with what is finished and what failed. unclean: as in `finished`."""
-        done = self.finished(unclean=unclean)
-        return Grid(experiment, profile, done, self.given_up(), self._failed_here(by_machine=True))
+    def grid(self, experiment: Experiment, profile: str) -> Grid:
+        """The experiment with what is finished and what failed."""
+        return Grid(experiment, profile, self.finished(), self.given_up(), self._failed_here(by_machine=True))
 
     def again(self, grid: Grid) -> Grid:
-        """The grid with what is finished by now, by any code, and what failed."""
-        return self.grid(grid.experiment, grid.profile, unclean=True)
+        """The grid with what is finished by now, and what failed."""
+        return self.grid(grid.experiment, grid.profile)
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
         """Store a finished run's result. wall_seconds: of its training; None if it was trained before."""
-        result = self.summary(run, wall_seconds)
-        clean = {label: one for label, one in result.mergers.items() if one.made is None or one.made.clean}
-        trained_clean = result.commit is not None and result.commit.clean
-        if trained_clean and (clean or not result.mergers):
-            gather(self.results, run.experiment, result.model_copy(update={"mergers": clean}))
-        if not trained_clean or len(clean) < len(result.mergers):
-            gather(self.unclean, run.experiment, result)
+        gather(self.results, run.experiment, self.summary(run, wall_seconds))
         self.failure(run).unlink(missing_ok=True)
-        if trained_clean:
-            forget_failed(self.results, {run.digest})
+        forget_failed(self.results, {run.digest})
 
     def summary(self, run: PlannedRun, wall_seconds: float | None) -> Result:
         """The run's folder as a result, under the planned digest, wherever its files and its ledger were."""
         if wall_seconds is None:
-            known = self.finished(unclean=True).get(run.digest)
+            known = self.finished().get(run.digest)
             wall_seconds = known.wall_seconds if known is not None else 0.0
         found = summarise(self.folder(run), named(run.config), wall_seconds)
         return found.model_copy(update={"digest": run.digest, "files": dict(run.files)})
 
     def failed(self, run: PlannedRun, error: Exception) -> None:
-        """Record a failed run; with the results too, if it failed on its own in a clean checkout."""
+        """Record a failed run; with the results too, if it failed on its own."""
         files.write(self.failure(run), failure_report(run, error))
-        commit = manifest.commit_of_code()
-        if commit and commit["clean"] and not by_machine(error) and not isinstance(error, ConfigError | DataError):
-            told = {"label": run.label, "error": type(error).__name__, "commit": commit}
+        if not by_machine(error) and not isinstance(error, ConfigError | DataError):
+            told = {"label": run.label, "error": type(error).__name__, "commit": manifest.commit_of_code()}
             note_failed(self.results, run.digest, told)
 
 

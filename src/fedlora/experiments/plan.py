@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.digits import shown
-from fedlora.experiments.merger_settings import check_run
-from fedlora.experiments.result import Result
 from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, located, parse_config
 from fedlora.runs.inputs import contents, digest_of
@@ -25,9 +23,8 @@ Configured = tuple[RunConfig, str, Mapping[str, str]]  # configuration, digest, 
 @dataclass(frozen=True)
 class PlannedRun:
     """One run. tuned: the searched value. searching: whether it belongs to the search. digest: its identity. files: key
-    -> content of its own data, model and method, if they are part of its identity (`inputs.contents`). mergers: label
-    -> settings of the mergers of its uploads (`mergers`); for one cell, its one label. experiment: the one that
-    requests it, whose file gets the result."""
+    -> content of its own data, model and method, if they are part of its identity (`inputs.contents`). experiment: the
+    one that requests it, whose file gets the result."""
 
     cell: Cell
     seed: int
@@ -36,35 +33,13 @@ class PlannedRun:
     config: RunConfig
     digest: str
     files: Mapping[str, str] = field(default_factory=dict)
-    mergers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     experiment: str = ""
-
-    def result(self, results: Mapping[str, Result]) -> Result | None:
-        """Its result, among results by digest; its cell's merger, if it has one. None if that is missing."""
-        found = results.get(self.digest)
-        if found is None or not self.mergers:
-            return found
-        each = [found.merged(label, merger) for label, merger in self.mergers.items()]
-        return None if None in each else each[0]
-
-    def left(self, results: Mapping[str, Result]) -> PlannedRun | None:
-        """What remains to be done: the run with the mergers that are missing. None if nothing is."""
-        found = results.get(self.digest)
-        if found is None:
-            return self
-        lacking = {label: merger for label, merger in self.mergers.items() if found.merged(label, merger) is None}
-        return replace(self, mergers=lacking) if lacking else None
 
     @property
     def label(self) -> str:
         """The cell, the value and the seed in words."""
         value = "" if self.tuned is None else f", {shown(self.tuned)}"
         return f"{', '.join(self.cell.values())}{value}, seed {self.seed}"
-
-
-def with_mergers_of(run: PlannedRun, other: PlannedRun | None) -> PlannedRun:
-    """The run, with the mergers of another run with its digest: one training serves both."""
-    return run if other is None else replace(other, mergers={**other.mergers, **run.mergers})
 
 
 def told_once(whys: Mapping[str, Sequence[str]]) -> list[str]:
@@ -84,7 +59,7 @@ def configured(experiment: Experiment, profile: str, cell: Cell, seed: int, valu
     """The configuration of a cell's run, its digest, and its files by content. Raises `ConfigError` if it is none."""
     raw: dict[str, Any] = deepcopy(experiment.run)
     try:
-        changes = [experiment.axes[axis][label] for axis, label in cell.items() if axis != experiment.merged]
+        changes = [experiment.axes[axis][label] for axis, label in cell.items()]
         for change in (experiment.profile(profile).set, *changes):  # a cell's own take precedence
             _apply(raw, change)
         _apply(raw, {"run.seed": seed})
@@ -100,12 +75,10 @@ def configured(experiment: Experiment, profile: str, cell: Cell, seed: int, valu
         raise ConfigError(f"{where(experiment, cell)}: {error}") from error
     if value is not None and experiment.tune is not None:
         _check_number_key(config, experiment.tune.key, where(experiment, cell))
-    if experiment.merged is not None:
-        check_run(config, where(experiment, cell))
     return config, digest_of(config, files) if files else digest, files
 
 
-@lru_cache(maxsize=4096)  # tables, pages and verdicts plan the same runs repeatedly
+@lru_cache(maxsize=4096)  # tables and pictures plan the same runs repeatedly
 def _parsed(text: str) -> tuple[RunConfig, str]:
     config = parse_config(json.loads(text))
     return config, config.digest()

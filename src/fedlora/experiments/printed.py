@@ -18,7 +18,7 @@ from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.spec import Experiment, Part
-from fedlora.experiments.table_source import Table
+from fedlora.experiments.table_forms import Table
 from fedlora.experiments.tables import CellScore, score_cells
 from fedlora.given_files import read_toml
 
@@ -227,10 +227,10 @@ class _Filled:
 
     def _below(self) -> list[str]:
         lacking: dict[str, list[str]] = {}
-        measured: dict[str | None, list[CellScore]] = {}
+        measured: dict[str, list[CellScore]] = {}
         for column, cells in zip(self.paper.columns, self.cells, strict=True):
             which = self.which(column)
-            if any(cell.scores for cell in cells):
+            if which is not None and any(cell.scores for cell in cells):
                 measured.setdefault(which, []).extend(cells)
                 continue
             ran = which is None or any(cell.metric is not None for cell in cells)

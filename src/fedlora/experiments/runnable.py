@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from fedlora.core.messages import Client
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import PlannedRun
-from fedlora.experiments.result import PADDED, Result
+from fedlora.experiments.result import Result
 from fedlora.experiments.scores import parse_number
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import MISSING, named, own_paths
@@ -25,11 +24,7 @@ def check_number(grid: Grid) -> None:
     run of the profile can have."""
     number, whys = parse_number(which := grid.which()), []
     for cell in grid.cells:
-        config = grid.first(cell).config
-        why = number.lacks(config)
-        if number.name == "server, error" and grid.experiment.merged is None and config.method.name != PADDED:
-            why = f"{config.method.name} does not measure it; {PADDED} does"
-        if why is None:
+        if (why := number.lacks(grid.first(cell).config)) is None:
             return
         whys.append(why)
     if whys:
@@ -103,24 +98,4 @@ def other_files(runs: Sequence[PlannedRun], results: Mapping[str, Result]) -> li
         f"{key}: {counted(count, 'finished run')} of the same configuration had a {Path(path).name} with SHA-256 "
         f"{there[:12]}, and {path} has {here[:12]}: another content, and they are not taken."
         for (key, path, there, here), count in found.items()
-    ]
-
-
-def left_out(grid: Grid, unclean: Mapping[str, Result], folder: Path) -> list[str]:
-    """A line if runs of the grid, of its search or its table, have a result only from uncommitted code. unclean: these
-    results, from `folder`; the grid's own are all others."""
-    aside = {digest: result for digest, result in unclean.items() if digest not in grid.results}
-    mixed = replace(grid, results={**aside, **grid.results})
-    runs = [*mixed.searches, *mixed.runs] if aside else []
-    gone = [aside[digest] for digest in dict.fromkeys(run.digest for run in runs) if digest in aside]
-    if not gone:
-        return []
-    whys = ("was installed without git" if one.commit is None else "was changed after its commit" for one in gone)
-    why = " and ".join(f"{count} of code that {what}" for what, count in Counter(whys).items())
-    name, profile = grid.experiment.name, grid.profile
-    return [
-        f"{name}, profile {profile}: {counted(len(gone), 'finished run')} left out, because no commit says which code "
-        f"made them: {why}. They stand in {folder}. To have such runs counted, make them from a git checkout without "
-        f"changes (git clone, pip install -e), in a new work folder: fedlora experiment run {name} --profile {profile} "
-        f"--work NEW."
     ]

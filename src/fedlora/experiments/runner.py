@@ -20,15 +20,13 @@ from fedlora.data.demo import PACKAGED
 from fedlora.doing import doing
 from fedlora.errors import CheckpointError, FedLoRAError, FilesChanged, WorkerDied
 from fedlora.experiments.leases import Claims
-from fedlora.experiments.origin import made_by, note
 from fedlora.experiments.places import Places, by_machine
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.pool import LOOK, Slot, run_in_slots
 from fedlora.experiments.result import content
 from fedlora.experiments.runnable import check_private_data
-from fedlora.experiments.store import MERGERS, data_of
+from fedlora.experiments.store import data_of
 from fedlora.runs import resuming
-from fedlora.runs.client_data import deal
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.inputs import contents
 from fedlora.runs.private_simulation import LEDGER, with_ledger
@@ -142,7 +140,7 @@ def _check_one_kind(run: PlannedRun, manifest: Mapping[str, Any], places: Places
     config = run.config
     model = None if "model.path" in run.files or config.model.path in PACKAGED else config.model.path
     task = None if config.data.task is None or config.privacy is not None else config.data
-    for result in places.finished(unclean=True).values() if model or task else ():
+    for result in places.finished().values() if model or task else ():
         theirs, other = result.settings, ""
         if theirs.model.path == model and result.model != content(manifest["model"]["sha256"]):
             other = f"the model {model!r}"
@@ -170,21 +168,6 @@ def _lost(run: PlannedRun, places: Places, error: object) -> Outcome:
     why = told if killed else f"{type(error).__name__}: {error}"
     _note(places, run, WorkerDied(why) if killed else RuntimeError(why))
     return Outcome(run, 0.0, why, by_machine=killed)
-
-
-def _merge(run: PlannedRun, prepared: Prepared, places: Places) -> None:
-    """Write the results of the run's mergers into its folder, with those that were made before."""
-    from fedlora.experiments.mergers import merge_all
-
-    folder = places.folder(run)
-    before = folder.read_json(MERGERS) if (folder.path / MERGERS).is_file() else {}
-    classes = next(iter(prepared.parts.values())).label_names
-    made = merge_all(prepared, deal(run.config, places.data_root, classes), folder, run.mergers, validate=run.searching)
-    now = made_by(prepared.manifest)
-    for label, facts in made.items():
-        told = before.get(label, facts)["merger"] == facts["merger"]  # another experiment's label may mean another one
-        before[label if told else f"{label} ({content(facts['merger'])[:8]})"] = {**facts, "made": now}
-    folder.write_json(MERGERS, before)
 
 
 def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:
@@ -225,11 +208,8 @@ def _run(places: Places, run: PlannedRun, tick: Tick) -> Outcome:
         _check_one_kind(run, prepared.manifest, places)
         trained = _trained(run, prepared, folder)
         if not trained:
-            note(folder, prepared.manifest)
             for record in execute(prepared, folder, resume=True, called=Called(run.label, run.experiment)):
                 tick(run, record.round)
-        if run.mergers:
-            _merge(run, prepared, places)
         places.keep(run, None if trained else time.perf_counter() - began)
     except Exception as error:  # one failing run must not end the others
         _note(places, run, error)

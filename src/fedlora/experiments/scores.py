@@ -1,7 +1,6 @@
 """The numbers that runs are compared by: each has a name, such as "test, best" or "rounds to 0.92", a unit, and words.
 
-All use `evaluate.metric`, except the server's, which describe updates and are relative. "best" is at the best
-validation round, "last" at the last one.
+All use `evaluate.metric`. "best" is at the best validation round, "last" at the last one.
 """
 
 from __future__ import annotations
@@ -16,32 +15,25 @@ from fedlora.training.metrics import find_metric, score_name
 
 _PROBES = ("unseen", "validation_mismatched")  # superni's tasks that nobody trains on; mnli's second test set
 KNOWN = (
-    "test, best", "test, last", "validation, best", "validation, last", "validation, mean of last K",
-    "validation, largest drop", "validation, jitter", "rounds to X", "clients, last",
+    "test, best", "test, last", "validation, best", "validation, last", "rounds to X", "clients, last",
     *(f"{probe}, {when}" for probe in _PROBES for when in ("best", "last")),
-    "server, error", "server, gauge drift", "server, error of factor averages",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Number:
-    """A parsed name. where: "test", "validation", "clients", "rounds", "server" or a further test set. what: which of
-    its numbers. amount: the K of "mean of last K", the X of "rounds to X"."""
+    """A parsed name. where: "test", "validation", "clients", "rounds" or a further test set. what: which of its
+    numbers. target: the X of "rounds to X"."""
 
     name: str
     where: str
     what: str
-    amount: float = 0.0
-
-    @property
-    def changes(self) -> bool:
-        """Whether it describes how validation moves, and not how high it is."""
-        return self.what in ("largest drop", "jitter")
+    target: float = 0.0
 
     @property
     def of_target(self) -> bool:
         """Whether it is measured on the models that `evaluate.target` names, the server's or the clients' own."""
-        return self.where not in ("clients", "server")
+        return self.where != "clients"
 
     def own_data(self, config: RunConfig) -> bool:
         """Whether clients have their own held-out data for it; a client's own model is then measured on these, and a
@@ -53,11 +45,7 @@ class Number:
         return dealt or config.data.task == "superni" or (bool(config.data.clients) and not isinstance(part, str))
 
     def smaller_is_better(self, metric: str) -> bool:
-        return self.where in ("rounds", "server") or self.changes or not find_metric(metric).larger_is_better
-
-    def evaluations(self) -> int:
-        """The number of evaluations that it needs: a drop two, the deviation of changes three."""
-        return {"mean of last": int(self.amount), "largest drop": 2, "jitter": 3}.get(self.what, 1)
+        return self.where == "rounds" or not find_metric(metric).larger_is_better
 
     def lacks(self, config: RunConfig) -> str | None:
         """Why a run of this configuration cannot have the number; None if it can."""
@@ -74,10 +62,6 @@ class Number:
             return "only data.task = 'superni' with data.unseen > 0 has tasks that nobody trains on"
         if self.where == "validation_mismatched" and task != "mnli":
             return "only data.task = 'mnli' has that test set"
-        rounds, every = config.run.rounds, config.evaluate.every
-        there, wanted = math.ceil(rounds / every), self.evaluations()
-        if needs_validation and there < wanted:
-            return f"it takes {wanted} evaluations, and run.rounds = {rounds} with evaluate.every = {every} has {there}"
         return None
 
 
@@ -94,15 +78,11 @@ def parse_number(name: str) -> Number:
             if math.isfinite(target := float(name.removeprefix("rounds to "))):
                 return Number(name, "rounds", "to", target)
     where, _, what = name.partition(", ")
-    if where == "validation" and what.startswith("mean of last "):
-        count = what.removeprefix("mean of last ")
-        if count.isascii() and count.isdigit() and int(count) > 0:
-            return Number(name, where, "mean of last", float(count))
-    if name in KNOWN and not name.endswith((" K", " X")):
+    if name in KNOWN and not name.endswith(" X"):
         return Number(name, where, what)
     raise ConfigError(
-        f"no number of a run is called {name!r}; there are: {'; '.join(KNOWN)}. K is a whole number of at least 1, X a "
-        f"value of evaluate.metric, as in 'rounds to 0.92'."
+        f"no number of a run is called {name!r}; there are: {'; '.join(KNOWN)}. X is a value of "
+        f"evaluate.metric, as in 'rounds to 0.92'."
     )
 
 
@@ -128,13 +108,6 @@ _WHERE = {
     "validation_mismatched": "on MNLI's mismatched test data",
 }
 _WHEN = {"last": "after the last round", "best": "after the round that is best on validation"}
-_OF_SERVER = {
-    "error": "relative error of the server's update against the exact mean (0: it is the mean)",
-    "gauge drift": "relative change of the server's update when clients write the same uploads in other coordinates "
-    "of condition 10 (0: none)",
-    "error of factor averages": "relative error that averages of zero-padded factors have against the exact mean of "
-    "the same uploads, in the last round",
-}
 
 
 def scale(metric: str) -> str:
@@ -145,22 +118,13 @@ def scale(metric: str) -> str:
 def explained(which: str, metric: str | None) -> str:
     """A number, named as in `Result.score`, in words with its unit. metric: as named in scores; None if nothing was
     run: the name alone."""
-    number = parse_number(which)
-    if number.where == "server":
-        return _OF_SERVER[number.what]
     if metric is None:
         return which
+    number = parse_number(which)
     if number.where == "rounds":
         name = scale(metric).partition(" (")[0].removesuffix(" in nats")
-        return f"first evaluated round whose validation {name} reaches {number.amount:g}"
-    place = _WHERE[number.where]
-    if number.what == "mean of last":
-        return f"{scale(metric)} {place}, the mean of the last {int(number.amount)} evaluations"
-    if number.what == "largest drop":
-        return f"largest change for the worse of {scale(metric)} {place}, from one evaluation to the next"
-    if number.what == "jitter":
-        return f"standard deviation of the change of {scale(metric)} {place}, from one evaluation to the next"
-    return f"{scale(metric)} {place}, {_WHEN[number.what]}"
+        return f"first evaluated round whose validation {name} reaches {number.target:g}"
+    return f"{scale(metric)} {_WHERE[number.where]}, {_WHEN[number.what]}"
 
 
 def capital(words: str) -> str:

@@ -21,7 +21,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.spec_checks import WHY, check_names
 from fedlora.given_files import read_toml
 
-NO_EXPERIMENTS = ("paper_numbers", "claims")  # our own files that may lie beside experiments
+_PAPER = "paper_numbers"  # a file that may lie beside experiments
 Changes = dict[str, Any]
 Cell = Mapping[str, str]  # axis -> label
 
@@ -60,7 +60,7 @@ class Profile(Part):
 
     seeds: each cell runs once for each seed. set: further changes of the configuration; a cell's own take precedence.
     axes: axis -> the labels to run, instead of all. tune: values of the search, instead of the experiment's. metric:
-    the number to compare, instead of the experiment's. note: a note for the report.
+    the number to compare, instead of the experiment's. note: a note for readers of the file.
     """
 
     seeds: Annotated[list[int], Field(min_length=1)]
@@ -71,40 +71,16 @@ class Profile(Part):
     note: str = ""
 
 
-class Peace(Part):
-    """Where nobody attacks: a row's loss there is its price (table `prices`).
-
-    axis: the axis of attacks, not the row axis. label: its label for no attack.
-    """
-
-    axis: str
-    label: str
-
-
-class Budgets(Part):
-    """The cost of privacy (table `budgets`), in an experiment with two axes.
-
-    axis: the axis whose labels are budgets. none: its label without [privacy]. lines: the axis with a line per label.
-    """
-
-    axis: str
-    none: str
-    lines: str
-
-
 class Experiment(Part):
     """One experiment's file.
 
-    name: the experiment's name; default: the file's. title: a title for tables and the report. question: the question,
-    for tables and the report. metric: the number to compare, such as "test, last". rows: the axis whose labels are
+    name: the experiment's name; default: the file's. title: a title for tables and pictures. question: the question,
+    for readers of the file. metric: the number to compare, such as "test, last". rows: the axis whose labels are
     compared, a row of a table each. reference: one of these labels, with which the others are compared. paper: its key
     in paper_numbers.toml. run: the tables of a run's configuration, common to all; relative paths start at this file.
     axes: axis -> label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes one that only an earlier axis
     made. tune: the search for the best value of a key. profiles: scales to run at, by name. skip: combinations of
-    labels that are not cells; `why`, beside the labels, is told under the tables. peace: the label without an attack,
-    for a table of each row's cost there and its saving elsewhere. budgets: the axes of a table and a picture of scores
-    by epsilon. merged: an axis whose labels are not changes of the run but mergers of its uploads: one run serves them
-    all.
+    labels that are not cells; `why`, beside the labels, is told under the tables.
     """
 
     name: str
@@ -119,9 +95,6 @@ class Experiment(Part):
     tune: Tune | None = None
     profiles: dict[str, Profile]
     skip: list[dict[str, str]] = []
-    peace: Peace | None = None
-    budgets: Budgets | None = None
-    merged: str | None = None
     _folder: Path | None = PrivateAttr(None)
     _only: Mapping[str, Sequence[str]] = PrivateAttr({})
 
@@ -135,13 +108,6 @@ class Experiment(Part):
     def only(self) -> Mapping[str, Sequence[str]]:
         """Axis -> the labels that are wanted, if it was `narrowed`."""
         return self._only
-
-    @property
-    def called(self) -> str:
-        """The experiment's name in commands: its name if it is in a folder `experiments`, otherwise its path."""
-        if self._folder is None or self._folder.name == "experiments":
-            return self.name
-        return str(self._folder / f"{self.name}.toml")
 
     def profile(self, name: str) -> Profile:
         """A profile. Raises `ConfigError` if the file does not have it."""
@@ -228,11 +194,6 @@ def load_experiment(path: Path) -> Experiment:
     return experiment
 
 
-def load_all(folder: Path) -> list[Experiment]:
-    """Every experiment of the folder, by name."""
-    return [load_experiment(folder / f"{name}.toml") for name in names_in(folder)]
-
-
 def names_in(folder: Path) -> list[str]:
     """The names of the experiments there."""
-    return sorted(path.stem for path in folder.glob("*.toml") if path.stem not in NO_EXPERIMENTS)
+    return sorted(path.stem for path in folder.glob("*.toml") if path.stem != _PAPER)

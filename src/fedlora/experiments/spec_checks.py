@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedlora.errors import refuse, said_by
-from fedlora.experiments.merger_settings import resolved
 from fedlora.experiments.scores import parse_number
 from fedlora.runs.reading import flat, set_in
 
@@ -53,19 +52,6 @@ def _axes(experiment: Experiment) -> Iterator[str]:
             yield f"{axis!r} {there}"
     if experiment.reference is not None:
         yield from _unknown(experiment, "reference", experiment.rows, experiment.reference)
-    if experiment.merged is not None and experiment.merged not in axes:
-        yield f"merged = {experiment.merged!r} {there}"
-    elif experiment.merged is not None:
-        yield from said_by(lambda: resolved(axes[experiment.merged or ""]))
-    if experiment.peace is not None:
-        yield from _unknown(experiment, "peace", experiment.peace.axis, experiment.peace.label)
-        if experiment.reference is None or experiment.peace.axis == experiment.rows:
-            yield "peace asks what each row costs beside a reference: name one, and another axis than that of rows."
-    if experiment.budgets is not None:
-        budgets = experiment.budgets
-        yield from _unknown(experiment, "budgets", budgets.axis, budgets.none)
-        if budgets.lines not in axes or {budgets.axis, budgets.lines} != {*axes}:
-            yield f"budgets needs exactly two axes, `axis` and `lines`; there are {', '.join(axes)}."
 
 
 def _profiles(experiment: Experiment) -> Iterator[str]:
@@ -112,7 +98,7 @@ def _cells(experiment: Experiment) -> Iterator[str]:
 def _set_once(experiment: Experiment) -> Iterator[str]:
     changes = {
         f"{axis} = {label!r}": of
-        for axis, labels in experiment.axes.items() if axis != experiment.merged
+        for axis, labels in experiment.axes.items()
         for label, of in labels.items()
     } | {f"profile {name}": profile.set for name, profile in experiment.profiles.items()}  # fmt: skip
     tune = experiment.tune
@@ -125,7 +111,7 @@ def _set_once(experiment: Experiment) -> Iterator[str]:
 def _meeting(experiment: Experiment) -> Iterator[str]:
     """Labels of two axes that set one key, or a table and a key of it, differently in one cell: one of them would be
     lost, under the name of both. A later axis may take a table away."""
-    axes = [(axis, labels) for axis, labels in experiment.axes.items() if axis != experiment.merged]
+    axes = experiment.axes.items()
     for (one, ours), (other, theirs) in itertools.combinations(axes, 2):
         for label, beside in itertools.product(ours, theirs):
             for (key, value), (later, its) in itertools.product(ours[label].items(), theirs[beside].items()):

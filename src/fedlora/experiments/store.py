@@ -2,7 +2,6 @@
 
     results/NAME.jsonl      first what all runs of the file share, then a line per run with the rest
     results/failed.json     digest -> label, commit, and the kind of error, for runs that failed on their own
-    results/plans/          how many seeds, and why (`seed_plan`)
 
 A run belongs to the experiment that made it first, and all that need its digest find it. Processes may write to one
 folder at the same time: a lease is held while a file is read, changed and replaced.
@@ -13,23 +12,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedlora.core import files
 from fedlora.errors import CheckpointError
 from fedlora.experiments.leases import alone
-from fedlora.experiments.origin import made_by, noted
 from fedlora.experiments.result import History, Result, content, short_config
 from fedlora.given_files import parse_json
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder, plain
 
 FAILED = "failed.json"
-MERGERS = "mergers.json"  # in a run's folder: the results of `mergers` from its uploads
 _LOCK = ".lock"
 
 
@@ -49,11 +49,11 @@ def read_results(folder: Path) -> dict[str, Result]:
 
 
 def gather(folder: Path, name: str, result: Result) -> None:
-    """Add a run to NAME.jsonl, or replace it there, keeping mergers that the new result lacks."""
+    """Add a run to NAME.jsonl, or replace it in the file that has it."""
     with alone(folder / _LOCK):
         for path in sorted(folder.glob("*.jsonl")):
-            if (before := read_results_of(path).get(result.digest)) is not None:
-                name, result = path.stem, result.with_mergers_of(before)
+            if result.digest in read_results_of(path):
+                name = path.stem
         path = folder / f"{name}.jsonl"
         found = read_results_of(path) if path.is_file() else {}
         files.write(path, as_lines({**found, result.digest: result}))
@@ -111,11 +111,10 @@ def summarise(folder: RunFolder, config: RunConfig, wall_seconds: float = 0.0) -
             "categories": data["categories"],
             "model": content(manifest["model"]["sha256"]),
             "gauge_drift": summary.get("gauge_drift") or {},
-            "gauge_drift_as_sent": summary.get("gauge_drift_as_sent") or {},
             "wall_seconds": round(wall_seconds, 1),
             "versions": manifest["versions"] | {"python": manifest["python"]},
-            **_made(folder, manifest),
-            "mergers": folder.read_json(MERGERS) if (folder.path / MERGERS).is_file() else {},
+            "commit": manifest["commit"],
+            "machine": _machine(manifest),
         }
     )
     return Result.model_validate({**raw, "history": History.of(plain(folder.metrics()))})
@@ -126,23 +125,21 @@ def data_of(facts: Mapping[str, Any]) -> dict[str, str]:
     return {part: content(facts[part]) for part in ("train", "validation", "test", "probes")}
 
 
-def _made(folder: RunFolder, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The first commit, clean only if every part's is; the machine; and the parts."""
-    parts = noted(folder)
-    if not parts:
-        return {**made_by(manifest)}
-    first = parts[0]["commit"]
-    clean = all(part["commit"] is not None and part["commit"]["clean"] for part in parts)
-    commit = first and {**first, "clean": clean}
-    more = {"parts": parts} if len(parts) > 1 else {}
-    return {"commit": commit, "machine": parts[-1]["machine"], **more}
+def _machine(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    cuda = manifest["device"].startswith("cuda") and torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else manifest["device"],
+        "threads": manifest["threads"],
+        "cpus": os.cpu_count(),
+        "architecture": platform.machine(),
+    }
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
 def read_failed(folder: Path) -> dict[str, str]:
-    """Digest -> the kind of error, for runs that failed on their own in a clean checkout."""
+    """Digest -> the kind of error, for runs that failed on their own."""
     return {digest: told["error"] for digest, told in _failed(folder).items()}
 
 
@@ -247,7 +244,7 @@ def _with(own: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
 def _rounded(value: Any) -> Any:
     """The value rounded to six digits, more than a result has, which keeps files small. Identities stay exact."""
     if isinstance(value, Mapping):
-        return {key: item if key in ("config", "merger") else _rounded(item) for key, item in value.items()}
+        return {key: item if key == "config" else _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -1,14 +1,10 @@
-"""A table as text for documents: Markdown, LaTeX (booktabs, multirow), HTML."""
+"""A table, and its text for documents: Markdown, LaTeX (booktabs, multirow)."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
-
-from fedlora.experiments.table_source import Table
 
 _IN_LATEX = str.maketrans({
     **{sign: f"\\{sign}" for sign in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
@@ -17,8 +13,33 @@ _IN_LATEX = str.maketrans({
 _MARKED = {
     "markdown": {"best": "**{}**", "second": "<u>{}</u>"},
     "latex": {"best": r"\textbf{{{}}}", "second": r"\underline{{{}}}"},
-    "html": {"best": "<b>{}</b>", "second": "<u>{}</u>"},
 }
+
+
+@dataclass(frozen=True)
+class Table:
+    """caption: one paragraph. below: notes, a paragraph each. names: the number of columns that are labels; the others
+    are numbers. over: a second head above each column, the same above neighbours that it spans. grouped: whether a
+    label stands once for all rows below it that share it. marks: (row, column) -> "best" or "second"."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str
+    below: Sequence[str] = ()
+    names: int = 1
+    over: Sequence[str] = ()
+    grouped: bool = False
+    marks: Mapping[tuple[int, int], str] = field(default_factory=dict)
+
+    def spans(self, row: int, column: int) -> int:
+        """How many rows the cell stands for: 1; of a label in groups more, and 0 below the first of its rows."""
+        if not self.grouped or column >= self.names - 1:
+            return 1
+        mine = self.rows[row][: column + 1]
+        if row and self.rows[row - 1][: column + 1] == mine:
+            return 0
+        after = (k for k in range(row, len(self.rows)) if self.rows[k][: column + 1] != mine)
+        return next(after, len(self.rows)) - row
 
 
 def plain_caption(table: Table) -> str:
@@ -32,14 +53,14 @@ def heads(table: Table) -> list[str]:
 
 
 def cells(table: Table, form: str, row: int, text: Sequence[str]) -> list[str]:
-    """A row's cells with their marks. text: the cells, escaped for the form ("markdown", "latex" or "html")."""
+    """A row's cells with their marks. text: the cells, escaped for the form ("markdown" or "latex")."""
     marks = [table.marks.get((row, k), "") for k in range(len(text))]
     found = [_MARKED[form].get(mark, "{}").format(cell) for mark, cell in zip(marks, text, strict=True)]
-    return [cell if table.spans(row, k) or form == "html" else "" for k, cell in enumerate(found)]
+    return [cell if table.spans(row, k) else "" for k, cell in enumerate(found)]
 
 
-def markdown(table: Table, *, aligned: bool = True) -> str:
-    """A table with its last line break, without its caption. aligned: numbers stand to the right."""
+def markdown(table: Table) -> str:
+    """A table with its last line break, without its caption. Numbers stand to the right."""
 
     def line(row: Sequence[str]) -> str:
         return "| " + " | ".join(row) + " |\n"
@@ -49,8 +70,7 @@ def markdown(table: Table, *, aligned: bool = True) -> str:
 
     body = [line(cells(table, "markdown", k, text(row))) for k, row in enumerate(table.rows)]
     rule = [":---" if k < table.names else "---:" for k in range(len(table.columns))]
-    between = line(rule) if aligned else "|" + "---|" * len(rule) + "\n"
-    return "".join([line(text(heads(table))), between, *body])
+    return "".join([line(text(heads(table))), line(rule), *body])
 
 
 def latex(table: Table) -> str:
@@ -67,7 +87,8 @@ def latex(table: Table) -> str:
     made = [f"% {plain_caption(table)}", rf"\begin{{tabular}}{{{kinds}}}", r"\toprule"]
     if any(table.over):
         spans, rules, at = [], "", 1
-        for over, count in _runs(_over(table)):
+        for over, same in groupby(_over(table)):
+            count = len(list(same))
             spans.append(
                 rf"\multicolumn{{{count}}}{{c}}{{{over.translate(_IN_LATEX)}}}" if over else " & " * (count - 1)
             )
@@ -85,53 +106,5 @@ def latex(table: Table) -> str:
     return "\n".join([*made, r"\bottomrule", r"\end{tabular}"])
 
 
-def html(table: Table, kind: str = "") -> str:
-    """A <table> that scrolls by itself where it is wider than the screen. kind: its class."""
-
-    def head(text: str, count: int = 1, kind: str = "") -> str:
-        of = f' scope="{"colgroup" if count > 1 else "col"}"' + (f' colspan="{count}"' if count > 1 else "")
-        named = f' class="{kind}"' if kind else ""
-        return f"<th{of}{named}>{escape(text)}</th>"
-
-    caption = re.sub(r"\*(\S.*?)\*", r"<i>\1</i>", escape(table.caption))
-    wide, label = " wide" * (len(table.columns) > 3), escape(plain_caption(table)) or escape(table.columns[0])
-    made = [f'<div class="scroll{wide}" role="region" tabindex="0" aria-label="{label}">']
-    made.append(f'<table class="{kind or "grouped" * table.grouped}">')
-    made += [f"<caption>{caption}</caption>"] if caption else []
-    made.append("<thead>")
-    if any(table.over):
-        spans = [head(text, count, "over" if text else "") for text, count in _runs(_over(table))]
-        made.append(f"<tr>{''.join(spans)}</tr>")
-    labels = table.names if table.grouped else 1
-    named = [head(text, kind="name" if k < labels else "") for k, text in enumerate(table.columns)]
-    made.append(f"<tr>{''.join(named)}</tr></thead>\n<tbody>")
-    for k, row in enumerate(table.rows):
-        told = []
-        for c, cell in enumerate(cells(table, "html", k, [escape(cell) for cell in row])):
-            if count := table.spans(k, c):
-                more = f' rowspan="{count}"' if count > 1 else ""
-                told.append(f'<th scope="row"{more}>{cell}</th>' if c < labels else f"<td>{cell}</td>")
-        ground = ' class="paper"' if table.grouped and row[table.names - 1] == "paper" else ""
-        made.append(f"<tr{ground}>{''.join(told)}</tr>")
-    return "\n".join([*made, "</tbody></table></div>"])
-
-
-def page(title: str, tables: Sequence[Table], remarks: Sequence[str]) -> str:
-    """The tables as one self-contained HTML page: no script, no request to anywhere."""
-    style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
-    notes = [f'<p class="note">{escape(remark)}</p>' for remark in remarks]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
-        f'content="light dark">\n<style>\n{style}</style></head><body>\n<h1>{escape(title)}</h1>\n'
-        + "\n".join([*map(html, tables), *notes]) + "\n</body></html>\n"
-    )  # fmt: skip
-
-
 def _over(table: Table) -> Sequence[str]:
     return table.over or [""] * len(table.columns)
-
-
-def _runs(labels: Sequence[str]) -> list[tuple[str, int]]:
-    """(label, how many neighbours share it)."""
-    return [(label, len(list(same))) for label, same in groupby(labels)]

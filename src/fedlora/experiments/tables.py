@@ -20,7 +20,7 @@ OWN_DATA = ", of each client's own model on its own data"
 class CellScore:
     """One cell. scores: seed -> value, for finished seeds. planned: the number of planned seeds. tuned: the value that
     the search chose. metric: of the scores, such as "accuracy"; None if nothing was run. none: seeds whose run has no
-    number: it diverged, failed on its own, or never got there (a censored number of rounds). less: whether less is
+    number: it diverged, failed on its own, or never got there (rounds to a target). less: whether less is
     better. unit: the number in words; only cells with the same unit are compared."""
 
     cell: Cell
@@ -115,7 +115,7 @@ def score_cells(grid: Grid, number: str = "") -> list[CellScore]:
     which, seeds = grid.which(number), len(grid.seeds)
     found = {tuple(cell.values()): CellScore(cell, {}, seeds, grid.choice(cell).value) for cell in grid.cells}
     for run in grid.runs:
-        key, result = tuple(run.cell.values()), run.result(grid.results)
+        key, result = tuple(run.cell.values()), grid.results.get(run.digest)
         mine = found[key]
         if result is not None:
             less = parse_number(which).smaller_is_better(result.metric)

@@ -43,11 +43,10 @@ _HAS = {
 _SUMMARY_BEFORE = "summary.before.json"
 _CHAIN = "digest"  # key in each line of metrics.jsonl: `_link`
 _SEAL = "digest"  # key in manifest.json: `_sealed`
-PARTS = "parts.json"  # written before all else in an experiment's runs: `experiments.origin`
 _BEGUN = frozenset(("run.json", "content.json", "config.json"))  # private/ before there is a manifest
 _TABLES = ("model", "data", "method", "run")  # in every run's config.json, but in no model's
 _SAMPLES = ("samples.jsonl", "samples.md")
-PICTURES = ("bytes.png", "spectrum.png", "defence.png", "metric.png")  # drawn by the run itself: `plots.plot_run`
+PICTURES = ("bytes.png", "spectrum.png", "metric.png")  # drawn by the run itself: `plots.plot_run`
 
 
 @dataclass(frozen=True)
@@ -178,17 +177,14 @@ class RunFolder:
                 return False
             parts = {left.name for one in allowed for left in beside.leftovers(path, one)}
             return set(os.listdir(path)) <= allowed | parts
-        if name not in ("config.json", PARTS):
-            half = [
-                left for one in ("config.json", "manifest.json", PARTS) for left in beside.leftovers(self.path, one)
+        if name != "config.json":
+            return path in [
+                left for one in ("config.json", "manifest.json") for left in beside.leftovers(self.path, one)
             ]
-            return path in half
         try:
             value = json.loads(path.read_bytes()) if path.is_file() else None
         except (ValueError, RecursionError):  # our own file appears whole
             return False
-        if name == PARTS:
-            return isinstance(value, dict) and set(value) == {"parts"}
         return isinstance(value, dict) and all(isinstance(value.get(table), dict) for table in _TABLES)
 
     def create(self, config: str, manifest: Mapping[str, Any]) -> None:

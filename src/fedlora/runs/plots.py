@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,12 @@ __all__ = ["plot_audit", "plot_overlaps", "plot_ranks", "plot_run"]
 
 
 def plot_run(folder: RunFolder) -> list[Path]:
-    """Draw a run's metric.png, spectrum.png and bytes.png, and for a robust rule defence.png, into plots/. Returns the
-    files written."""
+    """Draw a run's metric.png, spectrum.png and bytes.png into plots/. Returns the files written."""
     lines, summary = folder.metrics(), folder.read_json("summary.json")
     manifest = folder.read_json("manifest.json")
     ranks = manifest["clients"]
     folder.plots.mkdir(exist_ok=True)
-    figures, attackers = {}, (summary.get("attack") or {}).get("clients", ())
-    judged = [line for line in lines if line.get("defence")]
+    figures = {}
     with plt.rc_context(LETTERS):
         if lines[0]["bytes"]:  # empty for a private run
             figures["bytes"] = _bytes(lines)
@@ -37,8 +34,6 @@ def plot_run(folder: RunFolder) -> list[Path]:
             figures["spectrum"] = _spectrum(summary)
         chance = by_guessing(summary["metric"], len((manifest.get("data") or {}).get("labels") or ()))
         metric = _metric(lines, summary, ranks, chance)
-        if judged:
-            figures["defence"] = _defence(judged, attackers)
         figures["metric"] = metric  # written last: if it exists, all do
     if attack := summary.get("attack"):
         for figure in figures.values():
@@ -209,65 +204,3 @@ def _bytes(lines: Sequence[Mapping[str, Any]]) -> Figure:
     axis.set(xlabel="round", ylabel="MB, all clients together", title="bytes sent (tensors)")
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
     return gridded(figure, axis)
-
-
-_ROWS = 40  # most clients in a heat map
-
-
-def _defence(lines: Sequence[Mapping[str, Any]], attackers: Collection[str]) -> Figure:
-    """What a robust rule did: above, to the last round's clients; below, to all clients by round, one row each.
-    attackers: those who lie on purpose."""
-    names = sorted({name for line in lines for name in line["defence"]["clients"]})
-    if len(names) > _ROWS:  # show those whose weight it reduced most
-        total = {n: sum(_multiplier(line, n) or 0.0 for line in lines) for n in names}
-        names = sorted(sorted(names, key=lambda name: (total[name], name))[:_ROWS])
-    heights = [6.4, max(3.6, 2.2 + 0.24 * len(names))]
-    figure: Figure
-    figure, (upper, lower) = plt.subplots(
-        2, 1, figsize=(WIDE, sum(heights)), layout="constrained", height_ratios=heights
-    )
-    _plane(upper, lines[-1], names)
-    rows = [[math.nan if (m := _multiplier(line, n)) is None else min(m, 2.0) for line in lines] for n in names]
-    image = lower.imshow(rows, vmin=0, vmax=2, cmap="PuOr", aspect="auto", interpolation="nearest")
-    lies = {name: " (lies)" if name in attackers else "" for name in names}
-    lower.set_yticks(
-        range(len(names)), [f"{k} {name[:24]}{lies[name]}" for k, name in enumerate(names, start=1)], fontsize=10
-    )
-    every = max(1, -(-len(lines) // 15))
-    lower.set_xticks(range(0, len(lines), every), [str(line["round"]) for line in lines][::every])
-    lower.set(xlabel="round")
-    lower.set_title(lines[-1]["defence"]["rule"])
-    figure.colorbar(image, ax=lower, location="bottom", label="weight of a change after the rule / before (2: or more)")
-    return figure
-
-
-def _plane(axis: Any, line: Mapping[str, Any], names: Sequence[str]) -> None:
-    """A round's clients as points in the plane of their changes' two leading directions, with the plain and the robust
-    mean. names: of the rows below; their numbers label the points."""
-    judged, clients = line["defence"], line["defence"]["clients"]
-    for name, one in clients.items():
-        out, held = one["after"] == 0, one["after"] < 0.95 * one["before"]
-        axis.scatter(
-            *one["at"], s=30 + 500 * (one["before"] if out else one["after"]), marker="X" if out else "o",
-            color=COLOURS[1 if out else 3 if held else 0], alpha=0.75, linewidths=0, zorder=3,
-        )  # fmt: skip
-        if name in names:
-            axis.text(*one["at"], str(names.index(name) + 1), ha="center", va="center", fontsize=8, zorder=5)
-    points = {"no change": ((0.0, 0.0), "+", "#777777"), "plain mean": (judged["mean"], "s", COLOURS[4])}
-    points |= {"robust mean": (judged["robust"], "*", COLOURS[2])}
-    for label, (at, marker, colour) in points.items():
-        axis.scatter(*at, s=110, marker=marker, color=colour, label=label, zorder=4)
-    axis.scatter([], [], s=60, color=COLOURS[0], label="client, by its weight after")
-    axis.scatter([], [], s=60, color=COLOURS[3], label="client held back")
-    axis.scatter([], [], s=60, marker="X", color=COLOURS[1], label="client left out")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
-    axis.axis("equal")
-    axis.grid(alpha=0.3)
-    axis.set(xlabel="first direction of the changes", ylabel="second direction")
-    share = f"this plane holds {judged['in_plane']:.0%} of all squared norms"
-    axis.set_title(f"round {line['round']}: {share}", fontsize=11)
-
-
-def _multiplier(line: Mapping[str, Any], name: str) -> float | None:
-    one = line["defence"]["clients"].get(name)
-    return None if one is None else float(one["after"] / one["before"])

@@ -13,8 +13,7 @@ _LITTLE = 0.6  # a share of a client's weight, averaged over rounds
 @dataclass(frozen=True)
 class Standing:
     """One client. norm: of its change. distance: from its change to the robust one. before: p_i; after: p_i m_i, the
-    weight of its change. why: the reason if it is left out or held back, otherwise "". at: its change in the plane of
-    the round's two leading directions; (0, 0) is no change."""
+    weight of its change. why: the reason if it is left out or held back, otherwise ""."""
 
     TAG: ClassVar[str] = "standing/1"
 
@@ -23,13 +22,11 @@ class Standing:
     before: float
     after: float
     why: str = ""
-    at: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A round. rule: with its keys. clients: all that counted. facts: the rule's findings by name. mean, robust: the
-    plain and the robust mean change in the plane; in_plane: the share of the changes' squared norms that it shows.
+    """A round. rule: with its keys. clients: all that counted. facts: the rule's findings by name.
 
     Example:
         >>> from fedlora.server.robust_rules import Clip
@@ -44,9 +41,6 @@ class Judged:
     rule: str
     clients: Mapping[str, Standing]
     facts: Mapping[str, float] = field(default_factory=dict)
-    mean: tuple[float, float] = (0.0, 0.0)
-    robust: tuple[float, float] = (0.0, 0.0)
-    in_plane: float = 0.0
 
     @property
     def left_out(self) -> dict[str, str]:

@@ -19,13 +19,12 @@ from fedlora.core.messages import Upload
 from fedlora.core.method import Method, Roles, Update
 from fedlora.core.multiplied import multiplied, multiplied_how
 from fedlora.errors import HyperparameterError, QuorumNotMet
-from fedlora.linalg import eigh
 from fedlora.linalg.parallel import Each
 from fedlora.server.changes import Changes, Sent, changes
 from fedlora.server.closing import shares
 from fedlora.server.intake import Attendance
 from fedlora.server.judged import Judged, Standing
-from fedlora.server.robust_rules import Geometry, Rule, Weighed, geometry_of
+from fedlora.server.robust_rules import Rule, Weighed, geometry_of
 from fedlora.server.terms import Terms
 
 log = logging.getLogger("fedlora.server")
@@ -198,16 +197,15 @@ def weigh(rule: Rule, found: Changes, p: Tensor, names: Sequence[str]) -> tuple[
         )
     m = c / p * kept
     multipliers = dict(zip(names, m.tolist(), strict=True))
-    axes, share = _plane(geometry)
-    apart, at = geometry.from_point(c) * geometry.unit, axes * geometry.unit
+    apart = geometry.from_point(c) * geometry.unit
     clients = {
         name: Standing(
             norm=float(found.norms[k]), distance=float(apart[k]), before=float(p[k]), after=float(p[k] * m[k]),
-            why=made.why.get(k, ""), at=_point(at[k]),
+            why=made.why.get(k, ""),
         )
         for k, name in enumerate(names)
     }  # fmt: skip
-    return multipliers, Judged(rule.said, clients, dict(made.facts), _point(p @ at), _point(c @ at), share)
+    return multipliers, Judged(rule.said, clients, dict(made.facts))
 
 
 # ------------------------------------------------------------------------------------------------------------- inside
@@ -221,21 +219,6 @@ def _with_heads(adapter: Adapter, before: Mapping[str, Tensor], m: float) -> Ada
         for name, head in adapter.heads.items()
     }
     return Adapter(adapter.modules, heads)
-
-
-def _plane(geometry: Geometry) -> tuple[Tensor, float]:
-    """Each change in the two leading directions (n, 2), and their share of all squared norms."""
-    values, vectors = eigh(geometry.gram)
-    values, vectors = values.flip(0)[:2].clamp(min=0), vectors.flip(1)[:, :2]
-    total = float(geometry.gram.diagonal().sum())
-    signs = torch.where(vectors.amax(dim=0) >= -vectors.amin(dim=0), 1.0, -1.0)
-    axes = torch.nn.functional.pad(vectors * signs * values.sqrt(), (0, 2 - len(values)))
-    return axes, float(values.sum()) / total if total else 0.0
-
-
-def _point(at: Tensor) -> tuple[float, float]:
-    x, y = (v if math.isfinite(v) else 0.0 for v in at.tolist())
-    return x, y
 
 
 __all__ = ["Look", "Round", "far_counts", "judge", "look", "require_enough", "require_products", "weigh"]

@@ -1,63 +1,16 @@
-"""The share of runs that are below a target by round, and scores by category of tasks."""
+"""Scores by category of tasks."""
 
 from __future__ import annotations
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from fedlora.experiments.censored import Reaching, reaching
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.picture_style import (
-    MARKERS,
-    drawn,
-    finished,
-    legend,
-    line_style,
-    seeds_in_words,
-    sheet,
-    wrapped,
-)
-from fedlora.experiments.scores import explained, parse_number
+from fedlora.experiments.picture_style import MARKERS, drawn, finished, legend, wrapped
 from fedlora.experiments.tables import score_by
 from fedlora.runs.drawing import COLOURS, words
 
 _SETS = {"test, last": "tasks that clients train on", "unseen, last": "tasks that nobody trains on"}
-
-
-@drawn
-def reaching_figure(grid: Grid) -> Figure | None:
-    """Kaplan and Meier's share of runs that are still below the target, a line per label, a panel per combination of
-    the others; None if the experiment does not compare rounds to a target. Lines stand a little apart, because shares
-    of few runs coincide."""
-    number = parse_number(grid.which())
-    panels: dict[str, dict[str, Reaching]] = {}
-    for one in reaching(grid, number.amount) if number.where == "rounds" else ():
-        where = ", ".join(label for axis, label in one.cell.items() if axis in grid.axes and axis != grid.rows)
-        panels.setdefault(where, {})[one.cell[grid.rows]] = one
-    if not panels:
-        return None
-    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
-    figure, axes = sheet(len(panels), 4.2 if len(panels) == 1 else 3.1)
-    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
-        for place, (label, one) in enumerate(lines.items()):
-            colour, style = line_style(labels.index(label))
-            apart = 0.012 * (place - (len(lines) - 1) / 2)
-            rounds = [0.0, *map(float, one.below.quantiles), one.end]
-            shares = [1.0, *map(float, one.below.probabilities)]
-            shares = [share + apart for share in [*shares, shares[-1]]]
-            axis.step(rounds, shares, style, where="post", color=colour, linewidth=2.4)
-        axis.set(xlabel="round", ylabel="share of runs below", ylim=(-0.08, 1.08))
-        axis.set_title(title, loc="left", fontweight="bold")
-        axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axis.grid(alpha=0.6)
-    legend(figure, [
-        plt.Line2D([], [], color=line_style(k)[0], linestyle=line_style(k)[1], linewidth=2.5, label=label)
-        for k, label in enumerate(labels)
-    ])  # fmt: skip
-    metric = next(iter(grid.metrics), None)
-    counts = seeds_in_words([one.runs for lines in panels.values() for one in lines.values()])
-    return finished(figure, grid, wrapped(f"{explained(grid.which(), metric)}; {counts} runs each", 56))
 
 
 @drawn
