@@ -99,7 +99,7 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
 }
 ALWAYS = {  # what they cannot do with others is an error of its own, at the latest before the first round
     "run": "rounds participation seed threads workers checkpoint_every keep_checkpoints readouts keep_uploads track",
-    "model": "path task device adapter dtype bf16 four_bit checkpointing dropout remember_prefix",
+    "model": "path task device adapter dtype bf16 four_bit checkpointing dropout",
     "lora": "targets scaling alpha rslora dropout saved",
     "method": "*",
     "server": "weighting heads quorum missing memory workers upload gauge_stress",
