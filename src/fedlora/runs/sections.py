@@ -102,7 +102,7 @@ class ModelSection(Section):
     device_map). adapter: a PEFT folder to start from, also another run's or "owner/name@revision" on the hub, instead
     of a fresh adapter. revision: the commit, tag or branch of a hub id; not set: the newest. dtype: of the base weights
     in memory, "float32" or "bfloat16", which halves them and needs bf16; adapters and heads stay float32. bf16: compute
-    in bfloat16; on a CPU without instructions for it, that takes as long as float32. tf32: let a GPU multiply float32
+    in bfloat16; a CPU without instructions for it takes many times as long. tf32: let a GPU multiply float32
     matrices in TF32, with ten bits of mantissa. checkpointing: recompute activations in the backward pass, which saves
     memory and costs time. dropout: overrides the model's own dropout if given. four_bit: load the base in 4 bits
     (QLoRA; needs a GPU and the library bitsandbytes), on which fedex-lora and flora cannot run.

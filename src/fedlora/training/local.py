@@ -22,7 +22,6 @@ from fedlora.data.text import TextData
 from fedlora.doing import stepped
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.bfloat16 import bfloat16_autocast
 from fedlora.training.class_weights import weigh_classes
 from fedlora.training.encoding import Cut, Encoded, Example, check_length, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
@@ -184,7 +183,7 @@ class LocalTrainer(RoundTrainer):
         for k in range(0, len(picked), micro):
             part = picked[k : k + micro]
             inputs = collate(part, self._model.tokenizer, device)
-            with bfloat16_autocast(device, s.bf16, network):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
                 loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
             yield loss
 
