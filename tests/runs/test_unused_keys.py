@@ -47,7 +47,7 @@ HERE = {"model": {"path": "/of/this/machine"}, "data": {"train": "t.csv"}}
 OF_OWN_LOOP: dict[str, Any] = {
     "train.lr": 1e-4, "train.optimizer": "sgd", "train.weight_decay": 0.1, "train.steps": 3, "train.batch_size": 4,
     "train.accumulation": 1, "train.clip": 0.5, "train.schedule": "linear", "train.class_weights": "balanced",
-    "lora.dropout": 0.1, "model.dropout": 0.1, "model.checkpointing": True, "clients.starts": "own",
+    "lora.dropout": 0.1, "model.dropout": 0.1, "model.checkpointing": True,
 }  # fmt: skip
 
 # key -> (value, where it works, where it would do nothing)

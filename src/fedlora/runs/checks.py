@@ -131,16 +131,6 @@ def _of_metric(config: RunConfig) -> Iterator[str]:
 
 def _of_roles(config: RunConfig, name: str, roles: Roles) -> Iterator[str]:
     """name, roles: the method's."""
-    if config.model.adapter is not None and config.clients.starts == "own":
-        yield (
-            "clients.starts = 'own' lets each client draw its own fresh A, but model.adapter starts all of them from "
-            "one trained adapter: leave one of them out."
-        )
-    if config.clients.starts == "own" and not roles.both_shared:
-        yield (
-            f"clients.starts = 'own' redraws each client's A, but {name} shares {roles}: there a factor belongs to "
-            f"the server or stays with the client. Leave it out, or use a method that shares both."
-        )
     if config.server.gauge_stress is not None and not roles.both_shared:
         yield f"server.gauge_stress needs both factors shared, but {name} shares {roles}."
     if config.attack.needs_pairs and not roles.both_shared:

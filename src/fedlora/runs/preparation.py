@@ -231,7 +231,6 @@ def _train_settings(config: RunConfig, template: str | None) -> TrainSettings:
         **config.train.model_dump(exclude={"command", "time_limit"}), rounds=config.run.rounds,
         max_length=config.data.max_length, loss_on=config.data.loss_on, long_responses=config.data.long_responses,
         bf16=config.model.bf16, template=template,
-        own_starts=config.clients.starts == "own",
     )  # fmt: skip
 
 

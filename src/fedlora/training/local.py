@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.core.trainer import Trained
 from fedlora.data.text import TextData
@@ -62,8 +61,6 @@ class RoundTrainer(ABC):
         client, s = download.client.id, self._settings
         data = self.examples(client)
         roles = download.roles
-        if s.own_starts and download.round == 0:
-            adapter = own_start(adapter, self._seed, client)
         self._model.activate(adapter)
         parameters = self._model.trainable(B=roles.B != "frozen", A=roles.A != "frozen", heads=roles.heads != "frozen")
         device = self._model.device
@@ -101,24 +98,6 @@ class RoundTrainer(ABC):
     def order(self, client: str, position: int) -> Iterator[int]:
         """Endless indices of a client's examples, from `position` on."""
         return _stream(len(self.examples(client)), position, self._seed, client)
-
-
-def own_start(adapter: Adapter, seed: int, client: str) -> Adapter:
-    """A fresh adapter with the client's own A, drawn as in peft (uniform in +-1/sqrt(d_in)).
-
-    Raises:
-        ConfigError: the adapter is already trained (B != 0).
-    """
-    modules = {}
-    for name, lora in adapter.modules.items():
-        B, A = lora.factors
-        if bool(B.any()):
-            raise ConfigError(f"own starts are for fresh adapters, but {name} has B != 0 in round 0.")
-        drawn = torch.empty_like(A, device="cpu")
-        bound = A.shape[1] ** -0.5
-        drawn.uniform_(-bound, bound, generator=torch.Generator().manual_seed(derive_seed(seed, "start", client, name)))
-        modules[name] = LoRA(B, drawn.to(A.device))
-    return replace(adapter, modules=modules)
 
 
 def without_data(client: str, data: Mapping[str, Any]) -> str:
@@ -237,4 +216,4 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     return kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)  # type: ignore[call-arg]
 
 
-__all__ = ["LocalTrainer", "RoundTrainer", "epoch_order", "micro_batch", "optimizer_for", "own_start"]
+__all__ = ["LocalTrainer", "RoundTrainer", "epoch_order", "micro_batch", "optimizer_for"]

@@ -198,8 +198,7 @@ class TrainSettings(TrainSection):
 
     rounds: in the whole run, for the schedule. max_length: tokens per example. loss_on: an instruction's response, or
     all of it. long_responses: of an instruction that fill max_length. bf16: compute in bfloat16. template: for a
-    language model's prompts, as in `encoding.encode`. own_starts: a client that receives a fresh adapter (B = 0, in
-    round 0) draws its own A.
+    language model's prompts, as in `encoding.encode`.
 
     Example:
         >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer
@@ -212,7 +211,6 @@ class TrainSettings(TrainSection):
     long_responses: LongResponses = "refuse"
     bf16: bool = False
     template: str | None = None
-    own_starts: bool = False
 
 
 __all__ = [
