@@ -1,4 +1,4 @@
-"""The weight of each class in a client's training loss: from its own counts, or from a table."""
+"""The weight of each class in a client's training loss, from its own counts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, 
         data: the client's training data: n examples, n_c of class c, k classes that occur.
         weights: "balanced": w_c = n / (k n_c), scikit-learn's formula, from this client's own counts, which it need not
             disclose to anybody. Each of *its* classes then counts equally for it; the federation's classes do not, if
-            some clients lack some. A class that it lacks has weight 0, which no example uses. A table: the same weights
-            for every client; classes not named have weight 1.
+            some clients lack some. A class that it lacks has weight 0, which no example uses.
 
     Raises:
-        ConfigError: the data have no classes, or a name is not a class.
+        ConfigError: the data have no classes.
     """
     if weights is None:
         return None
@@ -30,14 +29,5 @@ def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, 
         raise ConfigError(
             "train.class_weights needs classes, and instruction data has none; leave it out for a causal-lm."
         )
-    if isinstance(weights, str):
-        counts = Counter(data.labels)
-        return tuple(len(data) / (len(counts) * counts[c]) if counts[c] else 0.0 for c in range(len(data.label_names)))
-    unknown = [name for name in weights if name not in data.label_names]
-    if unknown:
-        raise ConfigError(
-            f"train.class_weights names {', '.join(map(repr, unknown))}, but no example has that class; the "
-            f"{len(data.label_names)} classes are {', '.join(map(repr, data.label_names[:20]))}"
-            f"{', ...' if len(data.label_names) > 20 else ''}."
-        )
-    return tuple(float(weights.get(name, 1.0)) for name in data.label_names)
+    counts = Counter(data.labels)
+    return tuple(len(data) / (len(counts) * counts[c]) if counts[c] else 0.0 for c in range(len(data.label_names)))

@@ -24,7 +24,7 @@ LongResponses = Literal["refuse", "cut"]
 DType = Literal["float32", "bfloat16"]
 Optimizer = Literal["adam", "adamw", "sgd"]
 Schedule = Literal["constant", "linear", "cosine"]
-ClassWeights = Literal["balanced"] | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)]
+ClassWeights = Literal["balanced"]
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class TrainSection(Section):
     gradient, up to rounding, with less padding; "auto": on a CPU four, of at least four examples each; on a GPU one,
     since many small ones leave it idle. clip: the largest gradient norm; 0 for none. schedule: how the learning rate
     changes from round to round; it is constant within one. class_weights: an example's weight in the training loss, by
-    class: "balanced" (from each client's own counts), or a table {name = weight}, in which unnamed classes have 1.
+    class: "balanced", from each client's own counts.
     """
 
     lr: Annotated[float, Field(gt=0), Key(former=1e-3)] = 3e-3
