@@ -23,33 +23,29 @@ from fedlora.core.messages import Download
 from fedlora.core.trainer import Trained
 from fedlora.errors import ConfigError
 from fedlora.training.own_trainers import (
-    Between,
     active,
     check_trainer,
     examples_of,
     install,
     scale_of,
+    seed_round,
     seen_by,
-    train_round,
 )
 from fedlora.training.round_folder import RoundFacts, RoundFolder, trained_parts
 
 T = TypeVar("T")
-_OPTIMIZER = "optimizer.pt"  # in the round's folder keep/
 
 
-def federate(trainer: T, *, optimizer: Between = "reset", examples: int | None = None) -> T:
+def federate(trainer: T, *, examples: int | None = None) -> T:
     """Make a script a client of a federation, if one started it; otherwise do nothing. Returns its argument.
 
     With a trainer, the model becomes the round's here, and `trainer.train()` hands it back when it ends. With a PEFT
     model, `model.save_pretrained(...)` hands it back; call `federate` before you make the optimiser. The rank and the
-    scaling are the round's, everything else is the script's. Round k uses the script's seed + k - 1, so that rounds
-    draw different batches.
+    scaling are the round's, everything else is the script's. Optimiser and learning rate schedule begin anew in each
+    round, as in the papers. Round k uses the script's seed + k - 1, so that rounds draw different batches.
 
     Args:
         trainer: a `transformers.Trainer` on a PEFT LoRA model, or such a model.
-        optimizer: "reset": optimiser and learning rate schedule begin anew in each round, as in the papers. "keep":
-            both go on where the last round of this client ended, and the schedule spans all rounds; trainers only.
         examples: how many this client trains on, its weight in the mean; default: the length of the training data. A
             loop must give it.
 
@@ -63,23 +59,18 @@ def federate(trainer: T, *, optimizer: Between = "reset", examples: int | None =
         >>> federate(model, examples=40) is model  # no federation started this process
         True
     """
-    if optimizer not in ("reset", "keep"):
-        raise ConfigError(f"optimizer must be 'reset' or 'keep'; got {optimizer!r}.")
     folder = RoundFolder.named()
     if folder is None:
         return trainer
     facts, adapter = folder.read()
     if isinstance(trainer, nn.Module):
-        if optimizer == "keep" or examples is None:
-            raise ConfigError(
-                "federate(model) of a loop needs examples=len(your data), and optimizer='keep' is for trainers only: "
-                "a loop may store its own optimiser in the folder keep/ of the round."
-            )
+        if examples is None:
+            raise ConfigError("federate(model) of a loop needs examples=len(your data).")
         _check_classes(trainer, facts.labels)
         install(trainer, adapter, facts.scaling, facts.trains)
         _hand_back_on_saving(trainer, folder, facts, examples)
     else:
-        _hand_back_after_training(trainer, folder, facts, adapter, optimizer, examples)
+        _hand_back_after_training(trainer, folder, facts, adapter, examples)
     ranks = sorted(set(adapter.ranks.values()))
     print(f"fedlora: round {facts.round} of {facts.client!r}, rank {ranks}, scaling {facts.scaling:g}", file=sys.stderr)
     return trainer
@@ -90,9 +81,7 @@ class HFTrainer:
 
     Args:
         trainers: client -> its trainer, with its data; their models may be one and the same PEFT model.
-        optimizer: as in `federate`. What is kept is in memory: a resumed run begins with new optimisers.
-        rounds: how many will be played, for a kept schedule. scaling: of the federation's adapters; default: that of
-            the first model.
+        scaling: of the federation's adapters; default: that of the first model.
 
     Raises:
         ConfigError: as `federate`, or a trainer with an optimiser object of its own.
@@ -108,15 +97,8 @@ class HFTrainer:
         1.0
     """
 
-    def __init__(
-        self,
-        trainers: Mapping[str, Any],
-        *,
-        optimizer: Between = "reset",
-        rounds: int = 1,
-        scaling: float | None = None,
-    ) -> None:
-        self._trainers, self._optimizer, self._rounds = dict(trainers), optimizer, rounds
+    def __init__(self, trainers: Mapping[str, Any], *, scaling: float | None = None) -> None:
+        self._trainers = dict(trainers)
         for client, trainer in self._trainers.items():
             if trainer.optimizer is not None:
                 raise ConfigError(
@@ -124,7 +106,6 @@ class HFTrainer:
                     f"round's parameters. Give optimizer_cls_and_kwargs, or name it in args.optim."
                 )
         self._scaling = scaling or scale_of(next(iter(self._trainers.values())).model)
-        self._kept: dict[str, dict[str, Any]] = {}
 
     def seed_adapter(self) -> tuple[Adapter, AdapterSpec]:
         """The common start: the first model's adapter as it is now, and its spec."""
@@ -149,12 +130,10 @@ class HFTrainer:
         check_trainer(trainer, adapter)
         install(trainer.model, adapter, self._scaling, trained_parts(download.roles))
         trainer.optimizer = trainer.lr_scheduler = None
-        before = self._kept.get(client, {}) if self._optimizer == "keep" else None
         if not download.round:  # later rounds set their own
             set_seed(trainer.args.seed)
-        rounds = max(self._rounds, download.round + 1)
-        output, kept = train_round(trainer, trainer.train, download.round, rounds, before)
-        self._kept[client] = kept
+        seed_round(trainer, download.round)
+        output = trainer.train()
         made, _ = read_model(trainer.model, active(trainer.model), scaling=self._scaling)
         seen = seen_by(trainer)
         return Trained(made.map(lambda t: t.cpu()), examples_of(trainer), float(output.training_loss), position + seen)
@@ -181,7 +160,7 @@ def _check_classes(model: nn.Module, labels: Sequence[str]) -> None:
 
 
 def _hand_back_after_training(
-    trainer: Any, folder: RoundFolder, facts: RoundFacts, adapter: Adapter, optimizer: Between, examples: int | None
+    trainer: Any, folder: RoundFolder, facts: RoundFacts, adapter: Adapter, examples: int | None
 ) -> None:
     if not all(hasattr(trainer, name) for name in ("model", "args", "train")):
         raise ConfigError(
@@ -197,7 +176,7 @@ def _hand_back_after_training(
             f"round's (rank {sorted(set(adapter.ranks.values()))}, scaling {facts.scaling:g}). Give r and lora_alpha "
             f"in LoraConfig as the federation has them, or optimizer_cls_and_kwargs instead of the object."
         )
-    inner, file = trainer.train, folder.keep / _OPTIMIZER
+    inner = trainer.train
 
     def train(*args: Any, **kwargs: Any) -> Any:
         if any(args[:1]) or kwargs.get("resume_from_checkpoint"):
@@ -205,11 +184,9 @@ def _hand_back_after_training(
                 "trainer.train(resume_from_checkpoint=...) would replace the round's adapter by a checkpoint of "
                 "another round. In a federation, call trainer.train() without it."
             )
-        before = None if optimizer == "reset" else torch.load(file, weights_only=True) if file.exists() else {}
-        output, kept = train_round(trainer, lambda: inner(*args, **kwargs), facts.round - 1, facts.rounds, before)
+        seed_round(trainer, facts.round - 1)
+        output = inner(*args, **kwargs)
         if trainer.is_world_process_zero():
-            if before is not None:
-                torch.save(kept, file)
             made, spec = read_model(trainer.model, active(trainer.model), scaling=facts.scaling)
             count = examples_of(trainer) if examples is None else examples
             folder.write_result(facts, made, spec, count, output.training_loss)

@@ -222,7 +222,6 @@ def _trainer(
         program, spec, model.settings, programs or Path("programs"),
         data=training_rows(config, parts), bases=[str(config.model.location()), config.model.path],
         labels=next(iter(parts.values())).label_names or (), rounds=config.run.rounds,
-        repeated=config.run.checkpoint_every * config.run.keep_checkpoints,
     )  # fmt: skip
 
 

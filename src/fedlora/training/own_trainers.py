@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,7 +17,6 @@ from fedlora.training.models import rank_fields, trainable
 from fedlora.training.round_folder import Part
 from fedlora.training.targets import in_words
 
-Between = Literal["reset", "keep"]
 _MEANWHILE = "fedlora"  # an adapter's name, while the script's own one is replaced
 
 # ---------------------------------------------------------------------------------------------------- a trainer's round
@@ -37,56 +35,14 @@ def check_trainer(trainer: Any, adapter: Adapter) -> None:
         )
 
 
-def train_round(
-    trainer: Any, train: Callable[[], Any], number: int, rounds: int, before: dict[str, Any] | None
-) -> tuple[Any, dict[str, Any]]:
-    """Train a round. number: from 0. before: the optimiser's and the schedule's state to go on with; {}: none yet;
-    None: both begin anew. Returns the output and the states to keep.
-    """
+def seed_round(trainer: Any, number: int) -> None:
+    """Let a later round than the first, number 0, draw other batches."""
     from transformers import set_seed
 
     if number:
         set_seed(trainer.args.seed + number)
         if trainer.args.data_seed is not None:
             trainer.accelerator.dataloader_config.data_seed = trainer.args.data_seed + number
-    if before is None:
-        return train(), {}
-    going_on, create = _going_on(trainer, before), trainer.create_scheduler
-
-    def over_all_rounds(num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        return create(num_training_steps * rounds, *args, **kwargs)
-
-    trainer.create_scheduler = over_all_rounds
-    trainer.add_callback(going_on)
-    try:
-        return train(), going_on.kept
-    finally:
-        trainer.remove_callback(going_on)
-        trainer.create_scheduler = create
-
-
-def _going_on(trainer: Any, before: dict[str, Any]) -> Any:
-    """A callback that puts kept states into optimiser and schedule when training begins, and takes them at its end."""
-    from transformers import TrainerCallback
-
-    def ranks() -> list[int]:
-        return list(read_model(trainer.model, active(trainer.model))[0].ranks.values())
-
-    class GoingOn(TrainerCallback):  # type: ignore[misc]
-        kept: dict[str, Any]
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            if before and before["ranks"] != ranks():
-                print("fedlora: this round has other ranks than the kept optimiser: it begins anew", file=sys.stderr)
-            elif before:
-                trainer.optimizer.load_state_dict(before["optimizer"])
-                trainer.lr_scheduler.load_state_dict(before["schedule"])
-
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            states = {"optimizer": trainer.optimizer.state_dict(), "schedule": trainer.lr_scheduler.state_dict()}
-            self.kept = {"ranks": ranks(), **copy.deepcopy(states)}
-
-    return GoingOn()
 
 
 def examples_of(trainer: Any) -> int:
@@ -173,5 +129,5 @@ def scale_of(model: Any) -> float:
 
 
 __all__ = [
-    "Between", "active", "check_trainer", "examples_of", "install", "scale_of", "seen_by", "train_round",
+    "active", "check_trainer", "examples_of", "install", "scale_of", "seed_round", "seen_by",
 ]  # fmt: skip
