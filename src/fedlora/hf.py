@@ -10,6 +10,7 @@ and hands it back. `HFTrainer` lets the engine play several trainers in one proc
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,23 +18,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fedlora.adapters.io import AdapterSpec, read_model
+from fedlora.adapters.io import AdapterSpec, load_into_model, read_model
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.core.trainer import Trained
 from fedlora.errors import ConfigError
-from fedlora.training.own_trainers import (
-    active,
-    check_trainer,
-    examples_of,
-    install,
-    scale_of,
-    seed_round,
-    seen_by,
-)
-from fedlora.training.round_folder import RoundFacts, RoundFolder, trained_parts
+from fedlora.training.models import rank_fields, trainable
+from fedlora.training.round_folder import Part, RoundFacts, RoundFolder, trained_parts
+from fedlora.training.targets import in_words
 
 T = TypeVar("T")
+_MEANWHILE = "fedlora"  # an adapter's name, while the script's own one is replaced
 
 
 def federate(trainer: T, *, examples: int | None = None) -> T:
@@ -67,7 +62,7 @@ def federate(trainer: T, *, examples: int | None = None) -> T:
         if examples is None:
             raise ConfigError("federate(model) of a loop needs examples=len(your data).")
         _check_classes(trainer, facts.labels)
-        install(trainer, adapter, facts.scaling, facts.trains)
+        _install(trainer, adapter, facts.scaling, facts.trains)
         _hand_back_on_saving(trainer, folder, facts, examples)
     else:
         _hand_back_after_training(trainer, folder, facts, adapter, examples)
@@ -105,12 +100,12 @@ class HFTrainer:
                     f"the trainer of {client!r} has an optimiser object (optimizers=...), which is tied to the first "
                     f"round's parameters. Give optimizer_cls_and_kwargs, or name it in args.optim."
                 )
-        self._scaling = scaling or scale_of(next(iter(self._trainers.values())).model)
+        self._scaling = scaling or _scale_of(next(iter(self._trainers.values())).model)
 
     def seed_adapter(self) -> tuple[Adapter, AdapterSpec]:
         """The common start: the first model's adapter as it is now, and its spec."""
         model = next(iter(self._trainers.values())).model
-        adapter, spec = read_model(model, active(model), scaling=self._scaling)
+        adapter, spec = read_model(model, _active(model), scaling=self._scaling)
         return Adapter(adapter.map(lambda t: t.cpu()).modules, adapter.map(lambda t: t.cpu()).heads), spec
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
@@ -127,16 +122,16 @@ class HFTrainer:
         if download.roles.penalty is not None:
             raise ConfigError("this method adds a term to the loss (hetlora with pruning): leave pruning out.")
         trainer = self._trainers[client]
-        check_trainer(trainer, adapter)
-        install(trainer.model, adapter, self._scaling, trained_parts(download.roles))
+        _check_trainer(trainer, adapter)
+        _install(trainer.model, adapter, self._scaling, trained_parts(download.roles))
         trainer.optimizer = trainer.lr_scheduler = None
         if not download.round:  # later rounds set their own
             set_seed(trainer.args.seed)
-        seed_round(trainer, download.round)
+        _seed_round(trainer, download.round)
         output = trainer.train()
-        made, _ = read_model(trainer.model, active(trainer.model), scaling=self._scaling)
-        seen = seen_by(trainer)
-        return Trained(made.map(lambda t: t.cpu()), examples_of(trainer), float(output.training_loss), position + seen)
+        made, _ = read_model(trainer.model, _active(trainer.model), scaling=self._scaling)
+        seen = _seen_by(trainer)
+        return Trained(made.map(lambda t: t.cpu()), _examples_of(trainer), float(output.training_loss), position + seen)
 
 
 # --------------------------------------------------------------------------------------------- a script as the program
@@ -167,9 +162,9 @@ def _hand_back_after_training(
             f"federate takes a transformers.Trainer or a PEFT model; got a {type(trainer).__name__}. For a loop of "
             f"your own: federate(model, examples=len(data))."
         )
-    check_trainer(trainer, adapter)
+    _check_trainer(trainer, adapter)
     _check_classes(trainer.model, facts.labels)
-    rebuilt = install(trainer.model, adapter, facts.scaling, facts.trains)
+    rebuilt = _install(trainer.model, adapter, facts.scaling, facts.trains)
     if rebuilt and trainer.optimizer is not None:
         raise ConfigError(
             f"the trainer has an optimiser object (optimizers=...) for parameters of another rank or scaling than this "
@@ -184,11 +179,11 @@ def _hand_back_after_training(
                 "trainer.train(resume_from_checkpoint=...) would replace the round's adapter by a checkpoint of "
                 "another round. In a federation, call trainer.train() without it."
             )
-        seed_round(trainer, facts.round - 1)
+        _seed_round(trainer, facts.round - 1)
         output = inner(*args, **kwargs)
         if trainer.is_world_process_zero():
-            made, spec = read_model(trainer.model, active(trainer.model), scaling=facts.scaling)
-            count = examples_of(trainer) if examples is None else examples
+            made, spec = read_model(trainer.model, _active(trainer.model), scaling=facts.scaling)
+            count = _examples_of(trainer) if examples is None else examples
             folder.write_result(facts, made, spec, count, output.training_loss)
         return output
 
@@ -215,11 +210,120 @@ def _hand_back_on_saving(model: Any, folder: RoundFolder, facts: RoundFacts, exa
                 "the model returned no loss in training mode, so this round's loss is unknown: pass labels to the "
                 "model, so that its output has one, or write result/ and result.json of the round yourself."
             )
-        made, spec = read_model(model, active(model), scaling=facts.scaling)
+        made, spec = read_model(model, _active(model), scaling=facts.scaling)
         folder.write_result(facts, made, spec, examples, float(torch.stack(losses).mean()))
         return saved
 
     model.save_pretrained = save_pretrained
+
+
+# ------------------------------------------------------------------------------------------------------------ a trainer
+
+
+def _check_trainer(trainer: Any, adapter: Adapter) -> None:
+    """Raise `ConfigError` for trainers that cannot play a round."""
+    if trainer.model_init is not None:
+        raise ConfigError("model_init makes a new model in train(), without the round's adapter: pass model instead.")
+    if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
+        raise ConfigError("FSDP and DeepSpeed shard the adapter, and federate cannot read it: train without them.")
+    if adapter.base and hasattr(trainer, "ref_model") and trainer.ref_model is None:
+        raise ConfigError(
+            f"{type(trainer).__name__} compares with its own base model, and this method moves the base weights "
+            f"(fedex-lora, flora, ...): the reference would move with them. Pass a ref_model, or use another method."
+        )
+
+
+def _seed_round(trainer: Any, number: int) -> None:
+    """Let a later round than the first, number 0, draw other batches."""
+    from transformers import set_seed
+
+    if number:
+        set_seed(trainer.args.seed + number)
+        if trainer.args.data_seed is not None:
+            trainer.accelerator.dataloader_config.data_seed = trainer.args.data_seed + number
+
+
+def _examples_of(trainer: Any) -> int:
+    try:
+        return len(trainer.train_dataset)
+    except TypeError:  # a stream
+        return _seen_by(trainer)
+
+
+def _seen_by(trainer: Any) -> int:
+    """The examples of the last `train()`."""
+    args = trainer.args
+    return int(trainer.state.global_step * args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+def _install(model: Any, adapter: Adapter, scaling: float, trains: list[Part]) -> bool:
+    """Set the model to the round's base and adapter, at its ranks and scaling. Returns whether the adapter's parameters
+    are new ones, as they must be if ranks or scaling differ."""
+    name = _active(model)
+    now, _ = read_model(model, name, scaling=scaling)
+    rebuilt = now.ranks != adapter.ranks or any(scale != scaling for scale in _scales(model, name))
+    if set(now.modules) != set(adapter.modules) or set(now.heads) != set(adapter.heads):
+        odd = sorted({*now.modules, *now.heads} ^ {*adapter.modules, *adapter.heads})
+        raise ConfigError(
+            f"the script's model and the federation's adapter differ in {odd[0]!r} ({len(odd)} such). The script "
+            f"adapts {in_words(now.modules)}, the federation {in_words(adapter.modules)}: give target_modules and "
+            f"modules_to_save of LoraConfig the same names as lora.targets and lora.saved of the federation."
+        )
+    if rebuilt:
+        _rebuild(model, name, adapter, scaling)
+    load_into_model(model, adapter, name, scaling=scaling)
+    trainable(model, name, B="B" in trains, A="A" in trains, heads="heads" in trains)
+    return rebuilt
+
+
+def _rebuild(model: Any, name: str, adapter: Adapter, scaling: float) -> None:
+    """Replace the model's adapter by one of the round's ranks and scaling; all else as the script configured it."""
+    config, distinct = copy.deepcopy(model.peft_config[name]), set(adapter.ranks.values())
+    if scaling not in _scales(model, name):
+        own = ", ".join(f"{scale:g}" for scale in sorted(_scales(model, name)))
+        print(f"fedlora: alpha / r is {scaling:g} in this federation; {own} of LoraConfig is not used", file=sys.stderr)
+    ranked = rank_fields(distinct.pop() if len(distinct) == 1 else adapter.ranks, scaling)
+    for field, value in {**ranked, "use_rslora": False}.items():
+        setattr(config, field, value)
+    dtypes = {path: p.dtype for path, p in model.named_parameters() if f".{name}." in path}
+    with torch.random.fork_rng(devices=[]):  # peft draws weights that are replaced at once
+        for new, old in ((_MEANWHILE, name), (name, _MEANWHILE)):  # peft does not delete a model's only adapter
+            model.add_adapter(new, config)
+            model.set_adapter(new)
+            model.delete_adapter(old)
+    for path, parameter in model.named_parameters():
+        if path in dtypes:
+            parameter.data = parameter.data.to(dtypes[path])
+
+
+def _active(model: Any) -> str:
+    """The name of the adapter that trains. Raises `ConfigError`."""
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel):
+        raise ConfigError(
+            f"federate needs a PEFT LoRA model; the script trains a {type(model).__name__}. Wrap it with "
+            f"peft.get_peft_model(model, LoraConfig(...)), or give the trainer peft_config=LoraConfig(...)."
+        )
+    names = list(model.active_adapters)
+    if len(names) != 1:
+        raise ConfigError(f"federate needs one active adapter; the model has {names}: call model.set_adapter(NAME).")
+    return str(names[0])
+
+
+def _scales(model: Any, name: str) -> set[float]:
+    """alpha / r, or what stands for it, of the model's LoRA layers."""
+    return {float(m.scaling[name]) for m in model.modules() if name in getattr(m, "lora_A", {})}
+
+
+def _scale_of(model: Any) -> float:
+    scales = _scales(model, _active(model))
+    if len(scales) != 1:
+        raise ConfigError(f"the model's layers have the scales {sorted(scales)}: give HFTrainer(scaling=...).")
+    return scales.pop()
 
 
 __all__ = ["HFTrainer", "federate"]
