@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,10 +22,9 @@ from fedlora.data.text import TextData
 from fedlora.doing import stepped
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.class_weights import weigh_classes
 from fedlora.training.encoding import Cut, Encoded, Example, check_length, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
-from fedlora.training.settings import TrainSettings
+from fedlora.training.settings import ClassWeights, TrainSettings
 
 
 class RoundTrainer(ABC):
@@ -167,6 +167,30 @@ class LocalTrainer(RoundTrainer):
             yield loss
 
 
+def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, ...] | None:
+    """One client's weight for each class, by index; None if classes are not weighted.
+
+    The loss of a batch is sum_i w(y_i) l_i / sum_i w(y_i), as in torch's CrossEntropyLoss(weight=w).
+
+    Args:
+        data: the client's training data: n examples, n_c of class c, k classes that occur.
+        weights: "balanced": w_c = n / (k n_c), scikit-learn's formula, from this client's own counts, which it need not
+            disclose to anybody. Each of *its* classes then counts equally for it; the federation's classes do not, if
+            some clients lack some. A class that it lacks has weight 0, which no example uses.
+
+    Raises:
+        ConfigError: the data have no classes.
+    """
+    if weights is None:
+        return None
+    if data.labels is None:
+        raise ConfigError(
+            "train.class_weights needs classes, and instruction data has none; leave it out for a causal-lm."
+        )
+    counts = Counter(data.labels)
+    return tuple(len(data) / (len(counts) * counts[c]) if counts[c] else 0.0 for c in range(len(data.label_names)))
+
+
 def _mean_loss(network: nn.Module, inputs: dict[str, Tensor], weights: Sequence[float] | None) -> Tensor:
     """The batch's mean cross entropy; with class weights the weighted mean, as in torch's CrossEntropyLoss(weight)."""
     if weights is None:
@@ -216,4 +240,4 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     return kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)  # type: ignore[call-arg]
 
 
-__all__ = ["LocalTrainer", "RoundTrainer", "epoch_order", "micro_batch", "optimizer_for"]
+__all__ = ["LocalTrainer", "RoundTrainer", "epoch_order", "micro_batch", "optimizer_for", "weigh_classes"]
