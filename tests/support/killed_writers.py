@@ -31,7 +31,7 @@ STEPS = ("mkdir", "open", "rename", "replace", "rmdir", "unlink", "chmod", "fchm
 Look = Callable[[], str]
 
 
-def die_at(step: int) -> list[str]:
+def die_at(step: int, steps: tuple[str, ...] = STEPS) -> list[str]:
     """From now on the process dies before its `step`-th step; returns the list that its steps are written to."""
     seen: list[str] = []
 
@@ -46,7 +46,7 @@ def die_at(step: int) -> list[str]:
 
         setattr(owner, name, call)
 
-    for name in STEPS:
+    for name in steps:
         counted(os, name)
     counted(folders, "_exchange")
     return seen
