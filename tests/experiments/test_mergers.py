@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fedlora.adapters.agreement import read_uploads
+from fedlora.core.lora import Adapter, LoRA
 from fedlora.data.text import TextData
 from fedlora.errors import CheckpointError, ConfigError
 from fedlora.experiments.grid import Grid
@@ -49,6 +50,7 @@ name = "flexlora"
 [run.clients]
 count = 3
 ranks = [2, 4, 4]
+starts = "own"
 [run.data]
 train = "train.jsonl"
 validation = 0.2
@@ -249,6 +251,25 @@ def test_a_client_that_lacks_a_class_has_no_head(experiment: Experiment, places:
         head_alone(prepared, single, ["test"], apart={name: 1.0})
 
 
+def test_own_starts_share_no_rows(experiment: Experiment, places: Places) -> None:
+    """A of two clients is drawn apart; with a common start, after so few steps, it is nearly one matrix."""
+    cosines = {}
+    for starts in ("own", "common"):
+        run = Grid(experiment, "mini").searches[0]
+        config = run.config.model_copy(update={"clients": run.config.clients.model_copy(update={"starts": starts})})
+        made = prepare(config)
+        rows_of = []
+        for client in made.clients[1:]:  # of rank 4 both
+            from fedlora.client import begin_round
+            from fedlora.core.messages import ClientMemory
+
+            job = begin_round(made.server.download(made.server.init(made.seed_adapter), client), ClientMemory())
+            trained = made.trainer.train(job.download, job.adapter, job.position)
+            rows_of.append(torch.cat([m.factors[1].flatten() for m in trained.adapter.modules.values()]))
+        cosines[starts] = float(torch.cosine_similarity(*rows_of, dim=0))
+    assert cosines["common"] > 0.8 and abs(cosines["own"]) < 0.5, cosines
+
+
 def test_controls_go_by_the_rate_of_what_they_are_held_against(experiment: Experiment, places: Places) -> None:
     done = places.finished(unclean=True)
     rate = {c["method"]: Grid(experiment, "mini", done).choice(c).value for c in experiment.cells("mini")}
@@ -283,6 +304,17 @@ def test_runs_that_cannot_be_merged_are_refused(folder: Path) -> None:
     (folder / "wrong.toml").write_text(ONCE.replace('merged = "method"', 'merged = "methods"'))
     with pytest.raises(ConfigError, match="'methods' is not an axis"):
         load_experiment(folder / "wrong.toml")
+
+
+def test_own_starts_refuse_trained_adapters() -> None:
+    from fedlora.training.local import own_start
+
+    with pytest.raises(ConfigError, match="B != 0"):
+        own_start(Adapter({"q": LoRA(torch.ones(3, 2), torch.ones(2, 4))}), 0, "a")
+    fresh = Adapter({"q": LoRA(torch.zeros(3, 2), torch.zeros(2, 4))})
+    A = own_start(fresh, 0, "a").modules["q"].factors[1]
+    assert float(A.abs().max()) <= 0.5 and not torch.equal(A, own_start(fresh, 0, "b").modules["q"].factors[1])
+    assert torch.equal(A, own_start(fresh, 0, "a").modules["q"].factors[1])
 
 
 def added(folder: Path, name: str, more: str) -> Experiment:

@@ -224,9 +224,9 @@ def _times(source: Source) -> Table:
         "hours of one process": f"{sum(result.wall_seconds for result in each) / 3600:.1f}",
     }
     caption = (
-        "All runs of the profile, each in a process with one thread. *examples a second*: while clients train. *hours "
-        "of one process*: including data, evaluation and mergers. These are no benchmarks: other programs may have "
-        "used the machine."
+        "All runs of the profile, each in a process with one thread. *examples a second*: while clients train, "
+        "including the work that `remember_prefix` does once in a process. *hours of one process*: including data, "
+        "evaluation and mergers. These are no benchmarks: other programs may have used the machine."
     )
     return Table([*row], [[*row.values()]], caption, notes(source.grid, ""))
 
