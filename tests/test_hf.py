@@ -20,12 +20,10 @@ from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
 from fedlora import Adapter, Client, LoRA, Server, build, read_adapter
-from fedlora.adapters.io import read_model
 from fedlora.data import TextData
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.hf import HFTrainer, federate
@@ -112,28 +110,6 @@ def test_three_rounds_of_a_trainer_have_the_losses_of_our_own_loop(
         assert record.losses == pytest.approx(losses, abs=2e-5), record.round
     assert found[-1].loss < found[0].loss - 0.05  # it learns
     assert {u.num_examples for u in found[-1].uploads} == {SIZE}
-
-
-def test_a_kept_optimiser_goes_on_as_one_long_training(base: Path, data: dict[str, TextData], tmp_path: Path) -> None:
-    """One client, whose mean is itself: three rounds are one training of three times the steps, moments and the falling
-    rate included. With "reset" they are not."""
-    whole = trainer_of(model_of(base, 4), data["a"], tmp_path, max_steps=3 * STEPS, lr_scheduler_type="linear")
-    begun, _ = HFTrainer({"a": whole}).seed_adapter()
-    whole.train()
-    expected, _ = read_model(whole.model, scaling=2.0)
-    found = {}
-    for between in ("keep", "reset"):
-        trainer = HFTrainer(
-            {"a": trainer_of(model_of(base, 4), data["a"], tmp_path, lr_scheduler_type="linear")},
-            optimizer=between, rounds=3,
-        )  # fmt: skip
-        server = Server(build("fedit"))
-        (*_, last) = simulate(server, [Client("a", 4)], trainer, start(server, begun), rounds=3)
-        update = server.global_update(last.state.server)
-        found[between] = max(
-            float((update[name].delta() - lora.delta()).abs().max()) for name, lora in expected.modules.items()
-        )
-    assert found["keep"] < 1e-5 < 1e-3 < found["reset"]
 
 
 # ---- a script as the program -----------------------------------------------------------------------------------------
@@ -269,8 +245,6 @@ def test_what_cannot_be_federated_is_refused_by_name(
         federate(trainer_of(few, data["a"], tmp_path))
     with pytest.raises(ConfigError, match="needs examples=len"):
         federate(few)
-    with pytest.raises(ConfigError, match="optimizer must be 'reset' or 'keep'"):
-        federate(few, optimizer="new")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"takes a transformers.Trainer or a PEFT model; got a dict"):
         federate({})
 
@@ -308,40 +282,6 @@ def test_resuming_a_checkpoint_of_another_round_is_refused(tmp_path: Path, monke
     trainer = site.play(monkeypatch, folder)["trainer"]
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint"):
         trainer.train(resume_from_checkpoint=True)
-
-
-class Mine(TrainerCallback):
-    """A user's own callback, which goes on as before."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seen.append(state.global_step)
-
-
-def test_a_script_keeps_its_optimiser_in_the_rounds_folder(
-    base: Path, data: dict[str, TextData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each round is a new process: here, a new trainer. In the second the steps of Adam and the rate go on where they
-    were: after 2 S of the 3 S steps of all rounds, a third of the rate is left."""
-    model = AdaptedModel.load(base, "classification", LoRASettings(targets=["query", "value"]), labels=LABELS)
-    for number in (1, 2):
-        folder = RoundFolder(tmp_path / f"of-{number}")
-        folder.path.mkdir()
-        if number == 2:
-            shutil.copytree(tmp_path / "of-1" / "keep", folder.keep)
-        facts = RoundFacts(client="a", round=number, rounds=3, scaling=2.0, trains=["B", "A", "heads"])
-        folder.write(facts, *model.seed_adapter(4, seed=0))
-        monkeypatch.setenv(VARIABLE, str(folder.path))
-        trainer = trainer_of(model_of(base), data["a"], tmp_path, lr_scheduler_type="linear")
-        mine = Mine()
-        trainer.add_callback(mine)
-        federate(trainer, optimizer="keep").train()
-        assert mine.seen == list(range(1, STEPS + 1))
-    (steps,) = {int(state["step"]) for state in trainer.optimizer.state_dict()["state"].values()}
-    assert steps == 2 * STEPS
-    assert trainer.lr_scheduler.get_last_lr() == pytest.approx([LR / 3] * len(trainer.lr_scheduler.get_last_lr()))
 
 
 def test_a_dpo_trainer_is_federated_and_refuses_a_moving_reference(

@@ -10,6 +10,7 @@ and hands it back. `HFTrainer` lets the engine play several trainers in one proc
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,39 +18,29 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fedlora.adapters.io import AdapterSpec, read_model
+from fedlora.adapters.io import AdapterSpec, load_into_model, read_model
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.core.trainer import Trained
 from fedlora.errors import ConfigError
-from fedlora.training.own_trainers import (
-    Between,
-    active,
-    check_trainer,
-    examples_of,
-    install,
-    scale_of,
-    seen_by,
-    train_round,
-)
-from fedlora.training.round_folder import RoundFacts, RoundFolder, trained_parts
+from fedlora.training.models import rank_fields, trainable
+from fedlora.training.round_folder import Part, RoundFacts, RoundFolder, trained_parts
+from fedlora.training.targets import in_words
 
 T = TypeVar("T")
-_OPTIMIZER = "optimizer.pt"  # in the round's folder keep/
+_MEANWHILE = "fedlora"  # an adapter's name, while the script's own one is replaced
 
 
-def federate(trainer: T, *, optimizer: Between = "reset", examples: int | None = None) -> T:
+def federate(trainer: T, *, examples: int | None = None) -> T:
     """Make a script a client of a federation, if one started it; otherwise do nothing. Returns its argument.
 
     With a trainer, the model becomes the round's here, and `trainer.train()` hands it back when it ends. With a PEFT
     model, `model.save_pretrained(...)` hands it back; call `federate` before you make the optimiser. The rank and the
-    scaling are the round's, everything else is the script's. Round k uses the script's seed + k - 1, so that rounds
-    draw different batches.
+    scaling are the round's, everything else is the script's. Optimiser and learning rate schedule begin anew in each
+    round, as in the papers. Round k uses the script's seed + k - 1, so that rounds draw different batches.
 
     Args:
         trainer: a `transformers.Trainer` on a PEFT LoRA model, or such a model.
-        optimizer: "reset": optimiser and learning rate schedule begin anew in each round, as in the papers. "keep":
-            both go on where the last round of this client ended, and the schedule spans all rounds; trainers only.
         examples: how many this client trains on, its weight in the mean; default: the length of the training data. A
             loop must give it.
 
@@ -63,23 +54,18 @@ def federate(trainer: T, *, optimizer: Between = "reset", examples: int | None =
         >>> federate(model, examples=40) is model  # no federation started this process
         True
     """
-    if optimizer not in ("reset", "keep"):
-        raise ConfigError(f"optimizer must be 'reset' or 'keep'; got {optimizer!r}.")
     folder = RoundFolder.named()
     if folder is None:
         return trainer
     facts, adapter = folder.read()
     if isinstance(trainer, nn.Module):
-        if optimizer == "keep" or examples is None:
-            raise ConfigError(
-                "federate(model) of a loop needs examples=len(your data), and optimizer='keep' is for trainers only: "
-                "a loop may store its own optimiser in the folder keep/ of the round."
-            )
+        if examples is None:
+            raise ConfigError("federate(model) of a loop needs examples=len(your data).")
         _check_classes(trainer, facts.labels)
-        install(trainer, adapter, facts.scaling, facts.trains)
+        _install(trainer, adapter, facts.scaling, facts.trains)
         _hand_back_on_saving(trainer, folder, facts, examples)
     else:
-        _hand_back_after_training(trainer, folder, facts, adapter, optimizer, examples)
+        _hand_back_after_training(trainer, folder, facts, adapter, examples)
     ranks = sorted(set(adapter.ranks.values()))
     print(f"fedlora: round {facts.round} of {facts.client!r}, rank {ranks}, scaling {facts.scaling:g}", file=sys.stderr)
     return trainer
@@ -90,9 +76,7 @@ class HFTrainer:
 
     Args:
         trainers: client -> its trainer, with its data; their models may be one and the same PEFT model.
-        optimizer: as in `federate`. What is kept is in memory: a resumed run begins with new optimisers.
-        rounds: how many will be played, for a kept schedule. scaling: of the federation's adapters; default: that of
-            the first model.
+        scaling: of the federation's adapters; default: that of the first model.
 
     Raises:
         ConfigError: as `federate`, or a trainer with an optimiser object of its own.
@@ -108,28 +92,20 @@ class HFTrainer:
         1.0
     """
 
-    def __init__(
-        self,
-        trainers: Mapping[str, Any],
-        *,
-        optimizer: Between = "reset",
-        rounds: int = 1,
-        scaling: float | None = None,
-    ) -> None:
-        self._trainers, self._optimizer, self._rounds = dict(trainers), optimizer, rounds
+    def __init__(self, trainers: Mapping[str, Any], *, scaling: float | None = None) -> None:
+        self._trainers = dict(trainers)
         for client, trainer in self._trainers.items():
             if trainer.optimizer is not None:
                 raise ConfigError(
                     f"the trainer of {client!r} has an optimiser object (optimizers=...), which is tied to the first "
                     f"round's parameters. Give optimizer_cls_and_kwargs, or name it in args.optim."
                 )
-        self._scaling = scaling or scale_of(next(iter(self._trainers.values())).model)
-        self._kept: dict[str, dict[str, Any]] = {}
+        self._scaling = scaling or _scale_of(next(iter(self._trainers.values())).model)
 
     def seed_adapter(self) -> tuple[Adapter, AdapterSpec]:
         """The common start: the first model's adapter as it is now, and its spec."""
         model = next(iter(self._trainers.values())).model
-        adapter, spec = read_model(model, active(model), scaling=self._scaling)
+        adapter, spec = read_model(model, _active(model), scaling=self._scaling)
         return Adapter(adapter.map(lambda t: t.cpu()).modules, adapter.map(lambda t: t.cpu()).heads), spec
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
@@ -146,18 +122,16 @@ class HFTrainer:
         if download.roles.penalty is not None:
             raise ConfigError("this method adds a term to the loss (hetlora with pruning): leave pruning out.")
         trainer = self._trainers[client]
-        check_trainer(trainer, adapter)
-        install(trainer.model, adapter, self._scaling, trained_parts(download.roles))
+        _check_trainer(trainer, adapter)
+        _install(trainer.model, adapter, self._scaling, trained_parts(download.roles))
         trainer.optimizer = trainer.lr_scheduler = None
-        before = self._kept.get(client, {}) if self._optimizer == "keep" else None
         if not download.round:  # later rounds set their own
             set_seed(trainer.args.seed)
-        rounds = max(self._rounds, download.round + 1)
-        output, kept = train_round(trainer, trainer.train, download.round, rounds, before)
-        self._kept[client] = kept
-        made, _ = read_model(trainer.model, active(trainer.model), scaling=self._scaling)
-        seen = seen_by(trainer)
-        return Trained(made.map(lambda t: t.cpu()), examples_of(trainer), float(output.training_loss), position + seen)
+        _seed_round(trainer, download.round)
+        output = trainer.train()
+        made, _ = read_model(trainer.model, _active(trainer.model), scaling=self._scaling)
+        seen = _seen_by(trainer)
+        return Trained(made.map(lambda t: t.cpu()), _examples_of(trainer), float(output.training_loss), position + seen)
 
 
 # --------------------------------------------------------------------------------------------- a script as the program
@@ -181,23 +155,23 @@ def _check_classes(model: nn.Module, labels: Sequence[str]) -> None:
 
 
 def _hand_back_after_training(
-    trainer: Any, folder: RoundFolder, facts: RoundFacts, adapter: Adapter, optimizer: Between, examples: int | None
+    trainer: Any, folder: RoundFolder, facts: RoundFacts, adapter: Adapter, examples: int | None
 ) -> None:
     if not all(hasattr(trainer, name) for name in ("model", "args", "train")):
         raise ConfigError(
             f"federate takes a transformers.Trainer or a PEFT model; got a {type(trainer).__name__}. For a loop of "
             f"your own: federate(model, examples=len(data))."
         )
-    check_trainer(trainer, adapter)
+    _check_trainer(trainer, adapter)
     _check_classes(trainer.model, facts.labels)
-    rebuilt = install(trainer.model, adapter, facts.scaling, facts.trains)
+    rebuilt = _install(trainer.model, adapter, facts.scaling, facts.trains)
     if rebuilt and trainer.optimizer is not None:
         raise ConfigError(
             f"the trainer has an optimiser object (optimizers=...) for parameters of another rank or scaling than this "
             f"round's (rank {sorted(set(adapter.ranks.values()))}, scaling {facts.scaling:g}). Give r and lora_alpha "
             f"in LoraConfig as the federation has them, or optimizer_cls_and_kwargs instead of the object."
         )
-    inner, file = trainer.train, folder.keep / _OPTIMIZER
+    inner = trainer.train
 
     def train(*args: Any, **kwargs: Any) -> Any:
         if any(args[:1]) or kwargs.get("resume_from_checkpoint"):
@@ -205,13 +179,11 @@ def _hand_back_after_training(
                 "trainer.train(resume_from_checkpoint=...) would replace the round's adapter by a checkpoint of "
                 "another round. In a federation, call trainer.train() without it."
             )
-        before = None if optimizer == "reset" else torch.load(file, weights_only=True) if file.exists() else {}
-        output, kept = train_round(trainer, lambda: inner(*args, **kwargs), facts.round - 1, facts.rounds, before)
+        _seed_round(trainer, facts.round - 1)
+        output = inner(*args, **kwargs)
         if trainer.is_world_process_zero():
-            if before is not None:
-                torch.save(kept, file)
-            made, spec = read_model(trainer.model, active(trainer.model), scaling=facts.scaling)
-            count = examples_of(trainer) if examples is None else examples
+            made, spec = read_model(trainer.model, _active(trainer.model), scaling=facts.scaling)
+            count = _examples_of(trainer) if examples is None else examples
             folder.write_result(facts, made, spec, count, output.training_loss)
         return output
 
@@ -238,11 +210,120 @@ def _hand_back_on_saving(model: Any, folder: RoundFolder, facts: RoundFacts, exa
                 "the model returned no loss in training mode, so this round's loss is unknown: pass labels to the "
                 "model, so that its output has one, or write result/ and result.json of the round yourself."
             )
-        made, spec = read_model(model, active(model), scaling=facts.scaling)
+        made, spec = read_model(model, _active(model), scaling=facts.scaling)
         folder.write_result(facts, made, spec, examples, float(torch.stack(losses).mean()))
         return saved
 
     model.save_pretrained = save_pretrained
+
+
+# ------------------------------------------------------------------------------------------------------------ a trainer
+
+
+def _check_trainer(trainer: Any, adapter: Adapter) -> None:
+    """Raise `ConfigError` for trainers that cannot play a round."""
+    if trainer.model_init is not None:
+        raise ConfigError("model_init makes a new model in train(), without the round's adapter: pass model instead.")
+    if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
+        raise ConfigError("FSDP and DeepSpeed shard the adapter, and federate cannot read it: train without them.")
+    if adapter.base and hasattr(trainer, "ref_model") and trainer.ref_model is None:
+        raise ConfigError(
+            f"{type(trainer).__name__} compares with its own base model, and this method moves the base weights "
+            f"(fedex-lora, flora, ...): the reference would move with them. Pass a ref_model, or use another method."
+        )
+
+
+def _seed_round(trainer: Any, number: int) -> None:
+    """Let a later round than the first, number 0, draw other batches."""
+    from transformers import set_seed
+
+    if number:
+        set_seed(trainer.args.seed + number)
+        if trainer.args.data_seed is not None:
+            trainer.accelerator.dataloader_config.data_seed = trainer.args.data_seed + number
+
+
+def _examples_of(trainer: Any) -> int:
+    try:
+        return len(trainer.train_dataset)
+    except TypeError:  # a stream
+        return _seen_by(trainer)
+
+
+def _seen_by(trainer: Any) -> int:
+    """The examples of the last `train()`."""
+    args = trainer.args
+    return int(trainer.state.global_step * args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+def _install(model: Any, adapter: Adapter, scaling: float, trains: list[Part]) -> bool:
+    """Set the model to the round's base and adapter, at its ranks and scaling. Returns whether the adapter's parameters
+    are new ones, as they must be if ranks or scaling differ."""
+    name = _active(model)
+    now, _ = read_model(model, name, scaling=scaling)
+    rebuilt = now.ranks != adapter.ranks or any(scale != scaling for scale in _scales(model, name))
+    if set(now.modules) != set(adapter.modules) or set(now.heads) != set(adapter.heads):
+        odd = sorted({*now.modules, *now.heads} ^ {*adapter.modules, *adapter.heads})
+        raise ConfigError(
+            f"the script's model and the federation's adapter differ in {odd[0]!r} ({len(odd)} such). The script "
+            f"adapts {in_words(now.modules)}, the federation {in_words(adapter.modules)}: give target_modules and "
+            f"modules_to_save of LoraConfig the same names as lora.targets and lora.saved of the federation."
+        )
+    if rebuilt:
+        _rebuild(model, name, adapter, scaling)
+    load_into_model(model, adapter, name, scaling=scaling)
+    trainable(model, name, B="B" in trains, A="A" in trains, heads="heads" in trains)
+    return rebuilt
+
+
+def _rebuild(model: Any, name: str, adapter: Adapter, scaling: float) -> None:
+    """Replace the model's adapter by one of the round's ranks and scaling; all else as the script configured it."""
+    config, distinct = copy.deepcopy(model.peft_config[name]), set(adapter.ranks.values())
+    if scaling not in _scales(model, name):
+        own = ", ".join(f"{scale:g}" for scale in sorted(_scales(model, name)))
+        print(f"fedlora: alpha / r is {scaling:g} in this federation; {own} of LoraConfig is not used", file=sys.stderr)
+    ranked = rank_fields(distinct.pop() if len(distinct) == 1 else adapter.ranks, scaling)
+    for field, value in {**ranked, "use_rslora": False}.items():
+        setattr(config, field, value)
+    dtypes = {path: p.dtype for path, p in model.named_parameters() if f".{name}." in path}
+    with torch.random.fork_rng(devices=[]):  # peft draws weights that are replaced at once
+        for new, old in ((_MEANWHILE, name), (name, _MEANWHILE)):  # peft does not delete a model's only adapter
+            model.add_adapter(new, config)
+            model.set_adapter(new)
+            model.delete_adapter(old)
+    for path, parameter in model.named_parameters():
+        if path in dtypes:
+            parameter.data = parameter.data.to(dtypes[path])
+
+
+def _active(model: Any) -> str:
+    """The name of the adapter that trains. Raises `ConfigError`."""
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel):
+        raise ConfigError(
+            f"federate needs a PEFT LoRA model; the script trains a {type(model).__name__}. Wrap it with "
+            f"peft.get_peft_model(model, LoraConfig(...)), or give the trainer peft_config=LoraConfig(...)."
+        )
+    names = list(model.active_adapters)
+    if len(names) != 1:
+        raise ConfigError(f"federate needs one active adapter; the model has {names}: call model.set_adapter(NAME).")
+    return str(names[0])
+
+
+def _scales(model: Any, name: str) -> set[float]:
+    """alpha / r, or what stands for it, of the model's LoRA layers."""
+    return {float(m.scaling[name]) for m in model.modules() if name in getattr(m, "lora_A", {})}
+
+
+def _scale_of(model: Any) -> float:
+    scales = _scales(model, _active(model))
+    if len(scales) != 1:
+        raise ConfigError(f"the model's layers have the scales {sorted(scales)}: give HFTrainer(scaling=...).")
+    return scales.pop()
 
 
 __all__ = ["HFTrainer", "federate"]

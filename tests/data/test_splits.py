@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlora.data import TextData
-from fedlora.data.splits import follow, inputs, split
+from fedlora.data.splits import inputs, split
 from fedlora.errors import DataError
 
 SEEDS = st.integers(0, 2**40)
@@ -72,42 +72,6 @@ def test_sizes_and_strata(counts: list[int], validation: float, test: float, see
         assert abs(len(part) - share * len(data)) <= 4 / 3 + 1e-9
         for k, n in enumerate(counts):
             assert abs((part.labels or ()).count(k) - share * n) <= 2 + 1e-9
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    files=st.lists(st.lists(st.integers(0, 30), min_size=10, max_size=30, unique=True), min_size=2, max_size=3),
-    seed=SEEDS,
-)
-def test_the_first_file_that_has_a_text_decides_for_the_others(files: list[list[int]], seed: int) -> None:
-    """No file is tested on what another trains on; nothing is lost; what stays keeps its order, before what comes."""
-    data = {
-        f"{k}": TextData("instruction", tuple(f"t{word}" for word in words), responses=(f"{k}",) * len(words))
-        for k, words in enumerate(files)
-    }
-    before = {name: split(each, validation=0.2, test=0.2, seed=seed) for name, each in data.items()}
-    try:
-        after = follow(before)
-    except DataError as error:
-        assert "copies" in str(error) and any(f"'{name}'" in str(error) for name in data)
-        return
-    assert after["0"] == before["0"]
-    places: dict[str, int] = {}
-    for name, parts in after.items():
-        assert examples(*parts) == examples(data[name])
-        for k, part in enumerate(parts):
-            assert all(places.setdefault(text, k) == k for text in part.text)
-            assert len(part) or not len(before[name][k])
-            stay = [text for text in before[name][k].text if places[text] == k]
-            assert list(part.text[: len(stay)]) == stay
-
-
-def test_a_part_that_copies_would_leave_empty_is_refused() -> None:
-    """All that the second file would be tested on is what the first trains on."""
-    texts = TextData("instruction", ("t0", "t1", "t2"), responses=("r",) * 3)
-    first, second = (texts.select([0, 1]), texts.select([]), texts.select([])), (texts.select([2]), texts.select([]))
-    with pytest.raises(DataError, match=r"'second' .*test.* 1 of its 2 examples"):
-        follow({"first": first, "second": (*second, texts.select([0]))})
 
 
 def test_seeds_differ_parts_are_mixed_and_every_example_can_land_everywhere() -> None:

@@ -89,7 +89,7 @@ def test_epochs_and_steps_searched_and_not_yet_searched(folder: Path) -> None:
         "validation each round; the test at the last and the best"
     )
     assert re.match("unknown: .* 16 runs", row["hours"]) and re.match("unknown", row["price"])
-    numbers = ("tokens to train", "MB that travel", "GB of memory")
+    numbers = ("tokens to train", "MB that travel")
     assert {row[name] for name in numbers} == {"not counted"} and "model.path = 'm'" in said
 
 

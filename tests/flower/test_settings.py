@@ -36,7 +36,7 @@ R = 4
 quorum = 2
 [train]
 steps = 3
-class_weights = { no = 2.0 }
+class_weights = "balanced"
 [run]
 rounds = 6
 participation = 0.5

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from fedlora.data import TextData, list_tasks, read_classification, read_glue, select_tasks, split
-from fedlora.data.splits import inputs
+from fedlora.data import TextData, list_tasks, read_glue, select_tasks
 from fedlora.errors import ConfigError, DataError, FedLoRAError
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig, load_config, parse_config
@@ -173,58 +172,17 @@ def numbered(*numbers: int) -> list[dict[str, Any]]:
     return [{"text": f"Text  number {k}", "label": k % 2} for k in numbers]
 
 
-def sides(dealt: Dealt) -> dict[str, set[Any]]:
-    return {
-        name: {one for part in sets for one in inputs(part)}
-        for name, sets in {
-            "train": dealt.parts.values(),
-            "validation": [*dealt.validation.values(), *dealt.own_validation.values()],
-            "test": [*dealt.test.values(), *dealt.own_test.values()],
-        }.items()
+def test_files_of_ones_own_are_taken_as_they_are_and_counted(tmp_path: Path) -> None:
+    """By hand: 3 of 8 test texts are trained on, 2 of 4 validation texts, and one is in both held-out files."""
+    files = {"a": numbered(*range(20)), "b": numbered(*range(100, 120)), "_val": numbered(5, 105, 800, 901)}
+    files["_test"] = numbered(0, 1, 100, 900, 901, 902, 903, 904)
+    config = clients_of(tmp_path, files, 'validation = "_val.jsonl"\ntest = "_test.jsonl"\n')
+    dealt = deal(config, None)
+    assert (len(dealt.validation[""]), len(dealt.test[""])) == (4, 8)
+    assert straddling(dealt) == {
+        "validation": {"examples": 4, "in training": 2},
+        "test": {"examples": 8, "in training": 3, "in validation": 1},
     }
-
-
-class TestCopiesAcrossFiles:
-    def test_no_text_stands_on_two_sides_and_nothing_is_lost(self, tmp_path: Path) -> None:
-        """The same 60 texts in another order and case, and 20 of them again in a third file of 60."""
-        again = [{**row, "text": row["text"].upper()} for row in numbered(*range(59, -1, -1))]
-        files = {"a": numbered(*range(60)), "b": again, "c": numbered(*range(40, 100))}
-        dealt = deal(clients_of(tmp_path, files, "validation = 0.2\ntest = 0.2\n"), None)
-        train, validation, test = sides(dealt).values()
-        assert not (train & validation or train & test or validation & test)
-        for name, rows in files.items():
-            parts = (dealt.parts[name], dealt.own_validation[name], dealt.own_test[name])
-            assert sorted(text for part in parts for text in part.text) == sorted(row["text"] for row in rows)
-            assert [len(part) for part in parts[1:]] == pytest.approx([12, 12], abs=6), "about its share"
-        assert straddling(dealt) == {}
-
-    def test_files_that_share_no_text_are_split_each_for_itself(self, tmp_path: Path) -> None:
-        """Bit for bit as `split` has them; so is the first of files that do, and the same file under two names."""
-        files = {"a": numbered(*range(60)), "b": numbered(*range(100, 160)), "c": numbered(*range(60))}
-        dealt = deal(clients_of(tmp_path, files, "validation = 0.2\ntest = 0.2\n"), None)
-        for name in files:
-            whole = read_classification(tmp_path / f"{name}.jsonl", text="text", label="label")
-            parts = (dealt.parts[name], dealt.own_validation[name], dealt.own_test[name])
-            assert parts == split(whole, validation=0.2, test=0.2, seed=0)
-
-    def test_a_client_that_is_left_with_nothing_of_a_part_is_named(self, tmp_path: Path) -> None:
-        """All that b has is of a, which trains on 0.98 of it: b has nothing to test."""
-        files = {"a": numbered(*range(400)), "b": numbered(*range(10))}
-        with pytest.raises(DataError, match=r"'b' has no test example .* 10 examples") as error:
-            deal(clients_of(tmp_path, files, "validation = 0\ntest = 0.1\n"), None)
-        one_line(error)
-
-    def test_files_of_ones_own_are_taken_as_they_are_and_counted(self, tmp_path: Path) -> None:
-        """By hand: 3 of 8 test texts are trained on, 2 of 4 validation texts, and one is in both held-out files."""
-        files = {"a": numbered(*range(20)), "b": numbered(*range(100, 120)), "_val": numbered(5, 105, 800, 901)}
-        files["_test"] = numbered(0, 1, 100, 900, 901, 902, 903, 904)
-        config = clients_of(tmp_path, files, 'validation = "_val.jsonl"\ntest = "_test.jsonl"\n')
-        dealt = deal(config, None)
-        assert (len(dealt.validation[""]), len(dealt.test[""])) == (4, 8)
-        assert straddling(dealt) == {
-            "validation": {"examples": 4, "in training": 2},
-            "test": {"examples": 8, "in training": 3, "in validation": 1},
-        }
 
 
 def test_one_class_is_nothing_to_tell_apart(tmp_path: Path) -> None:

@@ -138,13 +138,7 @@ def test_an_impossible_share_is_one_complaint_under_the_key_of_the_file() -> Non
 @pytest.mark.parametrize(
     ("table", "key", "value", "says"),
     [
-        ("train", "class_weights", {"a": 0}, "train.class_weights.a: .*greater than 0; got 0"),
-        ("train", "class_weights", {"a": True}, "train.class_weights.a: .*number; got True"),
-        (
-            "train", "class_weights", {},
-            "train.class_weights: .*at least 1 item.*; got {}",
-        ),
-        ("train", "class_weights", 3, "train.class_weights: .*'balanced' or .*dictionary; got 3"),
+        ("train", "class_weights", 3, "train.class_weights: .*'balanced'; got 3"),
         ("clients", "ranks", [{"attention": 2}, 4], "key 'clients.ranks.0.feed_forward' is missing"),
         ("clients", "ranks", {"attention": 2}, "key 'clients.ranks.feed_forward' is missing"),
         (
@@ -380,7 +374,7 @@ def test_the_digest_sees_every_key() -> None:
                 continue  # instead of data.train: below
             if (table, key) == ("data", "task"):
                 continue  # likewise
-            unseen = {("run", "workers"), ("run", "track"), ("model", "remember_prefix"), ("train", "time_limit")}
+            unseen = {("run", "workers"), ("run", "track"), ("train", "time_limit")}
             if (table, key) in unseen:
                 continue  # they change no bit, or only what another processor changes
             moved = section.model_copy(update={key: other(key, getattr(section, key))})  # unchecked: each key alone

@@ -21,7 +21,7 @@ from support.own_programs import DOUBLING, command
 from support.training_data import classification, rows, save_encoder
 
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
-LISTING = DOUBLING + "\nimport sys; (here / 'keep' / 'data').write_text(open(sys.argv[1]).read())"
+LISTING = DOUBLING + "\nimport sys; shutil.copy(sys.argv[1], 'seen')"
 
 
 def project(folder: Path, **train: Any) -> Path:
@@ -59,13 +59,12 @@ def test_a_run_trains_by_programs_on_the_rows_that_are_not_held_out(tmp_path: Pa
     records = list(execute(prepared, folder))
     assert [dict(record.losses) for record in records] == [{"acme": 1.0, "berlin": 1.0}, {"acme": 0.5, "berlin": 0.5}]
     place = folder.path / "programs" / "acme"
-    assert (place / "kept" / "2" / "rounds").read_text() == "12"
-    given, kept = (
+    given, seen = (
         [json.loads(line) for line in file.read_text().splitlines()]
-        for file in (tmp_path / "acme.jsonl", place / "kept" / "2" / "data")
+        for file in (tmp_path / "acme.jsonl", place / "seen")
     )
-    assert len(kept) == len(prepared.parts["acme"]) == 18 and all(row in given for row in kept)
-    assert {row["text"] for row in kept} == set(prepared.parts["acme"].text)
+    assert len(seen) == len(prepared.parts["acme"]) == 18 and all(row in given for row in seen)
+    assert {row["text"] for row in seen} == set(prepared.parts["acme"].text)
     assert read_adapter(folder.path / "adapter")[0].modules
 
 
@@ -87,7 +86,6 @@ def test_a_failed_program_ends_the_run_with_one_line_and_the_run_goes_on(
     cells = [[cell.strip() for cell in line.split("│")] for line in again.out.splitlines()]
     of = {row[1]: row[3] for row in cells if len(row) > 5 and row[1] in ("acme", "berlin")}
     assert of == {"acme": "18; it said 30", "berlin": "18; it said 30; abstained in 1 round"}
-    assert (out / "programs" / "acme" / "kept" / "2" / "rounds").read_text() == "12"
 
 
 def test_programs_run_in_several_processes(tmp_path: Path) -> None:

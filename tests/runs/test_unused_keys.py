@@ -48,7 +48,7 @@ HERE = {"model": {"path": "/of/this/machine"}, "data": {"train": "t.csv"}}
 OF_OWN_LOOP: dict[str, Any] = {
     "train.lr": 1e-4, "train.optimizer": "sgd", "train.weight_decay": 0.1, "train.steps": 3, "train.batch_size": 4,
     "train.accumulation": 1, "train.clip": 0.5, "train.schedule": "linear", "train.class_weights": "balanced",
-    "lora.dropout": 0.1, "model.dropout": 0.1, "model.checkpointing": True, "clients.starts": "own",
+    "lora.dropout": 0.1, "model.dropout": 0.1, "model.checkpointing": True,
 }  # fmt: skip
 
 # key -> (value, where it works, where it would do nothing)
@@ -100,7 +100,7 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
 }
 ALWAYS = {  # what they cannot do with others is an error of its own, at the latest before the first round
     "run": "rounds participation seed threads workers checkpoint_every keep_checkpoints readouts keep_uploads track",
-    "model": "path task device adapter dtype bf16 four_bit checkpointing dropout remember_prefix",
+    "model": "path task device adapter dtype bf16 four_bit checkpointing dropout",
     "lora": "targets scaling alpha rslora dropout saved",
     "method": "*",
     "server": "weighting heads quorum missing memory workers upload gauge_stress",

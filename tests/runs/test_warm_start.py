@@ -96,7 +96,6 @@ def test_the_run_begins_where_the_other_one_ended(world: Path, tmp_path: Path) -
             r"in 1 module, .*value.* query, value \(2 modules\), the run query \(1 module\)",
         ),
         (["data.labels=['red', 'green', 'blue']"], "trained for the classes"),
-        (["clients.starts=own"], "clients.starts = 'own'"),
         (["method.name=fedit", "clients.ranks=[1]"], "FedIT .* rank"),
     ],
 )

@@ -14,9 +14,8 @@ from torch import nn
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
-from fedlora.training.class_weights import weigh_classes
 from fedlora.training.encoding import encode
-from fedlora.training.local import LocalTrainer
+from fedlora.training.local import LocalTrainer, weigh_classes
 from fedlora.training.settings import TrainSettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Loader, dense, distance, download, drawn
@@ -25,7 +24,6 @@ from support.training_data import LABELS, classification, instructions, tokenize
 
 pytestmark = FUTURE_NAMES
 
-TABLE = {"blue": 0.25, "red": 4.0}  # green is not named: 1
 SETTINGS = TrainSettings(lr=0.1, optimizer="sgd", steps=2, batch_size=8, clip=0.0)
 
 
@@ -41,20 +39,7 @@ def test_balanced_is_by_the_clients_own_counts() -> None:
     theirs = compute_class_weight("balanced", classes=np.array([0, 1]), y=np.array(labels))
     assert weights[:2] == pytest.approx(theirs.tolist())  # type: ignore[index]
     assert weigh_classes(of([2, 2]), "balanced") == (0.0, 0.0, 1.0), "one class alone is as if there were no weights"
-
-
-def test_a_table_is_by_name_and_the_rest_weighs_one() -> None:
-    assert weigh_classes(of([0, 1]), TABLE) == (0.25, 1.0, 4.0)
     assert weigh_classes(of([0, 1]), None) is None
-
-
-def test_wrong_weights_are_refused() -> None:
-    """The data refuse a name that is no class; the settings refuse a weight that is not positive."""
-    with pytest.raises(ConfigError, match=r"names 'rde', .*3 classes are 'blue', 'gree"):
-        weigh_classes(of([0, 1, 2]), {"blue": 2.0, "rde": 1.0})
-    for wrong in ({"blue": 0.0}, {"blue": float("nan")}, {}, "even"):
-        with pytest.raises(ConfigError, match="class_weights"):
-            TrainSettings(class_weights=wrong)  # type: ignore[arg-type]
 
 
 def test_a_language_model_has_no_classes_to_weigh(load_language_model: Loader) -> None:
@@ -67,23 +52,18 @@ def test_a_language_model_has_no_classes_to_weigh(load_language_model: Loader) -
         )
 
 
-@pytest.mark.parametrize("weights", ["balanced", TABLE], ids=["balanced", "table"])
-def test_one_step_is_torchs_weighted_cross_entropy(load: Loader, classifier: Path, weights: Any) -> None:
+def test_one_step_is_torchs_weighted_cross_entropy(load: Loader, classifier: Path) -> None:
     """B = 0, so the model is the plain one: the loss that is reported, and the head's step by plain SGD."""
     data = classification(8, 0, skew=1)
     counts = np.bincount(data.labels or (), minlength=3)
     assert sorted(counts)[0] != sorted(counts)[2], "weights matter"
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
-    settings = SETTINGS.model_copy(update={"steps": 1, "class_weights": weights})
+    settings = SETTINGS.model_copy(update={"steps": 1, "class_weights": "balanced"})
     trained = LocalTrainer(model, {"a": data}, settings, seed=0).train(download(adapter), adapter, 0)
 
     plain = dense(classifier, bert, {}, {})
-    weight = (
-        [8 / (np.count_nonzero(counts) * c) if c else 0.0 for c in counts]
-        if weights == "balanced"
-        else [0.25, 1.0, 4.0]
-    )
+    weight = [8 / (np.count_nonzero(counts) * c) if c else 0.0 for c in counts]
     criterion = nn.CrossEntropyLoss(weight=torch.tensor(weight, dtype=torch.float32))
     rows = [plain(input_ids=torch.tensor([e["input_ids"]])).logits[0] for e in _encoded(data)]
     loss = criterion(torch.stack(rows), torch.tensor(data.labels))
@@ -99,16 +79,15 @@ def _encoded(data: TextData) -> Any:
     return encode(data, tokenizer(classifies=True), max_length=128)
 
 
-@pytest.mark.parametrize("weights", ["balanced", TABLE], ids=["balanced", "table"])
 @pytest.mark.parametrize("accumulation", [2, 3])
-def test_accumulation_is_the_weighted_mean_over_the_whole_batch(load: Loader, weights: Any, accumulation: int) -> None:
+def test_accumulation_is_the_weighted_mean_over_the_whole_batch(load: Loader, accumulation: int) -> None:
     """Not the mean of micro-batch means, whose weights differ."""
     model = load()
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
     data = {"a": classification(8, 0, skew=1)}
     whole, parts = (
         LocalTrainer(
-            model, data, SETTINGS.model_copy(update={"accumulation": k, "class_weights": weights}), seed=0
+            model, data, SETTINGS.model_copy(update={"accumulation": k, "class_weights": "balanced"}), seed=0
         ).train(download(adapter), adapter, 0)
         for k in (1, accumulation)
     )

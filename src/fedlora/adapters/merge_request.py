@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from fedlora.adapters.beside import HeadRule
 from fedlora.adapters.merge_report import Weighed
 from fedlora.adapters.narrowing import parse_type
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, against_mean
-from fedlora.adapters.writer import MERGE, MERGE_FOLDER, AdapterSpec
+from fedlora.adapters.writer import MERGE, MERGE_FOLDER
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
 from fedlora.errors import ConfigError
@@ -78,17 +78,6 @@ class Source:
         if own.rank == lora.rank and all(torch.promote_types(t.dtype, dtype) == dtype for t in own.factors):
             return own
         return lora if self.scaling == 1 else LoRA(lora.factors[0] / self.scaling, lora.factors[1])
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What all results of one merge share: modules, other tensors, dtype, class names."""
-
-    modules: frozenset[str]
-    spec: AdapterSpec
-    extras: Mapping[str, torch.Tensor]
-    dtype: torch.dtype
-    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

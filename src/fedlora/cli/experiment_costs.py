@@ -18,7 +18,7 @@ from fedlora.runs.inputs import named
 
 _Counted = tuple[PlannedRun, Workload]
 _NUMBERS = ("search runs", "runs", "finished", "examples to train", "tokens to train", "texts to score",
-            "answers to generate", "MB that travel", "GB of memory", "hours")  # fmt: skip
+            "answers to generate", "MB that travel", "hours")  # fmt: skip
 
 
 def show_plan(
@@ -52,10 +52,7 @@ def show_plan(
         console.print("at most: without data, each client counts with whole batches")
     said = "the time of finished runs of the same model and max_length, all included, on any machine"
     by = "a few steps, texts and messages of each kind of run, timed on this device now" if measure else said
-    console.print(
-        f"hours of one process by {by}. GB of the process's device at the peak, estimated within a factor of 2, in the "
-        f"largest run."
-    )
+    console.print(f"hours of one process by {by}.")
     notes.warn(*wrong)
     if wrong:
         complain(f"{counted(len(wrong), 'thing')} wrong, each in a line above: without --plan, no run would start.")
@@ -63,7 +60,7 @@ def show_plan(
 
 
 def _work(work: Sequence[_Counted]) -> list[str]:
-    """The cells from examples to memory."""
+    """The cells from examples to bytes."""
     each = [workload for _, workload in work]
     most = "at most " if any(one.most for one in each) else ""
     sizes = [one.bytes for one in each]
@@ -71,25 +68,21 @@ def _work(work: Sequence[_Counted]) -> list[str]:
     evaluated = (run.config.run.rounds > run.config.evaluate.every for run, _ in work)
     texts = "at most " if most or any(evaluated) else ""  # the best state may be the last, which is scored once
     answers = [one.answers for one in each]
-    memory = [None if one.memory is None else one.memory.total / 1e9 for one in each]
     return [
         _shown([one.trained for one in each], most),
         _shown([one.tokens for one in each], most),
         _shown([one.scored for one in each], texts),
         _shown(answers, texts if any(answers) else ""),
         _shown([None if size is None else size.total / 1e6 for size in sizes], bounded, ".1f"),
-        _shown(memory, "", ".2f", lambda known: max(known, default=0)),
     ]
 
 
-def _shown(
-    each: Sequence[float | None], most: str = "", form: str = "", of: Callable[[Sequence[float]], float] = sum
-) -> str:
-    """The sum, or another function, over the runs that are counted, and how many these are if not all."""
+def _shown(each: Sequence[float | None], most: str = "", form: str = "") -> str:
+    """The sum over the runs that are counted, and how many these are if not all."""
     known = [number for number in each if number is not None]
     if each and not known:
         return "not counted"
-    return f"{most}{of(known):,{form}}" + _of_all(known, each)
+    return f"{most}{sum(known):,{form}}" + _of_all(known, each)
 
 
 def _of_all(known: Sequence[float], each: Sequence[float | None]) -> str:

@@ -48,7 +48,7 @@ def read_classification(
         label_names: the classes, by index.
         agreed: several parties agreed on label_names: each row must have one of these names; an index is refused,
             since it could follow another party's order.
-        key: the user's name for label_names in error messages: "label_names", "data.labels" or "--labels".
+        key: the user's name for label_names in error messages: "label_names" or "data.labels".
 
     Raises:
         DataError: no such file, unknown suffix, not UTF-8, malformed row, missing column, missing or empty value,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -72,34 +72,6 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
 
 
 Parts = tuple[TextData, TextData, TextData]  # train, validation, test
-
-
-def follow(parts: Mapping[str, Parts]) -> dict[str, Parts]:
-    """Align several files' parts, so that copies of one text do not straddle two splits across files either.
-
-    A text that several files hold goes, in all of them, where the first of these files has it. Nothing is lost, and
-    files that share no text are as they were.
-
-    Args:
-        parts: file -> its parts, with all copies of a text within one part (as from `split`).
-
-    Raises:
-        DataError: a part would be left empty.
-    """
-    places: dict[tuple[str, str], int] = {}
-    found: dict[str, Parts] = {}
-    for name, three in parts.items():
-        goes = [[places.setdefault(one, k) for one in inputs(part)] for k, part in enumerate(three)]
-        found[name] = rearranged(three, goes)
-        for which, old, new in zip(("train", "validation", "test"), three, found[name], strict=True):
-            if len(old) and not len(new):
-                moved = sum(to != k for k, each in enumerate(goes) for to in each)
-                raise DataError(
-                    f"{name!r} has no {which} example left: {moved} of its {sum(map(len, three))} examples are copies "
-                    f"of texts in earlier files and follow those, so that no file is tested on what another trains on. "
-                    f"Remove the copies from one of the files, or ask for other shares."
-                )
-    return found
 
 
 def rearranged(parts: Parts, goes: Sequence[Sequence[int]]) -> Parts:

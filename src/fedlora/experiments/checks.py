@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -12,12 +11,11 @@ import torch
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.errors import ConfigError, FedLoRAError, counted, said_by
-from fedlora.experiments.costs import Workloads, memory_of
-from fedlora.experiments.gpus import dealt, visible
+from fedlora.experiments.costs import Workloads
+from fedlora.experiments.gpus import dealt
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun, told_once
 from fedlora.experiments.runnable import check_private_data, missing_files, unfit
-from fedlora.given_files import half_the_memory
 from fedlora.runs.checks import check_delta, check_private, of_machine, of_measuring, of_processes
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
@@ -27,8 +25,7 @@ from fedlora.runs.rank_profiles import is_attention
 from fedlora.runs.warm_start import warm_start
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
-from fedlora.training.class_weights import weigh_classes
-from fedlora.training.loading import SPREAD
+from fedlora.training.local import weigh_classes
 from fedlora.training.skeleton import Skeleton
 
 _GB = 1e9
@@ -70,14 +67,11 @@ def _of_run(run: PlannedRun, count: Workloads, workers: int | None) -> Iterator[
     if workers is not None:
         yield from of_machine(config)
     if not isinstance(read, str):
-        yield from _of_data(run, read, bare, count, workers, fits=misfit is None and "model.adapter" not in missing)
+        yield from _of_data(config, read, bare, count, fits=misfit is None and "model.adapter" not in missing)
 
 
-def _of_data(
-    run: PlannedRun, data: Dealt, bare: Skeleton | str, count: Workloads, workers: int | None, *, fits: bool
-) -> Iterator[str]:
+def _of_data(config: RunConfig, data: Dealt, bare: Skeleton | str, count: Workloads, *, fits: bool) -> Iterator[str]:
     """fits: whether the settings alone fit."""
-    config = run.config
     yield from of_measuring(config, data)
     a_round = len(sample_clients(list(data.sizes), config.run.participation, seed=0, round=0))
     yield from of_processes(config, config.run.processes(config.model.chosen_device(), a_round))
@@ -95,9 +89,6 @@ def _of_data(
             yield from _misfits(config, bare, data.sizes, data.classes)
         except FedLoRAError as error:
             yield str(error)
-    if workers is not None:
-        with suppress(FedLoRAError):  # of a model that cannot tell, or ranks for another number of clients
-            yield from _of_memory(run, bare, data.sizes, workers)
 
 
 def _server(config: RunConfig) -> Server:
@@ -120,24 +111,6 @@ def _misfits(config: RunConfig, bare: Skeleton, sizes: Mapping[str, int], classe
         adapter = replace(adapter, modules={name: begun.modules[name] for name in pairs})
     clients = [Client(name, kind.ranks(pairs)) for name, kind in types.items()]
     return target_of(config, _server(config), adapter, clients, sizes)[1]
-
-
-def _of_memory(run: PlannedRun, bare: Skeleton, sizes: Mapping[str, int], workers: int) -> Iterator[str]:
-    config, device = run.config, run.config.model.chosen_device()
-    memory = memory_of(config, bare, sizes)
-    there: float = 2 * half_the_memory()
-    if device != "cpu" and not visible():
-        return  # `of_machine` says that the device is not there
-    if device == SPREAD or device.startswith("cuda"):
-        each = [torch.cuda.mem_get_info(number)[1] for number in range(len(visible()))]
-        there = sum(each) if device == SPREAD or workers > 1 else torch.cuda.mem_get_info(device)[1]
-    if memory.total * workers > there:
-        yield (
-            f"training takes about {memory.total / _GB:.1f} GB (weights {memory.weights / _GB:.1f}, "
-            f"adapters with optimiser {memory.adapters / _GB:.1f}, activations {memory.activations / _GB:.1f}) in "
-            f"each of {counted(workers, 'process', 'processes')}, and {device} has {there / _GB:.1f} GB. Take fewer "
-            f"--workers, a larger train.accumulation, model.checkpointing, or model.dtype = 'bfloat16'."
-        )
 
 
 def _of_disk(runs: Sequence[PlannedRun], places: Places, count: Workloads) -> Iterator[str]:

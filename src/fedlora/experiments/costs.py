@@ -1,4 +1,4 @@
-"""The cost of runs, counted before they start: examples, tokens, texts to score, answers, bytes, memory."""
+"""The cost of runs, counted before they start: examples, tokens, texts to score, answers, bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedlora.training.encoding import check_tokens, encode
 from fedlora.training.local import epoch_order
 from fedlora.training.metrics import generates
 from fedlora.training.settings import TrainSection
-from fedlora.training.skeleton import Memory, Skeleton
+from fedlora.training.skeleton import Skeleton
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Workload:
     draw is secret, the expected numbers. most: trained and tokens may be less, because training stops early, or because
     without data a client may lack a whole batch. scored: held-out texts to score, at most: the best state may be the
     last. answers: to generate, at most, of evaluate.max_new_tokens each. bytes: None for a private run, which does not
-    report them. memory: of the process that trains, if its texts fill data.max_length.
+    report them.
     """
 
     trained: int | None
@@ -42,7 +42,6 @@ class Workload:
     scored: int | None
     answers: int | None
     bytes: Bytes | None
-    memory: Memory | None
     whys: tuple[str, ...]
 
 
@@ -65,7 +64,7 @@ class Workloads:
             try:
                 self._counted[key] = self._of(config)
             except FedLoRAError as error:  # it cannot be run at all
-                self._counted[key] = Workload(None, None, False, None, None, None, None, (_line(error),))
+                self._counted[key] = Workload(None, None, False, None, None, None, (_line(error),))
         return self._counted[key]
 
     def _of(self, config: RunConfig) -> Workload:
@@ -73,25 +72,24 @@ class Workloads:
         whys = tuple(found for found in (dealt, bare) if isinstance(found, str))
         early = config.evaluate.patience is not None
         if isinstance(dealt, str):
-            return Workload(examples_of(config), None, True, None, None, None, None, whys)
+            return Workload(examples_of(config), None, True, None, None, None, whys)
         trained, scored = examples_of(config, dealt.sizes), _scored(config, dealt)
         answers = scored if generates(config.evaluate.metric) else 0
         if config.model.task == "causal-lm":
             answers += 2 * min(config.evaluate.samples, _texts(dealt.test) or _texts(dealt.validation))
         if config.train.command is not None:
-            why = "train.command: how many examples a program trains on, and in what memory, only the program knows"
-            return Workload(None, None, early, scored, answers, None, None, (*whys, why))
+            why = "train.command: how many examples a program trains on, only the program knows"
+            return Workload(None, None, early, scored, answers, None, (*whys, why))
         if isinstance(bare, str):
-            return Workload(trained, None, early, scored, answers, None, None, whys)
-        tokens, memory = None, None
+            return Workload(trained, None, early, scored, answers, None, whys)
+        tokens = None
         try:
             tokens = self._tokens(config, dealt, bare)
-            memory = memory_of(config, bare, dealt.sizes)
         except (ConfigError, DataError) as error:
             whys = (_line(error),)
         moved = config.model.adapter is not None and config.method.build().roles(0).moves_base
         size = None if config.privacy is not None or moved else bytes_of(config, bare.shapes, list(dealt.sizes))
-        return Workload(trained, tokens, early, scored, answers, size, memory, whys)
+        return Workload(trained, tokens, early, scored, answers, size, whys)
 
     def data(self, config: RunConfig) -> Dealt | str:
         """Who trains on what; the problem in one line, if that cannot be read."""
@@ -106,13 +104,12 @@ class Workloads:
         """The model's skeleton; the problem in one line, if there is none, or LoRA cannot go there."""
         m, dealt = config.model, self.data(config)
         classes = 0 if m.task == "causal-lm" else 2 if isinstance(dealt, str) else len(dealt.classes)
-        key = json.dumps([m.model_dump(include={"path", "revision", "task", "dropout", "checkpointing"}),
+        key = json.dumps([m.model_dump(include={"path", "revision", "task", "dropout"}),
                           config.lora.model_dump(), classes])  # fmt: skip
         if key not in self._models:
             try:
                 self._models[key] = Skeleton(
                     model_location(m.path), m.task, config.lora, classes, revision=m.revision, dropout=m.dropout,
-                    checkpointing=m.checkpointing,
                 )  # fmt: skip
             except (ConfigError, DataError) as error:
                 self._models[key] = f"model.path = {m.path!r}: {_line(error)}"
@@ -172,20 +169,6 @@ class Workloads:
         )  # fmt: skip
         self._lengths |= {texts[k]: len(example["input_ids"]) for k, example in zip(new, made, strict=True)}
         return [self._lengths[text] for text in texts]
-
-
-def memory_of(config: RunConfig, bare: Skeleton, sizes: Mapping[str, int]) -> Memory:
-    """The memory of the process that trains these clients, of so many examples each. Raises `ConfigError` if the model
-    cannot tell."""
-    kinds = set(config.clients.assigned(list(sizes), config.run.seed).values())
-    batch = min(config.train.batch_size, max(sizes.values()))
-    modules = bare.shapes.modules
-    ranks = [dict.fromkeys(modules, r) if isinstance(r := kind.ranks(modules), int) else r for kind in sorted(kinds)]
-    m = config.model
-    return bare.memory(
-        ranks, config.train.model_copy(update={"batch_size": batch}), config.data.max_length,
-        device=m.chosen_device(), dtype=m.dtype, bf16=m.bf16, four_bit=m.four_bit, scored=config.evaluate.batch_size,
-    )  # fmt: skip
 
 
 def _line(error: Exception) -> str:

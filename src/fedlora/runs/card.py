@@ -236,9 +236,7 @@ def _local(config: RunConfig) -> str:
     said = [f"{length} of {t.batch_size}", t.optimizer, f"learning rate {t.lr:g}"]
     said.append(f"texts of up to {config.data.max_length} tokens")
     if t.class_weights is not None:
-        table = t.class_weights
-        weights = table if isinstance(table, str) else ", ".join(f"{_cell(k)} {v:g}" for k, v in table.items())
-        said.append(f"class weights {weights}")
+        said.append(f"class weights {t.class_weights}")
     if lora.alpha is not None:
         said.append(f"alpha {lora.alpha:g}, {'alpha / sqrt(r)' if lora.rslora else 'alpha / r'} for each rank")
     return ", ".join(said)

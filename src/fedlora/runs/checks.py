@@ -44,18 +44,12 @@ def of_machine(config: RunConfig) -> Iterator[str]:
 
 
 def of_processes(config: RunConfig, processes: int) -> Iterator[str]:
-    """Settings that do not work with several processes, or with a model on several GPUs."""
-    spread, remember = config.model.device == SPREAD, config.model.remember_prefix
-    if spread and (processes > 1 or remember):
-        other = "model.remember_prefix" if remember else f"run.workers = {config.run.workers!r}"
+    """Settings that do not work with several processes."""
+    if processes > 1 and config.model.device == SPREAD:
+        other = f"run.workers = {config.run.workers!r}"
         yield f"model.device = {SPREAD!r} spreads one model over all GPUs, so leave {other} out."
     if processes > 1 and config.model.four_bit:
         yield f"run.workers = {config.run.workers!r} cannot share model.four_bit; leave one of them out."
-    if processes > 1 and remember and not spread:
-        yield (
-            f"model.remember_prefix works within one process, but run.workers = {config.run.workers!r} trains in "
-            f"{processes}: leave one of them out."
-        )
 
 
 def of_measuring(config: RunConfig, data: Dealt) -> Iterator[str]:
@@ -137,16 +131,6 @@ def _of_metric(config: RunConfig) -> Iterator[str]:
 
 def _of_roles(config: RunConfig, name: str, roles: Roles) -> Iterator[str]:
     """name, roles: the method's."""
-    if config.model.adapter is not None and config.clients.starts == "own":
-        yield (
-            "clients.starts = 'own' lets each client draw its own fresh A, but model.adapter starts all of them from "
-            "one trained adapter: leave one of them out."
-        )
-    if config.clients.starts == "own" and not roles.both_shared:
-        yield (
-            f"clients.starts = 'own' redraws each client's A, but {name} shares {roles}: there a factor belongs to "
-            f"the server or stays with the client. Leave it out, or use a method that shares both."
-        )
     if config.server.gauge_stress is not None and not roles.both_shared:
         yield f"server.gauge_stress needs both factors shared, but {name} shares {roles}."
     if config.attack.needs_pairs and not roles.both_shared:

@@ -25,7 +25,7 @@ from fedlora.data import (
 from fedlora.data.hub import is_hub
 from fedlora.data.labels import LabelError, given, in_order, one_number, shown
 from fedlora.data.rows import Rows
-from fedlora.data.splits import Parts, follow, inputs
+from fedlora.data.splits import Parts, inputs
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.config import RunConfig
 from fedlora.runs.data_sections import DataSection
@@ -214,7 +214,7 @@ def _files(config: RunConfig, label_names: Sequence[str], keep: Keep | None) -> 
     files = [path for path in (*sources.values(), d.validation, d.test) if isinstance(path, str)]
     text = _read(config, list(dict.fromkeys(files)), label_names)
     whole = {client: text[path] for client, path in sources.items() if path}
-    pieces = follow({c: _split(config, c, data, shares) for c, data in whole.items()})
+    pieces = {c: _split(config, c, data, shares) for c, data in whole.items()}
     if keep is not None:
         pieces = {c: keep(drawn) for c, drawn in pieces.items()}
     pieces = {

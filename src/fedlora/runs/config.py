@@ -71,8 +71,7 @@ class RunConfig(Section):
         unchanged.
 
         It includes a language model's template unless that is "none", which all runs used before the key existed. Some
-        keys do not count (`Key.counts`): run.workers changes no bit, and model.remember_prefix trains the same up to
-        rounding, like another processor; results record whether it was on.
+        keys do not count (`Key.counts`): run.workers changes no bit.
         """
         fields = self.model_dump(mode="json", exclude_defaults=True)
         if self.model.task == "causal-lm":

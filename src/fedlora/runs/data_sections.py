@@ -37,8 +37,7 @@ class ClientsSection(Section):
     partition: "dirichlet" label skew with `alpha`, or "iid". alpha: of the label skew, default 1; smaller means more
     skewed. min_size: fewest examples per client. own_test: a share of each client's data that it never trains on and is
     measured on (evaluate.clients_at_end), besides the common test set; with data.test = 0 all own sets together form
-    the common one. starts: where a client's first adapter begins: the "common" one that the server sends, or its "own",
-    with an A that it draws itself, like adapters trained separately.
+    the common one.
     """
 
     count: Annotated[Positive | None, _IN_POLICY] = None
@@ -48,9 +47,6 @@ class ClientsSection(Section):
     alpha: Annotated[Annotated[float, Field(gt=0)] | None, _NOT_DEALT] = None
     min_size: Annotated[Positive, _NOT_DEALT] = 8
     own_test: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Key("each site holds out data.test")] = None
-    starts: Annotated[
-        Literal["common", "own"], Key("every site starts from what the server sends; own starts are for fedlora run")
-    ] = "common"
 
     @field_validator("ranks", mode="before")
     @classmethod

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Reasons = Iterator[tuple[str, str]]  # key, why it has no effect
 
-_OF_OWN_LOOP = ("lora.dropout", "model.dropout", "model.checkpointing", "clients.starts", "data.loss_on")
+_OF_OWN_LOOP = ("lora.dropout", "model.dropout", "model.checkpointing", "data.loss_on")
 _DEALING = ("count", "partition", "alpha", "min_size")  # how one file becomes clients
 _COLUMNS = {
     "classification": ("text", "pair", "label", "labels"),

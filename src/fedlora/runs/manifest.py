@@ -107,7 +107,7 @@ def straddling(dealt: Dealt) -> dict[str, dict[str, int]]:
     """Held-out set -> its number of examples ("examples"), and how many are copies of a training text ("in training")
     or of a validation text ("in validation"). Sets without copies are left out.
 
-    Drawn shares have none; the user's own files, and a benchmark's official splits, may have some.
+    Shares drawn from one file have none; several files, and a benchmark's official splits, may have some.
     """
     trained, chosen_by = _texts(dealt.parts.values()), _texts(dealt.validation.values())
     held = {"validation": dealt.validation, "test": dealt.test, **dealt.probes}

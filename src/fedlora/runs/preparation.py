@@ -222,7 +222,6 @@ def _trainer(
         program, spec, model.settings, programs or Path("programs"),
         data=training_rows(config, parts), bases=[str(config.model.location()), config.model.path],
         labels=next(iter(parts.values())).label_names or (), rounds=config.run.rounds,
-        repeated=config.run.checkpoint_every * config.run.keep_checkpoints,
     )  # fmt: skip
 
 
@@ -231,7 +230,6 @@ def _train_settings(config: RunConfig, template: str | None) -> TrainSettings:
         **config.train.model_dump(exclude={"command", "time_limit"}), rounds=config.run.rounds,
         max_length=config.data.max_length, loss_on=config.data.loss_on, long_responses=config.data.long_responses,
         bf16=config.model.bf16, template=template,
-        own_starts=config.clients.starts == "own",
     )  # fmt: skip
 
 

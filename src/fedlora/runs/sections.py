@@ -102,12 +102,10 @@ class ModelSection(Section):
     device_map). adapter: a PEFT folder to start from, also another run's or "owner/name@revision" on the hub, instead
     of a fresh adapter. revision: the commit, tag or branch of a hub id; not set: the newest. dtype: of the base weights
     in memory, "float32" or "bfloat16", which halves them and needs bf16; adapters and heads stay float32. bf16: compute
-    in bfloat16; on a CPU without instructions for it, that takes as long as float32. tf32: let a GPU multiply float32
+    in bfloat16; a CPU without instructions for it takes many times as long. tf32: let a GPU multiply float32
     matrices in TF32, with ten bits of mantissa. checkpointing: recompute activations in the backward pass, which saves
     memory and costs time. dropout: overrides the model's own dropout if given. four_bit: load the base in 4 bits
-    (QLoRA; needs a GPU and the library bitsandbytes), on which fedex-lora and flora cannot run. remember_prefix:
-    compute the layers before the first one with LoRA only once per text, and remember the output (encoders without
-    dropout): faster, and the same result up to rounding in padded batches.
+    (QLoRA; needs a GPU and the library bitsandbytes), on which fedex-lora and flora cannot run.
     """
 
     path: Annotated[str, Key("each site names its own copy in its site.toml, and the server its own in [at_server]")]
@@ -126,9 +124,6 @@ class ModelSection(Section):
     four_bit: bool = False
     checkpointing: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    remember_prefix: Annotated[
-        bool, Key("it is for many runs on one machine, with fedlora run", counts=False)  # the same up to rounding
-    ] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -168,8 +163,7 @@ class ModelSection(Section):
         device = device or self.chosen_device()
         return AdaptedModel.load(
             self.location(), self.task, lora, labels=tuple(labels), seed=seed, device=device, dropout=self.dropout,
-            four_bit=self.four_bit, checkpointing=self.checkpointing, remember_prefix=self.remember_prefix,
-            dtype=self.dtype, tf32=self.tf32,
+            four_bit=self.four_bit, checkpointing=self.checkpointing, dtype=self.dtype, tf32=self.tf32,
         )  # fmt: skip
 
 

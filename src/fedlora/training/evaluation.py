@@ -21,7 +21,6 @@ from fedlora.data.text import TextData
 from fedlora.doing import doing, stepped
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
-from fedlora.training.bfloat16 import bfloat16_autocast
 from fedlora.training.encoding import IGNORED, Cut, Encoded, check_length, collate, cut_of, cut_prompts, encode
 from fedlora.training.generation import greedy, teacher_forced
 from fedlora.training.looks import client_model, server_model
@@ -280,7 +279,7 @@ class ModelEvaluator:
         network, device = self._model.network, self._model.device
         network.eval()
         inputs = collate(examples, self._model.tokenizer, device)
-        with bfloat16_autocast(device, self._bf16, network):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._bf16):
             output = network(**inputs)
         labels, logits = inputs["labels"], output.logits
         if labels.ndim == 2:

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.core.trainer import Trained
 from fedlora.data.text import TextData
 from fedlora.doing import stepped
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.bfloat16 import bfloat16_autocast
-from fedlora.training.class_weights import weigh_classes
 from fedlora.training.encoding import Cut, Encoded, Example, check_length, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
-from fedlora.training.settings import TrainSettings
+from fedlora.training.settings import ClassWeights, TrainSettings
 
 
 class RoundTrainer(ABC):
@@ -63,8 +61,6 @@ class RoundTrainer(ABC):
         client, s = download.client.id, self._settings
         data = self.examples(client)
         roles = download.roles
-        if s.own_starts and download.round == 0:
-            adapter = own_start(adapter, self._seed, client)
         self._model.activate(adapter)
         parameters = self._model.trainable(B=roles.B != "frozen", A=roles.A != "frozen", heads=roles.heads != "frozen")
         device = self._model.device
@@ -102,24 +98,6 @@ class RoundTrainer(ABC):
     def order(self, client: str, position: int) -> Iterator[int]:
         """Endless indices of a client's examples, from `position` on."""
         return _stream(len(self.examples(client)), position, self._seed, client)
-
-
-def own_start(adapter: Adapter, seed: int, client: str) -> Adapter:
-    """A fresh adapter with the client's own A, drawn as in peft (uniform in +-1/sqrt(d_in)).
-
-    Raises:
-        ConfigError: the adapter is already trained (B != 0).
-    """
-    modules = {}
-    for name, lora in adapter.modules.items():
-        B, A = lora.factors
-        if bool(B.any()):
-            raise ConfigError(f"own starts are for fresh adapters, but {name} has B != 0 in round 0.")
-        drawn = torch.empty_like(A, device="cpu")
-        bound = A.shape[1] ** -0.5
-        drawn.uniform_(-bound, bound, generator=torch.Generator().manual_seed(derive_seed(seed, "start", client, name)))
-        modules[name] = LoRA(B, drawn.to(A.device))
-    return replace(adapter, modules=modules)
 
 
 def without_data(client: str, data: Mapping[str, Any]) -> str:
@@ -184,9 +162,33 @@ class LocalTrainer(RoundTrainer):
         for k in range(0, len(picked), micro):
             part = picked[k : k + micro]
             inputs = collate(part, self._model.tokenizer, device)
-            with bfloat16_autocast(device, s.bf16, network):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
                 loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
             yield loss
+
+
+def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, ...] | None:
+    """One client's weight for each class, by index; None if classes are not weighted.
+
+    The loss of a batch is sum_i w(y_i) l_i / sum_i w(y_i), as in torch's CrossEntropyLoss(weight=w).
+
+    Args:
+        data: the client's training data: n examples, n_c of class c, k classes that occur.
+        weights: "balanced": w_c = n / (k n_c), scikit-learn's formula, from this client's own counts, which it need not
+            disclose to anybody. Each of *its* classes then counts equally for it; the federation's classes do not, if
+            some clients lack some. A class that it lacks has weight 0, which no example uses.
+
+    Raises:
+        ConfigError: the data have no classes.
+    """
+    if weights is None:
+        return None
+    if data.labels is None:
+        raise ConfigError(
+            "train.class_weights needs classes, and instruction data has none; leave it out for a causal-lm."
+        )
+    counts = Counter(data.labels)
+    return tuple(len(data) / (len(counts) * counts[c]) if counts[c] else 0.0 for c in range(len(data.label_names)))
 
 
 def _mean_loss(network: nn.Module, inputs: dict[str, Tensor], weights: Sequence[float] | None) -> Tensor:
@@ -238,4 +240,4 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     return kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)  # type: ignore[call-arg]
 
 
-__all__ = ["LocalTrainer", "RoundTrainer", "epoch_order", "micro_batch", "optimizer_for", "own_start"]
+__all__ = ["LocalTrainer", "RoundTrainer", "epoch_order", "micro_batch", "optimizer_for", "weigh_classes"]

@@ -19,7 +19,6 @@ from fedlora.core.lora import Adapter
 from fedlora.core.method import TailPenalty
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.frozen_prefix import remember
 from fedlora.training.loading import load_base, longest_input, positions_of
 from fedlora.training.settings import DType, LoRASettings, Task
 
@@ -68,7 +67,6 @@ class AdaptedModel:
         dropout: float | None = None,
         four_bit: bool = False,
         checkpointing: bool = False,
-        remember_prefix: bool = False,
         dtype: DType = "float32",
         tf32: bool = False,
     ) -> AdaptedModel:
@@ -76,9 +74,8 @@ class AdaptedModel:
 
         A new classification head is drawn from `seed`, so that it is the same everywhere. dropout: if given, replaces
         every dropout rate in the model's configuration. four_bit: the base in NF4 (QLoRA), on a GPU with bitsandbytes.
-        checkpointing: gradient checkpointing, which trades time for memory. remember_prefix: as in
-        `frozen_prefix.remember`. dtype: of the base weights; adapters and heads are float32 in any case. tf32: let a
-        GPU multiply float32 matrices in TF32, in this whole process.
+        checkpointing: gradient checkpointing, which trades time for memory. dtype: of the base weights; adapters and
+        heads are float32 in any case. tf32: let a GPU multiply float32 matrices in TF32, in this whole process.
 
         Raises:
             ConfigError: the model cannot be loaded.
@@ -93,8 +90,6 @@ class AdaptedModel:
                 f"lora.saved: {absent[0]!r} is not a module of the model, so nothing would be trained in full by that "
                 f"name. Its modules begin with {', '.join(paths[1:8])}, ..."
             )
-        if remember_prefix:
-            remember(base, settings.targets, tokenizer.pad_token_id)
         model = cls(base, tokenizer, task, settings, checkpointing=checkpointing, tf32=tf32)
         model._set_precision(device)
         return model

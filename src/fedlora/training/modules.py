@@ -26,7 +26,6 @@ from fedlora.core.trainer import Trained
 from fedlora.errors import ConfigError
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
-from fedlora.training.bfloat16 import bfloat16_autocast
 from fedlora.training.local import RoundTrainer, without_data
 from fedlora.training.looks import client_model, server_model
 from fedlora.training.models import AdaptedModel
@@ -173,7 +172,7 @@ class ModuleTrainer(RoundTrainer):
         for k in range(0, len(picked), micro):
             part = picked[k : k + micro]
             batch = _moved(self._collate(part), device)
-            with bfloat16_autocast(device, s.bf16, network):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
                 loss = _checked_loss(self._loss(network, batch))
             yield loss * (len(part) / len(picked)) if len(part) < len(picked) else loss
         self._tell_unreached()

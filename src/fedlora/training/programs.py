@@ -17,7 +17,6 @@ import stat
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,11 +35,11 @@ from fedlora.core.trainer import Trained
 from fedlora.data.rows import Rows
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
-from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, RoundFolder, check_left, trained_parts
+from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, RoundFolder, trained_parts
 from fedlora.training.same_base import is_this_base
 from fedlora.training.settings import LoRASettings
 
-_LOG, _ROUND, _KEPT = "program.log", "round", "kept"
+_LOG, _ROUND = "program.log", "round"
 _LOG_BYTES = 2**24  # a longer log loses its first part
 _LOOK = 1.0  # seconds between two looks at its size
 
@@ -68,8 +67,7 @@ class ProgramTrainer:
         spec: of the federation's adapters. lora: how clients scale them. folder: for rounds and logs, a folder for each
             client. data: client -> its training examples, or its own file of them. bases: names and places of the base
             model; a result that names another one is refused. labels: a classifier's classes, in their order. rounds:
-            how many are planned. repeated: the most rounds that a run plays again after a stop; what programs kept
-            stays as long.
+            how many are planned.
 
     Raises:
         ConfigError: a client that trains with several ranks at one fixed alpha, which a PEFT folder cannot say here.
@@ -96,10 +94,9 @@ class ProgramTrainer:
         bases: Sequence[str] = (),
         labels: Sequence[str] = (),
         rounds: int = 1,
-        repeated: int = 2,
     ) -> None:
         self._program, self._spec, self._lora, self.folder = program, spec, lora, folder
-        self._data, self._rounds, self._repeated = dict(data or {}), rounds, repeated
+        self._data, self._rounds = dict(data or {}), rounds
         self._labels = list(labels)
         self._bases = [*filter(None, (*bases, spec.base_model))]
 
@@ -114,7 +111,7 @@ class ProgramTrainer:
 
         Raises:
             ConfigError: the method adds a term to the loss, or the ranks have no common scale. ProgramFailed: the
-                program failed, ran too long, or left a result that does not fit. What was kept stays as before.
+                program failed, ran too long, or left a result that does not fit.
         """
         client = download.client.id
         if download.roles.penalty is not None:
@@ -132,15 +129,6 @@ class ProgramTrainer:
         round, spec = RoundFolder(place / _ROUND), replace(self._spec, scaling=self._scale(adapter))
         _remove(round.path)  # of a round that failed: no result of it may count now
         round.path.mkdir()
-        try:
-            if (place / _KEPT).is_dir() and not (place / _KEPT).is_symlink():
-                _opened(place / _KEPT)
-            check_left(place / _KEPT)  # programs run in `place`, and this one may have been there
-            if os.path.lexists(place / _KEPT) and not (place / _KEPT).is_dir():
-                raise ProgramFailed("it put another thing in the place of that folder.")
-        except ProgramFailed as failed:
-            raise ProgramFailed(f"what the program of {client!r} kept: {failed} Remove {place / _KEPT}.") from None
-        shutil.copytree(_kept_before(place, download.round + 1), round.keep, symlinks=True)
         facts = round.write(
             RoundFacts(
                 client=client, round=download.round + 1, rounds=max(self._rounds, download.round + 1),
@@ -156,9 +144,6 @@ class ProgramTrainer:
             self._check_base(named, place)
         except ProgramFailed as failed:
             raise ProgramFailed(f"the program of {client!r} ended well, but {failed} Its log: {place / _LOG}") from None
-        os.replace(round.keep, place / _KEPT / str(facts.round))
-        for number in _kept_rounds(place)[: -self._repeated - 1]:
-            _remove(place / _KEPT / str(number))
         shutil.rmtree(round.path)
         made = replace(_scaled(made, spec.scaling / self._lora.unit), base=adapter.base)
         return Trained(made, said.examples, said.loss, position + said.examples)
@@ -267,25 +252,6 @@ def _scaled(adapter: Adapter, factor: float) -> Adapter:
     return Adapter({name: scaled(lora, factor) for name, lora in adapter.modules.items()}, adapter.heads, base)
 
 
-def _kept_before(place: Path, round: int) -> Path:
-    """What the client's program left in its newest round before this one; 0 is an empty folder. What it left later is
-    of rounds that a stopped run repeats, and is removed: a start from that would be another run than without a stop."""
-    (place / _KEPT).mkdir(exist_ok=True)
-    rounds = _kept_rounds(place)
-    for number in [number for number in rounds if number >= round]:
-        _remove(place / _KEPT / str(number))
-    earlier = [number for number in rounds if number < round]
-    if rounds and not earlier:
-        warnings.warn(
-            f"{place / _KEPT} had what the program of {place.name!r} left in round {rounds[0]} and later, and round "
-            f"{round} is played again, or another federation plays here: it starts without, and that is removed. Take "
-            f"one folder for each federation.", stacklevel=4,
-        )  # fmt: skip
-    newest = place / _KEPT / str(earlier[-1] if earlier else 0)
-    newest.mkdir(exist_ok=True)
-    return newest
-
-
 @contextmanager
 def _alone(place: Path) -> Iterator[None]:
     """Keep others out of a client's folder. Raises `ProgramFailed` if somebody plays a round there."""
@@ -301,17 +267,13 @@ def _alone(place: Path) -> Iterator[None]:
 
 
 def _opened(path: Path) -> None:
-    """Give this user all rights to what a program left: it is read, moved and one day removed."""
+    """Give this user all rights to what a program left: it is read and removed."""
     path.chmod(0o700)
     for here, folders, names in os.walk(path):
         for one in (Path(here, name) for name in (*folders, *names)):
             mode = one.lstat().st_mode
             if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
                 one.chmod(stat.S_IMODE(mode) | (0o700 if stat.S_ISDIR(mode) else 0o600))
-
-
-def _kept_rounds(place: Path) -> list[int]:
-    return sorted(int(path.name) for path in (place / _KEPT).iterdir() if path.name.isdecimal() and path.is_dir())
 
 
 def _remove(path: Path) -> None:

@@ -3,7 +3,6 @@
     round.json     who trains which parts in which round (`RoundFacts`)
     start/         a PEFT folder: the adapter to train
     base/          only if the method moves the base weights: a PEFT folder to merge into the base before training
-    keep/          what the program left there in its last successful round before this one; at first empty
     result/        the program's: a PEFT folder, the trained adapter at the ranks of start/
     result.json    the program's: {"examples": 120, "loss": 0.43}; with base/ also "base": as in round.json
 
@@ -87,7 +86,7 @@ class RoundFolder:
         found = os.environ.get(VARIABLE)
         return cls(Path(found)) if found else None
 
-    start, base, keep, result = place("start"), place("base"), place("keep"), place("result")
+    start, base, result = place("start"), place("base"), place("result")
     facts, told = place("round.json"), place("result.json")
 
     # ------------------------------------------------------------------------------------------- the federation's side
@@ -97,7 +96,6 @@ class RoundFolder:
 
         Returns the facts as written, with the digest of base/.
         """
-        self.keep.mkdir(exist_ok=True)
         write_adapter(self.start, replace(adapter, base=None), spec)
         if adapter.base:
             plain = replace(spec, config=ReadOnly({**spec.config, "modules_to_save": None}))
@@ -117,10 +115,8 @@ class RoundFolder:
         Raises:
             ProgramFailed: something is missing, damaged, or does not fit the round.
         """
-        for path in (self.result, self.told, self.keep):
-            check_left(path)
-        if not self.keep.is_dir() or self.keep.is_symlink():
-            raise ProgramFailed("it removed the folder keep. It may empty that folder, but must leave it there.")
+        for path in (self.result, self.told):
+            _check_left(path)
         missing = [path.name for path in (self.result, self.told) if not path.exists()]
         if missing:
             raise ProgramFailed(
@@ -168,8 +164,8 @@ class RoundFolder:
         files.write(self.told, said.model_dump_json() + "\n")
 
 
-def check_left(path: Path) -> None:
-    """Check a file, or a folder with all below it, without opening a file. path: in the round's or client's folder.
+def _check_left(path: Path) -> None:
+    """Check a file, or a folder with all below it, without opening a file. path: in the round's folder.
 
     Raises:
         ProgramFailed: something there is neither a file nor a folder (to open a pipe could wait for ever), or is a link
@@ -270,5 +266,5 @@ def _same(what: str, was: torch.Tensor, now: torch.Tensor) -> None:
 
 
 __all__ = [
-    "VARIABLE", "ProgramFailed", "ResultFacts", "RoundFacts", "RoundFolder", "check_left", "trained_parts",
+    "VARIABLE", "ProgramFailed", "ResultFacts", "RoundFacts", "RoundFolder", "trained_parts",
 ]  # fmt: skip

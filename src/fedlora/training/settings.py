@@ -24,7 +24,7 @@ LongResponses = Literal["refuse", "cut"]
 DType = Literal["float32", "bfloat16"]
 Optimizer = Literal["adam", "adamw", "sgd"]
 Schedule = Literal["constant", "linear", "cosine"]
-ClassWeights = Literal["balanced"] | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)]
+ClassWeights = Literal["balanced"]
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class TrainSection(Section):
     gradient, up to rounding, with less padding; "auto": on a CPU four, of at least four examples each; on a GPU one,
     since many small ones leave it idle. clip: the largest gradient norm; 0 for none. schedule: how the learning rate
     changes from round to round; it is constant within one. class_weights: an example's weight in the training loss, by
-    class: "balanced" (from each client's own counts), or a table {name = weight}, in which unnamed classes have 1.
+    class: "balanced", from each client's own counts.
     """
 
     lr: Annotated[float, Field(gt=0), Key(former=1e-3)] = 3e-3
@@ -198,8 +198,7 @@ class TrainSettings(TrainSection):
 
     rounds: in the whole run, for the schedule. max_length: tokens per example. loss_on: an instruction's response, or
     all of it. long_responses: of an instruction that fill max_length. bf16: compute in bfloat16. template: for a
-    language model's prompts, as in `encoding.encode`. own_starts: a client that receives a fresh adapter (B = 0, in
-    round 0) draws its own A.
+    language model's prompts, as in `encoding.encode`.
 
     Example:
         >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer
@@ -212,7 +211,6 @@ class TrainSettings(TrainSection):
     long_responses: LongResponses = "refuse"
     bf16: bool = False
     template: str | None = None
-    own_starts: bool = False
 
 
 __all__ = [

@@ -15,7 +15,7 @@ from fedlora.runs.config import RunConfig, override_in
 from fedlora.runs.reading import checked
 
 # Keys that have had their effect once a trial has dealt the run's data out, to sites on this machine.
-_SPENT = {key for key in ELSEWHERE if key.startswith(("data.", "clients."))} - {"clients.starts"} | {
+_SPENT = {key for key in ELSEWHERE if key.startswith(("data.", "clients."))} | {
     "model.device", "run.workers", "train.command", "train.time_limit",
 }  # fmt: skip
 
