@@ -1,6 +1,6 @@
 """`fedlora flower status`: a federation's state, from its files, and its online nodes, if the SuperLink answers.
 
-Screen, JSON and Prometheus tell the same facts; those of a private federation pass one filter.
+Screen and JSON tell the same facts; those of a private federation pass one filter.
 """
 
 from __future__ import annotations
