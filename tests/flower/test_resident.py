@@ -193,7 +193,7 @@ def test_a_trainer_that_a_full_disk_ends_is_told_so(tmp_path: Path, monkeypatch:
     from fedlora.flower.site import resident
 
     site = a_site(tmp_path, tmp_path)
-    monkeypatch.setattr(resident, "opened_here", no_room)
+    monkeypatch.setattr(resident, "Pipe", no_room)
     serving(site, Trainer(site).work)
     with pytest.raises(TrainerFailed, match="no space"):
         ask(site.site, "train", question(envelope=Envelope("settings")))

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora.errors import ConfigError
-from fedlora.flower.ownership import serving
+from fedlora.flower.locks import serving
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import (
     AttemptFailed,

@@ -7,7 +7,7 @@ site/       a site: its folder, its node, the trainer that stays in memory
 messages/   messages as Flower's records, checked before use
 terms/      what server and sites agree on: settings, facts, policy, names, keys, the files that travel by hand
 places.py   paths in the server's folder and in a site's
-ownership.py: folder owners and locks; children.py: processes
+locks.py: who has a folder; children.py: processes
 apps.py     the ServerApp and the ClientApp; stock.py: `FedLoRA` for stock PEFT clients, as Flower's `Strategy`
 """
 

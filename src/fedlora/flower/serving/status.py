@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.errors import counted
-from fedlora.flower.ownership import holder
+from fedlora.flower.locks import holder
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import read_events
 from fedlora.flower.rounds.log_lines import time_of

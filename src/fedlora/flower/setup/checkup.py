@@ -131,9 +131,6 @@ def _private(there: FederationFolder) -> list[Row]:
     for path in [there.path, *secret]:
         if path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             rows.append((path.name, f"others can read it: chmod {'700' if path.is_dir() else '600'} {path}", False))
-    owners = {path.stat().st_uid for path in [there.path, *secret] if path.exists()}
-    if len(owners) > 1:
-        rows.append(("owner", f"files of {len(owners)} users: chown -R all of {there.path} to one", False))
     return rows or [("private files", "readable by their owner only", True)]
 
 

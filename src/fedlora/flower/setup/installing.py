@@ -15,7 +15,6 @@ from pathlib import Path
 
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
-from fedlora.flower.ownership import owner
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup import units
 from fedlora.flower.site.site_checks import is_site
@@ -53,7 +52,7 @@ def steps(folder: Path, *, user: str | None, memory: str | None, label: str = ""
             "as root, and anybody who can write its virtual environment would be root.)"
         )
     home = folder.resolve()
-    user = user or owner(home)
+    user = user or _owner(home)
     _check_user(user)
     units_of = _site if is_site(home) else _server
     texts, folders = units_of(home, user, memory, label)
@@ -67,6 +66,15 @@ def steps(folder: Path, *, user: str | None, memory: str | None, label: str = ""
         Step(("systemctl", "daemon-reload")),
         Step(("systemctl", "enable", "--now", *texts)),
     ]
+
+
+def _owner(folder: Path) -> str:
+    """The name of a folder's owner. Raises `ConfigError` for an owner without a name."""
+    uid = folder.stat().st_uid if folder.exists() else os.getuid()
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError as error:
+        raise ConfigError(f"the owner of {folder}, user id {uid}, has no name, which a unit needs.") from error
 
 
 Made = tuple[dict[str, str], list[Path]]  # units by name, and the folders that they write
