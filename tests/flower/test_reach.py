@@ -39,7 +39,7 @@ def written_key(path: Path, key: object = None) -> Path:
 def found_at(port: int, folder: Path, name: str = "127.0.0.1") -> Found:
     """What the site with this folder, which has the authority's certificate, finds there with a new key."""
     written_key(folder / "key")
-    return look(JoinFile("fed-1", "acme", 4, name, port, "", "{}", {}, "0" * 64), SiteFolder(folder))
+    return look(JoinFile("fed-1", "acme", 4, name, port, "", "{}", {}), SiteFolder(folder))
 
 
 def _hasty(request: httpx.Request) -> httpx.Request:

@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site import site_checks
 from fedlora.flower.site.reach import private_key
@@ -62,7 +61,6 @@ class Place:
             self.ca.pem,
             settings.travelling(),
             self.facts,
-            digest(bundle()),
         )
         (self.root / "join.toml").write_text(said.text())
         return self.root / "join.toml"

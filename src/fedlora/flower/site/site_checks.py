@@ -11,7 +11,6 @@ from pathlib import Path
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, FedLoRAError
-from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.reach import look, private_key
 from fedlora.flower.terms import certificates
@@ -53,21 +52,9 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
     if not same:
         rows.append(("name", f"site.toml says {site.name!r}, but the join file is for {join.site!r}", False))
     rows += [_key(here), *(row for path in (here.key, here.path) if (row := _open(path)))]
-    rows.append(app_row(join, site.app))
     free = shutil.disk_usage(here.path).free
     rows.append(("disk", f"{free / 1e9:.2f} GB free" + ("" if free > _LITTLE else ": little"), free > _LITTLE / 10))
     return rows, (join, site)
-
-
-def app_row(join: JoinFile, approved: str | None) -> Row:
-    """The Flower app that may run here; and whether the join file names it, and fedlora here would send it."""
-    if approved is None:
-        return ("app", f'none may run here: app = "{join.app}" in site.toml approves the server\'s', False)
-    ours = digest(bundle())
-    note = ", as the fedlora here would send it" if approved == ours else f"; the fedlora here would send {ours}"
-    if approved != join.app:
-        note += f"; by its join file the server sends {join.app}: if it does, nothing of it runs here"
-    return ("app", f"{approved} alone may run here{note}", True)
 
 
 def checked_work(join: JoinFile, site: Site, here: SiteFolder | None = None) -> tuple[list[Row], Facts]:
@@ -177,5 +164,5 @@ def _open(path: Path) -> Row | None:
 
 
 __all__ = [
-    "Row", "app_row", "checked_files", "checked_server", "checked_site", "checked_work", "is_site",
+    "Row", "checked_files", "checked_server", "checked_site", "checked_work", "is_site",
 ]  # fmt: skip
