@@ -35,28 +35,18 @@ BROKEN_OFF = 70  # exit code: the connection broke in a way that Flower does not
 
 
 def main() -> None:
-    online = threading.Event()
     threading.excepthook = _thread_failed
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
 
-    loop._pull_and_store_message = watched(loop._pull_and_store_message, online)
+    loop._pull_and_store_message = watched(loop._pull_and_store_message)
     sys.argv[:2], site = ["flower-supernode"], SiteFolder(Path(sys.argv[1]).parent)
     try:
         listening = listening_at(site)
     except OSError as error:
         _leave(f"{socket_of(site)} cannot be made: {error}")
     threading.Thread(target=pass_on, args=(listening, Trainer(site).work, site.path), daemon=True).start()
-    try:
-        flower_supernode()  # raises its own exception if it ends on purpose
-    except SystemExit as ended:
-        if ended.code and not online.is_set():
-            say(
-                "the SuperNode did not get online; Flower's reason is above. Code 2004 means that the server knows "
-                "this site's key and still counts it as online: its last node was killed, or power or line were cut. "
-                "The server lets it in within 60 s. If this persists, another machine uses the same key."
-            )
-        raise
+    flower_supernode()  # raises its own exception if it ends on purpose
     _leave("the connection broke off, and Flower does not try again")
 
 
@@ -64,11 +54,12 @@ class NotOurs(Exception):
     """The server's app is not that of the fedlora here; the text has both digests."""
 
 
-def watched(pull: Callable[..., int | None], online: threading.Event) -> Callable[..., int | None]:
+def watched(pull: Callable[..., int | None]) -> Callable[..., int | None]:
     """Flower's pull, first called once the site is online, which it reports. It returns the run of a message that came;
     otherwise that of a reply that was never sent, so that the loop sends it, or None. It requests the app of each run
     that is new to it: any but that of the fedlora here never reaches Flower, and the server's message is answered with
     an error that says so."""
+    online = threading.Event()
 
     def pulled(*, receive: Any, get_run: Any, get_fab: Any, state: Any, object_store: Any, **more: Any) -> int | None:
         came: list[Any] = []
