@@ -1,7 +1,7 @@
 """fedlora on Flower: `FedLoRA`, the rounds around the same `Server`, and what nodes need besides.
 
 rounds/     the rounds at the server: `FedLoRA`, whom it asks, each answer's fate, measurements and records
-serving/    the server's processes: `fedlora flower serve`, status, metrics; a trial on one machine
+serving/    the server's processes: `fedlora flower serve`, status; a trial on one machine
 setup/      make, change and check a federation's folder: `init`, `admit`, `remove`, `renew`, `doctor`, the proxy
 site/       a site: its folder, its node, the trainer that stays in memory
 messages/   messages as Flower's records, checked before use
