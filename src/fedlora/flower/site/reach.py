@@ -114,8 +114,7 @@ def _asked(server: JoinFile, ca: bytes, secret: ec.EllipticCurvePrivateKey) -> F
             request = ActivateNodeRequest(public_key=public_key_to_bytes(secret.public_key()), heartbeat_interval=0.0)
             client.ActivateNode(request)
         except httpx.HTTPStatusError as error:
-            ahead = _ahead(error.response.headers.get("date"), asked_at, time.time())
-            return _said(server, error.response, "" if ahead is None else clock_trouble(ahead))
+            return _said(server, error.response, _ahead(error.response.headers.get("date"), asked_at, time.time()))
         except (RuntimeError, ValueError) as error:  # an answer of 200 that is not Flower's
             return Found("refused", f"{server.address} answers, but not as Flower does: {shown(error)}.")
     return Found("refused", f"{server.address} answers, but not as Flower does.")
@@ -138,10 +137,14 @@ _ANSWERS: dict[int, tuple[str, str]] = {
 }  # fmt: skip
 
 
-def _said(server: JoinFile, reply: Any, clock: str) -> Found:
-    """The meaning of the server's answer. clock: what is wrong with it."""
-    code, status = _flower_code(reply), reply.status_code
-    if clock and (code in (2003, 2004) or status == 401):  # it may answer before it checks the time
+def _said(server: JoinFile, reply: Any, ahead: float) -> Found:
+    """The meaning of the server's answer. ahead: of this machine's clock, in seconds."""
+    status = reply.status_code
+    try:
+        code = int(reply.json()["code"])  # Flower's own
+    except (ValueError, KeyError, TypeError):
+        code = 0
+    if (clock := clock_trouble(ahead)) and (code in (2003, 2004) or status == 401):  # it may answer before it checks
         return Found("clock", clock)
     if (known := _ANSWERS.get(code) or _ANSWERS.get(status)) is not None:
         return Found(known[0], known[1].format(at=server.address, status=status))
@@ -166,21 +169,14 @@ def _long(seconds: float) -> str:
     )  # fmt: skip
 
 
-def _ahead(date: str | None, asked: float, answered: float) -> float | None:
-    """The seconds by which the middle of the request is ahead of the server's time, which is in whole seconds."""
+def _ahead(date: str | None, asked: float, answered: float) -> float:
+    """The seconds by which the middle of the request is ahead of the server's time, which is in whole seconds; 0 if it
+    does not say its time."""
     try:
         told = email.utils.parsedate_to_datetime(date or "")
     except ValueError:
-        return None
+        return 0.0
     return (asked + answered) / 2 - (told.timestamp() + 0.5)
-
-
-def _flower_code(reply: Any) -> int:
-    """Flower's own error number in an answer; 0 if there is none."""
-    try:
-        return int(reply.json()["code"])
-    except (AttributeError, ValueError, KeyError, TypeError):
-        return 0
 
 
 __all__ = ["Found", "clock_trouble", "look", "private_key"]
