@@ -265,9 +265,7 @@ def everything(folder: Path, grid: LocalGrid, log: str) -> dict[str, Any]:
         arrays = {
             k: to_tensor(v, [None] * len(v.shape), k).tolist() for k, v in content.array_records["arrays"].items()
         }
-        sent.setdefault(name, []).append(
-            (arrays, {k: v for k, v in content.config_records["config"].items() if k != "salt"})
-        )
+        sent.setdefault(name, []).append((arrays, dict(content.config_records["config"])))
     return {
         "files": sorted(path.name for path in out.iterdir()),
         "rounds": without_tips((out / "rounds.jsonl").read_text()),

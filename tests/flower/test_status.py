@@ -1,10 +1,9 @@
-"""What is said of a federation: lines, status, numbers for Prometheus. Kind: *unit*. Expected values by hand."""
+"""What is said of a federation: lines, status. Kind: *unit*. Expected values by hand."""
 
 from __future__ import annotations
 
 import json
 import re
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from fedlora.errors import ConfigError
-from fedlora.flower.ownership import serving
+from fedlora.flower.locks import serving
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import (
     AttemptFailed,
@@ -31,8 +28,6 @@ from fedlora.flower.rounds.finishing import taken_part
 from fedlora.flower.rounds.log_lines import lines_of, nodes_line, round_line
 from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.rounds.round_lines import rounds_done
-from fedlora.flower.serving import metrics
-from fedlora.flower.serving.metrics import Exposed, exposing
 from fedlora.flower.serving.standing import standing
 from fedlora.flower.serving.status import headline, status_of
 from fedlora.flower.serving.superlink import NodeFacts
@@ -251,74 +246,6 @@ def test_status_names_who_has_not_answered(tmp_path: Path, monkeypatch: pytest.M
     assert found["sites"]["acme"]["last_seen"] == "1970-01-01T00:01:40.000+00:00"  # as all times are
     assert "round 1 of 3 goes on" in headline(found) and "no answer yet: berlin" in headline(found)
     assert found["sites"]["acme"]["node"] == "online" and found["sites"]["berlin"]["node"] == "unknown"
-
-
-# -------------------------------------------------------------------------------------------------------------- metrics
-
-
-def scraped(address: str) -> dict[tuple[str, ...], float]:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def test_prometheus_scrapes_what_the_folder_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = federation_folder(tmp_path / "f")
-    folder, nodes = FederationFolder(home), dict[str, NodeFacts]()
-    monkeypatch.setattr("fedlora.flower.serving.status._nodes", lambda folder: nodes)
-    with exposing(Exposed(folder), "127.0.0.1:0") as port:
-        found = scraped(f"127.0.0.1:{port}")
-        assert found["fedlora_round",] == 0 and ("fedlora_loss",) not in found
-        play_round(home, 1)
-        play_round(home, 2, {"cork": "late"})
-        nodes |= {"acme": NodeFacts("acme", 1, "online", b""), "cork": NodeFacts("cork", 2, "offline", b"")}
-        found = scraped(f"127.0.0.1:{port}")
-        with (
-            pytest.raises(ConfigError, match="metrics cannot be served"),
-            exposing(Exposed(folder), f"127.0.0.1:{port}"),
-        ):
-            pass
-    assert found["fedlora_round",] == 2 and found["fedlora_rounds",] == 3 and found["fedlora_ended",] == 0
-    assert found["fedlora_round_seconds",] == 2.5 and found["fedlora_loss",] == pytest.approx(0.55)
-    assert found["fedlora_client_loss", "acme"] == 0.5 and ("fedlora_client_loss", "cork") not in found
-    assert found["fedlora_client_fate_total", "cork", "late"] == 1
-    assert found["fedlora_client_fate_total", "acme", "trained"] == 2
-    assert found["fedlora_upload_bytes_total", "acme"] == 2000 and found["fedlora_client_loss", "berlin"]
-    assert found["fedlora_nodes_online",] == 1
-    assert [found["fedlora_node_online", name] for name in ("acme", "berlin", "cork")] == [1, 0, 0]
-    assert found["fedlora_disk_free_bytes",] > 0 and found["fedlora_last_event_timestamp_seconds",] > 1.7e9
-    events = EventWriter(folder.events)
-    for event in (
-        Fated(3, 0, "cork", "late", "x"),
-        AttemptFailed(3, 1, "too few"),
-        Done(3, {"losses": {"acme": 0.4, "berlin": 0.4}, "site_mean": {"accuracy": 0.625}}),
-        Done(4, {"losses": {"acme": 0.4, "berlin": 0.4}}),
-    ):
-        events.write(event)
-    policy = folder.policy.read_text()
-    folder.policy.write_text("[clients]\nacme = 2\ncork = 8\n")
-    with exposing(Exposed(folder), "127.0.0.1:0") as port:
-        later = scraped(f"127.0.0.1:{port}")
-        folder.policy.write_text("[clients\n")  # `serve` says so
-        assert not scraped(f"127.0.0.1:{port}")
-    folder.policy.write_text(policy)
-    assert later["fedlora_client_fate_total", "cork", "late"] == 2 and later["fedlora_site_metric", "accuracy"] == 0.625
-    assert ("fedlora_client_loss", "acme") in later and ("fedlora_client_loss", "berlin") not in later
-    told = set(re.findall(r"\bfedlora_[a-z_]+", metrics.__doc__ or ""))
-    assert {name for name, *_ in later} <= told
-    helps = {one.name.removeprefix("fedlora_"): one.documentation for one in Exposed(folder).collect()}
-    assert helps["round"] == "finished rounds" and helps["client_fate"].startswith("how often a client trained")
-    assert not [name for name, said in helps.items() if name == said]
-    for file in ("dashboard.json", "alerts.yml"):
-        shown = (Path(__file__).parents[2] / "examples" / "monitoring" / file).read_text()
-        assert set(re.findall(r"\bfedlora_[a-z_]+", shown)) <= told
-    for wrong in ("", "localhost:ninety", "127.0.0.1:99999"):
-        with pytest.raises(ConfigError, match="HOST:PORT"), exposing(Exposed(folder), wrong):
-            pass
 
 
 def test_whom_a_rule_left_out_is_on_the_screen(tmp_path: Path, main: Any) -> None:

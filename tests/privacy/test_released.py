@@ -224,25 +224,6 @@ def test_a_status_is_on_the_list_and_shows_no_site(monkeypatch: pytest.MonkeyPat
     assert "no answer yet" not in status.headline(told) and "no answer yet: a" in status.headline(whole)
 
 
-def test_prometheus_gets_of_a_private_federation_what_is_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = pytest.importorskip("fedlora.flower.serving.metrics")
-    status = pytest.importorskip("fedlora.flower.serving.status")
-    monkeypatch.setattr(status, "promise", lambda terms, rounds: "")
-
-    def names(told: Any) -> set[str]:
-        return {one.name.removeprefix("fedlora_") for one in metrics.numbers(told) if one.samples}
-
-    assert names(status.released(a_status())) == {
-        "round",
-        "rounds",
-        "ended",
-        "metric",
-        "privacy_epsilon",
-        "privacy_epsilon_planned",
-    }
-    assert {"client_loss", "node_online", "database_bytes"} <= names(a_status())
-
-
 def test_what_serve_says_of_a_private_round_names_nobody() -> None:
     lines = pytest.importorskip("fedlora.flower.rounds.log_lines")
     (line,) = a_status()["last_rounds"]

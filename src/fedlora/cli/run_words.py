@@ -52,7 +52,13 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
             f"of the {counts['examples']} examples of {name}, {where}, so its scores are too good. fedlora uses the "
             f"files as they are; remove the copies from one of them, or let fedlora split one file by shares."
         )
-    tell_cut(manifest["cut"], max_length, "data.max_length")
+    if cut := manifest["cut"]:
+        each = ("cut", "tokens", "responses")
+        examples, tokens, short = (sum(part.get(what, 0) for part in cut.values()) for what in each)
+        notes.warn(
+            f"{counted(examples, 'training example')} of {counted(len(cut), 'client')} longer than data.max_length = "
+            f"{max_length}: cut by {counted(tokens, 'token')}{_short(short)}; raise it to keep them whole."
+        )
     for name, found in manifest["cut_held_out"].items():
         for how, part in found.items():
             room = f"data.max_length = {max_length}" + (f" less evaluate.max_new_tokens = {answer}" * (how == "asked"))
@@ -61,17 +67,6 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
                 f"{part['cut']} of {part['examples']} {what} of {name} are longer than {room} and were cut by "
                 f"{part['tokens']} tokens{_short(part.get('responses', 0))}; their scores are for the shortened texts."
             )
-
-
-def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str) -> None:
-    """Print one line if training examples were too long: how many, and how many tokens were cut."""
-    if cut:
-        each = ("cut", "tokens", "responses")
-        examples, tokens, short = (sum(part.get(what, 0) for part in cut.values()) for what in each)
-        notes.warn(
-            f"{counted(examples, 'training example')} of {counted(len(cut), 'client')} longer than {setting} = "
-            f"{max_length}: cut by {counted(tokens, 'token')}{_short(short)}; raise it to keep them whole."
-        )
 
 
 def _short(responses: int) -> str:

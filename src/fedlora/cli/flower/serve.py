@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from fedlora.flower.serving.supervisor import Supervisor
 
 
-def serve(
-    folder: Folder,
-    metrics: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="address to answer Prometheus at, such as 127.0.0.1:9464")
-    ] = None,
-) -> None:
+def serve(folder: Folder) -> None:
     """At the server: play the rounds to their end.
 
     It starts the SuperLink and the run, watches both, and stops both.
@@ -40,16 +35,16 @@ def serve(
     needed()
     from fedlora.flower.serving.supervisor import Supervisor
 
-    played(Supervisor, folder, "serve", metrics)
+    played(Supervisor, folder, "serve")
 
 
-def played(kind: type[Supervisor], folder: Path, command: str, metrics: str | None = None) -> None:
+def played(kind: type[Supervisor], folder: Path, command: str) -> None:
     """Play a federation by a supervisor of this kind. command: the one that was called."""
     from fedlora.flower.rounds.federation import opening
     from fedlora.flower.serving.superlink import SuperLink
 
     link = SuperLink(folder)
-    with ending_for_systemd(), stopping() as stop, _metrics(link.folder, metrics):
+    with ending_for_systemd(), stopping() as stop:
         supervisor = kind(link, say, stop=stop)
         opening(link.folder.path, say)  # what the rounds would refuse is said now, not when the sites are there
         now = supervisor.serve()
@@ -137,19 +132,6 @@ def _judged(found: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the robust rule did in the last round; {} without one."""
     judged: Mapping[str, Any] = found["last_rounds"][-1].get("defence") or {} if found["last_rounds"] else {}
     return judged
-
-
-@contextmanager
-def _metrics(place: Any, address: str | None) -> Iterator[None]:
-    """Answer Prometheus while the block runs, if an address is given."""
-    if address is None:
-        yield
-        return
-    from fedlora.flower.serving.metrics import Exposed, exposing
-
-    with exposing(Exposed(place), address) as port:
-        say(f"metrics at http://{address.rpartition(':')[0] or '127.0.0.1'}:{port}/metrics")
-        yield
 
 
 def _show(found: Mapping[str, Any], rounds: int) -> None:

@@ -23,7 +23,6 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic.dataclasses import dataclass
 
 from fedlora.core.echo import shown
-from fedlora.flower.ownership import opened_here
 from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 
@@ -147,7 +146,7 @@ class EventWriter:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(opened_here(self._path, os.O_RDWR | os.O_APPEND), "r+b") as file:
+        with self._path.open("a+b") as file:
             torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
             file.write((b"\n" if torn else b"") + as_line(event).encode())
 

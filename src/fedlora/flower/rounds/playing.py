@@ -12,8 +12,8 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
+from fedlora.flower.locks import locked
 from fedlora.flower.messages.codecs import OwnClients
-from fedlora.flower.ownership import locked
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.collecting import Clock, Identify, registered_names
 from fedlora.flower.rounds.federation import Opening, opening

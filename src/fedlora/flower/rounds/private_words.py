@@ -5,7 +5,6 @@ published and onto screens, everything else into FED/server/private/log, for the
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core.echo import shown
-from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Began, Ended, Event, PolicyChanged
 from fedlora.privacy.released import fate_of, filtered
@@ -54,11 +52,8 @@ def append_secret(folder: Path, line: str) -> None:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
-        descriptor = opened_here(folder / "log", os.O_WRONLY | os.O_APPEND)
-        try:
-            os.write(descriptor, f"{shown(line, 2000)}\n".encode("utf-8", "backslashreplace"))
-        finally:
-            os.close(descriptor)
+        with (folder / "log").open("ab") as file:
+            file.write(f"{shown(line, 2000)}\n".encode("utf-8", "backslashreplace"))
 
 
 @contextmanager

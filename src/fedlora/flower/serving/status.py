@@ -1,6 +1,6 @@
 """`fedlora flower status`: a federation's state, from its files, and its online nodes, if the SuperLink answers.
 
-Screen, JSON and Prometheus tell the same facts; those of a private federation pass one filter.
+Screen and JSON tell the same facts; those of a private federation pass one filter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.errors import counted
-from fedlora.flower.ownership import holder
+from fedlora.flower.locks import holder
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import read_events
 from fedlora.flower.rounds.log_lines import time_of

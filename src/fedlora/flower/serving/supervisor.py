@@ -19,7 +19,7 @@ from rich.filesize import decimal
 from fedlora.doing import doing
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import children
-from fedlora.flower.ownership import serving
+from fedlora.flower.locks import serving
 from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.rounds.log_lines import nodes_line
 from fedlora.flower.serving.standing import Standing, check_derived, keys_of, needed_room, room_of

@@ -12,7 +12,6 @@ from pathlib import Path
 from fedlora.adapters.io import read_adapter, write_adapter
 from fedlora.core.folders import replacing_folder
 from fedlora.errors import ConfigError
-from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import playable
 from fedlora.flower.rounds.membership import number_drawn
@@ -147,7 +146,7 @@ def derived(there: FederationFolder, home: Path, made: Federation) -> dict[Path,
     facts = server_facts(made.settings, made.known, adapter.modules).table()
     for name, rank in made.clients.items():
         largest = rank if isinstance(rank, int) else max(rank.values())
-        join = JoinFile(made.settings.id, name, largest, server, port, ca, settings, facts, digest(bundle()))
+        join = JoinFile(made.settings.id, name, largest, server, port, ca, settings, facts)
         found[there.join(name)] = join.text()
     return found
 
