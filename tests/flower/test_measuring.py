@@ -167,12 +167,12 @@ def test_an_answer_that_cannot_be_is_refused_by_name(name: str) -> None:
 
 
 def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:
-    """One is away, one is left out, one forges, one fails, one is silent; the last one counts. Any order of replies."""
-    ranks = dict.fromkeys(["ok", "away", "out", "forger", "broken", "silent"], 4)
+    """One is away, one forges, one fails, one is silent; the last one counts. Any order of replies."""
+    ranks = dict.fromkeys(["ok", "away", "forger", "broken", "silent"], 4)
     server = Server(build("glora"))
     state = start(server, seed_adapter())
     online = {name: 1000 + k for k, name in enumerate(ranks) if name != "away"}
-    known = FlowerState(RUN, state, {"out": 3}, dict.fromkeys(ranks, 5.0))
+    known = FlowerState(RUN, state, dict.fromkeys(ranks, 5.0))
     asked = SiteEvaluation(MessageMaker(server, Policy(ranks), OwnClients(), known, online), "validation")
     sent = {q.message.metadata.dst_node_id: q.message for q in asked.questions(60.0)}
     assert sorted(sent) == sorted(online[n] for n in ("ok", "forger", "broken", "silent"))
@@ -199,7 +199,7 @@ def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:
     for said in (replies, replies[::-1]):
         found = asked.read(said, "accuracy")
         assert list(found.measured) == ["ok"] and found.mean() == {"accuracy": 0.5, "loss": 0.7, "examples": 5}
-        assert found.unmeasured["away"] == "it is not online" and "quarantine" in found.unmeasured["out"]
+        assert found.unmeasured["away"] == "it is not online"
         assert "out of memory" in found.unmeasured["broken"] and "1.5" in found.unmeasured["forger"]
         assert found.unmeasured["silent"] == "no answer within 60 s"
         assert list(found.facts()) == [
@@ -215,12 +215,12 @@ def test_the_mean_is_weighted_by_examples() -> None:
     assert both.capped() == {} and SiteRound(said).mean() == {}, "of none it is known that it has examples"
 
 
-def measured_by(said: dict[str, tuple[float, int]], policy: Policy, examples: dict[str, float], **refusals: int) -> Any:
+def measured_by(said: dict[str, tuple[float, int]], policy: Policy, examples: dict[str, float]) -> Any:
     """What comes of these answers (accuracy, examples that it claims)."""
     server = Server(build("glora"))
     online = {name: 1000 + k for k, name in enumerate(said)}
     state = start(server, seed_adapter())
-    known = FlowerState(RUN, state, refusals, examples)
+    known = FlowerState(RUN, state, examples)
     asked = SiteEvaluation(MessageMaker(server, policy, OwnClients(), known, online), "validation")
     answers = []
     for question in asked.questions(60.0):
@@ -259,13 +259,6 @@ def test_who_claimed_many_examples_in_training_too_has_its_share_and_no_more(sha
     _, *bounded = measurement_lines(found.facts(), "round 4")  # the first is about 10^12 and 10^9
     held = f"cork: .* {100 * policy.share:.0f}% .* 100%"
     assert [bool(re.search(held, line)) for line in bounded] == ([] if share == 1.0 else [True])
-
-
-@pytest.mark.parametrize(("times", "why"), [(1, "last upload was refused"), (3, "quarantine")])
-def test_whose_uploads_are_refused_is_not_measured(times: int, why: str) -> None:
-    said = {"acme": (0.25, 4), "berlin": (0.5, 8), "cork": (1.0, 8)}
-    found = measured_by(said, Policy(dict.fromkeys(said, 4)), dict.fromkeys(said, 50.0), cork=times)
-    assert list(found.measured) == ["acme", "berlin"] and why in found.unmeasured["cork"]
 
 
 def test_whom_the_method_cannot_serve_is_not_measured_and_the_others_are() -> None:

@@ -129,7 +129,7 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     home = tmp_path / "made"
     make_federation(home, made)
     policy = Policy.read(home / "policy.toml")
-    assert (policy.retries, policy.quarantine, dict(policy.clients)) == (0, 0, RANKS)
+    assert (policy.retries, dict(policy.clients)) == (0, RANKS)
     assert Policy.read(FederationFolder(home).policy) == policy and "retries = 1" in policy_text(RANKS)
     rows = [row for row in checked_folder(home) if row[0] in ("serve", "privacy", "ledger")][1:]
     assert [row[0] for row in rows] == ["privacy", "ledger"] and all(row[2] for row in rows)
@@ -168,7 +168,7 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     promised; the ledger is recomputed by dp-accounting."""
     fed = FederationOnDisk(tmp_path, data={"validation": 0.0, "test": 0.0}, privacy=PRIVATE, run={"rounds": 2})
     fed.write(at_server=fed.at_server())
-    text = tomli_w.dumps({"retries": 0, "quarantine": 0, "deadline": 30.0, "clients": RANKS})
+    text = tomli_w.dumps({"retries": 0, "deadline": 30.0, "clients": RANKS})
     (fed.home / "policy.toml").write_text(text)
     assert standing(FederationFolder(fed.home)).needed == 3  # it begins once all are there
     assert standing(FederationFolder(fed.home)).needs.startswith("round 1 waits for all 3")
@@ -178,7 +178,7 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     assert standing(FederationFolder(fed.home)).needed == 0  # and waits for nobody later
     assert standing(FederationFolder(fed.home)).needs.startswith("no quorum")
     assert summary["privacy"]["epsilon"] == summary["privacy"]["epsilon_planned"]
-    assert not summary["sites"] and not summary["refusals"] and summary["seconds"] is None
+    assert not summary["sites"] and summary["seconds"] is None
     assert "sites" in summary["withheld"]["federation summary.json"]
     found = recompute(fed.home / "sites.jsonl")
     assert len(found.events) == 2 and found.epsilon == pytest.approx(summary["privacy"]["epsilon"], rel=1e-6)

@@ -150,7 +150,7 @@ def test_whatever_one_site_does_moves_the_sum_by_no_more_than_the_ledger_says(
         strategy, grid = private_federation(folder)
         strategy.start(grid, num_rounds=1)
         if kind == harm == "removed":
-            strategy.policy = Policy({k: v for k, v in RANKS.items() if k != "two"}, retries=0, quarantine=0)
+            strategy.policy = Policy({k: v for k, v in RANKS.items() if k != "two"}, retries=0)
         elif kind == harm and harm in HARM:
             grid.meddle = {"two": HARM[harm]}
         elif kind != "as it is":
@@ -210,7 +210,7 @@ def test_round_1_waits_for_all_members_however_long_it_takes(tmp_path: Path, cap
     """As docs/how-to/privacy.md says, also where no `serve` waits first. One comes after a day; one never does, and is
     taken out of the policy. Who is waited for stands in private/log alone."""
     path = tmp_path / "policy.toml"
-    path.write_text("retries = 0\nquarantine = 0\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
+    path.write_text("retries = 0\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
 
     class Day(FastClock):
         def sleep(self, seconds: float, /) -> None:
@@ -218,7 +218,7 @@ def test_round_1_waits_for_all_members_however_long_it_takes(tmp_path: Path, cap
             if self.now > 24 * 3600.0:
                 grid.offline = {"three"}
             if self.now > 48 * 3600.0:
-                path.write_text("retries = 0\nquarantine = 0\n[clients]\none = 2\ntwo = 4\n")
+                path.write_text("retries = 0\n[clients]\none = 2\ntwo = 4\n")
 
     strategy, grid = private_federation(tmp_path, policy=Policy.read(path), policy_file=path, clock=Day())
     grid.offline = {"two", "three"}
@@ -237,7 +237,7 @@ def test_the_mean_is_divided_by_the_members_whoever_is_in_the_policy(
     states = []
     for names in (("one",), tuple(RANKS)):
         folder = tmp_path / str(len(names))
-        policy = Policy({name: RANKS[name] for name in names}, retries=0, quarantine=0, deadline=50.0)
+        policy = Policy({name: RANKS[name] for name in names}, retries=0, deadline=50.0)
         strategy, grid = private_federation(folder, policy=policy)
         strategy.start(grid, num_rounds=1)
         states.append(bits(strategy.flower_state.state.server))
@@ -398,7 +398,6 @@ def test_no_room_for_the_first_round_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quarantine": 3}, "quarantine = 3 "),
         ({"retries": 1}, "retries = 1 "),
         ({"max_weight_share": 0.5}, "max_weight_share = 0.5 "),
         ({"clients": {**RANKS, "four": 2}}, "'four' .* 3 members"),
@@ -406,18 +405,18 @@ def test_no_room_for_the_first_round_is_an_error(tmp_path: Path) -> None:
 )
 def test_a_policy_that_breaks_the_bound_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        private_federation(tmp_path, policy=Policy(**{"clients": RANKS, "retries": 0, "quarantine": 0, **change}))
+        private_federation(tmp_path, policy=Policy(**{"clients": RANKS, "retries": 0, **change}))
 
 
 def test_a_policy_that_is_changed_so_meanwhile_is_not_taken(tmp_path: Path) -> None:
     path = tmp_path / "policy.toml"
-    path.write_text("retries = 0\nquarantine = 0\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
+    path.write_text("retries = 0\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
     strategy, grid = private_federation(tmp_path, policy=Policy.read(path), policy_file=path)
     strategy.start(grid, num_rounds=1)
-    path.write_text("retries = 2\nquarantine = 0\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
+    path.write_text("retries = 2\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
     strategy.start(grid, num_rounds=2)
     assert strategy.policy.retries == 0 and "retries = 2" in (tmp_path / "private" / "log").read_text()
-    path.write_text("retries = 0\nquarantine = 0\n[clients]\none = 2\n")
+    path.write_text("retries = 0\n[clients]\none = 2\n")
     strategy.start(grid, num_rounds=3)
     assert list(strategy.policy.clients) == ["one"]
 

@@ -79,7 +79,7 @@ def test_who_did_not_train_is_a_line_with_the_reason() -> None:
     assert lines_of(Fated(2, 0, "cork", "late", "no answer within 60 s")) == [
         "round 2: cork: late: no answer within 60 s"
     ]
-    for quiet in ("trained", "offline", "not drawn", "quarantined"):
+    for quiet in ("trained", "offline", "not drawn"):
         assert lines_of(Fated(2, 0, "cork", quiet, "x")) == []  # type: ignore[arg-type]
     assert lines_of(Began(2, 0, ["acme"], {}, 60.0)) == []
     alone = Began(2, 0, [], {"cork": {"fate": "offline", "why": ""}}, 60.0)
@@ -159,22 +159,22 @@ def test_a_round_that_is_played_again_counts_once() -> None:
 
 
 def test_what_became_of_a_site_in_an_attempt_that_did_not_count_is_counted_too() -> None:
-    """By hand. The close refuses a's upload; b is away; c is in quarantine; then a is not asked, and the round's line
-    has its fate of the first attempt."""
-    away = {"b": {"fate": "offline", "why": ""}, "c": {"fate": "quarantined", "why": "so"}}
+    """By hand. The close refuses a's upload; b is away; then a is not asked, and the round's line has
+    its fate of the first attempt."""
+    away = {"b": {"fate": "offline", "why": ""}}
     first: list[Event] = [
         Began(1, 1, ["a"], away, 9.0), Fated(1, 1, "a", "trained", bytes=5), Fated(1, 1, "a", "refused", bytes=5),
         AttemptFailed(1, 1, "too few"),
     ]  # fmt: skip
-    again = {"a": {"fate": "not drawn", "why": ""}, "c": {"fate": "quarantined", "why": "so"}}
+    again = {"a": {"fate": "not drawn", "why": ""}}
     second: list[Event] = [
         Began(1, 2, ["b"], again, 9.0), Fated(1, 2, "b", "trained", bytes=7),
-        Done(1, line(a="refused", b="trained", c="quarantined")),
+        Done(1, line(a="refused", b="trained")),
     ]  # fmt: skip
     found = progress_of([*first, *second])
     assert found.uploaded == {"a": 5, "b": 7}
     assert found.fate_counts == {
-        ("a", "refused"): 1, ("b", "offline"): 1, ("b", "trained"): 1, ("c", "quarantined"): 2,
+        ("a", "refused"): 1, ("b", "offline"): 1, ("b", "trained"): 1,
     }  # fmt: skip
 
 

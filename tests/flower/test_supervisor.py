@@ -20,7 +20,7 @@ from fedlora import doing
 from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, FedLoRAError, LedgerError
 from fedlora.flower import apps
 from fedlora.flower.ownership import holder, serving
-from fedlora.flower.rounds.events import REFUSED, Began, EventWriter
+from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.rounds.settings_history import History
 from fedlora.flower.serving import supervisor
@@ -247,25 +247,6 @@ def test_too_few_answers_are_waited_for_and_never_given_up(tmp_path: Path) -> No
     assert said.count("online: acme; missing: berlin, cork (a round needs 2 of 3)") == 1
     assert not any(line.startswith("waiting") for line in said)  # it was told when it changed, and that is not long ago
     assert "online: acme, cork; missing: berlin (a round needs 2 of 3)" in said
-
-
-def test_a_site_in_quarantine_is_not_among_those_that_are_waited_for(tmp_path: Path) -> None:
-    """Two are online, of which one is barred; a round needs two. Before, it began, and the other trained in vain."""
-    home = federation_folder(tmp_path / "f")
-    looks, (barred, away, other) = 0, CLIENTS
-    why = {barred: {"fate": "quarantined", "why": "refused"}}
-    EventWriter(home / "server" / "events.jsonl").write(Began(1, 1, [away, other], why, 9.0))
-
-    def thin(link: FakeLink) -> None:
-        def comes() -> None:
-            nonlocal looks
-            looks += 1
-            link.online = [barred, other] if looks <= 20 else list(CLIENTS)
-
-        link.online, link.comes = [], comes
-
-    _, _, said = served(home, [rounds(1, 2, 3), completes(3)], before=thin)
-    assert looks > 20 and any(f"in quarantine: {barred}" in line for line in said)
 
 
 def test_a_round_is_not_begun_for_fewer_than_its_rule_needs(tmp_path: Path) -> None:

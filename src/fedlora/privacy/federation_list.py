@@ -79,7 +79,7 @@ FEDERATION: tuple[Item, ...] = (
     *as_items("federation summary.json", "released", MADE, *_of_modules(*_OF_STATE)),
     *as_items("federation summary.json", "released", PUBLIC, *_of_modules("deviations")),
     *as_items("federation summary.json", "dropped", UPLOADS, *_of_modules(*_OF_UPLOADS)),
-    *as_items("federation summary.json", "dropped", WHO, *_of_modules("client_ranks", "weights"), "sites", "refusals"),
+    *as_items("federation summary.json", "dropped", WHO, *_of_modules("client_ranks", "weights"), "sites"),
     *as_items("federation summary.json", "if-public", TESTED, "validation", "test", "confusion"),
     *as_items("federation summary.json", "if-public", CHOICE, "best_round", "stopped_early"),
     *as_items("federation summary.json", "dropped", LOSS, "site_test"),

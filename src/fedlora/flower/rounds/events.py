@@ -27,7 +27,7 @@ from fedlora.flower.ownership import opened_here
 from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 
-Fate = Literal["trained", "abstained", "refused", "failed", "late", "offline", "not sent", "quarantined", "not drawn"]
+Fate = Literal["trained", "abstained", "refused", "failed", "late", "offline", "not sent", "not drawn"]
 REFUSED = "it would fail again: "  # begins a run's words about the folder's own files, for `serve` (exit code 2)
 _MOST = 1000  # letters in a text
 Names = tuple[str, ...]
@@ -95,13 +95,11 @@ class Done(_Event):
 
 @dataclass(frozen=True)
 class AttemptFailed(_Event):
-    """An attempt did not count. The round is tried again, or the run ends. barred: client -> why it is in quarantine
-    from now on."""
+    """An attempt did not count. The round is tried again, or the run ends."""
 
     NAME = "again"
     attempt: int
     why: str
-    barred: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ The server needs no base model for any of it; if [at_server] names one, the serv
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from fedlora.errors import ConfigError, counted
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
-from fedlora.flower.rounds.flower_state import FlowerState, keys_now, newest
-from fedlora.flower.rounds.membership import check_enough, check_playable, quarantined, round_size
+from fedlora.flower.rounds.flower_state import FlowerState, newest
+from fedlora.flower.rounds.membership import check_playable
 from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.round_lines import rounds_done
@@ -61,12 +61,6 @@ class Opening:
     rounds: int
     history: History
     newest: FlowerState | None = None
-
-    def refusals(self) -> Mapping[str, int]:
-        """As in `FlowerState`, under the policy as it is now."""
-        if self.newest is None:
-            return {}
-        return self.newest.under(self.policy.clients, keys=keys_now(self.home))[0].refusals
 
 
 def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
@@ -128,12 +122,8 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     examples = at_server.examples if choosing.by == "server" else None
     held_out = f"server:{examples[:16]}" if examples is not None else "sites"
     history = history.with_(settings, rounds, held_out)
-    opening = Opening(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
-                  rounds, history, found)  # fmt: skip
-    if rounds < settings.run.rounds:
-        barred = quarantined(policy, opening.refusals())
-        check_enough(round_size(policy, barred, server.quorum, server.rule, settings.run.participation), barred)
-    return opening
+    return Opening(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
+                   rounds, history, found)  # fmt: skip
 
 
 def playable(

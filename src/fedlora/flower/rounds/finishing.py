@@ -120,7 +120,6 @@ def _summary(
             "unmeasured": dict(at_sites.unmeasured),
         },
         "sites": taken_part(strategy.policy, lines),
-        "refusals": dict(strategy.flower_state.refusals),
         "seconds": sum(line["seconds"] or 0.0 for line in lines),
         "adapter": "last" in tested,
         "versions": code_facts()["versions"],

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.events import Event
-from fedlora.flower.rounds.membership import RoundSize, draw
+from fedlora.flower.rounds.membership import draw, number_drawn
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.intake import Intake
 
@@ -36,16 +36,13 @@ class RoundHooks:
     def before_attempt(self, strategy: FedLoRA, grid: Grid) -> None:
         """Before an attempt's clients are drawn, and its intake opens. It may wait, and read the policy again."""
 
-    def draw(
-        self, strategy: FedLoRA, intake: Intake, online: Collection[str], barred: Mapping[str, str], size: RoundSize
-    ) -> Collection[str]:
-        """The clients that an attempt chooses. It asks those of them that are online and not barred; `asked_of` gives
-        the others their fates. intake: the round's, just opened. barred: client -> why it is in quarantine. size: of
-        the round without these: how many to choose."""
-        known = strategy.flower_state
+    def draw(self, strategy: FedLoRA, intake: Intake, online: Collection[str]) -> Collection[str]:
+        """The clients that an attempt chooses. It asks those of them that are online; `asked_of` gives the others their
+        fates. intake: the round's, just opened."""
+        known, policy = strategy.flower_state, strategy.policy
         return draw(
-            strategy.policy, barred, online, size.draws, seed=strategy.seed, finished=strategy.round,
-            tried={name: before.times for name, before in known.unusable.items()},
+            policy, online, number_drawn(len(policy.clients), strategy.participation), seed=strategy.seed,
+            finished=strategy.round, tried={name: before.times for name, before in known.unusable.items()},
         )  # fmt: skip
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:

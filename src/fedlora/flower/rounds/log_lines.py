@@ -17,7 +17,7 @@ from fedlora.privacy.accounting import epsilon_up
 from fedlora.server.judged import told
 
 _UNEXPLAINED = ("trained", "abstained", "not drawn", None)  # sites whose missing measurement needs its own words
-_QUIET = ("trained", "offline", "not drawn", "quarantined")  # reported with the round, without their own lines
+_QUIET = ("trained", "offline", "not drawn")  # reported with the round, without their own lines
 
 
 def lines_of(event: Event, rounds: int | None = None) -> list[str]:

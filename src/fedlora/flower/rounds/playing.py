@@ -18,7 +18,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.collecting import Clock, Identify, registered_names
 from fedlora.flower.rounds.federation import Opening, opening
 from fedlora.flower.rounds.finishing import finish
-from fedlora.flower.rounds.flower_state import FlowerState, keys_now
+from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.private_federation import opened_private
 from fedlora.flower.rounds.private_rounds import PrivateRounds
@@ -119,7 +119,6 @@ def _strategy(
         b.policy,
         b.state,
         policy_file=b.home.policy,
-        keys=lambda: keys_now(b.home),
         run=settings.id,
         folder=b.home.checkpoints,
         record=b.home.server,

@@ -18,7 +18,6 @@ from flwr.serverapp import Grid
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, FedLoRAError, LedgerError
 from fedlora.flower.rounds.events import Began, Ended, Event, Fated, PolicyChanged
 from fedlora.flower.rounds.hooks import RoundHooks
-from fedlora.flower.rounds.membership import RoundSize
 from fedlora.flower.rounds.private_words import RELEASED, logs_kept_secret, public_event, public_line
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
@@ -38,8 +37,8 @@ class PrivateRounds(RoundHooks):
         private: the server, which releases, and its plan. terms: the federation's [privacy].
 
     Raises:
-        ConfigError: from `FedLoRA`, for a policy that breaks the guarantee: it has quarantine = 0, retries = 0, and no
-            share cap. From `start`: BudgetSpent: the budget cannot pay the first round (a later one ends the rounds);
+        ConfigError: from `FedLoRA`, for a policy that breaks the guarantee: it has retries = 0, and no share
+            cap. From `start`: BudgetSpent: the budget cannot pay the first round (a later one ends the rounds);
             ConfigError, CheckpointError, LedgerError: about the server's files; FedLoRAError: anything else: only
             private/log has the reason.
     """
@@ -94,9 +93,7 @@ class PrivateRounds(RoundHooks):
             clock.sleep(1.0)
             strategy.read_policy()
 
-    def draw(
-        self, strategy: FedLoRA, intake: Intake, online: Collection[str], barred: Mapping[str, str], size: RoundSize
-    ) -> Collection[str]:
+    def draw(self, strategy: FedLoRA, intake: Intake, online: Collection[str]) -> Collection[str]:
         """Those whom the release's terms ask; who was removed from the policy counts as zero."""
         return [name for name in intake.asked or () if name in strategy.policy.clients]
 

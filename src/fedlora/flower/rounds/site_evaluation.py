@@ -15,7 +15,6 @@ from fedlora.flower.messages.measuring import HeldOut, SiteScores, record_measur
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.collecting import Answer
-from fedlora.flower.rounds.membership import quarantine
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question
 from fedlora.flower.terms.policy import shares_lost
 from fedlora.server.closing import held_to_share
@@ -71,7 +70,7 @@ class SiteRound:
 
 class SiteEvaluation:
     """One measurement of a state at all sites: it asks every client of the policy, drawn or not, except those that are
-    not online, that the method cannot serve, or whose uploads are refused. Mutable: it notes what each message carried.
+    not online or that the method cannot serve. Mutable: it notes what each message carried.
 
     A site's scores count for no more examples than it trained on.
     """
@@ -80,13 +79,8 @@ class SiteEvaluation:
         self._maker, self._part = maker, part
         self._flower_state, self._policy = maker.flower_state, maker.policy
         self._not_asked = dict[str, str]()
-        refusals = self._flower_state.refusals
         for name in self._policy.clients:
-            if barred := quarantine(self._policy, refusals, name):
-                self._not_asked[name] = barred
-            elif refusals.get(name):
-                self._not_asked[name] = "its last upload was refused, and until one is taken it does not count"
-            elif name not in maker.online:
+            if name not in maker.online:
                 self._not_asked[name] = "it is not online"
         self._carried: dict[str, Held] = {}  # what a client holds if it stored its message, and keeps all that it can
 

@@ -35,7 +35,7 @@ def status_of(folder: FederationFolder, rounds: int = MOST_ROUNDS) -> dict[str, 
         ConfigError: this is not a folder of `fedlora flower init`.
     """
     progress = progress_of(read_events(folder.events))
-    now, nodes = standing(folder, progress.barred), _nodes(folder)
+    now, nodes = standing(folder), _nodes(folder)
     told = facts(now, progress, nodes or {}, keys_of(folder), rounds) | {
         "served_by": holder(folder.lock),
         "superlink": nodes is not None,
@@ -52,12 +52,11 @@ def facts(
 
     sites: name -> rank; node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted),
     "unknown" (no SuperLink answers); last_seen: the last contact with its node; fate, why, loss, norm: of the last
-    round, "quarantined" as soon as it is no longer asked; fates: how often it trained, was late, ..., repeated attempts
+    round; fates: how often it trained, was late, ..., repeated attempts
     included; upload_bytes. privacy: a private federation's guarantee, and the spending that its last round reports.
     """
     playing, line = progress.playing, progress.lines.get(progress.round, {})
     fates = dict(line.get("fates") or {name: {"fate": fate} for name, fate in fates_of(line).items()})
-    fates |= {name: {"fate": "quarantined", "why": why} for name, why in progress.barred.items()}
     sites = {}
     for name, rank in now.ranks.items():
         node, last = nodes.get(name), fates.get(name, {})

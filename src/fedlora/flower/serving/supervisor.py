@@ -160,7 +160,7 @@ class Supervisor:
             self._require_superlink()
             self._watch_nodes()
             now = self.telling.standing()
-            if len(set(self.telling.online) & (set(now.clients) - set(now.barred))) >= now.needed:
+            if len(set(self.telling.online) & set(now.clients)) >= now.needed:
                 return
             there = nodes_line(self.telling.online, now.clients, now.needs)
             if now.privacy is None:

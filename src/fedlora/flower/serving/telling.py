@@ -37,7 +37,7 @@ class Telling:
     def standing(self) -> Standing:
         """The federation's standing. A file that is broken meanwhile is reported, and the last good one stays."""
         try:
-            self._standing = standing(self.folder, self.progress.barred)
+            self._standing = standing(self.folder)
         except ConfigError as error:
             self.again(f"{error} What was read before stays until this run ends; the next one would be refused")
         return self._standing

@@ -40,15 +40,13 @@ class Policy:
     clients: name -> its rank, or its ranks by module: the allow-list, in the order in which rounds draw from it.
     max_weight_share: the largest p_i; a claim of more examples counts as the number with this share. None: one half, or
     2 / clients if there are fewer than four. max_examples: the most that a claim counts for. max_upload_mb: for one
-    reply, in 2^20 bytes; None: twice this client's largest upload, and 1. quarantine: rounds with refused uploads, and
-    none with an accepted one, after which a client is no longer asked; 0 always asks. deadline: seconds for a reply,
-    also the life of a message. retries: of a round with too few replies.
+    reply, in 2^20 bytes; None: twice this client's largest upload, and 1. deadline: seconds for a reply, also the
+    life of a message. retries: of a round with too few replies.
     """
 
     clients: Mapping[str, int | Mapping[str, int]]
     max_weight_share: Annotated[float, Field(gt=0, le=1)] | None = None
     max_examples: Above = 1e9
-    quarantine: Count = 3
     deadline: Above = 3600.0
     retries: Count = 1
     max_upload_mb: Above | None = None

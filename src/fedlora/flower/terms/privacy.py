@@ -159,11 +159,6 @@ def check_policy(policy: Policy, privacy: FederationPrivacy) -> None:
             f"max_weight_share = {policy.max_weight_share:g} limits a site to a share of those that answered, so each "
             f"site's influence depends on who answered; here the clip bounds it. Leave it out"
         )
-    if policy.quarantine:
-        wrong.append(
-            f"quarantine = {policy.quarantine} stops asking a site, which traffic shows; a private federation asks all "
-            f"members in every round. Set quarantine = 0"
-        )
     if policy.retries:
         wrong.append(
             f"retries = {policy.retries} repeats a round if too few sites answer; a private round is played once, "
