@@ -21,7 +21,6 @@ from fedlora.flower.ownership import serving
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.rounds.events import Ended, EventWriter
 from fedlora.flower.rounds.playing import played_by_one
-from fedlora.flower.rounds.private_words import append_secret
 from fedlora.flower.site import node_process
 from support.command_line import Said
 from support.deployed_folders import federation_folder, site_folder
@@ -102,7 +101,6 @@ WRITES: dict[str, tuple[str, Callable[[FederationFolder, SiteFolder], object]]] 
     "fed/state/logs/superlink.log": (
         "refuses", lambda fed, site: children.started(["true"], fed.logs / "superlink.log", {**os.environ})),
     "fed/server/events.jsonl": ("refuses", lambda fed, site: EventWriter(fed.events).write(Ended(1, "complete"))),
-    "fed/server/private/log": ("refuses", lambda fed, site: append_secret(fed.server / "private", "a site is late")),
 }  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class FederationFolder:
     adapter = place("server/adapter", "The server's adapter, a PEFT directory.")
     summary = place("server/summary.json", "What came of it all, once it is over.")
     history = place("server/settings.json", "The settings of all rounds so far.")
-    private = place("server/private", "What a private federation tells nobody.")
+    private = place("server/private", "Of a private federation: its id, and the noised sums.")
 
     def key(self, name: str) -> Path:
         """The public key of an admitted site."""

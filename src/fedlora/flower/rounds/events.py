@@ -36,12 +36,11 @@ Table = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Event:
-    """round: that it tells of. at: when it was written; None in a private federation, where the time would show that
-    the server waited for somebody. NAME: `event` in the file."""
+    """round: that it tells of. at: when it was written. NAME: `event` in the file."""
 
     NAME: ClassVar[str]
     round: int
-    at: str | None = field(default="", kw_only=True)
+    at: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def read_events(path: Path) -> list[Event]:
 
 def as_line(event: Event) -> str:
     """The event as its line, with the current time if its own is empty."""
-    at = datetime.now(UTC).isoformat(timespec="milliseconds") if event.at == "" else event.at
+    at = event.at or datetime.now(UTC).isoformat(timespec="milliseconds")
     if isinstance(event, Done):
         said = {**event.line, "round": event.round}
     else:

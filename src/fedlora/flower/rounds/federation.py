@@ -21,8 +21,7 @@ from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
 from fedlora.flower.rounds.flower_state import FlowerState, newest
 from fedlora.flower.rounds.membership import check_playable
 from fedlora.flower.rounds.private_federation import check_affordable, planned
-from fedlora.flower.rounds.private_words import has_released
-from fedlora.flower.rounds.round_lines import rounds_done
+from fedlora.flower.rounds.round_lines import has_released, rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
 from fedlora.flower.rounds.settings_history import History
 from fedlora.flower.terms.agreement import Facts

@@ -81,7 +81,7 @@ def finish(
         stopped = {"round": state.round, "of": settings.run.rounds, "best_round": None, "best": None, "why": why}
     summary = _summary(opening, strategy, best, at_sites, tested, judged, stopped)
     if spent is not None:
-        summary = private_summary(summary, spent, "rounds.jsonl", "federation summary.json")
+        summary = private_summary(summary, spent, "federation summary.json")
     files.write(home.summary, json.dumps(plain(summary), indent=2, sort_keys=True) + "\n")
     return dict(plain(summary))
 
@@ -164,10 +164,10 @@ def _facts(opening: Opening, strategy: FedLoRA) -> dict[str, Any]:
     left."""
     settings, here, policy = opening.settings, opening.at_server, strategy.policy
     clients: dict[str, int | str] = {name: shown_rank(policy.client(name)) for name in policy.clients}
-    counted = [name for line in strategy.lines.finished() for name in line["weights"]]
-    if settings.privacy is None:  # nobody is told who took part in a private one
+    if settings.privacy is None:  # the card of a private one tells nobody who took part
+        counted = [name for line in strategy.lines.finished() for name in line["weights"]]
         clients = {name: rank for name, rank in clients.items() if name in counted}
-    clients |= {name: "left" for name in counted if name not in clients}
+        clients |= {name: "left" for name in counted if name not in clients}
     examples = strategy.flower_state.examples
     return {
         **code_facts(),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
 
 from fedlora.errors import ConfigError
-from fedlora.flower.rounds.events import Event
 from fedlora.flower.rounds.membership import draw, number_drawn
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.intake import Intake
@@ -19,19 +17,15 @@ if TYPE_CHECKING:
 
 
 class RoundHooks:
-    """Rounds that are told in full: what became of each site is written down, and the site is told."""
+    """Rounds that may be played again."""
 
     def check(self, strategy: FedLoRA, policy: Policy) -> None:
         """Raises `ConfigError` for a strategy, or a policy, that such rounds cannot have."""
         if strategy.server.privacy is not None:
             raise ConfigError(
                 "a server with privacy is played by FedLoRA(hooks=PrivateRounds(...)): without them FedLoRA plays "
-                "rounds again, and tells what became of single sites."
+                "rounds again."
             )
-
-    def playing(self, strategy: FedLoRA) -> AbstractContextManager[None]:
-        """Around all rounds of one start."""
-        return nullcontext()
 
     def before_attempt(self, strategy: FedLoRA, grid: Grid) -> None:
         """Before an attempt's clients are drawn, and its intake opens. It may wait, and read the policy again."""
@@ -46,10 +40,5 @@ class RoundHooks:
         )  # fmt: skip
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """What may be written of a round's line. It is called again with its own result and more: it must then give the
-        same for what is in it already."""
+        """A round's line, with what such rounds add to it."""
         return dict(line)
-
-    def event(self, event: Event, policy: Policy) -> Event | None:
-        """What may be told of an event; None: nothing."""
-        return event

@@ -53,7 +53,7 @@ def round_line(line: Mapping[str, Any], round: int, rounds: int | None) -> str:
     loss, seconds = line.get("loss"), line.get("seconds")
     head = f"round {round}" + (f" of {rounds}" if rounds else "")
     if (spent := spent_of(line)) is not None:
-        return f"{head}  epsilon {epsilon_up(spent[0])} of {epsilon_up(spent[1])}{_score(line)}"
+        head += f"  epsilon {epsilon_up(spent[0])} of {epsilon_up(spent[1])}"
     head += f"  loss {_number(loss, 3)}" if loss is not None else "  no loss"
     head += f"  {seconds:.0f} s" if isinstance(seconds, int | float) else ""
     head += _score(line)

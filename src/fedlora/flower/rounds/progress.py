@@ -22,7 +22,7 @@ class Progress:
     current attempt, with `fates` of those who have answered. ended: why no more rounds
     are played, otherwise "". fate_counts: (client, fate) -> how often, attempts that did not count included
     (except for "trained" and "not drawn" in these). uploaded: client -> bytes. began, heard: when the first and the
-    last event were written, "" if that is withheld.
+    last event were written.
     """
 
     round: int = 0
@@ -38,7 +38,7 @@ class Progress:
 
 def after(progress: Progress, event: Event) -> Progress:
     """The progress after one more event. A round that is played again after a crash counts once."""
-    progress = replace(progress, began=progress.began or event.at or "", heard=event.at or "")
+    progress = replace(progress, began=progress.began or event.at, heard=event.at)
     if isinstance(event, Began):
         back = min(progress.round, event.round - 1)
         return replace(progress, playing=event, fates={}, ended="", round=back)

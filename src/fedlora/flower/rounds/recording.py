@@ -16,7 +16,6 @@ from fedlora.core import checkpoint
 from fedlora.flower.rounds.choosing import due
 from fedlora.flower.rounds.federation import Opening
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
-from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.runs.finishing import best_state
 from fedlora.runs.folder import plain
 from fedlora.runs.stopping import Line
@@ -76,7 +75,7 @@ class Recorder:
         self.trackers.log(whole)
         stopped = self.stopped([*before, whole])
         if stopped is not None:
-            log.info("round %d: %s", line["round"], stopped["why"], extra=RELEASED)  # from public examples, if private
+            log.info("round %d: %s", line["round"], stopped["why"])
         return facts, stopped is not None
 
     # ---------------------------------------------------------------------------------------------------------- inside

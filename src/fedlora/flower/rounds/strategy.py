@@ -79,7 +79,6 @@ from fedlora.flower.rounds.membership import (
     least_usable,
     with_largest_share,
 )
-from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
 from fedlora.flower.rounds.questions import MessageMaker, Question
 from fedlora.flower.rounds.round_lines import RoundLines, is_finished, rounds_done
@@ -181,8 +180,8 @@ class FedLoRA:
             timeout: replaces the policy's deadline.
 
         Returns:
-            For each round that this call began: the number of clients that trained (0 if it is private, because nobody
-            is told), and its loss. The model is in `flower_state.state`.
+            For each round that this call began: the number of clients that trained, and its loss. The model is in
+            `flower_state.state`.
 
         Raises:
             QuorumNotMet: a round had too few usable replies in each of its attempts; the state before it is stored.
@@ -193,7 +192,7 @@ class FedLoRA:
         """
         log_to_stdout()
         result, self.stopped, self._num_rounds, self._timeout = Result(), None, num_rounds, timeout
-        with self._hooks.playing(self), self._reporting_the_end():
+        with self._reporting_the_end():
             last = self.lines.get(self.round)
             crashed = last is not None and not is_finished(last)  # between its checkpoint and its end
             owed = last is not None and not crashed and self.choosing is not None and self.choosing.owes(last)
@@ -286,7 +285,7 @@ class FedLoRA:
             if asked or not is_finished(line):  # what a finished round has measured stays, whatever is due now
                 line = {**line, **(self.measure(grid, "validation") if asked else SiteRound()).facts()}
         more = self.after_round(line) if self.after_round is not None else None
-        line = self._hooks.line({"metrics": {}, **line, **(more or {})})
+        line = {"metrics": {}, **line, **(more or {})}
         self._report(Done(line["round"], line))  # before the line: it may be told twice, and is never missing
         self.lines.put(line)
         return line
@@ -317,7 +316,7 @@ class FedLoRA:
             why = "quorum"
             raise
         except BudgetSpent as spent:  # nothing was released for this round
-            log.warning("round %d is not played: %s", self.flower_state.next_round, spent, extra=RELEASED)
+            log.warning("round %d is not played: %s", self.flower_state.next_round, spent)
             why = self.stopped = "budget"
             if not self.round:
                 raise
@@ -367,17 +366,14 @@ class FedLoRA:
         return collect(grid, questions, deadline=self.deadline, clock=self.clock, waiting=waiting)
 
     def _report(self, event: Event) -> None:
-        """Write what may be told of the event, and log its words."""
-        public = self._hooks.event(event, self.policy)
-        if public is None:
-            return
+        """Write the event, and log its words."""
         try:
-            self._events.write(public)
+            self._events.write(event)
         except OSError as error:  # losing a report is better than losing a round
             log.warning("an event could not be written: %s", error)
-        level = logging.INFO if isinstance(public, Done | Ended) else logging.WARNING  # the usual; all else is news
-        for line in lines_of(public, self._num_rounds):
-            log.log(level, "%s", line, extra=RELEASED)  # the hooks let it pass
+        level = logging.INFO if isinstance(event, Done | Ended) else logging.WARNING  # the usual; all else is news
+        for line in lines_of(event, self._num_rounds):
+            log.log(level, "%s", line)
 
     def _save(self, flower_state: FlowerState) -> None:
         """Store the state; from then on it is this object's."""

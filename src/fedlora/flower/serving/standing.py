@@ -11,8 +11,7 @@ from typing import Any
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.membership import least_usable
-from fedlora.flower.rounds.private_words import has_released
-from fedlora.flower.rounds.round_lines import fitting_summary, rounds_done
+from fedlora.flower.rounds.round_lines import fitting_summary, has_released, rounds_done
 from fedlora.flower.rounds.settings_history import History
 from fedlora.flower.serving.superlink import LOOPBACK
 from fedlora.flower.terms.policy import Policy
@@ -27,7 +26,7 @@ class Standing:
     """name: the federation's. rounds: the requested number. done: the finished number. needed: the usable answers that
     a round needs; for a private federation, the sites that must be online before it begins, and 0 after that. ranks: of
     the clients that may take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
-    the table, if rounds are private: then nothing is said about single sites. settings: changes to federation.toml, in
+    the table, if rounds are private. settings: changes to federation.toml, in
     sentences: those in force since a round, and those that wait for the next start.
     """
 

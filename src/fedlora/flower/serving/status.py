@@ -1,6 +1,6 @@
 """`fedlora flower status`: a federation's state, from its files, and its online nodes, if the SuperLink answers.
 
-Screen, JSON and Prometheus tell the same facts; those of a private federation pass one filter.
+Screen, JSON and Prometheus tell the same facts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from fedlora.flower.rounds.progress import Progress, fates_of, progress_of
 from fedlora.flower.serving.standing import Standing, keys_of, room_of, standing
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
 from fedlora.flower.terms.privacy import promise
-from fedlora.privacy.released import filtered
 
 MOST_ROUNDS = 100  # that `Progress` keeps
 
 
 def status_of(folder: FederationFolder, rounds: int = MOST_ROUNDS) -> dict[str, Any]:
-    """The current facts, with the last `rounds` rounds; of a private federation those that may be released.
+    """The current facts, with the last `rounds` rounds.
 
     As `facts`, and served_by: the process that serves it, or None. superlink: whether it answers. database_bytes,
     disk_free_bytes.
@@ -36,13 +35,12 @@ def status_of(folder: FederationFolder, rounds: int = MOST_ROUNDS) -> dict[str, 
     """
     progress = progress_of(read_events(folder.events))
     now, nodes = standing(folder), _nodes(folder)
-    told = facts(now, progress, nodes or {}, keys_of(folder), rounds) | {
+    return facts(now, progress, nodes or {}, keys_of(folder), rounds) | {
         "served_by": holder(folder.lock),
         "superlink": nodes is not None,
         "database_bytes": database_size(folder.database),
         "disk_free_bytes": room_of(folder),
     }
-    return told if now.privacy is None else released(told)
 
 
 def facts(
@@ -107,12 +105,6 @@ def facts(
     return told
 
 
-def released(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the facts of a private federation those that may be told: nothing of a single site but its name and rank."""
-    rounds = [filtered("status round", one, public=True) for one in told["last_rounds"]]
-    return filtered("status", {**told, "last_rounds": rounds}, public=True)
-
-
 def headline(told: Mapping[str, Any]) -> str:
     """Two lines for people, and one for each change of the settings."""
     server, playing = told["served_by"], told["playing"]
@@ -122,11 +114,11 @@ def headline(told: Mapping[str, Any]) -> str:
         state = f"{told['finished']} after {told['round']} rounds"
     elif playing is not None and server is not None:
         state = f"round {playing['round']} of {told['rounds']} goes on"
-        if waiting := [name for name in playing["asked"] if name not in playing.get("fates", playing["asked"])]:
-            state += f", since {since(playing['since'] or '')}; no answer yet: {', '.join(waiting)}"
+        if waiting := [name for name in playing["asked"] if name not in playing["fates"]]:
+            state += f", since {since(playing['since'])}; no answer yet: {', '.join(waiting)}"
     else:
         state = f"{told['round']} of {counted(told['rounds'], 'round')} done"
-    began = f"; the federation began {told['began'][:16].replace('T', ' ')} UTC" if told.get("began") else ""
+    began = f"; the federation began {told['began'][:16].replace('T', ' ')} UTC" if told["began"] else ""
     answers = "answers" if told["superlink"] else "does not answer"
     return "\n".join([f"{told['name']}: {state}{began}", f"{served}; the SuperLink {answers}", *told["settings"]])
 
@@ -159,4 +151,4 @@ def _nodes(folder: FederationFolder) -> dict[str, NodeFacts] | None:
         link.close()
 
 
-__all__ = ["database_size", "facts", "headline", "released", "since", "status_of"]
+__all__ = ["database_size", "facts", "headline", "since", "status_of"]
