@@ -191,7 +191,7 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     assert not (server / "private").stat().st_mode & 0o077
     assert re.search("(?i)all 2 rounds .*epsilon", ending(summary))
     fed.write(run={"rounds": 3})
-    with pytest.raises(ConfigError, match=r"run\.rounds was 2 .*epsilon"):
+    with pytest.raises(ConfigError, match=r"run\.rounds was 2 and is 3"):
         fed.play()
     fed.write(run={"rounds": 2}, privacy={"clip": 2.0})
     with pytest.raises(ConfigError, match=r"privacy\.clip was 1\.0 and is 2\.0"):

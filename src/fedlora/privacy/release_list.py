@@ -152,7 +152,6 @@ RELEASES: tuple[Item, ...] = (
         "labels",
         "dealt",
         "planned",
-        "changes",
         "seed",
     ),
     *_items("card", "released", LEDGER, "privacy"),

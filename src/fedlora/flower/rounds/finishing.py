@@ -181,7 +181,6 @@ def _facts(opening: Opening, strategy: FedLoRA) -> dict[str, Any]:
         "clients": clients,
         "method": repr(opening.server.method),
         "answer_ends": list(here.ends),
-        "changes": opening.history.told(),
     }
 
 

@@ -35,12 +35,12 @@ class Recorder:
 
     def best(self, lines: Sequence[Line]) -> Line | None:
         """The best of these rounds, if any was measured."""
-        return self._opening.choosing.best(self._comparable(lines))
+        return self._opening.choosing.best(lines)
 
     def stopped(self, lines: Sequence[Line]) -> dict[str, Any] | None:
         """Whether the federation ends early after these rounds, and why."""
         settings = self._opening.settings
-        return self._opening.choosing.stop(self._comparable(lines), settings.run.rounds, settings.evaluate.stopping())
+        return self._opening.choosing.stop(lines, settings.run.rounds, settings.evaluate.stopping())
 
     def best_state(self, line: Line | None) -> RunState | None:
         """The stored state of that round, the best one; None, with a log line, if it is lost."""
@@ -90,7 +90,3 @@ class Recorder:
         if evaluator is None or self._opening.choosing.by != "server" or not due(self._opening.settings, state.round):
             return {}
         return evaluator.evaluate(self._opening.server, state)
-
-    def _comparable(self, lines: Sequence[Line]) -> list[Line]:
-        since = self._opening.history.comparable_since()
-        return [line for line in lines if line["round"] > since]

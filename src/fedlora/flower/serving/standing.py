@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.membership import least_usable
 from fedlora.flower.rounds.round_lines import fitting_summary, has_released, rounds_done
-from fedlora.flower.rounds.settings_history import History
 from fedlora.flower.serving.superlink import LOOPBACK
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy
@@ -26,8 +25,7 @@ class Standing:
     """name: the federation's. rounds: the requested number. done: the finished number. needed: the usable answers that
     a round needs; for a private federation, the sites that must be online before it begins, and 0 after that. ranks: of
     the clients that may take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
-    the table, if rounds are private. settings: changes to federation.toml, in
-    sentences: those in force since a round, and those that wait for the next start.
+    the table, if rounds are private.
     """
 
     name: str
@@ -37,7 +35,6 @@ class Standing:
     ranks: Mapping[str, Any]
     why: str = ""
     privacy: FederationPrivacy | None = None
-    settings: tuple[str, ...] = ()
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -80,8 +77,7 @@ def standing(folder: FederationFolder) -> Standing:
     least = least_usable(policy, settings.server.quorum, settings.defence.build(), run.participation) or 1
     if settings.privacy is not None:  # it begins when all were there, and later waits for nobody
         least = 0 if done or has_released(folder) else len(ranks)
-    told = _told(folder, settings, done)
-    return Standing(settings.id, rounds, done, least, ranks, why, settings.privacy, told)
+    return Standing(settings.id, rounds, done, least, ranks, why, settings.privacy)
 
 
 def check_derived(folder: FederationFolder) -> None:
@@ -105,16 +101,6 @@ def check_derived(folder: FederationFolder) -> None:
             f"{folder.path}` writes all files that follow from it; hand every site its new join file then. Or set it "
             f"back."
         )
-
-
-def _told(folder: FederationFolder, settings: FederationSettings, done: int) -> tuple[str, ...]:
-    """The changes to federation.toml, and those that wait. The ServerApp reports a damaged history."""
-    try:
-        history = History.read(folder.history)
-        waiting = history.waiting(settings, done)
-    except FedLoRAError:
-        return ()
-    return (*history.told(last=1), *([waiting] if waiting else []))
 
 
 def _charged_since(privacy: FederationPrivacy, folder: FederationFolder) -> bool:

@@ -75,7 +75,6 @@ def facts(
         "rounds": now.rounds,
         "finished": now.why or None,
         "needed": now.needed,
-        "settings": list(now.settings),
         "began": progress.began or None,
         "last_event": progress.heard or None,
         "ended": progress.ended or None,
@@ -106,7 +105,7 @@ def facts(
 
 
 def headline(told: Mapping[str, Any]) -> str:
-    """Two lines for people, and one for each change of the settings."""
+    """Two lines for people."""
     server, playing = told["served_by"], told["playing"]
     over = "not served, for nothing is left to do; sites may stop" if told["finished"] else "not served at the moment"
     served = f"served by process {server}" if server is not None else over
@@ -120,7 +119,7 @@ def headline(told: Mapping[str, Any]) -> str:
         state = f"{told['round']} of {counted(told['rounds'], 'round')} done"
     began = f"; the federation began {told['began'][:16].replace('T', ' ')} UTC" if told["began"] else ""
     answers = "answers" if told["superlink"] else "does not answer"
-    return "\n".join([f"{told['name']}: {state}{began}", f"{served}; the SuperLink {answers}", *told["settings"]])
+    return f"{told['name']}: {state}{began}\n{served}; the SuperLink {answers}"
 
 
 def database_size(path: Path) -> int:

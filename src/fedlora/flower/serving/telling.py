@@ -29,8 +29,7 @@ class Telling:
         self.progress, self.nodes = Progress(), tuple[NodeFacts, ...]()
         self._standing = standing(folder)
         self.step = Step("rounds")  # what `serve` is doing
-        self._there, self._settings = "", self._standing.settings
-        self._said_at: dict[str, float] = {}
+        self._there, self._said_at = "", dict[str, float]()
 
     def standing(self) -> Standing:
         """The federation's standing. A file that is broken meanwhile is reported, and the last good one stays."""
@@ -51,11 +50,6 @@ class Telling:
                 self.step.what = f"round {playing.round}, {answered}; rounds"
             for line in [] if quietly else lines_of(event, self.standing().rounds):
                 self.say(line)
-        now = self.standing()
-        for line in now.settings:
-            if line not in self._settings:
-                self.say(line)
-        self._settings = now.settings
 
     def look(self, nodes: Sequence[NodeFacts]) -> None:
         """Report who is online and who is missing, if that has changed."""
