@@ -694,41 +694,6 @@ def test_the_deadline_given_to_start_is_that_of_all_messages(tmp_path: Path) -> 
     assert [e.deadline for e in read_events(tmp_path / "o" / "events.jsonl") if isinstance(e, Began)] == [77.0]
 
 
-def test_a_round_that_has_become_the_last_one_is_measured(tmp_path: Path) -> None:
-    """run.rounds was 10 with every = 5, and is 2 now. Before, the last round had no score of the sites'."""
-
-    def played(planned: int, upto: int) -> Any:
-        choosing = Choosing("accuracy", "sites", lambda round: round % 5 == 0 or round == planned)
-        strategy, grid = federation(
-            tmp_path, Server(build("glora")), record=tmp_path / "o", choosing=choosing, resume=True
-        )
-        strategy.start(grid, num_rounds=upto)
-        return strategy.lines.all(), grid.sent
-
-    assert not any(line["site_metrics"] or line["site_unmeasured"] for line in played(10, 2)[0])
-    lines, sent = played(2, 2)
-    assert {message.metadata.message_type for message in sent} == {"evaluate"}
-    assert [bool(line["site_metrics"] or line["site_unmeasured"]) for line in lines] == [False, True]
-    assert not played(2, 2)[1]
-
-
-def test_what_the_sites_have_measured_stays_when_the_server_measures_from_now_on(tmp_path: Path) -> None:
-    """evaluate.target was the sites', and is the server's now. Before, the last round lost its scores."""
-
-    def played(by: Any) -> Any:
-        choosing = Choosing("accuracy", by, lambda round: True)
-        strategy, grid = federation(
-            tmp_path, Server(build("glora")), record=tmp_path / "o", choosing=choosing, resume=True
-        )
-        strategy.after_round = lambda line: {"metrics": {"accuracy": 0.5}} if by == "server" else None
-        strategy.start(grid, num_rounds=1)
-        return strategy.lines.all()[-1]
-
-    before, after = played("sites"), played("server")
-    assert before["site_unmeasured"] or before["site_metrics"]
-    assert after == {**before, "metrics": {"accuracy": 0.5}}
-
-
 class Always:
     """Measures the same score of everything."""
 
@@ -742,19 +707,19 @@ class Always:
 @pytest.mark.parametrize("kill", ["in step 5", "never"])
 def test_a_restart_measures_the_sites_that_the_round_had(tmp_path: Path, kill: str) -> None:
     """Their nodes come back after five seconds. Reference: a run that was not killed. Before, the restart measured
-    whoever was online at that moment: nobody. And scores that are there are kept, if the server's are new."""
+    whoever was online at that moment: nobody."""
     clock, killed = FastClock(), RuntimeError("killed")
 
     class Back(LocalGrid):
         def get_node_ids(self) -> list[int]:
             return [*super().get_node_ids()] if clock.now >= 5 else []
 
-    def played(by: Any, after: Any, **more: Any) -> Any:
-        choosing = Choosing("accuracy", by, lambda round: True, at_sites=True)
+    def played(after: Any) -> Any:
+        choosing = Choosing("accuracy", "sites", lambda round: True)
         nodes = {name: Node(name, Toy(), tmp_path / name, evaluators={"validation": Always()}) for name in RANKS}
         strategy, grid = federation(
             tmp_path, Server(build("glora")), record=tmp_path / "o", choosing=choosing, after_round=after, nodes=nodes,
-            resume=True, clock=clock, **more,
+            resume=True, clock=clock,
         )  # fmt: skip
         grid.__class__ = Back
         strategy.start(grid, num_rounds=1)
@@ -767,12 +732,9 @@ def test_a_restart_measures_the_sites_that_the_round_had(tmp_path: Path, kill: s
     clock.now = 5.0
     if kill == "in step 5":
         with pytest.raises(RuntimeError):
-            played("sites", dies)
-    line = played("sites", None)
+            played(dies)
+    line = played(None)
     assert {name: one["accuracy"] for name, one in line["site_metrics"].items()} == dict.fromkeys(RANKS, 0.5)
-    clock.now = -100.0
-    again = played("server", lambda line: {"metrics": {"accuracy": 0.7}})
-    assert again == {**line, "metrics": {"accuracy": 0.7}}
 
 
 @pytest.mark.parametrize("how", ["made", "sent", "taken"])

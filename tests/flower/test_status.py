@@ -69,12 +69,6 @@ def test_no_number_makes_a_line_longer_than_a_screen() -> None:
     assert said == "round 3 of 6  loss -5e+299  12 s  perplexity 1e+200  acme 0.50  cork -1e+300"
 
 
-def test_who_says_that_it_measured_more_than_it_has_is_named() -> None:
-    said = {"acme": {"accuracy": 0.5, "examples": 4}, "cork": {"accuracy": 1.0, "examples": 10**12}}
-    more = {**line(acme="trained"), "site_metrics": said, "site_counts": {"acme": 4.0, "cork": 8.0}}
-    assert re.fullmatch(r"round 4: cork .* 1e\+12 examples; 8 .*", *lines_of(Done(4, more), 6)[1:])
-
-
 def test_who_did_not_train_is_a_line_with_the_reason() -> None:
     assert lines_of(Fated(2, 0, "cork", "late", "no answer within 60 s")) == [
         "round 2: cork: late: no answer within 60 s"

@@ -101,24 +101,10 @@ def time_of(seconds: float) -> str:
 
 
 def measurement_lines(line: Mapping[str, Any], when: str) -> list[str]:
-    """Notes on measurements at the sites (`SiteRound.facts`): who claims more examples than it trains on, whose
-    share of the mean was reduced, who has not trained yet, and who was not measured, unless its fate in the round
-    explains that."""
-    counts, said = line.get("site_counts") or {}, line.get("site_metrics") or {}
-    found = [
-        f"{when}: {shown(name)} says it measured {_number(claim, 0)} examples; {_number(counts[name], 0)} count"
-        for name in counts
-        if isinstance(claim := (said.get(name) or {}).get("examples"), int | float) and claim > counts[name] > 0
-    ]
-    if unknown := [shown(name) for name, count in counts.items() if not count]:
-        found.append(
-            f"{when}: the scores of {', '.join(unknown)} do not count: scores count for as many examples as their site "
-            f"trained on, and these sites have not trained in a round that counted"
-        )
-    found += _bounded(when, line.get("site_capped") or {}, "its scores count")
+    """A note on each site that was not measured, unless its fate in the round explains that."""
     fates = fates_of(line)
     silent = {k: why for k, why in (line.get("site_unmeasured") or {}).items() if fates.get(k) in _UNEXPLAINED}
-    return found + [f"{when}: {shown(name)}: not measured: {why}" for name, why in silent.items()]
+    return [f"{when}: {shown(name)}: not measured: {why}" for name, why in silent.items()]
 
 
 def _beside(event: Done) -> list[str]:

@@ -65,11 +65,7 @@ class Recorder:
         whole = {**plain(dict(line)), **facts}
         before = [old for old in lines if old["round"] < line["round"]]
         best = self.best(before)
-        better = self._opening.choosing.better(whole, best)
-        if better is None and best is not None:
-            log.info("round %d is not compared with round %d, the best until now: no site measured both",
-                     line["round"], best["round"])  # fmt: skip
-        if better:
+        if self._opening.choosing.better(whole, best):
             now = None if best is None else best["round"]  # it is the best one until this round's line is stored
             checkpoint.keep_also(self._best, self._opening.home.checkpoints, state.round, beside=now)
         self.trackers.log(whole)

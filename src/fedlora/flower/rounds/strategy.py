@@ -108,8 +108,8 @@ class FedLoRA:
         codec: the kind of clients.
         identify: how to identify nodes; by default by their registered names, never by their claims.
         after_round: called with each finished round's line, once its checkpoint is stored; its result is added to the
-            line. With `record`, it is called again after a crash for a round that it had not finished, and for one that
-            is measured later because the settings have changed. It may call `stop`, which is not stored.
+            line. With `record`, it is called again after a crash for a round that it had not finished. It may call
+            `stop`, which is not stored.
         choosing: which score the sites are asked to measure, and when; None: never.
         hooks: what another kind of rounds adds, such as `PrivateRounds`.
         clock: the clock, which also waits.
@@ -194,9 +194,7 @@ class FedLoRA:
         result, self.stopped, self._num_rounds, self._timeout = Result(), None, num_rounds, timeout
         with self._reporting_the_end():
             last = self.lines.get(self.round)
-            crashed = last is not None and not is_finished(last)  # between its checkpoint and its end
-            owed = last is not None and not crashed and self.choosing is not None and self.choosing.owes(last)
-            if last is not None and (crashed or owed):  # owed: by settings that are new
+            if last is not None and not is_finished(last):  # it was killed between its checkpoint and its end
                 if self.choosing is not None and self.choosing.asks_sites(last):
                     self._wait_for_those_of(last, grid)
                 self.read_policy()  # which may have changed while nothing ran
@@ -281,9 +279,8 @@ class FedLoRA:
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """The work after a stored round: evaluation, and the final version of its line."""
         if self.choosing is not None:
-            asked = self.choosing.asks_sites(line)
-            if asked or not is_finished(line):  # what a finished round has measured stays, whatever is due now
-                line = {**line, **(self.measure(grid, "validation") if asked else SiteRound()).facts()}
+            found = self.measure(grid, "validation") if self.choosing.asks_sites(line) else SiteRound()
+            line = {**line, **found.facts()}
         more = self.after_round(line) if self.after_round is not None else None
         line = {"metrics": {}, **line, **(more or {})}
         self._report(Done(line["round"], line))  # before the line: it may be told twice, and is never missing
