@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -32,14 +31,12 @@ from fedlora.flower.rounds.events import AttemptFailed, Event, Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState, Unusable
 from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question, reply_limit
-from fedlora.flower.terms.policy import shares_lost
 from fedlora.server.intake import Intake
 from fedlora.server.state import RunState, ServerState, Tally
 
 log = logging.getLogger(__name__)
 Report = Callable[[Event], None]
 _MOST_LOSS = 1e6  # nats: chance among a million words is 14, and a diverged head has some thousands
-_FAR = 10.0  # times the median norm
 
 
 class Effect(NamedTuple):
@@ -273,8 +270,6 @@ class Attempt:
         tally, fates = after.tally or Tally({}), self.fates
         trained = {name: fated for name, fated in fates.items() if fated.fate == "trained"}
         losses = {name: fated.loss for name, fated in trained.items() if fated.loss is not None}
-        claims = {name: fated.examples or 0.0 for name, fated in trained.items() if name in tally.weights}
-        norms = {name: fated.norm or 0.0 for name, fated in trained.items()}
         return {
             "round": after.round,
             "attempt": self.nth,
@@ -283,10 +278,7 @@ class Attempt:
             "weights": dict(tally.weights),
             "missing": self.missing,
             "fates": {name: {"fate": fated.fate, "why": fated.why} for name, fated in fates.items()},
-            "norms": norms,
-            "far": far_ones(norms),
-            "capped": shares_lost(claims, tally.weights) if self.server.weighs_by == "examples" else {},
-            "alike": dict(tally.alike),
+            "norms": {name: fated.norm or 0.0 for name, fated in trained.items()},
             **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
         }
 
@@ -314,19 +306,3 @@ def _moved(lora: LoRA, begun: LoRA | None) -> float:
     ((factor, tensor),) = lora.map(Tensor.double).tensors().items()
     was = None if begun is None else begun.tensors().get(factor)
     return float(torch.linalg.vector_norm(tensor if was is None or was.shape != tensor.shape else tensor - was))
-
-
-def far_ones(norms: Mapping[str, float]) -> dict[str, float | None]:
-    """client -> its norm in medians, for clients above `_FAR`; None if the median is 0 or the norm has overflowed.
-
-    Of an even number of norms it takes the lower median: with two clients, the smaller norm.
-
-    Example:
-        >>> far_ones({"a": 1.0, "b": 1.2, "c": 90.0})
-        {'c': 75.0}
-    """
-    if len(norms) < 2:
-        return {}
-    middle = statistics.median_low([math.inf if math.isnan(norm) else norm for norm in norms.values()])
-    far = {name: norm for name, norm in norms.items() if not norm <= _FAR * middle}
-    return {name: norm / middle if middle and norm < math.inf else None for name, norm in far.items()}

@@ -108,32 +108,11 @@ def measurement_lines(line: Mapping[str, Any], when: str) -> list[str]:
 
 
 def _beside(event: Done) -> list[str]:
-    """Further notes on a round: a robust rule's effect, capped shares, updates far larger than the others'."""
-    found = _bounded(f"round {event.round}", event.line.get("capped") or {}, "its update counts")
-    if (defence := event.line.get("defence")) and (said := told(defence)):
-        found.append(f"round {event.round}: {said}")
-        found += [f"round {event.round}: {k}: {one['why']}" for k, one in defence["clients"].items() if one["why"]]
-    found += [
-        f"round {event.round}: {name}: the norm of its update is "
-        f"{'far above' if times is None else f'{_number(times, 1)} times'} the round's median"
-        f"{', which is 0, or it is too large for a number' * (times is None)}: look at its data and at train.lr"
-        for name, times in (event.line.get("far") or {}).items()
-    ]
-    if alike := event.line.get("alike"):
-        found.append(
-            f"round {event.round}: too few sites counted for max_weight_share, so they have equal weight in "
-            f"{', '.join(list(alike)[:3])}{', ...' if len(alike) > 3 else ''}"
-        )
-    return found
-
-
-def _bounded(when: str, shares: Mapping[str, Any], what: str) -> list[str]:
-    """A line for each site whose share was reduced."""
-    return [
-        f"{when}: {shown(name)}: {what} for {100 * share['counted']:.0f}% of the mean; by its examples it would be "
-        f"{100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
-        for name, share in shares.items()
-    ]
+    """Notes on a robust rule's effect."""
+    if not (defence := event.line.get("defence")) or not (said := told(defence)):
+        return []
+    each = [f"round {event.round}: {k}: {one['why']}" for k, one in defence["clients"].items() if one["why"]]
+    return [f"round {event.round}: {said}", *each]
 
 
 def log_to_stdout() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,18 +15,6 @@ from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site, checked_rank
 from fedlora.given_files import parse_toml, read_toml
 from fedlora.server.terms import Weighting
-
-
-def shares_lost(claimed: Mapping[str, float], counted: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Clients whose share was reduced: the claimed share, and the one that counted."""
-    most = math.ldexp(1.0, math.frexp(max(claimed.values(), default=0.0))[1] - 1)  # rounds no share; sums stay finite
-    claimed = {name: claim / most for name, claim in claimed.items()}
-    of_claims, of_counts = math.fsum(claimed.values()), math.fsum(counted[name] for name in claimed)
-    if not of_claims or not of_counts:
-        return {}
-    shares = {name: (claimed[name] / of_claims, counted[name] / of_counts) for name in claimed}
-    return {name: {"claimed": p, "counted": q} for name, (p, q) in shares.items() if q < p * (1 - 1e-9)}
-
 
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
