@@ -93,7 +93,6 @@ def test_a_federation_without_the_table_travels_as_before() -> None:
         ({"data": {"validation": 0.1}}, r"data\.validation = 0\.1 .*at the sites"),
         ({"data": {"test": 0.1}}, r"data\.test = 0\.1 .*at the sites"),
         ({"evaluate": {"target": "clients"}}, "scores without noise"),
-        ({"run": {"readouts": True}}, r"run\.readouts"),
         ({"privacy": {"members": None}}, r"privacy\.members is missing"),
         ({"privacy": {"members": ["a", "a"]}}, "names a site twice"),
         ({"privacy": {"delta": 0.4}}, "promises nothing"),

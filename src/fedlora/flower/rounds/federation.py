@@ -177,19 +177,8 @@ def playable(
         check_policy(policy, settings.privacy)
         server, plan = planned(settings, server, seed_adapter)
     state = start(server, seed_adapter)
-    _check_readouts(settings, server, state)
     check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
     return server, plan, state
-
-
-def _check_readouts(settings: FederationSettings, server: Server, state: RunState) -> None:
-    """Raises `ConfigError` if run.readouts is set, but the server cannot complete readouts."""
-    roles = server.roles(state.server)
-    if settings.run.readouts and "local" in (roles.B, roles.A, roles.heads):
-        raise ConfigError(
-            f"run.readouts = true asks for each site's readout at the server, but with {server.method.name} a part of "
-            f"it never leaves the site ({roles}). Leave run.readouts out."
-        )
 
 
 def _check_base(settings: FederationSettings, known: Facts, home: FederationFolder) -> None:

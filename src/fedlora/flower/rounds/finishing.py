@@ -2,7 +2,6 @@
 of `fedlora run`. What it writes holds no path of a machine.
 
 server/adapter/      the last round's model          server/best/      the best round's
-server/clients/NAME/ each client's readout, if run.readouts is set
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.base_names import BaseName, base_name
-from fedlora.runs.exported import FOLDERS, Exports, client_adapter, global_adapter, named
+from fedlora.runs.exported import FOLDERS, Exports, global_adapter, named
 from fedlora.runs.finishing import results
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts, shown_rank
@@ -67,13 +66,6 @@ def finish(
             scores, by = {k: v for k, v in at_sites.mean().items() if k != "examples"}, "the sites"
         model = global_adapter(opening.server, chosen[name])
         exports.write(home.server / FOLDERS[name], model, chosen[name].round, scores, by=by if scores else "server")
-    if settings.run.readouts:
-        for name in strategy.policy.clients:
-            own = client_adapter(opening.server, state, strategy.policy.client(name))
-            said = at_sites.measured.get(name)
-            exports.write(
-                home.server / "clients" / name, own, state.round, said.scores if said is not None else {}, client=name
-            )
     recorder.trackers.close({k: (one.round, tested[k].scores if k in tested else {}) for k, one in chosen.items()})
     stopped = recorder.stopped(lines)
     if stopped is None and private is not None and strategy.stopped == "budget":
