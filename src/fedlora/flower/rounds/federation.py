@@ -140,7 +140,8 @@ def _check_unchanged(home: FederationFolder, settings: FederationSettings, round
     """
     try:
         found = parse_json(read_given(home.played_with, RECORDS), nan_as_none=True)
-        before = flat({"held_out": found["held_out"], **found["settings"]})
+        settings_then = FederationSettings.from_travelling(json.dumps(found["settings"])).travelling()
+        before = flat({"held_out": found["held_out"], **json.loads(settings_then)})
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError, KeyError) as error:

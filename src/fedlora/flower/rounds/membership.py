@@ -27,7 +27,7 @@ def least_usable(policy: Policy, quorum: int | None, rule: Rule | None, particip
     """The usable uploads that the quorum and the rule ask for, if no upload is refused and all weigh alike (a refused
     one is a liar that was found, and the rule then needs fewer others); 0: a round draws too few.
 
-    Example: six clients, Krum(liars=1), which needs 2 f + 3 = 5: `least` is 5.
+    Example: six clients, quorum 2, and Krum(liars=1), which needs 2 f + 3: 5.
     """
 
     def enough(count: int) -> bool:

@@ -19,10 +19,9 @@ class Progress:
     """The rounds until now.
 
     round: the number of finished ones. lines: round -> its line of rounds.jsonl, for the last hundred. playing: the
-    current attempt, with `fates` of those who have answered. ended: why no more rounds
-    are played, otherwise "". fate_counts: (client, fate) -> how often, attempts that did not count included
-    (except for "trained" and "not drawn" in these). uploaded: client -> bytes. began, heard: when the first and the
-    last event were written.
+    current attempt, with `fates` of those who have answered. ended: why no more rounds are played, otherwise "".
+    fate_counts: (client, fate) -> how often, attempts that did not count included (except for "trained" and "not drawn"
+    in these). uploaded: client -> bytes. began, heard: when the first and the last event were written.
     """
 
     round: int = 0

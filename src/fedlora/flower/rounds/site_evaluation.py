@@ -53,16 +53,12 @@ class SiteRound:
 
 class SiteEvaluation:
     """One measurement of a state at all sites: it asks every client of the policy, drawn or not, except those that are
-    not online or that the method cannot serve. Mutable: it notes what each message carried.
-    """
+    not online or that the method cannot serve. Mutable: it notes what each message carried."""
 
     def __init__(self, maker: MessageMaker, part: HeldOut) -> None:
         self._maker, self._part = maker, part
         self._flower_state, self._policy = maker.flower_state, maker.policy
-        self._not_asked = dict[str, str]()
-        for name in self._policy.clients:
-            if name not in maker.online:
-                self._not_asked[name] = "it is not online"
+        self._not_asked = {name: "it is not online" for name in self._policy.clients if name not in maker.online}
         self._carried: dict[str, Held] = {}  # what a client holds if it stored its message, and keeps all that it can
 
     def questions(self, ttl: float) -> Iterator[Question]:

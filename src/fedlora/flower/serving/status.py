@@ -46,7 +46,7 @@ def status_of(folder: FederationFolder, rounds: int = MOST_ROUNDS) -> dict[str, 
 def facts(
     now: Standing, progress: Progress, nodes: Mapping[str, NodeFacts], keys: Collection[str], rounds: int = MOST_ROUNDS
 ) -> dict[str, Any]:
-    """All that folder and nodes tell, of single sites too.
+    """All that folder and nodes tell.
 
     sites: name -> rank; node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted),
     "unknown" (no SuperLink answers); last_seen: the last contact with its node; fate, why, loss, norm: of the last
