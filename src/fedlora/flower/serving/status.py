@@ -6,7 +6,7 @@ Screen, JSON and Prometheus tell the same facts.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from fedlora.flower.ownership import holder
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import read_events
 from fedlora.flower.rounds.log_lines import time_of
-from fedlora.flower.rounds.progress import Progress, fates_of, progress_of
-from fedlora.flower.serving.standing import Standing, keys_of, room_of, standing
+from fedlora.flower.rounds.progress import fates_of, progress_of
+from fedlora.flower.serving.standing import keys_of, room_of, standing
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
 from fedlora.flower.terms.privacy import promise
 
@@ -27,35 +27,19 @@ MOST_ROUNDS = 100  # that `Progress` keeps
 def status_of(folder: FederationFolder, rounds: int = MOST_ROUNDS) -> dict[str, Any]:
     """The current facts, with the last `rounds` rounds.
 
-    As `facts`, and served_by: the process that serves it, or None. superlink: whether it answers. database_bytes,
-    disk_free_bytes.
+    sites: name -> rank; node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted),
+    "unknown" (no SuperLink answers); last_seen: the last contact with its node; fate, why, loss, norm: of the last
+    round; fates: how often it trained, was late, ..., repeated attempts included; upload_bytes. privacy: a private
+    federation's guarantee, and the spending that its last round reports. served_by: the process that serves it, or
+    None. superlink: whether it answers. database_bytes, disk_free_bytes.
 
     Raises:
         ConfigError: this is not a folder of `fedlora flower init`.
     """
-    progress = progress_of(read_events(folder.events))
-    now, nodes = standing(folder), _nodes(folder)
-    return facts(now, progress, nodes or {}, keys_of(folder), rounds) | {
-        "served_by": holder(folder.lock),
-        "superlink": nodes is not None,
-        "database_bytes": database_size(folder.database),
-        "disk_free_bytes": room_of(folder),
-    }
-
-
-def facts(
-    now: Standing, progress: Progress, nodes: Mapping[str, NodeFacts], keys: Collection[str], rounds: int = MOST_ROUNDS
-) -> dict[str, Any]:
-    """All that folder and nodes tell.
-
-    sites: name -> rank; node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted),
-    "unknown" (no SuperLink answers); last_seen: the last contact with its node; fate, why, loss, norm: of the last
-    round; fates: how often it trained, was late, ..., repeated attempts
-    included; upload_bytes. privacy: a private federation's guarantee, and the spending that its last round reports.
-    """
+    progress, now = progress_of(read_events(folder.events)), standing(folder)
+    online, keys = _nodes(folder), keys_of(folder)
     playing, line = progress.playing, progress.lines.get(progress.round, {})
-    fates = dict(line.get("fates") or {name: {"fate": fate} for name, fate in fates_of(line).items()})
-    sites = {}
+    nodes, fates, sites = online or {}, line.get("fates") or {}, {}
     for name, rank in now.ranks.items():
         node, last = nodes.get(name), fates.get(name, {})
         sites[name] = {
@@ -98,6 +82,10 @@ def facts(
             }
             for number, line in (sorted(progress.lines.items())[-rounds:] if rounds else [])
         ],
+        "served_by": holder(folder.lock),
+        "superlink": online is not None,
+        "database_bytes": database_size(folder.database),
+        "disk_free_bytes": room_of(folder),
     }
     if now.privacy is not None:
         told["privacy"] = {"promise": promise(now.privacy, now.rounds), **(line.get("privacy") or {})}
@@ -150,4 +138,4 @@ def _nodes(folder: FederationFolder) -> dict[str, NodeFacts] | None:
         link.close()
 
 
-__all__ = ["database_size", "facts", "headline", "since", "status_of"]
+__all__ = ["database_size", "headline", "since", "status_of"]
