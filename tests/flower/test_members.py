@@ -22,7 +22,6 @@ from fedlora import read_adapter
 from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.events import Began, EventWriter
 from fedlora.flower.rounds.federation import opening
 from fedlora.flower.serving.standing import check_derived
 from fedlora.flower.setup import checkup, members
@@ -491,21 +490,6 @@ def test_the_first_request_says_what_nobody_at_the_server_knows(
     error = main("flower", "admit", fed.path, asked(fed, "berlin", tmp_path, base="b" * 64)).error()
     assert "aaaaaaaaaaaa..." in error and "bbbbbbbbbbbb..." in error and not fed.key("berlin").exists()
     assert main("flower", "admit", fed.path, asked(fed, "cork", tmp_path, **base)).code == 0
-
-
-def test_a_site_that_the_rounds_need_beside_one_in_quarantine_is_not_removed(
-    fed: FederationFolder, main: Callable[..., Said]
-) -> None:
-    """The quorum is 2 of 3. Before, the removal was accepted, and then no round could be played."""
-    barred = {"acme": {"fate": "quarantined", "why": "refused"}}
-    EventWriter(fed.events).write(Began(2, 1, ["berlin", "cork"], barred, 9.0))
-    assert (
-        "quarantine" in main("flower", "remove", fed.path, "cork").error() and "cork" in Policy.read(fed.policy).clients
-    )
-    assert main("flower", "remove", fed.path, "acme").code == 0
-    assert "server.quorum" in main("flower", "remove", fed.path, "cork").error()
-    fed.settings.write_text(re.sub(r"quorum = \d", "quorum = 1", fed.settings.read_text()))  # the runbook's way out
-    assert main("flower", "remove", fed.path, "cork").code == 0 and not fed.key("cork").exists()
 
 
 def test_of_several_requests_one_that_is_refused_keeps_no_other_out(

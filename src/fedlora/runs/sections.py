@@ -66,7 +66,7 @@ class RunSection(Section):
     keep_checkpoints: Annotated[
         Positive, Key("a federation's server keeps the last two rounds, and the best", lasting="ahead")
     ] = 2
-    readouts: Annotated[bool, Key(lasting="end")] = False
+    readouts: Annotated[bool, Key("each site has its own readout; it is for fedlora run", lasting="end")] = False
     keep_uploads: Annotated[
         Literal["none", "last", "all"],
         Key("a federation's server stores no uploads; it is for fedlora run", lasting="ahead"),

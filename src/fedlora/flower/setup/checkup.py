@@ -12,7 +12,6 @@ import psutil
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import opening
-from fedlora.flower.rounds.membership import quarantined
 from fedlora.flower.serving.standing import check_derived
 from fedlora.flower.setup.start import check_max_length
 from fedlora.flower.site.site_checks import Row
@@ -58,9 +57,8 @@ def _begins(there: FederationFolder, settings: FederationSettings) -> list[Row]:
     if settings.at_server.model is not None:
         check_max_length(settings, settings.at_server.model, str(there.settings))
     damaged: list[str] = []
-    found = opening(there.path, damaged.append)
+    opening(there.path, damaged.append)
     rows: list[Row] = [("checkpoint", f"{line} Is the disk failing?", False) for line in damaged]
-    rows += [(f"site {name}", why, False) for name, why in quarantined(found.policy, found.refusals()).items()]
     return [("serve", "would begin: nothing in the settings is refused", True), *rows]
 
 
