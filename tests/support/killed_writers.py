@@ -52,8 +52,8 @@ def die_at(step: int, steps: tuple[str, ...] = STEPS) -> list[str]:
     return seen
 
 
-def killed(prepare: Callable[[], None], write: Callable[[], None], look: Look, after: Callable[[], None], home: Path
-           ) -> list[dict[str, Any]]:  # fmt: skip
+def killed(prepare: Callable[[], None], write: Callable[[], None], look: Look, after: Callable[[], None], home: Path,
+           steps: tuple[str, ...] = STEPS) -> list[dict[str, Any]]:  # fmt: skip
     """write: what is killed. after: the next command."""
     found = []
     for step in itertools.count(1):
@@ -62,7 +62,7 @@ def killed(prepare: Callable[[], None], write: Callable[[], None], look: Look, a
         prepare()
         child = os.fork()
         if child == 0:
-            seen = die_at(step)
+            seen = die_at(step, steps)
             try:
                 write()
             except BaseException as error:
