@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from fedlora.core.lora import Adapter, LoRA, named_tensors
-from fedlora.core.messages import Client, ClientMemory, Download, Form, Upload
+from fedlora.core.messages import Client, ClientMemory, Download, Upload
 from fedlora.core.method import Role, Roles, TailPenalty
 from fedlora.core.parcels import held_after
 from fedlora.core.trainer import Job, Trained, Trainer
 from fedlora.errors import HyperparameterError, KeptStateError, UploadRefused
-from fedlora.linalg import gauge_split, rank_tolerance, unit_roundoff
-from fedlora.linalg.own_modes import own_modes
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +37,11 @@ class Played:
     loss: float
 
 
-def play_round(download: Download, memory: ClientMemory, trainer: Trainer, form: Form = "factors") -> Played:
+def play_round(download: Download, memory: ClientMemory, trainer: Trainer) -> Played:
     """A client's whole round: receive, train, prune, send, keep. Pure except for the trainer.
 
     Args:
-        memory: from the client's last round; `ClientMemory()` before its first. form: the upload's.
+        memory: from the client's last round; `ClientMemory()` before its first.
 
     Raises:
         KeptStateError: the memory does not fit the download. UploadRefused: training diverged in a part that stays
@@ -55,7 +53,7 @@ def play_round(download: Download, memory: ClientMemory, trainer: Trainer, form:
         >>> again = play_round(server.download(state, clients[0]), played.memory, trainer)
     """
     job = begin_round(download, memory)
-    return finish_round(job, trainer.train(job.download, job.adapter, job.position), memory, form)
+    return finish_round(job, trainer.train(job.download, job.adapter, job.position), memory)
 
 
 def begin_round(download: Download, memory: ClientMemory) -> Job:
@@ -69,7 +67,7 @@ def begin_round(download: Download, memory: ClientMemory) -> Job:
     return Job(download, receive(download, memory.kept), memory.position)
 
 
-def finish_round(job: Job, trained: Trained, memory: ClientMemory, form: Form = "factors") -> Played:
+def finish_round(job: Job, trained: Trained, memory: ClientMemory) -> Played:
     """The client's result from the trained adapter: the second half of `play_round`.
 
     Example:
@@ -84,17 +82,13 @@ def finish_round(job: Job, trained: Trained, memory: ClientMemory, form: Form = 
         ranks = made.ranks if made.ranks != job.adapter.ranks else ranks
         client = replace(client, rank=ranks or client.rank)
     kept = keep(made, roles)
-    if form == "subspace":  # it cannot factorise NaN; the server checks all other forms
-        for name, tensor in named_tensors(Adapter(made.modules)):
-            if not bool(torch.isfinite(tensor).all()):
-                raise UploadRefused(client.id, f"{name} holds NaN or Inf: training diverged there.")
     was = dict(named_tensors(job.adapter))
     for name, tensor in named_tensors(kept or Adapter({})):
         if roles.penalty is None and (name not in was or tensor.shape != was[name].shape):
             raise UploadRefused(client.id, f"the local {name} has shape {tuple(tensor.shape)} after training.")
         if not bool(torch.isfinite(tensor).all()):
             raise UploadRefused(client.id, f"the local {name} holds NaN or Inf: training diverged there.")
-    upload = Upload(client, trained.num_examples, send(made, roles, form), form)
+    upload = Upload(client, trained.num_examples, send(made, roles))
     return Played(upload, ClientMemory(kept, trained.position, held_after(job.download, kept), ranks), trained.loss)
 
 
@@ -162,15 +156,11 @@ def _check_kept(what: str, mine: Tensor, start: Tensor) -> None:
         )
 
 
-@own_modes()
-def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
+def send(adapter: Adapter, roles: Roles) -> Adapter:
     """The part of `adapter` that travels to the server: the shared parts.
 
     adapter: the trained adapter from `receive`. If the method moves the base weights, its `base` says on which ones it
     was trained.
-
-    form "subspace" sends (U_i, Ahat_i) instead of (B_i, A_i) if both factors are shared (paper Algorithm 1, lines
-    7-9): the same update in a canonical gauge, in at most as many bytes.
 
     Raises:
         HyperparameterError: the method moves the base weights, and `adapter.base` is None.
@@ -190,10 +180,6 @@ def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
             "make it from the received one: `dataclasses.replace(mine, modules=trained)`."
         )
     heads = adapter.heads if roles.heads == "shared" else {}
-    if form == "subspace":
-        if not roles.both_shared:
-            raise HyperparameterError(f"the subspace form needs both factors shared; the roles are {roles}.")
-        return Adapter({name: _subspace(lora) for name, lora in adapter.modules.items()}, heads)
     return _only(adapter, roles, ("shared",), heads)
 
 
@@ -258,25 +244,6 @@ def _only(adapter: Adapter, roles: Roles, wanted: tuple[Role, ...], heads: Mappi
             B, A = lora.factors
             modules[name] = LoRA(B if roles.B in wanted else None, A if roles.A in wanted else None)
     return Adapter(modules, heads)
-
-
-def _subspace(lora: LoRA) -> LoRA:
-    """The update in the canonical gauge. Directions that rounding of the factors could have made stay home if rounding
-    the update again would lose them; if they hold more, training made them, and they travel.
-    """
-    B, A = lora.factors
-    split = gauge_split(B, A, tolerance=max(rank_tolerance(t.dtype) for t in (B, A)), canonical="B")
-    rest, whole = (float(torch.linalg.vector_norm(torch.cat(x))) for x in ([split.A_rest], [split.Ahat, split.A_rest]))
-    U, Ahat = split.U, split.Ahat
-    if rest > unit_roundoff(A.dtype) * whole:
-        U, Ahat = torch.cat([U, split.U_rest], dim=1), torch.cat([Ahat, split.A_rest])
-    if A.dtype == torch.float16 and Ahat.numel() and bool(Ahat.any()):
-        # Ahat holds the update's whole size, and float16 reaches from 6e-5 to 65,504. If it would not fit, half of it
-        # goes to U, by a power of two, which costs no digit.
-        exponent = math.log2(float(Ahat.abs().max()))
-        half = 2.0 ** round(exponent / 2) if not 0 <= exponent <= 14 else 1.0
-        U, Ahat = U * half, Ahat / half
-    return LoRA(U.to(B), Ahat.to(A))
 
 
 __all__ = [

@@ -144,23 +144,10 @@ def test_last_keeps_the_last_round_alone_and_none_keeps_nothing(project: Path, t
     assert not (kept(project, tmp_path / "none").folder.path / "uploads").exists()
 
 
-def test_the_subspace_form_is_kept_with_the_same_meaning(project: Path, tmp_path: Path, undrawn: None) -> None:
-    """(U_i, Ahat_i) has the product B_i A_i, by dense float64, at most as many slots, and orthonormal U_i."""
-    run = kept(project, tmp_path / "run", "run.keep_uploads=last", "server.upload=subspace")
-    for call in run.calls[-3:]:
-        adapter, _ = read_adapter(run.folder.uploads(2) / call.client, scaling=2.0)
-        for name, lora in call.trained.adapter.modules.items():
-            got = adapter.modules[name].map(Tensor.double)
-            want = lora.map(Tensor.double).delta()
-            assert got.rank <= lora.rank and float((got.delta() - want).norm()) < 1e-6 * float(want.norm())
-            U, one = got.factors[0], torch.eye(got.rank, dtype=F64)
-            torch.testing.assert_close(U.mT @ U, one, rtol=0, atol=1e-6)
-
-
-def test_a_zero_update_in_subspace_form_is_kept_too(project: Path, tmp_path: Path) -> None:
+def test_a_zero_update_is_kept_too(project: Path, tmp_path: Path) -> None:
     """Decision 0008 allows zero updates, and without keep_uploads the run goes on: storing them must not end it. A
     learning rate that underflows in float32 leaves B at zero."""
-    zero = ("server.upload=subspace", "train.optimizer=sgd", "train.lr=1e-60", "run.rounds=1")
+    zero = ("train.optimizer=sgd", "train.lr=1e-60", "run.rounds=1")
     assert ran(configured(project, *zero), tmp_path / "without").finished()
     assert ran(configured(project, *zero, "run.keep_uploads=last"), tmp_path / "run").finished()
 
@@ -833,7 +820,7 @@ def test_uploads_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert [(u.client.id, u.num_examples) for u in got] == [("berlin", 120), ("lyon", 0.5), ("aachen", 0)]
     assert back.base_model == "some/base" and json.loads((tmp_path / "0" / "upload.json").read_text())["round"] == 7
     for one, other in zip(got, sent, strict=True):
-        assert one.client.ranks(SHAPES) == other.client.ranks(SHAPES) and one.form == "factors"
+        assert one.client.ranks(SHAPES) == other.client.ranks(SHAPES)
         doubled = {m: LoRA(2 * x.factors[0], x.factors[1]) for m, x in other.adapter.modules.items()}
         assert bits(one.adapter) == bits(Adapter(doubled, other.adapter.heads))
 

@@ -258,8 +258,7 @@ def test_what_a_client_holds_is_left_out_and_it_lacks_nothing(label: str, ranks:
 
     RoLoRA trains B in rounds 0, 2, ... and A in 1, 3, ...: who was there in the last round lacks what it trained.
     """
-    form = "subspace" if label == "glora-paper" else "factors"
-    for visit in play(server_of(label), RANKS[ranks], WHO[who], getattr(torch, dtype), form=form):
+    for visit in play(server_of(label), RANKS[ranks], WHO[who], getattr(torch, dtype)):
         visit.check(1e-12 if dtype == "float64" else 2e-6)
         want, new, t = {"adapter/B", "adapter/A", "heads"}, visit.last is None, visit.plain.round
         if label == "ffa-lora" and not new:

@@ -250,7 +250,6 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "no examples": (altered(metrics=lambda r: MetricRecord({"loss": 1.0})), "no number 'num-examples'"),
     "an earlier round": (said(round=-1), "this is round 0"),
     "another run": (said(run="other"), "of 'test'"),
-    "another form": (said(form="subspace"), "'factors' was asked for"),
     "kept names": (said(kept=[1, 2]), "list of kept parts"),
     "kept names that nobody has": (said(kept=["x" * 1000]), "list of kept parts"),
     "no json": (altered(config=lambda r: ConfigRecord({"protocol": PROTOCOL, "upload": "{"})), "not JSON"),

@@ -15,7 +15,6 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import Roles
 from fedlora.errors import HyperparameterError, UploadRefused
 
-Form = Literal["factors", "subspace"]
 Missing = Literal["renormalise", "zero"]  # how a module averages over clients that lack it
 
 
@@ -53,8 +52,7 @@ class Upload:
 
     Its tensors are not copied: do not write to them until the round is closed.
 
-    num_examples: how many it trained on; sets its weight. 0 abstains. form: "factors" (B_i, A_i) at the client's rank,
-    or "subspace" (U_i, Ahat_i) of rank <= r_i, as Algorithm 1 sends; the server computes the same from either.
+    num_examples: how many it trained on; sets its weight. 0 abstains.
 
     Example:
         >>> download = server.download(state, clients[0])
@@ -66,7 +64,6 @@ class Upload:
     client: Client
     num_examples: float
     adapter: Adapter
-    form: Form = "factors"
 
     @property
     def nbytes_modules(self) -> int:

@@ -95,9 +95,8 @@ class Update:
     """What one client sends for one matrix, as the server passes it to a method.
 
     client: its id. weight: p_i, summing to 1 over the updates (to less with `Server(missing="zero")`). rank: the
-    client's nominal rank r_i (the factors have fewer columns if a client sends its subspace form). lora: the factors
-    that travelled, in the compute dtype. stored: the dtype in which they arrived, which sets the size of their rounding
-    noise.
+    client's rank r_i. lora: the factors that travelled, in the compute dtype. stored: the dtype in which they arrived,
+    which sets the size of their rounding noise.
 
     After a robust rule the weights may sum to less, and the last update may belong to `NOBODY`: it holds what the
     server sent to clients, in place of changes that do not count. It is already weighted, has weight 1, and has no

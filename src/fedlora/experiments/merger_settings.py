@@ -67,7 +67,6 @@ def check_run(config: RunConfig, where: str) -> None:
         "run.rounds = 1": config.run.rounds == 1,
         'run.keep_uploads = "last"': config.run.keep_uploads != "none",
         'server.heads = "frozen"': config.server.heads == "frozen",
-        'server.upload = "factors"': config.server.upload == "factors",
     }
     missing = [what for what, there in wrong.items() if not there]
     if missing:

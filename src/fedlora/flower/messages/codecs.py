@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedlora.core.lora import Adapter
-from fedlora.core.messages import Client, Download, Form, Held, Upload
+from fedlora.core.messages import Client, Download, Held, Upload
 from fedlora.core.parcels import held_after, pack
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
@@ -55,12 +55,11 @@ class Codec(Protocol):
 class OwnClients:
     """fedlora's own ClientApp: parcels to it, uploads back.
 
-    form: the uploads' form. settings: the current ones, as `FederationSettings.travelling`, sent with every message.
+    settings: the current ones, as `FederationSettings.travelling`, sent with every message.
     facts: returns the server's; sites compare theirs before they train, and the server compares theirs in replies. It
     is called for every message, because sites can be admitted between rounds.
     """
 
-    form: Form = "factors"
     settings: str = ""
     facts: Callable[[], Facts] = Facts
 
@@ -73,7 +72,7 @@ class OwnClients:
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         upload, loss, kept = record_upload(
             content, asked.client, run=run, round=asked.round, shapes=_shapes(asked.client, state), roles=asked.roles,
-            heads=state.heads, form=self.form, facts=self.facts(),
+            heads=state.heads, facts=self.facts(),
         )  # fmt: skip
         ranks = upload.adapter.ranks if asked.roles.penalty is not None else None
         return Reply(upload, loss, replace(held_after(asked), local=tuple(kept)), ranks)

@@ -25,7 +25,7 @@ from torch import Tensor
 from fedlora.core.checkpoint import decoded, encoded
 from fedlora.core.echo import shown
 from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.messages import Client, Form, Upload
+from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.core.parcels import Parcel
 from fedlora.flower.messages.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened
@@ -141,7 +141,7 @@ def upload_record(
         for module, lora in upload.adapter.modules.items()
         for factor, tensor in lora.tensors().items()
     } | {f"heads/{name}": head for name, head in upload.adapter.heads.items()}
-    said = {"run": run, "round": round, "form": upload.form, "kept": list(kept)}
+    said = {"run": run, "round": round, "kept": list(kept)}
     record = RecordDict(
         {
             "arrays": ArrayRecord({name: to_array(tensor) for name, tensor in named.items()}),
@@ -161,7 +161,6 @@ def record_upload(
     shapes: Mapping[str, tuple[int, int]],
     roles: Roles,
     heads: Mapping[str, Tensor],
-    form: Form = "factors",
     facts: Facts = Facts(),  # noqa: B008 - immutable
 ) -> tuple[Upload, float, list[str]]:
     """(upload, mean loss, names of the client's kept parts), checked against this round's request to this client.
@@ -186,10 +185,8 @@ def record_upload(
             f"it is of run {str(said.get('run'))[:40]!r}, after round {str(said.get('round'))[:9]}; {run!r} was asked "
             f"after round {round}."
         )
-    if said.get("form") != form:
-        raise RecordError(f"it has the form {str(said.get('form'))[:20]!r}; {form!r} was asked for.")
     declared = client.ranks(shapes)
-    smaller = roles.penalty is not None or form == "subspace"  # ranks may be smaller, but nothing else
+    smaller = roles.penalty is not None  # ranks may be smaller, but nothing else
     expected = _expected(shapes, dict.fromkeys(declared) if smaller else declared, roles, heads)
     arrays = parts(record, ArrayRecord).get("arrays") or ArrayRecord()
     lacks, extra = sorted(set(expected) - set(arrays)), sorted(set(arrays) - set(expected))
@@ -204,7 +201,7 @@ def record_upload(
     adapter = Adapter(modules, {name: found[f"heads/{name}"] for name in heads if f"heads/{name}" in found})
     if roles.penalty is not None:
         client = Client(client.id, {**declared, **adapter.ranks})
-    upload = Upload(client, _number(record, "num-examples"), adapter, form)
+    upload = Upload(client, _number(record, "num-examples"), adapter)
     local = {*shapes, *heads} if "local" in (roles.B, roles.A, roles.heads) else set[str]()
     return upload, _number(record, "loss"), kept_names(said.get("kept"), local)
 

@@ -42,7 +42,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # sites would be measured on rows that they trained on.
 FIXED = (
     "id", "model", "lora", "method", "data.labels", "data.text", "data.pair", "data.label", "data.prompt",
-    "data.response", "data.messages", "data.validation", "data.test", "run.seed", "server.heads", "server.upload",
+    "data.response", "data.messages", "data.validation", "data.test", "run.seed", "server.heads",
     "privacy",
 )  # fmt: skip
 
