@@ -65,7 +65,6 @@ CLAIMS = (
     row("lora-fair l2", {"metric": "l2"}, exact=False, gauge=False, state=False, mixed=False),
     row("hetlora", exact=False, gauge=False, state=False, mixed=True, weights=False),
     row("hetlora dense", {"solver": "dense"}, exact=False, gauge=False, state=False, mixed=True, weights=False),
-    row("hetlora pruning", {"pruning": True}, exact=False, gauge=False, state=False, mixed=True, weights=False),
     row("padded-average", exact=False, gauge=False, state=False, mixed=True),
     row("padded subspace", SUBSPACE, "padded-average", exact=False, gauge=True, state=True, mixed=True),
     row("fedsa-lora", exact=False, gauge=None, state=None, mixed=False, global_model=False),

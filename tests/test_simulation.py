@@ -559,7 +559,6 @@ def test_whom_the_close_refuses_is_refused_in_every_way(caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"form": "subspce"}, "form must"),
         ({"hooks": [lambda upload, round: None]}, "returned None .*'a'"),
         ({"state": "server"}, "state must be a RunState"),
     ],

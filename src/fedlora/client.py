@@ -7,16 +7,15 @@ mine = receive(download, kept)      train mine      send(mine, roles) -> Upload 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedlora.core.lora import Adapter, LoRA, named_tensors
 from fedlora.core.messages import Client, ClientMemory, Download, Upload
-from fedlora.core.method import Role, Roles, TailPenalty
+from fedlora.core.method import Role, Roles
 from fedlora.core.parcels import held_after
 from fedlora.core.trainer import Job, Trained, Trainer
 from fedlora.errors import HyperparameterError, KeptStateError, UploadRefused
@@ -38,7 +37,7 @@ class Played:
 
 
 def play_round(download: Download, memory: ClientMemory, trainer: Trainer) -> Played:
-    """A client's whole round: receive, train, prune, send, keep. Pure except for the trainer.
+    """A client's whole round: receive, train, send, keep. Pure except for the trainer.
 
     Args:
         memory: from the client's last round; `ClientMemory()` before its first.
@@ -76,20 +75,16 @@ def finish_round(job: Job, trained: Trained, memory: ClientMemory) -> Played:
         >>> finish_round(job, trained, ClientMemory()).upload.num_examples
         40
     """
-    roles, client, made, ranks = job.download.roles, job.download.client, trained.adapter, memory.ranks
-    if roles.penalty is not None:
-        made = prune(job.adapter, made, roles.penalty)
-        ranks = made.ranks if made.ranks != job.adapter.ranks else ranks
-        client = replace(client, rank=ranks or client.rank)
-    kept = keep(made, roles)
+    roles, client = job.download.roles, job.download.client
+    kept = keep(trained.adapter, roles)
     was = dict(named_tensors(job.adapter))
     for name, tensor in named_tensors(kept or Adapter({})):
-        if roles.penalty is None and (name not in was or tensor.shape != was[name].shape):
+        if name not in was or tensor.shape != was[name].shape:
             raise UploadRefused(client.id, f"the local {name} has shape {tuple(tensor.shape)} after training.")
         if not bool(torch.isfinite(tensor).all()):
             raise UploadRefused(client.id, f"the local {name} holds NaN or Inf: training diverged there.")
-    upload = Upload(client, trained.num_examples, send(made, roles))
-    return Played(upload, ClientMemory(kept, trained.position, held_after(job.download, kept), ranks), trained.loss)
+    upload = Upload(client, trained.num_examples, send(trained.adapter, roles))
+    return Played(upload, ClientMemory(kept, trained.position, held_after(job.download, kept)), trained.loss)
 
 
 def receive(download: Download, kept: Adapter | None) -> Adapter:
@@ -197,46 +192,6 @@ def keep(adapter: Adapter, roles: Roles) -> Adapter | None:
     return local.map(Tensor.clone) if local.modules or local.heads else None
 
 
-def prune(before: Adapter, after: Adapter, penalty: TailPenalty) -> Adapter:
-    """`after` cut to the slots before the tail, if training made the tail smaller; otherwise `after` itself.
-
-    Args:
-        before, after: the complete adapter as received and as trained.
-
-    Source: HetLoRA's rank self-pruning (docs/reference/methods.md#hetlora). One decision covers the whole client.
-
-    Example:
-        >>> from fedlora.core.method import TailPenalty
-        >>> before = receive(server.download(state, Client("site-1", 4)), kept=None).map(lambda t: t + 1)
-        >>> prune(before, before.map(lambda t: t / 2), TailPenalty(strength=0.1, keep=0.5)).ranks
-        {'q': 2, 'v': 2}
-    """
-    if max(after.ranks.values(), default=1) == 1 or tail_size(after, penalty) >= tail_size(before, penalty):
-        return after
-    modules = {}
-    for name, lora in after.modules.items():
-        B, A = lora.factors
-        q = penalty.tail_start(lora.rank)
-        modules[name] = LoRA(B[:, :q].clone(), A[:q].clone())
-    return replace(after, modules=modules)
-
-
-def tail_size(adapter: Adapter, penalty: TailPenalty) -> float:
-    """sum over modules of ||B[:, q:]||_F ||A[q:, :]||_F: the penalty without its strength.
-
-    Example:
-        >>> from fedlora.core.method import TailPenalty
-        >>> ones = Adapter({"q": LoRA(torch.ones(6, 4), torch.ones(4, 5))})
-        >>> round(tail_size(ones, TailPenalty(strength=0.1, keep=0.5)), 3)  # of two slots: sqrt(6 * 2) * sqrt(2 * 5)
-        10.954
-    """
-    tails = []
-    for lora in adapter.modules.values():
-        (B, A), q = lora.factors, penalty.tail_start(lora.rank)
-        tails.append(float(torch.linalg.vector_norm(B[:, q:])) * float(torch.linalg.vector_norm(A[q:])))
-    return math.fsum(tails)
-
-
 def _only(adapter: Adapter, roles: Roles, wanted: tuple[Role, ...], heads: Mapping[str, Tensor]) -> Adapter:
     modules = {}
     if roles.B in wanted or roles.A in wanted:
@@ -256,8 +211,6 @@ __all__ = [
     "finish_round",
     "keep",
     "play_round",
-    "prune",
     "receive",
     "send",
-    "tail_size",
 ]

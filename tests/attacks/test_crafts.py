@@ -477,7 +477,7 @@ def test_a_lora_is_what_it_was() -> None:
     "method", ["hetlora", "fedex-lora", "flora", "fedsvd", "lora-fair", "fedrot-lora", "flexlora", "fedit"]
 )
 def test_every_method_takes_what_liars_send(kind: Any, method: str) -> None:
-    """Two rounds with a quorum of all, so that a refused upload would end them. HetLoRA's clients prune their ranks."""
+    """Two rounds with a quorum of all, so that a refused upload would end them."""
     space = "factors" if KINDS[kind].spaces and method in ("hetlora", "fedit") else "update"
     try:
         attack = Adversary(Attack(kind, space=space), LIARS)  # type: ignore[arg-type]

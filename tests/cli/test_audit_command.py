@@ -826,7 +826,7 @@ def test_uploads_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_an_upload_can_have_a_rank_for_each_module(tmp_path: Path) -> None:
-    """What HetLoRA's pruning or two kinds of modules leave: the client declares what it holds."""
+    """As with two kinds of modules: the client declares what it holds."""
     modules = {m: random_adapter("a", r).modules[m] for m, r in zip(SHAPES, (2, 5), strict=True)}
     upload = Upload(Client("a", {"attn.q": 2, "attn.v": 5}), 3, Adapter(modules))
     write_upload(tmp_path / "a", upload, SPEC, round=1)

@@ -85,7 +85,6 @@ def test_flower_and_the_engine_have_the_same_server_state(tmp_path: Path, method
         assert bits(got.server) == bits(want.server)
         assert there.got == here.got  # also what clients do not train, and the server replaces (fedsvd's A)
         torch.testing.assert_close(there.bases, here.bases, rtol=0, atol=1e-5)
-    assert {n: m.ranks for n, m in got.clients.items()} == {n: m.ranks for n, m in want.clients.items()}
 
 
 def test_what_travels_is_what_the_engine_counts(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ import torch
 
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Update, Upload, build, keep, read_adapter, receive, send
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
-from fedlora.core.method import TailPenalty
 from fedlora.errors import HyperparameterError, LostUpdate, RankMismatch, UploadRefused
 from fedlora.methods._spectral import mean_pair, rounding_noise, rounding_share
 from fedlora.methods.rolora import _alive
@@ -141,9 +140,6 @@ BAD: dict[tuple[str, str], tuple[object, ...]] = {
     ("svd", "energy"): (0.0, -0.1, 1.001, NAN, "0.9"),
     ("lora-fair", "lambda_"): (0.0, -1.0, INF, NAN, "x"),
     ("fedrot-lora", "rotate_lambda"): (0.0, -1.0, NAN, "x"),
-    ("hetlora", "keep"): (0.0, 1.0, NAN, "x"),
-    ("hetlora", "strength"): (-1.0, INF, NAN, "x"),
-    ("hetlora", "pruning"): ("off",),
     **{("hetlora", field): ("qr", None) for field in ("weights", "solver")},
     **{("flexlora", field): ("qr", None) for field in ("weighting", "solver")},
     ("lora-fair", "metric"): ("l1", None),
@@ -172,13 +168,10 @@ def test_ffa_hands_out_one_a_for_ever() -> None:
 
 
 def test_roles_are_those_of_the_formulas() -> None:
-    """RoLoRA takes turns, B first; HetLoRA's penalty is declared in every round, where pruning is on, as it was set."""
+    """RoLoRA takes turns, B first."""
     rolora = Server(build("rolora"))
     roles = [rolora.roles(before) for before, *_ in play(rolora, MIXED)]
     assert [(r.B, r.A) for r in roles] == [("shared", "frozen"), ("frozen", "shared"), ("shared", "frozen")]
-    for options, penalty in (({}, None), ({"pruning": True, "strength": 0.5, "keep": 0.7}, TailPenalty(0.5, 0.7))):
-        server = Server(build("hetlora", **options))
-        assert all(server.roles(after).penalty == penalty for _, after, *_ in play(server, MIXED))
 
 
 @pytest.mark.parametrize("name", ["ffa-lora", "rolora"])

@@ -103,7 +103,6 @@ def test_a_wrong_type_names_the_key_and_the_value(table: str, key: str, value: o
         ("server", "weighting", "size"),
         ("server", "heads", "global"),
         ("server", "missing", "ignore"),
-        ("server", "upload", "dense"),
         ("clients", "ranks", [4, 0]),
         ("clients", "ranks", 0),
         ("clients", "profile", "bell"),

@@ -159,7 +159,7 @@ ROWS: dict[str, tuple[Any, Oracle, bool]] = {
     "ffa": (build("ffa-lora"), partial(in_turn, alternate=False), True),
     "fedsa": (build("fedsa-lora"), lambda t, pairs, past: Expected(None, (None, averaged(pairs)[1])), False),
     "fedex": (build("fedex-lora"), moved_base, False),
-    "hetlora": (build("hetlora", pruning=True), partial(factors, made=by_size), True),
+    "hetlora": (build("hetlora"), partial(factors, made=by_size), True),
     "hetlora dense": (build("hetlora", solver="dense"), partial(factors, made=by_size), True),
     "hetlora examples": (build("hetlora", weights="examples"), factors, True),
     "flexlora": (build("flexlora"), product, True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -136,7 +136,7 @@ class ClientMemory:
     """What a client keeps between rounds.
 
     kept: local parts of the adapter. position: how far it has read its data. held: what need not be sent to it again
-    (the engine has one copy of everything, so it stores only this list). ranks: set once pruning has changed them.
+    (the engine has one copy of everything, so it stores only this list).
 
     Example:
         >>> memory = ClientMemory()  # before a client's first round
@@ -150,17 +150,6 @@ class ClientMemory:
     kept: Adapter | None = None
     position: int = 0
     held: Held | None = None
-    ranks: Mapping[str, int] | None = None
-
-
-def as_pruned(client: Client, memory: ClientMemory) -> Client:
-    """The client at the ranks left after pruning.
-
-    Example:
-        >>> as_pruned(Client("site-1", 8), ClientMemory(ranks={"q": 3, "v": 3})).rank
-        {'q': 3, 'v': 3}
-    """
-    return client if memory.ranks is None else replace(client, rank=memory.ranks)
 
 
 def checked_examples(upload: Upload) -> float:

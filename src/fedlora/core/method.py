@@ -29,7 +29,6 @@ client, r a rank):
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,24 +47,8 @@ NOBODY = ""  # marks an update that belongs to no client; client ids are not emp
 
 
 @dataclass(frozen=True)
-class TailPenalty:
-    """An extra term in every client's loss that lets its rank shrink (HetLoRA's rank self-pruning).
-
-    strength * sum over modules of ||B[:, q:]||_F ||A[q:, :]||_F, with q = tail_start(r). If that sum without its
-    strength shrinks over the round, the client cuts its rank to q for good (`client.prune`).
-    """
-
-    strength: float
-    keep: float
-
-    def tail_start(self, rank: int) -> int:
-        """q: the tail's first slot, between 1 and r - 1 (a rank of 1 has no tail)."""
-        return max(1, min(rank - 1, math.floor(self.keep * rank + 1e-9)))
-
-
-@dataclass(frozen=True)
 class Roles:
-    """Who owns each part of the adapter this round, and what the method adds to the clients' loss.
+    """Who owns each part of the adapter this round.
 
     shared: trained, uploaded, replaced by the next readout. local: trained, never leaves the client. frozen: received,
     never trained, never uploaded; a server may replace it, and then sends it again. `heads` are fully trained tensors
@@ -81,7 +64,6 @@ class Roles:
     B: Role = "shared"
     A: Role = "shared"
     heads: Role = "shared"
-    penalty: TailPenalty | None = None
     moves_base: bool = False
 
     @property

@@ -34,8 +34,8 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Bytes:
-    """A run's tensors over all rounds and clients. most: it may be less, because ranks that only training shows count:
-    those of a moved base, of pruned clients."""
+    """A run's tensors over all rounds and clients. most: it may be less, because the ranks of a moved base count, which
+    only training shows."""
 
     total: int
     most: bool
@@ -72,7 +72,7 @@ def bytes_of(config: RunConfig, shapes: Shapes, names: Sequence[str]) -> Bytes:
     heads = config.server.heads
     same = Counter((is_attention(module), shape) for module, shape in shapes.modules.items())
     roles = config.method.build().roles(0)
-    total, steady = 0, roles.penalty is None
+    total, steady = 0, True
     for attention in sorted({attention for attention, _ in same}):
         ranks = {name: kind.attention if attention else kind.feed_forward for name, kind in assigned.items()}
         for (_, shape), count in ((one, count) for one, count in same.items() if one[0] == attention):

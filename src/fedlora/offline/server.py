@@ -94,7 +94,7 @@ class ByHand:
         self._counted: dict[str, int] = {}  # SHA-256 of an upload -> the round in which it counted
         self._newest: int | None = None  # the folder's newest round, as far as this server knows
         roles = method.roles(0)
-        if not roles.both_shared or roles.penalty is not None:
+        if not roles.both_shared:
             raise ConfigError(
                 f"{method.name} needs clients that keep a part of their adapter or freeze it (B {roles.B}, A "
                 f"{roles.A}); with files only, a method must share both factors: glora, fedit, flexlora, svd, ..."

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedlora.client import begin_round, finish_round
 from fedlora.core.lora import Adapter
-from fedlora.core.messages import Client, ClientMemory, Upload, as_pruned
+from fedlora.core.messages import Client, ClientMemory, Upload
 from fedlora.core.parcels import held_after, pack
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.sent import Attacked, Sent, Tamperer
@@ -120,7 +120,7 @@ class Round:
         for client in clients:
             with self.clock("download"):
                 memory = self._memories.get(client.id, ClientMemory())
-                download = self._server.download(self._before.server, as_pruned(client, memory))
+                download = self._server.download(self._before.server, client)
                 job = begin_round(download, memory)
                 self._traffic = with_download(self._traffic, pack(download, memory.held))
                 self._begun[client.id] = replace(memory, held=held_after(download, memory.kept))

@@ -29,12 +29,11 @@ _NONE = Receipt()
 @dataclass(frozen=True, eq=False)
 class Reply:
     """A client's reply, and what the server now knows about it. loss: None if it reports none. held: what need not be
-    sent again; None: nothing. ranks: the client's, if its own pruning changed them."""
+    sent again; None: nothing."""
 
     upload: Upload
     loss: float | None
     held: Held | None
-    ranks: Mapping[str, int] | None
 
 
 class Codec(Protocol):
@@ -74,8 +73,7 @@ class OwnClients:
             content, asked.client, run=run, round=asked.round, shapes=_shapes(asked.client, state), roles=asked.roles,
             heads=state.heads, facts=self.facts(),
         )  # fmt: skip
-        ranks = upload.adapter.ranks if asked.roles.penalty is not None else None
-        return Reply(upload, loss, replace(held_after(asked), local=tuple(kept)), ranks)
+        return Reply(upload, loss, replace(held_after(asked), local=tuple(kept)))
 
 
 @dataclass(frozen=True)
@@ -96,11 +94,11 @@ class StockClients:
 
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
         roles = server.roles(state)
-        if not roles.both_shared or roles.penalty is not None or roles.moves_base:
+        if not roles.both_shared or roles.moves_base:
             raise ConfigError(
                 f"{server.method.name} needs clients that keep or freeze a part, or that move their base weights, and "
-                f"stock PEFT clients do neither. Use glora, fedit, flexlora, svd, hetlora without pruning, or "
-                f"fedlora's own ClientApp."
+                f"stock PEFT clients do neither. Use glora, fedit, flexlora, svd, hetlora, or fedlora's own "
+                f"ClientApp."
             )
         ranks = {r for name, rank in policy.clients.items() for r in Client(name, rank).ranks(state.modules).values()}
         if ranks != {self.r}:
@@ -125,7 +123,7 @@ class StockClients:
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         upload = stock_upload(content, asked.client, _shapes(asked.client, state), self.factor)
-        return Reply(upload, None, None, None)
+        return Reply(upload, None, None)
 
 
 def _shapes(client: Client, state: ServerState) -> dict[str, tuple[int, int]]:

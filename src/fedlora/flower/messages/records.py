@@ -185,32 +185,25 @@ def record_upload(
             f"it is of run {str(said.get('run'))[:40]!r}, after round {str(said.get('round'))[:9]}; {run!r} was asked "
             f"after round {round}."
         )
-    declared = client.ranks(shapes)
-    smaller = roles.penalty is not None  # ranks may be smaller, but nothing else
-    expected = _expected(shapes, dict.fromkeys(declared) if smaller else declared, roles, heads)
+    expected = _expected(shapes, client.ranks(shapes), roles, heads)
     arrays = parts(record, ArrayRecord).get("arrays") or ArrayRecord()
     lacks, extra = sorted(set(expected) - set(arrays)), sorted(set(arrays) - set(expected))
     if lacks or extra:
         raise RecordError(f"{len(lacks)} tensors are missing {lacks[:2]}, {len(extra)} were not asked for {extra[:2]}.")
     found = {name: to_tensor(arrays.pop(name), shape, name) for name, shape in expected.items()}
-    modules = {}
-    for module in shapes if {"shared"} & {roles.B, roles.A} else ():
-        modules[module] = lora = LoRA(found.get(f"B/{module}"), found.get(f"A/{module}"))
-        if lora.rank > declared[module]:
-            raise RecordError(f"module {module!r} has rank {lora.rank}; at most {declared[module]} was asked for.")
+    carried = shapes if "shared" in (roles.B, roles.A) else ()
+    modules = {module: LoRA(found.get(f"B/{module}"), found.get(f"A/{module}")) for module in carried}
     adapter = Adapter(modules, {name: found[f"heads/{name}"] for name in heads if f"heads/{name}" in found})
-    if roles.penalty is not None:
-        client = Client(client.id, {**declared, **adapter.ranks})
     upload = Upload(client, _number(record, "num-examples"), adapter)
     local = {*shapes, *heads} if "local" in (roles.B, roles.A, roles.heads) else set[str]()
     return upload, _number(record, "loss"), kept_names(said.get("kept"), local)
 
 
 def _expected(
-    shapes: Mapping[str, tuple[int, int]], ranks: Mapping[str, int | None], roles: Roles, heads: Mapping[str, Tensor]
-) -> dict[str, tuple[int | None, ...]]:
+    shapes: Mapping[str, tuple[int, int]], ranks: Mapping[str, int], roles: Roles, heads: Mapping[str, Tensor]
+) -> dict[str, tuple[int, ...]]:
     """Name -> shape, for the tensors that such clients send."""
-    expected: dict[str, tuple[int | None, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for module, (d_out, d_in) in shapes.items():
         if roles.B == "shared":
             expected[f"B/{module}"] = (d_out, ranks[module])
