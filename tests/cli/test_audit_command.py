@@ -387,10 +387,10 @@ def test_errors_of_one_rank_are_the_dense_ones(equal: Sites, undrawn: None, weig
     true = mean(equal.pairs, p)
     given = () if set(weights) == {1.0} else ("--weights", ",".join(str(w) for w in weights))
     methods = [*EXACT, "fedit", "padded-average", "hetlora", "hetlora weights=examples", "glora rho=0.5", "svd",
-               "svd energy=0.5", "flexlora solver=dense", "flexlora preset=raflora"]  # fmt: skip
+               "svd energy=0.5", "flexlora preset=raflora"]  # fmt: skip
     found = audited(*equal.paths, *given, "--methods", ", ".join(methods), "--conditions", "10", "--draws", 1)
     assert sorted(found) == sorted(methods) and all(a["refused"] is None for a in found.values())
-    for name in (*EXACT, "flexlora solver=dense", "flexlora preset=raflora"):
+    for name in (*EXACT, "flexlora preset=raflora"):
         assert found[name]["error"] < 1e-12, "with one rank, rank-partition weighting is the plain mean"
     wanted = {
         "fedit": factor_average(equal.pairs, p),
