@@ -178,7 +178,6 @@ class Result(Part):
     wall_seconds: float = 0.0
     padded_error: float | None = None
     gauge_drift: dict[str, float | None] = {}
-    gauge_drift_as_sent: dict[str, float | None] = {}
     confusion: Confusion | None = None
     privacy: Spent | None = None
     commit: Commit | None

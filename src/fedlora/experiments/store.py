@@ -111,7 +111,6 @@ def summarise(folder: RunFolder, config: RunConfig, wall_seconds: float = 0.0) -
             "categories": data["categories"],
             "model": content(manifest["model"]["sha256"]),
             "gauge_drift": summary.get("gauge_drift") or {},
-            "gauge_drift_as_sent": summary.get("gauge_drift_as_sent") or {},
             "wall_seconds": round(wall_seconds, 1),
             "versions": manifest["versions"] | {"python": manifest["python"]},
             **_made(folder, manifest),
