@@ -19,8 +19,7 @@ from fedlora.server.state import ServerState
 from support.families import FAMILIES, Case, family, regauge
 from support.private_servers import InMemory, private
 
-KINDS = [("glora", "full"), ("glora", "left"), ("glora", "two-sided"), ("flexlora", "full"), ("svd", "full"),
-         ("ffa-lora", "full")]  # fmt: skip
+KINDS = [("glora", "full"), ("glora", "two-sided"), ("flexlora", "full"), ("svd", "full"), ("ffa-lora", "full")]
 OUT, IN, CLIP = 48, 40, 0.5
 
 
