@@ -11,4 +11,4 @@ def stored_bytes(tensor: Tensor) -> memoryview:
 
     A contiguous tensor on the CPU is not copied: the view then shows later writes to it.
     """
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

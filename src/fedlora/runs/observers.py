@@ -65,7 +65,7 @@ def describe(
     record: RoundRecord,
     *,
     padded_error: float | None = None,
-    gauge: Mapping[str, Mapping[str, float]] | None = None,
+    gauge: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """A round as plain numbers: one line of metrics.jsonl.
 
@@ -86,7 +86,7 @@ def describe(
         "bytes": {**asdict(record.bytes), "total": record.bytes.total},
         "server_rank": record.server_rank,
         "padded_error": padded_error,
-        "gauge_drift": gauge,
+        "gauge_drift": dict(gauge) if gauge is not None else None,
         **({"attack": asdict(record.attacked)} if record.attacked is not None else {}),
         **({"defence": judged.plain()} if judged is not None else {}),
     }
