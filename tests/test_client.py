@@ -17,7 +17,7 @@ from torch import Tensor
 from fedlora import Adapter, Client, Download, LoRA, Roles, Server, Upload, build, keep, receive, send
 from fedlora.core.method import Role
 from fedlora.errors import FactorNotShared, HyperparameterError, KeptStateError
-from support.federations import noise, seed_adapter
+from support.federations import seed_adapter
 
 ROLES = ("shared", "local", "frozen")
 COMBINATIONS = [Roles(*roles) for roles in product(ROLES, repeat=3)]
@@ -191,43 +191,6 @@ def test_factors_that_neither_travel_nor_stay_leave_no_module_behind(roles: Role
 def test_an_incomplete_adapter_cannot_be_sent() -> None:
     with pytest.raises(FactorNotShared, match=r"factor A .*absent"):
         send(Adapter({"m": pair(TRAINED, A=False)}), Roles())
-
-
-# -------------------------------------------------------------------------------------------------- subspace form
-
-
-@every_roles
-def test_the_subspace_form_needs_both_factors_shared(roles: Roles) -> None:
-    if (roles.B, roles.A) == ("shared", "shared"):
-        got = send(complete(), roles, "subspace")
-        assert set(got.modules) == {"m"}
-        assert set(got.heads) == ({"h"} if roles.heads == "shared" else set())
-    else:
-        with pytest.raises(HyperparameterError, match=r"subspace form .*both factors"):
-            send(complete(), roles, "subspace")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_the_subspace_form_is_the_same_update_with_an_orthonormal_basis(dtype: torch.dtype) -> None:
-    """U^T U = I and U Ahat = B A, in the adapter's own dtype: to its rounding, or float64's times a condition."""
-    lora = LoRA(noise((9, 3), "B", dtype=dtype), noise((3, 7), "A", dtype=dtype))
-    U, Ahat = send(Adapter({"m": lora}), Roles(), "subspace").modules["m"].factors
-    tolerance = max(4 * torch.finfo(dtype).eps, 1e-13)
-    assert (U.dtype, Ahat.dtype, tuple(U.shape), tuple(Ahat.shape)) == (dtype, dtype, (9, 3), (3, 7))
-    U, Ahat = U.double(), Ahat.double()
-    want = lora.map(Tensor.double).delta()
-    assert float((U.mT @ U - torch.eye(3, dtype=torch.float64)).norm()) < tolerance
-    assert float((U @ Ahat - want).norm() / want.norm()) < tolerance
-
-
-def test_the_subspace_form_of_a_rank_deficient_update_is_smaller() -> None:
-    """The last column of B repeats the first: rank 2 of 3. Zero: rank 0. Never more bytes than the factors."""
-    B, A = noise((9, 2), "B"), noise((3, 7), "A")
-    deficient = LoRA(torch.cat([B, B[:, :1]], 1), A)
-    zero = LoRA(torch.zeros(9, 3, dtype=torch.float64), A)
-    got = send(Adapter({"deficient": deficient, "zero": zero}), Roles(), "subspace")
-    assert got.ranks == {"deficient": 2, "zero": 0}
-    torch.testing.assert_close(got.modules["deficient"].delta(), deficient.delta(), rtol=0, atol=1e-13)
 
 
 # --------------------------------------------------------------------------------------- clients, and the server

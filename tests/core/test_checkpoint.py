@@ -416,8 +416,8 @@ def test_a_round_saved_again_after_damage_replaces_the_damaged_file(tmp_path: Pa
 
 def rewritten(directory: Path, tree: object, tensors: Mapping[str, Tensor] | None = None) -> None:
     """A file with a right digest and a tree of one's own."""
-    text = tree if isinstance(tree, str) else json.dumps(tree)
-    data = safetensors.torch.save(dict(tensors or {}), metadata={"tree": text, "run": "", "round": "9"})
+    text = tree if isinstance(tree, str) else json.dumps({"run": "", "round": 9, "tree": tree})
+    data = safetensors.torch.save(dict(tensors or {}), metadata={"checkpoint": text})
     digest = hashlib.sha256(data).hexdigest()[:16]
     directory.mkdir(exist_ok=True)
     (directory / f"round-00009.{digest}.safetensors").write_bytes(data)

@@ -178,7 +178,6 @@ WRONG = {  # cell -> its changes, and a word of what is wrong
     "script": ({"train.command": ["python", "nowhere.py"]}, "'nowhere.py' is no file"),
     "targets": ({"lora.targets": ["nowhere"]}, "'nowhere'"),
     "metric": ({"evaluate.metric": "rouge-l"}, "'rouge-l' is for generated text"),
-    "uploads": ({"method.name": "ffa-lora", "server.upload": "subspace"}, "needs both factors shared"),
     "liars": ({"attack.kind": "sign-flip", "attack.clients": ["nobody"]}, "'nobody'"),
     "file": ({"data.validation": "gone.jsonl"}, "gone.jsonl does not exist"),
     "everybody": ({"run.participation": 0.9}, "run.participation = 0.9 has no effect"),

@@ -109,7 +109,7 @@ def released(folder: Path, round: int) -> torch.Tensor:
     [
         ("glora", Geometry("two-sided", 3)),
         ("glora", Geometry()),
-        ("flexlora", Geometry("left", 3)),
+        ("flexlora", Geometry("two-sided", 3)),
         ("ffa-lora", Geometry()),
     ],
 )  # fmt: skip

@@ -375,18 +375,6 @@ def test_impossible_hyperparameters_are_refused_by_name(bad: dict) -> None:
         build("glora", **bad)
 
 
-def test_the_subspace_form_gives_the_same_state() -> None:
-    """Algorithm 1 sends (U_i, Ahat_i): the server canonicalises again and gets the same."""
-    case = families.family("zero_padded", dtype=np.float64)
-    server, factors = aggregated(case, rho=0.5)
-    sent = [
-        Upload(u.client, u.num_examples, pair(*gauge_fix(*case.uploads[u.client.id])), "subspace")
-        for u in uploads(case)
-    ]
-    subspace = server.aggregate(server.init(factors.start), sent)
-    assert relative(dense(server, subspace), dense(server, factors)) <= 1e-11
-
-
 def test_tolerances_follow_the_stored_dtype() -> None:
     """bf16 uploads are computed in float32, but their rounding noise is bf16's: the cut's tie rule knows."""
     case = families.family("orthogonal_equal", dtype=np.float64)

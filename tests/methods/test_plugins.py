@@ -213,7 +213,7 @@ def test_a_name_that_two_packages_offer_is_nobodys(site: Path) -> None:
 
 # ---- fedlora methods check -------------------------------------------------------------------------------------------
 
-BASIC = ["protocol", "rank", "dtype", "alive", "order", "purity", "pickle", "delivery"]
+BASIC = ["protocol", "rank", "alive", "order", "purity"]
 PROMISED = ["mixed", "global model", "exact", "weights", "halves", "gauge", "state"]
 
 
@@ -222,7 +222,7 @@ def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Call
     table = " ".join(said.out.split())
     assert said.code == 0 and not said.err
     assert "Contracts of toy-mean step=0.5" in table and "│ exact │ no │ off the mean" in table
-    assert "│ delivery │ always │ 13 downloads" in table and "It could claim" not in table
+    assert "It could claim" not in table
     asked = main("methods", "check", "toy-mean", "--json").out
     facts = json.loads(asked)
     assert facts["sound"] and facts["claims"] == {

@@ -62,9 +62,7 @@ def test_every_item_has_a_fate_and_a_reason_and_is_there_once() -> None:
 def test_a_round_s_line_is_on_the_list_and_shows_no_client() -> None:
     """Of `runs.observers.describe` itself: a field that is added there fails here."""
     observers = pytest.importorskip("fedlora.runs.observers")
-    line = observers.describe(
-        a_record(), padded_error=0.1, gauge={"float64": {"glora": 0.0}, "as sent": {"glora": 0.1}}
-    )
+    line = observers.describe(a_record(), padded_error=0.1, gauge={"glora": 0.0})
     assert unlisted("metrics.jsonl", line) == [] and {"attack", "defence"} <= set(line)
     line["privacy"] = {"epsilon": 1.0}
     assert set(filtered("metrics.jsonl", line)) == {"round", "server_rank", "privacy"}

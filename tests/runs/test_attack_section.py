@@ -150,10 +150,6 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
         (["attack.kind=gauge", "attack.share=0.4", "attack.strength=0.5"], ">= 1"),
         (["attack.kind=gauge", "attack.share=0.4", "method.name=ffa-lora"], "needs both factors shared"),
         (["attack.kind=sign-flip", "attack.share=0.4", "attack.noise=true"], "noise is for a free-rider"),
-        (
-            ["attack.kind=scale", "attack.share=0.4", "attack.space=factors", "server.upload=subspace"],
-            "leave one of them",
-        ),
     ],
 )
 def test_what_cannot_be_is_one_line(

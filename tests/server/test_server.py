@@ -2,7 +2,7 @@
 
 Refusals are contracts: by client id, with the reason, and with not one bit of the state changed. Expected models are
 hand-computed on 1 x 1 matrices, or dense float64 sums over the uploaded factors; where a test compares two runs of the
-server itself (order, subspace form, quorum) it says so, and the other run is the expectation.
+server itself (order, quorum) it says so, and the other run is the expectation.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fedlora import METHODS, Adapter, Client, LoRA, Method, Readout, Roles, Server, ServerState, Update, Upload, build
 from fedlora.client import receive, send
 from fedlora.core.base_change import BaseChange
-from fedlora.core.messages import Form
 from fedlora.errors import (
     FedLoRAError,
     HyperparameterError,
@@ -33,7 +31,7 @@ from fedlora.errors import (
 )
 from fedlora.methods.svd import SVD
 from fedlora.server.closing import warn_of_losses
-from support.federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, noise, pushed, seed_adapter
+from support.federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, pushed, seed_adapter
 
 F64 = torch.float64
 ANY_RANK = ("fedsvd", "ffa-lora", "flexlora", "flora", "glora", "hetlora", "padded-average", "rolora", "svd")
@@ -71,7 +69,6 @@ def uploads_of(
     state: ServerState,
     ranks: Mapping[str, int | Mapping[str, int]] = EQUAL,
     *,
-    form: Form = "factors",
     round: int = 0,
 ) -> list[Upload]:
     """What the clients send after one round of the stand-in for training, from what they downloaded."""
@@ -80,7 +77,7 @@ def uploads_of(
         client = Client(name, rank)
         download = server.download(state, client)
         mine = pushed(receive(download, None), name, round, download.roles)
-        sent.append(Upload(client, EXAMPLES[name], send(mine, download.roles, form), form))
+        sent.append(Upload(client, EXAMPLES[name], send(mine, download.roles)))
     return sent
 
 
@@ -206,13 +203,6 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
         r"has rank 8; the client's rank is 4",
     ),
     "rank 0": (both(lambda B: B[:, :0], lambda A: A[:0]), r"has rank 0; the client's rank is 4"),
-    "rank above, in subspace form": (
-        lambda u: replace(
-            both(lambda B: torch.cat([B, B], 1), lambda A: torch.cat([A, A]))(u),
-            form="subspace",
-        ),
-        r"has rank 8; the client's rank is 4",
-    ),
     "another rank declared than sent": (declared(2), r"has rank 4; the client's rank is 2"),
     "another rank declared for one module": (declared({"attn.q": 4, "attn.v": 3}), r"'attn.v' has rank 4; .* is 3"),
     "a rank for a module that is not there": (
@@ -369,17 +359,6 @@ def test_a_factor_that_the_roles_keep_local_is_refused() -> None:
         server.aggregate(state, [a, headed, *rest])
 
 
-def test_a_subspace_upload_is_refused_where_a_factor_stays_home() -> None:
-    """Half a subspace form means nothing: its smaller rank must not reach FedSA-LoRA's mean and stop the round."""
-    server = Server(build("fedsa-lora"), quorum=3)
-    state = server.init(seed_adapter(4))
-    a, b, *rest = uploads_of(server, state)
-    half = Adapter({m: LoRA(None, x.A[:2]) for m, x in b.adapter.modules.items()})  # type: ignore[index]
-    after = server.aggregate(state, [a, replace(b, adapter=half, form="subspace"), *rest])
-    assert after.tally is not None
-    assert list(after.tally.refused) == ["b"]
-
-
 @BOTH_SHARED
 def test_the_same_id_twice_in_a_round_the_first_one_stands(name: str) -> None:
     server = Server(method(name))
@@ -475,36 +454,6 @@ def test_a_client_of_a_rank_that_the_method_cannot_average_is_named() -> None:
     with pytest.raises(RankMismatch, match=r"rank 4, .*client 'n' .* 1"):
         server.download(state, Client("n", 1))
     assert content(state) == before
-
-
-@pytest.mark.parametrize("memory", [None, 0.01])
-@pytest.mark.parametrize("name", ["fedex-lora", "fedit", "fedrot-lora", "lora-fair"])
-def test_a_subspace_form_of_fewer_columns_has_the_client_s_rank(name: str, memory: float | None) -> None:
-    """An honest update of rank 2, and one of rank 0: dense, the mean of what was sent (fedex-lora) and the product of
-    the means of zero-padded factors (fedit); every method's state is that of the padded factors."""
-    if memory and name != "fedit":
-        pytest.skip("needs all uploads")
-    server = Server(method(name), quorum=1, memory=memory)
-    state = server.init(seed_adapter(4, F64))
-    whole = uploads_of(server, state)
-    cut, padded = [], []
-    for u, r in zip(whole, (2, 0, 4, 4), strict=True):
-        kept = {m: LoRA(x.factors[0][:, :r], x.factors[1][:r]) for m, x in u.adapter.modules.items()}
-        zeros = {m: LoRA(pad(x.factors[0], (0, 4 - r)), pad(x.factors[1], (0, 0, 0, 4 - r))) for m, x in kept.items()}
-        cut.append(replace(u, adapter=Adapter(kept, u.adapter.heads), form="subspace"))
-        padded.append(replace(u, adapter=Adapter(zeros, u.adapter.heads)))
-    after, want = server.aggregate(state, cut), server.aggregate(state, padded)
-    assert not after.tally.refused
-    p = [n / sum(u.num_examples for u in padded) for n in (u.num_examples for u in padded)]
-    for module in SHAPES:
-        got = server.global_update(after)[module].delta()
-        torch.testing.assert_close(got, server.global_update(want)[module].delta())
-        sent = [u.adapter.modules[module].factors for u in padded]
-        if name == "fedex-lora":
-            torch.testing.assert_close(got, sum(w * B @ A for w, (B, A) in zip(p, sent, strict=True)))
-        if name == "fedit":
-            B, A = (sum(w * pair[k] for w, pair in zip(p, sent, strict=True)) for k in (0, 1))
-            torch.testing.assert_close(got, B @ A)
 
 
 def test_a_download_for_an_unknown_module_is_refused() -> None:
@@ -752,77 +701,6 @@ def test_base_version_counts_rounds_that_changed_the_base(name: str) -> None:
         state = server.aggregate(state, uploads_of(server, state, RANKS[name], round=t))
     moving = name in ("fedex-lora", "flora")
     assert versions == ([[], [1] * len(SHAPES), [2] * len(SHAPES)] if moving else [[]] * 3)
-
-
-# --------------------------------------------------------------------------------------------------- subspace form
-
-
-def thinned(upload: Upload) -> Upload:
-    """The same shapes with an update of rank one less: the last column of B repeats the first."""
-
-    def repeat(lora: LoRA) -> LoRA:
-        B, A = lora.factors
-        return LoRA(torch.cat([B[:, :-1], B[:, :1]], 1), A)
-
-    modules = {m: repeat(lora) for m, lora in upload.adapter.modules.items()}
-    return replace(upload, adapter=Adapter(modules, upload.adapter.heads))
-
-
-def as_subspace(upload: Upload, distort: bool = False) -> Upload:
-    """(U, Ahat) of numerical rank by a plain SVD; distorted: (U T, T^-1 Ahat), not orthonormal."""
-
-    def convert(name: str, lora: LoRA) -> LoRA:
-        U, s, Vh = torch.linalg.svd(lora.delta(), full_matrices=False)
-        k = int((s > 1e-10 * s[0]).sum())
-        B, A = U[:, :k], s[:k, None] * Vh[:k]
-        if distort:
-            T = noise((k, k), "distort", upload.client.id, name) + 3 * torch.eye(k, dtype=F64)
-            B, A = B @ T, torch.linalg.solve(T, A)
-        return LoRA(B, A)
-
-    modules = {m: convert(m, lora) for m, lora in upload.adapter.modules.items()}
-    return replace(upload, adapter=Adapter(modules, upload.adapter.heads), form="subspace")
-
-
-@pytest.mark.parametrize("distort", [False, True], ids=["orthonormal", "not orthonormal"])
-@pytest.mark.parametrize("name", ["glora", "flexlora"])
-def test_the_subspace_form_gives_the_model_and_readouts_of_the_factors_form(name: str, distort: bool) -> None:
-    """The other run is the expectation. The form has smaller rank than the client's; claimed bases are not trusted."""
-    server, state, sent = opened(name)
-    sent = [thinned(u) for u in sent]
-    converted = [as_subspace(u, distort) for u in sent]
-    assert all(u.adapter.ranks[m] == RANKS[name][u.client.id] - 1 for u in converted for m in SHAPES)
-    plain, after = server.aggregate(state, sent), server.aggregate(state, converted)
-    for module in SHAPES:
-        want = sum(u.num_examples / 90 * dense(u, module) for u in sent)
-        assert relative(server.global_update(after)[module].delta(), want) < 1e-12  # type: ignore[arg-type]
-        for client, rank in RANKS[name].items():
-            got, expected = (server.download(s, Client(client, rank)).adapter.modules[module] for s in (after, plain))
-            assert relative(got.delta(), expected.delta()) < 1e-10
-    if name == "glora":  # the budget counts nominal ranks, whatever travelled: 2 + 3 + 5 + 6
-        assert [facts["total_rank"] for facts in server.diagnostics(after).values()] == [16, 16]
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_send_in_subspace_form_is_accepted_and_gives_the_mean(name: str) -> None:
-    """The client's own `send(..., "subspace")` at full rank; expected from the factors form by dense sums."""
-    server, state, sent = opened(name)
-    after = server.aggregate(state, uploads_of(server, state, RANKS[name], form="subspace"))
-    for module in SHAPES:
-        want = sum(u.num_examples / 90 * dense(u, module) for u in sent)
-        assert relative(server.global_update(after)[module].delta(), want) < 1e-12  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["glora", "flexlora"])
-def test_a_zero_update_in_subspace_form_has_rank_zero_and_keeps_its_weight(name: str) -> None:
-    """By hand: (1 * 2 + 3 * 0) / 4 = 0.5. U_i has no columns then."""
-    nothing = Adapter({"m": LoRA(torch.zeros(1, 0, dtype=F64), torch.zeros(0, 1, dtype=F64))})
-    sent = [scalar_upload("a", 1, 2.0), Upload(Client("b", 1), 3, nothing, "subspace")]
-    assert scalar_round(name, sent) == pytest.approx(0.5)
-    server, state = scalar_server(name)
-    after = server.aggregate(state, sent[1:])  # everybody sends zero: the mean is zero (decision 0008)
-    assert server.global_update(after)["m"].norm() == 0.0
-    assert server.download(after, Client("b", 1)).adapter.ranks == {"m": 1}
 
 
 # ---------------------------------------------------------------------------------------------- order and purity

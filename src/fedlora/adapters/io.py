@@ -4,7 +4,7 @@ Only this package knows alpha and r, key names and patterns. Inside the library 
 one `scaling` for all modules and clients; this module folds each module's own alpha / r (or alpha / sqrt(r)), relative
 to that scaling, into B. If they are equal, B stays the same bit for bit. A is never touched.
 
-It reads the files itself (torch and safetensors only) and refuses by name whatever would change the update; see
+It reads the files itself (with torch alone) and refuses by name whatever would change the update; see
 docs/decisions/0006-peft-boundary.md for the table.
 """
 

@@ -71,11 +71,6 @@ class Adversary:
                 f"the attack {self.attack.kind} is about products B A, but in this round only one factor travels (B "
                 f"{one.roles.B}, A {one.roles.A}): choose another attack, or a method that shares both."
             )
-        if self.attack.space == "factors" and one.upload.form == "subspace":
-            raise HyperparameterError(
-                "an attack on factors needs uploads in the coordinates of the readouts, but the subspace form has its "
-                "own: leave out space = 'factors' or upload = 'subspace'."
-            )
         return Products() if both and self.attack.space == "update" else Entries()
 
     def _one(

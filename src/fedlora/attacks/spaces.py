@@ -1,7 +1,7 @@
 """How changes are added up: as products B A, whatever their coordinates, or as entries of the travelling factors.
 
 A change is what a client's round adds to its readout. Both spaces do the same algebra on it, in float64, and end in an
-upload that passes the server's checks: with the client's own rank, form, shapes and dtypes.
+upload that passes the server's checks: with the client's own rank, shapes and dtypes.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from fedlora.core import files
 from fedlora.core.read_only import ReadOnly
-from fedlora.core.tensor_file import tensor_file
 from fedlora.errors import CheckpointError
 
 T = TypeVar("T")
@@ -47,25 +46,18 @@ def save(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2
         CheckpointError: the value holds something that cannot be stored, or the disk refuses; older checkpoints stay.
     """
     tree, tensors = encoded(value)
-    try:
-        content = tensor_file(tensors, {"round": str(round), "run": of, "tree": json.dumps(tree)})
-    except KeyError as error:
-        raise CheckpointError(
-            f"the checkpoint of round {round} cannot be stored: safetensors has no {error}."
-        ) from error
-    digest = hashlib.sha256()
-    for piece in content:
-        digest.update(piece)
-    path = directory / f"round-{round:05d}.{digest.hexdigest()[:16]}.safetensors"
+    # One entry, because safetensors writes several in any order; clones, because it refuses tensors that share memory.
+    said = {"checkpoint": json.dumps({"run": of, "round": round, "tree": tree})}
+    content = safetensors.torch.save({name: tensor.clone() for name, tensor in tensors.items()}, said)
+    path = directory / f"round-{round:05d}.{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
     try:
         with files.replacing(path) as file:
-            file.writelines(content)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        size = sum(map(len, content))
         raise CheckpointError(
-            f"the checkpoint of round {round} ({size:,} bytes) could not be written to {directory}: {error}. "
+            f"the checkpoint of round {round} ({len(content):,} bytes) could not be written to {directory}: {error}. "
             f"Earlier checkpoints are untouched; free some space and resume."
         ) from error
     _remove_older(directory, path, round, keep)
@@ -170,11 +162,11 @@ def _read(path: Path, round: int, digest: str, of: str, kind: type[T], extra: tu
         raise CheckpointError(f"checkpoint {path.name} is damaged: its content does not match its digest.")
     try:
         with safe_open(path, framework="pt") as file:
-            facts = file.metadata()
-        tree, told = json.loads(facts["tree"]), (facts["run"], facts["round"])
+            facts = json.loads(file.metadata()["checkpoint"])
+        tree, told = facts["tree"], (facts["run"], facts["round"])
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
-    if told != (of, str(round)):
+    if told != (of, round):
         other = f"of another run (configuration, seed or data), {told[0]!r}, and this one is {of!r}"
         what = f"of round {told[1]}: it was copied or renamed" if told[0] == of else other
         raise CheckpointError(f"checkpoint {path.name} is {what}.")

@@ -67,7 +67,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("metrics.jsonl", "dropped", LOSS, "loss", "losses"),
     *_items("metrics.jsonl", "dropped", WHO, "examples", "weights", "refused"),
     *_items("metrics.jsonl", "dropped", TRAFFIC, "seconds", "bytes"),
-    *_items("metrics.jsonl", "dropped", UPLOADS, "padded_error", "gauge_drift", "gauge_drift_as_sent"),
+    *_items("metrics.jsonl", "dropped", UPLOADS, "padded_error", "gauge_drift"),
     *_items("metrics.jsonl", "dropped", REFUSED, "attack", "defence"),
     # RUN/summary.json: `runs.finishing.results` and `_own_results`
     *_items("summary.json", "released", PUBLIC, "method", "rounds", "clients", "target", "metric"),
@@ -78,7 +78,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("summary.json", "if-public", CHOICE, "best_round", "stopped_early"),
     *_items("summary.json", "dropped", LOSS, "clients_at_end", "clients_at_end_common"),
     *_items("summary.json", "dropped", TRAFFIC, "seconds", "bytes"),
-    *_items("summary.json", "dropped", UPLOADS, "padded_error", "gauge_drift", "gauge_drift_as_sent"),
+    *_items("summary.json", "dropped", UPLOADS, "padded_error", "gauge_drift"),
     *_items("summary.json", "dropped", WHO, "refused"),
     *_items("summary.json", "dropped", REFUSED, "attack", "defence"),
     *_items("summary.json", "released", MADE, *_of_modules(*_OF_STATE)),

@@ -92,7 +92,7 @@ def with_liars(config: RunConfig, data: Dealt) -> tuple[Dealt, Adversary | None]
     """`dealt_out` of data that are dealt. Raises `ConfigError` if nobody or everybody would lie, or cannot."""
     adversary = None
     if config.attack.on:
-        factors = multiplied_how(config.method.build()) == "factors" and config.server.upload == "factors"
+        factors = multiplied_how(config.method.build()) == "factors"
         adversary = config.attack.adversary(list(data.parts), config.run.seed, factors=factors)
     return replace(data, parts=with_flipped_labels(data.parts, adversary)), adversary
 

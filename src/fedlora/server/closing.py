@@ -101,7 +101,7 @@ def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) 
         name, share, count = found
         log.warning(
             "round %d: up to %.2g%% of the mean's energy is lost in %s, more than %g%% in %d of %d modules. Rounding "
-            "took it: send float32, or the subspace form (upload = \"subspace\").",
+            "took it: send float32.",
             round, 100 * share, name, 100 * LARGEST_SILENT_SHARE, count, len(modules),
         )  # fmt: skip
     if found := worst("rounding", LARGEST_SILENT_ROUNDING):
@@ -109,6 +109,6 @@ def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) 
         log.warning(
             "round %d: up to %.2g%% of the mean update's energy in %s (%d of %d modules) lies in directions so weak "
             "beside the clients' factors that storing these could have made them. The server keeps them; readouts hold "
-            "some that depend on the clients' coordinates. Send float32, or the subspace form (upload = \"subspace\").",
+            "some that depend on the clients' coordinates. Send float32.",
             round, 100 * share, name, count, len(modules),
         )  # fmt: skip

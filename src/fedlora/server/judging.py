@@ -98,7 +98,7 @@ class Look:
         return {
             u.client.id: f"its change cannot be measured: the terms of its factors cancel, and their rounding is "
             f"{float(found.noise[k]):.2g}, while the round's median change is {middle:.2g}; a change of any size could "
-            f"hide there. Send the same update in other coordinates: balanced factors, or the subspace form"
+            f"hide there. Send the same update in other coordinates, such as balanced factors"
             for k, u in enumerate(self.uploads)
             if not sound[k]
         }

@@ -81,12 +81,6 @@ class Terms:
             begun=lambda: self.begun(upload.client),
             averages=multiplied_how(self.method) == "factors",
         )
-        if self.rule is not None and upload.form == "subspace" and multiplied_how(self.method) == "factors":
-            raise UploadRefused(
-                upload.client.id,
-                f"{self.rule.name} moves the factors of {self.method.name} towards those that the client was sent, "
-                f"and the subspace form has coordinates of its own: send factors.",
-            )
         return True
 
     @cached_property

@@ -110,15 +110,10 @@ class ProgramTrainer:
         """Play a round of the client's program.
 
         Raises:
-            ConfigError: the method adds a term to the loss, or the ranks have no common scale. ProgramFailed: the
-                program failed, ran too long, or left a result that does not fit.
+            ConfigError: the ranks have no common scale. ProgramFailed: the program failed, ran too long, or left a
+                result that does not fit.
         """
         client = download.client.id
-        if download.roles.penalty is not None:
-            raise ConfigError(
-                "this method adds a term to the loss of its clients (hetlora with pruning), which a program of one's "
-                "own cannot know. Leave pruning out, or train without train.command."
-            )
         place = (self.folder / client).absolute()
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _alone(place):

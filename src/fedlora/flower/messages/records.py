@@ -24,7 +24,7 @@ from torch import Tensor
 from fedlora.core.checkpoint import decoded, encoded
 from fedlora.core.echo import shown
 from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.messages import Client, Form, Upload
+from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.core.parcels import Parcel
 from fedlora.flower.messages.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened
@@ -138,7 +138,7 @@ def upload_record(
         for module, lora in upload.adapter.modules.items()
         for factor, tensor in lora.tensors().items()
     } | {f"heads/{name}": head for name, head in upload.adapter.heads.items()}
-    said = {"run": run, "round": round, "form": upload.form, "kept": list(kept)}
+    said = {"run": run, "round": round, "kept": list(kept)}
     record = RecordDict(
         {
             "arrays": ArrayRecord({name: to_array(tensor) for name, tensor in named.items()}),
@@ -158,7 +158,6 @@ def record_upload(
     shapes: Mapping[str, tuple[int, int]],
     roles: Roles,
     heads: Mapping[str, Tensor],
-    form: Form = "factors",
     facts: Facts = Facts(),  # noqa: B008 - immutable
 ) -> tuple[Upload, float, list[str]]:
     """(upload, mean loss, names of the client's kept parts), checked against this round's request to this client.
@@ -183,34 +182,25 @@ def record_upload(
             f"it is of run {str(said.get('run'))[:40]!r}, after round {str(said.get('round'))[:9]}; {run!r} was asked "
             f"after round {round}."
         )
-    if said.get("form") != form:
-        raise RecordError(f"it has the form {str(said.get('form'))[:20]!r}; {form!r} was asked for.")
-    declared = client.ranks(shapes)
-    smaller = roles.penalty is not None or form == "subspace"  # ranks may be smaller, but nothing else
-    expected = _expected(shapes, dict.fromkeys(declared) if smaller else declared, roles, heads)
+    expected = _expected(shapes, client.ranks(shapes), roles, heads)
     arrays = parts(record, ArrayRecord).get("arrays") or ArrayRecord()
     lacks, extra = sorted(set(expected) - set(arrays)), sorted(set(arrays) - set(expected))
     if lacks or extra:
         raise RecordError(f"{len(lacks)} tensors are missing {lacks[:2]}, {len(extra)} were not asked for {extra[:2]}.")
     found = {name: to_tensor(arrays.pop(name), shape, name) for name, shape in expected.items()}
-    modules = {}
-    for module in shapes if {"shared"} & {roles.B, roles.A} else ():
-        modules[module] = lora = LoRA(found.get(f"B/{module}"), found.get(f"A/{module}"))
-        if lora.rank > declared[module]:
-            raise RecordError(f"module {module!r} has rank {lora.rank}; at most {declared[module]} was asked for.")
+    carried = shapes if "shared" in (roles.B, roles.A) else ()
+    modules = {module: LoRA(found.get(f"B/{module}"), found.get(f"A/{module}")) for module in carried}
     adapter = Adapter(modules, {name: found[f"heads/{name}"] for name in heads if f"heads/{name}" in found})
-    if roles.penalty is not None:
-        client = Client(client.id, {**declared, **adapter.ranks})
-    upload = Upload(client, _number(record, "num-examples"), adapter, form)
+    upload = Upload(client, _number(record, "num-examples"), adapter)
     local = {*shapes, *heads} if "local" in (roles.B, roles.A, roles.heads) else set[str]()
     return upload, _number(record, "loss"), kept_names(said.get("kept"), local)
 
 
 def _expected(
-    shapes: Mapping[str, tuple[int, int]], ranks: Mapping[str, int | None], roles: Roles, heads: Mapping[str, Tensor]
-) -> dict[str, tuple[int | None, ...]]:
+    shapes: Mapping[str, tuple[int, int]], ranks: Mapping[str, int], roles: Roles, heads: Mapping[str, Tensor]
+) -> dict[str, tuple[int, ...]]:
     """Name -> shape, for the tensors that such clients send."""
-    expected: dict[str, tuple[int | None, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for module, (d_out, d_in) in shapes.items():
         if roles.B == "shared":
             expected[f"B/{module}"] = (d_out, ranks[module])

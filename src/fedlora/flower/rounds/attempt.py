@@ -136,9 +136,7 @@ class Attempt:
             self._intake.add(replace(upload, num_examples=weighs))
         except UploadRefused as refusal:
             return self._settle(name, "refused", shown(refusal.reason, 500), **came)
-        ranks = self._maker.known(name).ranks if found.ranks is None else found.ranks
-        after = ClientMemory(None, 0, found.held, ranks)
-        self._taken[name] = float(weighs), after
+        self._taken[name] = float(weighs), ClientMemory(None, 0, found.held)
         examples = float(upload.num_examples)
         if not examples:  # nobody has checked its adapter
             return self._settle(name, "abstained", "it has 0 examples for this round", **came)

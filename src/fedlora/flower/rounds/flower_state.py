@@ -62,8 +62,8 @@ class FlowerState:
         """The state under a policy with these clients, and what is new in it since the last reading; None: nothing.
 
         The server forgets a client that was removed, except for the receipt, by which its site finds its own work
-        again. If its rank changed, the server forgets only the ranks that pruning had left. A client that was removed
-        and came back between two readings of the policy was never removed. why: as in `PolicyChanged`.
+        again. A client that was removed and came back between two readings of the policy was never removed. why: as in
+        `PolicyChanged`.
         """
         old = self.members
         added = {name: rank for name, rank in clients.items() if name not in old}
@@ -73,8 +73,7 @@ class FlowerState:
         def left(table: Mapping[str, T]) -> Mapping[str, T]:
             return ReadOnly({name: value for name, value in table.items() if name not in gone})
 
-        known = {name: replace(m, ranks=None) if name in other else m for name, m in self.state.clients.items()}
-        state = replace(self.state, clients=left(known))
+        state = replace(self.state, clients=left(self.state.clients))
         after = replace(
             self, state=state, unusable=left(self.unusable), examples=left(self.examples), members=ReadOnly(clients)
         )

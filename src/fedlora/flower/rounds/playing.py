@@ -125,7 +125,6 @@ def _strategy(
         participation=settings.run.participation,
         seed=settings.run.seed,
         codec=OwnClients(
-            settings.server.upload,
             settings.travelling(),
             lambda: server_facts(settings, agreed(b.home.agreement), b.seed_adapter.modules),
         ),
