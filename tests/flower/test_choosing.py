@@ -26,7 +26,7 @@ def by_sites(*rounds: dict[str, tuple[float, int]]) -> list[dict[str, Any]]:
         counts = {name: float(n) for name, (_, n) in sites.items()}
         members |= {*sites}
         away = dict.fromkeys(members - {*sites}, "it is not online")
-        more = {"site_counts": counts, "site_share": 1.0, "site_unmeasured": away}
+        more = {"site_counts": counts, "site_unmeasured": away}
         lines.append({"round": k, "metrics": {}, "site_metrics": said, "site_mean": mean, **more})
     return lines
 
@@ -90,16 +90,13 @@ def test_the_weights_are_the_examples() -> None:
 
 def test_one_site_chooses_no_round_by_claiming_many_examples() -> None:
     """Two of three got worse. The third claims 10^12 examples of 1.0, and is known to have 8: its third of 24 examples
-    decides nothing (before it, 0.6; after, (2 * 0.3 + 0.88) / 3 = 0.49). Nor does a share of one half."""
+    decides nothing (before it, 0.6; after, (2 * 0.3 + 0.88) / 3 = 0.49)."""
     lines = by_sites(
         {"a": (0.6, 8), "b": (0.6, 8), "forger": (0.6, 8)},
         {"a": (0.3, 8), "b": (0.3, 8), "forger": (0.88, 8)},
     )
     lines[1]["site_metrics"]["forger"]["examples"] = 10**12
     assert best(Choosing("accuracy", "sites"), lines) == 1
-    for line in lines:
-        line["site_counts"]["forger"], line["site_share"] = 1e9, 0.5  # it claimed so many when it trained, too
-    assert best(Choosing("accuracy", "sites"), lines) == 1, "(0.3 + 0.88) / 2 = 0.59 is less than 0.6"
     lines[1]["site_metrics"] = {name: {"accuracy": 0.99, "examples": 8} for name in ("a", "b", "forger")}
     assert best(Choosing("accuracy", "sites"), lines) == 2
     del lines[1]["site_counts"]  # of a line that says nothing of them, nothing is known

@@ -374,27 +374,10 @@ def test_a_client_that_the_method_cannot_serve_costs_itself_the_round(tmp_path: 
 # ---- limits ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_share_that_is_capped_is_told_with_both_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Claims of 130, 13 and 15 of 158: 82 %. Four clients or more: one half at most, without a word in the policy."""
-    ranks = dict.fromkeys(["acme", "two", "three", "four"], 4)
-    with caplog.at_level(logging.INFO, "fedlora"):
-        strategy, grid = federation(tmp_path, Server(build("glora")), ranks, record=tmp_path / "o")
-        grid.meddle = {"acme": changed(num_examples=387.0)}
-        strategy.start(grid, num_rounds=1)
-    tally = strategy.flower_state.state.server.tally
-    assert tally is not None and tally.weights["acme"] == pytest.approx(0.5)
-    [line] = lines_of(tmp_path / "o")
-    others = 13 + 15 + 14
-    assert set(line["capped"]) == {"acme"}
-    assert line["capped"]["acme"] == pytest.approx({"claimed": 387 / (387 + others), "counted": 0.5})
-    assert re.search("acme: .*50%.* 90%", caplog.text)
-
-
-def test_nothing_is_capped_where_nothing_bites(tmp_path: Path) -> None:
+def test_the_weights_are_told(tmp_path: Path) -> None:
     strategy, grid = federation(tmp_path, Server(build("glora")), record=tmp_path / "o")
     strategy.start(grid, num_rounds=1)
     [line] = lines_of(tmp_path / "o")
-    assert line["capped"] == {}
     assert line["weights"] == pytest.approx({"one": 13 / 41, "two": 13 / 41, "three": 15 / 41})
 
 
@@ -759,13 +742,6 @@ def test_your_own_draw_and_a_loop_that_closes_early(tmp_path: Path) -> None:
     }  # fmt: skip
     assert list(line["missing"]) == ["three"] and "closed" in line["missing"]["three"]
     assert EFFECTS.keys() == {*get_args(Fate)}  # without an effect a fate would end the rounds
-
-
-def test_a_share_that_only_the_server_has_is_refused(tmp_path: Path) -> None:
-    """Before, the policy's took its place in silence."""
-    with pytest.raises(ConfigError, match=r"max_weight_share = 0\.2 .*0\.666667"):
-        federation(tmp_path, Server(build("glora"), max_weight_share=0.2))
-    federation(tmp_path, Server(build("glora"), max_weight_share=2 / 3))
 
 
 def test_a_round_takes_as_long_as_all_its_attempts(tmp_path: Path) -> None:
@@ -1216,7 +1192,7 @@ def test_with_a_memory_limit_uploads_are_added_up_as_they_come(tmp_path: Path, m
     monkeypatch.setattr(Uploads, "add", watched)
     for memory in (None, 0.0029):
         server = Server(build("glora", history_limit=0), quorum=1, memory=memory)
-        policy = Policy(ranks, max_weight_share=1.0, retries=0)
+        policy = Policy(ranks, retries=0)
         strategy, grid = federation(tmp_path / str(memory), server, ranks, policy=policy)
         strategy.start(grid, num_rounds=1)
         updates.append(server.global_update(strategy.flower_state.state.server))
@@ -1224,15 +1200,6 @@ def test_with_a_memory_limit_uploads_are_added_up_as_they_come(tmp_path: Path, m
     for name, lora in updates[0].items():
         summed, kept = ((B @ A) for B, A in (updates[1][name].factors, lora.factors))
         torch.testing.assert_close(summed, kept, rtol=1e-4, atol=1e-5)
-
-
-def test_a_cap_on_shares_is_refused_beside_a_memory_limit(tmp_path: Path) -> None:
-    """The first upload cannot be weighed against the last one. Equal weights need no cap."""
-    summed = {"method": build("glora", history_limit=0), "memory": 8.0}
-    with pytest.raises(ConfigError, match=r"memory = 8 .*max_weight_share = 0\.66.*max_weight_share = 1 "):
-        federation(tmp_path, Server(**summed))
-    federation(tmp_path, Server(**summed, weighting="uniform"))
-    federation(tmp_path, Server(**summed), policy=Policy(RANKS, max_weight_share=1.0))
 
 
 def grid_with(grid: LocalGrid, meddle: Any) -> LocalGrid:

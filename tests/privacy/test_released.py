@@ -175,7 +175,7 @@ def test_a_federation_s_lines_are_on_the_list() -> None:
     finishing = pytest.importorskip("fedlora.flower.rounds.finishing")
     sites = pytest.importorskip("fedlora.flower.rounds.site_evaluation")
     listed = {place: {item.name.split(".")[0] for item in items(place)} for place in places()}
-    assert keys_of(attempt, "capped") | keys_of(sites, "site_mean") <= listed["rounds.jsonl"]
+    assert keys_of(attempt, "fates") | keys_of(sites, "site_mean") <= listed["rounds.jsonl"]
     common = keys_of(pytest.importorskip("fedlora.runs.finishing").results, "metric") | {"defence"}
     assert keys_of(finishing._summary, "site_test") | common <= listed["federation summary.json"]
     for kind in get_args(events.Event):  # each kind as a whole, or field by field

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from fedlora.privacy.release_items import (
     CHOICE,
-    COUNT,
     ITSELF,
     LEDGER,
     LOSS,
@@ -27,7 +26,7 @@ _OF_STATE = ("rank", "components", "server_rank", "singular_values", "approximat
 _OF_UPLOADS = (
     "total_rank", "union_rank", "full_rank", "gap", "tied", "captured", "error", "dropped", "rounding",
 )  # fmt: skip
-_SITES = ("site_metrics", "site_mean", "site_unmeasured", "site_counts", "site_share", "site_capped")
+_SITES = ("site_metrics", "site_mean", "site_unmeasured", "site_counts")
 
 
 def _of_modules(*names: str) -> tuple[str, ...]:
@@ -41,7 +40,6 @@ FEDERATION: tuple[Item, ...] = (
     *as_items("rounds.jsonl", "if-public", TESTED, "metrics"),
     *as_items("rounds.jsonl", "dropped", LOSS, "loss", "losses", "norms", "far", *_SITES),
     *as_items("rounds.jsonl", "dropped", WHO, "weights", "missing", "fates", "attempt"),
-    *as_items("rounds.jsonl", "dropped", COUNT, "capped", "alike"),
     *as_items("rounds.jsonl", "dropped", TRAFFIC, "seconds", "measure_seconds", "bytes"),
     *as_items("rounds.jsonl", "dropped", REFUSED, "defence"),
     # FED/server/events.jsonl: KIND.FIELD. `asked` names all members, online or not; `done` holds a line of

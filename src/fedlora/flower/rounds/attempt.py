@@ -32,7 +32,6 @@ from fedlora.flower.rounds.events import AttemptFailed, Event, Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState, Unusable
 from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question, reply_limit
-from fedlora.flower.terms.policy import shares_lost
 from fedlora.server.intake import Intake
 from fedlora.server.state import RunState, ServerState, Tally
 
@@ -284,7 +283,6 @@ class Attempt:
         tally, fates = after.tally or Tally({}), self.fates
         trained = {name: fated for name, fated in fates.items() if fated.fate == "trained"}
         losses = {name: fated.loss for name, fated in trained.items() if fated.loss is not None}
-        claims = {name: fated.examples or 0.0 for name, fated in trained.items() if name in tally.weights}
         norms = {name: fated.norm or 0.0 for name, fated in trained.items()}
         return {
             "round": after.round,
@@ -296,8 +294,6 @@ class Attempt:
             "fates": {name: {"fate": fated.fate, "why": fated.why} for name, fated in fates.items()},
             "norms": norms,
             "far": far_ones(norms),
-            "capped": shares_lost(claims, tally.weights) if self.server.weighs_by == "examples" else {},
-            "alike": dict(tally.alike),
             **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
         }
 

@@ -20,7 +20,6 @@ from fedlora.errors import ConfigError
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.stopping import Line, Ranking
 from fedlora.runs.tracking import check_trackers
-from fedlora.server.closing import held_to_share
 from fedlora.training.metrics import is_better, score_name
 
 if TYPE_CHECKING:
@@ -70,10 +69,9 @@ class Choosing(Ranking):
             if before is None or math.isnan(before):
                 return super().better(line, best, by=by)
             return True if old.keys().isdisjoint({*new, *line["site_unmeasured"]}) else None
-        weights = held_to_share(counts, line["site_share"])
-        total = math.fsum(weights.values())
+        total = math.fsum(counts.values())
         after, before = (
-            math.fsum(said[site][self.metric] * n for site, n in weights.items()) / total for said in (new, old)
+            math.fsum(said[site][self.metric] * n for site, n in counts.items()) / total for said in (new, old)
         )
         return is_better(self.metric, after, before, by=by)
 

@@ -116,7 +116,7 @@ def _summary(
         "of": settings.run.rounds,
         "measured_by": choosing.by,
         "site_test": {
-            "sites": at_sites.facts()["site_metrics"], "mean": at_sites.mean(), "capped": at_sites.capped(),
+            "sites": at_sites.facts()["site_metrics"], "mean": at_sites.mean(),
             "unmeasured": dict(at_sites.unmeasured),
         },
         "sites": taken_part(strategy.policy, lines),

@@ -101,9 +101,8 @@ def time_of(seconds: float) -> str:
 
 
 def measurement_lines(line: Mapping[str, Any], when: str) -> list[str]:
-    """Notes on measurements at the sites (`SiteRound.facts`): who claims more examples than it trains on, whose
-    share of the mean was reduced, who has not trained yet, and who was not measured, unless its fate in the round
-    explains that."""
+    """Notes on measurements at the sites (`SiteRound.facts`): who claims more examples than it trains on, who
+    has not trained yet, and who was not measured, unless its fate in the round explains that."""
     counts, said = line.get("site_counts") or {}, line.get("site_metrics") or {}
     found = [
         f"{when}: {shown(name)} says it measured {_number(claim, 0)} examples; {_number(counts[name], 0)} count"
@@ -115,15 +114,14 @@ def measurement_lines(line: Mapping[str, Any], when: str) -> list[str]:
             f"{when}: the scores of {', '.join(unknown)} do not count: scores count for as many examples as their site "
             f"trained on, and these sites have not trained in a round that counted"
         )
-    found += _bounded(when, line.get("site_capped") or {}, "its scores count")
     fates = fates_of(line)
     silent = {k: why for k, why in (line.get("site_unmeasured") or {}).items() if fates.get(k) in _UNEXPLAINED}
     return found + [f"{when}: {shown(name)}: not measured: {why}" for name, why in silent.items()]
 
 
 def _beside(event: Done) -> list[str]:
-    """Further notes on a round: a robust rule's effect, capped shares, updates far larger than the others'."""
-    found = _bounded(f"round {event.round}", event.line.get("capped") or {}, "its update counts")
+    """Further notes on a round: a robust rule's effect, updates far larger than the others'."""
+    found = list[str]()
     if (defence := event.line.get("defence")) and (said := told(defence)):
         found.append(f"round {event.round}: {said}")
         found += [f"round {event.round}: {k}: {one['why']}" for k, one in defence["clients"].items() if one["why"]]
@@ -133,21 +131,7 @@ def _beside(event: Done) -> list[str]:
         f"{', which is 0, or it is too large for a number' * (times is None)}: look at its data and at train.lr"
         for name, times in (event.line.get("far") or {}).items()
     ]
-    if alike := event.line.get("alike"):
-        found.append(
-            f"round {event.round}: too few sites counted for max_weight_share, so they have equal weight in "
-            f"{', '.join(list(alike)[:3])}{', ...' if len(alike) > 3 else ''}"
-        )
     return found
-
-
-def _bounded(when: str, shares: Mapping[str, Any], what: str) -> list[str]:
-    """A line for each site whose share was reduced."""
-    return [
-        f"{when}: {shown(name)}: {what} for {100 * share['counted']:.0f}% of the mean; by its examples it would be "
-        f"{100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
-        for name, share in shares.items()
-    ]
 
 
 def log_to_stdout() -> None:

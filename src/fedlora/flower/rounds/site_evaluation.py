@@ -17,8 +17,6 @@ from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.membership import quarantine
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question
-from fedlora.flower.terms.policy import shares_lost
-from fedlora.server.closing import held_to_share
 
 log = logging.getLogger(__name__)
 _NUMBERS = Limit(2**20, 64, 2**20)  # a reply of numbers and of the names of parts that a site keeps
@@ -29,32 +27,22 @@ class SiteRound:
     """The sites' measurements of one state.
 
     measured: site -> its scores, with the number of examples that it claims. unmeasured: site -> the reason for none.
-    counts: site -> the number of examples that its scores count for. share: the largest share of one site in a mean.
-    seconds: the duration; None if nobody was asked.
+    counts: site -> the number of examples that its scores count for. seconds: the duration; None if nobody was asked.
     """
 
     measured: Mapping[str, SiteScores] = field(default_factory=dict)
     unmeasured: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
-    share: float = 1.0
     seconds: float | None = None
-
-    def weights(self) -> dict[str, float]:
-        """Each site's relative weight."""
-        return held_to_share({name: self.counts.get(name, 0.0) for name in self.measured}, self.share)
 
     def mean(self) -> dict[str, float]:
         """The weighted means of the scores that all counted sites have, and their number of examples."""
-        weights = {name: weight for name, weight in self.weights().items() if weight > 0}
+        weights = {name: weight for name in self.measured if (weight := self.counts.get(name, 0.0)) > 0}
         each = [(self.measured[name].scores, weight) for name, weight in weights.items()]
         names = [name for name in (each[0][0] if each else ()) if all(name in scores for scores, _ in each)]
         total = math.fsum(weights.values())
         means = {name: math.fsum(scores[name] * weight for scores, weight in each) / total for name in names}
-        return {**means, "examples": sum(self.counts[name] for name in weights)} if each else {}
-
-    def capped(self) -> dict[str, dict[str, float]]:
-        """Sites whose scores weigh less because of `share`: the share by the examples that count, and the one held."""
-        return shares_lost({name: self.counts.get(name, 0.0) for name in self.measured}, self.weights())
+        return {**means, "examples": sum(weights.values())} if each else {}
 
     def facts(self) -> dict[str, Any]:
         """The facts for a line of rounds.jsonl."""
@@ -63,8 +51,6 @@ class SiteRound:
             "site_mean": self.mean(),
             "site_unmeasured": dict(self.unmeasured),
             "site_counts": dict(self.counts),
-            "site_share": self.share,
-            "site_capped": self.capped(),
             **({"measure_seconds": self.seconds} if self.seconds is not None else {}),
         }
 
@@ -114,7 +100,7 @@ class SiteEvaluation:
         unmeasured = self._not_asked | {name: why for name, why in said.items() if isinstance(why, str)}
         most = {name: min(self._flower_state.examples.get(name, 0.0), self._policy.max_examples) for name in measured}
         counts = {name: min(float(one.examples), most[name]) for name, one in measured.items()}
-        return SiteRound(measured, unmeasured, counts, self._policy.share)
+        return SiteRound(measured, unmeasured, counts)
 
     @property
     def asked(self) -> bool:

@@ -81,7 +81,6 @@ from fedlora.flower.rounds.membership import (
     check_playable,
     quarantined,
     round_size,
-    with_largest_share,
 )
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
@@ -100,7 +99,7 @@ class FedLoRA:
 
     Args:
         server: with its method, quorum, weighting and rule.
-        policy: who may take part, and how. Its largest share holds, not the server's.
+        policy: who may take part, and how.
         state: the start, from `server.start`.
         policy_file: read again before each attempt; None: the policy stays.
         keys: the clients' current keys: a client with another one begins without refusals.
@@ -250,7 +249,7 @@ class FedLoRA:
         self._hooks.before_attempt(self, grid)
         self._wait_for_enough(grid)
         maker = self._message_maker(grid)
-        intake = with_largest_share(self.server, self.policy).open(self.flower_state.state.server)
+        intake = self.server.open(self.flower_state.state.server)
         barred, size = self._size()
         check_enough(size, barred)
         for name in size.liars:
