@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from importlib.metadata import EntryPoint
-from numbers import Integral, Real
-from types import SimpleNamespace, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-from fedlora.core.echo import quoted
 from fedlora.core.method import Method
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import FedLoRAError, HyperparameterError
@@ -70,7 +65,6 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
         'flexlora'
     """
     cls = find(name)
-    given = dict(hparams)
     if preset is not None:
         known = presets_of(cls)
         if preset not in known:
@@ -82,7 +76,6 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
         if key not in names:
             listed = ", ".join(names) or "none"
             raise HyperparameterError(f"{name} has no hyper-parameter {key!r}{_nearest(key, names)} It has: {listed}.")
-    hparams |= _typed(cls, name, given)
     try:
         method: Method[Any] = cls(**hparams)
     except TypeError as error:
@@ -92,82 +85,6 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
     except Exception as error:
         raise HyperparameterError(f"{name} cannot be made: {type(error).__name__}: {error}. Got {hparams}.") from error
     return method
-
-
-_IN_WORDS = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "a word", type(None): "none",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Word:
-    """One value of a `Literal`."""
-
-    word: object
-
-
-def _typed(cls: type[Any], name: str, hparams: Mapping[str, object]) -> dict[str, object]:
-    """The hyper-parameters, checked against their fields' types as in a configuration: true and "3" are not numbers,
-    and 3.0 is a whole number. Infinity is valid where it is the default.
-
-    Raises:
-        HyperparameterError: a value has another type; the message says what is expected.
-    """
-    wrong, typed = [], dict(hparams)
-    for f in fields(cls):
-        options = _options(_hint(cls, f)) if f.name in hparams else []
-        value = hparams.get(f.name)
-        if not options or value is f.default or (isinstance(value, float) and value == f.default):
-            continue
-        if isinstance(value, float) and value.is_integer() and int in options and float not in options:
-            typed[f.name] = int(value)
-        elif any(_fits(value, option) for option in options):
-            continue
-        elif isinstance(value, bool) or not all(isinstance(option, _Word) for option in options):
-            wrong.append(f"{f.name} is {_in_words(options, value)}; got {quoted(value)}.")
-        # for words alone, each method's own error lists them
-    if wrong:
-        raise HyperparameterError(f"{name}: a hyper-parameter has a wrong type: {' '.join(wrong)}")
-    return typed
-
-
-def _hint(cls: type[Any], field: Field[Any]) -> Any:
-    """A field's type. None if it cannot be resolved: a stranger's class may name types that do not exist, and reports
-    bad values itself. Each field is resolved alone, so that one such name hides no other field's type."""
-    owner = [base for base in cls.__mro__ if vars(base).get("__dataclass_fields__", {}).get(field.name) is field][-1]
-    written = SimpleNamespace(__annotations__={field.name: field.type})
-    try:
-        return get_type_hints(written, vars(sys.modules[owner.__module__]), dict(vars(owner)))[field.name]
-    except Exception:
-        return None
-
-
-def _options(wanted: Any) -> list[Any]:
-    """The plain types that a value may have; empty if it may also have another type."""
-    if get_origin(wanted) in (Union, UnionType):
-        each = [_options(option) for option in get_args(wanted)]
-        return [option for options in each for option in options] if all(each) else []
-    if get_origin(wanted) is Literal:
-        return [_Word(word) for word in get_args(wanted)]
-    return [wanted] if wanted in _IN_WORDS else []
-
-
-def _fits(value: object, option: Any) -> bool:
-    if isinstance(option, _Word):
-        return value == option.word and isinstance(value, bool) == isinstance(option.word, bool)
-    if option is bool or isinstance(value, bool):
-        return option is bool and isinstance(value, bool)
-    if option is int:
-        return isinstance(value, Integral)
-    if option is float:
-        return isinstance(value, Integral) or (isinstance(value, Real) and math.isfinite(value))
-    return isinstance(value, option)
-
-
-def _in_words(options: Sequence[Any], value: object) -> str:
-    words = dict.fromkeys(quoted(o.word) if isinstance(o, _Word) else _IN_WORDS[o] for o in options)
-    finite = "a finite number" if isinstance(value, float) else "a number"
-    return " or ".join(finite if word == "a number" else word for word in words)
 
 
 def find(name: str) -> type[Any]:
