@@ -151,11 +151,6 @@ def _of_roles(config: RunConfig, name: str, roles: Roles) -> Iterator[str]:
         yield f"server.gauge_stress needs both factors shared, but {name} shares {roles}."
     if config.attack.needs_pairs and not roles.both_shared:
         yield f"attack.kind = {config.attack.kind!r} needs both factors shared, but {name} shares {roles}."
-    if config.attack.space == "factors" and config.server.upload == "subspace":
-        yield (
-            "attack.space = 'factors' needs uploads in the readouts' coordinates, but server.upload = 'subspace' uses "
-            "its own: leave one of them out."
-        )
     if config.server.upload == "subspace" and not roles.both_shared:
         yield f"server.upload = 'subspace' needs both factors shared, but {name} shares {roles}."
     if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):

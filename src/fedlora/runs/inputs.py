@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.attacks import Adversary
-from fedlora.core.multiplied import multiplied_how
 from fedlora.data import TextData
 from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError, DataError
@@ -83,10 +82,7 @@ def dealt_out(
 
 def with_liars(config: RunConfig, data: Dealt) -> tuple[Dealt, Adversary | None]:
     """`dealt_out` of data that are dealt. Raises `ConfigError` if nobody or everybody would lie, or cannot."""
-    adversary = None
-    if config.attack.on:
-        factors = multiplied_how(config.method.build()) == "factors" and config.server.upload == "factors"
-        adversary = config.attack.adversary(list(data.parts), config.run.seed, factors=factors)
+    adversary = config.attack.adversary(list(data.parts), config.run.seed)
     return replace(data, parts=with_flipped_labels(data.parts, adversary)), adversary
 
 
