@@ -180,10 +180,10 @@ def same(t: Tensor) -> Tensor:
 
 # attn.q is (30, 22), the client's rank is 4: B (30, 4), A (4, 22). Reasons are parts of what the server must say.
 BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
-    "NaN in B": (factor("B", poked(math.nan)), r"factor B of module 'attn.q' holds NaN or Inf in 1 of 120 entries"),
-    "NaN in A": (factor("A", poked(math.nan)), r"factor A of module 'attn.q' holds NaN or Inf in 1 of 88 entries"),
-    "Inf in B": (factor("B", poked(math.inf)), r"factor B of module 'attn.q' holds NaN or Inf in 1 of 120"),
-    "-Inf in A": (factor("A", poked(-math.inf)), r"factor A of module 'attn.q' holds NaN or Inf in 1 of 88"),
+    "NaN in B": (factor("B", poked(math.nan)), r"factor B .*'attn.q' .*NaN or Inf in 1 of 120 "),
+    "NaN in A": (factor("A", poked(math.nan)), r"factor A .*'attn.q' .*NaN or Inf in 1 of 88 "),
+    "Inf in B": (factor("B", poked(math.inf)), r"factor B .*'attn.q' .*NaN or Inf in 1 of 120"),
+    "-Inf in A": (factor("A", poked(-math.inf)), r"factor A .*'attn.q' .*NaN or Inf in 1 of 88"),
     "NaN in all of the last module": (
         lambda u: swapped(u, lambda x: x.map(lambda t: t * math.nan), "attn.v"),
         r"module 'attn.v' holds NaN or Inf",
@@ -194,7 +194,7 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
     "A of one column (would broadcast)": (factor("A", lambda t: t[:, :1]), r"factor A .* has shape \(4, 1\)"),
     "the other module's shape": (
         lambda u: swapped(u, lambda _: u.adapter.modules["attn.v"]),
-        r"factor B of module 'attn.q' has shape \(18, 4\)",
+        r"factor B .*'attn.q' .*\(18, 4\)",
     ),
     "rank 1 (would broadcast)": (
         both(lambda B: B[:, :1], lambda A: A[:1]),
@@ -217,7 +217,7 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
     "another rank declared for one module": (declared({"attn.q": 4, "attn.v": 3}), r"'attn.v' has rank 4; .* is 3"),
     "a rank for a module that is not there": (
         declared({"attn.q": 4, "attn.v": 4, "attn.k": 4}),
-        r"declares a rank for 'attn.k', which is not an adapted module",
+        r"a rank for 'attn.k', .*not an adapted module",
     ),
     "a module not declared": (declared({"attn.q": 4}), r"0 are missing \[\], 1 are unexpected \['attn.v'\]"),
     "module missing": (lambda u: swapped(u, lambda _: None), r"1 are missing \['attn.q'\], 0 are unexpected"),
@@ -255,11 +255,11 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
     ),
     "head NaN": (
         head(lambda h: {**h, "classifier.weight": poked(math.nan)(h["classifier.weight"])}),
-        r"head 'classifier.weight' holds NaN or Inf in 1 of 90 entries",
+        r"head 'classifier.weight' .*NaN or Inf in 1 of 90 ",
     ),
     "head Inf": (
         head(lambda h: {**h, "classifier.bias": h["classifier.bias"] / 0}),
-        r"head 'classifier.bias' holds NaN or Inf in 3 of 3 entries",
+        r"head 'classifier.bias' .*NaN or Inf in 3 of 3 ",
     ),
     "B of integers": (factor("B", lambda t: t.long()), r"factor B of module 'attn.q' is torch.int64; adapters are"),
     "A of int8": (factor("A", lambda t: t.to(torch.int8)), r"factor A of module 'attn.q' is torch.int8"),
