@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from fedlora.core.method import Method
@@ -24,7 +28,6 @@ from fedlora.methods.glora import GLoRA
 from fedlora.methods.hetlora import HetLoRA
 from fedlora.methods.lora_fair import LoRAFAIR
 from fedlora.methods.padded_average import PaddedAverage
-from fedlora.methods.plugins import loaded, offered, package_of
 from fedlora.methods.rolora import RoLoRA
 from fedlora.methods.svd import SVD
 
@@ -110,9 +113,54 @@ def find(name: str) -> type[Any]:
     return cls
 
 
+def loaded(place: str, name: str) -> Any:
+    """The object at "module:Class".
+
+    If a module is not installed, it is searched for in the working directory last, because a console script does not
+    have that directory on its path. The directory stays on the path, so that other processes find the class too.
+
+    Raises:
+        HyperparameterError: it cannot be imported, whatever error its module raised.
+    """
+    module, _, path = place.partition(":")
+    try:
+        _reach(module.partition(".")[0])
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:  # a stranger's module can raise anything on import
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = f" fedlora looks on the Python path and in {Path.cwd()}: go to its folder, or install it."
+        raise HyperparameterError(
+            f"the method {name!r} cannot be made: {type(error).__name__}: {error}. A class is given as "
+            f"package.module:Class, and its module must be importable from here.{hint}"
+        ) from error
+    return found
+
+
+def _reach(top: str) -> None:
+    """Append the working directory to the path if only it has the module or package `top`."""
+    here = Path.cwd()
+    beside = (here / f"{top}.py").is_file() or (here / top / "__init__.py").is_file()
+    if beside and str(here) not in sys.path and importlib.util.find_spec(top) is None:
+        sys.path.append(str(here))
+        importlib.invalidate_caches()
+
+
 def plugins() -> list[EntryPoint]:
     """Methods that installed packages offer; they cannot replace a built-in name."""
     return [point for point in offered() if point.name not in METHODS]
+
+
+def offered() -> list[EntryPoint]:
+    """The methods that installed packages offer, sorted by name and package."""
+    return sorted(entry_points(group="fedlora.methods"), key=lambda point: (point.name, package_of(point)))
+
+
+def package_of(point: EntryPoint) -> str:
+    """The distribution that defines an entry point."""
+    return point.dist.name if point.dist is not None else "an unnamed package"
 
 
 @dataclass(frozen=True)

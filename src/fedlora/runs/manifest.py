@@ -16,8 +16,7 @@ from fedlora.core.messages import Client
 from fedlora.core.method import Method
 from fedlora.data import TextData, label_counts
 from fedlora.data.splits import inputs
-from fedlora.methods.plugins import package_of
-from fedlora.methods.registry import plugins
+from fedlora.methods.registry import package_of, plugins
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import facts_of
