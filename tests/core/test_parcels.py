@@ -39,6 +39,8 @@ OPTIONS = {name: build(name) for name in METHODS} | {
     "padded-subspace": build("padded-average", coordinates="subspace"),
 }
 every_method = pytest.mark.parametrize("label", OPTIONS)
+EVERY_KIND = ("fedex-lora", "fedsa-lora", "fedsvd", "ffa-lora", "flora", "glora", "rolora")  # of what stays or moves
+every_kind = pytest.mark.parametrize("label", EVERY_KIND)
 PLAYS = [
     (label, ranks, who, dtype)
     for label, ranks, who, dtype in product(OPTIONS, RANKS, WHO, ("float64", "float32"))
@@ -229,7 +231,7 @@ def base_step(name: str, uploads: Sequence[Upload], module: str) -> Tensor:
     return mean if name == "flora" else mean - sum(p * B for p, B, _ in pairs) @ sum(p * A for p, _, A in pairs)
 
 
-@pytest.mark.quick(30)
+@pytest.mark.quick(18)
 @pytest.mark.parametrize(("label", "ranks", "who", "dtype"), PLAYS)
 def test_what_a_client_holds_is_left_out_and_it_lacks_nothing(label: str, ranks: str, who: str, dtype: str) -> None:
     """Expected: the engine's download, bit for bit; dense float64 sums of the base's steps; bytes as safetensors writes
@@ -266,7 +268,7 @@ def test_of_the_base_change_the_missed_steps_travel_or_the_whole_if_smaller(labe
     assert sent == {("steps", False), ("base", True), ("base", False)}, "all three cases were seen"
 
 
-@every_method
+@every_kind
 def test_a_module_that_nobody_held_in_a_round_stays_as_it_was(label: str) -> None:
     """Only `a`, without attn.v, is there in round 1: a step of zero there, which `play` sums densely."""
     for visit in play(server_of(label), PARTLY, (("a", "b", "c"), ("a",), ("b", "c"), ("b",), ("a", "c", "d"))):
@@ -302,7 +304,7 @@ def test_another_rank_brings_the_frozen_factors_again(label: str) -> None:
         cache = remember(got)
 
 
-@pytest.mark.parametrize("label", OPTIONS)
+@every_kind
 def test_a_round_can_be_tried_again_after_a_crash(label: str) -> None:
     """The client stored its cache and crashed. Expected: the same adapter; the base that it has does not come again."""
     for visit in play(server_of(label), EQUAL, FULL):

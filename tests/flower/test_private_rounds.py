@@ -347,7 +347,6 @@ def test_no_room_for_the_first_round_is_an_error(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"retries": 1}, "retries = 1 "),
-        ({"max_weight_share": 0.5}, "max_weight_share = 0.5 "),
         ({"clients": {**RANKS, "four": 2}}, "'four' .* 3 members"),
     ],
 )

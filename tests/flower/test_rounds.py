@@ -576,13 +576,6 @@ def test_your_own_draw_and_a_loop_that_closes_early(tmp_path: Path) -> None:
     assert EFFECTS.keys() == {*get_args(Fate)}  # without an effect a fate would end the rounds
 
 
-def test_a_share_that_only_the_server_has_is_refused(tmp_path: Path) -> None:
-    """Before, the policy's took its place in silence."""
-    with pytest.raises(ConfigError, match=r"max_weight_share = 0\.2 .*0\.666667"):
-        federation(tmp_path, Server(build("glora"), max_weight_share=0.2))
-    federation(tmp_path, Server(build("glora"), max_weight_share=2 / 3))
-
-
 def test_a_round_takes_as_long_as_all_its_attempts(tmp_path: Path) -> None:
     """By hand: the first attempt waits 50 s for an answer, and the second is answered at once. Before, 0 s."""
     clock = FastClock()
@@ -989,7 +982,7 @@ def test_with_a_memory_limit_uploads_are_added_up_as_they_come(tmp_path: Path, m
     monkeypatch.setattr(Uploads, "add", watched)
     for memory in (None, 0.0029):
         server = Server(build("glora", history_limit=0), quorum=1, memory=memory)
-        policy = Policy(ranks, max_weight_share=1.0, retries=0)
+        policy = Policy(ranks, retries=0)
         strategy, grid = federation(tmp_path / str(memory), server, ranks, policy=policy)
         strategy.start(grid, num_rounds=1)
         updates.append(server.global_update(strategy.flower_state.state.server))
@@ -997,15 +990,6 @@ def test_with_a_memory_limit_uploads_are_added_up_as_they_come(tmp_path: Path, m
     for name, lora in updates[0].items():
         summed, kept = ((B @ A) for B, A in (updates[1][name].factors, lora.factors))
         torch.testing.assert_close(summed, kept, rtol=1e-4, atol=1e-5)
-
-
-def test_a_cap_on_shares_is_refused_beside_a_memory_limit(tmp_path: Path) -> None:
-    """The first upload cannot be weighed against the last one. Equal weights need no cap."""
-    summed = {"method": build("glora", history_limit=0), "memory": 8.0}
-    with pytest.raises(ConfigError, match=r"memory = 8 .*max_weight_share = 0\.66.*max_weight_share = 1 "):
-        federation(tmp_path, Server(**summed))
-    federation(tmp_path, Server(**summed, weighting="uniform"))
-    federation(tmp_path, Server(**summed), policy=Policy(RANKS, max_weight_share=1.0))
 
 
 def grid_with(grid: LocalGrid, meddle: Any) -> LocalGrid:

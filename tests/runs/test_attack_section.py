@@ -161,20 +161,6 @@ def test_what_cannot_be_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_space_follows_the_method(project: Path) -> None:
-    """A method that averages factors is attacked in factors, one that averages products in products; a table can say
-    otherwise."""
-
-    def words(*sets: str) -> str:
-        facts = prepare(configured(project, "clients.ranks=[4]", "clients.count=3", *FLIP, *sets)).manifest["attack"]
-        return str(facts["what"])
-
-    assert words() == "sign-flip (s = 1)"
-    assert words("method.name=padded-average") == "sign-flip (s = 1, on factors)"
-    assert words("method.name=padded-average", "attack.space=update") == "sign-flip (s = 1)"
-    assert words("method.name=padded-average", "attack.kind=gauge") == "gauge (condition = 1e+06)"
-
-
 def test_a_federation_refuses_it() -> None:
     """Every key by name, with where it belongs; also in a file of terms."""
     pytest.importorskip("flwr")

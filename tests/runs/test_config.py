@@ -339,7 +339,7 @@ def other(key: str, value: Any) -> Any:
         "track": ["wandb"], "class_weights": "balanced", "own_test": 0.25, "patience": 2, "accumulation": 2,
         "labels": ["no", "yes"], "messages": "talk", "revision": "abc", "long_responses": "cut",
         "dtype": "bfloat16", "adapter": "a", "template": "Q: {prompt} A:",
-        "kind": "sign-flip", "share": 0.2, "clients": ("a",), "strength": 2.0, "space": "factors",  # of [attack]
+        "kind": "sign-flip", "share": 0.2, "clients": ("a",), "strength": 2.0,  # of [attack]
         "liars": 1, "threshold": 0.5, "tau": 0.5, "tolerance": 0.25, "iterations": 2,
         "quorum": 2, "memory": 8.0, "workers": 2, "count": 3, "pair": "second", "dropout": 0.25,
         "command": ["program"], "time_limit": 60.0,

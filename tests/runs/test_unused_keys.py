@@ -95,7 +95,6 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "attack.share": (0.2, [changed(FILE, attack__kind="sign-flip")], [FILE]),
     "attack.clients": (["a"], [changed(FILE, attack__kind="sign-flip")], [FILE]),
     "attack.strength": (2.0, [changed(FILE, attack__kind="sign-flip", attack__share=0.2)], [FILE]),
-    "attack.space": ("factors", [changed(FILE, attack__kind="sign-flip", attack__share=0.2)], [FILE]),
     "attack.noise": (True, [changed(FILE, attack__kind="free-rider", attack__share=0.2)], [FILE]),
 }
 ALWAYS = {  # what they cannot do with others is an error of its own, at the latest before the first round

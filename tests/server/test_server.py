@@ -41,7 +41,7 @@ EXACT = ("fedex-lora", "flora", *SPECTRAL)
 FROZEN_A = ("fedsvd", "ffa-lora", "rolora")  # in the first round
 WITH_MODEL = tuple(name for name in METHODS if name != "fedsa-lora")
 every_method = pytest.mark.parametrize("name", METHODS)
-every_model = pytest.mark.parametrize("name", WITH_MODEL)
+every_kind = pytest.mark.parametrize("name", ["fedex-lora", "fedit", "fedsa-lora", "ffa-lora", "glora"])
 every_formula = pytest.mark.parametrize("name", [name for name in WITH_MODEL if name != "lora-fair"])
 
 
@@ -177,10 +177,10 @@ def same(t: Tensor) -> Tensor:
 
 # attn.q is (30, 22), the client's rank is 4: B (30, 4), A (4, 22). Reasons are parts of what the server must say.
 BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
-    "NaN in B": (factor("B", poked(math.nan)), r"factor B of module 'attn.q' holds NaN or Inf in 1 of 120 entries"),
-    "NaN in A": (factor("A", poked(math.nan)), r"factor A of module 'attn.q' holds NaN or Inf in 1 of 88 entries"),
-    "Inf in B": (factor("B", poked(math.inf)), r"factor B of module 'attn.q' holds NaN or Inf in 1 of 120"),
-    "-Inf in A": (factor("A", poked(-math.inf)), r"factor A of module 'attn.q' holds NaN or Inf in 1 of 88"),
+    "NaN in B": (factor("B", poked(math.nan)), r"factor B .*'attn.q' .*NaN or Inf in 1 of 120 "),
+    "NaN in A": (factor("A", poked(math.nan)), r"factor A .*'attn.q' .*NaN or Inf in 1 of 88 "),
+    "Inf in B": (factor("B", poked(math.inf)), r"factor B .*'attn.q' .*NaN or Inf in 1 of 120"),
+    "-Inf in A": (factor("A", poked(-math.inf)), r"factor A .*'attn.q' .*NaN or Inf in 1 of 88"),
     "NaN in all of the last module": (
         lambda u: swapped(u, lambda x: x.map(lambda t: t * math.nan), "attn.v"),
         r"module 'attn.v' holds NaN or Inf",
@@ -191,7 +191,7 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
     "A of one column (would broadcast)": (factor("A", lambda t: t[:, :1]), r"factor A .* has shape \(4, 1\)"),
     "the other module's shape": (
         lambda u: swapped(u, lambda _: u.adapter.modules["attn.v"]),
-        r"factor B of module 'attn.q' has shape \(18, 4\)",
+        r"factor B .*'attn.q' .*\(18, 4\)",
     ),
     "rank 1 (would broadcast)": (
         both(lambda B: B[:, :1], lambda A: A[:1]),
@@ -207,7 +207,7 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
     "another rank declared for one module": (declared({"attn.q": 4, "attn.v": 3}), r"'attn.v' has rank 4; .* is 3"),
     "a rank for a module that is not there": (
         declared({"attn.q": 4, "attn.v": 4, "attn.k": 4}),
-        r"declares a rank for 'attn.k', which is not an adapted module",
+        r"a rank for 'attn.k', .*not an adapted module",
     ),
     "a module not declared": (declared({"attn.q": 4}), r"0 are missing \[\], 1 are unexpected \['attn.v'\]"),
     "module missing": (lambda u: swapped(u, lambda _: None), r"1 are missing \['attn.q'\], 0 are unexpected"),
@@ -245,11 +245,11 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
     ),
     "head NaN": (
         head(lambda h: {**h, "classifier.weight": poked(math.nan)(h["classifier.weight"])}),
-        r"head 'classifier.weight' holds NaN or Inf in 1 of 90 entries",
+        r"head 'classifier.weight' .*NaN or Inf in 1 of 90 ",
     ),
     "head Inf": (
         head(lambda h: {**h, "classifier.bias": h["classifier.bias"] / 0}),
-        r"head 'classifier.bias' holds NaN or Inf in 3 of 3 entries",
+        r"head 'classifier.bias' .*NaN or Inf in 3 of 3 ",
     ),
     "B of integers": (factor("B", lambda t: t.long()), r"factor B of module 'attn.q' is torch.int64; adapters are"),
     "A of int8": (factor("A", lambda t: t.to(torch.int8)), r"factor A of module 'attn.q' is torch.int8"),
@@ -269,44 +269,39 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
     "num_examples a string": (examples("12"), r"num_examples .* got '12'"),
     "num_examples None": (examples(None), r"num_examples .* got None"),
 }
-every_refusal = pytest.mark.parametrize("label", BAD)
 BOTH_SHARED = pytest.mark.parametrize("name", ["fedit", "glora"])
 
 
-@pytest.mark.quick(47)
-@every_refusal
 @BOTH_SHARED
-def test_a_bad_upload_is_refused_by_client_and_reason_and_the_state_stays(label: str, name: str) -> None:
+def test_a_bad_upload_is_refused_by_client_and_reason_and_the_state_stays(name: str) -> None:
     """Strict: raised at once. With a quorum: named in the tally, and the rest is as if it had never come."""
-    spoil, reason = BAD[label]
     strict = Server(method(name))
     state = strict.init(seed_adapter(4))
     a, b, *rest = uploads_of(strict, state)
-    before, bad = content(state), spoil(b)
+    before, without = content(state), strict.aggregate(state, [a, *rest])
+    for label, (spoil, reason) in BAD.items():
+        bad = spoil(b)
+        with pytest.raises(UploadRefused, match=reason) as caught:
+            strict.aggregate(state, [a, bad, *rest])
+        assert caught.value.client == "b", label
+        assert caught.value.reason in str(caught.value), label
 
-    with pytest.raises(UploadRefused, match=reason) as caught:
-        strict.aggregate(state, [a, bad, *rest])
-    assert caught.value.client == "b"
-    assert caught.value.reason in str(caught.value)
-    assert content(state) == before
-
-    after = replace(strict, quorum=3).aggregate(state, [bad, a, *rest])
-    without = strict.aggregate(state, [a, *rest])
-    assert after.tally is not None and without.tally is not None
-    assert dict(after.tally.refused) == {"b": caught.value.reason}
-    assert content(replace(after, tally=replace(after.tally, refused={}))) == content(without)
-    assert content(state) == before
+        after = replace(strict, quorum=3).aggregate(state, [bad, a, *rest])
+        assert after.tally is not None
+        assert dict(after.tally.refused) == {"b": caught.value.reason}, label
+        assert content(replace(after, tally=replace(after.tally, refused={}))) == content(without), label
+        assert content(state) == before, label
 
 
 @pytest.mark.parametrize("name", ["fedit", "glora", "flexlora", "fedex-lora", "padded-average"])
-@pytest.mark.parametrize("spoil", [factor("B", lambda t: t * 1e30), factor("A", lambda t: t * 1e30)], ids=["B", "A"])
-def test_an_update_of_size_1e30_is_refused_in_float32(name: str, spoil: Callable[[Upload], Upload]) -> None:
+def test_an_update_of_size_1e30_is_refused_in_float32(name: str) -> None:
     """Its energy is 1e60, and float32 ends at 3.4e38."""
     server, state, (a, b, *rest) = opened(name, torch.float32, quorum=3)
-    after = server.aggregate(state, [a, spoil(b), *rest])
-    assert after.tally is not None
-    assert list(after.tally.refused) == ["b"]
-    assert "module 'attn.q' has size" in after.tally.refused["b"]
+    for which in ("B", "A"):
+        after = server.aggregate(state, [a, factor(which, lambda t: t * 1e30)(b), *rest])
+        assert after.tally is not None
+        assert list(after.tally.refused) == ["b"]
+        assert "module 'attn.q' has size" in after.tally.refused["b"]
 
 
 @pytest.mark.parametrize("name", ["fedit", "glora"])
@@ -465,7 +460,7 @@ def test_a_download_for_an_unknown_module_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------------------- quorum
 
 
-@every_method
+@BOTH_SHARED
 def test_a_missed_quorum_says_who_and_why_and_leaves_state_and_round_usable(name: str) -> None:
     server, state, (a, b, c, d) = opened(name, quorum=3)
     before = content(state)
@@ -483,7 +478,7 @@ def test_a_missed_quorum_says_who_and_why_and_leaves_state_and_round_usable(name
     assert content(opened_round.close()) == content(server.aggregate(state, [a, b, d]))
 
 
-@every_method
+@BOTH_SHARED
 def test_a_round_without_uploads_does_not_count(name: str) -> None:
     server, state, sent = opened(name)
     for nothing in ([], [replace(u, num_examples=0) for u in sent]):
@@ -501,19 +496,19 @@ def test_strict_mode_stops_at_the_first_bad_upload() -> None:
     assert caught.value.client == "c"
 
 
-@pytest.mark.quick(23)
-@pytest.mark.parametrize("n", [0, 0.0, -0.0])
-@every_method
-def test_zero_examples_abstain_outside_weights_total_rank_and_quorum(name: str, n: float) -> None:
+@every_kind
+def test_zero_examples_abstain_outside_weights_total_rank_and_quorum(name: str) -> None:
     """What an abstainer sends is not even looked at: here its factors are NaN."""
     server, state, (a, b, *rest) = opened(name, quorum=3)
-    silent = replace(b, num_examples=n, adapter=b.adapter.map(lambda t: t * math.nan))
-    after, without = server.aggregate(state, [a, silent, *rest]), server.aggregate(state, [a, *rest])
-    assert after.tally is not None
-    assert after.tally.abstained == ("b",)
-    assert not after.tally.refused
-    assert dict(after.tally.weights) == pytest.approx({"a": 10 / 65, "c": 40 / 65, "d": 15 / 65})  # EXAMPLES
-    assert content(replace(after, tally=None)) == content(replace(without, tally=None))
+    silent = replace(b, num_examples=0, adapter=b.adapter.map(lambda t: t * math.nan))
+    without = server.aggregate(state, [a, *rest])
+    for n in (0, 0.0, -0.0):
+        after = server.aggregate(state, [a, replace(silent, num_examples=n), *rest])
+        assert after.tally is not None
+        assert after.tally.abstained == ("b",)
+        assert not after.tally.refused
+        assert dict(after.tally.weights) == pytest.approx({"a": 10 / 65, "c": 40 / 65, "d": 15 / 65})  # EXAMPLES
+        assert content(replace(after, tally=None)) == content(replace(without, tally=None))
     if name == "glora":  # MIXED: a 2, c 5, d 6
         assert [facts["total_rank"] for facts in server.diagnostics(after).values()] == [13, 13]
     with pytest.raises(QuorumNotMet):
@@ -524,17 +519,13 @@ def test_zero_examples_abstain_outside_weights_total_rank_and_quorum(name: str, 
 
 
 @every_method
-def test_a_zero_update_keeps_its_weight(name: str) -> None:
-    """By hand: (1 * 2 + 3 * 0) / 4 = 0.5. A zero update says "my whole update is zero"; silence is 0 examples."""
-    assert scalar_round(name, [scalar_upload("a", 1, 2.0), scalar_upload("b", 3, 0.0)]) == pytest.approx(0.5, abs=1e-14)
-
-
-@every_method
-@pytest.mark.parametrize(("weighting", "expected"), [("examples", 5.0), ("uniform", 4.0)])
-def test_weights_are_examples_or_uniform(name: str, weighting: str, expected: float) -> None:
-    """By hand, all A = 1: (1 * 2 + 3 * 6) / 4 = 5, (2 + 6) / 2 = 4."""
+def test_weights_are_examples_or_uniform(name: str) -> None:
+    """By hand, all A = 1: (1 * 2 + 3 * 6) / 4 = 5, (2 + 6) / 2 = 4. A zero update keeps its weight, for it says "my
+    whole update is zero" (silence is 0 examples): (1 * 2 + 3 * 0) / 4 = 0.5."""
     sent = [scalar_upload("a", 1, 2.0), scalar_upload("b", 3, 6.0)]
-    assert scalar_round(name, sent, weighting=weighting) == pytest.approx(expected, abs=1e-13)
+    assert scalar_round(name, sent, weighting="examples") == pytest.approx(5.0, abs=1e-13)
+    assert scalar_round(name, sent, weighting="uniform") == pytest.approx(4.0, abs=1e-13)
+    assert scalar_round(name, [sent[0], scalar_upload("b", 3, 0.0)]) == pytest.approx(0.5, abs=1e-14)
 
 
 def test_uniform_weighting_still_lets_zero_examples_abstain() -> None:
@@ -557,7 +548,7 @@ def test_fractions_of_an_example_count() -> None:
     assert scalar_round("fedit", sent) == pytest.approx(5.0)
 
 
-@every_method
+@BOTH_SHARED
 def test_the_tally_and_the_round_number(name: str) -> None:
     server, state, sent = opened(name)
     after = server.aggregate(state, sent)
@@ -569,8 +560,7 @@ def test_the_tally_and_the_round_number(name: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- heads
 
 
-@pytest.mark.quick(23)
-@every_method
+@pytest.mark.parametrize("name", ["glora", "fedsa-lora"])
 @pytest.mark.parametrize("heads", ["average", "local", "frozen", None])
 def test_heads_average_stay_local_or_frozen(name: str, heads: str | None) -> None:
     """average: the dense weighted sum, back to all. local: never here, the seed as a start. frozen: the seed, always.
@@ -629,9 +619,13 @@ def padded(upload: Upload, module: str, rank: int) -> tuple[Tensor, Tensor]:
 
 
 @every_method
-@pytest.mark.parametrize("missing", ["renormalise", "zero"])
-def test_a_module_that_some_clients_lack(name: str, missing: str) -> None:
+def test_a_module_that_some_clients_lack(name: str) -> None:
     """Dense float64: sum over its holders of p_i X_i, p_i over their examples or over all 90 (others are zero)."""
+    for missing in ("renormalise", "zero"):
+        check_missing(name, missing)
+
+
+def check_missing(name: str, missing: str) -> None:
     server = Server(method(name), missing=missing)  # type: ignore[arg-type]
     seed = seed_adapter(5 if name in ANY_RANK else 4)
     state = server.init(seed)
@@ -663,7 +657,7 @@ def test_a_module_that_some_clients_lack(name: str, missing: str) -> None:
             torch.testing.assert_close(after.heads[key], want_head, rtol=0, atol=1e-14)
 
 
-@every_method
+@every_kind
 def test_a_module_that_nobody_holds_this_round_stays_as_it_was(name: str) -> None:
     server, state, sent = opened(name)
     state = server.aggregate(state, sent)
@@ -675,7 +669,7 @@ def test_a_module_that_nobody_holds_this_round_stays_as_it_was(name: str) -> Non
         assert set(server.download(after, Client("x", rank)).adapter.modules) == set(SHAPES)
 
 
-@every_method
+@every_kind
 def test_a_download_holds_the_declared_modules_at_their_ranks(name: str) -> None:
     server, state, _ = opened(name)
     for rank in partial_ranks(name).values():
@@ -691,7 +685,7 @@ def test_base_version_follows_every_module_not_only_the_first() -> None:
     assert {name: change.version for name, change in download.base.items()} == {"attn.v": 1}
 
 
-@every_method
+@pytest.mark.parametrize("name", ["fedex-lora", "flora", "glora"])
 def test_base_version_counts_rounds_that_changed_the_base(name: str) -> None:
     server, state, sent = opened(name)
     versions = []
@@ -735,7 +729,7 @@ def test_no_order_changes_a_bit_with_mixed_dtypes_modules_abstentions_and_refusa
         assert content(server.aggregate(state, order)) == expected
 
 
-@every_method
+@every_kind
 def test_aggregate_and_download_leave_their_inputs_alone_and_repeat_bitwise(name: str) -> None:
     server, state, sent = opened(name)
     state = server.aggregate(state, sent)
@@ -749,14 +743,18 @@ def test_aggregate_and_download_leave_their_inputs_alone_and_repeat_bitwise(name
 
 
 @every_method
-def test_a_state_does_not_follow_later_changes_of_the_uploads(name: str) -> None:
-    """Clients train in place: an upload's tensors may be overwritten in the next round. One client: no sum hides it."""
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # torch's, once a process; see below
+def test_a_state_neither_follows_the_uploads_nor_carries_their_autograd_graph(name: str) -> None:
+    """Clients train in place: an upload's tensors may be overwritten in the next round. One client: no sum hides it. A
+    state that required grad would hold every client's graph for ever."""
     server, state, sent = opened(name)
     one = [replace(sent[0], adapter=sent[0].adapter.map(Tensor.clone))]
     after = server.aggregate(state, one)
     before = content(after)
     one[0].adapter.map(lambda t: t.zero_())
     assert content(after) == before
+    after = server.aggregate(state, [replace(u, adapter=live(u.adapter)) for u in sent])
+    assert not any(t.requires_grad for t in tensors_in(after))
 
 
 @pytest.mark.parametrize("part", ["modules", "heads"])
@@ -776,15 +774,6 @@ def test_a_state_does_not_follow_later_changes_of_the_seed_adapter(part: str) ->
 def live(adapter: Adapter) -> Adapter:
     """As a model's own parameters: part of an autograd graph."""
     return adapter.map(lambda t: t.clone().requires_grad_(True))
-
-
-@every_method
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # torch's, once a process; see below
-def test_a_state_carries_no_autograd_graph_of_the_uploads(name: str) -> None:
-    """A state that required grad would hold every client's graph for ever."""
-    server, state, sent = opened(name)
-    after = server.aggregate(state, [replace(u, adapter=live(u.adapter)) for u in sent])
-    assert not any(t.requires_grad for t in tensors_in(after))
 
 
 def test_uploads_of_live_parameters_cause_no_warning() -> None:
@@ -825,16 +814,16 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 @every_method
-@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
-def test_float32_and_float64_stay_themselves_all_the_way(name: str, dtype: torch.dtype) -> None:
-    server, state, sent = opened(name, dtype)
-    for t in range(2):
-        state = server.aggregate(state, uploads_of(server, state, RANKS[name], round=t))
-        assert {x.dtype for x in tensors_in(state)} == {dtype}
-        for upload in sent:
-            assert {x.dtype for x in tensors_in(server.download(state, upload.client))} == {dtype}
-        if server.has_global_model(state):
-            assert {x.dtype for x in tensors_in(server.global_update(state))} == {dtype}
+def test_float32_and_float64_stay_themselves_all_the_way(name: str) -> None:
+    for dtype in (torch.float32, F64):
+        server, state, sent = opened(name, dtype)
+        for t in range(2):
+            state = server.aggregate(state, uploads_of(server, state, RANKS[name], round=t))
+            assert {x.dtype for x in tensors_in(state)} == {dtype}
+            for upload in sent:
+                assert {x.dtype for x in tensors_in(server.download(state, upload.client))} == {dtype}
+            if server.has_global_model(state):
+                assert {x.dtype for x in tensors_in(server.global_update(state))} == {dtype}
 
 
 def expected_model(name: str, sent: Sequence[Upload], module: str, rank: int, start: Adapter) -> Tensor:
@@ -851,24 +840,24 @@ def expected_model(name: str, sent: Sequence[Upload], module: str, rank: int, st
 
 
 @every_formula
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_uploads_are_averaged_in_float32(name: str, dtype: torch.dtype) -> None:
+def test_narrow_uploads_are_averaged_in_float32(name: str) -> None:
     """Expected from the rounded factors that were sent: the server adds float32 round-off only."""
     server, state, sent = opened(name, torch.float32)
-    narrow = [replace(u, adapter=u.adapter.map(lambda t: t.to(dtype))) for u in sent]
-    after = server.aggregate(state, narrow)
-    for module in SHAPES:
-        got = server.global_update(after)[module]
-        assert {t.dtype for t in got.tensors().values()} == {torch.float32}
-        want = expected_model(name, narrow, module, max(RANKS[name].values()), state.start)
-        assert relative(got.map(Tensor.double).delta(), want) < 3e-6
-    for key, value in after.heads.items():
-        want_head = sum(u.num_examples / 90 * u.adapter.heads[key].double() for u in narrow)
-        assert value.dtype == torch.float32
-        torch.testing.assert_close(value.double(), want_head, rtol=0, atol=1e-6)
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = [replace(u, adapter=u.adapter.map(lambda t, d=dtype: t.to(d))) for u in sent]  # type: ignore[misc]
+        after = server.aggregate(state, narrow)
+        for module in SHAPES:
+            got = server.global_update(after)[module]
+            assert {t.dtype for t in got.tensors().values()} == {torch.float32}
+            want = expected_model(name, narrow, module, max(RANKS[name].values()), state.start)
+            assert relative(got.map(Tensor.double).delta(), want) < 3e-6
+        for key, value in after.heads.items():
+            want_head = sum(u.num_examples / 90 * u.adapter.heads[key].double() for u in narrow)
+            assert value.dtype == torch.float32
+            torch.testing.assert_close(value.double(), want_head, rtol=0, atol=1e-6)
 
 
-@every_formula
+@pytest.mark.parametrize("name", ["fedex-lora", "fedit", "ffa-lora", "glora"])
 def test_one_float64_upload_makes_the_round_float64(name: str) -> None:
     """bfloat16, float16, float32 and float64 together: computed in float64, on what each of them stored."""
     server, state, sent = opened(name)
@@ -886,18 +875,18 @@ def test_one_float64_upload_makes_the_round_float64(name: str) -> None:
 
 
 @every_method
-@pytest.mark.parametrize("first", [torch.float32, F64], ids=str)
-def test_clients_of_another_dtype_in_the_next_round_are_served(name: str, first: torch.dtype) -> None:
+def test_clients_of_another_dtype_in_the_next_round_are_served(name: str) -> None:
     """a and b send one precision in round 1, c and d the other in round 2: then everybody still gets a readout."""
-    other = F64 if first == torch.float32 else torch.float32
-    server, state, _ = opened(name, torch.float32)
-    for t, (names, dtype) in enumerate(((("a", "b"), first), (("c", "d"), other))):
-        sent = uploads_of(server, state, {c: RANKS[name][c] for c in names}, round=t)
-        state = server.aggregate(state, [replace(u, adapter=u.adapter.map(lambda x, d=dtype: x.to(d))) for u in sent])  # type: ignore[misc]
-    for client, rank in RANKS[name].items():
-        download = server.download(state, Client(client, rank))
-        assert all(bool(t.isfinite().all()) for t in tensors_in(download.adapter))
-    assert uploads_of(server, state, RANKS[name], round=2)
+    for first, other in ((torch.float32, F64), (F64, torch.float32)):
+        server, state, _ = opened(name, torch.float32)
+        for t, (names, dtype) in enumerate(((("a", "b"), first), (("c", "d"), other))):
+            sent = uploads_of(server, state, {c: RANKS[name][c] for c in names}, round=t)
+            cast = [replace(u, adapter=u.adapter.map(lambda x, d=dtype: x.to(d))) for u in sent]  # type: ignore[misc]
+            state = server.aggregate(state, cast)
+        for client, rank in RANKS[name].items():
+            download = server.download(state, Client(client, rank))
+            assert all(bool(t.isfinite().all()) for t in tensors_in(download.adapter))
+        assert uploads_of(server, state, RANKS[name], round=2)
 
 
 def test_two_dtypes_in_one_pair_are_promoted_together() -> None:
@@ -931,18 +920,18 @@ def test_a_warm_start_hands_out_the_trained_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*SPECTRAL, "padded-average", "hetlora"])
-@pytest.mark.parametrize("rank", [1, 3, 7])
-def test_a_warm_start_at_another_rank(name: str, rank: int) -> None:
+def test_a_warm_start_at_another_rank(name: str) -> None:
     """FlexLoRA, GLoRA: the best approximation (Eckart-Young, dense SVD). Padded average: the first slots."""
     server, seed = Server(method(name)), trained_seed(4)
     state = server.init(seed)
-    download = server.download(state, Client("a", rank))
-    for module, lora in seed.modules.items():
-        B, A = lora.factors
-        U, s, Vh = torch.linalg.svd(B @ A, full_matrices=False)
-        k = min(rank, 4)
-        want = B[:, :rank] @ A[:rank] if name in ("padded-average", "hetlora") else U[:, :k] * s[:k] @ Vh[:k]
-        assert relative(download.adapter.modules[module].delta(), want) < 1e-13
+    for rank in (1, 3, 7):
+        download = server.download(state, Client("a", rank))
+        for module, lora in seed.modules.items():
+            B, A = lora.factors
+            U, s, Vh = torch.linalg.svd(B @ A, full_matrices=False)
+            k = min(rank, 4)
+            want = B[:, :rank] @ A[:rank] if name in ("padded-average", "hetlora") else U[:, :k] * s[:k] @ Vh[:k]
+            assert relative(download.adapter.modules[module].delta(), want) < 1e-13
 
 
 @pytest.mark.parametrize("name", ["fedex-lora", *SPECTRAL])

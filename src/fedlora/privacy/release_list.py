@@ -103,7 +103,6 @@ RELEASES: tuple[Item, ...] = (
         "threads",
         "seed",
         "model",
-        "code",
         "clients",
         "method",
         "evaluation_target",

@@ -119,8 +119,8 @@ def check_rule(
     clients = len(p)
     if few := rule.overcome(p):
         raise ConfigError(
-            f"defence.rule: {few}, but a round has {clients}. Use more clients, fewer liars, a smaller "
-            f'max_weight_share, server.weighting = "uniform", or another rule.'
+            f"defence.rule: {few}, but a round has {clients}. Use more clients, fewer liars, "
+            f'server.weighting = "uniform", or another rule.'
         )
     _check_ranks(method, ranks, clients)
     if (held := rule.liars_hold(p)) <= 1 / 3 + 1e-9:

@@ -127,7 +127,7 @@ def judge(rule: Rule, terms: Terms, seen: Look, counts: Mapping[str, float]) -> 
         HyperparameterError: the rule returned no coefficients.
     """
     names = [u.client.id for u in seen.uploads]
-    weights = shares({name: counts[name] for name in names}, terms.max_weight_share)
+    weights = shares({name: counts[name] for name in names})
     p = torch.tensor([weights[name] for name in names], dtype=torch.float64)
     multipliers, judged = weigh(rule, seen.found, p, names)
     if judged.facts.get("left", 0.0) > 1e-6:
@@ -165,7 +165,7 @@ def require_enough(rule: Rule, attendance: Attendance, counts: Mapping[str, floa
     """
     terms = attendance.terms
     refused = len(attendance.refused.keys() - attendance.counts.keys())  # a refused second upload keeps the first
-    p = list(shares({name: counts[name] for name in attendance.counts}, terms.max_weight_share).values())
+    p = list(shares({name: counts[name] for name in attendance.counts}).values())
     asked, rule = rule, rule.without(refused, p)
     if asked.declared(len(p) + refused) and not rule.declared(len(p)):
         log.warning(

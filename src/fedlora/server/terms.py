@@ -37,7 +37,6 @@ class Terms:
     quorum: int | None
     workers: int | None
     rule: Rule | None = None
-    max_weight_share: float = 1.0
 
     @property
     def number(self) -> int:

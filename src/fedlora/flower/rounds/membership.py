@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
 
@@ -90,11 +90,10 @@ def check_playable(policy: Policy, server: Server, state: ServerState, codec: Co
     limits do not fit the method, the quorum or the rule."""
     ranks = _served_ranks(policy, server, state)
     codec.require(server, state, policy)
-    with_largest_share(server, policy)
     drawn = number_drawn(len(policy.clients), participation, server.quorum)
     if server.rule is not None:
-        shares = policy.largest_shares(server.weighs_by, drawn)
-        if near := check_rule(server.rule, server.method, ranks, shares):
+        most = 1 / drawn if server.weighs_by == "uniform" else 1.0  # by examples a client has what it claims
+        if near := check_rule(server.rule, server.method, ranks, [most] * drawn):
             log.warning("%s", near)
 
 
@@ -129,26 +128,3 @@ def number_drawn(sites: int, participation: float, quorum: int | None = None) ->
         there = "is one site" if sites == 1 else f"are {sites} sites"
         raise ConfigError(f"server.quorum = {quorum} can never be met: there {there}{less if a_round < sites else ''}.")
     return a_round
-
-
-def with_largest_share(server: Server, policy: Policy) -> Server:
-    """The server with the policy's largest share. A private one has none, because clipping bounds its clients.
-
-    Raises:
-        ConfigError: the server cannot enforce it.
-    """
-    if server.privacy is not None or (server.memory is not None and server.weighs_by == "uniform"):
-        return server
-    if server.memory is not None and policy.share < 1:
-        raise ConfigError(
-            f"server.memory = {server.memory:g} adds uploads up as they come, and the policy's max_weight_share = "
-            f"{policy.share:g} weighs them beside each other when all are in. Write max_weight_share = 1 into the "
-            f'policy (max_examples bounds what one client can claim), set server.weighting = "uniform", or leave '
-            f"server.memory out."
-        )
-    if server.max_weight_share not in (1.0, policy.share):
-        raise ConfigError(
-            f"the server's max_weight_share = {server.max_weight_share:g} is not used: the policy's, {policy.share:g}, "
-            f"holds. Give it to the policy alone: Policy(..., max_weight_share={server.max_weight_share:g})."
-        )
-    return replace(server, max_weight_share=policy.share)

@@ -77,7 +77,6 @@ from fedlora.flower.rounds.membership import (
     asked_of,
     check_playable,
     least_usable,
-    with_largest_share,
 )
 from fedlora.flower.rounds.progress import fates_of
 from fedlora.flower.rounds.questions import MessageMaker, Question
@@ -95,7 +94,7 @@ class FedLoRA:
 
     Args:
         server: with its method, quorum, weighting and rule.
-        policy: who may take part, and how. Its largest share holds, not the server's.
+        policy: who may take part, and how.
         state: the start, from `server.start`.
         policy_file: read again before each attempt; None: the policy stays.
         run: the federation's name, by which clients keep their state.
@@ -239,7 +238,7 @@ class FedLoRA:
         self._hooks.before_attempt(self, grid)
         self._wait_for_enough(grid)
         maker = self._message_maker(grid)
-        intake = with_largest_share(self.server, self.policy).open(self.flower_state.state.server)
+        intake = self.server.open(self.flower_state.state.server)
         chosen = {*self._hooks.draw(self, intake, maker.online)}
         if strangers := chosen - self.policy.clients.keys():
             raise ConfigError(f"the hooks drew {quoted(sorted(strangers))}: the policy has no such clients.")

@@ -47,8 +47,7 @@ class Federation:
     @property
     def policy(self) -> str:
         """The text of its first policy.toml."""
-        private, shares = self.settings.privacy is not None, self.settings.server.memory is None
-        return policy_text(self.clients, private=private, shares=shares)
+        return policy_text(self.clients, private=self.settings.privacy is not None)
 
 
 def federation(

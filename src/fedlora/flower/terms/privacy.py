@@ -152,11 +152,6 @@ def check_policy(policy: Policy, privacy: FederationPrivacy) -> None:
         privacy.check_members(policy.clients)
     except ConfigError as error:
         wrong.append(str(error))
-    if policy.max_weight_share is not None:
-        wrong.append(
-            f"max_weight_share = {policy.max_weight_share:g} limits a site to a share of those that answered, so each "
-            f"site's influence depends on who answered; here the clip bounds it. Leave it out"
-        )
     if policy.retries:
         wrong.append(
             f"retries = {policy.retries} repeats a round if too few sites answer; a private round is played once, "

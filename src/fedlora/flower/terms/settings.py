@@ -39,7 +39,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 # What a site's trainer takes from the settings; quorum, participation and stopping are the server's.
 _OF_SITES: dict[str, Any] = {
-    **dict.fromkeys(("model", "data", "lora", "method", "train"), True), "server": {"heads", "upload"},
+    **dict.fromkeys(("model", "data", "lora", "method", "train"), True), "server": {"heads"},
     "run": {"rounds", "seed", "threads"}, "evaluate": {"metric", "max_new_tokens", "batch_size"},
 }  # fmt: skip
 
