@@ -52,7 +52,7 @@ def play_round(download: Download, memory: ClientMemory, trainer: Trainer) -> Pl
         >>> again = play_round(server.download(state, clients[0]), played.memory, trainer)
     """
     job = begin_round(download, memory)
-    return finish_round(job, trainer.train(job.download, job.adapter, job.position), memory)
+    return finish_round(job, trainer.train(job.download, job.adapter, job.position))
 
 
 def begin_round(download: Download, memory: ClientMemory) -> Job:
@@ -66,13 +66,13 @@ def begin_round(download: Download, memory: ClientMemory) -> Job:
     return Job(download, receive(download, memory.kept), memory.position)
 
 
-def finish_round(job: Job, trained: Trained, memory: ClientMemory) -> Played:
+def finish_round(job: Job, trained: Trained) -> Played:
     """The client's result from the trained adapter: the second half of `play_round`.
 
     Example:
         >>> job = begin_round(server.download(state, clients[0]), ClientMemory())
         >>> trained = trainer.train(job.download, job.adapter, job.position)
-        >>> finish_round(job, trained, ClientMemory()).upload.num_examples
+        >>> finish_round(job, trained).upload.num_examples
         40
     """
     roles, client = job.download.roles, job.download.client

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import product
 
 import jaxtyping
 import numpy as np
@@ -17,7 +16,6 @@ from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.analysis.audit import padded_average_error
 from fedlora.linalg import (
     gauge_fix,
-    gauge_split,
     gauge_splits,
     rank_tolerance,
     right_svd,
@@ -126,23 +124,20 @@ def test_gauge_fix_survives_what_breaks_a_float32_gram() -> None:
 
 
 def test_the_fast_gauge_fix_is_the_simple_one() -> None:
-    """`gauge_splits` against `gauge_split`, client by client, on every hard family: ranks, spans and products."""
+    """`gauge_splits` against `gauge_fix`, client by client, on every hard family: ranks, spans and products."""
     for name in families.FAMILIES:
         case = families.family(name, dtype=np.float32)
         pairs = [tuple(torch.from_numpy(x.copy()) for x in pair) for _, pair in sorted(case.uploads.items())]
         tolerance = rank_tolerance(torch.float32)
         fast = gauge_splits(pairs, tolerances=[tolerance] * len(pairs))  # type: ignore[arg-type]
-        for (B, A), split in zip(pairs, fast, strict=True):
-            reference = gauge_split(B, A, tolerance=tolerance)
-            U, Ahat, simple, coordinates = split.U, split.Ahat, reference.U, reference.Ahat
-            assert (U.shape, split.U_rest.shape) == (simple.shape, reference.U_rest.shape), name
-            assert split.A_rest.shape == reference.A_rest.shape
+        for (B, A), (U, Ahat) in zip(pairs, fast, strict=True):
+            simple, coordinates = gauge_fix(B, A, tolerance=tolerance)
+            assert U.shape == simple.shape, name
             assert orthonormality(U) < 1e-9
             assert float(torch.linalg.matrix_norm(U @ U.mT - simple @ simple.mT)) < 1e-8
             product = simple @ coordinates
-            assert float(torch.linalg.matrix_norm(U @ Ahat - product)) <= 1e-12 * float(
-                torch.linalg.matrix_norm(product)
-            )
+            off = float(torch.linalg.matrix_norm(U @ Ahat - product))
+            assert off <= 1e-12 * float(torch.linalg.matrix_norm(product))
 
 
 def test_gauge_fix_of_nothing_has_rank_zero() -> None:
@@ -158,8 +153,8 @@ def test_noise_in_svd_form_is_no_direction() -> None:
     U, s, Vh = torch.linalg.svd(randn(40, 3) @ randn(3, 30, seed=1), full_matrices=False)
     for dtype in (torch.float64, torch.float32):
         B, A = (U[:, :6] * s[:6]).to(dtype), Vh[:6].to(dtype)
-        (split,) = gauge_splits([(B, A)], tolerances=[rank_tolerance(dtype)])
-        assert split.U.shape[1] == 3
+        ((found, _),) = gauge_splits([(B, A)], tolerances=[rank_tolerance(dtype)])
+        assert found.shape[1] == 3
 
 
 def test_a_large_row_of_a_behind_a_zero_column_of_b_hides_nothing() -> None:
@@ -168,26 +163,6 @@ def test_a_large_row_of_a_behind_a_zero_column_of_b_hides_nothing() -> None:
     B[:, 3] = 0
     U, _ = gauge_fix(B.float(), A.float(), tolerance=rank_tolerance(torch.float32))
     assert U.shape[1] == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_split_loses_nothing(dtype: torch.dtype) -> None:
-    """U Ahat + U_rest A_rest is B A of the stored factors, in float64, whatever the tolerance takes for rounding."""
-    for name, canonical in product(families.FAMILIES, ("product", "B")):
-        case = families.family(name, dtype=np.float64)
-        for B, A in case.uploads.values():
-            stored = tuple(torch.from_numpy(x.copy()).to(dtype) for x in (B, A))
-            split = gauge_split(*stored, tolerance=rank_tolerance(dtype), canonical=canonical)  # type: ignore[arg-type]
-            want = stored[0].double() @ stored[1].double()
-            terms = float(
-                torch.linalg.vector_norm(stored[0].double(), dim=0)
-                @ torch.linalg.vector_norm(stored[1].double(), dim=1)
-            )
-            assert (
-                float(torch.linalg.matrix_norm(split.U @ split.Ahat + split.U_rest @ split.A_rest - want))
-                <= 1e-14 * terms
-            )
-            assert orthonormality(torch.cat([split.U, split.U_rest], dim=1)) < 1e-12, name
 
 
 def test_svd_of_product_agrees_with_dense_svd() -> None:

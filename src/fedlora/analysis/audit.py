@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from fedlora.client import send
 from fedlora.core.lora import Adapter, LoRA, stack
 from fedlora.core.messages import Upload
-from fedlora.core.method import Method, Readout
+from fedlora.core.method import Method
 from fedlora.errors import FedLoRAError, NoGlobalModel, ShapeError
 from fedlora.linalg import rank_tolerance, svd_of_product
 from fedlora.methods._spectral import instantiate
@@ -181,7 +181,7 @@ def audit(
     """
     on_w0 = (replace(u, adapter=Adapter(u.adapter.modules, base={}).map(Tensor.double)) for u in uploads)
     bare = sorted(on_w0, key=lambda u: u.client.id)
-    broken = [u.client.id for u in bare if not all(bool(torch.isfinite(t).all()) for t in _tensors(u))]
+    broken = [u.client.id for u in bare if not all(bool(torch.isfinite(t).all()) for t in u.adapter.tensors())]
     if broken:
         return Audit(name, refused=f"the adapter of {broken[0]!r} ({len(broken)} such) holds NaN or Inf.")
     server = Server(method, heads="frozen")
@@ -231,7 +231,8 @@ def _without_warnings() -> Iterator[None]:
 
 def _learned(server: Server, before: ServerState, after: ServerState) -> dict[str, LoRA]:
     """The server's update after a round, less the change of the base weight before it."""
-    base = {m: change.base.total for m, change in _readouts(server, before).items() if change.base is not None}
+    read = {m: server.method.readout(s, None, before.start.modules[m].rank) for m, s in before.modules.items()}
+    base = {m: readout.base.total for m, readout in read.items() if readout.base is not None}
     got = {m: lora.map(Tensor.double) for m, lora in server.global_update(after).items()}
     return {m: stack([lora, base[m].map(Tensor.double)], [1.0, -1.0]) if m in base else lora for m, lora in got.items()}
 
@@ -244,10 +245,6 @@ def _is_zero(mean: Mapping[str, LoRA]) -> bool:
         if lora.norm() > 64 * torch.finfo(torch.float64).eps * float(torch.linalg.vector_norm(sizes)):
             return False
     return True
-
-
-def _tensors(upload: Upload) -> list[Tensor]:
-    return [t for lora in upload.adapter.modules.values() for t in lora.tensors().values()]
 
 
 def _common_start(uploads: Sequence[Upload]) -> Adapter:
@@ -280,7 +277,3 @@ def _require_common(factor: str, uploads: Sequence[Upload]) -> None:
     for name in sorted({name for u in uploads for name in u.adapter.modules}):
         if not _is_common(factor, [u.adapter.modules[name] for u in uploads if name in u.adapter.modules]):
             raise ShapeError(f"it freezes {factor} at one common value, but these adapters have different ones.")
-
-
-def _readouts(server: Server, state: ServerState) -> dict[str, Readout]:
-    return {m: server.method.readout(s, None, state.start.modules[m].rank) for m, s in state.modules.items()}

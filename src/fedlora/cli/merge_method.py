@@ -71,7 +71,7 @@ def merge_round(
 def _check_method(method: Method[Any]) -> None:
     """Raise `ConfigError` if an adapter alone is not the method's result."""
     roles = method.roles(0)
-    if not roles.both_shared or roles.penalty is not None:
+    if not roles.both_shared:
         raise ConfigError(
             f"{method.name} needs clients that keep a part of their adapter or freeze it (B {roles.B}, A "
             f"{roles.A}); with files only, a method must share both factors: glora, fedit, flexlora, svd, ..."

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from fedlora.adapters.io import pad_rank
 from fedlora.adapters.uploads import write_upload
 from fedlora.analysis.audit import gauge_drift, padded_average_error
 from fedlora.core import checkpoint
@@ -146,7 +145,7 @@ def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, recor
             modules = {}
             for name, came in download.adapter.modules.items():
                 sent = upload.adapter.modules[name].tensors() if name in upload.adapter.modules else {}
-                modules[name] = pad_rank(LoRA(**(came.tensors() | sent)), 1)
+                modules[name] = LoRA(**(came.tensors() | sent))
             heads = {**download.adapter.heads, **upload.adapter.heads}
             whole = replace(upload, adapter=Adapter(modules, heads))
             more = attack_note(prepared.adversary, upload.client.id)

@@ -144,9 +144,8 @@ class Round:
                 self._failed(result)
                 continue
             self._losses[client] = result.loss
-            memory = self._memories[client]
             try:
-                played = finish_round(job, result, memory)
+                played = finish_round(job, result)
             except UploadRefused as refusal:
                 if self._privacy is not None:
                     self._privacy.note(self._before.round + 1, refusal.client, refusal.reason)

@@ -104,7 +104,7 @@ class Node:
         trained = self._trainer.train(job.download, job.adapter, job.position)
         save, began = partial(checkpoint.save, folder, parcel.round + 1, of=of, keep=_KEPT), (origin.round, origin.read)
         try:
-            played = finish_round(job, trained, memory)
+            played = finish_round(job, trained)
         except UploadRefused:
             save(NodeState(origin.state.kept, trained.position, began=began))  # as if the server had refused it
             raise
