@@ -21,9 +21,7 @@ from fedlora import read_adapter
 from fedlora.adapters import AdapterFile, MergeReport, merge, merging, resize
 from fedlora.adapters.merge_card import client_card
 from fedlora.adapters.merge_report import ClientReport
-from fedlora.adapters.merging import for_vllm
 from fedlora.adapters.truncation import RankRule, merge_module
-from fedlora.adapters.vllm import vllm_rank
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from support.adapter_folders import HEADS, SHAPES, bare, lora, saved, updates
 from support.command_line import Said
@@ -113,7 +111,7 @@ def test_a_zero_result_says_why(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_not_given_is_said(tmp_path: Path) -> None:
-    """a and b have rank 2 and 3 in one module, so their mean has 5; vLLM takes 8 next."""
+    """a and b have rank 2 and 3 in one module, so their mean has 5."""
     a, b = bare(tmp_path / "a", {Q: 2}), bare(tmp_path / "b", {Q: 3})
 
     def said(report: MergeReport) -> tuple[int, str]:
@@ -124,8 +122,6 @@ def test_a_rank_that_is_not_given_is_said(tmp_path: Path) -> None:
         ("budget=9", "budget=9 is enough for"),
     ):
         assert (found := said(merge([a, b], tmp_path / "m", rank=rank, force=True)))[0] == 5 and words in found[1]
-    found = said(for_vllm(tmp_path / "m", tmp_path / "v"))
-    assert found[0] == 8 and "rank 5 is written as 8" in found[1] and "cannot train" in found[1]
     for rank in (1, 5, "exact", "budget=2"):
         assert merge([a, b], tmp_path / "n", rank=rank, force=True).warnings == ()
 
@@ -520,82 +516,6 @@ def test_no_stranger_makes_peft_import_a_module(tmp_path: Path) -> None:
         mapping = {"base_model_class": "x", "parent_library": library}
         merge([bare(tmp_path / library / "a", {Q: 2}, auto_mapping=mapping)], tmp_path / library / "m")
         assert (config_of(tmp_path / library / "m").get("auto_mapping") == mapping) is kept
-
-
-# ---- vLLM ------------------------------------------------------------------------------------------------------------
-
-BESIDE: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
-    "heads": ({"lm_head.weight": torch.ones(5, 12)}, {"modules_to_save": ["lm_head"]}),
-    "bias": ({f"{Q}.base_layer.bias": torch.ones(20)}, {"bias": "lora_only"}),
-    "lora_bias": ({f"{Q}.lora_B.bias": torch.ones(20)}, {"lora_bias": True}),
-    "tokens": (
-        {"embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(2, 12)},
-        {"trainable_token_indices": [1, 2]},
-    ),
-    "base": ({"wte.base_layer.weight": torch.ones(7, 12)}, {}),
-    "embeddings": (
-        {"wte.lora_embedding_A": torch.ones(2, 7), "wte.lora_embedding_B": torch.ones(12, 2)},
-        {"target_modules": [Q, "wte"]},
-    ),
-    "convolutions": (
-        {"conv.lora_A.weight": torch.ones(2, 3, 3), "conv.lora_B.weight": torch.ones(4, 2, 1)},
-        {"target_modules": [Q, "conv"]},
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", BESIDE)
-def test_what_vllm_does_not_take_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """Whole weights can be left out; biases of the update and LoRA of other layers go into a merged model."""
-    beside, config = BESIDE[kind]
-    a = bare(tmp_path / "a", {Q: 2}, beside=beside, **config)
-    with pytest.raises(ConfigError, match=r"vLLM does not take .*export --for merged") as caught:
-        for_vllm(a, tmp_path / "m")
-    names = {name.partition(".lora_")[0].replace(".base_layer", "") for name in beside}
-    assert any(f"such as '{name}" in str(caught.value) for name in names)
-    if "--drop leaves out" in str(caught.value):
-        report = for_vllm(a, tmp_path / "m", drop=True)
-        assert list(report.dropped) == [kind] and set(AdapterFile(tmp_path / "m").modules) == {Q}
-        assert not AdapterFile(tmp_path / "m").heads and not config_of(tmp_path / "m").get("modules_to_save")
-    else:
-        assert kind in ("lora_bias", "embeddings", "convolutions") and "--drop does not help" in str(caught.value)
-    merge([a], tmp_path / "n")  # carried where nobody asks for vLLM
-    assert len(load_file(tmp_path / "n" / "adapter_model.safetensors")) == 2 + len(beside)
-
-
-def test_one_scale_goes_into_alpha_and_keeps_the_bits(tmp_path: Path) -> None:
-    """rsLoRA at rank 8 and alpha 8, in bfloat16: the scale 8 / sqrt(8) is that of alpha 8 sqrt(8) without rsLoRA."""
-    a = bare(tmp_path / "a", {Q: 8, V: 8}, dtype=torch.bfloat16, use_rslora=True, lora_alpha=8)
-    report = for_vllm(a, tmp_path / "m")
-    config, written = config_of(tmp_path / "m"), load_file(tmp_path / "m" / "adapter_model.safetensors")
-    assert config["lora_alpha"] == pytest.approx(8 * 8**0.5) and not config["use_rslora"] and report.rounding == 0
-    given = load_file(a / "adapter_model.safetensors")
-    assert written.keys() == given.keys() and all(torch.equal(written[key], given[key]) for key in given)
-
-
-def test_what_vllm_takes_goes_along(tmp_path: Path) -> None:
-    """A saved score and LoRA of embed_tokens; one rank of its list. The copy of its base weight, which peft stores and
-    vLLM ignores, needs a word of the user first: in a base of another vocabulary it is not equal."""
-    beside = {
-        "score.weight": torch.ones(3, 12),
-        "model.embed_tokens.lora_embedding_A": torch.ones(3, 7),
-        "model.embed_tokens.lora_embedding_B": torch.ones(12, 3),
-    }
-    copy = {"model.embed_tokens.base_layer.weight": torch.ones(7, 12)}
-    fields: dict[str, Any] = {"modules_to_save": ["score"], "target_modules": [Q, V, "embed_tokens"]}
-    a = bare(tmp_path / "a", {Q: 3, V: 2}, beside=beside, **fields)
-    report = for_vllm(a, tmp_path / "m")
-    assert report.rank == 8 and report.one_rank and not report.dropped and len(report.warnings) == 2
-    config = config_of(tmp_path / "m")
-    assert (config["r"], config["lora_alpha"]) == (8, 16) and not config.get("rank_pattern")
-    assert len(load_file(tmp_path / "m" / "adapter_model.safetensors")) == 4 + len(beside)
-    b = bare(tmp_path / "b", {Q: 3, V: 2}, beside=beside | copy, **fields)
-    with pytest.raises(ConfigError, match=r"base weights, such as 'model.embed_tokens.weight'.*--drop.*same weights"):
-        for_vllm(b, tmp_path / "n")
-    assert not (tmp_path / "n").exists()
-    assert set(for_vllm(b, tmp_path / "n", drop=True).dropped) == {"base", "heads"}
-    with pytest.raises(ConfigError, match=r"up to 512.*resize --rank 512"):
-        vllm_rank(513)
 
 
 # ---- dry runs, budgets, cards ----------------------------------------------------------------------------------------

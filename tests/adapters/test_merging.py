@@ -303,26 +303,6 @@ def test_a_budget_from_the_command_line(tmp_path: Path, main: Callable[..., Said
     assert said["error"] == pytest.approx(math.sqrt(gap / size), rel=1e-4)
 
 
-def test_for_vllm_one_rank_that_it_takes(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """A saved classifier goes along, as vLLM takes it since August 2026, and a line says so; --drop leaves it."""
-    folders = [saved(tmp_path, "a", 2), saved(tmp_path, "b", 7)]
-    assert main("merge", *folders, "-o", tmp_path / "mean").code == 0
-    done = main("export", tmp_path / "mean", "--for", "vllm", "-o", tmp_path / "with")
-    assert done.code == 0 and "--drop leaves them out" in done.err
-    assert set(read_adapter(tmp_path / "with")[0].heads) == set(HEADS)
-    out = tmp_path / "o"
-    done = main("export", tmp_path / "mean", "--for", "vllm", "--drop", "-o", out)
-    assert done.code == 0 and "left out, heads: 2" in done.out
-    config = json.loads((out / "adapter_config.json").read_text())
-    assert config["r"] == config["lora_alpha"] == 16 and not config["rank_pattern"] and not config["modules_to_save"]
-    keys = load_file(out / "adapter_model.safetensors")
-    assert {t.shape[0] for name, t in keys.items() if "lora_A" in name} == {16}
-    assert all("lora_" in name for name in keys)
-    want = [0.5 * (x + y) for x, y in zip(updates(folders[0]).values(), updates(folders[1]).values(), strict=True)]
-    for got, w in zip(updates(out).values(), want, strict=True):
-        torch.testing.assert_close(got, w, rtol=0, atol=1e-5)
-
-
 # ---- tensors beside the pairs ----------------------------------------------------------------------------------------
 
 

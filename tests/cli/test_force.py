@@ -79,7 +79,6 @@ def test_what_only_looks_like_ours_is_not_replaced(tmp_path: Path, main: Main) -
         "merge": ["merge", a, b, "--readout", "same"],
         "resize": ["resize", a, "--rank", 1],
         "merged": ["export", trained, "--for", "merged", "--base", base],
-        "vllm": ["export", a, "--for", "vllm"],
         "gguf": ["export", trained, "--for", "gguf", "--base", base],
     }
     for name, command in outs.items():

@@ -38,7 +38,6 @@ def test_every_command_takes_them(tmp_path: Path, main: Main, monkeypatch: pytes
             ["validate", f"me/adapter@{COMMIT}", "--base", "me/base@main"],
             ["merge", "me/adapter@main", adapter, "-o", "merged"],
             ["resize", "me/adapter@main", "--rank", "1", "-o", "small"],
-            ["export", "me/adapter@main", "--for", "vllm", "-o", "vllm"],
             ["export", "me/adapter@main", "--for", "merged", "--base", f"me/base@{COMMIT}", "-o", "full"],
             ["audit", "me/adapter@main", adapter, "--methods", "fedit", "--plot", tmp_path / "a.png"],
         ):

@@ -34,7 +34,6 @@ from support.hostile import CONFIG_FILE, KINDS, PREFIX, WEIGHTS_FILE, Asked, Lay
 SECONDS, MEGABYTES, LETTERS = 3.0, 500, 3000
 PATIENCE = 45.0  # seconds by the clock for one operation, on a machine that does other things too
 OURS = "operation"
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vllm/config/lora.py
 
 
 # ---- bases and peft --------------------------------------------------------------------------------------------------
@@ -543,7 +542,7 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
     say(f"{OURS} diff")
     did(command("diff", folders[0], folders[-1]))
 
-    def all_right(done: Done, inputs: Sequence[Path], made: Path, asked: Asked, served: bool = False) -> None:
+    def all_right(done: Done, inputs: Sequence[Path], made: Path, asked: Asked) -> None:
         """Whether what was made of `inputs` is what was asked for."""
         want = [right(done, folder, "an input") for folder in inputs]
         got = right(done, made, "the result") if all(part is not None for part in want) else None
@@ -554,7 +553,7 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
             eps = eps_of(*inputs, made)
             verdict.broken += [f"{done.name}: {x}" for x in faults_of(inputs, parts, parts_of(made, got, base), base,
                                                                       asked, eps)]  # fmt: skip
-        verdict.broken += _written_faults(made, served)
+        verdict.broken += _written_faults(made)
 
     target = home / asked.out
     how = [*folders, "-o", target, "--rank", asked.rank, *options]
@@ -603,14 +602,6 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
         one = Asked(kind, asked.names[:1], asked.resize[1], ("--heads", "first", *asked.resize[2:]))
         all_right(resized, folders[:1], small, one)
     clean(small)
-    if "dry" in asked.also:
-        say(f"{OURS} export --for vllm")
-        served = home / "served"
-        exported = command("export", folders[0], "--for", "vllm", "-o", served)
-        if did(exported, served):
-            one = Asked(kind, asked.names[:1], "exact", ("--heads", "first"))
-            all_right(exported, folders[:1], served, one, served=True)
-        clean(served)
     return verdict
 
 
@@ -647,7 +638,7 @@ def _json_faults(done: Done) -> list[str]:
     return []
 
 
-def _written_faults(folder: Path, served: bool = False) -> list[str]:
+def _written_faults(folder: Path) -> list[str]:
     """Of the files that a stranger reads next: strict JSON, a front matter of known keys, no control characters."""
     import yaml
 
@@ -659,10 +650,8 @@ def _written_faults(folder: Path, served: bool = False) -> list[str]:
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"), parse_constant=never)
         if config.get("auto_mapping"):
             found.append("the result carries auto_mapping on")
-        if (config["lora_alpha"] != config["r"] and not served) or config.get("use_rslora"):  # vLLM divides alpha by r
+        if config["lora_alpha"] != config["r"] or config.get("use_rslora"):
             found.append("readers of one alpha get the scale wrong")
-        if served and (config.get("rank_pattern") or config.get("alpha_pattern") or config["r"] not in VLLM_RANKS):
-            found.append(f"vLLM does not take rank {config['r']} with {config.get('rank_pattern')}")
     except ValueError as error:
         found.append(f"the config written is no JSON: {error}")
     card = (folder / "README.md").read_text(encoding="utf-8")

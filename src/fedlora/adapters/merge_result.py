@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from fedlora.adapters.beside import Beside, HeadRule, averaged, kept
+from fedlora.adapters.beside import Beside, HeadRule, averaged
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.labels import labels_of, write_labels
 from fedlora.adapters.merge_card import merge_card
@@ -28,7 +28,6 @@ from fedlora.adapters.truncation import (
     total_error,
     total_rounding,
 )
-from fedlora.adapters.vllm import VLLM_RANKS, check_vllm, vllm_rank
 from fedlora.adapters.writer import AdapterWriter, pad_rank
 from fedlora.core.echo import quoted
 from fedlora.core.messages import Missing
@@ -58,13 +57,11 @@ def write_result(
     dtype, remark = common_type(stored)
     dtype = parse_type(wanted.dtype) if wanted.dtype else dtype
     notes = [*said, *given.notes, *([remark] if remark and not wanted.dtype else []), *_far_apart(given, dtype)]
-    if wanted.vllm:
-        notes += check_vllm(given, [(name, kind) for name, (kind, held) in kept(given, heads).items() if held])
     extras = averaged(given, heads, dtype if wanted.dtype else None, missing, added=dtype)
     notes += _of_first(wanted, given, extras)
     labels, more = _labels(wanted, given, extras)
     notes += more
-    spec = replace(given.spec(extras.saved), scaling=source.scaling)
+    spec = given.spec(extras.saved)
     budget = _budget(source, rule, progress)
     with ExitStack() as stack:
         building = None if wanted.dry_run else stack.enter_context(place.building())
@@ -134,8 +131,8 @@ def _cut_each(
     cuts = []
     for k, module in enumerate(progress(source.modules, "merging")):
         lora, report, full = source.cut(module, rule, budget[k] if budget else None)
-        lora, moved = narrowed_pair(pad_rank(source.stored(module, lora, dtype), 1), dtype, module)
-        report = replace(report, rounding=moved * abs(source.scaling) / report.norm if report.norm else 0.0)
+        lora, moved = narrowed_pair(pad_rank(lora, 1), dtype, module)
+        report = replace(report, rounding=moved / report.norm if report.norm else 0.0)
         cuts.append(_Cut(report, full, len(lora.factors[0]) + lora.factors[1].shape[1]))
         if writer is not None:
             writer.add(module, lora)
@@ -187,8 +184,7 @@ def _wider(dtype: torch.dtype) -> str:
 def _one_rank(wanted: Result, rule: RankRule, cuts: Sequence[_Cut], dtype: torch.dtype) -> tuple[int, float, list[str]]:
     """(the rank to pad all modules to, or 0; bytes in the pairs; notes for the user)."""
     ranks = [cut.rank for cut in cuts]
-    asked = max(wanted.least, *ranks)
-    largest = vllm_rank(asked) if wanted.vllm else asked
+    largest = max(wanted.least, *ranks)
     each = math.fsum(cut.rank * cut.width for cut in cuts) * dtype.itemsize
     one = largest * math.fsum(cut.width for cut in cuts) * dtype.itemsize
     notes = []
@@ -201,13 +197,8 @@ def _one_rank(wanted: Result, rule: RankRule, cuts: Sequence[_Cut], dtype: torch
         notes.append(f"you asked for rank {rule.value:.0f}, but the update has only {max(ranks)}: nothing is cut")
     if rule.kind == "budget" and all(cut.rank >= cut.full for cut in cuts):
         notes.append(f"budget={rule.value:g} is enough for the whole update (ranks to {max(ranks)}): nothing is cut")
-    if largest > asked:
-        notes.append(
-            f"vLLM takes ranks {', '.join(map(str, VLLM_RANKS))}: rank {asked} is written as {largest}, with slots "
-            f"that are zero in both factors; they change nothing and cannot train"
-        )
     small = rule.kind != "budget" and one <= _MOST_PADDING * each
-    if min(ranks) == largest or wanted.vllm or wanted.least or small:
+    if min(ranks) == largest or wanted.least or small:
         return largest, one, notes
     notes.append(
         f"modules keep ranks {min(ranks)} to {max(ranks)}: programs that read r and lora_alpha (peft, vLLM) get them "

@@ -18,7 +18,7 @@ from fedlora.adapters.merge_result import write_result
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import RankRule
 from fedlora.adapters.uploads import FILE, read_facts
-from fedlora.adapters.writer import MERGE, MERGE_FOLDER, RESIZE, RESIZE_FOLDER, VLLM, VLLM_FOLDER
+from fedlora.adapters.writer import MERGE, MERGE_FOLDER, RESIZE, RESIZE_FOLDER
 from fedlora.core.echo import quoted
 from fedlora.core.messages import Missing
 from fedlora.errors import AdapterFormatError, ConfigError
@@ -121,50 +121,12 @@ def resize(
     least = int(rule.value) if rule.kind == "rank" else 0
     wanted = Result(rank, "first", dtype, max_error, dry_run, least=least)
     place = Place(Path(out), RESIZE_FOLDER, RESIZE, force, [adapter])
-    return _one(adapter, place, wanted, allow_unknown, limits, progress)
-
-
-@own_modes()
-def for_vllm(
-    adapter: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    dtype: str | None = None,
-    drop: bool = False,
-    force: bool = False,
-    allow_unknown: Sequence[str] = (),
-    limits: Limits | None = None,
-    progress: Progress | None = None,
-) -> MergeReport:
-    """Write an adapter as vLLM accepts it: the same update at one of vLLM's ranks, with one alpha and no patterns.
-
-    drop: leave out trained heads, biases and tokens that vLLM does not take. Other arguments as in `merge`.
-
-    Raises:
-        ConfigError: vLLM does not take all of it, and the message says which parts; or as in `merge`.
-    """
-    wanted = Result("exact", "drop" if drop else "first", dtype, vllm=True)
-    return _one(adapter, Place(Path(out), VLLM_FOLDER, VLLM, force, [adapter]), wanted, allow_unknown, limits, progress)
-
-
-def _one(
-    adapter: str | os.PathLike[str],
-    place: Place,
-    wanted: Result,
-    allow_unknown: Sequence[str],
-    limits: Limits | None,
-    progress: Progress | None,
-) -> MergeReport:
-    """Write a single adapter as `wanted`."""
     place.check()
     files, said = open_adapters([adapter], allow_unknown, limits)
     given = Collection.of(files)
-    scales = {files[0].scale(path) for path in given.layouts} if wanted.vllm else set()
-    alike = len(scales) == 1  # then one alpha says it, and the factors keep their bits
     source = Source(
         given.modules, lambda module: given.combined(module, "zero", wanted.wide), "The update B A",
-        "the adapter's update", own=(lambda module: files[0].unscaled(module)[0]) if alike else None,
-        scaling=scales.pop() if alike else 1.0,
+        "the adapter's update",
     )  # fmt: skip
     return write_result(given, place, wanted, source, "zero", said, progress)
 

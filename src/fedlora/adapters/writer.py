@@ -50,12 +50,10 @@ _FILES = rf"{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)}|README\.md"
 ADAPTER_FOLDER = FolderKind("an adapter", CONFIG_FILE, _FILES)
 # Values of the mark that names a folder's writer in its weights.
 MERGE, RESIZE, TRAIN, RUN = "fedlora merge", "fedlora resize", "fedlora train", "fedlora run"
-VLLM = "fedlora export --for vllm"
 _WEIGHTS = f"**/{WEIGHTS_FILE}"
 _RESULT = rf"{_FILES}|labels\.json"
 MERGE_FOLDER = FolderKind("a merged adapter", CONFIG_FILE, rf"(clients/[^/]+/)?({_RESULT})", only_by(MERGE, _WEIGHTS))
 RESIZE_FOLDER = FolderKind("a resized adapter", CONFIG_FILE, _RESULT, only_by(RESIZE, _WEIGHTS))
-VLLM_FOLDER = FolderKind("an adapter for vLLM", CONFIG_FILE, _RESULT, only_by(VLLM, _WEIGHTS))
 
 
 def upload_folder(by: str) -> FolderKind:

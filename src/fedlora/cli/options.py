@@ -62,9 +62,7 @@ DType = Annotated[
 ]
 BaseModel = Annotated[
     str | None,
-    typer.Option(
-        help="the base model: its directory, demo, or owner/name@revision; for export --for gguf also its GGUF file"
-    ),
+    typer.Option(help="the base model: its directory, demo, or owner/name@revision"),
 ]
 Force = Annotated[
     bool,
