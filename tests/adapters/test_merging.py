@@ -4,7 +4,6 @@ budgets), PEFT round trips.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import shutil
@@ -21,9 +20,9 @@ from torch import Tensor
 from fedlora import LoRA, read_adapter
 from fedlora.adapters import merge
 from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.truncation import ModuleReport, RankRule, budget_ranks, merge_module, total_error
+from fedlora.adapters.truncation import RankRule, merge_module, total_error
 from fedlora.errors import AdapterFormatError, ConfigError, HyperparameterError, ShapeError
-from support.adapter_folders import HEADS, SHAPES, bare, lora, saved, updates
+from support.adapter_folders import HEADS, SHAPES, bare, lora, saved
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_models import peft_updates
@@ -236,7 +235,6 @@ def test_a_module_that_one_lacks_is_zero_or_left_out_of_the_mean(tmp_path: Path,
         (["a", "--weights", "0"], "may be zero"),
         (["a", "--rank", "none"], "a rank is a whole number"),
         (["a", "--rank", "1000000"], "999999, 'exact'"),
-        (["a", "--rank", "budget=2e6"], "1000000; got 'budget=2e6'"),
         (["a", "--method", "glora rho=x"], "rho is a number; got 'x'."),
         (["a", "--method", "glora rank_tol=s"], "number or none; got 's'."),
         (["a", "--missing", "skip"], "--missing must be one of"),
@@ -262,45 +260,6 @@ def test_an_adapter_of_other_shapes_is_refused(tmp_path: Path) -> None:
         config = json.loads((path / "adapter_config.json").read_text())
         (path / "adapter_config.json").write_text(json.dumps(config | {"r": 3}))
         AdapterFile(path)
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_budget_is_spent_where_it_saves_most() -> None:
-    """Brute force over all rank vectors that fit: no other loses less. Equal costs, where greedy is optimal."""
-    spectra = [(5.0, 4.0, 0.1), (1.0, 0.9, 0.8), (3.0, 0.2, 0.1)]
-    reports = [ModuleReport(str(k), 3, 3, 3, 0.0, math.hypot(*s), s) for k, s in enumerate(spectra)]
-    for mean in (1, 1.4, 2, 2.5, 3):
-        ranks = budget_ranks(reports, [10, 10, 10], mean)
-        assert sum(ranks) <= 3 * mean and min(ranks) >= 1
-
-        def lost(ranks: Any) -> float:
-            return sum(x * x for s, r in zip(spectra, ranks, strict=True) for x in s[r:])
-
-        fitting = [r for r in itertools.product((1, 2, 3), repeat=3) if sum(r) <= 3 * mean]
-        assert lost(ranks) == pytest.approx(min(lost(r) for r in fitting))
-
-
-def test_a_budget_goes_on_where_one_component_is_too_dear() -> None:
-    """Of 400 numbers, slots of 50 and 150: one of each is 200; of what is left the dear one takes 150, then the cheap
-    one the last 50, by hand. A third of the dear one would not have fitted, and stopped the rest."""
-    spectra = [(3.0, 0.1), (9.0, 8.0, 7.0)]
-    reports = [ModuleReport(str(k), len(s), len(s), len(s), 0.0, math.hypot(*s), s) for k, s in enumerate(spectra)]
-    assert budget_ranks(reports, [50, 150], 2) == [2, 2]
-
-
-def test_a_budget_from_the_command_line(tmp_path: Path, main: Callable[..., Said]) -> None:
-    folders = [saved(tmp_path, name, 4) for name in "ab"]
-    out = tmp_path / "o"
-    said = json.loads(main("merge", *folders, "--rank", "budget=3", "-o", out, "--json").out)
-    ranks = read_adapter(out)[0].ranks
-    numbers = {m: ranks[m] * sum(SHAPES[m]) for m in ranks}
-    assert sum(numbers.values()) <= 3 * sum(sum(s) for s in SHAPES.values())
-    exact = [0.5 * (x + y) for x, y in zip(updates(folders[0]).values(), updates(folders[1]).values(), strict=True)]
-    gap = sum(float((got - want).norm()) ** 2 for got, want in zip(updates(out).values(), exact, strict=True))
-    size = sum(float(want.norm()) ** 2 for want in exact)
-    assert said["error"] == pytest.approx(math.sqrt(gap / size), rel=1e-4)
 
 
 # ---- tensors beside the pairs ----------------------------------------------------------------------------------------

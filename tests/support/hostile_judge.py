@@ -712,7 +712,6 @@ def faults_of(
         return ["weights are taken from an upload.json that does not say them"]
     rule = options[options.index("--heads") + 1] if "--heads" in options else "average"
     unclear = frozenset[str]().union(got.unclear, *(part.unclear for part in parts))
-    spent = whole = 0.0
     for key in base:
         path = key.rpartition(".")[0]
         if key in unclear:
@@ -750,19 +749,9 @@ def faults_of(
         if asked.rank != "exact" and not key.endswith(".bias") and any(path in p.pairs for p in parts):
             if off := cut_well(got.updates[key], want, asked.rank, eps, noise):
                 return [f"at rank {asked.rank} {key} {off}"]
-            for R in matrices(got.updates[key]):
-                spent += sum(R.shape) * max(1, numerical_rank(R, eps))
-                whole += sum(R.shape)
         elif off := gap(got.updates[key], want, size, eps, noise):
             return [f"{key} {off}"]
-    if asked.rank.startswith("budget=") and spent > float(asked.rank[7:]) * whole * (1 + 1e-9):
-        return [f"a budget of {asked.rank[7:]} is spent {spent / whole:g} times"]
     return []
-
-
-def numerical_rank(update: Tensor, eps: float) -> int:
-    s = torch.linalg.svdvals(update)
-    return int((s > max(eps, 1e-7) * float(s[0])).sum())
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------

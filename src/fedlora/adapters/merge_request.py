@@ -63,11 +63,11 @@ class Source:
     mean: Callable[[str], tuple[LoRA, ModuleReport]] | None = None
     weighed: Weighed | None = None
 
-    def cut(self, module: str, rule: RankRule, rank: int | None) -> tuple[LoRA, ModuleReport, int]:
-        """The pair, its report, and the rank before the cut. rank: the module's rank under a budget."""
+    def cut(self, module: str, rule: RankRule) -> tuple[LoRA, ModuleReport]:
+        """The pair and its report."""
         found = self.combined(module)
-        cut = found.cut(rule.keep(found.product) if rank is None else rank)
-        return *(cut if self.mean is None else against_mean(*cut, self.mean(module))), found.product.rank
+        cut = found.cut(rule.keep(found.product))
+        return cut if self.mean is None else against_mean(*cut, self.mean(module))
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,8 @@ def merge(
 
     Args:
         adapters: PEFT directories. out: the directory to write.
-        rank: a number, "exact", "energy=0.99" or "budget=8" (the mean rank). All modules are padded to the largest
-            rank, so that every reader gets the scale right, if that at most doubles the file; under a budget each
-            keeps its own in rank_pattern.
+        rank: a number, "exact" or "energy=0.99". All modules are padded to the largest rank, so that every reader gets
+            the scale right.
         weights: one per adapter; default: equal. weights_from: take them from each adapter's upload.json. sum: use
             weights as they are, including negative ones; otherwise they are divided by their sum.
         missing: how to count an adapter that lacks a module; default "zero", but then adapters that have no module in
