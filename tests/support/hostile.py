@@ -690,7 +690,7 @@ def merges(draw: Draw, count: int) -> list[str]:
     if how == "examples":
         options += ["--weights-from", "num_examples"]
     options += draw(st.sampled_from([[], [], ["--missing", "renormalise"], ["--missing", "zero"]]))
-    options += ["--heads", draw(st.sampled_from(["average", "average", "holders", "first", "drop"]))]
+    options += ["--heads", draw(st.sampled_from(["average", "average", "first", "drop"]))]
     options += draw(st.sampled_from([[], [], [], [], *TYPES]))
     return options + draw(st.sampled_from([[], [], [], [], [], ["--max-error", "0.5"]]))
 

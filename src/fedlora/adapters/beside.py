@@ -8,7 +8,6 @@ else the adapter holds. A file reveals this only through its numbers (`Collectio
 we use the same tensor under its other name.
 
     average   the weighted mean over all adapters, each of which must have it
-    holders   the weighted mean over the adapters that trained it
     first     the first adapter's
     drop      none
 """
@@ -33,11 +32,10 @@ from fedlora.core.messages import Missing
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.weighted_mean import weighted_mean
 
-HeadRule = Literal["average", "holders", "first", "drop"]
+HeadRule = Literal["average", "first", "drop"]
 Held = list[tuple[AdapterFile, float, str]]  # an adapter, its weight, and its name for the tensor
 _KINDS = ("added", "head", "bias", "tokens", "base")  # if adapters disagree on a tensor's kind, the first of these wins
 _WAYS: Mapping[HeadRule, str] = {
-    "holders": "--heads holders averages over the adapters that trained it",
     "first": "--heads first takes the first adapter's fully trained tensors",
     "drop": "--heads drop leaves out all fully trained tensors",
 }
@@ -129,14 +127,13 @@ def averaged(
 
 
 def _held(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
-    """A copy of a base weight enters the mean over all, or over the holders if nobody trained that weight. peft applies
-    lora_bias to all modules or none: if one adapter has it, modules that only others have get a bias of zeros."""
+    """peft applies lora_bias to all modules or none: if one adapter has it, modules that only others have get a bias of
+    zeros."""
     found: dict[str, tuple[str, Held]] = {}
     for path in dict.fromkeys(path for file in given.files for path in file.heads):
         all_of_it = [(file, w, name) for file, w in zip(given.files, given.weights, strict=True)
                      if (name := _name_in(given, file, path)) is not None]  # fmt: skip
-        trained = [(file, w, name) for file, w, name in all_of_it if file.kind(name) != "base"]
-        held = all_of_it if rule != "holders" else trained or all_of_it
+        held = all_of_it
         if rule == "first":
             held = [(file, 1.0, path) for file in given.files[:1] if file.has_head(path)]
         kinds = {file.kind(name) for file, _, name in held or all_of_it}

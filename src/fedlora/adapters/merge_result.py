@@ -190,7 +190,7 @@ def _of_first(wanted: Result, given: Collection, extras: Beside) -> list[str]:
     if wanted.heads == "first" and extras.left:
         notes.append(
             f"--heads first: the first adapter has no {quoted(next(iter(extras.left)), 80)}, so the result leaves "
-            f"out what others trained there ({len(extras.left)} tensors); --heads holders keeps it"
+            f"out what others trained there ({len(extras.left)} tensors)"
         )
     whole = [path for path in extras.tensors if not path.endswith(".lora_B.bias")]
     if wanted.heads == "first" and whole and given.sum:
@@ -218,7 +218,7 @@ def _labels(wanted: Result, given: Collection, extras: Beside) -> tuple[tuple[st
         return (), []
     first, names = next(iter(said.items()))
     other = next((where for where in said if said[where] != names), None)
-    if other is not None and wanted.heads in ("average", "holders") and len(names) in rows:
+    if other is not None and wanted.heads == "average" and len(names) in rows:
         raise AdapterFormatError(
             f"{first} and {other} number their classes differently, {quoted(list(names))} and "
             f"{quoted(list(said[other]))} in labels.json, so a mean of their heads would mix classes. --heads first "

@@ -57,7 +57,7 @@ def merge(
             weights as they are, including negative ones; otherwise they are divided by their sum.
         missing: how to count an adapter that lacks a module; default "zero", but then adapters that have no module in
             common are refused.
-        heads: for fully trained modules: the mean, the mean over "holders", the first adapter's, or none.
+        heads: for fully trained modules: the mean, the first adapter's, or none.
         dtype: float16, bfloat16, float32 or float64; default: the adapters' own.
         max_error: write nothing beyond this relative error. same_base: treat their base models as one, whatever their
             names. dry_run: write nothing. force: replace the result of an earlier merge.

@@ -57,7 +57,7 @@ def merge(
     ] = None,
     heads: Annotated[
         str,
-        typer.Option(help="whole trained modules: average, holders (mean of those that have it), first or drop"),
+        typer.Option(help="whole trained modules: average, first or drop"),
     ] = "average",
     dtype: DType = None,
     max_error: MaxError = None,

@@ -115,7 +115,7 @@ def _server_of(
 def _check_heads(given: Collection, heads: str) -> None:
     """Raise `ConfigError` if tensors other than pairs would be averaged without the rule."""
     beside = sorted({name for file in given.files for name in file.heads})
-    if beside and heads in ("average", "holders"):
+    if beside and heads == "average":
         raise ConfigError(
             f"--defence looks only at pairs, but {len(beside)} tensors beside them (such as {shown(beside[0])}) would "
             f"be averaged with the plain weights, liars included. Add --heads drop, or --heads first to take those of "
