@@ -31,7 +31,7 @@ from support.worked_examples import Toy
 PACKAGES = (
     "fedlora", "fedlora.client", "fedlora.core", "fedlora.server", "fedlora.server.robust_rules", "fedlora.methods",
     "fedlora.adapters", "fedlora.analysis", "fedlora.simulation", "fedlora.training", "fedlora.runs", "fedlora.data",
-    "fedlora.testing", "fedlora.offline", "fedlora.workers", "fedlora.attacks", "fedlora.hf",
+    "fedlora.testing", "fedlora.workers", "fedlora.attacks", "fedlora.hf",
 )  # fmt: skip
 NOT_RUN = {"demo_data", "demo_model", "smollm2_model"}  # a network, or packages that not everybody has
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]

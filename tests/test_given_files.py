@@ -19,7 +19,6 @@ RUN = '[model]\npath = "demo"\n[method]\nname = "svd"\n[data]\ntrain = "{}"\n'
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "{}"),
     "compare": ("compare", "{}", "--methods", "svd"),
-    "merge --readout": ("merge", "a", "b", "--out", "c", "--method", "svd", "--weights", "1,1", "--readout", "{}"),
     "privacy": ("privacy", "{}"),
     "privacy --plan": ("privacy", "{}", "--plan"),
     "init": ("flower", "init", "fed", "--server-name", "a.b", "--sites", "x=2", "--config", "{}"),

@@ -53,10 +53,10 @@ def test_what_needs_an_extra_says_which() -> None:
 import sys
 for missing in ("numpy", "pydantic", "flwr", "torch", "safetensors"):
     sys.modules[missing] = None
-import fedlora.runs, fedlora.training, fedlora.offline, fedlora.flower
+import fedlora.runs, fedlora.training, fedlora.flower
 for package, name, extra in (
     (fedlora.runs, "load_config", "train"), (fedlora.training, "LocalTrainer", "train"),
-    (fedlora.offline, "train_site", "train"), (fedlora.flower, "FedLoRA", "flower"),
+    (fedlora.flower, "FedLoRA", "flower"),
 ):
     try:
         getattr(package, name)

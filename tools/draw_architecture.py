@@ -23,7 +23,7 @@ FILE = ROOT / "docs" / "images" / "architecture.svg"
 SAID = {
     "cli": "the commands", "flower": "machines, over TLS", "experiments": "grids of runs",
     "runs": "one file, one folder",
-    "offline": "rounds by hand", "testing": "the contracts", "training": "a client's work",
+    "testing": "the contracts", "training": "a client's work",
     "simulation": "the engine", "hf": "a script's trainer",
     "analysis": "audits", "workers": "processes", "server": "one round", "methods": "one paper a file",
     "adapters": "PEFT files", "applying": "adapter into base", "client": "a client's round",

@@ -24,7 +24,6 @@ MODULES = {  # module -> what a reader looks there for
     "fedlora.hf": "Scripts with a trainer of their own.",
     "fedlora.attacks": "Clients that lie, for experiments.",
     "fedlora.testing": "The contracts that a method keeps, to run on one of your own.",
-    "fedlora.offline": "Rounds without a network.",
     "fedlora.workers": "Several processes that train a round's clients.",
 }
 

@@ -2,7 +2,7 @@
 
 mine = receive(download, kept)      train mine      send(mine, roles) -> Upload      keep(mine, roles) -> kept
 
-`play_round` does all of it around a trainer, for the engine, a Flower node and a site without a network.
+`play_round` does all of it around a trainer, for the engine and a Flower node.
 """
 
 from __future__ import annotations

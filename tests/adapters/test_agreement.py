@@ -16,7 +16,7 @@ from fedlora.errors import AdapterFormatError
 from support.adapter_folders import saved
 from support.command_line import Said
 
-METHODS = (["--weights-from", "num_examples"], ["--method", "glora"], ["--method", "glora", "--state", "state"], [])
+METHODS = (["--weights-from", "num_examples"], ["--method", "glora"], [])
 
 
 def upload(folder: Path, name: str, base: str = "tiny", **facts: Any) -> Path:
@@ -35,9 +35,9 @@ def test_contrary_classes_are_refused(
     a = upload(tmp_path, "a", label_names=["no", "yes"])
     b = upload(tmp_path, "b", label_names=labels)
     said = main("merge", a, b, *how, "-o", "m").complaint()
-    assert str(["no", "yes"]) in said and str(labels) in said and "--labels" in said and "--heads drop" in said
+    assert str(["no", "yes"]) in said and str(labels) in said and "--heads drop" in said
     assert str(a) in said and str(b) in said
-    assert not Path("m").exists() and not Path("state").exists()
+    assert not Path("m").exists()
     done = main("merge", a, b, *how, "--heads", "drop", "-o", "m")
     assert done.code == 0 and "classes differ" in done.err
     c = saved(tmp_path, "c", 2)  # says nothing
@@ -51,18 +51,14 @@ CLASSES = ["no", "yes", "may be"]
 def test_classes_that_all_agree_on_go_with_the_result(
     how: list[str], tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """labels.json as a run's adapter has it, for clients too; not without the head. The next resize reads it, and
-    --force replaces it."""
+    """labels.json as a run's adapter has it; not without the head. The next resize reads it."""
     monkeypatch.chdir(tmp_path)
     a, b = (upload(tmp_path, name, label_names=CLASSES) for name in "ab")
-    more = ["--readout", "same"] if how else []
-    done = main("merge", a, b, *how, *more, "-o", "m")
-    assert done.code == 0, done.err
-    if "--state" not in how:  # a round counts once
-        assert main("merge", a, b, *how, *more, "-o", "m", "--force").code == 0
+    for force in ([], ["--force"]):
+        done = main("merge", a, b, *how, "-o", "m", *force)
+        assert done.code == 0, done.err
     want = {"num_labels": 3, "id2label": {"0": "no", "1": "yes", "2": "may be"}}
-    for place in ("m", *(["m/clients/a", "m/clients/b"] if more else [])):
-        assert json.loads(Path(place, "labels.json").read_text()) == want
+    assert json.loads(Path("m/labels.json").read_text()) == want
     for force in ([], ["--force"]):
         assert main("resize", "m", "--rank", 1, "-o", "small", *force).code == 0
         assert json.loads(Path("small/labels.json").read_text()) == want
@@ -137,21 +133,6 @@ def test_what_lies_beside_an_adapter_is_validated_too(
         assert name in main(*command).complaint(), command
 
 
-def test_a_state_knows_its_base_under_the_names_of_every_round(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """Round 2 is of what round 1 handed out, which has one name, and of a site that comes later with a path of its own,
-    first in the order of the command."""
-    same = {"model.safetensors": "2" * 64}
-    options = ["--method", "glora", "--state", tmp_path / "s"]
-    bases = {"b": "/b/minilm", "c": "org/minilm"}
-    first = [upload(tmp_path / "1", name, base=base, base_model_sha256=same) for name, base in bases.items()]
-    assert main("merge", *first, *options, "-o", tmp_path / "r1").code == 0
-    assert json.loads((tmp_path / "r1/adapter_config.json").read_text())["base_model_name_or_path"] == "org/minilm"
-    bases = {"a": "/a/minilm", "b": "org/minilm", "c": "org/minilm"}
-    later = [upload(tmp_path / "2", n, base=base, base_model_sha256=same, round=2) for n, base in bases.items()]
-    done = main("merge", *later, *options, "-o", tmp_path / "r2")
-    assert done.code == 0, done.err
-
-
 def test_nobody_counts_twice_or_goes_without_a_word(tmp_path: Path, main: Callable[..., Said]) -> None:
     a, b = upload(tmp_path, "a"), upload(tmp_path, "b", round=7, num_examples=0)
     again = upload(tmp_path / "again", "a")
@@ -167,8 +148,7 @@ def test_nobody_counts_twice_or_goes_without_a_word(tmp_path: Path, main: Callab
 
 @pytest.mark.parametrize(
     "facts",
-    [{"label_names": "no"}, {"label_names": [1]}, {"base_model_sha256": ["x"]}, {"base_model_sha256": {"x": 1}},
-     {"template": 3}],
+    [{"label_names": "no"}, {"label_names": [1]}, {"base_model_sha256": ["x"]}, {"base_model_sha256": {"x": 1}}],
     ids=str,
 )  # fmt: skip
 def test_facts_of_another_shape_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_two_values_for_one_limit(main: Callable[..., Said], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "command", ["validate", "inspect", "diff", "merge", "export", "audit", "train"]
+    "command", ["validate", "inspect", "diff", "merge", "export", "audit"]
 )  # fmt: skip
 def test_every_command_that_reads_adapters_takes_them(
     command: str, main: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -135,12 +135,10 @@ def test_every_command_that_reads_adapters_takes_them(
     """With room for one tensor only, a pair is refused by each of them, before anything else is done."""
     monkeypatch.chdir(tmp_path)
     folder = put(tmp_path / "a", CONFIG, *tensors(ONE))
-    (tmp_path / "d.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
     more: dict[str, list[object]] = {
         "diff": [folder, folder], "merge": [folder, folder, "-o", "out"],
         "export": [folder, "--for", "merged", "--base", folder, "-o", "out"],
         "audit": [folder, folder],
-        "train": ["--base", "demo", "--data", "d.jsonl", "-o", "out", "--client", "a", "--adapter", folder],
     }  # fmt: skip
     said = main(command, *more.get(command, [folder]), "--limit", "tensors=1").error()
     assert "names 2 tensors" in said and "--limit tensors=2" in said

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from fedlora import read_adapter
 from fedlora.adapters import AdapterFile, MergeReport, merge, resize
-from fedlora.adapters.merge_card import client_card
-from fedlora.adapters.merge_report import ClientReport
 from fedlora.adapters.truncation import RankRule, merge_module
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from support.adapter_folders import HEADS, SHAPES, bare, lora, saved, updates
@@ -594,9 +592,3 @@ def test_adapters_of_other_models_are_named(tmp_path: Path) -> None:
 
 def test_a_result_of_rank_one_has_rank_one(tmp_path: Path) -> None:
     assert merge([bare(tmp_path / "a", {"q": 1})], tmp_path / "m").rank == 1
-
-
-def test_a_client_s_card_says_which_modules_it_lacks(tmp_path: Path) -> None:
-    _, spec = read_adapter(bare(tmp_path / "a", {"q": 2}))
-    few, all_of_them = (client_card(spec, "2", ClientReport("c", (2, 2), n, 0.0), 3) for n in (1, 3))
-    assert "1 of 3 modules" in few and "of 3 modules" not in all_of_them

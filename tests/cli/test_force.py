@@ -5,7 +5,6 @@ Kind of evidence: end to end. Kills, full disks and odd places: tests/core/test_
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -15,11 +14,10 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from fedlora import read_adapter
 from support.adapter_folders import saved
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
-from support.tiny_models import bert, llama
+from support.tiny_models import llama
 from support.training_data import save_model
 
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
@@ -48,7 +46,7 @@ def forced(main: Main, command: Sequence[object], out: Path, stranger: str, agai
 
 def test_merge(tmp_path: Path, main: Main) -> None:
     adapters = [saved(tmp_path, name, 2) for name in "ab"]
-    command = ["merge", *adapters, "--readout", "same"]
+    command = ["merge", *adapters]
     forced(main, command, tmp_path / "m" / "out", "notes.txt", ["--weights", "1,2"])
 
 
@@ -76,7 +74,7 @@ def test_what_only_looks_like_ours_is_not_replaced(tmp_path: Path, main: Main) -
     get_peft_model(llama(), config).save_pretrained(trained)  # type: ignore[arg-type]
     a, b = (saved(tmp_path / "in", name, 2) for name in "ab")
     outs = {
-        "merge": ["merge", a, b, "--readout", "same"],
+        "merge": ["merge", a, b],
         "resize": ["resize", a, "--rank", 1],
         "merged": ["export", trained, "--for", "merged", "--base", base],
         "gguf": ["export", trained, "--for", "gguf", "--base", base],
@@ -93,34 +91,18 @@ def test_what_only_looks_like_ours_is_not_replaced(tmp_path: Path, main: Main) -
         shutil.rmtree(tmp_path / "copy")
     shutil.copytree(trained, tmp_path / "ours")
     (tmp_path / "ours" / "upload.json").write_text("{}")
-    (tmp_path / "d.jsonl").write_text('{"prompt": "w1", "response": "w2"}\n')
-    train = ["train", "--base", base, "--data", tmp_path / "d.jsonl", "--targets", "q_proj", "--client", "one",
-             "--steps", 1, "--template", "none"]  # fmt: skip
-    for command in (*(outs[name] for name in ("merge", "resize")), train):
-        said = main(*command, "-o", tmp_path / "ours", "--force").complaint()
+    for name in ("merge", "resize"):
+        said = main(*outs[name], "-o", tmp_path / "ours", "--force").complaint()
         assert "did not write" in said or "upload.json" in said, said
     for path in ("trained", "ours"):
         assert contents(tmp_path / path)["adapter_model.safetensors"] == contents(trained)["adapter_model.safetensors"]
     assert "did not write" in main(*outs["merge"], "-o", trained, "--force").complaint()
-    weights = tmp_path / "merge" / "clients" / "b" / "adapter_model.safetensors"  # somebody trains on from there
+    weights = tmp_path / "merge" / "adapter_model.safetensors"  # somebody trains on from there
     save_file(load_file(weights), weights, metadata={"format": "pt"})
     said = main(*outs["merge"], "-o", tmp_path / "merge", "--force").complaint()
-    assert "'clients/b/adapter_model.safetensors'" in said and "did not write" in said
+    assert "'adapter_model.safetensors'" in said and "did not write" in said
     save_model(tmp_path / "full", llama(), classifies=False)
     (tmp_path / "full" / "generation_config.json").unlink()
     before = contents(tmp_path / "full")
     said = main(*outs["merged"], "-o", tmp_path / "full", "--force").complaint()
     assert "'model.safetensors'" in said and "did not write" in said and contents(tmp_path / "full") == before
-
-
-def test_train(tmp_path: Path, main: Main) -> None:
-    base = save_model(tmp_path / "base", bert(), classifies=True)
-    (tmp_path / "d.csv").write_text("text,label\nw1 w2,a\nw3,b\n")
-    command = ["train", "--base", base, "--data", tmp_path / "d.csv", "--labels", "a,b,c", "--targets", "query",
-               "--client", "one", "--steps", 1, "--batch-size", 2]  # fmt: skip
-    forced(main, command, tmp_path / "m" / "up", "notes.txt", ["--lr", "0.01"])
-    facts = json.loads((tmp_path / "m" / "up" / "upload.json").read_text())
-    assert facts["settings"]["lr"] == 0.01, "the upload and what it says of itself are of one training"
-    assert read_adapter(tmp_path / "m" / "up")[0].modules
-    again = [*command, "--adapter", tmp_path / "m" / "up"]
-    assert "the input" in main(*again, "-o", tmp_path / "m" / "up", "--force").complaint()

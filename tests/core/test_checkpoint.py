@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fedlora import METHODS, Adapter, Client, Download, LoRA, Readout, Roles, Server, Update, build
-from fedlora.core.checkpoint import keep_also, load_newest, save, saving
+from fedlora.core.checkpoint import keep_also, load_newest, save
 from fedlora.core.messages import ClientMemory
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import Trained
@@ -569,12 +569,6 @@ def test_a_directory_that_cannot_be_made_is_a_checkpoint_error(place: str, tmp_p
     with pytest.raises(CheckpointError, match="could not be written"):
         save(file / place, 1, Box(1))
     assert file.read_text() == "x"
-
-
-def test_an_error_of_the_block_around_a_checkpoint_is_the_block_s_own(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="mine") as caught, saving(tmp_path, 1, Box(1)):
-        raise OSError("mine")
-    assert not isinstance(caught.value, CheckpointError) and os.listdir(tmp_path) == []
 
 
 def test_a_checkpoint_is_kept_also_in_a_folder_of_which_nothing_is_there(tmp_path: Path) -> None:

@@ -68,7 +68,6 @@ SCENARIOS = (
     "renamed twice",
     "refused afterwards",
     "file",
-    "merge",
 )
 
 
@@ -122,18 +121,6 @@ def test_a_kill_at_any_step_never_mixes_two_adapters(tmp_path: Path, program: Ca
     found = killed(tmp_path, program, "adapter")["adapter"]
     assert {entry["then"] for entry in found} == {"1.0", "2.0"}
     assert {(entry["finally"], *entry["left"]) for entry in found} == {("2.0",)}
-
-
-def test_a_killed_merge_leaves_no_state_without_its_result(kills: Kills) -> None:
-    """`--state --readout`: first the result with all readouts, then the state. In between the same command with --force
-    plays the round again; a state without its result would have counted a round that nobody has."""
-    found = kills["merge"]
-    whole = "out 6, state 1"
-    assert {entry["then"] for entry in found} == {"", "out 6", whole}
-    for entry in found:
-        assert entry["finally"] == whole and entry["bits"] == found[-1]["bits"], "as if it had not been killed"
-        assert ("counted already" in entry["next"]) == (entry["then"] == whole), "a round counts once"
-        assert entry["then"] == whole or not entry["left"]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -714,7 +701,7 @@ def test_an_adapter_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> Non
 def test_merge_force_replaces_a_merge_and_no_home(tmp_path: Path, main: Callable[..., Said]) -> None:
     a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 2)
     out = tmp_path / "out"
-    assert main("merge", a, b, "--readout", "same", "-o", out).code == 0
+    assert main("merge", a, b, "-o", out).code == 0
     first = tree(out)
     assert "is not empty" in main("merge", a, b, "--rank", 1, "-o", out).complaint() and tree(out) == first
     done = main("merge", a, b, "--rank", 1, "-o", out, "--force")
@@ -732,7 +719,6 @@ def test_merge_force_replaces_a_merge_and_no_home(tmp_path: Path, main: Callable
             assert more == [] or said in main("merge", a, b, "-o", target, *more).complaint()
             assert tree(tmp_path) == before
     assert "the input" in main("merge", a, b, "-o", a / "x").complaint()
-    assert "two folders" in main("merge", a, b, "--state", tmp_path / "s", "-o", tmp_path / "s").complaint()
     assert tree(tmp_path) == before
 
 

@@ -151,7 +151,7 @@ def test_a_run_with_a_rule_resumes_to_the_same_bits_and_never_as_another_one(
         ran(configured(project, "run.rounds=2"), tmp_path / "run", resume=True)
 
 
-def test_rounds_by_hand_take_a_rule_too(tmp_path: Path, main: Callable[..., Said]) -> None:
+def test_a_merge_takes_a_rule_too(tmp_path: Path, main: Callable[..., Said]) -> None:
     """`fedlora merge --defence`: a far adapter is left out, the report and the card say so; keys that do nothing are
     refused."""
     from support.adapter_folders import saved
@@ -176,8 +176,8 @@ def test_rounds_by_hand_take_a_rule_too(tmp_path: Path, main: Callable[..., Said
     assert not (tmp_path / "other").exists()
 
 
-def test_by_hand_heads_are_not_averaged_behind_a_rules_back(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """A rule by hand looks at pairs: a classifier of a million would be averaged in with the plain weights."""
+def test_in_a_merge_heads_are_not_averaged_behind_a_rules_back(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """A merge under a rule looks at pairs: a classifier of a million would be averaged in with the plain weights."""
     from support.adapter_folders import saved
 
     folders = [saved(tmp_path, name, 2) for name in "abcde"]

@@ -762,8 +762,8 @@ def serve(pipe: Any) -> None:
     import peft  # noqa: F401 - the baseline holds it, and what commands import when they are called
 
     import fedlora.applying.apply
+    import fedlora.cli.merge_method
     import fedlora.cli.method_names
-    import fedlora.offline.rounds
     import fedlora.runs.plots  # noqa: F401
 
     torch.set_num_threads(1)

@@ -31,7 +31,7 @@ STEPS = ("mkdir", "open", "rename", "replace", "rmdir", "unlink", "chmod", "fchm
 Look = Callable[[], str]
 
 
-def die_at(step: int, steps: tuple[str, ...] = STEPS) -> list[str]:
+def die_at(step: int) -> list[str]:
     """From now on the process dies before its `step`-th step; returns the list that its steps are written to."""
     seen: list[str] = []
 
@@ -46,14 +46,14 @@ def die_at(step: int, steps: tuple[str, ...] = STEPS) -> list[str]:
 
         setattr(owner, name, call)
 
-    for name in steps:
+    for name in STEPS:
         counted(os, name)
     counted(folders, "_exchange")
     return seen
 
 
-def killed(prepare: Callable[[], None], write: Callable[[], None], look: Look, after: Callable[[], None], home: Path,
-           steps: tuple[str, ...] = STEPS) -> list[dict[str, Any]]:  # fmt: skip
+def killed(prepare: Callable[[], None], write: Callable[[], None], look: Look, after: Callable[[], None], home: Path
+           ) -> list[dict[str, Any]]:  # fmt: skip
     """write: what is killed. after: the next command."""
     found = []
     for step in itertools.count(1):
@@ -62,7 +62,7 @@ def killed(prepare: Callable[[], None], write: Callable[[], None], look: Look, a
         prepare()
         child = os.fork()
         if child == 0:
-            seen = die_at(step, steps)
+            seen = die_at(step)
             try:
                 write()
             except BaseException as error:
@@ -165,48 +165,11 @@ def adapter_scenario(home: Path) -> list[dict[str, Any]]:
     return killed(lambda: write(1.0), lambda: write(2.0), lambda: read(target), lambda: write(2.0), home)
 
 
-def merge_scenario(home: Path) -> list[dict[str, Any]]:
-    """`fedlora merge A B --state --readout`: the result, the readouts and the state."""
-    import fedlora.cli
-
-    inputs = home.with_name("inputs")
-    for name, value in (("a", 1.0), ("b", 3.0)):
-        write_adapter(inputs / name, adapter(value), SPEC)
-        facts = {"client": name, "num_examples": 1, "round": 1}
-        (inputs / name / "upload.json").write_text(json.dumps(facts))
-    given = [str(inputs / "a"), str(inputs / "b"), "--method", "glora", "--state", str(home / "state")]
-    given += ["--readout", "same", "-o", str(home / "out")]
-
-    def run(*more: str) -> None:
-        code = fedlora.cli.app(["merge", *given, *more], standalone_mode=False)
-        assert not code, code
-
-    def look() -> str:
-        """Which of the three are there, whole."""
-        there = []
-        if (home / "out").exists():
-            parts = [home / "out", *(home / "out" / "clients" / name for name in "ab")]
-            there += [f"out {sum(len(read_adapter(part)[0].modules) for part in parts)}"]
-        rounds = list((home / "state").glob("round-*.safetensors"))
-        if rounds:
-            there += [f"state {len(rounds)}"]
-        return ", ".join(there)
-
-    def again() -> None:
-        run("--force")
-
-    with open(os.devnull, "w") as quiet:
-        sys.stdout, said = quiet, sys.stdout
-        found = killed(lambda: None, run, look, again, home, ("rename", "replace"))
-        sys.stdout = said
-    return found
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.fsync = lambda descriptor: None
     place = Path(sys.argv[1]) / "home"
-    others = {"file": file_scenario, "adapter": adapter_scenario, "merge": merge_scenario}
+    others = {"file": file_scenario, "adapter": adapter_scenario}
     told = {}
     for scenario in sys.argv[2:]:
         told[scenario] = others[scenario](place) if scenario in others else folder_scenario(scenario, place)

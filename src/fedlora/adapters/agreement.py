@@ -40,15 +40,6 @@ def check_uploads(
     rounds = {one.client: one.round for one in said if one.round is not None}
     if len(set(rounds.values())) > 1:
         notes.append(f"the uploads belong to different rounds: {_listed(rounds)}")
-    fresh = {one.client: one.start for one in said if one.start is not None and one.start.startswith("fresh")}
-    if len(set(fresh.values())) > 1:
-        notes.append(
-            f"the uploads began from different fresh adapters ({_listed(fresh)}): if their heads were fresh too, the "
-            f"mean mixes unrelated heads. Train round 1 with the same --start-seed at every site"
-        )
-    templates = {one.client: one.template for one in said if one.template is not None}
-    if len(set(templates.values())) > 1:
-        notes.append(f"the uploads were trained with different templates: {_listed(templates)}")
     return notes
 
 
@@ -122,7 +113,7 @@ def _of_labels(said: Sequence[Facts], matter: bool) -> list[str]:
         return [f"the uploads' classes differ ({both}); their heads are left out"]
     raise AdapterFormatError(
         f"the uploads number their classes differently, so a mean would mix them: label_names of {both} in {FILE}. "
-        f"Train with the same --labels at every site; --heads drop merges the rest."
+        f"Train with the same classes at every site; --heads drop merges the rest."
     )
 
 

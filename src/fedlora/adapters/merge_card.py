@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from fedlora.adapters.card_text import base_line, cell
 from fedlora.adapters.collection import Collection
-from fedlora.adapters.merge_report import ClientReport, MergeReport, Weighed
+from fedlora.adapters.merge_report import MergeReport, Weighed
 from fedlora.adapters.reader import WEIGHTS_FILE
-from fedlora.adapters.writer import AdapterSpec
 
 _SHOWN = 10  # modules
 
@@ -38,7 +37,13 @@ def merge_card(given: Collection, report: MergeReport, made: str, asked: str) ->
     more = _others(report.module_weights)
     dropped = "".join(f"\n\nLeft out, {kind}: {_names(names)}." for kind, names in sorted(report.dropped.items()))
     errors = [[cell(r.module), str(r.full), str(r.kept), f"{r.error:.2e}"] for r in worst]
-    return f"""{_front(given.spec().base_model, "lora", "merge", "fedlora")}
+    return f"""---
+library_name: peft
+{base_line(given.spec().base_model)}tags:
+- lora
+- merge
+- fedlora
+---
 # Merged LoRA adapter
 
 {made} of {len(given.files)} adapters, exact up to the requested rank ({asked}): ranks {ranks},
@@ -53,24 +58,6 @@ The modules that lost most:
 """
 
 
-def client_card(spec: AdapterSpec, label: str, report: ClientReport, modules: int) -> str:
-    """The README.md of the adapter a client continues from. modules: the number in the global update."""
-    least, largest = report.ranks
-    ranks = str(least) if least == largest else f"{least} to {largest}"
-    held = "" if report.modules == modules else f" It has {report.modules} of {modules} modules."
-    return f"""{_front(spec.base_model, "lora", "fedlora")}
-# LoRA adapter of one client
-
-The adapter with which client {cell(report.client)} continues after a round of {cell(label)}:
-rank {ranks}, relative distance {report.error:.2e} from the global update, over all modules.{held}
-The global update is the adapter two folders above.
-"""
-
-
-def _front(base: str | None, *tags: str) -> str:
-    return "\n".join(["---", "library_name: peft", f"{base_line(base)}tags:", *(f"- {tag}" for tag in tags), "---", ""])
-
-
 def _others(weights: Mapping[str, Sequence[float]]) -> str:
     if not weights:
         return ""
@@ -83,10 +70,9 @@ def _of_rule(weighed: Weighed | None) -> str:
     if weighed is None:
         return ""
     gone = sum(c == 0 for c in weighed.counts)
-    apart = f", which is {weighed.apart:.2e} off their plain mean" if weighed.apart is not None else ""
     return (
         f"**Weighed by a robust rule**, {cell(weighed.rule)}: {gone} of {len(weighed.counts)} adapters count for "
-        f"nothing. Errors are of the mean that it weighs{apart}.\n\n"
+        f"nothing. Errors are of the mean that it weighs, which is {weighed.apart:.2e} off their plain mean.\n\n"
     )
 
 

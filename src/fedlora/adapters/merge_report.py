@@ -9,26 +9,15 @@ from fedlora.adapters.truncation import ModuleReport
 
 
 @dataclass(frozen=True)
-class ClientReport:
-    """The adapter a client continues from. client: its folder's name; ranks: its modules' smallest and largest rank;
-    modules: how many it has; error: relative distance from the global update, over all modules."""
-
-    client: str
-    ranks: tuple[int, int]
-    modules: int
-    error: float
-
-
-@dataclass(frozen=True)
 class Weighed:
     """What a robust rule did in a merge. rule: with its options. counts: each adapter's weight after the rule, in
     order. why: why each was left out or scaled down, "" if it was not. apart: relative distance between the rule's mean
-    and the plain mean; None if both include a server's state."""
+    and the plain mean."""
 
     rule: str
     counts: tuple[float, ...]
     why: tuple[str, ...]
-    apart: float | None = None
+    apart: float
 
 
 @dataclass(frozen=True)
@@ -41,9 +30,8 @@ class MergeReport:
     error from writing in `dtype` (0 if that is as wide as the computation); both over all modules. beside_rounding: the
     largest such error among the other tensors, each relative to its own size: these are whole weights, and how much
     training changed them is unknown here. modules: one by one. lacking: modules that some adapter lacks. dropped: what
-    `--heads` left out, by kind. bytes, bytes_before: size of the result's and of the adapters' tensors. clients:
-    adapters returned to clients (`--readout`). weighed: the robust rule's part (`--defence`); `weights` are those
-    before it, and `error` refers to the rule's mean.
+    `--heads` left out, by kind. bytes, bytes_before: size of the result's and of the adapters' tensors. weighed:
+    the robust rule's part (`--defence`); `weights` are those before it, and `error` refers to the rule's mean.
 
     Example:
         >>> report = resize("adapter", "of-rank-2", rank=2, dry_run=True)
@@ -68,5 +56,4 @@ class MergeReport:
     warnings: tuple[str, ...]
     bytes: int
     bytes_before: int
-    clients: tuple[ClientReport, ...] = ()
     weighed: Weighed | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from fedlora.adapters.beside import HeadRule
 from fedlora.adapters.merge_report import Weighed
 from fedlora.adapters.narrowing import parse_type
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, against_mean
-from fedlora.adapters.writer import MERGE, MERGE_FOLDER, AdapterSpec
+from fedlora.adapters.writer import MERGE, MERGE_FOLDER
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
 from fedlora.errors import ConfigError
@@ -68,17 +68,6 @@ class Source:
         found = self.combined(module)
         cut = found.cut(rule.keep(found.product))
         return cut if self.mean is None else against_mean(*cut, self.mean(module))
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What all results of one merge share: modules, other tensors, dtype, class names."""
-
-    modules: frozenset[str]
-    spec: AdapterSpec
-    extras: Mapping[str, torch.Tensor]
-    dtype: torch.dtype
-    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ One module is in memory at a time. Nothing is written until everything has been 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -18,8 +17,8 @@ from fedlora.adapters.beside import Beside, HeadRule, averaged
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.labels import labels_of, write_labels
 from fedlora.adapters.merge_card import merge_card
-from fedlora.adapters.merge_report import ClientReport, MergeReport
-from fedlora.adapters.merge_request import Parts, Place, Progress, Result, Source
+from fedlora.adapters.merge_report import MergeReport
+from fedlora.adapters.merge_request import Place, Progress, Result, Source
 from fedlora.adapters.narrowing import common_type, name_of, narrowed_pair, parse_type
 from fedlora.adapters.truncation import (
     ModuleReport,
@@ -44,11 +43,8 @@ def write_result(
     missing: Missing,
     said: Sequence[str] = (),
     progress: Progress | None = None,
-    also: Callable[[Path | None, Parts], tuple[Sequence[ClientReport], Sequence[str]]] | None = None,
 ) -> MergeReport:
-    """Cut, narrow, check and write what `source` yields; return the report. said: warnings so far. also: writes more
-    into the folder before it appears, and returns client reports and warnings; for a folder of None it only returns
-    them."""
+    """Cut, narrow, check and write what `source` yields; return the report. said: warnings so far."""
     progress = progress or (lambda steps, what: steps)
     rule, heads = RankRule.parse(wanted.rank), cast("HeadRule", wanted.heads)
     stored = sorted({each.dtype for file in given.files for path in file.layouts for each in file.pair(path)})
@@ -84,10 +80,6 @@ def write_result(
             writer.finish(extras.tensors, merge_card(given, done, source.made, str(wanted.rank)), rank=rank)
             if labels:
                 write_labels(building, labels)
-        if also is not None:
-            parts = Parts(frozenset(source.modules), spec, extras.tensors, dtype, labels)
-            clients, remarks = also(building, parts)
-            done = replace(done, clients=tuple(clients), warnings=(*done.warnings, *remarks))
     return done
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from fedlora.adapters.io import AdapterSpec, write_adapter
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.untrusted_files import read_json
-from fedlora.adapters.writer import upload_folder
+from fedlora.adapters.writer import UPLOAD_FOLDER
 from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.core.folders import replacing_folder
@@ -30,8 +30,8 @@ _MOST_EXAMPLES = 1e15  # keeps sums over any number of clients finite and accura
 @dataclass(frozen=True)
 class Facts:
     """The contents of an adapter's upload.json. client, examples: without the file, the adapter's own path and 1, and
-    `there` is False. round: from 1. labels: the classes, in order. base: file of the base model -> its SHA-256. start:
-    SHA-256 of the adapter that training began from, or "fresh, seed N". Missing facts are None."""
+    `there` is False. round: from 1. labels: the classes, in order. base: file of the base model -> its SHA-256. Missing
+    facts are None."""
 
     directory: Path
     client: str
@@ -39,8 +39,6 @@ class Facts:
     round: int | None = None
     labels: tuple[str, ...] | None = None
     base: Mapping[str, str] | None = None
-    template: str | None = None
-    start: str | None = None
     there: bool = True
 
 
@@ -71,9 +69,7 @@ def read_facts(directory: Path, limits: Limits | None = None) -> Facts:
     number = known("round", lambda v: type(v) is int and 1 <= v < 2**31, "a whole number from 1")
     labels = known("label_names", lambda v: isinstance(v, list) and _texts(v), "a list of texts")
     base = known("base_model_sha256", lambda v: isinstance(v, dict) and _texts(v.values()), "names and digests")
-    template = known("template", lambda v: isinstance(v, str), "a text")
-    start = known("trained_from", lambda v: isinstance(v, str), "a text")
-    return Facts(directory, client, examples, number, None if labels is None else tuple(labels), base, template, start)
+    return Facts(directory, client, examples, number, None if labels is None else tuple(labels), base)
 
 
 def write_upload(
@@ -83,14 +79,12 @@ def write_upload(
     *,
     round: int,
     more: Mapping[str, object] | None = None,
-    force: bool = True,
-    by: str = "fedlora",
 ) -> None:
     """Write a complete upload as a PEFT directory, which appears whole. `round` counts from 1, like the records;
-    `more`: how it came about. force: replace an existing upload that `by` wrote."""
+    `more`: how it came about. An existing upload is replaced."""
     facts = {"client": upload.client.id, "num_examples": upload.num_examples, "round": round, **(more or {})}
-    with replacing_folder(directory, force=force, kind=upload_folder(by)) as building:
-        write_adapter(building, upload.adapter, spec, by=by)
+    with replacing_folder(directory, force=True, kind=UPLOAD_FOLDER) as building:
+        write_adapter(building, upload.adapter, spec, by="fedlora")
         files.write(building / FILE, json.dumps(facts, indent=2) + "\n")
 
 

@@ -49,16 +49,12 @@ _UNSAID: Mapping[str, Any] = {
 _FILES = rf"{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)}|README\.md"
 ADAPTER_FOLDER = FolderKind("an adapter", CONFIG_FILE, _FILES)
 # Values of the mark that names a folder's writer in its weights.
-MERGE, RESIZE, TRAIN, RUN = "fedlora merge", "fedlora resize", "fedlora train", "fedlora run"
+MERGE, RESIZE, RUN = "fedlora merge", "fedlora resize", "fedlora run"
 _WEIGHTS = f"**/{WEIGHTS_FILE}"
 _RESULT = rf"{_FILES}|labels\.json"
-MERGE_FOLDER = FolderKind("a merged adapter", CONFIG_FILE, rf"(clients/[^/]+/)?({_RESULT})", only_by(MERGE, _WEIGHTS))
+MERGE_FOLDER = FolderKind("a merged adapter", CONFIG_FILE, _RESULT, only_by(MERGE, _WEIGHTS))
 RESIZE_FOLDER = FolderKind("a resized adapter", CONFIG_FILE, _RESULT, only_by(RESIZE, _WEIGHTS))
-
-
-def upload_folder(by: str) -> FolderKind:
-    """An upload written by `by`."""
-    return FolderKind("an upload", CONFIG_FILE, rf"{_FILES}|upload\.json", only_by(by, _WEIGHTS))
+UPLOAD_FOLDER = FolderKind("an upload", CONFIG_FILE, rf"{_FILES}|upload\.json", only_by("fedlora", _WEIGHTS))
 
 
 @dataclass(frozen=True)

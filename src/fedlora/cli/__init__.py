@@ -22,7 +22,7 @@ from fedlora.errors import FedLoRAError
 # before the command does its work.
 COMMANDS = {
     "run": "runs:run", "demo": "runs:demo", "compare": "compare:compare", "ranks": "methods:ranks",
-    "audit": "audit:audit", "merge": "merge:merge", "resize": "merge:resize", "train": "train:train",
+    "audit": "audit:audit", "merge": "merge:merge", "resize": "merge:resize",
     "inspect": "adapters:inspect", "diff": "adapters:diff", "validate": "export:validate", "export": "export:export",
     "privacy": "privacy:privacy", "doctor": "flower.doctor:doctor",
     "methods": "methods:app", "experiment": "experiment:app", "flower": "flower:app",

@@ -167,7 +167,7 @@ def _gguf(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: 
 
 
 def _base_files(base: str) -> BaseFiles:
-    """The base model named by `--base`: a directory or a packaged model, as in `fedlora train`.
+    """The base model named by `--base`: a directory or a packaged model.
 
     Raises:
         ConfigError: there is no directory of safetensors weights. DataError: the package is not installed.

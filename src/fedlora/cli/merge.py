@@ -64,11 +64,6 @@ def merge(
     same_base: Annotated[
         bool, typer.Option("--same-base", help="treat the adapters' base models as one, whatever their names")
     ] = False,
-    state: Annotated[Path | None, typer.Option(help="folder that keeps the server's state between merges")] = None,
-    readout: Annotated[
-        str | None,
-        typer.Option(help="also write an adapter per client: 'same' (the rank it sent), or a TOML file, client = rank"),
-    ] = None,
     defence: Annotated[
         str | None,
         typer.Option(help="a robust rule with its keys, such as 'multi-krum liars=1' (docs/how-to/robust-rules.md)"),
@@ -84,16 +79,15 @@ def merge(
     """Merge adapters into one: the exact weighted mean of their updates; with --rank its best approximation."""
     from fedlora.adapters import merging
     from fedlora.adapters.merge_request import Place, Result
+    from fedlora.cli.merge_method import merge_round
     from fedlora.cli.method_names import parse_defence
-    from fedlora.offline.rounds import merge_round
 
     target = _target(out, dry_run)
     counts = numbers(weights, "--weights") if weights is not None else None
     limits = limits_of(limit, max_bytes, max_tensors)
     allowed = allow_unknown or ()
-    finished = None
     rule = parse_defence(defence) if defence is not None else None
-    if method == "svd" and state is None and readout is None and rule is None:
+    if method == "svd" and rule is None:
         report = merging.merge(
             adapters, target, rank=rank, weights=counts, weights_from=cast("Any", weights_from), sum=sum,
             missing=cast("Any", missing), heads=cast("Any", heads), dtype=dtype, max_error=max_error,
@@ -102,7 +96,7 @@ def merge(
         )  # fmt: skip
     else:
         if sum:
-            raise ConfigError("--sum is for merges without --method, --state, --readout and --defence.")
+            raise ConfigError("--sum is for merges without --method and --defence.")
         wanted = Result(rank, heads, dtype, max_error, dry_run)
         place = Place(target, force=force, inputs=adapters)
         place.check()
@@ -111,14 +105,11 @@ def merge(
             limits=limits,
         )  # fmt: skip
         chosen, label = _method(method)
-        report, finished = merge_round(
+        report = merge_round(
             given, place, chosen, label, wanted, missing=cast("Any", missing or "zero"),
-            state=state, readout=readout, rule=rule, said=said, progress=tracked,
+            rule=rule, said=said, progress=tracked,
         )  # fmt: skip
-    of_mean = _of_what(method, ruled=rule is not None, read_out=readout is not None) if state is None else None
-    show_report(report if out else replace(report, out=""), json, of_mean)
-    if finished is not None and report.written and not json:
-        console.print(f"round {finished} of {method}")
+    show_report(report if out else replace(report, out=""), json, _of_what(method, ruled=rule is not None))
 
 
 def resize(
@@ -159,12 +150,12 @@ def _target(out: Path | None, dry_run: bool) -> Path:
     return out or Path(tempfile.gettempdir()) / f"fedlora-{uuid.uuid4().hex}"
 
 
-def _of_what(method: str, *, ruled: bool, read_out: bool) -> str | None:
+def _of_what(method: str, *, ruled: bool) -> str | None:
     """The mean that the result's error refers to, in words; None: its own modules before truncation."""
     if ruled:
         mean = "the mean that the rule weighs"
         return f"truncation error over all modules, of {mean}:" if method == "svd" else f"off {mean} by"
-    return "off the mean of the adapters by" if method != "svd" or read_out else None
+    return "off the mean of the adapters by" if method != "svd" else None
 
 
 def _method(text: str) -> tuple[Method[Any], str]:
@@ -189,12 +180,6 @@ def show_report(report: MergeReport, json: bool, of_mean: str | None) -> None:
             values = " ".join(f"{s:.2g}" for s in r.singular_values[:4]) + (" ..." if r.full > 4 else "")
             table.add_row(cell(r.module), str(r.stacked), str(r.full), str(r.kept), f"{r.error:.1e}", values)
         console.print(table)
-    if report.clients:
-        table = Table("client", "rank", "modules", "off the global update", title="Clients")
-        for c in report.clients:
-            ranks = str(c.ranks[0]) if c.ranks[0] == c.ranks[1] else f"{c.ranks[0]} to {c.ranks[1]}"
-            table.add_row(cell(c.client), ranks, str(c.modules), f"{c.error:.1e}")
-        console.print(table)
     tell_remarks(report.warnings)
     told = ", ".join(f"{w:.4g}" for w in report.weights)
     count = f"{len(report.adapters)} adapters, weights {told}" if len(report.adapters) > 1 else "1 adapter"
@@ -215,7 +200,7 @@ def show_report(report: MergeReport, json: bool, of_mean: str | None) -> None:
     for kind, names in report.dropped.items():
         console.print(f"left out, {kind}: {len(names)}, such as {shown(names[0])}")
     console.print(f"{of_mean or 'truncation error over all modules:'} {report.error:.2e}")
-    if report.weighed is not None and report.weighed.apart is not None:
+    if report.weighed is not None:
         console.print(
             f"the mean that the rule weighs is off the plain mean of all adapters by {report.weighed.apart:.2e}"
         )

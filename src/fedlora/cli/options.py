@@ -91,11 +91,6 @@ def limits_of(limit: list[str] | None, max_bytes: int | None = None, max_tensors
     return Limits.parse(limit or (), max_bytes=max_bytes, max_tensors=max_tensors)
 
 
-def split_names(text: str) -> list[str]:
-    """The names in "a, b,c"."""
-    return [name.strip() for name in text.split(",")]
-
-
 def numbers(text: str, option: str, *, least: float = -math.inf, most: float = math.inf) -> list[float]:
     """Finite numbers from "1,2.5,1e3". Raises `ConfigError`, which names the option and the numbers that it takes."""
     try:

@@ -17,8 +17,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -47,15 +46,6 @@ def save(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2
     Raises:
         CheckpointError: the value holds something that cannot be stored, or the disk refuses; older checkpoints stay.
     """
-    with saving(directory, round, value, of=of, keep=keep) as path:
-        pass
-    return path
-
-
-@contextmanager
-def saving(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2) -> Iterator[Path]:
-    """`save` as a context manager, for work that must be visible before the checkpoint: the data are on disk when the
-    block begins, and a rename at its end publishes them. If the block fails there is no checkpoint."""
     tree, tensors = encoded(value)
     try:
         content = tensor_file(tensors, {"round": str(round), "run": of, "tree": json.dumps(tree)})
@@ -67,24 +57,19 @@ def saving(directory: Path, round: int, value: Any, *, of: str = "", keep: int =
     for piece in content:
         digest.update(piece)
     path = directory / f"round-{round:05d}.{digest.hexdigest()[:16]}.safetensors"
-    in_block = False
     try:
         with files.replacing(path) as file:
             file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
-            in_block = True
-            yield path
-            in_block = False
     except OSError as error:
-        if in_block:
-            raise
         size = sum(map(len, content))
         raise CheckpointError(
             f"the checkpoint of round {round} ({size:,} bytes) could not be written to {directory}: {error}. "
             f"Earlier checkpoints are untouched; free some space and resume."
         ) from error
     _remove_older(directory, path, round, keep)
+    return path
 
 
 def keep_also(directory: Path, of: Path, round: int, *, beside: int | None = None) -> None:

@@ -90,7 +90,7 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             "the model's tokenizer has no chat template, so fedlora cannot separate a prompt from its "
-            "answer. Set data.template (--template of fedlora train) to a text such as "
+            "answer. Set data.template to a text such as "
             "'### Question:\\n{prompt}\\n\\n### Answer:\\n', a Jinja chat template, or 'none' for the bare prompt "
             "directly followed by the response."
         )

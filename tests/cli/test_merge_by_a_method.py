@@ -1,5 +1,5 @@
-"""`fedlora merge --defence`: weights and errors are those of what the rule made. Expected values: dense sums in float64
-of the adapters as written, with the weights that the rule gave."""
+"""`fedlora merge --method` and `--defence`. Expected values: those of a `Server` in memory; dense sums in float64 of
+the adapters as written, with the weights that the rule gave."""
 
 from __future__ import annotations
 
@@ -12,14 +12,41 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora import Adapter, LoRA, write_adapter
+from fedlora import Adapter, Client, LoRA, Server, Upload, build, read_adapter, write_adapter
 from fedlora.adapters.io import AdapterSpec
-from support.adapter_folders import updates
+from support.adapter_folders import saved, updates
 from support.command_line import Said
 from support.federations import noise
 
 NAMES = [f"site-{k}" for k in range(6)]
 LIAR = 4
+
+
+@pytest.mark.parametrize("method", ["glora", "glora rho=0.5", "flexlora", "hetlora", "lora-fair"])
+def test_a_merge_by_a_method_is_one_round_of_the_server(tmp_path: Path, main: Callable[..., Said], method: str) -> None:
+    name, *settings = method.split()
+    server = Server(build(name, **{key: float(value) for key, value in (s.split("=") for s in settings)}),
+                    heads="frozen", missing="zero")  # fmt: skip
+    folders = [saved(tmp_path, client, rank) for client, rank in (("a", 3), ("b", 3 if name == "lora-fair" else 2))]
+    done = main("merge", *folders, "--weights", "1,3", "--method", method, "-o", tmp_path / "out")
+    assert done.code == 0, done.err
+    read = [read_adapter(folder)[0] for folder in folders]
+    uploads = [Upload(Client(c, a.ranks), w, Adapter(a.modules)) for c, a, w in zip("ab", read, (1, 3), strict=True)]
+    start = {m: LoRA(torch.zeros_like(lora.B), lora.A) for m, lora in read[0].modules.items()}
+    state = server.aggregate(server.init(Adapter(start)), uploads)
+    want = {m: lora.map(Tensor.double).delta() for m, lora in server.global_update(state).items()}
+    for module, update in updates(tmp_path / "out").items():
+        torch.testing.assert_close(update, want[module], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["fedsa-lora", "fedsvd", "ffa-lora", "rolora", "fedex-lora", "flora"])
+def test_methods_that_need_more_than_adapters_are_refused(
+    tmp_path: Path, main: Callable[..., Said], method: str
+) -> None:
+    folders = [saved(tmp_path, name, 2) for name in "ab"]
+    done = main("merge", *folders, "--method", method, "-o", tmp_path / "o")
+    assert done.code == 2 and method in done.err and done.err.count("\n") == 1
+    assert not (tmp_path / "o").exists()
 
 
 @pytest.fixture

@@ -1,0 +1,173 @@
+"""`fedlora merge --method` and `--defence`: one round of a federated method, on adapters that arrive as files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fedlora.adapters.collection import Collection
+from fedlora.adapters.merge_report import MergeReport, Weighed
+from fedlora.adapters.merge_request import Place, Progress, Result, Source
+from fedlora.adapters.merge_result import write_result
+from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
+from fedlora.adapters.uploads import read_facts
+from fedlora.core.echo import shown
+from fedlora.core.lora import Adapter, LoRA, stack
+from fedlora.core.messages import Client, Missing, Upload
+from fedlora.core.method import Method
+from fedlora.errors import AdapterFormatError, ConfigError, repeated
+from fedlora.methods import build
+from fedlora.server.judged import Judged
+from fedlora.server.robust_rules import Rule
+from fedlora.server.server import Server
+
+Against = Callable[[str], tuple[LoRA, ModuleReport]]
+
+
+def merge_round(
+    given: Collection,
+    place: Place,
+    method: Method[Any],
+    label: str,
+    wanted: Result,
+    *,
+    missing: Missing,
+    rule: Rule | None = None,
+    said: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> MergeReport:
+    """Write a method's server update of these adapters like any merge.
+
+    Args:
+        label: the method as typed. rule: a robust rule, which weights the clients' changes; the report's remarks say
+            what it did.
+
+    Raises:
+        ConfigError: the method's clients keep a part, or its base weights move, so an adapter alone is not its result;
+            with a rule, tensors other than pairs would be averaged without it.
+        AdapterFormatError: two of the adapters belong to one client.
+        UploadRefused, RankMismatch: as in the server and the method.
+    """
+    _check_method(method)
+    if rule is not None:
+        _check_heads(given, wanted.heads)
+    clients = [read_facts(file.directory, file.limits).client for file in given.files]
+    updates, judged = _played(given, clients, method, missing, rule)
+    if judged is not None:
+        said, label = [*said, *_weighed(judged)], f"{label}, weighed by {judged.rule}"
+    of, against, weighed = _measure(given, clients, method, missing, rule, judged, updates, wanted.wide)
+    source = Source(
+        [module for module in given.modules if module in updates] + [m for m in updates if m not in set(given.modules)],
+        lambda module: combine(module, [updates[module]], [1.0], wanted.wide),
+        f"The server update of {label}", of, against, weighed,
+    )  # fmt: skip
+    return write_result(given, place, wanted, source, missing, said, progress)
+
+
+def _check_method(method: Method[Any]) -> None:
+    """Raise `ConfigError` if an adapter alone is not the method's result."""
+    roles = method.roles(0)
+    if not roles.both_shared or roles.penalty is not None:
+        raise ConfigError(
+            f"{method.name} needs clients that keep a part of their adapter or freeze it (B {roles.B}, A "
+            f"{roles.A}); with files only, a method must share both factors: glora, fedit, flexlora, svd, ..."
+        )
+    if roles.moves_base:
+        raise ConfigError(f"{method.name} moves the base weights, so its result is more than an adapter.")
+
+
+def _check_heads(given: Collection, heads: str) -> None:
+    """Raise `ConfigError` if tensors other than pairs would be averaged without the rule."""
+    beside = sorted({name for file in given.files for name in file.heads})
+    if beside and heads == "average":
+        raise ConfigError(
+            f"--defence looks only at pairs, but {len(beside)} tensors beside them (such as {shown(beside[0])}) would "
+            f"be averaged with the plain weights, liars included. Add --heads drop, or --heads first to take those of "
+            f"the first adapter; rounds of a server (fedlora run, fedlora flower) judge heads with the pairs."
+        )
+
+
+def _played(
+    given: Collection, clients: Sequence[str], method: Method[Any], missing: Missing, rule: Rule | None
+) -> tuple[Mapping[str, LoRA], Judged | None]:
+    """The server's update for each module after one round that began from no adapter, and what the rule made of it.
+
+    Raises:
+        AdapterFormatError: two uploads of one client. UploadRefused, RankMismatch, NoGlobalModel: as in the server.
+    """
+    twice = repeated(clients)
+    if twice:
+        raise AdapterFormatError(f"two of the adapters belong to client {twice[0]!r}: give one per client.")
+    uploads = []
+    for file, name, count in zip(given.files, clients, given.weights, strict=True):
+        adapter = Adapter({module: file.lora(module) for module in file.modules})
+        uploads.append(Upload(Client(name, adapter.ranks), count, adapter))
+    server = Server(method, weighting="examples", heads="frozen", missing=missing, rule=rule)
+    after = server.aggregate(server.init(_zero_start(uploads)), uploads)
+    return server.global_update(after), after.tally.judged if after.tally is not None else None
+
+
+def _zero_start(uploads: Sequence[Upload]) -> Adapter:
+    """An adapter that changes nothing, with every module at its largest rank: B = 0, A from the largest upload."""
+    largest: dict[str, LoRA] = {}
+    for upload in uploads:
+        for name, lora in upload.adapter.modules.items():
+            if name not in largest or lora.rank > largest[name].rank:
+                largest[name] = lora
+    start = {}
+    for name, lora in largest.items():
+        B, A = lora.factors
+        start[name] = LoRA(torch.zeros_like(B), A)
+    return Adapter(start)
+
+
+def _measure(
+    given: Collection, clients: Sequence[str], method: Method[Any], missing: Missing, rule: Rule | None,
+    judged: Judged | None, updates: Mapping[str, LoRA], wide: torch.dtype,
+) -> tuple[str, Against, Weighed | None]:  # fmt: skip
+    """(what the result's error is relative to, in words; that reference; what the rule did). With a rule, the reference
+    is the rule's exact weighted mean, not the plain one that includes liars."""
+
+    def plain(module: str) -> tuple[LoRA, ModuleReport]:
+        return given.merged(module, RankRule("exact"), missing, wide)
+
+    if judged is None or rule is None:
+        return "the mean of the adapters", plain, None
+    robust, exact = updates, build("svd", energy=1.0)
+    if method != exact:
+        robust, _ = _played(given, clients, exact, missing, replace(rule, factor_averages=False))
+    stood = [judged.clients[name] for name in clients]
+    weighed = Weighed(
+        judged.rule, tuple(one.after for one in stood), tuple(one.why for one in stood), _apart(robust, plain)
+    )
+    of = f"the mean that {weighed.rule} weighs"
+    return of, lambda module: _whole(combine(module, [robust[module]], [1.0], wide)), weighed
+
+
+def _whole(found: Combined) -> tuple[LoRA, ModuleReport]:
+    return found.cut(found.product.rank)
+
+
+def _apart(updates: Mapping[str, LoRA], plain: Against) -> float:
+    """The relative distance of these updates from the plain mean, over all modules."""
+    off, size = [], []
+    for module, lora in updates.items():
+        mean, report = plain(module)
+        off.append(stack([lora.map(torch.Tensor.double), mean.map(torch.Tensor.double)], [1.0, -1.0]).norm())
+        size.append(report.norm)
+    return math.hypot(*off) / math.hypot(*size) if any(size) else (math.inf if any(off) else 0.0)
+
+
+def _weighed(judged: Judged) -> list[str]:
+    """A line for each client that a robust rule left out or scaled down, or one line if there is none."""
+    lines = [
+        f"{judged.rule}: the change of {name} counts {one.after:.1%} instead of {one.before:.1%}"
+        + (f": {one.why}" if one.why else f" (norm {one.norm:.4g}, {one.distance:.4g} from the robust change)")
+        for name, one in judged.clients.items()
+        if one.after < one.before * (1 - 1e-9)
+    ]
+    return lines or [f"{judged.rule}: all changes count as they came"]
