@@ -53,17 +53,16 @@ class Collection:
         *,
         sum: bool = False,
         same_base: bool = False,
-        same_weights: bool = False,
         tokens: bool = True,
     ) -> Collection:
-        """weights: None: all count alike. same_base: treat the base models as one, whatever their names. same_weights:
-        their weight digests are equal. tokens: trained tokens are merged, so all must agree on them.
+        """weights: None: all count alike. same_base: treat the base models as one, whatever their names. tokens:
+        trained tokens are merged, so all must agree on them.
 
         Raises:
             AdapterFormatError: different bases, or contradicting configs. ConfigError: impossible weights.
         """
         used = used_weights(len(files), weights, sum=sum)
-        notes = check_same_base((base_of(file) for file in files), declared=same_base, digests=same_weights)
+        notes = check_same_base((base_of(file) for file in files), declared=same_base)
         for field in _AGREED if tokens else _AGREED[:-1]:
             values = {str(file.directory): file.config.get(field) or None for file in files}
             if len({repr(value) for value in values.values()}) > 1:

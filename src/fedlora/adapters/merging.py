@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from fedlora.adapters.agreement import check_uploads, same_weights
+from fedlora.adapters.agreement import check_uploads
 from fedlora.adapters.beside import HeadRule
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.limits import Limits
@@ -148,12 +148,10 @@ def collected(
     if weights is not None and weights_from is not None:
         raise ConfigError("give --weights or --weights-from, not both.")
     files, said = open_adapters(adapters, allow_unknown, limits)
-    said += check_uploads(files, counted=weights_from is not None, labels=heads != "drop", same_base=same_base)
+    said += check_uploads(files, counted=weights_from is not None, labels=heads != "drop")
     if weights_from is not None:
         weights = examples_of(files)
-    given = Collection.of(
-        files, weights, sum=sum, same_base=same_base, same_weights=same_weights(files), tokens=heads != "drop"
-    )
+    given = Collection.of(files, weights, sum=sum, same_base=same_base, tokens=heads != "drop")
     if missing is None:
         given.check_common()
     idle = [str(file.directory) for file, weight in zip(files, given.weights, strict=True) if not weight]

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import torch
 
-from fedlora.adapters.agreement import WEIGHTS
 from fedlora.adapters.base_names import Base
 from fedlora.adapters.io import read_adapter
 from fedlora.adapters.labels import labels_of
-from fedlora.adapters.uploads import read_facts
 from fedlora.adapters.writer import AdapterSpec
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import CheckpointError, ConfigError, counted
@@ -61,14 +59,13 @@ def _check_base(config: RunConfig, spec: AdapterSpec, folder: Path) -> None:
 
 
 def _weights_of(folder: Path) -> dict[str, str]:
-    """File -> SHA-256 of the base's weights, as its upload.json tells, or the manifest of the run that wrote it."""
-    told = read_facts(folder).base
-    if told is None:
-        try:
-            told = RunFolder(folder.resolve().parent).read_json("manifest.json")["model"]["sha256"]
-        except (CheckpointError, KeyError, TypeError):
-            return {}
-    return {name: digest for name, digest in dict(told or {}).items() if name.endswith(WEIGHTS)}
+    """File -> SHA-256 of the base's weights, as the manifest of the run that wrote it tells."""
+    try:
+        told = RunFolder(folder.resolve().parent).read_json("manifest.json")["model"]["sha256"]
+    except (CheckpointError, KeyError, TypeError):
+        return {}
+    weights = (".safetensors", ".gguf", ".bin")
+    return {name: digest for name, digest in dict(told or {}).items() if name.endswith(weights)}
 
 
 def check_fits(fresh: Adapter, given: Adapter, where: str) -> None:
