@@ -340,13 +340,6 @@ class TestReadAdapter:
         adapter, _ = read_adapter(tmp_path / "converted")
         assert_close(dense_logits(llama, updates_of(adapter), {}), logits(model))
 
-    def test_a_pickle_beside_the_safetensors_is_not_touched(self, plain):
-        before, _ = read_adapter(plain)
-        trap = plain / "sprung"
-        (plain / "adapter_model.bin").write_bytes(pickle.dumps(Trap(trap)))
-        assert_same(read_adapter(plain)[0], before)
-        assert not trap.exists()
-
 
 def saved_converted(model, directory, init):
     """Train, then save with path_initial_model_for_weight_conversion, as peft's documentation does it."""
@@ -370,16 +363,6 @@ def lora_ga_model():
     inputs = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
     preprocess_loraga(model, config, lambda: model(inputs_embeds=inputs, labels=TOKENS).loss.backward())
     return model, config
-
-
-class Trap:
-    """Unpickling it creates a directory."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (os.fspath(self.path),)
 
 
 # ---- writing what peft reads -----------------------------------------------------------------------------------------
@@ -985,17 +968,6 @@ class TestRefusedFiles:
         (plain / WEIGHTS_FILE).write_bytes(content)
         with pytest.raises(AdapterFormatError, match=WEIGHTS_FILE):
             read_adapter(plain)
-
-    def test_a_pickle_is_refused_and_not_opened(self, plain, tmp_path):
-        sprung = tmp_path / "sprung"
-        pickle.loads(pickle.dumps(Trap(sprung)))
-        assert sprung.exists()  # the trap works
-        sprung.rmdir()
-        (plain / WEIGHTS_FILE).unlink()
-        (plain / "adapter_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
-        with pytest.raises(AdapterFormatError, match=r"adapter_model\.bin.*pickle"):
-            read_adapter(plain)
-        assert not sprung.exists()
 
     @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe\x00", b'"LORA"', b"null"], ids=str)
     def test_a_config_that_is_no_json_object(self, content, plain):

@@ -16,8 +16,8 @@ from fedlora.adapters.beside import HeadRule
 from fedlora.adapters.merge_report import Weighed
 from fedlora.adapters.narrowing import parse_type
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, against_mean
-from fedlora.adapters.writer import MERGE, MERGE_FOLDER
-from fedlora.core.folders import FolderKind, check_target, replacing_folder
+from fedlora.adapters.writer import ADAPTER_FOLDER
+from fedlora.core.folders import check_target, replacing_folder
 from fedlora.core.lora import LoRA
 from fedlora.errors import ConfigError
 
@@ -72,22 +72,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Place:
-    """A result's destination. force: replace what is there, if it is entirely of `kind`. inputs: never replaced. by:
-    the writer's name to record in the result."""
+    """A result's destination. force: replace what is there, if it is only an adapter. inputs: never replaced."""
 
     out: Path
-    kind: FolderKind = MERGE_FOLDER
-    by: str = MERGE
     force: bool = False
     inputs: Sequence[str | os.PathLike[str]] = ()
 
     def check(self) -> None:
         """Raise `ConfigError` if the result cannot or may not be written; call it before long work."""
-        check_target(self.out, force=self.force, kind=self.kind, inputs=self.inputs)
+        check_target(self.out, force=self.force, kind=ADAPTER_FOLDER, inputs=self.inputs)
 
     def building(self) -> AbstractContextManager[Path]:
         """A folder that becomes the result if the block succeeds."""
-        return replacing_folder(self.out, force=self.force, kind=self.kind, inputs=self.inputs)
+        return replacing_folder(self.out, force=self.force, kind=ADAPTER_FOLDER, inputs=self.inputs)
 
 
 def one_of(option: str, value: object, known: Sequence[str]) -> None:

@@ -61,7 +61,7 @@ def write_result(
         limits = given.files[0].limits
         writer = None
         if building is not None:
-            writer = stack.enter_context(AdapterWriter(building, spec, by=place.by, limits=limits))
+            writer = stack.enter_context(AdapterWriter(building, spec, limits=limits))
         reports, width = _cut_each(source, rule, dtype, writer, progress)
         _check_error(wanted, source, reports, extras, dtype)
         rank, more = _rank(wanted, rule, reports)

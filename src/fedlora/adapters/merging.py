@@ -18,7 +18,6 @@ from fedlora.adapters.merge_result import write_result
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import RankRule
 from fedlora.adapters.uploads import FILE, read_facts
-from fedlora.adapters.writer import MERGE, MERGE_FOLDER, RESIZE, RESIZE_FOLDER
 from fedlora.core.echo import quoted
 from fedlora.core.messages import Missing
 from fedlora.errors import AdapterFormatError, ConfigError
@@ -60,7 +59,7 @@ def merge(
         heads: for fully trained modules: the mean, the first adapter's, or none.
         dtype: float16, bfloat16, float32 or float64; default: the adapters' own.
         max_error: write nothing beyond this relative error. same_base: treat their base models as one, whatever their
-            names. dry_run: write nothing. force: replace the result of an earlier merge.
+            names. dry_run: write nothing. force: replace a folder that holds only an adapter.
 
     Raises:
         AdapterFormatError: an adapter cannot be read, or does not add up with the others. ConfigError,
@@ -77,7 +76,7 @@ def merge(
         raise ConfigError("--sum uses weights as they are, but --missing renormalise rescales them: leave out one.")
     if isinstance(adapters, str | os.PathLike):
         raise ConfigError("adapters must be a list of directories; for a single one write [directory].")
-    place = Place(Path(out), MERGE_FOLDER, MERGE, force, adapters)
+    place = Place(Path(out), force, adapters)
     place.check()
     given, said = collected(
         adapters, weights, weights_from, missing, sum=sum, heads=heads, same_base=same_base,
@@ -119,7 +118,7 @@ def resize(
     rule = RankRule.parse(rank)
     least = int(rule.value) if rule.kind == "rank" else 0
     wanted = Result(rank, "first", dtype, max_error, dry_run, least=least)
-    place = Place(Path(out), RESIZE_FOLDER, RESIZE, force, [adapter])
+    place = Place(Path(out), force, [adapter])
     place.check()
     files, said = open_adapters([adapter], allow_unknown, limits)
     given = Collection.of(files)

@@ -81,7 +81,7 @@ def write_upload(
     `more`: how it came about. An existing upload is replaced."""
     facts = {"client": upload.client.id, "num_examples": upload.num_examples, "round": round, **(more or {})}
     with replacing_folder(directory, force=True, kind=UPLOAD_FOLDER) as building:
-        write_adapter(building, upload.adapter, spec, by="fedlora")
+        write_adapter(building, upload.adapter, spec)
         files.write(building / FILE, json.dumps(facts, indent=2) + "\n")
 
 

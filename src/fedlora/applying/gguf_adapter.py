@@ -31,7 +31,6 @@ from fedlora.core.lora import LoRA
 from fedlora.errors import AdapterFormatError, ConfigError, escaped
 
 NAME, CARD = "adapter.gguf", "README.md"
-_MARK, _BY = "fedlora.written_by", "fedlora export --for gguf"
 GGUF_TYPES = {name: TYPES[name] for name in ("float16", "bfloat16", "float32")}
 _EQUAL = 2.0**-23  # alpha is a float32, and llama.cpp divides in float32
 
@@ -63,7 +62,7 @@ def write_gguf(
 
     Args:
         dtype: of the factors, from `GGUF_TYPES`; None: as they are stored, or float32 if that is wider or a scale went
-            into them. force: replace what this function wrote earlier.
+            into them. force: replace a folder of these two files.
 
     Raises:
         AdapterFormatError: the adapter does not fit the base, or llama.cpp would not add all of it. ConfigError: the
@@ -164,7 +163,6 @@ def _write(path: Path, arch: str, alpha: float, tensors: Mapping[str, Tensor]) -
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
-    writer.add_string(_MARK, _BY)
     for name, tensor in tensors.items():
         if tensor.dtype == torch.bfloat16:  # numpy has no such type
             raw = tensor.contiguous().view(torch.uint8).numpy()
@@ -185,16 +183,4 @@ def _card(file: AdapterFile, arch: str, modules: int) -> str:
     )
 
 
-def _not_ours(folder: Path) -> str | None:
-    """Why `_BY` did not write a folder, in words."""
-    import gguf
-
-    try:
-        fields = gguf.GGUFReader(folder / NAME).fields
-        said = bytes(fields[_MARK].parts[-1]).decode() if _MARK in fields else ""
-    except (ValueError, IndexError, OSError, OverflowError):
-        said = ""
-    return None if said == _BY else f"holds an {NAME} that `{_BY}` did not write"
-
-
-_KIND = FolderKind("an adapter for llama.cpp", NAME, r"adapter\.gguf|README\.md", _not_ours)
+_KIND = FolderKind("an adapter for llama.cpp", NAME, r"adapter\.gguf|README\.md")

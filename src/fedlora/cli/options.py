@@ -66,7 +66,7 @@ BaseModel = Annotated[
 ]
 Force = Annotated[
     bool,
-    typer.Option("--force", help="replace an earlier result of this command, your edits too; refuse anything else"),
+    typer.Option("--force", help="replace a folder that holds nothing but such a result; refuse anything else"),
 ]
 MaxBytes = Annotated[
     int | None,
