@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,30 +56,6 @@ class Beside:
     rounding: Mapping[str, float]
 
 
-def kept(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
-    """Tensor other than a pair -> (its kind, the adapters the rule takes it from, with their weights; none: left out).
-
-    Raises:
-        ConfigError: no such rule. AdapterFormatError: the rule does not apply to some tensor (the message lists rules
-            that do), or one adapter has LoRA on an embedding and another lora_bias, which peft cannot combine.
-    """
-    if rule not in get_args(HeadRule):
-        raise ConfigError(f"--heads must be one of {', '.join(get_args(HeadRule))}; got {str(rule)[:80]!r}.")
-    found = _held(given, rule)
-    why = _obstacle(given, found, rule)
-    if why is not None:
-        ways = [way for other, way in _WAYS.items() if _obstacle(given, _held(given, other), other) is None]
-        raise AdapterFormatError(f"{why} {', '.join(ways)}.")
-    tables = [path for path, layout in given.layouts.items() if layout.kind == "embedding"]
-    biases = [path for path, (kind, _) in found.items() if kind == "added"]
-    if tables and biases:
-        raise AdapterFormatError(
-            f"{quoted(tables[0])} is an embedding, for which peft takes no lora_bias, but another adapter has "
-            f"{quoted(biases[0])}: no adapter holds both."
-        )
-    return found
-
-
 def averaged(
     given: Collection, rule: HeadRule, dtype: torch.dtype | None = None, missing: Missing = "zero", *,
     added: torch.dtype | None = None,
@@ -90,12 +66,12 @@ def averaged(
     biases' dtype, which is that of the factors; None: their own.
 
     Raises:
-        AdapterFormatError: as `kept`; shapes differ; integers differ; or the weights do not add up to 1 and whole
+        AdapterFormatError: as `_kept`; shapes differ; integers differ; or the weights do not add up to 1 and whole
             tensors differ, since these are no updates.
     """
     found, used, left, rounding = {}, {}, {}, {}
     wide = torch.promote_types(dtype or added or torch.float32, torch.float32)
-    for path, (kind, held) in sorted(kept(given, rule).items()):
+    for path, (kind, held) in sorted(_kept(given, rule).items()):
         own, _ = common_type(file.stored_head(name).dtype for file, _, name in held)
         needed = allocation.bytes_to_average([file.stored_head(name) for file, _, name in held])
         allocation.check(needed, f"averaging {quoted(path)}", given.files[0].limits)
@@ -124,6 +100,28 @@ def averaged(
 
 
 # -------------------------------------------------------------------------------------------- which adapters hold them
+
+
+def _kept(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
+    """Tensor other than a pair -> (its kind, the adapters the rule takes it from, with their weights; none: left out).
+
+    Raises:
+        AdapterFormatError: the rule does not apply to some tensor (the message lists rules that do), or one adapter has
+            LoRA on an embedding and another lora_bias, which peft cannot combine.
+    """
+    found = _held(given, rule)
+    why = _obstacle(given, found, rule)
+    if why is not None:
+        ways = [way for other, way in _WAYS.items() if _obstacle(given, _held(given, other), other) is None]
+        raise AdapterFormatError(f"{why} {', '.join(ways)}.")
+    tables = [path for path, layout in given.layouts.items() if layout.kind == "embedding"]
+    biases = [path for path, (kind, _) in found.items() if kind == "added"]
+    if tables and biases:
+        raise AdapterFormatError(
+            f"{quoted(tables[0])} is an embedding, for which peft takes no lora_bias, but another adapter has "
+            f"{quoted(biases[0])}: no adapter holds both."
+        )
+    return found
 
 
 def _held(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:

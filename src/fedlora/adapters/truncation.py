@@ -91,10 +91,6 @@ class Combined:
 
     def cut(self, rank: int) -> tuple[LoRA, ModuleReport]:
         """The best balanced pair of that rank, and its report."""
-        return LoRA(*self.product.balanced(min(rank, self.product.rank))), self.report(rank)
-
-    def report(self, rank: int) -> ModuleReport:
-        """The report without the pair."""
         s = self.product.s
         kept, unit = min(rank, len(s)), s[0] if s else 1.0
         energy = [(x / unit) ** 2 for x in s]  # unscaled squares would underflow or overflow
@@ -102,7 +98,8 @@ class Combined:
         error = math.sqrt(math.fsum(energy[kept:]) / total) if total else 0.0
         lost = _FLOAT64 * self.product.terms / (math.sqrt(total) * unit) if total else 0.0
         error = math.hypot(error, lost) if lost > _TOLD else error
-        return ModuleReport(self.module, self.stacked, len(s), kept, error, math.sqrt(total) * unit, s)
+        report = ModuleReport(self.module, self.stacked, len(s), kept, error, math.sqrt(total) * unit, s)
+        return LoRA(*self.product.balanced(kept)), report
 
 
 def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: torch.dtype | None = None) -> Combined:

@@ -232,7 +232,7 @@ class AdapterWriter:
         it has an effect, because older peft versions refuse fields they do not know."""
         spec = self._spec
         largest = max(self._ranks.values())  # r: readers that ignore patterns then allocate enough
-        other = {self._pattern(path): r for path, r in self._ranks.items() if r != largest}
+        other = {self._patterns[path]: r for path, r in self._ranks.items() if r != largest}
         needed = {"peft_type": "LORA", "r": largest, "lora_alpha": alpha_for(spec.scaling, largest)}
         saved = saved_modules_for(spec.config, heads)
         found = {
@@ -253,10 +253,6 @@ class AdapterWriter:
         known = found.keys() if spec.fields is None else spec.fields | spec.config.keys()
         said = {key: value for key, value in found.items() if key in known or value != _UNSAID.get(key)}
         return {**spec.config, **said, **needed}
-
-    def _pattern(self, path: str) -> str:
-        """A pattern that matches only this path."""
-        return self._patterns[path]
 
     @cached_property
     def _patterns(self) -> Mapping[str, str]:

@@ -19,7 +19,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -53,7 +53,7 @@ class FolderKind:
     name: str
     sign: str | None
     files: str
-    instead: str = field(default="name another directory", compare=False)
+    instead: str = "name another directory"
 
     def stranger(self, folder: Path) -> str | None:
         """Why `folder` is not entirely of this kind, in words; None if it is."""
