@@ -46,7 +46,7 @@ def check_same_base(bases: Iterable[Base], *, declared: bool = False) -> list[st
         if not (declared or is_same_base(a, b)):
             raise AdapterFormatError(
                 f"the adapters belong to different base models, so they do not add up: {a} and {b}. "
-                f"If both are the same model with the same weights, name it alike in their adapter_config.json, or merge "
+                f"If both are the same model with the same weights, name it alike in both configs, or merge "
                 f"with --same-base (same_base=True)."
             )
         if a.name != b.name:
