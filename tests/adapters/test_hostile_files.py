@@ -118,7 +118,7 @@ def used(folder: Path, out: Path) -> None:
         file.head(path)
     write_adapter(out, *read_adapter(folder))
     both = Collection.of([file, file], [0.7, 0.3])
-    _ = both.modules, both.layouts, both.spec(), averaged(both, "average"), file.base, file.stored
+    _ = both.modules, both.layouts, both.spec(), averaged(both, "average"), file.stored
 
 
 def refused(folder: Path, why: str, main: Callable[..., Said], *, validate: bool = True) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedlora import read_adapter
 from fedlora.adapters import AdapterFile, MergeReport, merge, resize
-from fedlora.adapters.truncation import RankRule, merge_module
+from fedlora.adapters.truncation import combine
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from support.adapter_folders import HEADS, SHAPES, bare, lora, saved, updates
 from support.command_line import Said
@@ -411,7 +411,7 @@ def test_float16_that_overflows_is_refused(tmp_path: Path) -> None:
 def test_updates_beyond_every_number_are_refused(dtype: torch.dtype, size: float) -> None:
     huge = lora(20, 2, 12, "huge").map(lambda t: (t * size).to(dtype))
     with pytest.raises(AdapterFormatError, match="overflows"):
-        merge_module("m", [huge], [1.0], RankRule("exact"))
+        combine("m", [huge], [1.0])
 
 
 # ---- readers with one alpha ------------------------------------------------------------------------------------------

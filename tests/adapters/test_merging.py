@@ -20,7 +20,7 @@ from torch import Tensor
 from fedlora import LoRA, read_adapter
 from fedlora.adapters import merge
 from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.truncation import RankRule, merge_module, total_error
+from fedlora.adapters.truncation import ModuleReport, RankRule, combine, total_error
 from fedlora.errors import AdapterFormatError, ConfigError, HyperparameterError, ShapeError
 from support.adapter_folders import HEADS, SHAPES, bare, lora, saved
 from support.command_line import Said
@@ -34,12 +34,17 @@ pytestmark = [FUTURE_NAMES, LORA_BIAS]
 # ---- one module ------------------------------------------------------------------------------------------------------
 
 
+def merged_by(loras: Sequence[LoRA], weights: Sequence[float], rule: RankRule) -> tuple[LoRA, ModuleReport]:
+    found = combine("m", loras, weights)
+    return found.cut(rule.keep(found.product))
+
+
 @pytest.mark.parametrize("ranks", [(2,), (3, 5), (4, 4, 6)])
 def test_an_exact_merge_is_the_dense_mean(ranks: Sequence[int]) -> None:
     """sum w_i B_i A_i in float64; its rank is the stacked one while that fits; nothing is lost."""
     pairs = [lora(20, r, 12, k) for k, r in enumerate(ranks)]
     weights = [1 / (k + 2) for k in range(len(ranks))]
-    merged, report = merge_module("m", pairs, weights, RankRule("exact"))
+    merged, report = merged_by(pairs, weights, RankRule("exact"))
     want = sum(w * x.delta() for w, x in zip(weights, pairs, strict=True))
     torch.testing.assert_close(merged.delta(), want, rtol=0, atol=1e-12)
     assert (report.stacked, report.full, report.kept) == (sum(ranks), min(12, sum(ranks)), min(12, sum(ranks)))
@@ -52,7 +57,7 @@ def test_an_exact_merge_is_the_dense_mean(ranks: Sequence[int]) -> None:
 def test_a_cut_is_the_best_of_its_rank_and_its_error_is_known(rank: int) -> None:
     """Eckart-Young by the dense SVD."""
     pairs = [lora(20, 4, 12, k) for k in range(2)]
-    merged, report = merge_module("m", pairs, [0.3, 0.7], RankRule("rank", rank))
+    merged, report = merged_by(pairs, [0.3, 0.7], RankRule("rank", rank))
     U, s, Vh = torch.linalg.svd(0.3 * pairs[0].delta() + 0.7 * pairs[1].delta(), full_matrices=False)
     torch.testing.assert_close(merged.delta(), U[:, :rank] * s[:rank] @ Vh[:rank], rtol=0, atol=1e-12)
     assert report.error == pytest.approx(float(s[rank:].norm() / s.norm()), abs=1e-12)
@@ -63,22 +68,22 @@ def test_a_share_of_the_energy_is_one_component_at_least() -> None:
     pair = LoRA(torch.diag(torch.tensor([3.0, 2.0, 1.0])), torch.eye(3))
     for size in (1.0, 1e-30, 1e30):
         small = LoRA(pair.factors[0] * size, pair.factors[1])
-        assert merge_module("m", [small], [1.0], RankRule("energy", 1e-12))[1].kept == 1
-    assert merge_module("m", [LoRA(torch.zeros(3, 3), torch.eye(3))], [1.0], RankRule("energy", 0.5))[1].kept == 0
+        assert merged_by([small], [1.0], RankRule("energy", 1e-12))[1].kept == 1
+    assert merged_by([LoRA(torch.zeros(3, 3), torch.eye(3))], [1.0], RankRule("energy", 0.5))[1].kept == 0
 
 
 def test_energy_keeps_the_least_rank_that_holds_it() -> None:
     """By hand: singular values 3, 2, 1 hold 9/14, 13/14 and all of the energy."""
     pair = LoRA(torch.diag(torch.tensor([3.0, 2.0, 1.0]).double()), torch.eye(3).double())
     for share, kept in ((0.6, 1), (9 / 14, 1), (0.65, 2), (13 / 14, 2), (0.95, 3), (1.0, 3)):
-        assert merge_module("m", [pair], [1.0], RankRule("energy", share))[1].kept == kept
+        assert merged_by([pair], [1.0], RankRule("energy", share))[1].kept == kept
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_narrow_factors_are_computed_in_float32(dtype: torch.dtype) -> None:
     """Against the dense float64 mean of what was stored."""
     pairs = [lora(20, 4, 12, k, dtype=dtype) for k in range(2)]
-    merged, _ = merge_module("m", pairs, [0.5, 0.5], RankRule("exact"))
+    merged, _ = merged_by(pairs, [0.5, 0.5], RankRule("exact"))
     want = sum(0.5 * x.map(Tensor.double).delta() for x in pairs)
     assert merged.factors[0].dtype == torch.float32
     assert float((merged.map(Tensor.double).delta() - want).norm() / want.norm()) < 1e-6  # type: ignore[union-attr]
@@ -86,7 +91,7 @@ def test_narrow_factors_are_computed_in_float32(dtype: torch.dtype) -> None:
 
 def test_other_matrices_do_not_add_up() -> None:
     with pytest.raises((ShapeError, RuntimeError)):
-        merge_module("m", [lora(20, 2, 12, 0), lora(20, 2, 13, 1)], [0.5, 0.5], RankRule("exact"))
+        merged_by([lora(20, 2, 12, 0), lora(20, 2, 13, 1)], [0.5, 0.5], RankRule("exact"))
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "energy=0", "energy=1.5", "energy=x", "all", "", "1e3"])
@@ -97,7 +102,7 @@ def test_a_rank_that_is_none_is_refused(text: str) -> None:
 
 def test_the_total_error_weighs_modules_by_their_size() -> None:
     """By hand: errors 0.1 of norm 3 and 0.5 of norm 4: sqrt(0.09 + 4) / 5."""
-    _, a = merge_module("a", [lora(9, 2, 9, 0)], [1.0], RankRule("exact"))
+    _, a = merged_by([lora(9, 2, 9, 0)], [1.0], RankRule("exact"))
     reports = [type(a)("a", 2, 2, 2, 0.1, 3.0, ()), type(a)("b", 2, 2, 2, 0.5, 4.0, ())]
     assert total_error(reports) == pytest.approx(math.sqrt(0.09 + 4) / 5)
 

@@ -491,7 +491,7 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
                 file.lora(module), file.scale(module)
             for path in file.heads:
                 file.head(path), file.kind(path)
-            _ = file.base, file.size(), file.stored
+            _ = file.size(), file.stored
             labels_of(folder), read_facts(folder)  # which `validate` reads, too
 
         read = call("AdapterFile", read_all)

@@ -6,9 +6,8 @@ Only stated facts are compared: a missing fact, or a missing upload.json, contra
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fedlora.adapters import allocation
 from fedlora.adapters.io import AdapterSpec, read_adapter
@@ -34,7 +33,8 @@ def check_uploads(files: Sequence[AdapterFile], *, counted: bool, labels: bool =
     notes = _of_labels(said, labels) + _of_clients(said, counted)
     rounds = {one.client: one.round for one in said if one.round is not None}
     if len(set(rounds.values())) > 1:
-        notes.append(f"the uploads belong to different rounds: {_listed(rounds)}")
+        told = ", ".join(f"{quoted(name, 80)} {number}" for name, number in list(rounds.items())[:4])
+        notes.append(f"the uploads belong to different rounds: {told}{', ...' if len(rounds) > 4 else ''}")
     return notes
 
 
@@ -110,8 +110,3 @@ def _of_clients(said: Sequence[Facts], counted: bool) -> list[str]:
                 raise AdapterFormatError(f"{both}: its examples would count twice. Give one per client, or --weights.")
             notes.append(f"{both}: it counts {len(uploads)} times")
     return notes
-
-
-def _listed(found: Mapping[str, Any]) -> str:
-    told = ", ".join(f"{quoted(name, 80)} {quoted(value, 40)}" for name, value in list(found.items())[:4])
-    return told + (", ..." if len(found) > 4 else "")

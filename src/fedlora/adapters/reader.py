@@ -136,12 +136,6 @@ class AdapterFile:
         return name
 
     @property
-    def base(self) -> str:
-        """The base model and its revision, in words."""
-        revision = self.config.get("revision")
-        return f"{self.base_model or 'not named'}{f' at revision {revision}' if revision else ''}"
-
-    @property
     def stored(self) -> Mapping[str, Stored]:
         """Every tensor's header entry, by key."""
         return self._parsed.tensors

@@ -128,14 +128,6 @@ def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: t
     return Combined(name, sum(lora.rank for lora in loras), found)
 
 
-def merge_module(
-    name: str, loras: Sequence[LoRA], weights: Sequence[float], rule: RankRule
-) -> tuple[LoRA, ModuleReport]:
-    """The weighted sum of updates (`combine`) at the rule's rank, and its report."""
-    found = combine(name, loras, weights)
-    return found.cut(rule.keep(found.product))
-
-
 def against_mean(lora: LoRA, report: ModuleReport, mean: tuple[LoRA, ModuleReport]) -> tuple[LoRA, ModuleReport]:
     """Report a module that a method made, compared with the exact mean: `error` is its distance from that."""
     exact, of_mean = mean

@@ -65,7 +65,9 @@ def read_facts(directory: Path, limits: Limits | None = None) -> Facts:
           f"a name of up to {_LONGEST_NAME} letters on one line")  # fmt: skip
     known("num_examples", lambda v: 0 <= v <= _MOST_EXAMPLES, f"a number from 0 to {_MOST_EXAMPLES:g}")
     number = known("round", lambda v: type(v) is int and 1 <= v < 2**31, "a whole number from 1")
-    labels = known("label_names", lambda v: isinstance(v, list) and _texts(v), "a list of texts")
+    labels = known(
+        "label_names", lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v), "a list of texts"
+    )
     return Facts(directory, client, examples, number, None if labels is None else tuple(labels))
 
 
@@ -83,7 +85,3 @@ def write_upload(
     with replacing_folder(directory, force=True, kind=UPLOAD_FOLDER) as building:
         write_adapter(building, upload.adapter, spec)
         files.write(building / FILE, json.dumps(facts, indent=2) + "\n")
-
-
-def _texts(values: Any) -> bool:
-    return all(isinstance(value, str) for value in values)

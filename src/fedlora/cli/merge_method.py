@@ -13,7 +13,7 @@ from fedlora.adapters.collection import Collection
 from fedlora.adapters.merge_report import MergeReport, Weighed
 from fedlora.adapters.merge_request import Place, Progress, Result, Source
 from fedlora.adapters.merge_result import write_result
-from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
+from fedlora.adapters.truncation import Combined, ModuleReport, combine
 from fedlora.adapters.uploads import read_facts
 from fedlora.core.echo import shown
 from fedlora.core.lora import Adapter, LoRA, stack
@@ -133,7 +133,7 @@ def _measure(
     is the rule's exact weighted mean, not the plain one that includes liars."""
 
     def plain(module: str) -> tuple[LoRA, ModuleReport]:
-        return given.merged(module, RankRule("exact"), missing, wide)
+        return _whole(given.combined(module, missing, wide))
 
     if judged is None or rule is None:
         return "the mean of the adapters", plain, None
