@@ -841,21 +841,6 @@ def test_an_adapter_without_the_file_is_one_example_named_by_its_path(equal: Sit
     ]  # fmt: skip
 
 
-def test_sites_call_one_base_model_by_other_names(tmp_path: Path) -> None:
-    """As `merge` has it: equal digests of the weights in every upload.json make it one, and names alone do not."""
-    weights = {"base_model_sha256": {"model.safetensors": "a" * 64, "config.json": "b" * 64}}
-    for name, more in (("one", weights), ("two", weights), ("silent", {}), ("other", {"base_model_sha256": {
-        "model.safetensors": "c" * 64}})):  # fmt: skip
-        spec = replace(SPEC, config={**SPEC.config, "base_model_name_or_path": f"/srv/{name}/model"})
-        upload = Upload(Client(name, 4), 3, random_adapter(name, 4))
-        write_upload(tmp_path / name, upload, spec, round=1, more=more)
-    got, _ = read_uploads([tmp_path / "one", tmp_path / "two"])
-    assert [one.client.id for one in got] == ["one", "two"]
-    for third in ("silent", "other"):
-        with pytest.raises(AdapterFormatError, match=r"different base models.*all are equal"):
-            read_uploads([tmp_path / "one", tmp_path / "two", tmp_path / third])
-
-
 @pytest.mark.parametrize(
     ("content", "error"),
     [

@@ -19,7 +19,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -42,8 +42,8 @@ class FolderKind:
     """Describes one kind of folder, so that a folder of any other kind is never deleted by mistake.
 
     name: in words, with an article. sign: a file that every such folder has; None if there is none. files: a regular
-    expression for its files' paths, with "/" between the parts. mark: a further check that returns why a folder fails
-    it, in words, or None. instead: what the user can do other than moving it away.
+    expression for its files' paths, with "/" between the parts. instead: what the user can do other than moving it
+    away.
 
     Example:
         >>> FolderKind("an adapter", "adapter_config.json", r"adapter_config[.]json|README[.]md").name
@@ -53,8 +53,7 @@ class FolderKind:
     name: str
     sign: str | None
     files: str
-    mark: Callable[[Path], str | None] | None = field(default=None, compare=False)
-    instead: str = field(default="name another directory", compare=False)
+    instead: str = "name another directory"
 
     def stranger(self, folder: Path) -> str | None:
         """Why `folder` is not entirely of this kind, in words; None if it is."""
@@ -63,7 +62,7 @@ class FolderKind:
         for found in _leaves(folder):
             if found.endswith("/") or not re.fullmatch(self.files, found):
                 return f"holds {quoted(found)}, which is not part of {self.name}"
-        return None if self.mark is None else self.mark(folder)
+        return None
 
 
 ANY_FOLDER = FolderKind("a folder", None, r"(?s:.*)")  # for places only we write to, such as a run's
