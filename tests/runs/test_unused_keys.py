@@ -102,7 +102,7 @@ ALWAYS = {  # what they cannot do with others is an error of its own, at the lat
     "model": "path task device adapter dtype bf16 four_bit checkpointing dropout",
     "lora": "targets scaling alpha rslora dropout saved",
     "method": "*",
-    "server": "weighting heads quorum missing memory workers upload gauge_stress",
+    "server": "weighting heads quorum missing memory workers gauge_stress",
     "clients": "ranks own_test",
     "defence": "rule",
     "data": "train clients task max_train validation test max_length",

@@ -99,12 +99,7 @@ class DefenceSection(Section):
         return Mixing(made, self.liars, factor_averages=self.factor_averages)
 
 
-def check_rule(
-    rule: Rule,
-    method: Method[Any],
-    ranks: Sequence[Mapping[str, int]],
-    p: Sequence[float],
-) -> str | None:
+def check_rule(rule: Rule, method: Method[Any], ranks: Sequence[Mapping[str, int]], p: Sequence[float]) -> str | None:
     """Check that the rule can weight a round of clients with these weights.
 
     Args:
