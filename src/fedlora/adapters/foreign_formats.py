@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fedlora.core.echo import quoted, shown
+from fedlora.core.text import quoted, shown
 from fedlora.errors import AdapterFormatError
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.untrusted_files import StrangersFile, raw_header
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError
 
 _KEY = "written_by"

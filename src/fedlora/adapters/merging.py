@@ -19,8 +19,8 @@ from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import RankRule
 from fedlora.adapters.uploads import FILE, read_facts
 from fedlora.adapters.writer import MERGE, MERGE_FOLDER, RESIZE, RESIZE_FOLDER, VLLM, VLLM_FOLDER
-from fedlora.core.echo import quoted
 from fedlora.core.messages import Missing
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.own_modes import own_modes
 

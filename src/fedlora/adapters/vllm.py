@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from fedlora.adapters.collection import Collection
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # accepted values for max_lora_rank

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedlora.adapters.module_names import plain
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.judge import Judged
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 
 # transformers' model_type -> llama.cpp's name of the architecture.

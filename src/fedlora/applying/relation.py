@@ -10,7 +10,7 @@ from fedlora.adapters.agreement import base_weights
 from fedlora.adapters.base_names import KNOWN_WEIGHTS, is_path, is_quantised
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.base_folder import BaseFiles
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.data.hub_folders import repository_of
 
 

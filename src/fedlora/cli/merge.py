@@ -25,7 +25,7 @@ from fedlora.cli.options import (
     numbers,
 )
 from fedlora.cli.screen import Table, cell, console, print_json, tell_remarks, tracked
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 

@@ -1,7 +1,7 @@
 """Shared ground: adapters, the method protocol, the messages between server and clients, and how values are stored.
 
 Read `method` first. Everything here is an immutable value or a pure function. It needs torch and safetensors only, and
-modules that need neither (`files`, `echo`, ...) import neither.
+modules that need neither (`files`, `text`, ...) import neither.
 """
 
 from typing import TYPE_CHECKING

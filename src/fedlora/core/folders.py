@@ -25,7 +25,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from fedlora.core import beside
-from fedlora.core.echo import quoted, shown
+from fedlora.core.text import quoted, shown
 from fedlora.errors import ConfigError
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC

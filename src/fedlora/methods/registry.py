@@ -13,9 +13,9 @@ from numbers import Integral, Real
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from fedlora.core.echo import quoted
 from fedlora.core.method import Method
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import quoted
 from fedlora.errors import FedLoRAError, HyperparameterError
 from fedlora.methods.fedex_lora import FedExLoRA
 from fedlora.methods.fedit import FedIT

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fedlora.core import files
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import LedgerError, ShapeError
 from fedlora.privacy.events import Budget, Charged, Event
 from fedlora.privacy.ledger import Ledger

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core import beside, files
-from fedlora.core.echo import quoted, shown
 from fedlora.core.folders import check_target, place
+from fedlora.core.text import quoted, shown
 from fedlora.errors import CheckpointError, ConfigError, counted
 from fedlora.runs.sums import SUMS, compared, write_sums
 

@@ -30,7 +30,7 @@ from fedlora.adapters.reader import scaled
 from fedlora.core import beside
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
-from fedlora.core.parent import end, end_marked, how_ended, killed_with
+from fedlora.core.process import end, how_ended, killed_with
 from fedlora.core.trainer import Trained
 from fedlora.data.rows import Rows
 from fedlora.doing import doing
@@ -208,7 +208,6 @@ class ProgramTrainer:
                 ) from None
             finally:
                 end(process)
-                end_marked(f"{VARIABLE}={round.path}")  # whatever it left running, also in sessions of their own
             if code:
                 raise ProgramFailed(
                     f"{what} ended {how_ended(code)} after {time.monotonic() - began:.0f} s. {_last_line(file)} "

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import FedLoRAError
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.salt import with_salt

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Began, Ended, Event, PolicyChanged

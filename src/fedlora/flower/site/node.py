@@ -18,11 +18,11 @@ from flwr.app import RecordDict
 
 from fedlora.client import begin_round, finish_round
 from fedlora.core import checkpoint
-from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import ClientMemory, Form
 from fedlora.core.parcels import Cache, Parcel, remember, unpack
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import quoted
 from fedlora.core.trainer import Trainer
 from fedlora.errors import ConfigError, KeptStateError, UploadRefused
 from fedlora.flower.messages.envelope import Receipt, opened, receipt_of
