@@ -78,7 +78,7 @@ def merge(
         raise ConfigError("--sum uses weights as they are, but --missing renormalise rescales them: leave out one.")
     if isinstance(adapters, str | os.PathLike):
         raise ConfigError("adapters must be a list of directories; for a single one write [directory].")
-    place = Place(Path(out), MERGE_FOLDER, MERGE, force, adapters)
+    place = Place(Path(out), MERGE_FOLDER, MERGE, force)
     place.check()
     given, said = collected(
         adapters, weights, weights_from, missing, sum=sum, heads=heads, same_base=same_base,
@@ -120,7 +120,7 @@ def resize(
     rule = RankRule.parse(rank)
     least = int(rule.value) if rule.kind == "rank" else 0
     wanted = Result(rank, "first", dtype, max_error, dry_run, least=least)
-    place = Place(Path(out), RESIZE_FOLDER, RESIZE, force, [adapter])
+    place = Place(Path(out), RESIZE_FOLDER, RESIZE, force)
     return _one(adapter, place, wanted, allow_unknown, limits, progress)
 
 
@@ -144,7 +144,7 @@ def for_vllm(
         ConfigError: vLLM does not take all of it, and the message says which parts; or as in `merge`.
     """
     wanted = Result("exact", "drop" if drop else "first", dtype, vllm=True)
-    return _one(adapter, Place(Path(out), VLLM_FOLDER, VLLM, force, [adapter]), wanted, allow_unknown, limits, progress)
+    return _one(adapter, Place(Path(out), VLLM_FOLDER, VLLM, force), wanted, allow_unknown, limits, progress)
 
 
 def _one(

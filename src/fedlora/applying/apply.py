@@ -99,7 +99,7 @@ def apply_adapter(
         ConfigError: the base's files are invalid; `out` is not empty, lies in an input, or cannot be written.
     """
     kept, left_out = base.side_files()
-    how: Any = {"force": force, "kind": model_folder(kept), "inputs": [file.directory, base.directory]}
+    how: Any = {"force": force, "kind": model_folder(kept)}
     _refuse_inside(file.directory, base.directory, out)
     check_target(out, **how)
     verdict = judged(file, base)

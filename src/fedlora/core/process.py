@@ -29,8 +29,8 @@ def killed_with(parent: int) -> None:
 
 
 def ends_with(owner: int) -> None:
-    """From now on a thread ends this process when `owner` ends: for processes that outlive the thread that started them,
-    with which `killed_with` would end them."""
+    """From now on a thread ends this process when the process `owner` ends. Unlike `killed_with`, whatever becomes of
+    the thread that started it; but not in the middle of a call that gives no other thread a turn."""
     threading.Thread(target=_end_after, args=(owner,), daemon=True).start()
 
 

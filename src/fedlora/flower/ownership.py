@@ -11,7 +11,7 @@ import pwd
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fedlora.core import beside
+from fedlora.core import files
 from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
@@ -70,7 +70,7 @@ def locked(path: Path, refused: Callable[[str], str]) -> Iterator[int]:
     """
     descriptor = opened_here(path, os.O_RDWR)
     try:
-        taken = beside.hold(descriptor)
+        taken = files.hold(descriptor)
         if taken is False:
             raise ConfigError(refused(_holder_said(descriptor)))
         if taken is None:
@@ -107,7 +107,7 @@ def holder(path: Path) -> int | None:
         return None
     try:
         said = _holder_said(descriptor)
-        return int(said) if beside.hold(descriptor) is False and said.isdigit() else None
+        return int(said) if files.hold(descriptor) is False and said.isdigit() else None
     finally:
         os.close(descriptor)
 

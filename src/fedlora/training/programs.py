@@ -27,7 +27,7 @@ from typing import IO
 from fedlora.adapters.base_names import Base
 from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.reader import scaled
-from fedlora.core import beside
+from fedlora.core import files
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.core.process import end, how_ended, killed_with
@@ -256,7 +256,7 @@ def _alone(place: Path) -> Iterator[None]:
     """Keep others out of a client's folder. Raises `ProgramFailed` if somebody plays a round there."""
     held = os.open(place, os.O_RDONLY)
     try:
-        if beside.hold(held) is False:
+        if files.hold(held) is False:
             raise ProgramFailed(
                 f"another process plays a round of {place.name!r} in {place}. Wait for it, or work in another folder."
             )
