@@ -6,7 +6,6 @@ import ast
 import importlib
 import subprocess
 import sys
-import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -92,22 +91,3 @@ def test_what_scripts_import_of_fedlora_is_there() -> None:
 def test_everything_public_exists_and_is_documented() -> None:
     for name in set(fedlora.__all__) - {"METHODS"}:
         assert getattr(fedlora, name).__doc__, name
-
-
-def test_what_torch_and_safetensors_suffice_for_asks_torch_for_no_numpy() -> None:
-    """import-linter sees no `tensor.numpy()`, and no writer of safetensors that imports numpy inside.
-
-    Expected: the packages of the contract in pyproject.toml. The release's tests run them where numpy is not installed.
-    """
-    root = Path(__file__).parent.parent
-    contracts = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
-        "contracts"
-    ]
-    (core,) = [contract for contract in contracts if contract["name"].startswith("Torch and safetensors are enough")]
-    found = []
-    for name in core["source_modules"]:
-        place = root / "src" / Path(*name.split("."))
-        for path in [*place.rglob("*.py"), place.with_suffix(".py")]:
-            text = path.read_text(encoding="utf-8") if path.is_file() else ""
-            found += [f"{path.name}: {asked}" for asked in (".numpy(", "safetensors.torch.save") if asked in text]
-    assert not found, f"{found}: fedlora.linalg.stored and fedlora.core.tensor_file do without"

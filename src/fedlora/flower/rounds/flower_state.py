@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from fedlora.core import checkpoint
 from fedlora.core.lora import named_tensors
@@ -30,8 +30,6 @@ class Unusable:
     """What became of a client in the attempts at a round that did not count. times: those in which it was to be asked
     and gave nothing usable. fate, why: in the last of them."""
 
-    TAG: ClassVar[str] = "unusable/1"
-
     times: int
     fate: str
     why: str
@@ -47,8 +45,6 @@ class FlowerState:
     asked). unusable: for clients that gave nothing usable in an attempt at the next round. members: the clients of the
     policy as it was last read, with their ranks. keys: theirs at that time.
     """
-
-    TAG: ClassVar[str] = "flower/3"
 
     run: str
     state: RunState

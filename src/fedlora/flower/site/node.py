@@ -12,7 +12,6 @@ import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from flwr.app import RecordDict
 
@@ -39,8 +38,6 @@ class NodeState:
     """What stays with a client after one round's work. kept: local parts of its adapter. position: how far it has read
     its data. cache: what it received for training and need not be sent again. measured: the same, received for a
     measurement; a server that was killed in between knows only `cache`. began: the rounds that this work began with."""
-
-    TAG: ClassVar[str] = "node/1"
 
     kept: Adapter | None = None
     position: int = 0
