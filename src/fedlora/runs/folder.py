@@ -177,7 +177,7 @@ class RunFolder:
                 return False
             return set(os.listdir(path)) <= allowed | {left.name for left in files.leftovers(path)}
         if name != "config.json":
-            return path in files.leftovers(self.path)
+            return name.startswith((".config.json.", ".manifest.json.")) and path in files.leftovers(self.path)
         try:
             value = json.loads(path.read_bytes()) if path.is_file() else None
         except (ValueError, RecursionError):  # our own file appears whole
