@@ -184,7 +184,7 @@ class ClientFailed(FedLoRAError):
 
 
 class WorkerDied(FedLoRAError, RuntimeError):
-    """A worker process died during its work, and died again on the same work alone."""
+    """A worker process died during its work."""
 
 
 class LedgerError(FedLoRAError, ValueError):

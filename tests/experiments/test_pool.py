@@ -99,30 +99,6 @@ def test_an_interrupt_while_it_ends_is_raised_when_all_have_ended(monkeypatch: p
     assert len(ended) == 3 and len(set(ended)) == 3
 
 
-def test_sigterm_while_libraries_are_imported_leaves_nothing_and_says_nothing(tmp_path: Path) -> None:
-    """The fork server imports for a minute. Whoever reads the output (a pipe, a batch system) waits for everybody who
-    holds it: it is at an end at once, and holds no traceback of a fork that found its parent gone."""
-    (tmp_path / "slow.py").write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(60)\n")
-    (tmp_path / "main.py").write_text("""
-import signal
-from fedlora.experiments import pool
-from support.pool_tasks import nothing, square
-pool._IMPORTED = ("slow",)
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as `fedlora experiment run` has it
-    list(pool.run_in_slots(square, iter([1, 2, 3]), [pool.Process(nothing) for _ in "ab"], watch=lambda running: None))
-""")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(TESTS), *sys.path])}
-    script = [sys.executable, str(tmp_path / "main.py")]
-    parent = subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    until((tmp_path / "begun").exists)
-    parent.terminate()
-    began = time.monotonic()
-    said, _ = parent.communicate(timeout=50)
-    assert time.monotonic() - began < 20 and parent.returncode == -signal.SIGINT
-    assert said.count("Traceback") == 1 and said.rstrip().endswith("KeyboardInterrupt")  # that of the script itself
-
-
 def test_the_processes_end_when_the_one_that_asked_is_killed(tmp_path: Path) -> None:
     """kill -9 in the middle of a task: nobody can clean up, and nobody has to."""
     code = f"""

@@ -61,7 +61,7 @@ def test_a_kill_at_any_step_releases_once_and_charged(
     seen = Counter()
     for entry in found:
         then, finally_ = json.loads(entry["then"]), json.loads(entry["finally"])
-        assert entry["next"] == "done" and entry["left"] == []
+        assert entry["next"] == "done" and not any(".round-" in name for name in entry["left"])
         ((number, digest),) = finally_["charged"]
         (shown, whole) = finally_["held"]["1"]
         assert (number, digest) == (1, whole)

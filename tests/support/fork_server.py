@@ -22,16 +22,12 @@ from typing import Any
 import pytest
 from jaxtyping import config
 
-from fedlora.experiments import pool
-
 TESTS = Path(__file__).parent.parent
 PRELOADED = [f"support.{name}" for name in ("projects", "processes", "coarse_losses")] + ["fedlora.runs.plots"]
 
 
 def fork_server() -> Any:
-    """multiprocessing's context. What is not imported yet, its server imports once. All tests share it, so none ends
-    it."""
-    pool.end_server = lambda: None
+    """multiprocessing's context. What is not imported yet, its server imports once. All tests share it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()

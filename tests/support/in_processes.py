@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -27,16 +26,6 @@ def who(resident: Any, item: float) -> tuple[float, int, int, int]:
     """The item, the process, its threads and its number."""
     time.sleep(item)
     return item, os.getpid(), torch.get_num_threads(), resident.get("number", -1)
-
-
-def stuck(resident: Any, item: int) -> bool:
-    """A call that gives no other thread a turn, for longer than anybody waits."""
-    return re.match(r"(a+)+$", "a" * item + "b") is None
-
-
-def asleep_or_stuck(resident: Any, item: int) -> bool:
-    """Ten minutes for 0; longer than anybody waits for 1."""
-    return stuck(resident, 40) if item else bool(who(resident, 600.0))
 
 
 def number(resident: dict[str, Any], mine: int) -> None:
@@ -109,15 +98,15 @@ def die_at_start(resident: Any, mine: int) -> None:
 
 
 class Deadly(Toy):
-    """A toy trainer whose process dies in the work of one client: once, or every time."""
+    """A toy trainer whose process dies in the work of client b."""
 
-    def __init__(self, folder: Path, victim: str, times: int) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.folder, self.victim, self.times = folder, victim, times
+        self.folder = folder
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
-        if download.client.id == self.victim:
-            die(self.folder, ("always" if self.times < 0 else f"{self.victim}{download.round}", self.times))
+        if download.client.id == "b":
+            die(self.folder, ("always", 0))
         return super().train(download, adapter, position)
 
 
@@ -128,8 +117,3 @@ class Raising(Toy):
         if download.client.id == "b":
             raise ZeroDivisionError("b divides by zero") if download.round == 0 else Unpicklable("x")
         return super().train(download, adapter, position)
-
-
-def mask(answer: Any) -> None:
-    """Whether SIGINT is held back in this process."""
-    answer.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))

@@ -23,7 +23,7 @@ import torch
 
 from fedlora import Adapter, LoRA, read_adapter, write_adapter
 from fedlora.adapters.io import AdapterSpec
-from fedlora.core import files, folders
+from fedlora.core import files
 from fedlora.core.folders import ANY_FOLDER, replacing_folder
 from fedlora.errors import FedLoRAError
 
@@ -48,7 +48,6 @@ def die_at(step: int, steps: tuple[str, ...] = STEPS) -> list[str]:
 
     for name in steps:
         counted(os, name)
-    counted(folders, "_exchange")
     return seen
 
 
@@ -80,7 +79,7 @@ def killed(prepare: Callable[[], None], write: Callable[[], None], look: Look, a
         except FedLoRAError as error:
             entry["next"] = str(error)
         entry["finally"] = look()
-        entry["left"] = sorted(str(path.relative_to(home)) for path in home.rglob("*.part"))
+        entry["left"] = sorted(str(path.relative_to(home)) for path in home.rglob(".*.part"))
         for path in sorted(home.rglob("*")):
             if path.is_file() and ".part" not in str(path):
                 bits.update(f"{path.relative_to(home)}\0".encode() + path.read_bytes())
@@ -114,24 +113,22 @@ def content(target: Path) -> str:
 
 def folder_scenario(name: str, home: Path) -> list[dict[str, Any]]:
     target = home / "a" / "b" / "out" if name == "parents" else home / "out"
-    forced = name in ("exchanged", "renamed twice", "refused afterwards")
-    exchange = folders._exchange
-    if name in ("renamed twice", "refused afterwards"):  # a file system that cannot exchange folders
-        folders._exchange = lambda one, other: False
 
     def prepare() -> None:
         if name == "empty":
             target.mkdir()
-        if forced:
+        if name == "replaced":
             fill(target, "old")
 
     def after() -> None:
-        fill(target, "new", force=name != "refused afterwards")
+        fill(target, "new", force=True)
 
-    try:
-        return killed(prepare, lambda: fill(target, "new", force=forced), lambda: content(target), after, home)
-    finally:
-        folders._exchange = exchange
+    def look() -> str:
+        if name == "replaced" and not target.exists():
+            return " and ".join(sorted(content(path) for path in home.glob(".*.part"))) + " beside it"
+        return content(target)
+
+    return killed(prepare, lambda: fill(target, "new", force=True), look, after, home)
 
 
 def file_scenario(home: Path) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.uploads import FILE, Facts, read_facts
-from fedlora.core.echo import quoted
 from fedlora.core.messages import Client, Upload, checked_examples
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, repeated
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.errors import AdapterFormatError
 
 _QUANTISED = "-bnb-4bit"

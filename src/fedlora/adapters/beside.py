@@ -27,8 +27,8 @@ from fedlora.adapters.collection import TIED, Collection
 from fedlora.adapters.module_names import plain
 from fedlora.adapters.narrowing import common_type, narrowed
 from fedlora.adapters.reader import AdapterFile
-from fedlora.core.echo import quoted
 from fedlora.core.messages import Missing
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.weighted_mean import weighted_mean
 

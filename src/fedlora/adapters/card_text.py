@@ -6,7 +6,7 @@ import os
 import re
 
 from fedlora.adapters.base_names import is_path
-from fedlora.core.echo import MOST, markdown_cell, yaml_string
+from fedlora.core.text import MOST, markdown_cell, yaml_string
 
 
 def cell(text: str) -> str:

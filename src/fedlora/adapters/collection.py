@@ -20,9 +20,9 @@ from fedlora.adapters.io import AdapterSpec, spec_of
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import Combined, combine
-from fedlora.core.echo import quoted
 from fedlora.core.messages import Missing
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 
 # Fields that describe the file's other content or its base; all adapters must agree on them.

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from fedlora.core.echo import quoted, shown
+from fedlora.core.text import quoted, shown
 from fedlora.errors import AdapterFormatError
 
 Refuse = Callable[[str, str], AdapterFormatError]  # (field, why) -> the error

@@ -23,8 +23,8 @@ from typing import Any
 from fedlora.adapters.config_fields import is_adalora
 from fedlora.adapters.module_names import may_be_embedding, saved_modules
 from fedlora.adapters.patterns import Question, matches
-from fedlora.core.echo import quoted
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError
 
 ALL_LINEAR = "all-linear"

@@ -17,7 +17,7 @@ from fedlora.adapters.limits import Limits
 from fedlora.adapters.module_names import may_be_embedding, plain, saved_modules
 from fedlora.adapters.parsed import Meaning, Parsed
 from fedlora.adapters.untrusted_files import FLOATS
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError
 
 # Beyond this, sums of squares in float32 come near its end (3e38), and no model's weight is anywhere near.

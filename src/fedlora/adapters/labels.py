@@ -17,7 +17,7 @@ from fedlora.adapters.limits import Limits
 from fedlora.adapters.untrusted_files import read_json
 from fedlora.adapters.uploads import FILE, read_facts
 from fedlora.core import files
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError
 
 LABELS_FILE = "labels.json"

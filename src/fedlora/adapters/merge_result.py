@@ -27,8 +27,8 @@ from fedlora.adapters.truncation import (
     total_rounding,
 )
 from fedlora.adapters.writer import AdapterWriter, pad_rank
-from fedlora.core.echo import quoted
 from fedlora.core.messages import Missing
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 
 _MUCH_ROUNDING = 0.02  # bfloat16 rounds numbers in its range by 0.003

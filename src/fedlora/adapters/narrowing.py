@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedlora.adapters.untrusted_files import type_name
-from fedlora.core.echo import quoted
 from fedlora.core.lora import LoRA
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 
 TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}

@@ -24,8 +24,8 @@ from fedlora.adapters.config_meaning import (
 from fedlora.adapters.layouts import Layout
 from fedlora.adapters.module_names import Parameters, asked_as, check_names, plain
 from fedlora.adapters.untrusted_files import FLOATS, Stored
-from fedlora.core.echo import quoted
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError
 
 PREFIX = "base_model.model."

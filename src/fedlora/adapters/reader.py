@@ -47,9 +47,9 @@ from fedlora.adapters.untrusted_files import (
     same_bytes,
     tensor_of,
 )
-from fedlora.core.echo import quoted
 from fedlora.core.lora import LoRA
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, escaped
 
 CONFIG_FILE = "adapter_config.json"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from fedlora.core.echo import quoted
 from fedlora.core.lora import LoRA, stack
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError
 from fedlora.linalg import unit_roundoff
 

@@ -17,8 +17,8 @@ from typing import Literal
 
 import torch
 
-from fedlora.core.echo import quoted
 from fedlora.core.lora import LoRA, stack
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, HyperparameterError, ShapeError
 from fedlora.linalg import rank_tolerance
 from fedlora.linalg.product import Product, product

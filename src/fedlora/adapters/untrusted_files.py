@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedlora.adapters.limits import Limits
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError
 from fedlora.given_files import TooMuchJson, opened, parse_json
 

@@ -17,9 +17,9 @@ from fedlora.adapters.limits import Limits
 from fedlora.adapters.untrusted_files import read_json
 from fedlora.adapters.writer import UPLOAD_FOLDER
 from fedlora.core import files
-from fedlora.core.echo import quoted
 from fedlora.core.folders import replacing_folder
 from fedlora.core.messages import Upload
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError
 
 FILE = "upload.json"

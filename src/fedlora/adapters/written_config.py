@@ -9,7 +9,7 @@ from fedlora.adapters.config_meaning import SAVED_FOR, extra_kind, resolve
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.module_names import Parameters, asked_as, saved_modules
 from fedlora.adapters.patterns import is_name
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError
 
 _CHOOSING = ("exclude_modules", "layers_to_transform", "layers_pattern")  # fields that exclude some targets

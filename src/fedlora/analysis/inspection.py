@@ -15,8 +15,8 @@ from torch import Tensor
 from fedlora.adapters import allocation
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.reader import AdapterFile
-from fedlora.core.echo import quoted
 from fedlora.core.lora import LoRA, stack
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ShapeError
 from fedlora.linalg import gauge_fix, norm, rank_tolerance, svd_of_product
 

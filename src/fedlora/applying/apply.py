@@ -93,7 +93,7 @@ def apply_adapter(
         ConfigError: the base's files are invalid; `out` is not empty, lies in an input, or cannot be written.
     """
     kept, left_out = base.side_files()
-    how: Any = {"force": force, "kind": model_folder(kept), "inputs": [file.directory, base.directory]}
+    how: Any = {"force": force, "kind": model_folder(kept)}
     check_target(out, **how)
     verdict = judged(file, base)
     _check_memory(verdict)

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import CONFIG_FILE as ADAPTER_CONFIG
 from fedlora.adapters.untrusted_files import FLOATS, Stored, StrangersFile, header_of, read_json, tensor_of
-from fedlora.core.echo import quoted, shown
+from fedlora.core.text import quoted, shown
 from fedlora.data.hub_folders import repository_of
 from fedlora.errors import AdapterFormatError, ConfigError
 

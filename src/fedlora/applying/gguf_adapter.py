@@ -29,9 +29,9 @@ from fedlora.applying.base_folder import BaseFiles
 from fedlora.applying.judge import Judged, judged
 from fedlora.applying.relation import relation
 from fedlora.core import files
-from fedlora.core.echo import quoted
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError, escaped
 
 NAME, CARD = "adapter.gguf", "README.md"
@@ -81,7 +81,7 @@ def write_gguf(
     """
     if dtype is not None and dtype not in GGUF_TYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(GGUF_TYPES)}; got {dtype[:40]!r}.")
-    place: dict[str, Any] = {"force": force, "kind": _KIND, "inputs": [file.directory, base.directory]}
+    place: dict[str, Any] = {"force": force, "kind": _KIND}
     check_target(out, **place)
     try:
         given, verdict = file, judged(file, base)

@@ -30,7 +30,7 @@ from fedlora.adapters.reader import PREFIX, AdapterFile
 from fedlora.applying.base_folder import BaseFiles
 from fedlora.applying.layers import NAME, asks_whether_tied, parameter_of, token_rows, within
 from fedlora.applying.model import WAY_OUT, Built, built, load, quiet, said
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, FedLoRAError, escaped
 
 # Fields that only concern initialisation or running: peft does not get them, so it loads and imports nothing for them.

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from fedlora.adapters.config_meaning import TOKENS
 from fedlora.adapters.module_names import plain
 from fedlora.applying.model import WAY_OUT, Built
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError
 
 NAME = "default"  # the adapter's name in the peft model

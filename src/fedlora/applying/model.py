@@ -27,7 +27,7 @@ from fedlora.adapters.module_names import plain
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.base_folder import BaseFiles
 from fedlora.applying.old_names import by_new_names
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 
 WAY_OUT = "Merge this adapter with peft's merge_and_unload, in the program that has the model"

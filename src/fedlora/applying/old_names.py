@@ -15,7 +15,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_adapter_state
 from fedlora.adapters.config_fields import is_adalora
 from fedlora.adapters.module_names import plain
 from fedlora.adapters.reader import PREFIX, AdapterFile
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError
 
 

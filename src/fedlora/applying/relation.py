@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fedlora.adapters.base_names import Base, is_quantised, is_same_base
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.base_folder import BaseFiles
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.data.hub_folders import repository_of
 
 

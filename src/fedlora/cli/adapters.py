@@ -12,7 +12,7 @@ import typer
 from fedlora.cli.measures import byte_size
 from fedlora.cli.options import Adapters, AllowUnknown, AsJson, Limit, OneAdapter, limits_of
 from fedlora.cli.screen import Table, cell, console, import_plots, plotted, print_json, tell_remarks
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.errors import AdapterFormatError
 from fedlora.runs.drawing import check_picture
 from fedlora.runs.folder import plain

@@ -22,7 +22,7 @@ from fedlora.cli.options import (
     limits_of,
 )
 from fedlora.cli.screen import complain, console, notes, print_json, tell_remarks, tracked
-from fedlora.core.echo import quoted, shown
+from fedlora.core.text import quoted, shown
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.runs.folder import plain
 

@@ -25,7 +25,7 @@ from fedlora.cli.options import (
     numbers,
 )
 from fedlora.cli.screen import Table, cell, console, print_json, tell_remarks, tracked
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
@@ -98,7 +98,7 @@ def merge(
         if sum:
             raise ConfigError("--sum is for merges without --method and --defence.")
         wanted = Result(rank, heads, dtype, max_error, dry_run)
-        place = Place(target, force=force, inputs=adapters)
+        place = Place(target, force=force)
         place.check()
         given, said = merging.collected(
             adapters, counts, weights_from, missing, heads=heads, same_base=same_base, allow_unknown=allowed,

@@ -15,10 +15,10 @@ from fedlora.adapters.merge_request import Place, Progress, Result, Source
 from fedlora.adapters.merge_result import write_result
 from fedlora.adapters.truncation import Combined, ModuleReport, combine
 from fedlora.adapters.uploads import read_facts
-from fedlora.core.echo import shown
 from fedlora.core.lora import Adapter, LoRA, stack
 from fedlora.core.messages import Client, Missing, Upload
 from fedlora.core.method import Method
+from fedlora.core.text import shown
 from fedlora.errors import AdapterFormatError, ConfigError, repeated
 from fedlora.methods import build
 from fedlora.server.judged import Judged

@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Table as _Table
 from rich.text import Text
 
-from fedlora.core.echo import escaped, shown
+from fedlora.core.text import escaped, shown
 from fedlora.doing import heard, stepped
 from fedlora.errors import ConfigError
 

@@ -7,7 +7,6 @@ a new client, or one that was away, needs more of them or the total. Both are fa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +27,6 @@ class BaseChange:
     version: the number of steps in it. steps: the newest steps, oldest first. Older steps are dropped once the kept
     ones would be larger than the total, so the state is at most twice the total's size.
     """
-
-    TAG: ClassVar[str] = "base-change/1"
 
     total: LoRA
     version: int

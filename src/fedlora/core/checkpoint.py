@@ -4,7 +4,7 @@
 
 The file is written whole or not at all (`files`). Its name carries the SHA-256 of its content, so damage shows. Its
 metadata names the round and the run, and a checkpoint of another round or run is refused, whatever its name. The reader
-supplies the types and the file refers to them by tags only, so a checkpoint cannot name code to run.
+supplies the types and the file refers to them by name only, so a checkpoint cannot name code to run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import types
 import typing
@@ -35,6 +34,7 @@ from fedlora.errors import CheckpointError
 
 T = TypeVar("T")
 
+_FACTS = "fedlora"
 _NAME = re.compile(r"round-(\d{5,})\.([0-9a-f]{16})\.safetensors")
 
 
@@ -46,48 +46,20 @@ def save(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2
         CheckpointError: the value holds something that cannot be stored, or the disk refuses; older checkpoints stay.
     """
     tree, tensors = encoded(value)
-    # One entry, because safetensors writes several in any order; clones, because it refuses tensors that share memory.
-    said = {"checkpoint": json.dumps({"run": of, "round": round, "tree": tree})}
-    content = safetensors.torch.save({name: tensor.clone() for name, tensor in tensors.items()}, said)
+    apart = {path: tensor.clone() for path, tensor in tensors.items()}  # safetensors refuses tensors that share memory
+    facts = json.dumps({"round": round, "run": of, "tree": tree})  # in one key: safetensors mixes the order of several
+    content = safetensors.torch.save(apart, {_FACTS: facts})
     path = directory / f"round-{round:05d}.{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
     try:
-        with files.replacing(path) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        files.write(path, content)
+        files.sweep(directory)
+        _remove_older(directory, path, round, keep)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of round {round} ({len(content):,} bytes) could not be written to {directory}: {error}. "
             f"Earlier checkpoints are untouched; free some space and resume."
         ) from error
-    _remove_older(directory, path, round, keep)
     return path
-
-
-def keep_also(directory: Path, of: Path, round: int, *, beside: int | None = None) -> None:
-    """Keep the checkpoint of `round` from `of` in `directory` too, as a hard link where the file system has them,
-    independent of the original; remove all others in `directory`, except for that of the round `beside`.
-
-    Raises:
-        CheckpointError: `of` has no checkpoint of that round, or the disk refuses.
-    """
-    found = [path for number, _, path in _listed(of) if number == round]
-    if not found:
-        raise CheckpointError(f"{of} has no checkpoint of round {round}.")
-    place = directory / found[0].name
-    try:
-        if not place.exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(found[0], place)
-            except OSError:  # a file system without links
-                files.write(place, files.read(found[0]))
-            files.sync_folder(directory)
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint of round {round} could not be kept in {directory}: {error}.") from error
-    for number, _, old in _listed(directory):
-        if old != place and (number != beside or number == round):
-            old.unlink()
 
 
 def _remove_older(directory: Path, newest: Path, round: int, keep: int) -> None:
@@ -162,7 +134,8 @@ def _read(path: Path, round: int, digest: str, of: str, kind: type[T], extra: tu
         raise CheckpointError(f"checkpoint {path.name} is damaged: its content does not match its digest.")
     try:
         with safe_open(path, framework="pt") as file:
-            facts = json.loads(file.metadata()["checkpoint"])
+            facts = json.loads(file.metadata()[_FACTS])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         tree, told = facts["tree"], (facts["run"], facts["round"])
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
@@ -171,8 +144,8 @@ def _read(path: Path, round: int, digest: str, of: str, kind: type[T], extra: tu
         what = f"of round {told[1]}: it was copied or renamed" if told[0] == of else other
         raise CheckpointError(f"checkpoint {path.name} is {what}.")
     try:
-        return decoded(tree, safetensors.torch.load_file(path), kind, *extra)
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        return decoded(tree, tensors, kind, *extra)
+    except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
 
 
@@ -192,7 +165,7 @@ def decoded(tree: Any, tensors: Mapping[str, Tensor], kind: type[T], *extra: typ
     Raises:
         KeyError, TypeError, ValueError: it is another's. RecursionError: it is nested too deep.
     """
-    value: T = _decode(tree, tensors, {_type_name(cls): cls for cls in _dataclasses(kind, *extra)})  # type: ignore[arg-type]
+    value: T = _decode(tree, tensors, {_name(cls): cls for cls in _dataclasses(kind, *extra)})  # type: ignore[arg-type]
     if not isinstance(value, kind):
         raise ValueError(f"it is no {kind.__name__}")
     return value
@@ -213,7 +186,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
                 f"does not accept it (init=False), so it could not be restored. Make it a property."
             )
         inside = {f.name: _encode(getattr(value, f.name), _below(path, f.name), tensors) for f in fields(value)}
-        return {"dataclass": _type_name(type(value)), "fields": inside}
+        return {"dataclass": _name(type(value)), "fields": inside}
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise CheckpointError(f"a mapping at {path or '/'} has keys that are not strings; it cannot be stored.")
@@ -227,10 +200,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise CheckpointError(f"a {type(value).__name__} at {path or '/'} cannot be stored in a checkpoint.")
 
 
-def _type_name(cls: type) -> str:
-    """The class's own tag, which survives moving or renaming its code; without one, its module and name."""
-    tag = vars(cls).get("TAG")  # only its own: a subclass of a tagged class is another class
-    return tag if isinstance(tag, str) else f"{cls.__module__}.{cls.__qualname__}"
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _below(path: str, key: str) -> str:
@@ -246,10 +217,7 @@ def _decode(tree: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type])
             return tensors[path]
         case {"dataclass": name, "fields": inside}:
             if name not in known:
-                raise ValueError(
-                    f"it holds a {name!r}, and the classes known here are {', '.join(sorted(known))}. Was that class "
-                    f"renamed or moved? Give it the class attribute TAG = {name!r}, its name in this file"
-                )
+                raise ValueError(f"it holds a {name!r}, and the classes known here are {', '.join(sorted(known))}")
             return known[name](**{key: _decode(item, tensors, known) for key, item in inside.items()})
         case {"mapping": items}:
             return ReadOnly({key: _decode(item, tensors, known) for key, item in items.items()})

@@ -1,4 +1,6 @@
-"""Atomic file writing: write beside the target, flush, rename, flush the folder.
+"""Writing a file so that it is there whole or not at all: write it beside its place, flush, rename, flush the folder.
+
+    .NAME.0123456789ab.part        what is being written; after a kill it stays, and nothing reads it
 
 For whole folders, see `folders`.
 """
@@ -6,21 +8,22 @@ For whole folders, see `folders`.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
-import stat
+import re
+import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from fedlora.core import beside
-from fedlora.core.beside import sync_folder
 from fedlora.given_files import opened
 
-__all__ = ["digest", "making", "opened", "read", "replacing", "sweep", "sync_folder", "write"]
+__all__ = ["digest", "hold", "leftovers", "opened", "read", "replacing", "sweep", "sync_folder", "unfinished", "write"]
 
-_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
 
 
 def read(path: Path) -> bytes:
@@ -37,62 +40,30 @@ def digest(path: Path) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` if the block succeeds; otherwise `path` stays as it was and nothing is left.
+    """A file to write that becomes `path` if the block succeeds; otherwise `path` stays as it was.
 
-    Creates the folder if it is missing. After a crash at any moment the old or the new file is there, whole; the next
-    write to `path` removes what the crash left beside it. A link at `path` is replaced by the file, and its target is
-    not touched.
+    Creates the folder if it is missing, and keeps an old file's permissions. After a kill at any moment the old or the
+    new file is there, whole. A link at `path` is replaced by the file, and its target is not touched.
 
     Raises:
         OSError: the disk refuses. The old file is untouched.
     """
-    given, path = path, path.absolute()
-    lasting = not beside.is_unseen(path)
-    place: Path | None = None
+    path = path.absolute()  # the current directory may change meanwhile
+    path.parent.mkdir(parents=True, exist_ok=True)
+    place = unfinished(path)
     try:
-        with making(path.parent):
-            if lasting:
-                sweep(path)
-            place, descriptor = _made(path)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    with suppress(FileNotFoundError):
-                        old = path.lstat().st_mode
-                        if stat.S_ISREG(old):
-                            os.fchmod(descriptor, old & 0o777)
-                    yield file
-                    file.flush()
-                    if lasting:
-                        os.fsync(descriptor)
-                    os.replace(place, path)  # while we hold the lock: otherwise another process could sweep it
-            except BaseException:
-                with suppress(OSError):
-                    place.unlink(missing_ok=True)
-                raise
-            if lasting:
-                sync_folder(path.parent)
-    except OSError as error:
-        if error.errno and str(error.filename) in ("None", str(place)):
-            raise OSError(error.errno, error.strerror, str(given)) from error  # the temporary name helps nobody
-        raise
-
-
-@contextmanager
-def making(folder: Path) -> Iterator[None]:
-    """Create the folder and its parents; if the block fails, remove those created here."""
-    missing = []
-    for place in (folder, *folder.parents):
-        if os.path.lexists(place):
-            break
-        missing.append(place)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
+        with open(place, "xb") as file:
+            if path.is_file() and not path.is_symlink():
+                shutil.copymode(path, place)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(place, path)
     except BaseException:
-        for place in missing:
-            with suppress(OSError):  # not empty: another process wrote there
-                place.rmdir()
+        with suppress(OSError):
+            place.unlink()
         raise
+    sync_folder(path.parent)
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -102,27 +73,40 @@ def write(path: Path, content: str | bytes) -> None:
         file.write(raw)
 
 
-def sweep(path: Path) -> None:
-    """Remove what crashed processes left beside `path`. Files that live processes are writing stay."""
-    for left in beside.leftovers(path.parent, path.name):
-        if not beside.own(left, stat.S_IFREG):
-            continue
-        with suppress(OSError):
-            descriptor = os.open(left, os.O_RDWR | _NO_LINK)
-            try:
-                if beside.hold(descriptor):
-                    left.unlink(missing_ok=True)
-            finally:
-                os.close(descriptor)
+def unfinished(path: Path) -> Path:
+    """A new name beside `path` for what will become it."""
+    return path.with_name(f".{path.name[:50]}.{secrets.token_hex(6)}.part")  # 50 letters have at most 200 of 255 bytes
 
 
-def _made(path: Path) -> tuple[Path, int]:
-    """A new file beside `path`, and its descriptor. O_EXCL: never opens a file or link that already exists."""
-    for _ in range(beside.TRIES):
-        place = beside.fresh(path.parent, path.name)
-        with suppress(FileExistsError):
-            descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
-            if beside.hold(descriptor) is not False:
-                return place, descriptor
-            os.close(descriptor)  # another process swept it before we locked it
-    raise FileExistsError(errno.EEXIST, "its place for an unfinished file is taken", str(path))
+def leftovers(folder: Path) -> list[Path]:
+    """What writers that were killed left in a folder, and what living ones are writing there."""
+    return [path for path in folder.glob(".*.part") if _UNFINISHED.fullmatch(path.name)]
+
+
+def sweep(folder: Path) -> None:
+    """Remove half-written files from a folder to which nobody else writes now."""
+    for left in leftovers(folder):
+        if left.is_file() and not left.is_symlink():
+            left.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries: a rename survives a power cut only once the folder itself is on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def hold(descriptor: int) -> bool | None:
+    """Lock an open file until it is closed: False if another process holds the lock, None if the file system has no
+    locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
+    return True

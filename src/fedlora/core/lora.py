@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,8 +38,6 @@ class LoRA:
         >>> lora.rank, tuple(lora.delta().shape)
         (2, (6, 5))
     """
-
-    TAG: ClassVar[str] = "lora/1"
 
     B: Tensor | None
     A: Tensor | None
@@ -132,8 +129,6 @@ class Adapter:
         >>> Adapter({"layer.q": LoRA(torch.zeros(6, 4), torch.ones(4, 5))}, heads={"head.weight": torch.zeros(3, 6)})
         Adapter(1 modules of rank [4], heads=['head.weight'])
     """
-
-    TAG: ClassVar[str] = "adapter/1"
 
     modules: Mapping[str, LoRA]
     heads: Mapping[str, Tensor] = field(default_factory=dict)

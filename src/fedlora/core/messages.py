@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -122,8 +122,6 @@ class Held:
     -> version of its base weight (absent: as pre-trained).
     """
 
-    TAG: ClassVar[str] = "held/1"
-
     round: int
     parts: Mapping[str, str]
     ranks: Mapping[str, int]
@@ -144,8 +142,6 @@ class ClientMemory:
         >>> played.memory.position > memory.position
         True
     """
-
-    TAG: ClassVar[str] = "client-memory/1"
 
     kept: Adapter | None = None
     position: int = 0

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -34,8 +33,6 @@ PARTS = ("B", "A", "heads")
 class Cache:
     """What a client stores from its last download: the frozen parts, those that it will train if it has not yet, and
     how far its base weights have moved."""
-
-    TAG: ClassVar[str] = "cache/1"
 
     held: Held
     adapter: Adapter

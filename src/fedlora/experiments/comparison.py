@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.core import echo, files
+from fedlora.core import files, text
 from fedlora.errors import CheckpointError, ConfigError, FedLoRAError, counted
 from fedlora.experiments.digits import shown
 from fedlora.experiments.grid import Grid
@@ -158,8 +158,8 @@ class ComparedRuns(Places):
         if theirs:
             entries = counted(len(found), "entry", "entries")
             raise ConfigError(
-                f"{echo.shown(self.work)} is not empty and holds no run: {entries}, the first that is not of a "
-                f"comparison is {echo.quoted(theirs[0])}. Its {PICTURE} could be written over. Nothing "
+                f"{text.shown(self.work)} is not empty and holds no run: {entries}, the first that is not of a "
+                f"comparison is {text.quoted(theirs[0])}. Its {PICTURE} could be written over. Nothing "
                 f"was written. Name a new or an empty directory with --out."
             )
 

@@ -1,8 +1,7 @@
 """Tasks in slots: a process each, or a task of a cluster. If one dies, its task gets a second try, others lose nothing.
 
-Each process is an `Executor` with one worker, so that a dead one identifies its task and costs no other's hours: after
-a death among `workers.Processes`, which share their work, all unfinished work is done again. Only the parent gets
-interrupts and ends the processes; they also end with it, even in the middle of a task (`workers.lifeline`).
+Each process is an executor of its own (`workers.processes.one_process`), so that a dead one identifies its task. Only
+the parent gets interrupts and ends the processes; they also end with it, even in the middle of a task.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Protocol, TypeVar
 
-from fedlora.workers.lifeline import Executor, end_server
+from fedlora.workers.processes import end, one_process
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -85,10 +84,6 @@ def run_in_slots(
                         again.append((number, task))
                         continue
                 yield task, error if error is not None else future.result()
-    except BaseException:  # an interrupt, here or where the results go
-        _end(slots)
-        end_server()
-        raise
     finally:
         _end(slots)
 
@@ -117,21 +112,17 @@ class Process:
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
-        self._executor: Executor | None = None
+        self._executor: ProcessPoolExecutor | None = None
         self.idle = True
 
     def start(self, function: Callable[[T], R], task: T) -> Future[R]:
         self.idle = False
         if self._executor is None:
-            self._executor = Executor(1, _begin, self._begin, server=_IMPORTED)
+            self._executor = one_process(self._begin, server=_IMPORTED)
         return self._executor.submit(function, task)
 
     def end(self) -> None:
-        """End the process, at once if a task still runs. The next task starts a new one."""
+        """End the process, also in the middle of a task. The next task starts a new one."""
         if self._executor is not None:
-            self._executor.end(at_once=not self.idle)  # finished work is stored completely
+            end(self._executor)
         self._executor = None
-
-
-def _begin(number: int, begin: Callable[[], None]) -> None:
-    begin()

@@ -20,7 +20,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, FedLoRAError, LedgerError
 from fedlora.flower import children
 from fedlora.flower.messages.envelope import receipt_of
@@ -44,7 +44,7 @@ def main(grid: Grid, context: Context) -> None:
     from fedlora.flower.rounds.playing import ending, play
 
     if is_http(grid):  # Flower's own SIGINT does not reach a main thread that waits to push to a dead SuperLink
-        children.end_with(os.getppid())
+        children.ends_with(os.getppid())
     folder = Path(str(context.run_config["folder"]))
     with _kept_log(FederationFolder(folder).logs / "serverapp.log"), heartbeats_outlive_errors(grid):
         try:
@@ -91,7 +91,7 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
     """Answer with the node's resident trainer, and write a line to the site's log. A failure is answered in its own
     words, because Flower would replace the text of an exception raised here."""
     if (owner := children.owner_of_this()) is not None:  # a ClientApp would wait for ever for a gone node
-        children.end_with(owner)
+        children.ends_with(owner)
     site_file = Path(str(context.node_config["site"]))
     began = time.monotonic()
     _say_receipt(message.content)

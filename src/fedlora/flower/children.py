@@ -12,15 +12,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
+import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from fedlora.core.parent import end, end_marked, killed_with
+from fedlora.core.process import end, ends_with, killed_with
 
 SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -63,26 +63,30 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subpro
         )  # fmt: skip
 
 
-def end_all_of(flower_home: Path) -> None:
-    """Kill all processes with `environment(flower_home)`, including those that an earlier launcher left."""
-    end_marked(f"{OF}={flower_home}", 5.0)
+def end_all_of(flower_home: Path, seconds: float = 5.0) -> None:
+    """Kill all processes with `environment(flower_home)`, including those that an earlier launcher left. After
+    `seconds`, leave what still remains."""
+    mark, until = os.fsencode(f"{OF}={flower_home}"), time.monotonic() + seconds
+    while (left := _marked(mark)) and time.monotonic() < until:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _marked(mark: bytes) -> list[int]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark in place.read_bytes().split(b"\0") and int(place.parent.name) != os.getpid():
+                found.append(int(place.parent.name))
+    return found
 
 
 def owner_of_this() -> int | None:
     """The SuperNode's process, from the environment of what it starts; None if it was started by hand."""
     named = os.environ.get(OWNER, "")
     return int(named) if named.isdecimal() and int(named) > 1 else None
-
-
-def end_with(owner: int) -> None:
-    """From now on, end this process when that process ends, whatever it is doing."""
-    threading.Thread(target=_wait_for, args=(owner,), daemon=True).start()
-
-
-def _wait_for(owner: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        select.select([os.pidfd_open(owner)], [], [])  # a later process with the same number is not mistaken for it
-    os._exit(0)
 
 
 def last_line(log: Path) -> str:
@@ -111,6 +115,6 @@ def trim(log: Path, largest: int = 20_000_000) -> None:
 
 
 __all__ = [
-    "GIVES_BACK", "OF", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all_of", "end_with", "environment", "last_line",
+    "GIVES_BACK", "OF", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all_of", "ends_with", "environment", "last_line",
     "owner_of_this", "started", "tail", "trim",
 ]  # fmt: skip

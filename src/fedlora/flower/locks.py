@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fedlora.core import beside
-from fedlora.core.echo import shown
+from fedlora.core import files
+from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def locked(path: Path, refused: Callable[[str], str]) -> Iterator[int]:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        taken = beside.hold(descriptor)
+        taken = files.hold(descriptor)
         if taken is False:
             raise ConfigError(refused(_holder_said(descriptor)))
         if taken is None:
@@ -64,7 +64,7 @@ def holder(path: Path) -> int | None:
         return None
     try:
         said = _holder_said(descriptor)
-        return int(said) if beside.hold(descriptor) is False and said.isdigit() else None
+        return int(said) if files.hold(descriptor) is False and said.isdigit() else None
     finally:
         os.close(descriptor)
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 
@@ -27,8 +26,6 @@ class Spectrum:
     gauge, so readouts leave them out; the update itself keeps them. rounding: the share of the energy in components
     that rounding could have made, including those that readouts keep because there is too much to leave out.
     """
-
-    TAG: ClassVar[str] = "spectrum/1"
 
     U: Tensor
     s: Tensor

@@ -43,8 +43,6 @@ class FedExLoRAState:
     of the last mean's energy that rounding of the uploads could make up. balanced: the pair averages balanced factors.
     """
 
-    TAG: ClassVar[str] = "fedex-lora/1"
-
     key: int
     round: int
     mean: LoRA

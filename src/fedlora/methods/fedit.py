@@ -24,8 +24,6 @@ from fedlora.methods._factors import require_one_rank
 class FedITState:
     """mean: the averaged pair, B (d_out, r) and A (r, d_in)."""
 
-    TAG: ClassVar[str] = "fedit/1"
-
     key: int
     round: int
     mean: LoRA

@@ -32,8 +32,6 @@ from fedlora.methods._factors import require_one_rank
 class FedRotLoRAState:
     """mean: the averaged pair, and the next round's reference (A in even rounds, B in odd ones)."""
 
-    TAG: ClassVar[str] = "fedrot-lora/1"
-
     key: int
     round: int
     mean: LoRA

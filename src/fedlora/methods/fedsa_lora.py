@@ -27,8 +27,6 @@ from fedlora.methods._factors import require_one_rank
 class FedSALoRAState:
     """A: (r, d_in), the shared average."""
 
-    TAG: ClassVar[str] = "fedsa-lora/1"
-
     key: int
     round: int
     A: Tensor

@@ -28,8 +28,6 @@ from fedlora.methods._slots import columns, first, mean_columns, require_slots
 class FedSVDState:
     """pair: the start; later B = U S (d_out, r) and A = V^T (r, d_in), whose rows are orthonormal."""
 
-    TAG: ClassVar[str] = "fedsvd/1"
-
     key: int
     round: int
     pair: LoRA

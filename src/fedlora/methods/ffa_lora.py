@@ -30,8 +30,6 @@ from fedlora.methods._slots import first, mean_columns, paired, require_slots
 class FFALoRAState:
     """pair: the averaged B and the common A, at the largest rank."""
 
-    TAG: ClassVar[str] = "ffa-lora/1"
-
     key: int
     round: int
     pair: LoRA

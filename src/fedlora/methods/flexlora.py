@@ -31,8 +31,6 @@ from fedlora.methods._spectral import accumulated_spectrum, instantiate, mean_sp
 class FlexLoRAState:
     """spectrum: the mean update as its SVD. start: the rows of A from a fresh common start; None later."""
 
-    TAG: ClassVar[str] = "flexlora/1"
-
     key: int
     round: int
     spectrum: Spectrum

@@ -30,8 +30,6 @@ class FLoRAState:
     """base: all rounds' means, W0 -> W0 + base; None if there are none. start: the common start's rows of A. rounding:
     the share of the last mean's energy that rounding of the uploads could make up."""
 
-    TAG: ClassVar[str] = "flora/1"
-
     key: int
     round: int
     base: BaseChange | None

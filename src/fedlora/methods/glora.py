@@ -61,8 +61,6 @@ class Trace:
     roundoff: of the dtype in which that upload arrived, which moves U_i by as much; 0: of the dtype of the basis.
     """
 
-    TAG: ClassVar[str] = "glora-trace/1"
-
     round: int
     basis: Tensor
     roundoff: float = 0.0
@@ -77,8 +75,6 @@ class Cut:
     summed without votes, because R leaves nothing out. approximation: None, or "private sum"
     (`server.private_round`), for which only its own size is known.
     """
-
-    TAG: ClassVar[str] = "glora-cut/1"
 
     server_rank: int
     total_rank: int | None
@@ -100,8 +96,6 @@ class GLoRAState:
     start: the rows of A that a fresh start shares; None later. alignment: client -> ||U_i^T u_j||^2 (l,) of its upload
     in the last aggregation with each component; absent if the aggregation did not compute it anyway.
     """
-
-    TAG: ClassVar[str] = "glora/1"
 
     key: int
     round: int

@@ -29,8 +29,6 @@ Weights = Literal["sparsity", "examples"]
 class HetLoRAState:
     """mean: the averaged zero-padded pair, at the largest rank seen. weights: client -> w_i of the last round."""
 
-    TAG: ClassVar[str] = "hetlora/1"
-
     key: int
     round: int
     mean: LoRA

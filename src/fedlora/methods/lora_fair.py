@@ -39,8 +39,6 @@ Metric = Literal["cosine", "l2"]
 class LoRAFAIRState:
     """pair: the corrected average. before, after: the cosine of (B A, mean update) without and with the correction."""
 
-    TAG: ClassVar[str] = "lora-fair/1"
-
     key: int
     round: int
     pair: LoRA

@@ -32,8 +32,6 @@ Coordinates = Literal["factors", "subspace"]
 class PaddedAverageState:
     """mean: the averaged zero-padded pair, at the largest rank seen."""
 
-    TAG: ClassVar[str] = "padded-average/1"
-
     key: int
     round: int
     mean: LoRA

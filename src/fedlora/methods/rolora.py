@@ -28,8 +28,6 @@ from fedlora.methods._slots import first, mean_columns, mean_rows, paired, requi
 class RoLoRAState:
     """pair: the averaged factor and the frozen one, at the largest rank."""
 
-    TAG: ClassVar[str] = "rolora/1"
-
     key: int
     round: int
     pair: LoRA

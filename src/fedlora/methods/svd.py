@@ -33,8 +33,6 @@ from fedlora.methods._spectral import accumulated_spectrum, instantiate, mean_sp
 class SVDState:
     """spectrum: the kept part of the mean update. start: the rows of A from a fresh common start; None later."""
 
-    TAG: ClassVar[str] = "svd/1"
-
     key: int
     round: int
     spectrum: Spectrum

@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.doing import doing
 from fedlora.errors import HyperparameterError
 from fedlora.privacy import extras

@@ -21,7 +21,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import HyperparameterError, LedgerError
 from fedlora.privacy.decisions import BudgetSet, Earlier, check_reason
 from fedlora.privacy.events import Budget, Charged, Event, planned_on, spent_on

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import HyperparameterError, LedgerError
 from fedlora.privacy.accounting import LEAST_NOISE, Spending
 from fedlora.privacy.events import Budget

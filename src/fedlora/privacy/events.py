@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import HyperparameterError, LedgerError
 from fedlora.privacy.accounting import MOST_ROUNDS, Spending, check_delta, epsilon_of
 from fedlora.privacy.mechanism import Mechanism

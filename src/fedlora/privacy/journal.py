@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fedlora.core import files
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import LedgerError, ShapeError
 from fedlora.privacy.events import Budget, Charged, Event
 from fedlora.privacy.ledger import Ledger
@@ -134,8 +134,7 @@ class Journal:
 
     def _sweep(self) -> None:
         """Remove half-written files of killed writers: draws that were neither charged nor used."""
-        for part in self.folder.glob(".round-*.part"):
-            files.sweep(self.folder / part.name[1:].rsplit(".", 2)[0])
+        files.sweep(self.folder)
 
     def _settle(self, but: int) -> None:
         """Charge other rounds that the ledger lacks, whatever the budget: their sums may have left."""

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import BudgetSpent, LedgerError
 from fedlora.privacy import chain
 from fedlora.privacy.accounting import epsilon_of, epsilon_up

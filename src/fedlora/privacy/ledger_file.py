@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import LedgerError
 from fedlora.given_files import parse_json, read_given
 from fedlora.privacy import chain

@@ -17,7 +17,7 @@ from fedlora.runs.quiet import quiet_libraries
 from fedlora.training.evaluation import ModelEvaluator, Piece, Seen
 from fedlora.training.models import AdaptedModel
 from fedlora.workers.pool import train_by, train_in
-from fedlora.workers.processes import Died, Processes
+from fedlora.workers.processes import Processes
 
 
 @contextmanager
@@ -72,8 +72,8 @@ class _Through:
 
     def __call__(self, look: Callable[[Piece], Seen], pieces: Iterable[Piece]) -> Iterator[Seen]:
         for seen in self.processes.map(partial(_look, self.name), pieces):
-            if isinstance(seen, Died):
-                raise WorkerDied(f"the evaluation on {self.name} cannot be done: {seen.reason}")
+            if isinstance(seen, WorkerDied):
+                raise WorkerDied(f"the evaluation on {self.name} cannot be done: {seen}")
             yield seen
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedlora.core import files
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.core import beside, files
-from fedlora.core.echo import quoted, shown
+from fedlora.core import files
 from fedlora.core.folders import check_target, place
+from fedlora.core.text import quoted, shown
 from fedlora.errors import CheckpointError, ConfigError, counted
 from fedlora.runs.sums import SUMS, compared, write_sums
 
@@ -175,12 +175,9 @@ class RunFolder:
             allowed = {"private": _BEGUN, "checkpoints": frozenset[str]()}.get(name)
             if allowed is None:
                 return False
-            parts = {left.name for one in allowed for left in beside.leftovers(path, one)}
-            return set(os.listdir(path)) <= allowed | parts
+            return set(os.listdir(path)) <= allowed | {left.name for left in files.leftovers(path)}
         if name != "config.json":
-            return path in [
-                left for one in ("config.json", "manifest.json") for left in beside.leftovers(self.path, one)
-            ]
+            return name.startswith((".config.json.", ".manifest.json.")) and path in files.leftovers(self.path)
         try:
             value = json.loads(path.read_bytes()) if path.is_file() else None
         except (ValueError, RecursionError):  # our own file appears whole

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from fedlora.core import files
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.errors import CheckpointError, HyperparameterError, counted
 from fedlora.privacy.journal import Journal
 from fedlora.privacy.ledger import Budget, Event, Ledger

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fedlora.core.echo import markdown_cell
+from fedlora.core.text import markdown_cell
 from fedlora.errors import ConfigError
 from fedlora.privacy.accounting import epsilon, epsilon_up
 from fedlora.privacy.geometry import Layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 _SHOWN = 4  # names per line
 _LITTLE = 0.6  # a share of a client's weight, averaged over rounds
@@ -14,8 +14,6 @@ _LITTLE = 0.6  # a share of a client's weight, averaged over rounds
 class Standing:
     """One client. norm: of its change. distance: from its change to the robust one. before: p_i; after: p_i m_i, the
     weight of its change. why: the reason if it is left out or held back, otherwise ""."""
-
-    TAG: ClassVar[str] = "standing/1"
 
     norm: float
     distance: float
@@ -35,8 +33,6 @@ class Judged:
         >>> judged.rule, [round(one.after / one.before, 3) < 1 for one in judged.clients.values()]
         ('clip (threshold = 0.1)', [True, True])
     """
-
-    TAG: ClassVar[str] = "judged/1"
 
     rule: str
     clients: Mapping[str, Standing]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -22,8 +22,6 @@ class Tally:
         >>> server.aggregate(server.init(seed_adapter), uploads).tally.weights
         {'site-1': 0.5, 'site-2': 0.5}
     """
-
-    TAG: ClassVar[str] = "tally/2"
 
     weights: Mapping[str, float]
     abstained: tuple[str, ...] = ()
@@ -43,8 +41,6 @@ class ServerState:
         (1, ['q', 'v'], {'site-1': 0.5, 'site-2': 0.5})
     """
 
-    TAG: ClassVar[str] = "server/1"
-
     round: int
     modules: Mapping[str, Any]
     heads: Mapping[str, Tensor]
@@ -61,8 +57,6 @@ class RunState:
         >>> record.state.round, sorted(record.state.clients)
         (1, ['site-1', 'site-2'])
     """
-
-    TAG: ClassVar[str] = "run/1"
 
     round: int
     server: ServerState

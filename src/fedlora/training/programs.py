@@ -27,10 +27,10 @@ from typing import IO
 from fedlora.adapters.base_names import Base, is_same_base
 from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.reader import scaled
-from fedlora.core import beside
+from fedlora.core import files
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
-from fedlora.core.parent import end, end_marked, how_ended, killed_with
+from fedlora.core.process import end, how_ended, killed_with
 from fedlora.core.trainer import Trained
 from fedlora.data.rows import Rows
 from fedlora.doing import doing
@@ -202,7 +202,6 @@ class ProgramTrainer:
                 ) from None
             finally:
                 end(process)
-                end_marked(f"{VARIABLE}={round.path}")  # whatever it left running, also in sessions of their own
             if code:
                 raise ProgramFailed(
                     f"{what} ended {how_ended(code)} after {time.monotonic() - began:.0f} s. {_last_line(file)} "
@@ -247,7 +246,7 @@ def _alone(place: Path) -> Iterator[None]:
     """Keep others out of a client's folder. Raises `ProgramFailed` if somebody plays a round there."""
     held = os.open(place, os.O_RDONLY)
     try:
-        if beside.hold(held) is False:
+        if files.hold(held) is False:
             raise ProgramFailed(
                 f"another process plays a round of {place.name!r} in {place}. Wait for it, or work in another folder."
             )

@@ -6,17 +6,17 @@ of its download and its own data, and nothing is added up across clients before 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Trainer, Workers
-from fedlora.errors import WorkerDied
-from fedlora.workers.processes import Died, Processes, portable
+from fedlora.workers.processes import Processes, portable
 
 
 class Pool(Processes[Workers], Workers):
     """`size` processes that each train with a copy of `trainer`. They start with the first round; close them, or use
-    `with`.
+    `with`. The client whose process dies has failed, and another process takes its place.
 
     Args:
         trainer: a trainer, or workers, on the CPU. A copy's changes to itself stay in its process, and are lost with
@@ -44,7 +44,7 @@ def train_in(
     processes: Processes[Any], work: Callable[[Any, Job], Trained | Exception], jobs: Iterable[Job]
 ) -> Iterator[tuple[Job, Trained | Failed]]:
     """Each job with its result, in order, trained by `work` in one of the processes."""
-    drawn: list[Job] = []
+    drawn = deque[Job]()
 
     def watched() -> Iterator[Job]:
         for job in jobs:
@@ -52,9 +52,7 @@ def train_in(
             yield job
 
     for result in processes.map(work, watched()):
-        job = drawn.pop(0)
-        if isinstance(result, Died):
-            result = WorkerDied(result.reason)
+        job = drawn.popleft()
         yield job, Failed(job, result) if isinstance(result, Exception) else result
 
 

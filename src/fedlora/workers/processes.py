@@ -4,37 +4,34 @@ On a CPU they are forks of this process: they read its memory, and a page is cop
 So the base model, the data and the libraries are in memory once, and nothing has to pickle or to be imported again.
 CUDA does not survive a fork; for a GPU they fork from a server process, and the resident travels by pickle.
 
-`lifeline.Executor` is the pool itself and leaves nothing running when this process ends, however it ends. This module
-adds what it lacks: recovering work whose process died. It knows nothing about federation.
+Each is a `ProcessPoolExecutor` of one process, so that a death costs the work of that process alone. They end with
+this process, however it ends, and leave Ctrl-C to it. This module knows nothing about federation.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import logging
+import multiprocessing
 import os
 import pickle
-from collections import deque
+import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from itertools import islice
 from traceback import format_exception
 from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.multiprocessing  # its reductions put tensors passed to a process into shared memory
 
-from fedlora.errors import FedLoRAError, HyperparameterError
-from fedlora.workers.lifeline import Executor
+from fedlora.core.process import ends_with
+from fedlora.errors import FedLoRAError, HyperparameterError, WorkerDied
 
-log = logging.getLogger(__name__)
 R = TypeVar("R")
 T = TypeVar("T")
 U = TypeVar("U")
-
-_PATIENCE = 2  # how often work may be under way when processes die before it is tried alone, and then alone
 
 
 def available(device: str = "cpu") -> int:
@@ -42,13 +39,6 @@ def available(device: str = "cpu") -> int:
     if device.startswith("cuda"):
         return max(1, torch.cuda.device_count())
     return len(os.sched_getaffinity(0))
-
-
-@dataclass(frozen=True)
-class Died:
-    """Work without a result: its process died again and again, at last while it was the only work."""
-
-    reason: str
 
 
 class Processes(Generic[R]):
@@ -84,160 +74,130 @@ class Processes(Generic[R]):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise HyperparameterError(f"Processes: size must be a whole number >= 1; got {size!r}.")
         self.size = size
-        self._given = resident, begin
-        self._server = server
-        self._executor: Executor | None = None
+        self._resident, self._begin, self._server = resident, begin, server
+        self._executors: list[ProcessPoolExecutor] = []
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(at_once=kind is not None)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def map(self, work: Callable[[R, T], U], items: Iterable[T]) -> Iterator[U | Died]:
-        """The results of `work(resident, item)` for each item, in order; it must be a function of its arguments.
+    def map(self, work: Callable[[R, T], U], items: Iterable[T]) -> Iterator[U | WorkerDied]:
+        """The results of `work(resident, item)` for each item, in order, which is a `WorkerDied` if its process died.
 
-        Draws a few items more than there are processes ahead. Exceptions in the work are raised here. If a process
-        dies, all are restarted and the unfinished work is repeated; work that kills its process every time is `Died`.
+        Draws at most twice as many items ahead as there are processes. Exceptions in the work are raised here.
         """
-        rest = iter(items)
-        tasks: deque[_Task] = deque()
-        self._draw(rest, work, tasks)
-        while tasks:
-            task = tasks[0]
-            try:
-                if task.future is None:
-                    self._submit(task)
-                assert task.future is not None
-                outcome = pickle.loads(task.future.result())
-            except BrokenProcessPool as broken:
-                dead = self._recover(tasks, broken)
-                if dead is not None:
-                    tasks.popleft()
-                    yield dead
-                self._draw(rest, work, tasks)
-                continue
-            tasks.popleft()
-            if isinstance(outcome, _Raised):
-                raise outcome.error
-            self._draw(rest, work, tasks)
-            yield outcome
-
-    def close(self, *, at_once: bool = False) -> None:
-        """End the processes, when their work is done or at once. New work starts them again."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.end(at_once=at_once)
-
-    def _draw(self, rest: Iterator[T], work: Callable[[R, T], U], tasks: deque[_Task]) -> None:
-        """Keep every process busy, with a little work queued; but while some work is suspected of killing, leave `map`
-        to run one task at a time."""
-        while len(tasks) < 2 * self.size:
-            for item in rest:
-                tasks.append(_Task(pickle.dumps((work, item), protocol=5)))
-                break
+        self._start()
+        rest, first, drawn = iter(items), 0, 0
+        free = [*range(self.size)]
+        running: dict[Future[bytes], tuple[int, int]] = {}  # -> number of the item, and of the process
+        done: dict[int, Future[bytes]] = {}
+        while True:
+            for item in islice(rest, min(len(free), first + 2 * self.size - drawn)):
+                process = free.pop()
+                running[self._submit(process, pickle.dumps((work, item), protocol=5))] = drawn, process
+                drawn += 1
+            if first in done:
+                yield _result(done.pop(first))
+                first += 1
+            elif running:
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    number, process = running.pop(future)
+                    free.append(process)
+                    done[number] = future
             else:
-                break
-        if any(task.breaks >= _PATIENCE for task in tasks):
+                return
+
+    def close(self) -> None:
+        """End the processes at once. New work starts them again."""
+        while self._executors:
+            end(self._executors[-1])
+            self._executors.pop()
+
+    def _start(self) -> None:
+        if self._executors:
             return
-        with contextlib.suppress(BrokenProcessPool):  # `map` notices it at the first task
-            for task in tasks:
-                if task.future is None:
-                    self._submit(task)
-
-    def _submit(self, task: _Task) -> None:
-        task.future = (self._executor or self._start()).submit(_do, task.packed)
-
-    def _start(self, *, again: bool = False) -> Executor:
-        """Processes that have all begun, so it is the work that kills one later. If one dies before, all get a second
-        try."""
         try:
-            self._executor = Executor(self.size, _begin, *self._given, server=self._server)
-            self._executor.start()
-            return self._executor
-        except (BrokenProcessPool, BrokenPipeError) as error:
-            self.close(at_once=True)
-            if again:
-                raise self._dead_at_start(error) from error
-            return self._start(again=True)
-        except OSError as error:
+            for number in range(self.size):
+                self._executors.append(self._started(number))
+            for begun in [executor.submit(os.getpid) for executor in self._executors]:
+                begun.result()
+        except (BrokenProcessPool, OSError) as error:
+            self.close()
+            guard = " A script that uses them must work below `if __name__ == '__main__':`." * bool(self._server)
             raise HyperparameterError(
-                f"{self.size} worker processes cannot be started: {error}. They need memory, open files, and "
-                f"semaphores in /dev/shm. Raise these limits, or use one worker."
+                f"the {self.size} worker processes cannot start, or die at their start; their output is above, if any."
+                f"{guard} They need memory, open files, and semaphores in /dev/shm: {error}"
             ) from error
 
-    def _recover(self, tasks: deque[_Task], broken: BrokenProcessPool) -> Died | None:
-        """Restart after a death, and requeue the unfinished work. Returns `Died` for the first task if it has killed
-        its process alone."""
-        first = tasks[0]
-        alone = any(task.breaks >= _PATIENCE for task in tasks)  # then `_draw` submits nothing: this was the only one
-        first.alone += alone
-        self.close(at_once=True)
-        if first.alone >= _PATIENCE:
-            return Died(
-                f"the process that did this work died {first.breaks + 1} times, at last while working alone: out of "
-                f"memory? ({broken})"
-            )
-        unfinished = 0
-        for task in tasks:
-            if task.future is None or task.future.cancelled() or not task.future.done() or task.future.exception():
-                task.future, task.breaks = None, task.breaks + 1
-                unfinished += 1
-        log.warning("a worker process died; %d pieces of work are done again", unfinished)
-        return None
+    def _started(self, number: int) -> ProcessPoolExecutor:
+        return one_process(_board, number, self._resident, self._begin, server=self._server)
 
-    def _dead_at_start(self, why: Exception) -> HyperparameterError:
-        guard = " A script that uses them must work below `if __name__ == '__main__':`." * (self._server is not None)
-        return HyperparameterError(
-            f"the {self.size} worker processes die at their start; their output is above, if there is any.{guard} "
-            f"Is there memory for {self.size} of them? {why}"
-        )
+    def _submit(self, process: int, packed: bytes) -> Future[bytes]:
+        try:
+            return self._executors[process].submit(_do, packed)
+        except BrokenProcessPool:  # it has died, in its last work or since
+            end(self._executors[process])
+            self._executors[process] = self._started(process)
+            return self._executors[process].submit(_do, packed)
 
 
-@dataclass(eq=False)
-class _Task:
-    """Submitted work. breaks: how often processes died while it was under way; alone: while it was the only work."""
+def one_process(begin: Callable[..., None], *given: object, server: Sequence[str] | None = None) -> ProcessPoolExecutor:
+    """An executor of one process, which starts with the first work.
 
-    packed: bytes
-    future: Future[bytes] | None = None
-    breaks: int = 0
-    alone: int = 0
+    begin: called first in it, with `given`; an exception there kills the process. server: as in `Processes`.
+    """
+    context = multiprocessing.get_context("fork" if server is None else "forkserver")
+    if server is not None:
+        context.set_forkserver_preload([*server])
+    return ProcessPoolExecutor(1, context, initializer=_begun, initargs=(server is None, begin, given))
 
 
-@dataclass(frozen=True)
-class _Raised:
-    """An exception raised by work, on its way back."""
+def end(executor: ProcessPoolExecutor) -> None:
+    """End an executor's processes at once, whatever they do. May be called again after an interrupt."""
+    for process in [*(executor._processes or {}).values()]:
+        process.kill()  # also one that is stopped (SIGSTOP), which no other signal ends
+    executor.shutdown(wait=True, cancel_futures=True)
 
-    error: Exception
+
+def _result(future: Future[bytes]) -> Any:
+    try:
+        return pickle.loads(future.result())
+    except BrokenProcessPool as error:
+        return WorkerDied(f"the process that did this work died: out of memory? ({error})")
 
 
 # --------------------------------------------------------------------------------------------- inside the processes
 
 _resident: Any = None
-_failed: Exception | None = None
 
 
-def _begin(number: int, resident: Any, begin: Callable[[Any, int], None] | None) -> None:
-    """A process's start. Errors are reported with the first work, since an initialiser that raises would only kill."""
-    global _resident, _failed
+def _begun(forked: bool, begin: Callable[..., None], given: tuple[object, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    owner = multiprocessing.parent_process()
+    assert owner is not None and owner.pid is not None
+    ends_with(owner.pid)
+    if forked:  # the owner's streams may be locked by a thread of its that no fork has
+        sys.stdout, sys.stderr = (os.fdopen(k, "w", 1, errors="backslashreplace", closefd=False) for k in (1, 2))
+    begin(*given)
+
+
+def _board(number: int, resident: Any, begin: Callable[[Any, int], None] | None) -> None:
+    global _resident
     gc.freeze()  # a collection would write to, and so copy, every page with an object of the owner's
     torch.set_num_threads(1)
     _resident = resident
-    try:
-        if begin is not None:
-            begin(resident, number)
-    except Exception as error:
-        _failed = error
+    if begin is not None:
+        begin(resident, number)
 
 
 def _do(packed: bytes) -> bytes:
+    work, item = pickle.loads(packed)
     try:
-        if _failed is not None:
-            raise HyperparameterError(f"a worker process could not start: {type(_failed).__name__}: {_failed}")
-        work, item = pickle.loads(packed)
         return pickle.dumps(work(_resident, item), protocol=5)
     except Exception as error:
-        return pickle.dumps(_Raised(portable(error)), protocol=5)
+        raise portable(error) from None
 
 
 def portable(error: Exception) -> Exception:

@@ -13,7 +13,7 @@ from rich.text import Text
 from fedlora.cli.flower.common import needed
 from fedlora.cli.options import AsJson
 from fedlora.cli.screen import Table, cell, complain, console, print_json, red
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.versions import installed, least
 
 _LIBRARIES = ("torch", "transformers", "peft", "flwr", "cryptography")

@@ -11,7 +11,7 @@ import typer
 
 from fedlora.cli.flower.common import ending_for_systemd, needed, typed
 from fedlora.cli.screen import say
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
 

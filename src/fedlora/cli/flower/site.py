@@ -11,8 +11,8 @@ from rich.text import Text
 
 from fedlora.cli.flower.common import needed, typed
 from fedlora.cli.screen import Table, console, notes
-from fedlora.core.echo import shown
 from fedlora.core.folders import replacing_folder
+from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 
 

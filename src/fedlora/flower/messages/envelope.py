@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import ClassVar
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import FedLoRAError
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.terms.agreement import PROTOCOL
@@ -71,8 +70,6 @@ class Receipt:
     then the last that may have. why: for the site's log, why its last work did not count, or had no weight because a
     robust rule left it out; otherwise "".
     """
-
-    TAG: ClassVar[str] = "receipt/1"
 
     counted: int = 0
     answered: int = 0

@@ -16,9 +16,9 @@ from typing import Literal
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fedlora.client import receive
-from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
+from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.messages.envelope import Envelope, RecordError, enclose, opened
 from fedlora.flower.messages.parts import parts

@@ -22,11 +22,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedlora.core.checkpoint import decoded, encoded
-from fedlora.core.echo import shown
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.core.parcels import Parcel
+from fedlora.core.text import shown
 from fedlora.flower.messages.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.terms.agreement import Disagreement, Facts, check

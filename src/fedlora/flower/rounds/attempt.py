@@ -17,10 +17,10 @@ import torch
 from flwr.app import Message
 from torch import Tensor
 
-from fedlora.core.echo import shown
 from fedlora.core.lora import LoRA, change_of
 from fedlora.core.messages import ClientMemory, Download, Upload
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import shown
 from fedlora.core.trainer import round_loss
 from fedlora.errors import QuorumNotMet, UploadRefused
 from fedlora.flower.messages.codecs import Reply

@@ -22,7 +22,7 @@ import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.arrivals import Arrival, Limit, too_large
 

@@ -18,7 +18,7 @@ import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedlora.core.echo import quoted, shown
+from fedlora.core.text import quoted, shown
 from fedlora.errors import KeptStateError
 from fedlora.flower.rounds.arrivals import Arrival, Limit, PlainInbox
 from fedlora.flower.rounds.bounded_pull import HttpInbox, is_http

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic.dataclasses import dataclass
 
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from fedlora.core import checkpoint
 from fedlora.core.lora import named_tensors
@@ -28,8 +28,6 @@ class Unusable:
     """What became of a client in the attempts at a round that did not count. times: those in which it was to be asked
     and gave nothing usable. fate, why: in the last of them."""
 
-    TAG: ClassVar[str] = "unusable/1"
-
     times: int
     fate: str
     why: str
@@ -43,8 +41,6 @@ class FlowerState:
     the clients' work (absent: never asked). unusable: for clients that gave nothing usable in an attempt at the next
     round. members: the clients of the policy as it was last read, with their ranks.
     """
-
-    TAG: ClassVar[str] = "flower/4"
 
     run: str
     state: RunState

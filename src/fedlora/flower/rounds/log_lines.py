@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.flower.rounds.events import AttemptFailed, Awaited, Began, Done, Ended, Event, Fated, PolicyChanged
 from fedlora.flower.rounds.progress import fates_of, spent_of
 from fedlora.privacy.accounting import epsilon_up

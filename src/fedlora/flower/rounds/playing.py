@@ -106,7 +106,7 @@ def _strategy(
     settings = b.settings
 
     def after_round(line: Mapping[str, Any]) -> dict[str, Any]:
-        facts, last = recorder.see(line, strategy.flower_state.state, strategy.lines.finished())
+        facts, last = recorder.see(line, strategy.flower_state, strategy.lines.finished())
         if last:
             strategy.stop("stopped early")
         return facts

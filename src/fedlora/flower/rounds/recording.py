@@ -44,9 +44,7 @@ class Recorder:
 
     def best_state(self, line: Line | None) -> RunState | None:
         """The stored state of that round, the best one; None, with a log line, if it is lost."""
-        server, opening = self._opening.server, self._opening
-        of = run_identity(opening.settings.id, server, opening.state.server)
-        found = best_state(self._best, FlowerState, server.method.State, of, line)
+        found = best_state(self._best, FlowerState, self._opening.server.method.State, self._identity, line)
         return None if found is None else found.state
 
     def track(self, lines: Sequence[Line]) -> None:
@@ -57,17 +55,18 @@ class Recorder:
             settings.run.track, self._opening.home.server, facts, lines, anew=bool(lines), called=Called(settings.id)
         )
 
-    def see(self, line: Line, state: RunState, lines: Sequence[Line]) -> tuple[dict[str, Any], bool]:
-        """(additions to a round's line, whether it was the last one). state: after the round, stored. lines: of the
-        finished rounds."""
+    def see(self, line: Line, flower_state: FlowerState, lines: Sequence[Line]) -> tuple[dict[str, Any], bool]:
+        """(additions to a round's line, whether it was the last one). flower_state: after the round, stored. lines: of
+        the finished rounds."""
+        state = flower_state.state
         scores = self._measured(state)
         facts = {"metrics": plain(dict(scores))}
         whole = {**plain(dict(line)), **facts}
         before = [old for old in lines if old["round"] < line["round"]]
         best = self.best(before)
         if self._opening.choosing.better(whole, best):
-            now = None if best is None else best["round"]  # it is the best one until this round's line is stored
-            checkpoint.keep_also(self._best, self._opening.home.checkpoints, state.round, beside=now)
+            # two, since the one before is the best until this round's line is stored
+            checkpoint.save(self._best, state.round, flower_state, of=self._identity, keep=2)
         self.trackers.log(whole)
         stopped = self.stopped([*before, whole])
         if stopped is not None:
@@ -75,6 +74,11 @@ class Recorder:
         return facts, stopped is not None
 
     # ---------------------------------------------------------------------------------------------------------- inside
+
+    @property
+    def _identity(self) -> str:
+        opening = self._opening
+        return run_identity(opening.settings.id, opening.server, opening.state.server)
 
     @property
     def _best(self) -> Path:

@@ -62,7 +62,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedlora.core import checkpoint
-from fedlora.core.echo import quoted, shown
+from fedlora.core.text import quoted, shown
 from fedlora.errors import BudgetSpent, ConfigError, FedLoRAError, QuorumNotMet, counted
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut

@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from fedlora.core.parent import how_ended
+from fedlora.core.process import how_ended
 from fedlora.errors import ConfigError
 from fedlora.flower import children
 from fedlora.flower.serving.standing import standing

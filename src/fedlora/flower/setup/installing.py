@@ -13,7 +13,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup import units

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from fedlora.adapters.io import read_adapter
 from fedlora.core import files
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import playable

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from fedlora.adapters.io import AdapterSpec, spec_of
 from fedlora.adapters.reader import AdapterFile
-from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter
+from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.terms.settings import FederationSettings

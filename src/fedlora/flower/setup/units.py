@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fedlora
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup.proxy import FILES

@@ -12,17 +12,16 @@ import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from flwr.app import RecordDict
 
 from fedlora.client import begin_round, finish_round
 from fedlora.core import checkpoint
-from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import ClientMemory
 from fedlora.core.parcels import Cache, Parcel, remember, unpack
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import quoted
 from fedlora.core.trainer import Trainer
 from fedlora.errors import ConfigError, KeptStateError, UploadRefused
 from fedlora.flower.messages.envelope import Receipt, opened, receipt_of
@@ -39,8 +38,6 @@ class NodeState:
     """What stays with a client after one round's work. kept: local parts of its adapter. position: how far it has read
     its data. cache: what it received for training and need not be sent again. measured: the same, received for a
     measurement; a server that was killed in between knows only `cache`. began: the rounds that this work began with."""
-
-    TAG: ClassVar[str] = "node/1"
 
     kept: Adapter | None = None
     position: int = 0

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.terms.joining import JoinFile

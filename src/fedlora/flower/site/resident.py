@@ -25,7 +25,7 @@ from typing import Any
 
 from flwr.app import RecordDict
 
-from fedlora.core.parent import how_ended, killed_with
+from fedlora.core.process import how_ended, killed_with
 from fedlora.doing import beating
 from fedlora.errors import FedLoRAError
 from fedlora.flower import children

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from flwr.app import RecordDict
 
-from fedlora.core.echo import shown
+from fedlora.core.text import shown
 from fedlora.errors import ConfigError, KeptStateError, UploadRefused
 from fedlora.flower.messages.envelope import Envelope, RecordError, opened, receipt_of
 from fedlora.flower.places import SiteFolder

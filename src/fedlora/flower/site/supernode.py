@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.resident import Trainer, listening_at, pass_on, socket_of

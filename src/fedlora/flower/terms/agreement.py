@@ -17,8 +17,8 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeA
 from pydantic.dataclasses import dataclass
 
 from fedlora import __version__
-from fedlora.core.echo import quoted, shown
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import quoted, shown
 from fedlora.errors import FedLoRAError
 from fedlora.versions import installed
 

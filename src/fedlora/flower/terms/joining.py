@@ -25,8 +25,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import Field
 
-from fedlora.core.echo import quoted
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.names import check_site, checked_rank

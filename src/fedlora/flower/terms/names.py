@@ -6,7 +6,7 @@ import ipaddress
 import re
 from collections.abc import Sequence
 
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 
 MOST_RANK = 4096

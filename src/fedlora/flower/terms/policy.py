@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 from pydantic.dataclasses import dataclass
 
-from fedlora.core.echo import quoted
 from fedlora.core.messages import Client
+from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site, checked_rank
 from fedlora.given_files import parse_toml, read_toml

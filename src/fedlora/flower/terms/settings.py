@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError

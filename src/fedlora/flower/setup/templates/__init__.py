@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from fedlora.core.echo import quoted
+from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 
 

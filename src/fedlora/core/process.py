@@ -1,5 +1,5 @@
-"""The end of a process: with its parent, by the kernel (Linux), or with its whole group, by whoever started it;
-of what has left the group, by a mark in its environment (Linux).
+"""The end of a process: with its parent, by the kernel (Linux); with any other process, by a thread that watches it; or
+with its whole group, by whoever started it.
 """
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
-import time
-from pathlib import Path
+import threading
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _libc = ctypes.CDLL(None)  # at import, so that a freshly forked process loads nothing
@@ -28,6 +28,18 @@ def killed_with(parent: int) -> None:
         os._exit(1)
 
 
+def ends_with(owner: int) -> None:
+    """From now on a thread ends this process when the process `owner` ends. Unlike `killed_with`, whatever becomes of
+    the thread that started it; but not in the middle of a call that gives no other thread a turn."""
+    threading.Thread(target=_end_after, args=(owner,), daemon=True).start()
+
+
+def _end_after(owner: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(owner)], [], [])  # a later process with the same number is not mistaken for it
+    os._exit(1)
+
+
 def end(process: subprocess.Popen[bytes], seconds: float = 8.0) -> None:
     """Ask a process and its group to end; after `seconds`, kill what remains."""
     _signal_group(process.pid, signal.SIGTERM)
@@ -35,28 +47,6 @@ def end(process: subprocess.Popen[bytes], seconds: float = 8.0) -> None:
         process.wait(seconds)
     _signal_group(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def end_marked(mark: str, seconds: float = 2.0) -> None:
-    """Kill every other process with `mark`, as "NAME=value", in the environment that it was started with, whatever its
-    group or session. A mark that no other work has identifies a program's children: they inherit it, unless they are
-    given another environment. After `seconds`, leave what still remains.
-    """
-    until = time.monotonic() + seconds
-    while (left := _marked(mark)) and time.monotonic() < until:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _marked(mark: str) -> list[int]:
-    found = []
-    for place in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if os.fsencode(mark) in place.read_bytes().split(b"\0") and int(place.parent.name) != os.getpid():
-                found.append(int(place.parent.name))
-    return found
 
 
 def how_ended(code: int) -> str:
@@ -77,4 +67,4 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-__all__ = ["end", "end_marked", "how_ended", "killed_with"]
+__all__ = ["end", "ends_with", "how_ended", "killed_with"]
