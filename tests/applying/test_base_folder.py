@@ -211,18 +211,6 @@ def test_several_files_of_weights_are_one_model(tmp_path: Path, main: Callable[.
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_result_may_not_lie_in_its_inputs(tmp_path: Path, main: Callable[..., Said]) -> None:
-    adapter, base = small(tmp_path)
-    before = listed(tmp_path)
-    for out in (base, base / "full", adapter / "full", adapter, tmp_path):
-        done = main("export", "--for", "merged", adapter, "--base", base, "-o", out, "--force")
-        assert done.code == 2 and done.err.count("\n") == 1, out
-    done = main("export", "--for", "merged", adapter, "--base", adapter, "-o", tmp_path / "full")
-    assert done.code == 2 and "but an adapter's" in done.err
-    assert listed(tmp_path) == before
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_a_base_of_another_name_is_told(tmp_path: Path, main: Callable[..., Said]) -> None:
     adapter, base = small(tmp_path)
     config = adapter / "adapter_config.json"

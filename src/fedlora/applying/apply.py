@@ -29,6 +29,7 @@ from fedlora.applying.relation import named, relation
 from fedlora.applying.sums import BLOCK, Rounding, changed, converted, filled, update
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
+from fedlora.core.text import shown
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.stored import stored_bytes
 
@@ -90,10 +91,13 @@ def apply_adapter(
 
     Raises:
         AdapterFormatError: the adapter does not fit the base model, or the work would exceed the memory limit.
-        ConfigError: the base's files are invalid; `out` is not empty, lies in an input, or cannot be written.
+        ConfigError: the base's files are invalid; `out` is not empty, is the base's folder, or cannot be
+            written.
     """
     kept, left_out = base.side_files()
     how: Any = {"force": force, "kind": model_folder(kept)}
+    if out.resolve() == base.directory.resolve():
+        raise ConfigError(f"{shown(out)} is the folder of the base model, which stays; name another one.")
     check_target(out, **how)
     verdict = judged(file, base)
     _check_memory(verdict)
