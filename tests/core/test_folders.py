@@ -82,7 +82,7 @@ def test_a_kill_at_any_step_of_a_replacement_loses_neither_folder_unless_the_new
     """Between two renames there is one step with nothing in its place: then both are beside it, whole."""
     found = kills["replaced"]
     then = Counter(entry["then"] for entry in found)
-    assert set(then) == {"old", "both beside", "new"} and then["both beside"] == 1
+    assert set(then) == {"old", "new and old beside", "new"} and then["new and old beside"] == 1
     assert {(entry["next"], entry["finally"]) for entry in found} == {("done", "new")}
 
 
