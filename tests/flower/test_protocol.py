@@ -125,7 +125,7 @@ def test_a_client_app_ends_with_its_node(tmp_path: Path) -> None:
         try:
             assert app.stdout is not None and app.stdout.readline() == b"asked\n"
             node.kill()
-            assert app.wait(30) == 0
+            assert app.wait(30) == 1
         finally:
             app.kill()
             app.wait()
