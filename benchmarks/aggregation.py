@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from contestants import THIN, Sample, by_method, each, read_out, samples_of, served, thin_svd_core, together
+from contestants import THIN, Sample, each, flexlora_dense, read_out, samples_of, served, thin_svd_core, together
 from fedlora import LoRA
 from fedlora.linalg import Budget, consensus_means
 from fedlora.linalg.weighted_mean import weighted_mean
@@ -79,6 +79,17 @@ def mean_factors(sample: Sample, k: int) -> LoRA:
     return LoRA(weighted_mean(B, sample.w.weights), weighted_mean(A, sample.w.weights))
 
 
+def hetlora_dense(sample: Sample, k: int) -> None:
+    """HetLoRA of one rank, as papers time it: the norm of each dense product, the weighted mean, a copy for each
+    client."""
+    sizes = [float(torch.linalg.matrix_norm(lora.delta())) for lora in sample.modules[k]]
+    B, A = zip(*(lora.factors for lora in sample.modules[k]), strict=True)
+    w = [size / math.fsum(sizes) for size in sizes]
+    mean = LoRA(weighted_mean(B, w), weighted_mean(A, w))
+    for r in sample.w.ranks:
+        _ = mean.B[:, :r].clone(), mean.A[:r].clone()
+
+
 # ------------------------------------------------------------------------------------------------------ contests
 
 
@@ -89,8 +100,8 @@ def contestants(w: Workload, samples: Sequence[Sample]) -> dict[str, Contestant]
     for rho in (0.1, 0.5, 1.0) if w.name == "W1" else (1.0,):
         rows[PAPER.format(rho)] = each(samples, partial(glora_paper_float32, rho=rho))
     if w.name == "W1":
-        rows |= {MEAN: each(samples, mean_factors), NORMS: by_method(samples, "hetlora", solver="dense"),
-                 DENSE: by_method([samples[0].first(2)], "flexlora", 3, solver="dense")}  # fmt: skip
+        rows |= {MEAN: each(samples, mean_factors), NORMS: each(samples, hetlora_dense),
+                 DENSE: each([samples[0].first(2)], flexlora_dense, 3)}  # fmt: skip
     return rows
 
 

@@ -14,7 +14,6 @@ import torch
 
 from baseline import thin_svd
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
-from fedlora.core.method import Update, aggregate_all
 from fedlora.linalg import Spectrum, rank_tolerance
 from fedlora.methods._spectral import instantiate
 from measure import Contestant
@@ -37,10 +36,6 @@ class Sample:
         rows = max((lora.factors[1] for lora in self.modules[k]), key=len)
         return LoRA(torch.zeros(self.shape.d_out, len(rows)), rows)
 
-    def updates(self, k: int) -> list[Update]:
-        parts = zip(self.w.weights, self.w.ranks, self.modules[k], strict=True)
-        return [Update(f"c{i:02}", p, r, lora, torch.float32) for i, (p, r, lora) in enumerate(parts)]
-
     def first(self, modules: int) -> Sample:
         return Sample(self.w, self.shape, self.modules[:modules], self.cores[:modules])
 
@@ -57,14 +52,14 @@ def samples_of(w: Workload, quick: bool) -> list[Sample]:
     return samples
 
 
-def each(samples: Sequence[Sample], work: Callable[[Sample, int], object]) -> Contestant:
+def each(samples: Sequence[Sample], work: Callable[[Sample, int], object], repeats: int | None = None) -> Contestant:
     """`work(sample, k)` for every module k of the samples, one after the other."""
 
     def loop(sample: Sample) -> None:
         for k in range(len(sample.modules)):
             work(sample, k)
 
-    return Contestant([(sample.times, partial(loop, sample)) for sample in samples])
+    return Contestant([(sample.times, partial(loop, sample)) for sample in samples], repeats)
 
 
 def together(samples: Sequence[Sample], work: Callable[[Sample], object]) -> Contestant:
@@ -82,21 +77,12 @@ def thin_svd_core(sample: Sample, k: int) -> None:
     read_out(thin_svd(sample.cores[k].M, sample.cores[k].N, rank_tolerance(torch.float32)), sample.w.ranks)
 
 
-def by_method(samples: Sequence[Sample], name: str, repeats: int | None = None, **hparams: Any) -> Contestant:
-    """The method itself, without a server: its aggregate of all modules, and a readout of each for every client."""
-    method = build(name, **hparams)
-
-    def run(states: list[Any], updates: list[list[Update]]) -> None:
-        for state, us in zip(aggregate_all(method, states, updates), updates, strict=True):
-            for u in us:
-                method.readout(state, u.client, u.rank)
-
-    parts = []
-    for sample in samples:
-        modules = range(len(sample.modules))
-        states = [method.init(sample.seed(k), 0) for k in modules]
-        parts.append((sample.times, partial(run, states, [sample.updates(k) for k in modules])))
-    return Contestant(parts, repeats)
+def flexlora_dense(sample: Sample, k: int) -> None:
+    """FlexLoRA as its paper times it: the full SVD of the dense mean, and a readout for every client."""
+    mean = sum(p * lora.delta() for p, lora in zip(sample.w.weights, sample.modules[k], strict=True))
+    U, s, Vh = torch.linalg.svd(mean, full_matrices=False)
+    for r in sample.w.ranks:
+        _ = U[:, :r] * s[:r], Vh[:r].clone()
 
 
 def served(samples: Sequence[Sample], name: str, **hparams: Any) -> Contestant:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from contestants import THIN, Sample, by_method, each, samples_of, served, thin_svd_core
+from contestants import THIN, Sample, each, flexlora_dense, samples_of, served, thin_svd_core
 from measure import Contestant, Ratio, contest, on_stderr, report
 from workloads import WORKLOADS, Workload
 
@@ -57,7 +57,7 @@ def contestants(sample: Sample) -> dict[str, Contestant]:
     return {
         THIN: each([sample], thin_svd_core),
         OURS: served([sample], "glora"),
-        FLEX: by_method(few, "flexlora", 3, solver="dense"),
+        FLEX: each(few, flexlora_dense, 3),
         PEFT: peft_merge(few, 3),
     }
 

@@ -4,7 +4,7 @@
     python benchmarks/exactness.py --trained      uploads that were really trained
 
 One row for each way in which clients can be hard: the dtype that they store in, how many, their weights, their updates,
-the server's budget, the form of the upload. Each is compared with the dense float64 mean of the factors as they were
+the server's budget. Each is compared with the dense float64 mean of the factors as they were
 uploaded. Beside the server's relative error stand that of a plain QR, QR, SVD in the compute dtype, and what the server
 says about itself (`error` in its diagnostics). A row fails where the server is further off than it says, where it says
 more than twice of what is true although it holds all uploads, or where nothing was cut and the error exceeds both three
@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build, send
+from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build
 from fedlora.errors import RankMismatch
 from measure import Goal, Table, report
 
@@ -40,7 +40,6 @@ DTYPES = {
 CLIENTS = (3, 25, 64, 128, 500)
 WEIGHTS = ("equal", "lognormal", "one 1e-4", "one 1e-9")
 BUDGETS = ("whole", "cut", "summed", "summed, cut")
-FORMS = ("factors", "subspace")
 
 Pairs = list[tuple[Tensor, Tensor]]  # (B (d_out, r), A (r, d_in)) of each client, float64
 
@@ -54,7 +53,6 @@ class Row:
     weights: str
     updates: str
     budget: str
-    form: str = "factors"
 
 
 @dataclass(frozen=True)
@@ -178,9 +176,7 @@ def uploads_of(row: Row, shape: Shape, seed: int = 0) -> list[Upload]:
     counts = _counts(row.weights, row.clients, g)
     for k, (B, A) in enumerate(UPDATES[row.updates](row.clients, shape, g)):
         adapter = Adapter({"m": LoRA(B, A).map(lambda t, k=k: t.to(kinds[k % len(kinds)]))})  # type: ignore[misc]
-        if row.form == "subspace":
-            adapter = send(adapter, Server(build("glora")).method.roles(0), form="subspace")
-        made.append(Upload(Client(f"c{k:03}", shape.rank_of(row.clients)), counts[k], adapter, row.form))  # type: ignore[arg-type]
+        made.append(Upload(Client(f"c{k:03}", shape.rank_of(row.clients)), counts[k], adapter))
     return made
 
 
@@ -299,12 +295,10 @@ def judge_trained(name: str, clients: int) -> Iterator[Verdict]:
                 yield _verdict(row, stored, module, lambda server=server, state=state: (server, state))  # type: ignore[misc]
 
 
-def rows(clients: Sequence[int], *, forms: Sequence[str] = FORMS) -> Iterator[Row]:
+def rows(clients: Sequence[int]) -> Iterator[Row]:
     """Every combination."""
-    for dtype, n, weights, updates, budget, form in itertools.product(
-        DTYPES, clients, WEIGHTS, UPDATES, BUDGETS, forms
-    ):
-        yield Row(dtype, n, weights, updates, budget, form)
+    for made in itertools.product(DTYPES, clients, WEIGHTS, UPDATES, BUDGETS):
+        yield Row(*made)
 
 
 def main() -> None:
@@ -322,8 +316,7 @@ def main() -> None:
         _show_trained(found)
     else:
         shape = Shape(48, 40, 4, 25) if args.quick else Shape(512, 384, 8, 64)
-        everything = list(rows((3, 25) if args.quick else CLIENTS, forms=FORMS if args.quick else ("factors",)))
-        everything = everything[:: args.every]
+        everything = list(rows((3, 25) if args.quick else CLIENTS))[:: args.every]
         found = []
         for k, row in enumerate(everything):
             found.append(judge(row, shape))

@@ -96,9 +96,9 @@ class Core:
 def gauge_fixed(loras: list[LoRA], weights: list[float]) -> Core:
     fixed = gauge_splits([lora.factors for lora in loras], tolerances=[rank_tolerance(torch.float32)] * len(loras))
     root = [math.sqrt(p) for p in weights]
-    M = torch.cat([split.U * p for split, p in zip(fixed, root, strict=True)], dim=1).float()
-    N = torch.cat([split.Ahat * p for split, p in zip(fixed, root, strict=True)], dim=0).float()
-    return Core(as_sent([(split.U.float(), split.Ahat.float()) for split in fixed], weights), M, N)
+    M = torch.cat([U * p for (U, _), p in zip(fixed, root, strict=True)], dim=1).float()
+    N = torch.cat([Ahat * p for (_, Ahat), p in zip(fixed, root, strict=True)], dim=0).float()
+    return Core(as_sent([(U.float(), Ahat.float()) for U, Ahat in fixed], weights), M, N)
 
 
 def as_sent(pairs: list[tuple[Tensor, Tensor]], weights: list[float]) -> Contributions:

@@ -20,7 +20,7 @@ from fedlora.core.lora import stack
 from fedlora.errors import FactorNotShared
 from fedlora.testing import CONTRACTS, Claim, ContractBroken, basics, measure, promises
 from fedlora.testing.comparing import relative
-from fedlora.testing.federations import AWAY, EQUAL, FULL, MIXED, PARTIAL, SHAPES, Ranks, Round, Who, rounds
+from fedlora.testing.federations import EQUAL, FULL, MIXED, PARTIAL, SHAPES, Ranks, Round, Who, rounds
 
 VISIBLE = 1e-3  # what is not promised is off by more
 
@@ -50,7 +50,6 @@ CLAIMS = (
     row("glora energy", {"basis": "energy"}, exact=True, gauge=True, state=True, mixed=True),
     row("glora raflora", RAFLORA, exact="equal", gauge=True, state=True, mixed=True),
     row("flexlora thin", exact=True, gauge=True, state=True, mixed=True),
-    row("flexlora dense", {"solver": "dense"}, exact=True, gauge=True, state=True, mixed=True),
     row("flexlora raflora", {"preset": "raflora"}, exact="equal", gauge=True, state=True, mixed=True),
     row("svd", {"energy": 1.0}, exact=True, gauge=True, state=True, mixed=True),
     row("svd 0.9", {"energy": 0.9}, exact=False, gauge=True, state=True, mixed=True),
@@ -64,8 +63,6 @@ CLAIMS = (
     row("lora-fair", exact=False, gauge=False, state=False, mixed=False),
     row("lora-fair l2", {"metric": "l2"}, exact=False, gauge=False, state=False, mixed=False),
     row("hetlora", exact=False, gauge=False, state=False, mixed=True, weights=False),
-    row("hetlora dense", {"solver": "dense"}, exact=False, gauge=False, state=False, mixed=True, weights=False),
-    row("hetlora pruning", {"pruning": True}, exact=False, gauge=False, state=False, mixed=True, weights=False),
     row("padded-average", exact=False, gauge=False, state=False, mixed=True),
     row("padded subspace", SUBSPACE, "padded-average", exact=False, gauge=True, state=True, mixed=True),
     row("fedsa-lora", exact=False, gauge=None, state=None, mixed=False, global_model=False),
@@ -147,41 +144,24 @@ def test_mixed_ranks_are_served_where_claimed_and_refused_by_name_elsewhere(row:
         assert "one rank" in measured.says and "Use glora, flexlora" in measured.says
 
 
-@every_row
-def test_a_method_without_global_model_says_so(row: Row) -> None:
-    measured = CONTRACTS["global model"](row.server(), row.claim, EQUAL, FULL)
-    assert row.claim.global_model or "Evaluate the clients" in measured.says
+def test_a_method_without_global_model_says_so() -> None:
+    for row in CLAIMS:
+        measured = CONTRACTS["global model"](row.server(), row.claim, EQUAL, FULL)
+        assert row.claim.global_model or "Evaluate the clients" in measured.says
 
 
-@pytest.mark.quick(34)
+@pytest.mark.quick(17)
 @every_row
-@pytest.mark.parametrize("name", ["protocol", "pickle", "dtype", "weights"])
-def test_every_method_is_one_and_travels(name: str, row: Row) -> None:
+@pytest.mark.parametrize("name", ["protocol", "weights"])
+def test_every_method_is_one_and_counts_weights(name: str, row: Row) -> None:
     assert CONTRACTS[name](row.server(), row.claim).holds is (name != "weights" or row.claim.weights)
 
 
-@pytest.mark.quick(14)
-@pytest.mark.parametrize(
-    ("row", "ranks"),
-    [p.values[:2] for p in PLAYS if p.values[2] is FULL],
-    ids=[p.id.removesuffix("-full") for p in PLAYS if p.values[2] is FULL],
-)
-def test_every_client_has_what_the_server_read_out(row: Row, ranks: dict[str, int]) -> None:
-    """Five rounds with absences, float32: to the bit, and a base weight within float32's rounding of its steps."""
-    measured = CONTRACTS["delivery"](row.server(), row.claim, ranks, AWAY)
-    moves = row.name in ("fedex-lora", "flora")
-    assert (measured.most > 0) == moves == ("base weights within" in measured.says)
-    assert measured.most < 3e-7
-    assert ("replaced frozen parts" in measured.says) == (row.name in ("fedsvd", "rolora"))
-
-
-@pytest.mark.parametrize(
-    "row", [next(row for row in CLAIMS if row.name == name) for name in METHODS], ids=lambda r: r.name
-)
-def test_a_state_counts_the_rounds_that_made_it(row: Row) -> None:
-    for number, played in enumerate(rounds(row.server(), EQUAL, FULL)):
-        assert {state.round for state in played.before.modules.values()} == {number}
-        assert {state.round for state in played.after.modules.values()} == {number + 1}
+def test_a_state_counts_the_rounds_that_made_it() -> None:
+    for row in [next(row for row in CLAIMS if row.name == name) for name in METHODS]:
+        for number, played in enumerate(rounds(row.server(), EQUAL, FULL)):
+            assert {state.round for state in played.before.modules.values()} == {number}
+            assert {state.round for state in played.after.modules.values()} == {number + 1}
 
 
 @pytest.fixture
@@ -250,13 +230,12 @@ def test_fedsa_keeps_b_at_the_client() -> None:
 
 
 def test_exact_methods_agree_with_each_other() -> None:
-    """GLoRA at rho = 1, FlexLoRA thin and dense: the same mean of the same uploads."""
+    """GLoRA at rho = 1 and FlexLoRA: the same mean of the same uploads."""
     first = next(rounds(Server(build("glora")), MIXED, FULL))
     updates = []
-    for name, hparams in (("glora", {}), ("flexlora", {}), ("flexlora", {"solver": "dense"})):
-        server = Server(build(name, **hparams))
+    for name in ("glora", "flexlora"):
+        server = Server(build(name))
         state = server.aggregate(server.init(first.before.start), first.uploads)
         updates.append(server.global_update(state))
     for m in SHAPES:
-        for other in updates[1:]:
-            assert stack([updates[0][m], other[m]], [1.0, -1.0]).norm() < 1e-12 * updates[0][m].norm()
+        assert stack([updates[0][m], updates[1][m]], [1.0, -1.0]).norm() < 1e-12 * updates[0][m].norm()

@@ -25,7 +25,7 @@ pytest.importorskip("flwr")
 
 from fedlora import read_adapter
 from fedlora.flower import children
-from fedlora.flower.ownership import holder
+from fedlora.flower.locks import holder
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import opening
 from fedlora.runs.config import load_config

@@ -125,13 +125,6 @@ def test_bytes_of_glora_are_those_of_each_clients_own_rank() -> None:
         assert record.bytes == Traffic(16 * 92 * 4, 4 * 93 * 4, 16 * 92 * 4, 4 * 93 * 4, 0)
 
 
-def test_bytes_of_the_subspace_form_are_no_more() -> None:
-    """(U_i, Ahat_i) has the shapes of (B_i, A_i) where the update has its full rank."""
-    for record in run("glora", MIXED, form="subspace"):
-        assert record.bytes.up_adapter == 16 * 92 * 4
-        assert {u.form for u in record.uploads} == {"subspace"}
-
-
 def test_bytes_of_fedsa_lora() -> None:
     """A goes both ways. B and the heads come once, as a client's start, and never travel again."""
     first, *later = run("fedsa-lora", EQUAL)
@@ -193,12 +186,6 @@ def test_the_padded_error_is_that_of_zero_padded_averaging(name: str, ranks: dic
         want = padded_error(record, max(ranks.values()))
         assert want > 0.1
         assert reported(record) == pytest.approx(want, rel=1e-9)
-
-
-def test_the_padded_error_of_the_subspace_form_is_of_what_was_uploaded() -> None:
-    """Averaging (U_i, Ahat_i) entry by entry is as wrong as averaging (B_i, A_i), by another number."""
-    (record,) = run("glora", MIXED, dtype=torch.float64, rounds=1, form="subspace")
-    assert reported(record) == pytest.approx(padded_error(record, 6), rel=1e-9)
 
 
 # ---- participation ---------------------------------------------------------------------------------------------------
@@ -572,7 +559,6 @@ def test_whom_the_close_refuses_is_refused_in_every_way(caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"form": "subspce"}, "form must"),
         ({"hooks": [lambda upload, round: None]}, "returned None .*'a'"),
         ({"state": "server"}, "state must be a RunState"),
     ],

@@ -17,12 +17,12 @@ REFERENCE = Path(__file__).parent.parent / "reference"
 
 def parts() -> dict[str, str]:
     """Name of a mark -> what stands there."""
-    from generate import commands, config_keys, error_list, experiment_keys, method_list, metric_list, python_names
+    from generate import commands, config_keys, error_list, experiment_keys, method_list, python_names
 
     return {
         "commands": commands.page(), "config": config_keys.page(), "methods": method_list.page(),
         "python": python_names.page(), "experiments": experiment_keys.experiment_page(),
-        "errors": error_list.page(), "metrics": metric_list.page(),
+        "errors": error_list.page(),
         **method_list.entries(),
     }  # fmt: skip
 

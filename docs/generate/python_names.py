@@ -10,7 +10,7 @@ from importlib import import_module
 from generate.markdown import line
 
 MODULES = {  # module -> what a reader looks there for
-    "fedlora": "What most programs need. Torch and safetensors suffice.",
+    "fedlora": "What most programs need. Torch, safetensors and numpy suffice.",
     "fedlora.client": "A client's side of a round.",
     "fedlora.server": "The server and its state.",
     "fedlora.core": "Adapters, messages, and the protocol of a method.",

@@ -1,6 +1,6 @@
 """fedlora: federated LoRA. What a server should represent when clients send low-rank updates.
 
-The names here need only torch, numpy and safetensors (`results` needs `fedlora[train]`) and are imported on first use.
+The names here need only torch, safetensors and numpy (`results` needs `fedlora[train]`) and are imported on first use.
 Training, configs and plots live in separate modules (`fedlora[train]`, `fedlora[plot]`): import them from there.
 """
 

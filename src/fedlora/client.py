@@ -7,21 +7,18 @@ mine = receive(download, kept)      train mine      send(mine, roles) -> Upload 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedlora.core.lora import Adapter, LoRA, named_tensors
-from fedlora.core.messages import Client, ClientMemory, Download, Form, Upload
-from fedlora.core.method import Role, Roles, TailPenalty
+from fedlora.core.messages import Client, ClientMemory, Download, Upload
+from fedlora.core.method import Role, Roles
 from fedlora.core.parcels import held_after
 from fedlora.core.trainer import Job, Trained, Trainer
 from fedlora.errors import HyperparameterError, KeptStateError, UploadRefused
-from fedlora.linalg import gauge_split, rank_tolerance, unit_roundoff
-from fedlora.linalg.own_modes import own_modes
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +36,11 @@ class Played:
     loss: float
 
 
-def play_round(download: Download, memory: ClientMemory, trainer: Trainer, form: Form = "factors") -> Played:
-    """A client's whole round: receive, train, prune, send, keep. Pure except for the trainer.
+def play_round(download: Download, memory: ClientMemory, trainer: Trainer) -> Played:
+    """A client's whole round: receive, train, send, keep. Pure except for the trainer.
 
     Args:
-        memory: from the client's last round; `ClientMemory()` before its first. form: the upload's.
+        memory: from the client's last round; `ClientMemory()` before its first.
 
     Raises:
         KeptStateError: the memory does not fit the download. UploadRefused: training diverged in a part that stays
@@ -55,7 +52,7 @@ def play_round(download: Download, memory: ClientMemory, trainer: Trainer, form:
         >>> again = play_round(server.download(state, clients[0]), played.memory, trainer)
     """
     job = begin_round(download, memory)
-    return finish_round(job, trainer.train(job.download, job.adapter, job.position), memory, form)
+    return finish_round(job, trainer.train(job.download, job.adapter, job.position))
 
 
 def begin_round(download: Download, memory: ClientMemory) -> Job:
@@ -69,33 +66,25 @@ def begin_round(download: Download, memory: ClientMemory) -> Job:
     return Job(download, receive(download, memory.kept), memory.position)
 
 
-def finish_round(job: Job, trained: Trained, memory: ClientMemory, form: Form = "factors") -> Played:
+def finish_round(job: Job, trained: Trained) -> Played:
     """The client's result from the trained adapter: the second half of `play_round`.
 
     Example:
         >>> job = begin_round(server.download(state, clients[0]), ClientMemory())
         >>> trained = trainer.train(job.download, job.adapter, job.position)
-        >>> finish_round(job, trained, ClientMemory()).upload.num_examples
+        >>> finish_round(job, trained).upload.num_examples
         40
     """
-    roles, client, made, ranks = job.download.roles, job.download.client, trained.adapter, memory.ranks
-    if roles.penalty is not None:
-        made = prune(job.adapter, made, roles.penalty)
-        ranks = made.ranks if made.ranks != job.adapter.ranks else ranks
-        client = replace(client, rank=ranks or client.rank)
-    kept = keep(made, roles)
-    if form == "subspace":  # it cannot factorise NaN; the server checks all other forms
-        for name, tensor in named_tensors(Adapter(made.modules)):
-            if not bool(torch.isfinite(tensor).all()):
-                raise UploadRefused(client.id, f"{name} holds NaN or Inf: training diverged there.")
+    roles, client = job.download.roles, job.download.client
+    kept = keep(trained.adapter, roles)
     was = dict(named_tensors(job.adapter))
     for name, tensor in named_tensors(kept or Adapter({})):
-        if roles.penalty is None and (name not in was or tensor.shape != was[name].shape):
+        if name not in was or tensor.shape != was[name].shape:
             raise UploadRefused(client.id, f"the local {name} has shape {tuple(tensor.shape)} after training.")
         if not bool(torch.isfinite(tensor).all()):
             raise UploadRefused(client.id, f"the local {name} holds NaN or Inf: training diverged there.")
-    upload = Upload(client, trained.num_examples, send(made, roles, form), form)
-    return Played(upload, ClientMemory(kept, trained.position, held_after(job.download, kept), ranks), trained.loss)
+    upload = Upload(client, trained.num_examples, send(trained.adapter, roles))
+    return Played(upload, ClientMemory(kept, trained.position, held_after(job.download, kept)), trained.loss)
 
 
 def receive(download: Download, kept: Adapter | None) -> Adapter:
@@ -162,15 +151,11 @@ def _check_kept(what: str, mine: Tensor, start: Tensor) -> None:
         )
 
 
-@own_modes()
-def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
+def send(adapter: Adapter, roles: Roles) -> Adapter:
     """The part of `adapter` that travels to the server: the shared parts.
 
     adapter: the trained adapter from `receive`. If the method moves the base weights, its `base` says on which ones it
     was trained.
-
-    form "subspace" sends (U_i, Ahat_i) instead of (B_i, A_i) if both factors are shared (paper Algorithm 1, lines
-    7-9): the same update in a canonical gauge, in at most as many bytes.
 
     Raises:
         HyperparameterError: the method moves the base weights, and `adapter.base` is None.
@@ -190,10 +175,6 @@ def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
             "make it from the received one: `dataclasses.replace(mine, modules=trained)`."
         )
     heads = adapter.heads if roles.heads == "shared" else {}
-    if form == "subspace":
-        if not roles.both_shared:
-            raise HyperparameterError(f"the subspace form needs both factors shared; the roles are {roles}.")
-        return Adapter({name: _subspace(lora) for name, lora in adapter.modules.items()}, heads)
     return _only(adapter, roles, ("shared",), heads)
 
 
@@ -211,46 +192,6 @@ def keep(adapter: Adapter, roles: Roles) -> Adapter | None:
     return local.map(Tensor.clone) if local.modules or local.heads else None
 
 
-def prune(before: Adapter, after: Adapter, penalty: TailPenalty) -> Adapter:
-    """`after` cut to the slots before the tail, if training made the tail smaller; otherwise `after` itself.
-
-    Args:
-        before, after: the complete adapter as received and as trained.
-
-    Source: HetLoRA's rank self-pruning (docs/reference/methods.md#hetlora). One decision covers the whole client.
-
-    Example:
-        >>> from fedlora.core.method import TailPenalty
-        >>> before = receive(server.download(state, Client("site-1", 4)), kept=None).map(lambda t: t + 1)
-        >>> prune(before, before.map(lambda t: t / 2), TailPenalty(strength=0.1, keep=0.5)).ranks
-        {'q': 2, 'v': 2}
-    """
-    if max(after.ranks.values(), default=1) == 1 or tail_size(after, penalty) >= tail_size(before, penalty):
-        return after
-    modules = {}
-    for name, lora in after.modules.items():
-        B, A = lora.factors
-        q = penalty.tail_start(lora.rank)
-        modules[name] = LoRA(B[:, :q].clone(), A[:q].clone())
-    return replace(after, modules=modules)
-
-
-def tail_size(adapter: Adapter, penalty: TailPenalty) -> float:
-    """sum over modules of ||B[:, q:]||_F ||A[q:, :]||_F: the penalty without its strength.
-
-    Example:
-        >>> from fedlora.core.method import TailPenalty
-        >>> ones = Adapter({"q": LoRA(torch.ones(6, 4), torch.ones(4, 5))})
-        >>> round(tail_size(ones, TailPenalty(strength=0.1, keep=0.5)), 3)  # of two slots: sqrt(6 * 2) * sqrt(2 * 5)
-        10.954
-    """
-    tails = []
-    for lora in adapter.modules.values():
-        (B, A), q = lora.factors, penalty.tail_start(lora.rank)
-        tails.append(float(torch.linalg.vector_norm(B[:, q:])) * float(torch.linalg.vector_norm(A[q:])))
-    return math.fsum(tails)
-
-
 def _only(adapter: Adapter, roles: Roles, wanted: tuple[Role, ...], heads: Mapping[str, Tensor]) -> Adapter:
     modules = {}
     if roles.B in wanted or roles.A in wanted:
@@ -258,25 +199,6 @@ def _only(adapter: Adapter, roles: Roles, wanted: tuple[Role, ...], heads: Mappi
             B, A = lora.factors
             modules[name] = LoRA(B if roles.B in wanted else None, A if roles.A in wanted else None)
     return Adapter(modules, heads)
-
-
-def _subspace(lora: LoRA) -> LoRA:
-    """The update in the canonical gauge. Directions that rounding of the factors could have made stay home if rounding
-    the update again would lose them; if they hold more, training made them, and they travel.
-    """
-    B, A = lora.factors
-    split = gauge_split(B, A, tolerance=max(rank_tolerance(t.dtype) for t in (B, A)), canonical="B")
-    rest, whole = (float(torch.linalg.vector_norm(torch.cat(x))) for x in ([split.A_rest], [split.Ahat, split.A_rest]))
-    U, Ahat = split.U, split.Ahat
-    if rest > unit_roundoff(A.dtype) * whole:
-        U, Ahat = torch.cat([U, split.U_rest], dim=1), torch.cat([Ahat, split.A_rest])
-    if A.dtype == torch.float16 and Ahat.numel() and bool(Ahat.any()):
-        # Ahat holds the update's whole size, and float16 reaches from 6e-5 to 65,504. If it would not fit, half of it
-        # goes to U, by a power of two, which costs no digit.
-        exponent = math.log2(float(Ahat.abs().max()))
-        half = 2.0 ** round(exponent / 2) if not 0 <= exponent <= 14 else 1.0
-        U, Ahat = U * half, Ahat / half
-    return LoRA(U.to(B), Ahat.to(A))
 
 
 __all__ = [
@@ -289,8 +211,6 @@ __all__ = [
     "finish_round",
     "keep",
     "play_round",
-    "prune",
     "receive",
     "send",
-    "tail_size",
 ]

@@ -171,8 +171,7 @@ class DataError(FedLoRAError, ValueError):
 
 
 class FilesChanged(DataError, OSError):
-    """A file that a run is known by, its data or its method's code, changed while the work went on. That says nothing
-    of the run."""
+    """A file that a run is known by changed while the work went on. That says nothing of the run."""
 
 
 class ClientFailed(FedLoRAError):

@@ -112,15 +112,13 @@ class HFTrainer:
         """Train the client's round by its trainer.
 
         Raises:
-            ConfigError: no trainer for the client, or a method that adds a term to the loss.
+            ConfigError: no trainer for the client.
         """
         from transformers import set_seed
 
         client = download.client.id
         if client not in self._trainers:
             raise ConfigError(f"client {client!r} has no trainer; there are {sorted(self._trainers)[:5]}.")
-        if download.roles.penalty is not None:
-            raise ConfigError("this method adds a term to the loss (hetlora with pruning): leave pruning out.")
         trainer = self._trainers[client]
         _check_trainer(trainer, adapter)
         _install(trainer.model, adapter, self._scaling, trained_parts(download.roles))

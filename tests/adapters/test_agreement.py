@@ -80,44 +80,6 @@ def test_classes_that_do_not_fit_are_left_out_and_it_is_said(tmp_path: Path) -> 
         merge([a, b], tmp_path / "o")
 
 
-def test_other_base_weights_are_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """The same name of a base is not the same base, and --same-base says so; other names of files tell nothing."""
-    one = {"config.json": "1" * 64, "model.safetensors": "2" * 64}
-    a = upload(tmp_path, "a", base_model_sha256=one)
-    b = upload(tmp_path, "b", base_model_sha256=one | {"model.safetensors": "3" * 64})
-    for how in METHODS[:2]:
-        said = main("merge", a, b, *how, "-o", tmp_path / "m").complaint()
-        assert "'model.safetensors' is '222222222222'... in one upload.json and '333333333333'..." in said
-        assert "--same-base" in said and not (tmp_path / "m").exists()
-    assert "digests differ" in str(merge([a, b], tmp_path / "m", same_base=True).warnings)
-    c = upload(tmp_path, "c", base_model_sha256=one | {"config.json": "4" * 64})
-    assert "same weights, and other config.json" in str(merge([a, c], tmp_path / "n").warnings)
-    d = upload(tmp_path, "d", base_model_sha256={"model-00001-of-00002.safetensors": "2" * 64})
-    assert "files of other names" in str(merge([a, d], tmp_path / "o").warnings)
-    assert merge([a, upload(tmp_path, "e", base_model_sha256=one)], tmp_path / "p").warnings == ()
-
-
-@pytest.mark.parametrize("how", METHODS, ids=str)
-def test_equal_digests_of_the_weights_are_one_base_under_two_names(
-    how: list[str], tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sites keep the model at paths of their own. Where one says no digests, or of config.json alone, names decide."""
-    monkeypatch.chdir(tmp_path)
-    same = {"config.json": "1" * 64, "model.safetensors": "2" * 64}
-    a = upload(tmp_path, "a", base="/a/minilm", base_model_sha256=same)
-    b = upload(tmp_path, "b", base="/b/minilm-copy", base_model_sha256=same | {"config.json": "3" * 64})
-    done = main("merge", a, b, *how, "-o", "m")
-    assert done.code == 0, done.err
-    said = r"/a/minilm.*/b/minilm-copy.*one base model.*SHA-256"
-    assert re.search(said, done.err)
-    assert main("diff", a, b).code == 0
-    for k, silent in enumerate((None, {}, {"config.json": "1" * 64})):
-        c = upload(tmp_path, f"c{k}", base="/c/other", base_model_sha256=silent)
-        assert "different base models" in main("merge", a, c, *how, "-o", "n").error()
-    named = [upload(tmp_path / "named", name, base_model_sha256=same) for name in "ab"]
-    assert "one base model" not in main("merge", *named, "-o", "p").err  # one name: nothing to say
-
-
 @pytest.mark.parametrize("content", [b"junk", b"{}", b"[]", b"\xff", None], ids=repr)
 @pytest.mark.parametrize("name", ["upload.json", "labels.json"])
 def test_what_lies_beside_an_adapter_is_validated_too(
@@ -148,7 +110,7 @@ def test_nobody_counts_twice_or_goes_without_a_word(tmp_path: Path, main: Callab
 
 @pytest.mark.parametrize(
     "facts",
-    [{"label_names": "no"}, {"label_names": [1]}, {"base_model_sha256": ["x"]}, {"base_model_sha256": {"x": 1}}],
+    [{"label_names": "no"}, {"label_names": [1]}],
     ids=str,
 )  # fmt: skip
 def test_facts_of_another_shape_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:

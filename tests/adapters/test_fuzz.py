@@ -139,11 +139,11 @@ def as_it_is(draft: Draft) -> None:
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sound_adapters_are_accepted_and_right(kind: str, judge: Judge, tmp_path: Path) -> None:
-    """Two of each kind: what the fuzzer changes is sound before. Two operations at most may say no: `export` does not
-    write what it cannot tell, and `--for vllm` refuses what vLLM does."""
+    """Two of each kind: what the fuzzer changes is sound before. One operation may say no: `export` does not
+    write what it cannot tell."""
     verdict = verdict_of(judge, drafts(kind, as_it_is, as_it_is), tmp_path / "home")
     assert not verdict.broken, verdict.broken
-    assert verdict.compared >= 3 and verdict.accepted >= 2 * 5 + 2, verdict
+    assert verdict.compared >= 3 and verdict.accepted >= 2 * 5 + 1, verdict
 
 
 def config(**fields: object) -> Callable[[Draft], object]:

@@ -118,7 +118,7 @@ def used(folder: Path, out: Path) -> None:
         file.head(path)
     write_adapter(out, *read_adapter(folder))
     both = Collection.of([file, file], [0.7, 0.3])
-    _ = both.modules, both.layouts, both.spec(), averaged(both, "average"), file.base, file.stored
+    _ = both.modules, both.layouts, both.spec(), averaged(both, "average"), file.stored
 
 
 def refused(folder: Path, why: str, main: Callable[..., Said], *, validate: bool = True) -> None:
@@ -293,11 +293,10 @@ WEIGHTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "an unasked bias": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_B.bias": (6,)}), "bias' is neither"),
     "an E without AdaLoRA": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_E": (2, 1)}), "lora_E"),
     "both kinds of keys": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_embedding_A": (2, 5)}), "q_proj"),
-    "no prefix": (lambda: renamed(PREFIX, ""), "without peft's prefix 'base_model.model.'"),
-    "another prefix": (lambda: renamed(PREFIX, "model."), "without peft's prefix"),
+    "no prefix": (lambda: renamed(PREFIX, ""), "does not start with 'base_model.model.'"),
     "the prefix alone": (lambda: shaped({**SHAPES, "base_model.model": (1,)}), "does not start with"),
     "no module": (lambda: renamed(f"{Q}.", ""), "base_model.model.lora_A.weight"),
-    "the adapter's name in keys": (lambda: renamed("lora_A.weight", "lora_A.default.weight"), "a model's state_dict"),
+    "the adapter's name in keys": (lambda: renamed("lora_A.weight", "lora_A.default.weight"), "is neither"),
     **{
         f"name {name!r}": ((lambda n=name: renamed(Q, n)), "has an impossible name")
         for name in ("../../etc", "..", "a..b", ".a", "a/b", "/etc/passwd", "a\\b", "a\nb", "a\rb", "a\x00b",
@@ -378,7 +377,7 @@ def test_limits_are_checked_before_anything_is_read(main: Callable[..., Said], t
 
 
 def test_a_pickle_beside_the_weights_is_not_opened(good: Path, main: Callable[..., Said], tmp_path: Path) -> None:
-    """Alone it is refused by name; beside a safetensors it is ignored. Opening it would make a directory."""
+    """Alone it is refused; beside a safetensors it is ignored. Opening it would make a directory."""
 
     class Trap:
         def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
@@ -389,7 +388,7 @@ def test_a_pickle_beside_the_weights_is_not_opened(good: Path, main: Callable[..
     shutil.rmtree(tmp_path / "again")
     assert main("merge", good, good, "-o", tmp_path / "m").code == 0
     (good / WEIGHTS_FILE).unlink()
-    refused(good, r"has only adapter_model\.bin, a pickle", main)
+    refused(good, "is not a PEFT adapter: it has no", main)
     shutil.copyfile(good / "adapter_model.bin", good / WEIGHTS_FILE)
     refused(good, DAMAGED, main)
     assert not (tmp_path / "sprung").exists()

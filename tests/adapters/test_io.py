@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import shutil
 import socket
 from pathlib import Path
@@ -66,10 +65,6 @@ def edit(directory, **fields):
 
 def stored(directory):
     return safetensors.torch.load_file(directory / WEIGHTS_FILE)
-
-
-def store(directory, tensors):
-    safetensors.torch.save_file(tensors, directory / WEIGHTS_FILE)
 
 
 def updates_of(adapter, scaling=1.0):
@@ -340,13 +335,6 @@ class TestReadAdapter:
         adapter, _ = read_adapter(tmp_path / "converted")
         assert_close(dense_logits(llama, updates_of(adapter), {}), logits(model))
 
-    def test_a_pickle_beside_the_safetensors_is_not_touched(self, plain):
-        before, _ = read_adapter(plain)
-        trap = plain / "sprung"
-        (plain / "adapter_model.bin").write_bytes(pickle.dumps(Trap(trap)))
-        assert_same(read_adapter(plain)[0], before)
-        assert not trap.exists()
-
 
 def saved_converted(model, directory, init):
     """Train, then save with path_initial_model_for_weight_conversion, as peft's documentation does it."""
@@ -370,16 +358,6 @@ def lora_ga_model():
     inputs = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
     preprocess_loraga(model, config, lambda: model(inputs_embeds=inputs, labels=TOKENS).loss.backward())
     return model, config
-
-
-class Trap:
-    """Unpickling it creates a directory."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (os.fspath(self.path),)
 
 
 # ---- writing what peft reads -----------------------------------------------------------------------------------------
@@ -829,14 +807,10 @@ EDITED = [
         ("init_lora_weights", init)
         for init in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "some-init-of-2031", ["gaussian"])
     ),
-    ("bias", "some"),
-    ("peft_type", "LOHA"),
-    ("peft_type", None),
     ("megatron_config", {"hidden_size": 4}),
     ("use_qalora", True),
     ("a_field_of_2031", True),
     ("a_field_of_2031", {"some": "thing"}),
-    *((field, value) for field in ("r", "lora_alpha") for value in (0, -4, None, "4", True, math.nan, math.inf)),
 ]
 EDITED_FILES_ONLY = [
     ("bias", "all"),
@@ -881,7 +855,7 @@ class TestRefusedConfigs:
     @pytest.mark.parametrize(("field", "value"), EDITED, ids=str)
     def test_a_config_is_refused_by_field(self, field, value, plain):
         edit(plain, **{field: value})
-        with pytest.raises(AdapterFormatError, match=rf"\b{field} = |is not JSON: it has (NaN|Infinity)"):
+        with pytest.raises(AdapterFormatError, match=rf"\b{field} = "):
             read_adapter(plain)
 
     @pytest.mark.parametrize("field", VARIANTS)
@@ -904,114 +878,6 @@ class TestRefusedConfigs:
         few = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
         (plain / CONFIG_FILE).write_text(json.dumps(few))
         assert_same(read_adapter(plain)[0], want)
-
-    @pytest.mark.parametrize("value", [0, -4, None, "8", True, math.nan, math.inf], ids=str)
-    def test_a_pattern_gives_no_positive_alpha(self, value, plain):
-        edit(plain, alpha_pattern={"q_proj": value})
-        with pytest.raises(AdapterFormatError, match=r"alpha_pattern|is not JSON: it has (NaN|Infinity)"):
-            read_adapter(plain)
-
-    @pytest.mark.parametrize("value", [0, -4, None, "8"], ids=str)
-    def test_a_pattern_gives_no_positive_rank(self, value, plain):
-        edit(plain, rank_pattern={"q_proj": value})
-        with pytest.raises(AdapterFormatError, match="q_proj"):
-            read_adapter(plain)
-
-    @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-    @pytest.mark.parametrize("value", [["q_proj"], "q_proj", {"(": 4}], ids=str)
-    def test_patterns_that_cannot_be_used(self, field, value, plain):
-        edit(plain, **{field: value})
-        with pytest.raises(AdapterFormatError, match=r"pattern"):
-            read_adapter(plain)
-
-    @pytest.mark.parametrize("fields", [{"r": 8}, {"rank_pattern": {"v_proj": 2}}, {"rank_pattern": {r".*1\..*": 5}}])
-    def test_a_rank_that_is_not_the_one_of_the_config(self, fields, plain):
-        edit(plain, **fields)
-        with pytest.raises(AdapterFormatError, match=r"model\.layers.*rank 4.*(8|2|5)"):
-            read_adapter(plain)
-
-
-def without(factor):
-    return lambda tensors: {k: t for k, t in tensors.items() if f"0.self_attn.q_proj.lora_{factor}" not in k}
-
-
-def renamed(old, new):
-    return lambda tensors: {k.replace(old, new): t for k, t in tensors.items()}
-
-
-Q0 = f"{PREFIX}model.layers.0.self_attn.q_proj"
-# what -> (the change to the tensors of a good file, what the refusal names)
-UNREADABLE = {
-    "lora_A alone": (without("B"), r"model\.layers\.0\.self_attn\.q_proj.* lora_B"),
-    "lora_B alone": (without("A"), r"model\.layers\.0\.self_attn\.q_proj.* lora_A"),
-    "another prefix": (renamed(PREFIX, "module." + PREFIX), r"module\.base_model"),
-    "no prefix": (renamed(PREFIX, ""), r"base_model\.model\."),
-    "the adapter's name in the keys": (renamed(".weight", ".default.weight"), r"lora_A\.default"),
-    "a foreign tensor": (lambda t: {**t, f"{PREFIX}model.norm.weight": torch.ones(32)}, r"model\.norm\.weight"),
-    "a magnitude": (lambda t: {**t, f"{Q0}.lora_magnitude_vector": torch.ones(32)}, "lora_magnitude_vector"),
-    "a bias": (lambda t: {**t, f"{Q0}.lora_B.bias": torch.ones(32)}, r"lora_B\.bias"),
-    "factors of two ranks": (
-        lambda t: {**t, f"{Q0}.lora_B.weight": torch.ones(32, 3)},
-        r"model\.layers\.0\.self_attn\.q_proj",
-    ),
-    "a factor that is no matrix": (
-        lambda t: {**t, f"{Q0}.lora_B.weight": torch.ones(32)},
-        r"model\.layers\.0\.self_attn\.q_proj",
-    ),
-    "nothing": (lambda t: {}, "lora_A"),
-}
-
-
-class TestRefusedFiles:
-    @pytest.mark.parametrize("what", UNREADABLE)
-    def test_tensors_that_are_no_plain_lora(self, what, plain):
-        change, message = UNREADABLE[what]
-        store(plain, change(stored(plain)))
-        with pytest.raises(AdapterFormatError, match=message):
-            read_adapter(plain)
-
-    @pytest.mark.parametrize("keep", [0, 4, 8, 100, 0.5, -1], ids=str)
-    def test_a_truncated_file(self, keep, plain):
-        content = (plain / WEIGHTS_FILE).read_bytes()
-        end = int(keep * len(content)) if isinstance(keep, float) else keep
-        (plain / WEIGHTS_FILE).write_bytes(content[:end])
-        with pytest.raises(AdapterFormatError, match=WEIGHTS_FILE):
-            read_adapter(plain)
-
-    @pytest.mark.parametrize(
-        "content", [b"\x80\x02garbage" * 99, pickle.dumps({"a": 1}), b"{}"], ids=lambda c: f"{c[:8]}"
-    )
-    def test_a_file_that_is_no_safetensors(self, content, plain):
-        (plain / WEIGHTS_FILE).write_bytes(content)
-        with pytest.raises(AdapterFormatError, match=WEIGHTS_FILE):
-            read_adapter(plain)
-
-    def test_a_pickle_is_refused_and_not_opened(self, plain, tmp_path):
-        sprung = tmp_path / "sprung"
-        pickle.loads(pickle.dumps(Trap(sprung)))
-        assert sprung.exists()  # the trap works
-        sprung.rmdir()
-        (plain / WEIGHTS_FILE).unlink()
-        (plain / "adapter_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
-        with pytest.raises(AdapterFormatError, match=r"adapter_model\.bin.*pickle"):
-            read_adapter(plain)
-        assert not sprung.exists()
-
-    @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe\x00", b'"LORA"', b"null"], ids=str)
-    def test_a_config_that_is_no_json_object(self, content, plain):
-        (plain / CONFIG_FILE).write_bytes(content)
-        with pytest.raises(AdapterFormatError, match=rf"{CONFIG_FILE}.*JSON"):
-            read_adapter(plain)
-
-    @pytest.mark.parametrize("missing", [CONFIG_FILE, WEIGHTS_FILE])
-    def test_a_missing_file(self, missing, plain):
-        (plain / missing).unlink()
-        with pytest.raises(AdapterFormatError, match=missing):
-            read_adapter(plain)
-
-    def test_a_missing_directory(self, tmp_path):
-        with pytest.raises(AdapterFormatError, match="nowhere"):
-            read_adapter(tmp_path / "nowhere")
 
 
 class _Nested(nn.Module):

@@ -301,17 +301,17 @@ def test_a_file_with_a_hole_is_judged_and_not_loaded(tmp_path: Path) -> None:
 MERGES = """
 import json, sys, torch
 from fedlora.core.lora import LoRA
-from fedlora.adapters.truncation import RankRule, merge_module
+from fedlora.adapters.truncation import combine
 def memory(field):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
 def lora(d_out, d_in, r):
     return LoRA(torch.randn(d_out, r).to(dtype), torch.randn(r, d_in).to(dtype))
 for count, d_out, d_in, r, dtype in json.loads(sys.argv[1]):
     dtype = getattr(torch, dtype)
-    merge_module("warm", [lora(8, 8, 2)] * 2, [0.5, 0.5], RankRule("exact"))
+    combine("warm", [lora(8, 8, 2)] * 2, [0.5, 0.5]).cut(4)
     open("/proc/self/clear_refs", "w").write("5")
     before = memory("VmRSS")
-    merge_module("m", [lora(d_out, d_in, r) for _ in range(count)], [1 / count] * count, RankRule("exact"))
+    combine("m", [lora(d_out, d_in, r) for _ in range(count)], [1 / count] * count).cut(count * r)
     print(memory("VmHWM") - before)
 """
 MERGED = [(8, 4096, 4096, 16, "bfloat16"), (2, 60_000, 512, 64, "float32"), (4, 300, 9000, 400, "float64")]

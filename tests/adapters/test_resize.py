@@ -30,7 +30,7 @@ def test_smaller_is_the_best_of_its_rank(tmp_path: Path, main: Callable[..., Sai
     for module, update in updates(a).items():
         U, s, Vh = torch.linalg.svd(update, full_matrices=False)
         torch.testing.assert_close(updates(tmp_path / "m")[module], U[:, :4] * s[:4] @ Vh[:4], rtol=0, atol=1e-4)
-    assert report.rank == 4 and report.one_rank and 0 < report.error < 1
+    assert report.rank == 4 and 0 < report.error < 1
     for path in HEADS:
         assert torch.equal(read_adapter(a)[0].heads[path], read_adapter(tmp_path / "m")[0].heads[path])
     assert main("resize", a, "--rank", "4", "-o", tmp_path / "n").code == 0
@@ -52,14 +52,10 @@ def test_larger_is_padded_and_says_so(tmp_path: Path, main: Callable[..., Said])
         torch.testing.assert_close(found[module].double(), update, rtol=0, atol=1e-4)
 
 
-def test_modules_of_several_ranks_become_one_and_each_keeps_its_own(tmp_path: Path) -> None:
+def test_modules_of_several_ranks_become_one(tmp_path: Path) -> None:
     a = bare(tmp_path / "a", {Q: 2, V: 6})
-    assert read_ranks(resize(a, tmp_path / "m", rank=4) and tmp_path / "m") == {Q: 4, V: 4}
-    assert sum(read_ranks(resize(a, tmp_path / "o", rank="budget=3") and tmp_path / "o").values()) <= 6
-
-
-def read_ranks(folder: Path) -> dict[str, int]:
-    return read_adapter(folder)[0].ranks
+    resize(a, tmp_path / "m", rank=4)
+    assert read_adapter(tmp_path / "m")[0].ranks == {Q: 4, V: 4}
 
 
 def test_a_type_a_limit_and_a_dry_run(tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -67,5 +67,5 @@ def test_a_trained_head_that_is_tied_is_no_copy_of_the_base(tmp_path: Path) -> N
         stored = {f"{PREFIX}{head}.weight": whole.clone() for head in heads}
         save_file({**pair, **stored}, tmp_path / name / "adapter_model.safetensors", metadata={"format": "pt"})
     for order in (("one", "two"), ("two", "one")):
-        with pytest.raises(AdapterFormatError, match=r"two has no 'lm_head\.weight'.*--heads holders"):
+        with pytest.raises(AdapterFormatError, match=r"two has no 'lm_head\.weight'.*--heads first"):
             merge([tmp_path / name for name in order], tmp_path / "out", weights=[0.7, 0.3])

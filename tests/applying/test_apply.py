@@ -6,7 +6,6 @@ the same, in float64. peft's own merge is no oracle here: it is wrong in places.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -26,11 +25,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fedlora.adapters.base_names import KNOWN_WEIGHTS
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.apply import apply_adapter
 from fedlora.applying.base_folder import BaseFiles
-from fedlora.data.demo import HUB_NAMES, MODEL_SHA256, PACKAGED
+from fedlora.data.demo import PACKAGED
 from fedlora.errors import ConfigError
 from support.bases import reconfigure, refused, rewrite, said, small
 from support.command_line import Said
@@ -394,35 +392,3 @@ def test_a_packaged_model_is_named_as_train_names_it(
     for name, why in (("smollm2", r"one file, model\.gguf.*SmolLM2-135M-Instruct, from the hub"), ("nowhere", "demo")):
         for command in (["export", "--for", "merged", adapter, "-o", tmp_path / "more"], ["validate", adapter]):
             assert re.search(why, main(*command, "--base", name).complaint())
-
-
-def test_another_name_of_the_same_weights_is_no_cause_for_alarm(
-    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Known by the digests in upload.json, by the path in the adapter's config, or by the table of known weights."""
-    adapter, base = small(tmp_path)
-    reconfigure(base, _name_or_path="some/ancestor")
-    reconfigure(adapter, base_model_name_or_path="org/this-one")
-
-    def alarmed() -> bool:
-        done = main("validate", adapter, "--base", base)
-        assert done.code == 0, done.err
-        return "another model" in done.err
-
-    assert alarmed()
-    digest = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
-    for found, says in ((digest, False), ("0" * 64, True)):
-        facts = {"client": "a", "num_examples": 1, "base_model_sha256": {"model.safetensors": found}}
-        (adapter / "upload.json").write_text(json.dumps(facts))
-        assert alarmed() is says
-    (adapter / "upload.json").unlink()
-    monkeypatch.setitem(KNOWN_WEIGHTS, digest, "org/This-One")
-    assert not alarmed()
-    monkeypatch.setitem(KNOWN_WEIGHTS, digest, "org/that-one")
-    assert alarmed()
-    reconfigure(adapter, base_model_name_or_path=str(base))
-    assert not alarmed()
-
-
-def test_the_demo_model_is_known_by_its_weights() -> None:
-    assert KNOWN_WEIGHTS[MODEL_SHA256] == HUB_NAMES["demo"]

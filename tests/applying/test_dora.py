@@ -83,7 +83,6 @@ def test_what_cannot_have_it_says_why(tmp_path: Path, main: Main) -> None:
     for command in (
         ["merge", adapter, adapter],
         ["resize", adapter, "--rank", "1"],
-        ["export", adapter, "--for", "vllm"],
         ["export", adapter, "--for", "gguf", "--base", base],
     ):
         complaint = main(*command, "-o", tmp_path / "out").error()

@@ -20,6 +20,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fedlora.adapters.reader import AdapterFile
+from fedlora.applying.base_folder import BaseFiles
 from fedlora.applying.gguf_adapter import write_gguf
 from support.bases import reconfigure, rewrite, small
 from support.command_line import Said
@@ -35,7 +36,6 @@ NAMES = {
     "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-OTHERS = {"output": "lm_head", "token_embd": "model.embed_tokens"}
 HEADS = {"attn_q": 4, "attn_k": 2}  # of the tiny Llama
 
 
@@ -53,9 +53,8 @@ def updates(file: Path, heads: dict[str, int] = HEADS) -> dict[str, np.ndarray[A
     for name in sorted(key.removesuffix(".weight.lora_a") for key in stored if key.endswith(".lora_a")):
         A, B = stored.pop(f"{name}.weight.lora_a"), stored.pop(f"{name}.weight.lora_b")
         scale = alpha / B.shape[1]
-        if name in OTHERS:
-            delta = B @ A if name == "output" else A @ B.T
-            found[OTHERS[name]] = scale * delta
+        if name == "output":
+            found["lm_head"] = scale * (B @ A)
             continue
         block = re.fullmatch(r"blk\.(\d+)\.(\w+)", name)
         assert block, name
@@ -90,7 +89,7 @@ def same(got: dict[str, np.ndarray[Any, Any]], want: dict[str, np.ndarray[Any, A
 
 KINDS = {
     "linear": 1e-6, "all-linear": 1e-6, "rank and alpha patterns": 1e-6, "rsLoRA": 1e-6, "rsLoRA with patterns": 1e-6,
-    "embedding and lm_head": 1e-6, "AdaLoRA": 1e-6, "bfloat16": 1e-7,
+    "lm_head": 1e-6, "AdaLoRA": 1e-6, "bfloat16": 1e-7,
 }  # fmt: skip
 
 
@@ -145,49 +144,16 @@ def test_rows_of_other_architectures_stay(tmp_path: Path, main: Main) -> None:
     same(updates(tmp_path / "g" / "adapter.gguf", {}), of_peft(PeftModel.from_pretrained(qwen(), adapter)), 1e-6)
 
 
-def of_gguf(path: Path, **shapes: tuple[int, int]) -> Path:
-    """A GGUF file of a Llama with one block: names and shapes, as of a base model."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in (("block_count", 2), ("attention.head_count", 4), ("attention.head_count_kv", 2)):
-        writer.add_uint32(f"llama.{key}", value)
-    for name, shape in shapes.items():
-        writer.add_tensor(name.replace("__", "."), np.zeros(shape, "f4"))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def test_against_the_gguf_file_of_the_base(tmp_path: Path, main: Main) -> None:
-    """The same file as from the directory; another shape, a missing tensor, no GGUF at all are named."""
-    adapter, base = small(tmp_path)
-    q = {f"blk__{k}__attn_q__weight": (32, 32) for k in range(2)}
-    given = of_gguf(tmp_path / "base.gguf", **q)
-    for place, name in ((base, "one"), (given, "two")):
-        assert main("export", adapter, "--for", "gguf", "--base", place, "-o", tmp_path / name).code == 0
-    one, two = (gguf.GGUFReader(tmp_path / n / "adapter.gguf") for n in ("one", "two"))
-    for a, b in zip(one.tensors, two.tensors, strict=True):
-        assert a.name == b.name and np.array_equal(a.data, b.data)
-    (tmp_path / "odd.gguf").write_bytes(b"GGUF, but not quite")
-    for place, why in (
-        (of_gguf(tmp_path / "wide.gguf", **q | {"blk__1__attn_q__weight": (48, 32)}), r"\(32, 32\), but .* \(48, 32\)"),
-        (of_gguf(tmp_path / "less.gguf", blk__0__attn_q__weight=(32, 32)), r"no tensor for 'model\.layers\.1\."),
-        (tmp_path / "odd.gguf", "cannot be read as GGUF"),
-    ):
-        said = main("export", adapter, "--for", "gguf", "--base", place, "-o", tmp_path / "none").error()
-        assert re.search(why, said) and not (tmp_path / "none").exists()
-
-
 def test_what_llama_cpp_would_leave_out_is_named_before(tmp_path: Path, main: Main) -> None:
-    """Saved modules need a word of the user; pairs that it cannot add are refused in any case."""
+    """Saved modules, with the way to leave them out."""
     adapter, base = small(tmp_path, modules_to_save=["lm_head"])
     asked = ["export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g"]
     said = main(*asked).error()
-    assert "1 of kind head" in said and "'lm_head.weight'" in said and "--drop" in said
+    assert "1 of kind head" in said and "'lm_head.weight'" in said and "--heads drop" in said
     assert not (tmp_path / "g").exists()
-    done = main(*asked, "--drop")
-    assert done.code == 0 and "left out: 1, such as lm_head.weight" in done.out
+    assert main("merge", adapter, "--heads", "drop", "-o", tmp_path / "less").code == 0
+    asked[1] = tmp_path / "less"
+    assert main(*asked).code == 0
     assert set(updates(tmp_path / "g" / "adapter.gguf")) == {f"model.layers.{k}.self_attn.q_proj" for k in range(2)}
 
 
@@ -195,7 +161,7 @@ def test_what_llama_cpp_would_leave_out_is_named_before(tmp_path: Path, main: Ma
     ("fields", "build", "why"),
     [
         ({"target_modules": ["lm_head"]}, tied, "one tensor"),
-        ({"target_modules": ["embed_tokens"]}, tied, "one tensor"),
+        ({"target_modules": ["embed_tokens"]}, qwen, "not of kind embedding"),
         ({"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]}, tied, "one tensor"),
         ({"target_modules": ["q_proj"], "lora_bias": True}, qwen, "lora_bias"),
     ],
@@ -203,24 +169,18 @@ def test_what_llama_cpp_would_leave_out_is_named_before(tmp_path: Path, main: Ma
 def test_pairs_that_it_cannot_add(
     fields: dict[str, Any], build: Callable[[], Any], why: str, tmp_path: Path, main: Main
 ) -> None:
-    """No message offers --drop, which helps none of them; for biases, which it could be thought to drop, it says so."""
     adapter, base = small(tmp_path, build=build, **fields)
-    for more in ([], ["--drop"]):
-        said = main("export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g", *more).error()
-        assert why in said and "--for merged" in said and not (tmp_path / "g").exists()
-        assert ("--drop does not help" in said) == ("--drop" in said) == ("lora_bias" in fields)
+    said = main("export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g").error()
+    assert why in said and "--for merged" in said and not (tmp_path / "g").exists()
 
 
-def test_other_models_and_idle_options_are_refused(tmp_path: Path, main: Main) -> None:
+def test_other_models_are_refused(tmp_path: Path, main: Main) -> None:
     adapter, base = small(tmp_path / "llama")
     other, of_other = small(tmp_path / "gpt2", build=gpt2, target_modules=["c_attn"])
     to = ["-o", tmp_path / "out"]
     for command, why in (
         ([other, "--for", "gguf", "--base", of_other], "is of type 'gpt2'; .* llama, mistral"),
-        ([adapter, "--for", "gguf"], "needs the base model"),
-        ([adapter, "--for", "vllm", "--base", base], "takes no base model"),
-        ([adapter, "--for", "merged", "--base", base, "--drop"], "--drop has no meaning"),
-        ([adapter, "--for", "tgi"], "merged, vllm, gguf"),
+        ([adapter, "--for", "tgi", "--base", base], "merged, gguf"),
         ([adapter, "--for", "gguf", "--base", base, "--dtype", "float64"], "float16, bfloat16, float32"),
     ):
         assert re.search(why, main("export", *command, *to).error())
@@ -232,18 +192,17 @@ def test_other_models_and_idle_options_are_refused(tmp_path: Path, main: Main) -
 
 def test_from_python(tmp_path: Path) -> None:
     adapter, base = small(tmp_path)
-    done = write_gguf(AdapterFile(adapter), base, tmp_path / "g")
+    done = write_gguf(AdapterFile(adapter), BaseFiles(base), tmp_path / "g")
     assert done.alpha == 4 and done.folded == () and done.rounding == 0 and done.dtype == "float32"
 
 
 def test_a_copy_of_the_base_is_no_loss_and_a_changed_one_is(tmp_path: Path, main: Main) -> None:
-    """peft stores the embedding that a pair adapts; rows that were added or changed since are lost in GGUF."""
-    adapter, base = small(tmp_path, target_modules=["embed_tokens"])
+    """peft stores the output layer that a pair adapts; rows that were added or changed since are lost in GGUF."""
+    adapter, base = small(tmp_path, target_modules=["lm_head"])
     asked = ["export", adapter, "--for", "gguf", "--base", base]
-    key = "base_model.model.model.embed_tokens.base_layer.weight"
+    key = "base_model.model.lm_head.base_layer.weight"
     seen: list[str] = []
     rewrite(adapter, lambda tensors: seen.extend(tensors))
     assert key in seen and main(*asked, "-o", tmp_path / "g").code == 0
     rewrite(adapter, lambda tensors: tensors.update({key: tensors[key] + 1}))
     assert "1 of kind base" in main(*asked, "-o", tmp_path / "h").error()
-    assert main(*asked, "-o", tmp_path / "h", "--drop").code == 0

@@ -250,14 +250,10 @@ def test_what_cannot_be_compared_is_one_line(
 
 
 def test_values_are_read_as_toml_and_bare_words_as_strings() -> None:
-    """Numbers, booleans and words as `--set` has them; labels with one space, in the order given."""
-    got = fedlora.cli.method_names.parse_methods(
-        " hetlora  pruning=true keep=0.5 weights=examples,svd energy=1.0, fedit"
-    )
+    """Numbers and words as `--set` has them; labels with one space, in the order given."""
+    got = fedlora.cli.method_names.parse_methods(" glora  rho=0.5 history_limit=2 tie=paper,svd energy=1.0, fedit")
     assert {label: (s.name, s.preset, s.model_extra) for label, s in got.items()} == {
-        "hetlora pruning=true keep=0.5 weights=examples": (
-            "hetlora", None, {"pruning": True, "keep": 0.5, "weights": "examples"}
-        ),
+        "glora rho=0.5 history_limit=2 tie=paper": ("glora", None, {"rho": 0.5, "history_limit": 2, "tie": "paper"}),
         "svd energy=1.0": ("svd", None, {"energy": 1.0}),
         "fedit": ("fedit", None, {}),
     }  # fmt: skip

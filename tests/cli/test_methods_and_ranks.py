@@ -20,7 +20,7 @@ def test_methods_lists_every_method_with_its_paper_and_hyper_parameters(wide: No
     said = " ".join(invoke("methods").stdout.split())
     for name, cls in METHODS.items():
         assert f"│ {name} │ {cls.paper} │" in said
-    assert "rho=1.0" in said and "gamma=0.5" in said and "solver=thin" in said
+    assert "rho=1.0" in said and "gamma=0.5" in said and "weights=sparsity" in said
 
 
 def test_methods_lists_nothing_else_as_a_hyper_parameter(wide: None) -> None:
@@ -39,7 +39,7 @@ def test_methods_as_json_can_be_built_from() -> None:
         for preset, values in facts["presets"].items():
             assert build(name, **values) == build(name, preset=preset) != build(name)
     assert set(listed["glora"]["presets"]) == {"paper", "car-off"} and set(listed["flexlora"]["presets"]) == {"raflora"}
-    assert listed["hetlora"]["hyper-parameters"]["keep"] == 0.99
+    assert listed["svd"]["hyper-parameters"]["energy"] == 0.99
 
 
 def test_ranks_shows_counts_and_sums(wide: None) -> None:

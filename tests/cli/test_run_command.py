@@ -92,7 +92,6 @@ LATE: dict[str, tuple[list[str], str]] = {
     "no such device": (["model.device=banana"], "banana"),
     "a device that holds no numbers": (["model.device=meta"], "device 'meta': "),
     "server target without a server model": ([*FEDSA, "evaluate.target=server"], "no global model"),
-    "subspace form of local factors": ([*FEDSA, "server.upload=subspace"], "subspace"),
     "quorum of more than take part": (["server.quorum=4"], "quorum"),
 }
 

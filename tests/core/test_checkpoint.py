@@ -93,13 +93,14 @@ def run(server: Server, state: RunState, rounds: int, ranks: Mapping[str, Any]) 
     return last
 
 
-@pytest.mark.quick(14)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", METHODS)
-def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """After two rounds the loaded state is the saved one, and the third round from it is the third round."""
+def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """After two rounds the loaded state is the saved one, and the third round from it is the third round. Before the
+    first round states have None, empty mappings and no tally."""
     server, ranks = Server(build(name)), RANKS[name]
-    begun = start(server, seed_adapter(max(ranks.values()), dtype))
+    begun = start(server, seed_adapter(max(ranks.values()), torch.float32))
+    save(tmp_path / "begun", 0, begun)
+    assert content(loaded(tmp_path / "begun", RunState, server.method.State)) == content(begun)
     state = run(server, begun, 2, ranks).state
     path = save(tmp_path, state.round, state)
     assert path.name.startswith("round-00002.")
@@ -111,15 +112,6 @@ def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, dtype: torch
     assert content(again.state) == content(straight.state)
     assert content(again.uploads) == content(straight.uploads)
     assert content(run(server, begun, 3, ranks).state) == content(again.state)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_start_of_a_run_round_trips(name: str, tmp_path: Path) -> None:
-    """Before the first round: states with None, empty mappings and no tally."""
-    server = Server(build(name))
-    state = start(server, seed_adapter(6 if name in ("flexlora", "glora", "padded-average") else 4))
-    save(tmp_path, 0, state)
-    assert content(loaded(tmp_path, RunState, server.method.State)) == content(state)
 
 
 @pytest.mark.parametrize(
@@ -245,18 +237,18 @@ TENSORS: dict[str, Tensor] = {
 }
 
 
-@pytest.mark.parametrize("label", VALUES)
-def test_plain_values_round_trip_with_their_types(label: str, tmp_path: Path) -> None:
-    assert content(round_trip(tmp_path, VALUES[label])) == content(VALUES[label])
+def test_plain_values_round_trip_with_their_types(tmp_path: Path) -> None:
+    for label in VALUES:
+        assert content(round_trip(tmp_path, VALUES[label])) == content(VALUES[label]), label
 
 
-@pytest.mark.parametrize("label", TENSORS)
-def test_tensors_round_trip_bit_for_bit(label: str, tmp_path: Path) -> None:
+def test_tensors_round_trip_bit_for_bit(tmp_path: Path) -> None:
     """Also where the stored one is a view: what comes back is its content, contiguous, without a graph."""
-    got = round_trip(tmp_path, TENSORS[label])
-    assert content(got) == content(TENSORS[label])
-    assert got.is_contiguous()
-    assert not got.requires_grad
+    for label in TENSORS:
+        got = round_trip(tmp_path, TENSORS[label])
+        assert content(got) == content(TENSORS[label]), label
+        assert got.is_contiguous()
+        assert not got.requires_grad
 
 
 def test_one_tensor_in_two_places_comes_back_in_both(tmp_path: Path) -> None:
@@ -272,11 +264,11 @@ def test_names_with_slashes_are_kept_apart(tmp_path: Path) -> None:
     assert content(round_trip(tmp_path, value)) == content(value)
 
 
-@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
-def test_numpy_floats_that_are_not_finite_can_be_read_again(number: float, tmp_path: Path) -> None:
+def test_numpy_floats_that_are_not_finite_can_be_read_again(tmp_path: Path) -> None:
     """np.float64 is a float; what `save` accepts `load_newest` must read."""
-    got = round_trip(tmp_path, (np.float64(number), np.float64(0.1)))
-    assert repr(tuple(float(x) for x in got)) == repr((number, 0.1))
+    for number in (math.inf, -math.inf, math.nan):
+        got = round_trip(tmp_path, (np.float64(number), np.float64(0.1)))
+        assert repr(tuple(float(x) for x in got)) == repr((number, 0.1))
 
 
 def test_saving_leaves_the_value_alone(tmp_path: Path) -> None:
@@ -308,34 +300,33 @@ class Counted:
     twice: int = field(init=False, default=0)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ([1], "list at /value "),
-        ({1, 2}, "set at /value "),
-        (b"bytes", "bytes at /value "),
-        (object(), "object at /value "),
-        (1j, "complex at /value "),
-        (np.zeros(2), "ndarray at /value "),
-        (np.float32(1), "float32 at /value "),
-        (torch.float32, "dtype at /value "),
-        (Box, "a type at /value "),
-        (lambda: None, "function at /value "),
-        ({1: 2}, "mapping at /value has keys"),
-        ({None: 2}, "mapping at /value has keys"),
-        ({"a": (1, {"b": [2]})}, "list at /value/a/1/b "),
-        (torch.Size([2]), "Size at /value "),
-        (HTTPStatus.OK, "HTTPStatus at /value "),
-        (Counted(3), r"Counted\.twice at /value .*init=False"),
-        (Inner(Inner({"deep": Path("x")})), r"a \w*Path at /value/x/x/deep "),
-    ],
-    ids=range(17),
-)  # fmt: skip
-def test_what_cannot_be_stored_is_refused_with_its_place(value: object, message: str, tmp_path: Path) -> None:
+NOT_STORED: tuple[tuple[object, str], ...] = (
+    ([1], "list at /value "),
+    ({1, 2}, "set at /value "),
+    (b"bytes", "bytes at /value "),
+    (object(), "object at /value "),
+    (1j, "complex at /value "),
+    (np.zeros(2), "ndarray at /value "),
+    (np.float32(1), "float32 at /value "),
+    (torch.float32, "dtype at /value "),
+    (Box, "a type at /value "),
+    (lambda: None, "function at /value "),
+    ({1: 2}, "mapping at /value has keys"),
+    ({None: 2}, "mapping at /value has keys"),
+    ({"a": (1, {"b": [2]})}, "list at /value/a/1/b "),
+    (torch.Size([2]), "Size at /value "),
+    (HTTPStatus.OK, "HTTPStatus at /value "),
+    (Counted(3), r"Counted\.twice at /value .*init=False"),
+    (Inner(Inner({"deep": Path("x")})), r"a \w*Path at /value/x/x/deep "),
+)
+
+
+def test_what_cannot_be_stored_is_refused_with_its_place(tmp_path: Path) -> None:
     """Before anything is written."""
-    with pytest.raises(CheckpointError, match=message):
-        save(tmp_path / "new", 1, Box(value))
-    assert not (tmp_path / "new").exists()
+    for value, message in NOT_STORED:
+        with pytest.raises(CheckpointError, match=message):
+            save(tmp_path / "new", 1, Box(value))
+        assert not (tmp_path / "new").exists(), message
 
 
 def test_a_mapping_without_string_keys_at_the_top_is_named_too(tmp_path: Path) -> None:
@@ -343,15 +334,11 @@ def test_a_mapping_without_string_keys_at_the_top_is_named_too(tmp_path: Path) -
         save(tmp_path, 1, {1: 2})
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse(), torch.zeros(2, device="meta")],
-    ids=["complex128", "sparse", "meta"],
-)
-def test_a_tensor_that_the_format_cannot_hold_is_refused_with_its_place(tensor: Tensor, tmp_path: Path) -> None:
+def test_a_tensor_that_the_format_cannot_hold_is_refused_with_its_place(tmp_path: Path) -> None:
     """`save` promises CheckpointError for all that cannot be stored."""
-    with pytest.raises(CheckpointError, match="/value/deep"):
-        save(tmp_path, 1, Box({"deep": tensor}))
+    for t in (torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse(), torch.zeros(2, device="meta")):
+        with pytest.raises(CheckpointError, match="/value/deep"):
+            save(tmp_path, 1, Box({"deep": t}))
 
 
 # --------------------------------------------------------------------------------------------------------- damage
@@ -418,7 +405,7 @@ def test_a_round_saved_again_after_damage_replaces_the_damaged_file(tmp_path: Pa
 def rewritten(directory: Path, tree: object, tensors: Mapping[str, Tensor] | None = None) -> None:
     """A file with a right digest and a tree of one's own."""
     facts = tree if isinstance(tree, str) else json.dumps({"tree": tree, "run": "", "round": 9})
-    data = safetensors.torch.save(dict(tensors or {}), metadata={"fedlora": facts})
+    data = safetensors.torch.save(dict(tensors or {}), metadata={"checkpoint": facts})
     digest = hashlib.sha256(data).hexdigest()[:16]
     directory.mkdir(exist_ok=True)
     (directory / f"round-00009.{digest}.safetensors").write_bytes(data)
@@ -437,15 +424,15 @@ FOREIGN: dict[str, object] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("label", FOREIGN)
-def test_a_sound_file_of_something_else_is_refused(label: str, tmp_path: Path) -> None:
+def test_a_sound_file_of_something_else_is_refused(tmp_path: Path) -> None:
     """The types come from the reader. A file can only name dataclasses that the reader's own annotations reach."""
-    rewritten(tmp_path, FOREIGN[label])
-    with (
-        pytest.warns(UserWarning, match="does not hold a Box"),
-        pytest.raises(CheckpointError, match="none of the 1 checkpoints"),
-    ):
-        load_newest(tmp_path, Box)
+    for k, tree in enumerate(FOREIGN.values()):
+        rewritten(tmp_path / str(k), tree)
+        with (
+            pytest.warns(UserWarning, match="does not hold a Box"),
+            pytest.raises(CheckpointError, match="none of the 1 checkpoints"),
+        ):
+            load_newest(tmp_path / str(k), Box)
 
 
 def test_a_file_without_a_tree_is_refused(tmp_path: Path) -> None:

@@ -57,17 +57,6 @@ def test_what_clients_were_sent_is_one_update_of_each_column_once() -> None:
     assert (rest.client, rest.weight, rest.rank) == (NOBODY, 1.0, 5)
 
 
-def test_factors_count_m_times_also_where_fewer_columns_came() -> None:
-    """Each factor by itself, R + m (D - R), where columns that did not come are zero; with m = 1 the update itself."""
-    one, other = update("a", readout(0, 1), 0.5), update("b", readout(3, 4), 0.5)
-    (B, A), (was_B, was_A) = one.lora.factors, readout(5, 6, 7).factors
-    moved, same = multiplied("factors", [one, other], [LoRA(was_B, was_A), readout(3, 4)], (0.25, 1.0))
-    for got, sent, was, dim in ((moved.lora.B, B, was_B, 1), (moved.lora.A, A, was_A, 0)):
-        want = 0.75 * was + 0.25 * torch.cat([sent, torch.zeros_like(was).narrow(dim, 0, 1)], dim=dim)
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-15)
-    assert same is other
-
-
 def test_columns_whose_weights_cancel_are_none() -> None:
     """Column 0 went to all, and 0.1 (1 - 1.2) + 0.2 (1 - 0.9) is rounding."""
     begun, m = [readout(0, 1), readout(0, 2)], (1.2, 0.9)

@@ -1,4 +1,4 @@
-"""What really travels, what a client stores between rounds, and the rank that pruning leaves it.
+"""What really travels, and what a client stores between rounds.
 
 Kinds of evidence: *oracle* (dense float64 sums; bytes as safetensors writes them; tail norms by hand) and *contract* (a
 client that stores only `remember(download)` and its local parts has, bit for bit, what the plain download holds). A
@@ -11,8 +11,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,20 +19,13 @@ import torch
 from torch import Tensor
 
 from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, Upload, build, keep, receive
-from fedlora.client import prune, tail_size
-from fedlora.core import checkpoint
 from fedlora.core.base_change import BaseChange, compressed, moved
 from fedlora.core.lora import stack
-from fedlora.core.messages import as_pruned
-from fedlora.core.method import TailPenalty
 from fedlora.core.parcels import Cache, Parcel, held_after, pack, remember, unpack
 from fedlora.core.trainer import Trained
-from fedlora.data import TextData
 from fedlora.errors import KeptStateError
 from fedlora.server.server import start
-from fedlora.server.state import RunState
-from fedlora.simulation import RoundRecord, Traffic, simulate
-from fedlora.training.evaluation import Batch, ModelEvaluator, _HeldOut
+from fedlora.simulation import Traffic, simulate
 from support.federations import EQUAL, EXAMPLES, FULL, HEADS, MIXED, PARTIAL, SHAPES, noise, pushed, seed_adapter
 
 AWAY = (("a", "b"), ("a", "b", "c"), ("b", "c"), ("b", "c"), ("a", "b", "c", "d"), ("a", "b", "c", "d"))
@@ -45,10 +36,11 @@ ONE_RANK = {"fedex-lora", "fedit", "fedrot-lora", "fedsa-lora", "lora-fair"}
 OPTIONS = {name: build(name) for name in METHODS} | {
     "flexlora-raflora": build("flexlora", preset="raflora"),
     "glora-paper": build("glora", preset="paper"),
-    "hetlora-pruning": build("hetlora", pruning=True, keep=0.5),
     "padded-subspace": build("padded-average", coordinates="subspace"),
 }
 every_method = pytest.mark.parametrize("label", OPTIONS)
+EVERY_KIND = ("fedex-lora", "fedsa-lora", "fedsvd", "ffa-lora", "flora", "glora", "rolora")  # of what stays or moves
+every_kind = pytest.mark.parametrize("label", EVERY_KIND)
 PLAYS = [
     (label, ranks, who, dtype)
     for label, ranks, who, dtype in product(OPTIONS, RANKS, WHO, ("float64", "float32"))
@@ -155,10 +147,10 @@ class Visit:
 
 
 class RealClients:
-    """A trainer whose clients live on parcels and own disks. Penalised tails halve at `shrinks`, and double else."""
+    """A trainer whose clients live on parcels and own disks."""
 
-    def __init__(self, *shrinks: tuple[str, int], broken: tuple[str, int] | None = None) -> None:
-        self.shrinks, self.broken = shrinks, broken
+    def __init__(self, broken: tuple[str, int] | None = None) -> None:
+        self.broken = broken
         self.disks: dict[str, tuple[Cache, Adapter | None]] = {}
         self.visits: list[Visit] = []
 
@@ -169,8 +161,6 @@ class RealClients:
         got = unpack(parcel, cache)
         self.visits.append(Visit(cache.held.round if cache else None, download, parcel, got, kept, adapter))
         trained = pushed(receive(got, kept), client, t, got.roles)
-        if got.roles.penalty and t:
-            trained = tail_moved(adapter, trained, 0.5 if at in self.shrinks else 2.0)
         if at == self.broken:
             trained = replace(trained, heads={n: h * math.nan for n, h in trained.heads.items()})
         kept = keep(trained, got.roles)
@@ -178,19 +168,10 @@ class RealClients:
         return Trained(trained, EXAMPLES[client], 0.0, position)
 
 
-def tail_moved(received: Adapter, trained: Adapter, by: float) -> Adapter:
-    """`trained`, with the received tail times `by`: the slots from r // 2, as keep = 0.5 has it (rank 1 has none)."""
-    modules = {}
-    for name, lora in trained.modules.items():
-        (B, A), (B0, A0), q = lora.factors, received.modules[name].factors, max(1, lora.rank // 2)
-        modules[name] = LoRA(torch.cat([B[:, :q], by * B0[:, q:]], 1), torch.cat([A[:q], A0[q:]]))
-    return replace(trained, modules=modules)
-
-
 def play(server: Server, ranks: Any, who: Any, dtype: Any = torch.float64, **options: Any) -> Iterator[Visit]:
     """Play the rounds in the engine, each with some of the clients, and count what travels as files."""
     top = max(max(r.values()) if isinstance(r, Mapping) else r for r in ranks.values())
-    trainer = RealClients(("a", 1), ("b", 2), broken=options.pop("broken", None))
+    trainer = RealClients(broken=options.pop("broken", None))
     state = start(server, seed_adapter(top, dtype))
     steps: dict[str, list[Tensor]] = {module: [] for module in SHAPES}
     for names in who:
@@ -250,7 +231,7 @@ def base_step(name: str, uploads: Sequence[Upload], module: str) -> Tensor:
     return mean if name == "flora" else mean - sum(p * B for p, B, _ in pairs) @ sum(p * A for p, _, A in pairs)
 
 
-@pytest.mark.quick(30)
+@pytest.mark.quick(18)
 @pytest.mark.parametrize(("label", "ranks", "who", "dtype"), PLAYS)
 def test_what_a_client_holds_is_left_out_and_it_lacks_nothing(label: str, ranks: str, who: str, dtype: str) -> None:
     """Expected: the engine's download, bit for bit; dense float64 sums of the base's steps; bytes as safetensors writes
@@ -258,8 +239,7 @@ def test_what_a_client_holds_is_left_out_and_it_lacks_nothing(label: str, ranks:
 
     RoLoRA trains B in rounds 0, 2, ... and A in 1, 3, ...: who was there in the last round lacks what it trained.
     """
-    form = "subspace" if label == "glora-paper" else "factors"
-    for visit in play(server_of(label), RANKS[ranks], WHO[who], getattr(torch, dtype), form=form):
+    for visit in play(server_of(label), RANKS[ranks], WHO[who], getattr(torch, dtype)):
         visit.check(1e-12 if dtype == "float64" else 2e-6)
         want, new, t = {"adapter/B", "adapter/A", "heads"}, visit.last is None, visit.plain.round
         if label == "ffa-lora" and not new:
@@ -288,7 +268,7 @@ def test_of_the_base_change_the_missed_steps_travel_or_the_whole_if_smaller(labe
     assert sent == {("steps", False), ("base", True), ("base", False)}, "all three cases were seen"
 
 
-@every_method
+@every_kind
 def test_a_module_that_nobody_held_in_a_round_stays_as_it_was(label: str) -> None:
     """Only `a`, without attn.v, is there in round 1: a step of zero there, which `play` sums densely."""
     for visit in play(server_of(label), PARTLY, (("a", "b", "c"), ("a",), ("b", "c"), ("b",), ("a", "c", "d"))):
@@ -324,7 +304,7 @@ def test_another_rank_brings_the_frozen_factors_again(label: str) -> None:
         cache = remember(got)
 
 
-@pytest.mark.parametrize("label", OPTIONS)
+@every_kind
 def test_a_round_can_be_tried_again_after_a_crash(label: str) -> None:
     """The client stored its cache and crashed. Expected: the same adapter; the base that it has does not come again."""
     for visit in play(server_of(label), EQUAL, FULL):
@@ -377,88 +357,3 @@ def test_a_cache_of_another_rank_is_refused_by_name() -> None:
     four, two = (next(play(server_of("ffa-lora"), {"a": r}, [["a"]])).got for r in (4, 2))
     with pytest.raises(KeptStateError, match=r"factor A of module 'attn.q'"):
         unpack(pack(four, held_after(four)), remember(two))
-
-
-# ---- the rank that pruning leaves ------------------------------------------------------------------------------------
-
-HALF = TailPenalty(strength=1.0, keep=0.5)
-CLIENTS = [Client("a", 2), Client("b", 3), Client("c", 5), Client("d", {"attn.q": 6, "attn.v": 1})]
-PRUNING = server_of("hetlora-pruning", quorum=3)
-
-
-def flat(**tails: tuple[int, float]) -> Adapter:
-    """Module -> rank and the value of all of B (4, r); A (r, 9) is ones."""
-    return Adapter({m: LoRA(torch.full((4, r), float(value)), torch.ones(r, 9)) for m, (r, value) in tails.items()})
-
-
-def test_the_tail_and_its_size_by_hand() -> None:
-    """q = floor(keep r), from 1 to r - 1 (0.29 * 100 is 28.999999999999996 in floating point).
-
-    m: B's tail is (4, 2) of 3s, norm 3 sqrt 8; A's (2, 9) of ones, sqrt 18: 36. n of rank 1: none. o: 2 * 2 * 3 = 12.
-    """
-    starts = {(0.5, 5): 2, (0.5, 2): 1, (0.5, 1): 1, (0.99, 4): 3, (0.99, 200): 198, (0.1, 4): 1, (0.29, 100): 29}
-    assert {(k, r): TailPenalty(1.0, k).tail_start(r) for k, r in starts} == starts
-    assert tail_size(flat(n=(1, 7.0)), HALF) == 0
-    assert tail_size(flat(m=(4, 3.0), n=(1, 7.0), o=(2, -2.0)), HALF) == pytest.approx(48, rel=1e-6)
-
-
-def test_a_client_shrinks_only_where_its_whole_tail_got_smaller() -> None:
-    """Sizes by hand: 12 m + 6 o, 48 before. Of the product B A the first q slots are left: q times the value.
-
-    36 + 11.4 < 48; o grew, but 24 + 23.4 < 48; equal, as what n of rank 1 lost is no tail; m's is gone, but 48.6 > 48.
-    """
-    before = flat(m=(4, 3.0), n=(1, 7.0), o=(2, 2.0))
-    for m, n, o, smaller in ((3, 9, 1.9, True), (2, 9, 3.9, True), (3, 0, 2, False), (0, 7, 8.1, False)):
-        trained = flat(m=(4, m), n=(1, n), o=(2, o))
-        got = prune(before, trained, HALF)
-        assert got.ranks == ({"m": 2, "n": 1, "o": 1} if smaller else trained.ranks)
-        for module, value in {"m": (2 if smaller else 4) * m, "n": n, "o": (1 if smaller else 2) * o}.items():
-            assert torch.equal(got.modules[module].delta(), torch.full((4, 9), float(value)))
-    assert prune(flat(m=(1, 3), n=(1, 3)), least := flat(m=(1, 0), n=(1, 0)), HALF) is least, "rank 1 stays"
-
-
-def test_a_client_with_heads_alone_has_nothing_to_prune() -> None:
-    """`Client(id, {})` holds no module; every other method runs with one."""
-    heads = Adapter({}, {"h": torch.ones(3)})
-    assert prune(heads, heads, HALF) is heads
-
-
-def pruned(trainer: RealClients, state: RunState | None = None, **options: Any) -> list[RoundRecord]:
-    return list(simulate(PRUNING, CLIENTS, trainer, state or start(PRUNING, seed_adapter(6)), rounds=5, **options))
-
-
-def looking(monkeypatch: pytest.MonkeyPatch, seen: list[tuple[int, ...]]) -> ModelEvaluator:
-    """The real evaluator of clients, with a model that only notes the ranks of q and v that it is given."""
-    monkeypatch.setattr(ModelEvaluator, "_prepared", lambda *_: _HeldOut([{}], None, [], [0], [0]))
-    monkeypatch.setattr(ModelEvaluator, "_predictions", lambda *_: Batch([0], [0], 0.0))
-    model: Any = SimpleNamespace(tokenizer=None, activate=lambda a: seen.append(tuple(a.ranks.values())))
-    return ModelEvaluator(model, {"": TextData("instruction", ("p",), responses=("r",))}, CLIENTS, target="clients")
-
-
-def test_a_pruned_rank_stays_with_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand, (q, v): 2 -> 1; 5 -> 2 -> 1; q's 6 -> 3 beside v's 1. Resumed runs: the digests of the whole one."""
-    shrinks, seen = (("a", 1), ("c", 1), ("d", 2), ("c", 3), ("a", 4)), []  # type: ignore[var-annotated]
-    records = pruned(RealClients(*shrinks), evaluator=looking(monkeypatch, seen))
-    first, second = [(2, 2), (3, 3), (5, 5), (6, 1)], [(1, 1), (3, 3), (2, 2), (6, 1)]  # after each round
-    ranks = [first, second, [(1, 1), (3, 3), (2, 2), (3, 1)], *[[(1, 1), (3, 3), (1, 1), (3, 1)]] * 2]
-    assert seen == [r for at in ranks for r in at]
-    names = [checkpoint.save(tmp_path / "whole", r.round, r.state, keep=9).name for r in records]
-    for k, record in enumerate(records):
-        assert [tuple(u.adapter.ranks.values()) for u in record.uploads] == ranks[k]
-        sizes = [8 * sum(q * (30 + 22) + v * (18 + 22) for q, v in at) for at in (ranks[k], ranks[max(0, k - 1)])]
-        assert [record.bytes.up_adapter, record.bytes.down_adapter] == sizes
-        checkpoint.save(tmp_path, record.round, record.state)
-        loaded = checkpoint.load_newest(tmp_path, RunState, PRUNING.method.State)
-        assert loaded is not None
-        for client, want in zip(CLIENTS, ranks[k], strict=True):
-            assert tuple(as_pruned(client, loaded[1].clients[client.id]).ranks(SHAPES).values()) == want
-        again = pruned(RealClients(*shrinks), loaded[1])
-        assert [checkpoint.save(tmp_path / str(k), r.round, r.state).name for r in again] == names[k + 1 :]
-
-
-def test_a_refused_upload_does_not_shrink_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand. c's tail got smaller in round 1, but its heads are NaN: it comes back at 5, and shrinks in round 2."""
-    trainer, seen = RealClients(("a", 1), ("c", 1), ("c", 2), broken=("c", 1)), []  # type: ignore[var-annotated]
-    records = pruned(trainer, evaluator=looking(monkeypatch, seen))
-    assert list(records[1].refused) == ["c"] and records[1].state.clients["c"].ranks is None
-    assert (seen[2::4], seen[::4]) == ([(5, 5)] * 2 + [(2, 2)] * 3, [(2, 2)] + [(1, 1)] * 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,9 +70,8 @@ def test_a_card_s_front_matter_keeps_its_one_key(text: str) -> None:
     assert found == {"base_model": escaped(text[:2000]), "tags": ["lora"]}
 
 
-@pytest.mark.quick(23)
-@pytest.mark.parametrize("text", NASTY)
-def test_a_card_s_table_keeps_its_columns(text: str) -> None:
+def test_a_card_s_table_keeps_its_columns() -> None:
     """A cell is one code span: nothing in it ends the span, the cell or the row."""
-    found = markdown_cell(text)
-    assert found[0] == found[-1] == "`" and "`" not in found[1:-1] and "|" not in found and "\n" not in found
+    for text in NASTY:
+        found = markdown_cell(text)
+        assert found[0] == found[-1] == "`" and "`" not in found[1:-1] and "|" not in found and "\n" not in found

@@ -89,7 +89,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def install(machine: Booted) -> None:
     """By the script that the command prints."""
     call = f"{sys.executable} -m fedlora.cli flower install"
-    for line in (f"{call} /srv/site | sh", f"{call} /srv/fed --metrics 127.0.0.1:9464 | sh"):
+    for line in (f"{call} /srv/site | sh", f"{call} /srv/fed | sh"):
         done = machine.run("sh", "-c", line, seconds=120)
         assert done.returncode == 0, done.stderr[-3000:] + (machine.folder / "console").read_text()[-3000:]
 
@@ -112,7 +112,7 @@ def test_the_units_are_roots_and_start_what_they_are_for(place: Path) -> None:
         machine.until("systemctl", "is-failed", UNITS["site"], seconds=90)
         found = properties(machine, UNITS["site"], "ExecMainStatus", "NRestarts", "Result")
         assert found == {"ExecMainStatus": "2", "NRestarts": "0", "Result": "exit-code"}
-        for port in (443, 18080, 9464):
+        for port in (443, 18080):
             ask = f"import socket; socket.create_connection(('127.0.0.1', {port}), 3)"
             machine.until(sys.executable, "-c", ask, seconds=90)
         for kind in ("server", "proxy"):

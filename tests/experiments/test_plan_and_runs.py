@@ -178,7 +178,6 @@ WRONG = {  # cell -> its changes, and a word of what is wrong
     "script": ({"train.command": ["python", "nowhere.py"]}, "'nowhere.py' is no file"),
     "targets": ({"lora.targets": ["nowhere"]}, "'nowhere'"),
     "metric": ({"evaluate.metric": "rouge-l"}, "'rouge-l' is for generated text"),
-    "uploads": ({"method.name": "ffa-lora", "server.upload": "subspace"}, "needs both factors shared"),
     "liars": ({"attack.kind": "sign-flip", "attack.clients": ["nobody"]}, "'nobody'"),
     "file": ({"data.validation": "gone.jsonl"}, "gone.jsonl does not exist"),
     "everybody": ({"run.participation": 0.9}, "run.participation = 0.9 has no effect"),
@@ -221,7 +220,7 @@ def test_all_that_is_wrong_is_one_list_the_same_of_plan_and_run(tmp_path: Path, 
     assert lines[:-1] == planned[:-1] and len(lines) == len(WRONG) + 1 and f"{len(WRONG)} things are wrong" in lines[-1]
     for label, (_, words) in WRONG.items():
         assert [line for line in lines if words in line and (line.startswith(label) or label == "file")]
-    assert "of 22 runs)" in next(line for line in plan.out.splitlines() if "│ mine" in line)  # 2 of 13 cells are none
+    assert "of 20 runs)" in next(line for line in plan.out.splitlines() if "│ mine" in line)  # 2 of 12 cells are none
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "model" / "config.json").unlink()  # which is told once, and not for each method
     bare = main("experiment", "run", *where, "--only", "what=sound")

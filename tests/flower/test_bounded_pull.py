@@ -235,9 +235,9 @@ def test_arrays_are_no_pieces_of_arrays(link: Link) -> None:
 
 def test_a_reply_is_in_memory_once_from_its_pieces_to_its_tensors() -> None:
     """Counted by tracemalloc, which sees bytes: of 16 arrays at most 3 beside the reply itself (its pieces, put
-    together, unsalted)."""
+    together, read)."""
     shapes = {f"m{k}": (8, 2**14) for k in range(16)}
-    adapter = Adapter({name: LoRA(None, torch.ones(8, 2**14)) for name in shapes})
+    adapter = Adapter({name: LoRA(None, torch.full((8, 2**14), float(k))) for k, name in enumerate(shapes)})
     client, roles = Client("one", 8), Roles(B="frozen")
     sent = reply(upload_record(Upload(client, 10, adapter), run="r", round=0, loss=0.5, kept=[]))
     whole = {i: o.deflate() for i, o in get_all_nested_objects(sent).items()}
@@ -252,7 +252,8 @@ def test_a_reply_is_in_memory_once_from_its_pieces_to_its_tensors() -> None:
         more = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
-    assert all(torch.equal(lora.tensors()["A"], torch.ones(8, 2**14)) for lora in upload.adapter.modules.values())
+    for name, lora in upload.adapter.modules.items():
+        assert torch.equal(lora.tensors()["A"], adapter.modules[name].tensors()["A"])
     assert before > 16 * one and more < 4 * one, (more / one, "arrays")
 
 

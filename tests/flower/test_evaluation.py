@@ -18,8 +18,7 @@ from flwr.app import Error, Message
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from fedlora import read_adapter
-from fedlora.errors import ConfigError
+from fedlora.errors import CheckpointError, ConfigError
 from fedlora.flower.rounds.events import Ended, read_events
 from fedlora.flower.rounds.playing import ending
 from fedlora.runs.config import load_config
@@ -89,7 +88,7 @@ def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path) -> None
 def test_the_server_measures_chooses_and_leaves_adapters_that_load_anywhere(tmp_path: Path) -> None:
     """peft, example by example, gets the accuracy that the summary has; no file names a path of the server."""
     fed = FederationOnDisk(tmp_path)
-    fed.write(at_server=fed.at_server(), run={"readouts": True})
+    fed.write(at_server=fed.at_server())
     summary, lines = fed.play(), fed.lines()
     scores = [line["metrics"]["accuracy"] for line in lines]
     assert summary["measured_by"] == "server" and summary["best_round"] == 1 + scores.index(max(scores)) != 3
@@ -108,9 +107,6 @@ def test_the_server_measures_chooses_and_leaves_adapters_that_load_anywhere(tmp_
         assert "training examples | 90 over 3 clients" in card  # half of three times 60
         config = json.loads((folder / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == "model"
-    for name, rank in RANKS.items():
-        adapter, _ = read_adapter(fed.home / "server" / "clients" / name)
-        assert set(adapter.ranks.values()) == {rank}
     for path in (fed.home / "server").rglob("*"):
         if path.is_file() and path.name not in (".lock",):
             assert str(tmp_path).encode() not in path.read_bytes(), path
@@ -166,9 +162,7 @@ def test_killed_anywhere_it_measures_chooses_and_stops_the_same(tmp_path: Path, 
     assert adapters(killed) == adapters(whole)
 
 
-def test_it_stops_when_nothing_gets_better_says_so_and_goes_on_when_it_is_asked_to(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_stops_when_nothing_gets_better_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the first of equals is best."""
     fed = FederationOnDisk(tmp_path, train={"lr": 1e-9, "steps": 1}, evaluate={"patience": 2}, run={"rounds": 6})
     summary = fed.play()
@@ -178,22 +172,7 @@ def test_it_stops_when_nothing_gets_better_says_so_and_goes_on_when_it_is_asked_
     caplog.set_level("INFO")
     grid = fed.grid()
     assert fed.play(grid) == summary and not grid.sent
-    assert "ended at round 3 of 6" in ending(summary) and "raise evaluate.patience" in caplog.text
-    fed.write(evaluate={"patience": 4})
-    longer = fed.play()
-    assert longer["rounds"] == longer["stopped_early"]["round"] == 5 and len(fed.lines()) == 5
-
-
-def test_settings_are_of_the_rounds_that_are_played_with_them_whatever_is_damaged(tmp_path: Path) -> None:
-    """The checkpoint of round 2 is damaged, so round 2 is played again, with the settings of now."""
-    made = FederationOnDisk(tmp_path, run={"rounds": 2})
-    made.play()
-    newest = next((made.home / "server" / "checkpoints").glob("round-00002.*"))
-    newest.write_bytes(newest.read_bytes()[:-100])
-    made.write(train={"lr": 0.05})
-    made.play()
-    *_, last = json.loads((made.home / "server" / "settings.json").read_text())
-    assert last["rounds"] == 1 and last["changed"] == {"train.lr": [0.02, 0.05]}
+    assert "ended at round 3 of 6" in ending(summary) and ending(summary) in caplog.text
 
 
 def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
@@ -211,20 +190,20 @@ def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
     assert fed.play(grid) == first and not grid.sent
     assert "all 2 rounds are played" in caplog.text and "raise run.rounds" in caplog.text
     fed.write(run={"rounds": 3})
-    assert fed.play()["rounds"] == 3 and "run.rounds is 3 in place of 2" in caplog.text
+    assert fed.play()["rounds"] == 3
     assert without_times(fed.lines()) == without_times(whole.lines()) and adapters(fed) == adapters(whole)
-    history = json.loads((fed.home / "server" / "settings.json").read_text())
-    card = (fed.home / "server" / "adapter" / "README.md").read_text()
-    assert "after round 2 | run.rounds is 3 in place of 2 |" in card
-    assert [entry["rounds"] for entry in history] == [0, 2] and history[1]["changed"] == {"run.rounds": [2, 3]}
     fed.write(run={"rounds": 1})
     with pytest.raises(ConfigError, match=r"3 rounds .* run.rounds = 1 "):
         fed.play()
     fed.write(run={"rounds": 4}, lora={"scaling": 3.0})
     before = adapters(fed)
-    with pytest.raises(ConfigError, match=r"lora.scaling was 2.0 and is 3.0"):
+    with pytest.raises(ConfigError, match=r"3 rounds are played, .*: lora.scaling was 2.0 and is 3.0"):
         fed.play()
     assert adapters(fed) == before and len(fed.lines()) == 3
+    fed.write(run={"rounds": 4}, lora={"scaling": 2.0})
+    (fed.home / "server" / "settings.json").write_text("[{")
+    with pytest.raises(CheckpointError, match="restore it from a backup"):
+        fed.play()
 
 
 def test_a_file_that_is_edited_in_the_last_round_changes_nothing_of_this_start(tmp_path: Path) -> None:
@@ -286,10 +265,6 @@ CANNOT: dict[str, tuple[dict[str, Any], str]] = {
     "a model that the start does not fit": (
         {"lora": {"targets": ["query"]}, "at_server": {"model": "MODEL", "test": "TEST"}},
         r"start/.* at_server\.model .*lora\.targets .*\.value'",
-    ),
-    "readouts that stay home": (
-        {"run": {"readouts": True}, "method": {"name": "fedsa-lora"}},
-        "run.readouts = true.*never leaves the site",
     ),
 }
 

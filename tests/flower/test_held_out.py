@@ -125,8 +125,8 @@ def test_a_site_that_lost_its_folder_and_joins_again_takes_part(tmp_path: Path) 
     site = Site.read(folder / "site.toml")
     shutil.rmtree(folder)
     folder.mkdir()
-    ca, app = authority().pem, "0" * 64
-    join = JoinFile(settings.id, "acme", 4, "fl.example.org", 443, ca, settings.travelling(), {}, app)
+    ca = authority().pem
+    join = JoinFile(settings.id, "acme", 4, "fl.example.org", 443, ca, settings.travelling(), {})
     fill_site(folder, join.text().encode(), site, {})
     made.write(run={"rounds": 2})
     made.play()

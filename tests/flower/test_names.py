@@ -45,13 +45,13 @@ def in_sites(name: str, place: Path) -> None:
 def in_a_join_file(name: str, place: Path) -> None:
     certificates.write_public(place, "fl.example.org")
     ca, file = (place / "ca.crt").read_text(), place / "join.toml"
-    file.write_text(JoinFile("fed-1", name, 4, "fl.example.org", 443, ca, json.dumps({}), {}, "0" * 64).text())
+    file.write_text(JoinFile("fed-1", name, 4, "fl.example.org", 443, ca, json.dumps({}), {}).text())
     JoinFile.read(file)
 
 
 def in_a_request(name: str, place: Path) -> None:
     file, private = place / "request.toml", certificates.new_key()[0]
-    join = JoinFile("fed-1", name, 4, "fl.example.org", 443, "", "{}", {}, "0" * 64)
+    join = JoinFile("fed-1", name, 4, "fl.example.org", 443, "", "{}", {})
     file.write_text(Request.make(join, private, {}).text())
     Request.read(file)
 

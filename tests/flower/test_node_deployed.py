@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedlora.flower.bundle import digest
+from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.site.site_folder import fill_site
@@ -32,13 +32,13 @@ pytestmark = [
 ]
 
 
-def made(tmp_path: Path, app: bytes) -> tuple[SuperLink, SiteFolder]:
-    """A server's folder, and a site that approves `app`."""
+def made(tmp_path: Path) -> tuple[SuperLink, SiteFolder]:
+    """A server's folder, and a site of it."""
     link, here = small_link(tmp_path / "fed"), SiteFolder(tmp_path / "site")
     host, _, port = link.address.rpartition(":")
     settings = FederationSettings.from_travelling('{"id": "fed-1", "data": {"labels": ["no", "yes"]}}')
     ca = (link.folder.certificates / "ca.crt").read_text()
-    join = JoinFile("fed-1", "acme", 4, host, int(port), ca, settings.travelling(), {}, digest(app))
+    join = JoinFile("fed-1", "acme", 4, host, int(port), ca, settings.travelling(), {})
     here.path.mkdir()
     fill_site(here.path, join.text().encode(), Site(name="acme", data="notes.csv", model="base"), {})
     return link, here
@@ -80,34 +80,24 @@ class Running:
             self.process.wait()
 
 
-def test_a_site_runs_no_app_that_it_has_not_approved(tmp_path: Path) -> None:
-    """The approved app runs; the server's next one is refused before anything of it is on the site's disk, at both ends
-    in words with both digests; it runs once site.toml approves it, with no restart."""
-    first, second = packed("first"), packed("second")
-    link, here = made(tmp_path, first)
-    node, replies, ran = Running(here, tmp_path / "lines"), link.folder.path / "replies", here.path / "ran"
+def test_a_site_runs_no_app_but_that_of_its_fedlora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another is refused before anything of it is on the site's disk, at both ends in words with both digests."""
+    other = packed("other")
+    monkeypatch.setattr("fedlora.flower.serving.superlink.bundle", lambda: other)
+    link, here = made(tmp_path)
+    node, replies = Running(here, tmp_path / "lines"), link.folder.path / "replies"
     try:
         link.start()
         link.keep_keys({"acme": here.public_key})
         node.until("admitted: online")
-        run = link.run(first)
-        node.until("first", path=ran)
-        node.until("done", path=replies)
-        link.stop_run(run)
-        replies.unlink()
-        unpacked = sorted(path.name for path in (here.state / "flwr" / "apps").iterdir())
-        link.run(second)
+        link.run()
         node.until("waiting: the server's Flower app")
         node.until("this site runs no such app", 2, replies)
         for words in (node.lines.read_text(), replies.read_text()):
-            assert digest(first) in words and digest(second) in words, words
-        assert "second" not in ran.read_text() and "done" not in replies.read_text()
-        assert sorted(path.name for path in (here.state / "flwr" / "apps").iterdir()) == unpacked
+            assert digest(other) in words and digest(bundle()) in words, words
+        assert "done" not in replies.read_text() and not (here.path / "ran").exists()
         everything = [path for path in here.path.rglob("*") if path.is_file()]
-        assert not [path for path in everything if b'"second' in path.read_bytes()]
-        here.site.write_text(here.site.read_text().replace(digest(first), digest(second)))
-        node.until("done", path=replies)
-        assert ran.read_text().endswith("second\n")
+        assert not [path for path in everything if b'"other' in path.read_bytes()]
     finally:
         node.end()
         link.stop()
@@ -116,7 +106,7 @@ def test_a_site_runs_no_app_that_it_has_not_approved(tmp_path: Path) -> None:
 def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path: Path) -> None:
     """In this order: no server, an unknown key, admitted, the server gone and back, the key taken away, SIGTERM.
     Nothing is left behind."""
-    link, here = made(tmp_path, packed("any"))
+    link, here = made(tmp_path)
     running = Running(here, tmp_path / "lines")
     until = running.until
     try:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -111,14 +110,6 @@ def test_a_supernode_never_stays_as_a_shell(
     assert done.returncode == 70 and words in done.stderr
 
 
-def test_one_that_does_not_get_online_says_what_it_may_be(tmp_path: Path, program: Callable[..., Program]) -> None:
-    """Flower ends with code 1 and its own reason; of a node that was killed a minute ago that is its code 2004."""
-    words = WRAPPED.replace("threading.Thread(target=time.sleep, args=(30,)).start()", "pass")
-    (tmp_path / "wrapped.py").write_text(words.format(body="raise SystemExit(1)"))
-    done = program(tmp_path / "wrapped.py").ended(25)
-    assert done.returncode == 1 and {"2004", "60"} <= set(done.stderr.split())
-
-
 def test_the_command_of_a_supernode(tmp_path: Path) -> None:
     """Absolute, by this interpreter; Flower reads the node's configuration back as it was meant."""
     from flwr.common.config import parse_config_args
@@ -135,6 +126,6 @@ def test_the_command_of_a_supernode(tmp_path: Path) -> None:
 def test_that_it_is_online_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     """At Flower's first pull."""
     came, given = [5, 6], dict.fromkeys(("get_run", "get_fab", "object_store", "state"))
-    pull = watched(lambda *, receive, **more: receive(), threading.Event())
+    pull = watched(lambda *, receive, **more: receive())
     assert [pull(receive=came.pop, **given) for _ in list(came)] == [6, 5]
     assert capfd.readouterr().err == "admitted: online, waiting for work.\n"

@@ -72,7 +72,7 @@ def test_its_database_waits_a_minute_for_a_lock(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.deployment_all
 @pytest.mark.timeout(200)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_a_site_that_knows_another_s_message_cannot_answer_it(tmp_path: Path) -> None:
+def test_a_site_that_knows_another_s_message_cannot_answer_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real SuperLink and two nodes by Flower's own client. On Flower alone "forged" is what the server gets, and the
     real answer is dropped in silence."""
     import httpx
@@ -94,7 +94,9 @@ def test_a_site_that_knows_another_s_message_cannot_answer_it(tmp_path: Path) ->
             node = http_request_response(link.address, False, ca, (key, key.public_key()), max_retries=0)
             nodes[name] = node.__enter__()
             stack.callback(node.__exit__, None, None, None)  # of an exception it would make a line of its log
-        link.run(packed("any"))
+        app = packed("any")
+        monkeypatch.setattr("fedlora.flower.serving.superlink.bundle", lambda: app)
+        link.run()
         asked, until = dict[str, Message](), time.monotonic() + 60
         while len(asked) < 2:
             assert time.monotonic() < until

@@ -33,7 +33,7 @@ from fedlora import Client, Server, build
 from fedlora.core.parcels import pack
 from fedlora.errors import CheckpointError, ConfigError, DataError
 from fedlora.flower.messages.envelope import Envelope, Receipt
-from fedlora.flower.messages.records import SALTED, RecordError, parcel_record, to_array, to_tensor
+from fedlora.flower.messages.records import RAW, RecordError, parcel_record, to_array, to_tensor
 from fedlora.flower.messages.wire import receive_message, send_message
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.node import Node, state_of
@@ -75,11 +75,11 @@ def serving(site: SiteFolder, work: Any) -> threading.Thread:
 
 
 def same(one: RecordDict, other: RecordDict) -> bool:
-    """Whether two records say the same, up to their salt."""
+    """Whether two records say the same."""
 
     def said(record: RecordDict) -> dict[str, Any]:
         tensors = {k: to_tensor(a, a.shape, k).tolist() for k, a in record["arrays"].items()}
-        return tensors | {k: v for part in ("metrics", "config") for k, v in record[part].items() if k != "salt"}
+        return tensors | {k: v for part in ("metrics", "config") for k, v in record[part].items()}
 
     return said(one) == said(other)
 
@@ -193,7 +193,7 @@ def test_a_trainer_that_a_full_disk_ends_is_told_so(tmp_path: Path, monkeypatch:
     from fedlora.flower.site import resident
 
     site = a_site(tmp_path, tmp_path)
-    monkeypatch.setattr(resident, "opened_here", no_room)
+    monkeypatch.setattr(resident, "Pipe", no_room)
     serving(site, Trainer(site).work)
     with pytest.raises(TrainerFailed, match="no space"):
         ask(site.site, "train", question(envelope=Envelope("settings")))
@@ -475,7 +475,7 @@ def test_the_socket_format_is_lossless_and_breaks_off_cleanly() -> None:
     threading.Thread(target=send_message, args=(one, {"do": "it"}, record)).start()
     words, back = receive_message(other)
     assert words == {"do": "it"} and back is not None
-    assert back["a"]["x"].data == record["a"]["x"].data and back["a"]["x"].stype == SALTED
+    assert back["a"]["x"].data == record["a"]["x"].data and back["a"]["x"].stype == RAW
     assert dict(back["m"]) == {"n": 1.5} and dict(back["c"]) == {"s": "t"}
     os.write(one.fileno(), b"\0\0\0\5abc")  # two of five bytes are missing
     one.close()

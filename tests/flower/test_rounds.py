@@ -32,13 +32,13 @@ from fedlora.core.trainer import Trained
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
 from fedlora.flower import rounds as rounds_package
 from fedlora.flower.messages.envelope import Receipt, receipt_of
-from fedlora.flower.messages.records import record_parcel, to_array, to_tensor
-from fedlora.flower.rounds.attempt import EFFECTS, far_ones, update_norm
+from fedlora.flower.messages.records import record_parcel, to_array
+from fedlora.flower.rounds.attempt import EFFECTS, update_norm
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.events import AttemptFailed, Began, Done, Ended, Fate, Fated, PolicyChanged, read_events
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of as words_of
-from fedlora.flower.rounds.membership import asked_of, draw, number_drawn, quarantined, round_size
+from fedlora.flower.rounds.membership import asked_of, draw, least_usable
 from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, reply_limit
@@ -64,20 +64,19 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_everyone_of_the_policy_has_a_fate_in_every_round(tmp_path: Path) -> None:
-    """Seven fates; the same in the events, in the line, and in the log. One of the two that are not drawn takes the
+    """Six fates; the same in the events, in the line, and in the log. One of the two that are not drawn takes the
     place of the one that is offline."""
-    names = ["good", "bad", "ill", "slow", "away", "barred", "rest", "spare"]
+    names = ["good", "bad", "ill", "slow", "away", "rest", "spare"]
     ranks = dict.fromkeys(names, 4)
     strategy, grid = federation(
         tmp_path,
         Server(build("glora"), quorum=1),
         ranks,
-        policy=Policy(ranks, quarantine=3, retries=0, deadline=50.0),
+        policy=Policy(ranks, retries=0, deadline=50.0),
         record=tmp_path / "out",
-        participation=5 / 8,  # five, of the seven that are left
-        seed=(seed := next(s for s in range(999) if not {"rest", "spare"} & {*drawn(names, s)})),
+        participation=5 / 7,
+        seed=(seed := next(s for s in range(999) if {*sample_clients(names, 5 / 7, seed=s, round=0)} == {*names[:5]})),
     )
-    strategy.flower_state = type(strategy.flower_state)(strategy.run, strategy.flower_state.state, {"barred": 3})
     grid.offline = {"away"}
     grid.meddle = {
         "bad": nan,
@@ -91,7 +90,6 @@ def test_everyone_of_the_policy_has_a_fate_in_every_round(tmp_path: Path) -> Non
         "ill": "failed",
         "slow": "late",
         "away": "offline",
-        "barred": "quarantined",
         **dict.fromkeys(("rest", "spare"), "not drawn"),
         **dict.fromkeys(others := sample_clients(["rest", "spare"], 0.5, seed=seed, round=0), "trained"),
     }
@@ -149,7 +147,6 @@ def test_what_each_fate_does_to_a_site(tmp_path: Path, monkeypatch: pytest.Monke
     strategy, grid = federation(tmp_path, Server(build("glora"), quorum=2), ranks, policy=policy)
     strategy.start(grid, num_rounds=1)
     before = strategy.flower_state
-    strategy.flower_state = replace(before, refusals={"good": 1, "none": 1, "bad": 1, "slow": 1})
     grid.meddle = {
         "good": changed(num_examples=33.0),
         "none": abstaining,
@@ -177,7 +174,6 @@ def test_what_each_fate_does_to_a_site(tmp_path: Path, monkeypatch: pytest.Monke
     after = strategy.flower_state
     assert bits(after.state) == bits(before.state) and after.examples == before.examples
     assert {(r.counted, r.answered) for r in after.receipts.values()} == {(1, 1)}
-    assert after.refusals == {"good": 1, "none": 1, "bad": 2, "slow": 1}
     strategy.server = replace(strategy.server, quorum=1)
     done = strategy.start(grid, num_rounds=2)
     after, line = strategy.flower_state, strategy.lines.all()[-1]
@@ -194,7 +190,6 @@ def test_what_each_fate_does_to_a_site(tmp_path: Path, monkeypatch: pytest.Monke
     assert {name for name, client in after.state.clients.items() if client.held is not None} == {
         "good", "none", "lost", "bare"
     }  # fmt: skip
-    assert after.refusals == {"none": 1, "bad": 2, "slow": 1}  # both attempts are of round 2
     assert after.examples == {name: 33.0 if name == "good" else 10.0 + len(name) for name in ranks}
 
 
@@ -206,8 +201,7 @@ def abstaining(asked: Message, reply: Message) -> Message:
 
 @pytest.mark.parametrize("others", ["abstain", "stand still"])
 def test_a_line_is_told_from_memory_as_from_its_file(tmp_path: Path, caplog: Any, others: str) -> None:
-    """One of two has a norm, and the other none or 0. The file knows no infinity, and the words need none. Before,
-    `serve` ended with a TypeError. Who abstains has no norm: then no other is far from it."""
+    """One of two has a norm, and the other none or 0."""
 
     class Still(Toy):
         def train(self, download: Any, adapter: Adapter, position: int) -> Trained:
@@ -221,7 +215,6 @@ def test_a_line_is_told_from_memory_as_from_its_file(tmp_path: Path, caplog: Any
         strategy.start(grid, num_rounds=1)
     told = [line for event in read_events(tmp_path / "o" / "events.jsonl") for line in words_of(event, 1)]
     assert told and set(told) <= set(caplog.messages)
-    assert any("far above" in line for line in told) is (others != "abstain")
 
 
 def test_without_a_quorum_one_good_upload_is_enough(tmp_path: Path) -> None:
@@ -263,26 +256,6 @@ def test_others_take_the_places_of_those_who_are_offline_or_give_nothing(tmp_pat
     strategy.start(grid, num_rounds=1)
     fates = {name: fate_of(strategy, name) for name in ranks}
     assert fates == {**dict.fromkeys(ranks, "trained"), away: "offline", bad: "refused"}
-
-
-def test_a_repeated_round_does_not_wait_for_those_whom_it_no_longer_asks(tmp_path: Path) -> None:
-    """One upload is refused, which bars its sender, and another client is back in a while. Before, the barred one was
-    counted among those online, so the last attempt began with one client of the two that it needed."""
-    clock, ranks = FastClock(), dict.fromkeys(["bad", "one", "away"], 4)
-    strategy, grid = federation(
-        tmp_path, Server(build("glora"), quorum=2), ranks, clock=clock,
-        policy=Policy(ranks, retries=1, deadline=9.0, quarantine=1),
-    )  # fmt: skip
-    grid.offline, grid.meddle, wait = {"away"}, {"bad": nan}, clock.sleep
-
-    def back_after_a_while(seconds: float) -> None:
-        wait(seconds)
-        if clock.now > 4:
-            grid.offline = set()
-
-    clock.sleep = back_after_a_while  # type: ignore[method-assign]
-    strategy.start(grid, num_rounds=1)
-    assert [fate_of(strategy, name) for name in ranks] == ["quarantined", "trained", "trained"]
 
 
 def test_an_attempt_that_did_not_count_says_each_reason_once_in_words(tmp_path: Path) -> None:
@@ -330,14 +303,6 @@ def test_a_loss_that_cannot_be_is_refused_by_name(tmp_path: Path, loss: float, w
     assert set(line["losses"]) == {"one", "two"} == set(strategy.flower_state.examples)
 
 
-def drawn(names: list[str], seed: int) -> list[str]:
-    """Who is drawn of those that are not barred."""
-    from fedlora.server.sampling import sample_clients
-
-    free = [n for n in names if n != "barred"]
-    return list(sample_clients(free, 5 / 7, seed=seed, round=0))
-
-
 def test_a_round_is_tried_again_and_every_attempt_is_written_down(tmp_path: Path) -> None:
     strategy, grid = federation(
         tmp_path, Server(build("glora"), quorum=3), policy=Policy(RANKS, retries=1, deadline=9.0), record=tmp_path / "o"
@@ -374,49 +339,11 @@ def test_a_client_that_the_method_cannot_serve_costs_itself_the_round(tmp_path: 
 # ---- limits ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_share_that_is_capped_is_told_with_both_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Claims of 130, 13 and 15 of 158: 82 %. Four clients or more: one half at most, without a word in the policy."""
-    ranks = dict.fromkeys(["acme", "two", "three", "four"], 4)
-    with caplog.at_level(logging.INFO, "fedlora"):
-        strategy, grid = federation(tmp_path, Server(build("glora")), ranks, record=tmp_path / "o")
-        grid.meddle = {"acme": changed(num_examples=387.0)}
-        strategy.start(grid, num_rounds=1)
-    tally = strategy.flower_state.state.server.tally
-    assert tally is not None and tally.weights["acme"] == pytest.approx(0.5)
-    [line] = lines_of(tmp_path / "o")
-    others = 13 + 15 + 14
-    assert set(line["capped"]) == {"acme"}
-    assert line["capped"]["acme"] == pytest.approx({"claimed": 387 / (387 + others), "counted": 0.5})
-    assert re.search("acme: .*50%.* 90%", caplog.text)
-
-
-def test_nothing_is_capped_where_nothing_bites(tmp_path: Path) -> None:
+def test_weights_are_the_shares_of_examples(tmp_path: Path) -> None:
     strategy, grid = federation(tmp_path, Server(build("glora")), record=tmp_path / "o")
     strategy.start(grid, num_rounds=1)
     [line] = lines_of(tmp_path / "o")
-    assert line["capped"] == {}
     assert line["weights"] == pytest.approx({"one": 13 / 41, "two": 13 / 41, "three": 15 / 41})
-
-
-def test_an_update_that_is_far_larger_than_the_others_is_told_and_counts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def boosted(asked: Message, reply: Message) -> Message:
-        found = dict(reply.content["arrays"])
-        for name in list(found):
-            if name.startswith("B/"):
-                a = found[name]
-                found[name] = to_array(50 * to_tensor(a, a.shape, name))
-        reply.content["arrays"] = ArrayRecord(found)
-        return reply
-
-    with caplog.at_level(logging.INFO, "fedlora"):
-        strategy, grid = federation(tmp_path, Server(build("glora")), record=tmp_path / "o")
-        grid.meddle = {"three": boosted}
-        strategy.start(grid, num_rounds=1)
-    [line] = lines_of(tmp_path / "o")
-    assert set(line["norms"]) == set(RANKS) and set(line["far"]) == {"three"} and line["far"]["three"] > 10
-    assert re.search("round 1: three: .* median", caplog.text) and line["fates"]["three"]["fate"] == "trained"
 
 
 def test_the_norm_is_that_of_the_dense_difference_in_any_gauge() -> None:
@@ -455,22 +382,6 @@ def test_a_factor_that_did_not_travel_is_the_downloads_or_left_out() -> None:
         else:  # B never leaves: the change of A alone, of 1 in each place
             want = sum(lora.A.numel() for lora in modules.values() if lora.A is not None)
         assert norm == pytest.approx(want**0.5, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("norms", "far"),
-    [
-        ({}, {}),
-        ({"a": 5.0}, {}),
-        ({"a": 1.0, "b": 10.0}, {}),
-        ({"a": 1.0, "b": 10.5}, {"b": 10.5}),
-        ({"a": 0.0, "b": 0.0, "c": 1e-9}, {"c": None}),
-        ({"a": 1.0, "b": float("nan"), "c": 1.0, "d": 40.0}, {"b": None, "d": 40.0}),
-        ({"a": 1.0, "b": 2.0, "c": 3.0, "d": 40.0}, {"d": 20.0}),
-    ],
-)
-def test_who_is_far_from_the_median(norms: dict[str, float], far: dict[str, float | None]) -> None:
-    assert far_ones(norms) == far
 
 
 def test_what_a_reply_may_take_follows_from_ranks_and_heads() -> None:
@@ -556,47 +467,6 @@ def test_a_policy_with_fewer_clients_than_the_quorum_is_not_taken(tmp_path: Path
         federation(tmp_path / "b", Server(build("glora"), quorum=2), {"one": 2})
 
 
-def test_who_was_removed_and_comes_back_is_out_of_quarantine(tmp_path: Path) -> None:
-    path = write_policy(tmp_path / "policy.toml", "quarantine = 1\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
-
-    def after(line: Any) -> None:
-        three = "" if line["round"] == 2 else "three = 3\n"
-        write_policy(path, "quarantine = 1\n[clients]\none = 2\ntwo = 4\n" + three)
-
-    strategy, grid = federation(
-        tmp_path, Server(build("glora"), quorum=1), record=tmp_path / "o", policy_file=path, after_round=after
-    )
-    grid.meddle = {"three": lambda asked, reply: nan(asked, reply) if strategy.round == 0 else reply}
-    strategy.start(grid, num_rounds=4)
-    fates = [line["fates"].get("three", {}).get("fate") for line in lines_of(tmp_path / "o")]
-    assert fates == ["refused", "quarantined", None, "trained"]
-
-
-def test_refusals_count_once_a_round_and_a_new_key_begins_without(tmp_path: Path) -> None:
-    """Two attempts of round 1 are refused, and another start's: one refusal. Before, quarantine = 2 barred the site
-    after one bad round, because a server starts again by itself. A site that comes back with a new key while no server
-    runs begins as the runbook says: like a new one."""
-
-    def played(upto: int, key: str, meddle: Any) -> Any:
-        strategy, grid = federation(
-            tmp_path, Server(build("glora"), quorum=2), policy=Policy(RANKS, quarantine=2, retries=1),
-            record=tmp_path / "o", resume=True, keys=lambda: {"three": key},
-        )  # fmt: skip
-        grid.meddle = {"three": nan} | meddle
-        with contextlib.suppress(QuorumNotMet):
-            strategy.start(grid, num_rounds=upto)
-        return strategy
-
-    assert played(1, "old", {"two": nan}).flower_state.refusals == {"two": 1, "three": 1}
-    assert played(1, "old", {}).flower_state.refusals == {"three": 1}
-    assert played(2, "old", {}).flower_state.refusals == {"three": 2}
-    assert fate_of(played(3, "old", {}), "three") == "quarantined"
-    barred = progress_of(read_events(tmp_path / "o" / "events.jsonl")).barred
-    assert "2 rounds with refused uploads" in barred["three"] and "set quarantine = 3 in policy.toml" in barred["three"]
-    assert played(4, "new", {"two": nan}).flower_state.refusals == {"two": 1, "three": 1}  # again of two attempts
-    assert fate_of(played(4, "newer", {"three": lambda asked, reply: reply}), "three") == "trained"
-
-
 def cancelled(asked: Message, reply: Message) -> Message:
     """Factors whose terms cancel: finite, and of the right shapes, so that only the aggregation can refuse them."""
     found = dict(reply.content["arrays"])
@@ -610,102 +480,48 @@ def cancelled(asked: Message, reply: Message) -> Message:
 
 
 def test_who_is_refused_by_the_aggregation_is_blamed_also_if_the_quorum_then_fails(tmp_path: Path) -> None:
-    """Before, its fate stayed "trained" and no refusal was counted: it could fail each round and never be barred."""
     strategy, grid = federation(
         tmp_path, Server(build("glora"), quorum=3), policy=Policy(RANKS, retries=0), record=tmp_path / "o"
     )
     grid.meddle = {"two": cancelled}
     with pytest.raises(QuorumNotMet, match="2 usable uploads, the quorum is 3"):
         strategy.start(grid, num_rounds=1)
-    assert strategy.flower_state.refusals == {"two": 1}
     fates = [event for event in read_events(tmp_path / "o" / "events.jsonl") if isinstance(event, Fated)]
     assert [event.fate for event in fates if event.client == "two"] == ["trained", "refused"]
     assert "cannot be measured" in strategy.flower_state.receipts["two"].why
 
 
-@pytest.mark.parametrize("needs", ["quorum", "rule"])
-def test_nobody_trains_if_quarantine_leaves_too_few(tmp_path: Path, needs: str) -> None:
-    """Oracle: 3 of 5 are left, for a quorum of 4, and for Krum with one liar, of whom two more were refused (2 f + 3).
-    Before, the three trained in vain at every start. The words name a way back, and it is one."""
-    ranks = dict.fromkeys("abcde", 4)
-    server = Server(build("glora"), quorum=4) if needs == "quorum" else Server(build("glora"), rule=Krum(liars=1))
-
-    def played(upto: int, meddle: Any, quarantine: int = 1) -> Any:
-        strategy, grid = federation(
-            tmp_path, server, ranks, policy=Policy(ranks, quarantine=quarantine, retries=0), resume=True,
-            record=tmp_path / "o",
-        )  # fmt: skip
-        grid.meddle = meddle
-        try:
-            strategy.start(grid, num_rounds=upto)
-        except (QuorumNotMet, ConfigError) as error:
-            return error, grid
-        return strategy, grid
-
-    assert isinstance(played(1, {"a": nan, "b": nan})[0], QuorumNotMet)
-    assert set(progress_of(read_events(tmp_path / "o" / "events.jsonl")).barred) == {"a", "b"}  # `serve` waits by it
-    error, grid = played(1, {})
-    assert isinstance(error, ConfigError) and not grid.sent
-    assert re.search(
-        f"(?s){'server.quorum = 4' if needs == 'quorum' else 'needs 5'}.*a: .*set quarantine = 2", str(error)
-    )
-    strategy, _ = played(1, {}, quarantine=2)
-    assert strategy.round == 1 and not strategy.flower_state.refusals
-
-
 @pytest.mark.parametrize(
-    ("quorum", "rule", "participation", "barred", "want"),
+    ("quorum", "rule", "participation", "want"),
     [
-        (None, None, 1.0, "", 1),
-        (3, None, 1.0, "", 3),
-        (3, Krum(liars=1), 1.0, "", 5),  # 2 f + 3
-        (6, Krum(liars=1), 1.0, "", 6),
-        (3, Krum(liars=1), 1.0, "f", 3),  # the liar is in quarantine, and f is 0 then
-        (3, Krum(liars=1), 5 / 6, "f", 5),  # a round draws five, and has five: f is no liar of it
-        (3, Krum(liars=1), 5 / 6, "ef", 3),  # one place is empty, and one of those two is its liar
-        (3, Krum(liars=1), 4 / 6, "f", 0),  # four are drawn, too few for a liar among them
-        (6, None, 1.0, "f", 0),
-        (None, Krum(liars=1), 1.0, "ef", 0),  # more than f were refused: f stays, and four are left
+        (None, None, 1.0, 1),
+        (3, None, 1.0, 3),
+        (3, Krum(liars=1), 1.0, 5),  # 2 f + 3
+        (6, Krum(liars=1), 1.0, 6),
+        (3, Krum(liars=1), 4 / 6, 0),  # four are drawn, too few for a liar among them
     ],
 )
-def test_what_a_round_needs(quorum: Any, rule: Any, participation: float, barred: str, want: int) -> None:
+def test_what_a_round_needs(quorum: Any, rule: Any, participation: float, want: int) -> None:
     """By hand, of six clients, and of Krum's bound."""
-    assert round_size(Policy(dict.fromkeys("abcdef", 4)), barred, quorum, rule, participation).least == want
+    assert least_usable(Policy(dict.fromkeys("abcdef", 4)), quorum, rule, participation) == want
 
 
-def drawn_of(policy: Policy, refusals: dict[str, int], online: Any, share: float, *, seed: int, tried: Any = ()) -> Any:
-    barred = quarantined(policy, refusals)
-    size = round_size(policy, barred, None, None, share)
-    chosen = draw(policy, barred, online, size.draws, seed=seed, finished=0, tried=dict(tried))
-    return asked_of(policy, barred, online, chosen), size.liars
-
-
-def test_quarantine_changes_whom_a_round_draws_from_and_not_how_many() -> None:
-    """As `number_drawn` says, of as many as are free. Before, some shares were rounded twice: 7 of 15 at a half."""
-    for count, share, barred in [(15, 0.5, 2), (26, 0.25, 3), (25, 0.58, 3), (5, 1.0, 2), (9, 0.1, 8)]:
-        names = [f"c{k:02}" for k in range(count)]
-        policy, refusals = Policy(dict.fromkeys(names, 4), quarantine=1), dict.fromkeys(names[:barred], 1)
-        asked = drawn_of(policy, refusals, names, share, seed=0)[0].asked
-        assert len(asked) == min(count - barred, number_drawn(count, share)) and not set(asked) & set(names[:barred])
-
-
-def test_who_was_tried_least_is_asked_first_and_quarantine_makes_liars_by_the_policy_alone() -> None:
+def test_who_was_tried_least_is_asked_first() -> None:
     """By hand: b, c, d are drawn of four, b was late in an earlier attempt, and c is offline. a stands in for c, and b
-    is asked again, because there is nobody else; so is a after an attempt of its own. Of eight with h in quarantine
-    five are drawn: others are drawn in place of h, also if those are offline."""
+    is asked again, because there is nobody else; so is a after an attempt of its own."""
     ranks = dict.fromkeys("abcd", 4)
     seed = next(k for k in range(99) if sample_clients([*ranks], 0.75, seed=k, round=0) == ["b", "c", "d"])
+
+    def found_of(online: str, tried: dict[str, int]) -> Any:
+        policy = Policy(ranks)
+        return asked_of(policy, online, draw(policy, online, 3, seed=seed, finished=0, tried=tried))
+
     for tried in ({"b": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 2}):
-        found, _ = drawn_of(Policy(ranks), {}, "abd", 0.75, seed=seed, tried=tried)
+        found = found_of("abd", tried)
         assert found.asked == ("a", "b", "d") and found.not_asked["c"][0] == "offline"
     for tried, asked in (({"b": 1}, "acd"), ({"b": 1, "d": 1}, "abcd"), ({"a": 1, "b": 1}, "bcd")):
-        found, _ = drawn_of(Policy(ranks), {}, "abcd", 0.75, seed=seed, tried=tried)
+        found = found_of("abcd", tried)
         assert set(found.asked) <= set(asked) and len(found.asked) == 3
-    policy = Policy(dict.fromkeys("abcdefgh", 4), quarantine=1)
-    for seed in range(20):
-        found, liars = drawn_of(policy, {"h": 1}, "cdefg", 0.625, seed=seed)
-        assert found.asked == tuple("cdefg") and not liars
-    assert drawn_of(policy, {"h": 1}, "ab", 1.0, seed=0)[1] == ("h",)
 
 
 def test_a_round_that_began_with_bad_sites_is_played_once_others_are_tried(tmp_path: Path) -> None:
@@ -735,12 +551,11 @@ def test_your_own_draw_and_a_loop_that_closes_early(tmp_path: Path) -> None:
     and named. Before, the close ended in a KeyError."""
 
     class Two(RoundHooks):
-        def draw(self, strategy: Any, intake: Any, online: Any, barred: Any, size: Any) -> Any:
-            assert size.draws == 3
+        def draw(self, strategy: Any, intake: Any, online: Any) -> Any:
             return ("one", "three")
 
     class Stranger(RoundHooks):
-        def draw(self, strategy: Any, intake: Any, online: Any, barred: Any, size: Any) -> Any:
+        def draw(self, strategy: Any, intake: Any, online: Any) -> Any:
             return ("one", "four")
 
     strategy, grid = federation(tmp_path / "s", Server(build("glora"), quorum=1), hooks=Stranger())
@@ -761,13 +576,6 @@ def test_your_own_draw_and_a_loop_that_closes_early(tmp_path: Path) -> None:
     assert EFFECTS.keys() == {*get_args(Fate)}  # without an effect a fate would end the rounds
 
 
-def test_a_share_that_only_the_server_has_is_refused(tmp_path: Path) -> None:
-    """Before, the policy's took its place in silence."""
-    with pytest.raises(ConfigError, match=r"max_weight_share = 0\.2 .*0\.666667"):
-        federation(tmp_path, Server(build("glora"), max_weight_share=0.2))
-    federation(tmp_path, Server(build("glora"), max_weight_share=2 / 3))
-
-
 def test_a_round_takes_as_long_as_all_its_attempts(tmp_path: Path) -> None:
     """By hand: the first attempt waits 50 s for an answer, and the second is answered at once. Before, 0 s."""
     clock = FastClock()
@@ -783,7 +591,7 @@ def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_roun
     """A removal, another rank, a return; also if the first server with the new policy died before its checkpoint."""
 
     def played(clients: dict[str, int], upto: int, meddle: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        policy = Policy(clients, quarantine=1, retries=0)
+        policy = Policy(clients, retries=0)
         strategy, grid = federation(
             tmp_path, Server(build("glora"), quorum=1), policy=policy, record=tmp_path / "o", resume=True
         )
@@ -795,15 +603,11 @@ def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_roun
     def die(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    strategy, _ = played({"one": 2, "two": 4, "three": 3}, 1, {"three": nan})
-    pruned = replace(strategy.flower_state.state.clients["two"], ranks=dict.fromkeys(seed_adapter(4).modules, 1))
-    known = strategy.flower_state.state.clients | {"two": pruned}
-    strategy.flower_state = replace(strategy.flower_state, state=replace(strategy.flower_state.state, clients=known))
-    strategy._save(strategy.flower_state)
+    played({"one": 2, "two": 4, "three": 3}, 1, {"three": nan})
     with pytest.raises(KeyboardInterrupt):
         played({"one": 2, "two": 3}, 2, {"one": die})
-    assert played({"one": 2, "two": 3}, 2, {})[1] == {"one": 2, "two": 3}  # as the policy says, and not 1
-    assert played({"one": 2, "two": 3, "three": 3}, 3, {})[1] == {"one": 2, "two": 3, "three": 3}  # no quarantine
+    assert played({"one": 2, "two": 3}, 2, {})[1] == {"one": 2, "two": 3}
+    assert played({"one": 2, "two": 3, "three": 3}, 3, {})[1] == {"one": 2, "two": 3, "three": 3}
     changes = [e for e in read_events(tmp_path / "o" / "events.jsonl") if isinstance(e, PolicyChanged)]
     assert [(e.round, dict(e.added), e.removed, dict(e.changed)) for e in changes] == [
         *[(2, {}, ("three",), {"two": (4, 3)})] * 2,
@@ -823,41 +627,6 @@ def test_the_deadline_given_to_start_is_that_of_all_messages(tmp_path: Path) -> 
     assert [e.deadline for e in read_events(tmp_path / "o" / "events.jsonl") if isinstance(e, Began)] == [77.0]
 
 
-def test_a_round_that_has_become_the_last_one_is_measured(tmp_path: Path) -> None:
-    """run.rounds was 10 with every = 5, and is 2 now. Before, the last round had no score of the sites'."""
-
-    def played(planned: int, upto: int) -> Any:
-        choosing = Choosing("accuracy", "sites", lambda round: round % 5 == 0 or round == planned)
-        strategy, grid = federation(
-            tmp_path, Server(build("glora")), record=tmp_path / "o", choosing=choosing, resume=True
-        )
-        strategy.start(grid, num_rounds=upto)
-        return strategy.lines.all(), grid.sent
-
-    assert not any(line["site_metrics"] or line["site_unmeasured"] for line in played(10, 2)[0])
-    lines, sent = played(2, 2)
-    assert {message.metadata.message_type for message in sent} == {"evaluate"}
-    assert [bool(line["site_metrics"] or line["site_unmeasured"]) for line in lines] == [False, True]
-    assert not played(2, 2)[1]
-
-
-def test_what_the_sites_have_measured_stays_when_the_server_measures_from_now_on(tmp_path: Path) -> None:
-    """evaluate.target was the sites', and is the server's now. Before, the last round lost its scores."""
-
-    def played(by: Any) -> Any:
-        choosing = Choosing("accuracy", by, lambda round: True)
-        strategy, grid = federation(
-            tmp_path, Server(build("glora")), record=tmp_path / "o", choosing=choosing, resume=True
-        )
-        strategy.after_round = lambda line: {"metrics": {"accuracy": 0.5}} if by == "server" else None
-        strategy.start(grid, num_rounds=1)
-        return strategy.lines.all()[-1]
-
-    before, after = played("sites"), played("server")
-    assert before["site_unmeasured"] or before["site_metrics"]
-    assert after == {**before, "metrics": {"accuracy": 0.5}}
-
-
 class Always:
     """Measures the same score of everything."""
 
@@ -871,19 +640,19 @@ class Always:
 @pytest.mark.parametrize("kill", ["in step 5", "never"])
 def test_a_restart_measures_the_sites_that_the_round_had(tmp_path: Path, kill: str) -> None:
     """Their nodes come back after five seconds. Reference: a run that was not killed. Before, the restart measured
-    whoever was online at that moment: nobody. And scores that are there are kept, if the server's are new."""
+    whoever was online at that moment: nobody."""
     clock, killed = FastClock(), RuntimeError("killed")
 
     class Back(LocalGrid):
         def get_node_ids(self) -> list[int]:
             return [*super().get_node_ids()] if clock.now >= 5 else []
 
-    def played(by: Any, after: Any, **more: Any) -> Any:
-        choosing = Choosing("accuracy", by, lambda round: True, at_sites=True)
+    def played(after: Any) -> Any:
+        choosing = Choosing("accuracy", "sites", lambda round: True)
         nodes = {name: Node(name, Toy(), tmp_path / name, evaluators={"validation": Always()}) for name in RANKS}
         strategy, grid = federation(
             tmp_path, Server(build("glora")), record=tmp_path / "o", choosing=choosing, after_round=after, nodes=nodes,
-            resume=True, clock=clock, **more,
+            resume=True, clock=clock,
         )  # fmt: skip
         grid.__class__ = Back
         strategy.start(grid, num_rounds=1)
@@ -896,12 +665,9 @@ def test_a_restart_measures_the_sites_that_the_round_had(tmp_path: Path, kill: s
     clock.now = 5.0
     if kill == "in step 5":
         with pytest.raises(RuntimeError):
-            played("sites", dies)
-    line = played("sites", None)
+            played(dies)
+    line = played(None)
     assert {name: one["accuracy"] for name, one in line["site_metrics"].items()} == dict.fromkeys(RANKS, 0.5)
-    clock.now = -100.0
-    again = played("server", lambda line: {"metrics": {"accuracy": 0.7}})
-    assert again == {**line, "metrics": {"accuracy": 0.7}}
 
 
 @pytest.mark.parametrize("how", ["made", "sent", "taken"])
@@ -1172,7 +938,7 @@ def test_the_order_in_which_replies_come_changes_no_bit(tmp_path: Path, method: 
     for seed in range(4):
         out = tmp_path / str(seed)
         server = Server(build(method), quorum=1)
-        strategy, grid = federation(out, server, ranks, record=out / "o", policy=Policy(ranks, retries=0, quarantine=9))
+        strategy, grid = federation(out, server, ranks, record=out / "o", policy=Policy(ranks, retries=0))
         shuffled = Shuffled(dict(grid.nodes.values()))
         shuffled.rng = random.Random(seed)
         shuffled.meddle = {"c2": nan, "c4": lambda asked, reply: Message(Error(2, "boom"), reply_to=asked)}
@@ -1216,7 +982,7 @@ def test_with_a_memory_limit_uploads_are_added_up_as_they_come(tmp_path: Path, m
     monkeypatch.setattr(Uploads, "add", watched)
     for memory in (None, 0.0029):
         server = Server(build("glora", history_limit=0), quorum=1, memory=memory)
-        policy = Policy(ranks, max_weight_share=1.0, retries=0)
+        policy = Policy(ranks, retries=0)
         strategy, grid = federation(tmp_path / str(memory), server, ranks, policy=policy)
         strategy.start(grid, num_rounds=1)
         updates.append(server.global_update(strategy.flower_state.state.server))
@@ -1224,15 +990,6 @@ def test_with_a_memory_limit_uploads_are_added_up_as_they_come(tmp_path: Path, m
     for name, lora in updates[0].items():
         summed, kept = ((B @ A) for B, A in (updates[1][name].factors, lora.factors))
         torch.testing.assert_close(summed, kept, rtol=1e-4, atol=1e-5)
-
-
-def test_a_cap_on_shares_is_refused_beside_a_memory_limit(tmp_path: Path) -> None:
-    """The first upload cannot be weighed against the last one. Equal weights need no cap."""
-    summed = {"method": build("glora", history_limit=0), "memory": 8.0}
-    with pytest.raises(ConfigError, match=r"memory = 8 .*max_weight_share = 0\.66.*max_weight_share = 1 "):
-        federation(tmp_path, Server(**summed))
-    federation(tmp_path, Server(**summed, weighting="uniform"))
-    federation(tmp_path, Server(**summed), policy=Policy(RANKS, max_weight_share=1.0))
 
 
 def grid_with(grid: LocalGrid, meddle: Any) -> LocalGrid:

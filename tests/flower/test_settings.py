@@ -14,7 +14,7 @@ pytest.importorskip("flwr")
 
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.one_machine import ELSEWHERE
-from fedlora.flower.terms.settings import FederationSettings, changed
+from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.settings_from_run import from_run, read_run_file
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.config import RunConfig, load_config, parse_config
@@ -183,19 +183,6 @@ def test_a_trial_takes_what_its_data_were_dealt_out_by(tmp_path: Path) -> None:
     found = from_run(config, dealt=True, at_server={"test": "/held.jsonl"})
     assert found.data.test == 0.0 and found.at_server.test == "/held.jsonl" and found.run.rounds == 6
     assert found.at_server.model == config.model.path
-
-
-def test_what_changed_and_what_must_not(tmp_path: Path) -> None:
-    old = settings(tmp_path)
-    new = settings(tmp_path, RUN.replace("rounds = 6", "rounds = 9\nseed = 4").replace("R = 4", "R = 5"))
-    assert {(c.key, c.before, c.after, c.fixed) for c in changed(old, new)} == {
-        ("run.rounds", 6, 9, False), ("run.seed", 0, 4, True), ("method.R", 4, 5, True)
-    }  # fmt: skip
-    assert changed(old, old) == ()
-    more = settings(tmp_path, RUN.replace("rounds = 6", "rounds = 9"))
-    assert not any(c.fixed for c in changed(old, more))
-    other = settings(tmp_path, RUN.replace('["no", "yes"]', '["yes", "no"]'))
-    assert [c.key for c in changed(old, other) if c.fixed] == ["data.labels"]
 
 
 # ---- site.toml -------------------------------------------------------------------------------------------------------

@@ -181,16 +181,3 @@ def test_one_example_is_enough_where_nothing_is_held_out(tmp_path: Path) -> None
     (tmp_path / "cork.jsonl").write_text(json.dumps({"text": "w1 w2", "label": LABELS[0]}) + "\n")
     made.play()
     assert set(made.lines()[0]["losses"]) == set(RANKS)
-
-
-def test_settings_that_change_between_rounds_reach_the_sites(tmp_path: Path) -> None:
-    """No site holds a copy of them: more steps at the server are more steps everywhere."""
-    made = federation(tmp_path)
-    made.play()
-    made.write(run={"rounds": 2}, train={"steps": 5})
-    made.play()
-    other = federation(tmp_path / "again", run={"rounds": 2})
-    other.play()
-    assert [line["round"] for line in made.lines()] == [1, 2]
-    assert made.lines()[0]["losses"] == other.lines()[0]["losses"]
-    assert made.lines()[1]["losses"] != other.lines()[1]["losses"]

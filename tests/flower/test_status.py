@@ -1,10 +1,9 @@
-"""What is said of a federation: lines, status, numbers for Prometheus. Kind: *unit*. Expected values by hand."""
+"""What is said of a federation: lines, status. Kind: *unit*. Expected values by hand."""
 
 from __future__ import annotations
 
 import json
 import re
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from fedlora.errors import ConfigError
-from fedlora.flower.ownership import serving
+from fedlora.flower.locks import serving
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import (
     AttemptFailed,
@@ -31,8 +28,6 @@ from fedlora.flower.rounds.finishing import taken_part
 from fedlora.flower.rounds.log_lines import lines_of, nodes_line, round_line
 from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.rounds.round_lines import rounds_done
-from fedlora.flower.serving import metrics
-from fedlora.flower.serving.metrics import Exposed, exposing
 from fedlora.flower.serving.standing import standing
 from fedlora.flower.serving.status import headline, status_of
 from fedlora.flower.serving.superlink import NodeFacts
@@ -69,17 +64,11 @@ def test_no_number_makes_a_line_longer_than_a_screen() -> None:
     assert said == "round 3 of 6  loss -5e+299  12 s  perplexity 1e+200  acme 0.50  cork -1e+300"
 
 
-def test_who_says_that_it_measured_more_than_it_has_is_named() -> None:
-    said = {"acme": {"accuracy": 0.5, "examples": 4}, "cork": {"accuracy": 1.0, "examples": 10**12}}
-    more = {**line(acme="trained"), "site_metrics": said, "site_counts": {"acme": 4.0, "cork": 8.0}}
-    assert re.fullmatch(r"round 4: cork .* 1e\+12 examples; 8 .*", *lines_of(Done(4, more), 6)[1:])
-
-
 def test_who_did_not_train_is_a_line_with_the_reason() -> None:
     assert lines_of(Fated(2, 0, "cork", "late", "no answer within 60 s")) == [
         "round 2: cork: late: no answer within 60 s"
     ]
-    for quiet in ("trained", "offline", "not drawn", "quarantined"):
+    for quiet in ("trained", "offline", "not drawn"):
         assert lines_of(Fated(2, 0, "cork", quiet, "x")) == []  # type: ignore[arg-type]
     assert lines_of(Began(2, 0, ["acme"], {}, 60.0)) == []
     alone = Began(2, 0, [], {"cork": {"fate": "offline", "why": ""}}, 60.0)
@@ -159,22 +148,22 @@ def test_a_round_that_is_played_again_counts_once() -> None:
 
 
 def test_what_became_of_a_site_in_an_attempt_that_did_not_count_is_counted_too() -> None:
-    """By hand. The close refuses a's upload; b is away; c is in quarantine; then a is not asked, and the round's line
-    has its fate of the first attempt."""
-    away = {"b": {"fate": "offline", "why": ""}, "c": {"fate": "quarantined", "why": "so"}}
+    """By hand. The close refuses a's upload; b is away; then a is not asked, and the round's line has
+    its fate of the first attempt."""
+    away = {"b": {"fate": "offline", "why": ""}}
     first: list[Event] = [
         Began(1, 1, ["a"], away, 9.0), Fated(1, 1, "a", "trained", bytes=5), Fated(1, 1, "a", "refused", bytes=5),
         AttemptFailed(1, 1, "too few"),
     ]  # fmt: skip
-    again = {"a": {"fate": "not drawn", "why": ""}, "c": {"fate": "quarantined", "why": "so"}}
+    again = {"a": {"fate": "not drawn", "why": ""}}
     second: list[Event] = [
         Began(1, 2, ["b"], again, 9.0), Fated(1, 2, "b", "trained", bytes=7),
-        Done(1, line(a="refused", b="trained", c="quarantined")),
+        Done(1, line(a="refused", b="trained")),
     ]  # fmt: skip
     found = progress_of([*first, *second])
     assert found.uploaded == {"a": 5, "b": 7}
     assert found.fate_counts == {
-        ("a", "refused"): 1, ("b", "offline"): 1, ("b", "trained"): 1, ("c", "quarantined"): 2,
+        ("a", "refused"): 1, ("b", "offline"): 1, ("b", "trained"): 1,
     }  # fmt: skip
 
 
@@ -253,74 +242,6 @@ def test_status_names_who_has_not_answered(tmp_path: Path, monkeypatch: pytest.M
     assert found["sites"]["acme"]["node"] == "online" and found["sites"]["berlin"]["node"] == "unknown"
 
 
-# -------------------------------------------------------------------------------------------------------------- metrics
-
-
-def scraped(address: str) -> dict[tuple[str, ...], float]:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def test_prometheus_scrapes_what_the_folder_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = federation_folder(tmp_path / "f")
-    folder, nodes = FederationFolder(home), dict[str, NodeFacts]()
-    monkeypatch.setattr("fedlora.flower.serving.status._nodes", lambda folder: nodes)
-    with exposing(Exposed(folder), "127.0.0.1:0") as port:
-        found = scraped(f"127.0.0.1:{port}")
-        assert found["fedlora_round",] == 0 and ("fedlora_loss",) not in found
-        play_round(home, 1)
-        play_round(home, 2, {"cork": "late"})
-        nodes |= {"acme": NodeFacts("acme", 1, "online", b""), "cork": NodeFacts("cork", 2, "offline", b"")}
-        found = scraped(f"127.0.0.1:{port}")
-        with (
-            pytest.raises(ConfigError, match="metrics cannot be served"),
-            exposing(Exposed(folder), f"127.0.0.1:{port}"),
-        ):
-            pass
-    assert found["fedlora_round",] == 2 and found["fedlora_rounds",] == 3 and found["fedlora_ended",] == 0
-    assert found["fedlora_round_seconds",] == 2.5 and found["fedlora_loss",] == pytest.approx(0.55)
-    assert found["fedlora_client_loss", "acme"] == 0.5 and ("fedlora_client_loss", "cork") not in found
-    assert found["fedlora_client_fate_total", "cork", "late"] == 1
-    assert found["fedlora_client_fate_total", "acme", "trained"] == 2
-    assert found["fedlora_upload_bytes_total", "acme"] == 2000 and found["fedlora_client_loss", "berlin"]
-    assert found["fedlora_nodes_online",] == 1
-    assert [found["fedlora_node_online", name] for name in ("acme", "berlin", "cork")] == [1, 0, 0]
-    assert found["fedlora_disk_free_bytes",] > 0 and found["fedlora_last_event_timestamp_seconds",] > 1.7e9
-    events = EventWriter(folder.events)
-    for event in (
-        Fated(3, 0, "cork", "late", "x"),
-        AttemptFailed(3, 1, "too few"),
-        Done(3, {"losses": {"acme": 0.4, "berlin": 0.4}, "site_mean": {"accuracy": 0.625}}),
-        Done(4, {"losses": {"acme": 0.4, "berlin": 0.4}}),
-    ):
-        events.write(event)
-    policy = folder.policy.read_text()
-    folder.policy.write_text("[clients]\nacme = 2\ncork = 8\n")
-    with exposing(Exposed(folder), "127.0.0.1:0") as port:
-        later = scraped(f"127.0.0.1:{port}")
-        folder.policy.write_text("[clients\n")  # `serve` says so
-        assert not scraped(f"127.0.0.1:{port}")
-    folder.policy.write_text(policy)
-    assert later["fedlora_client_fate_total", "cork", "late"] == 2 and later["fedlora_site_metric", "accuracy"] == 0.625
-    assert ("fedlora_client_loss", "acme") in later and ("fedlora_client_loss", "berlin") not in later
-    told = set(re.findall(r"\bfedlora_[a-z_]+", metrics.__doc__ or ""))
-    assert {name for name, *_ in later} <= told
-    helps = {one.name.removeprefix("fedlora_"): one.documentation for one in Exposed(folder).collect()}
-    assert helps["round"] == "finished rounds" and helps["client_fate"].startswith("how often a client trained")
-    assert not [name for name, said in helps.items() if name == said]
-    for file in ("dashboard.json", "alerts.yml"):
-        shown = (Path(__file__).parents[2] / "examples" / "monitoring" / file).read_text()
-        assert set(re.findall(r"\bfedlora_[a-z_]+", shown)) <= told
-    for wrong in ("", "localhost:ninety", "127.0.0.1:99999"):
-        with pytest.raises(ConfigError, match="HOST:PORT"), exposing(Exposed(folder), wrong):
-            pass
-
-
 def test_whom_a_rule_left_out_is_on_the_screen(tmp_path: Path, main: Any) -> None:
     """The last round's weights after the rule, of each client in the last round that it was weighed in."""
     home = federation_folder(tmp_path / "f")
@@ -334,17 +255,17 @@ def test_whom_a_rule_left_out_is_on_the_screen(tmp_path: Path, main: Any) -> Non
     assert "cork was left out" in said.replace("cork (rank 8, the largest)", "cork")
 
 
-def test_how_good_it_is_at_the_sites_whose_share_was_cut_and_who_was_not_measured_is_told() -> None:
+def test_how_good_it_is_at_the_sites_and_who_was_not_measured_is_told() -> None:
     line = {
         "loss": 0.5,
         "losses": {"a": 0.5, "b": 0.5}, "seconds": 1, "metrics": {}, "site_mean": {"loss": 0.7, "accuracy": 0.6,
         "examples": 5}, "fates": {"a": {"fate": "trained"}, "b": {"fate": "trained"}, "c": {"fate": "offline"}},
-        "capped": {"a": {"claimed": 0.9, "counted": 0.5}}, "weights": {"a": 0.5, "b": 0.5},
+        "weights": {"a": 0.5, "b": 0.5},
         "site_unmeasured": {"b": "no answer", "c": "it is not online"},
     }  # fmt: skip
-    done, capped, unmeasured = lines_of(Done(2, line), 6)
+    done, unmeasured = lines_of(Done(2, line), 6)
     assert done == "round 2 of 6  loss 0.500  1 s  accuracy 0.600 at sites  a 0.50  b 0.50  c offline"
-    assert re.match("round 2: a: .*50% .*90% .*policy.toml", capped) and "b: not measured: no answer" in unmeasured
+    assert "b: not measured: no answer" in unmeasured
     assert "accuracy 0.600 at sites" in round_line(line, 2, 6) and "0.700" not in round_line(line, 2, 6)
     assert " 8 " in lines_of(Ended(6, "complete"), 8)[0]
     assert lines_of(Ended(6, "complete"), 6) == lines_of(Ended(6, "complete"))

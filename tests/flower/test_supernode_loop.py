@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
-import threading
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +39,7 @@ def test_an_idle_loop_sends_what_is_left_over() -> None:
     assert left_over(state) is None
     state.msg_store["c"] = entry("c", 7, "a", False)
     came, given = [None, 9], dict.fromkeys(("get_run", "get_fab", "object_store"))
-    pulled = watched(lambda *, receive, **more: receive(), threading.Event())
+    pulled = watched(lambda *, receive, **more: receive())
     assert pulled(state=state, receive=came.pop, **given) == 9, "a message that came goes first"
     assert pulled(state=state, receive=came.pop, **given) == 7
     assert [found.metadata.message_id for found in state.get_messages_legacy(is_reply=True)] == ["c"]
@@ -64,43 +62,38 @@ def question() -> Message:
     return asked
 
 
-@pytest.mark.parametrize("line", ["", 'app = "{other}"', "app = 3", "no toml"])
-def test_bytes_that_are_not_approved_never_get_to_flower(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_only_the_bytes_of_this_fedlora_get_to_flower(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The SHA-256 of the received bytes counts, not the hash that the server claims. The answer is an error in the same
-    words; with the digest in site.toml the same bytes pass. Before, Flower unpacked and ran any bytes."""
-    app, opened, answers, online = bundle(), list[bytes](), list[Message](), threading.Event()
-    online.set()
-    other, found = "0" * 64, hashlib.sha256(app).hexdigest()
-    site = tmp_path / "site.toml"
-    site.write_text(line.format(other=other))
+    """The received bytes count, not the hash that the server claims. The answer is an error in the same words. Before,
+    Flower unpacked and ran any bytes."""
+    ours, opened, answers = bundle(), list[bytes](), list[Message]()
+    other, found = ours + b"!", hashlib.sha256(ours).hexdigest()
+    sent = [other]
 
     def flower(*, receive: Any, get_run: Any, get_fab: Any, **more: object) -> int:
         receive()
         opened.append(get_fab(get_run(5).fab_hash, 5).content)
         return 5
 
-    pull = watched(flower, online)
-    run = SimpleNamespace(
-        fab_id="fedlora/fedlora-app", fab_version="1.0.0", fab_hash=other
-    )  # an approved one's, it claims
+    pull = watched(flower)
+    before = {"fab_hash": found, "fab_version": "1.0.0", "fab_id": "fedlora/fedlora-app"}  # ours, it claims
+    run = SimpleNamespace(**before)
     given: dict[str, Any] = {
-        "get_run": lambda asked: run, "state": None, "object_store": None, "node_config": {"site": str(site)},
-        "receive": lambda: (question(), None), "get_fab": lambda claimed, run: SimpleNamespace(content=app),
+        "get_run": lambda asked: run, "state": None, "object_store": None, "receive": lambda: (question(), None),
+        "get_fab": lambda claimed, run: SimpleNamespace(content=sent[0]),
     }  # fmt: skip
     monkeypatch.setattr(loop, "_insert_message", lambda reply, state, store: answers.append(reply))
     assert pull(**given) == 5 and not opened
     assert answers[0].has_error() and answers[0].metadata.reply_to_message_id == "asked"
-    said = capfd.readouterr().err
-    assert said.startswith("waiting: ") and (line in ("app = 3", "no toml") or found in answers[0].error.reason)
-    site.write_text(f'app = "{found}"')
-    for name, value in (("fab_hash", other), ("fab_version", "1.0.0/../../evil"), ("fab_id", "../..")):
-        before = {"fab_hash": found, "fab_version": "1.0.0", "fab_id": "fedlora/fedlora-app"}
+    assert "waiting: the server's Flower app" in capfd.readouterr().err
+    assert found in answers[0].error.reason and hashlib.sha256(other).hexdigest() in answers[0].error.reason
+    sent[0] = ours
+    for name, value in (("fab_hash", "0" * 64), ("fab_version", "1.0.0/../../evil"), ("fab_id", "../..")):
         run.__dict__.update({**before, name: value})  # the folder in which Flower looks for the unpacked app
         assert pull(**given) == 5 and not opened and value in answers[-1].error.reason
     run.__dict__.update(before)
-    assert pull(**given) == 5 and opened == [app]
+    assert pull(**given) == 5 and opened == [ours]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

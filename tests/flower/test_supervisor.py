@@ -16,21 +16,18 @@ import pytest
 
 pytest.importorskip("flwr")
 
+
 from fedlora import doing
 from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, FedLoRAError, LedgerError
 from fedlora.flower import apps
-from fedlora.flower.ownership import holder, serving
-from fedlora.flower.rounds.events import REFUSED, Began, EventWriter
-from fedlora.flower.rounds.round_lines import rounds_done
-from fedlora.flower.rounds.settings_history import History
+from fedlora.flower.locks import holder, serving
+from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.serving import supervisor
 from fedlora.flower.serving.standing import Standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
 from fedlora.flower.serving.supervisor import Lost, Pace, Supervisor
 from fedlora.flower.terms.agreement import Disagreement
-from fedlora.flower.terms.settings import FederationSettings
-from support.command_line import Said
 from support.fake_link import (
     CLIENTS,
     FakeLink,
@@ -100,29 +97,6 @@ def test_what_the_superlink_refused_is_said(tmp_path: Path) -> None:
     _, _, said = served(home, [refuses, rounds(1, 2, 3), completes(3)])
     assert "cork answers as acme" in said
     assert not [line for line in said if "200 OK" in line or "yesterday" in line]
-
-
-def test_settings_that_change_meanwhile_are_told(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """What waits for the next start, when federation.toml is edited; from which round on it holds, when the rounds are
-    begun anew with it. `status` says it, too; and nothing is said twice."""
-    home = federation_folder(tmp_path / "f")
-
-    def begins(link: FakeLink) -> None:  # as `play` does
-        path, now = home / "server" / "settings.json", FederationSettings.load(home / "federation.toml")
-        History.read(path).with_(now, rounds_done(home / "server" / "rounds.jsonl"), "sites").write(path)
-
-    def edits(link: FakeLink) -> None:
-        file = home / "federation.toml"
-        file.write_text(file.read_text() + "[train]\nlr = 0.125\n")
-
-    _, _, said = served(
-        home, [begins, rounds(1), edits, wait, wait, fails("it broke")], [begins, rounds(2, 3), completes(3)], starts=2
-    )
-    told = [(k, line) for k, line in enumerate(said) if "train.lr" in line]
-    assert len(told) == 2 and all("0.125" in line and "0.003" in line for _, line in told)
-    assert "no round yet" in told[0][1] and told[1][1].startswith("after round 1: ")
-    assert told[0][0] < said.index(next(line for line in said if "it broke" in line)) < told[1][0]
-    assert told[1][1] in main("flower", "status", home).out.replace("\n", " ")
 
 
 def test_a_finished_federation_is_left_alone(tmp_path: Path) -> None:
@@ -225,7 +199,7 @@ def test_the_app_says_what_would_fail_the_same_way_again(
     with pytest.raises(FedLoRAError if wrong else error, match=f"^{REFUSED if wrong else ''}it is so$"):
         apps.main(SimpleNamespace(), context)  # type: ignore[arg-type]
     log = tmp_path / "state" / "logs" / "serverapp.log"
-    assert "it is so" in log.read_text() and "Traceback" in log.read_text() and log.stat().st_mode & 0o777 == 0o600
+    assert "it is so" in log.read_text() and "Traceback" in log.read_text()
 
 
 def test_too_few_answers_are_waited_for_and_never_given_up(tmp_path: Path) -> None:
@@ -247,25 +221,6 @@ def test_too_few_answers_are_waited_for_and_never_given_up(tmp_path: Path) -> No
     assert said.count("online: acme; missing: berlin, cork (a round needs 2 of 3)") == 1
     assert not any(line.startswith("waiting") for line in said)  # it was told when it changed, and that is not long ago
     assert "online: acme, cork; missing: berlin (a round needs 2 of 3)" in said
-
-
-def test_a_site_in_quarantine_is_not_among_those_that_are_waited_for(tmp_path: Path) -> None:
-    """Two are online, of which one is barred; a round needs two. Before, it began, and the other trained in vain."""
-    home = federation_folder(tmp_path / "f")
-    looks, (barred, away, other) = 0, CLIENTS
-    why = {barred: {"fate": "quarantined", "why": "refused"}}
-    EventWriter(home / "server" / "events.jsonl").write(Began(1, 1, [away, other], why, 9.0))
-
-    def thin(link: FakeLink) -> None:
-        def comes() -> None:
-            nonlocal looks
-            looks += 1
-            link.online = [barred, other] if looks <= 20 else list(CLIENTS)
-
-        link.online, link.comes = [], comes
-
-    _, _, said = served(home, [rounds(1, 2, 3), completes(3)], before=thin)
-    assert looks > 20 and any(f"in quarantine: {barred}" in line for line in said)
 
 
 def test_a_round_is_not_begun_for_fewer_than_its_rule_needs(tmp_path: Path) -> None:
@@ -423,7 +378,7 @@ def test_two_cannot_serve_one_folder(tmp_path: Path) -> None:
     """The other one's process is named; however it ends, the folder is free again."""
     home = federation_folder(tmp_path / "f")
     words = f"import sys; sys.path[:0] = {sys.path!r}\nfrom pathlib import Path\nimport time\n"
-    words += "from fedlora.flower.ownership import serving\n"
+    words += "from fedlora.flower.locks import serving\n"
     words += f"with serving(Path({str(home / 'state' / 'serve.lock')!r})):\n"
     words += "    print('held', flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True)

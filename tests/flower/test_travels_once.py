@@ -16,7 +16,6 @@ pytest.importorskip("flwr")
 from flwr.app import Message
 
 from fedlora import Server, build
-from fedlora.flower.messages.salt import SALT
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.site.node import Node
@@ -47,7 +46,7 @@ def sizes(grid: LocalGrid, kind: str, name: str = "two") -> list[int]:
     """Bytes of tensors in each message of a kind to a site, in order."""
     node = next(node for node, (its, _) in grid.nodes.items() if its == name)
     return [
-        sum(len(array.data) - SALT for array in message.content.array_records["arrays"].values())
+        sum(len(array.data) for array in message.content.array_records["arrays"].values())
         for message in grid.sent
         if message.metadata.dst_node_id == node and message.metadata.message_type == kind
     ]

@@ -31,7 +31,7 @@ from support.flower_grid import RANKS, LocalGrid, Watching, bits, fate_of, feder
 from support.private_flower import private_federation
 
 EQUAL = dict.fromkeys(RANKS, 4)
-ALL = Policy(EQUAL, retries=0, max_weight_share=1.0)
+ALL = Policy(EQUAL, retries=0)
 KEEPING = {"fedsa-lora": {}, "glora": {"heads": "local"}, "ffa-lora": {"heads": "local"}}  # method -> server's options
 Harm = Callable[[Trained], Trained]
 
@@ -107,7 +107,7 @@ def test_refused_work_leaves_no_trace_at_a_site_as_in_the_engine(tmp_path: Path,
     clients, begin = [Client(name, 4) for name in RANKS], start(served(method), seed_adapter())
     if harm == "its loss":  # only a network refuses a loss: the engine's client is refused for its tensors
         here = Sick(HARM["all of it"], (0, 2, 3))
-    *_, last = simulate(replace(served(method), max_weight_share=1.0), clients, here, begin, rounds=6)
+    *_, last = simulate(served(method), clients, here, begin, rounds=6)
     assert there.given(*range(6)) == here.given(*range(6))
     assert bits(strategy.flower_state.state.server) == bits(last.state.server)
     assert strategy.flower_state.receipts["one"] == Receipt(6, 6)
@@ -125,7 +125,7 @@ def test_work_without_weight_stays_with_its_site_as_in_the_engine(tmp_path: Path
     strategy, grid = federation(tmp_path, server, EQUAL, trainer=there, policy=ALL)
     strategy.start(grid, num_rounds=4)
     clients, begin = [Client(name, 4) for name in RANKS], start(server, seed_adapter())
-    *_, last = simulate(replace(server, max_weight_share=1.0), clients, here, begin, rounds=4)
+    *_, last = simulate(server, clients, here, begin, rounds=4)
     assert there.given(*range(4)) == here.given(*range(4))
     assert bits(strategy.flower_state.state.server) == bits(last.state.server)
     receipts, tally = strategy.flower_state.receipts, last.state.server.tally

@@ -24,7 +24,6 @@ from fedlora.flower.serving.standing import check_derived, standing
 from fedlora.flower.serving.supervisor import Stopped, Supervisor
 from fedlora.flower.setup import checkup
 from fedlora.flower.site import site_checks
-from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.server.state import RunState
 from support.command_line import Said
@@ -45,12 +44,12 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def played(fed: FederationFolder, rounds: int, **refusals: int) -> None:
+def played(fed: FederationFolder, rounds: int) -> None:
     """Store the start as the state after so many rounds, and their lines."""
     first = opening(fed.path)
     state = RunState(rounds, replace(first.state.server, round=rounds), first.state.clients)
     of = run_identity(first.settings.id, first.server, state.server)
-    checkpoint.save(fed.checkpoints, rounds, FlowerState(first.settings.id, state, refusals), of=of)
+    checkpoint.save(fed.checkpoints, rounds, FlowerState(first.settings.id, state), of=of)
     fed.rounds.write_text("".join(f'{{"round": {k}, "metrics": {{}}}}\n' for k in range(1, rounds + 1)))
 
 
@@ -69,21 +68,6 @@ def test_doctor_says_what_serve_would(words: str, tmp_path: Path) -> None:
         check_derived(fed)
         opening(fed.path)
     assert str(refused.value) in [found for _, found, sound in checkup.checked_folder(fed.path) if sound is False]
-
-
-def test_doctor_says_who_is_in_quarantine_and_serve_begins_no_round_that_lacks_them(tmp_path: Path) -> None:
-    """The policy's default bars after three; of the folder's sites all but one are barred in turn."""
-    fed = federation_folder(tmp_path / "fed")
-    first, *others = Policy.read(fed.policy).clients
-    played(fed, 1, **{first: 3})
-    found = {what: (text, sound) for what, text, sound in checkup.checked_folder(fed.path)}
-    assert found["serve"][1] is True and found[f"site {first}"][1] is False
-    assert "set quarantine = 4 in policy.toml" in found[f"site {first}"][0]
-    played(fed, 2, **dict.fromkeys([first, *others], 3))
-    with pytest.raises(ConfigError, match=f"some are in quarantine: nobody is left.*{others[0]}: .*quarantine = 4"):
-        opening(fed.path)
-    fed.policy.write_text(fed.policy.read_text().replace("quarantine = 3 ", "quarantine = 4 "))
-    assert opening(fed.path).rounds == 2
 
 
 def test_serve_refuses_before_it_waits_for_a_site(

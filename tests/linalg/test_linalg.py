@@ -16,7 +16,6 @@ from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.analysis.audit import padded_average_error
 from fedlora.linalg import (
     gauge_fix,
-    gauge_split,
     gauge_splits,
     rank_tolerance,
     right_svd,
@@ -25,7 +24,7 @@ from fedlora.linalg import (
 )
 from fedlora.linalg.batches import in_batches, norms
 from fedlora.linalg.parallel import X, Y
-from fedlora.linalg.spectrum import cut_by_rounding, svd_of_matrix
+from fedlora.linalg.spectrum import cut_by_rounding
 from support import families
 
 
@@ -76,27 +75,28 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["glora", "flexlora", "fedex-lora", "fedit", "padded-average"])
-def test_no_matrix_of_the_size_of_the_weight_is_ever_formed(name: str, dtype: torch.dtype) -> None:
+def test_no_matrix_of_the_size_of_the_weight_is_ever_formed(name: str) -> None:
     """While sum r_i < min(d_out, d_in): init, aggregate, download, global update, diagnostics, every torch result."""
-    d_out, d_in, r = 300, 260, 4
-    seed = Adapter({"m": LoRA(torch.zeros(d_out, r, dtype=dtype), randn(r, d_in, dtype=dtype))})
-    pairs = {
-        c: LoRA(randn(d_out, r, seed=k, dtype=dtype), randn(r, d_in, seed=-k, dtype=dtype)) for k, c in enumerate("abc")
-    }
-    sent = [Upload(Client(c, r), 1, Adapter({"m": lora})) for c, lora in pairs.items()]
-    server = Server(build(name))
-    with _Largest() as largest:
-        state = server.aggregate(server.init(seed), sent)
-        server.download(state, Client("a", r))
-        server.global_update(state)
-        server.diagnostics(state)
-        padded_average_error(state, sent, {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3})
-    assert largest.numel < d_out * d_in / 4
-    with _Largest() as largest:  # the watch works
-        server.global_update(state)["m"].delta()
-    assert largest.numel == d_out * d_in
+    for dtype in (torch.float32, torch.float64):
+        d_out, d_in, r = 300, 260, 4
+        seed = Adapter({"m": LoRA(torch.zeros(d_out, r, dtype=dtype), randn(r, d_in, dtype=dtype))})
+        pairs = {
+            c: LoRA(randn(d_out, r, seed=k, dtype=dtype), randn(r, d_in, seed=-k, dtype=dtype))
+            for k, c in enumerate("abc")
+        }
+        sent = [Upload(Client(c, r), 1, Adapter({"m": lora})) for c, lora in pairs.items()]
+        server = Server(build(name))
+        with _Largest() as largest:
+            state = server.aggregate(server.init(seed), sent)
+            server.download(state, Client("a", r))
+            server.global_update(state)
+            server.diagnostics(state)
+            padded_average_error(state, sent, {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3})
+        assert largest.numel < d_out * d_in / 4
+        with _Largest() as largest:  # the watch works
+            server.global_update(state)["m"].delta()
+        assert largest.numel == d_out * d_in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -123,22 +123,21 @@ def test_gauge_fix_survives_what_breaks_a_float32_gram() -> None:
         assert float(torch.linalg.matrix_norm(U @ Ahat - want) / torch.linalg.matrix_norm(want)) < 1e-14
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_the_fast_gauge_fix_is_the_simple_one(name: str) -> None:
-    """`gauge_splits` against `gauge_split`, client by client, on every hard family: ranks, spans and products."""
-    case = families.family(name, dtype=np.float32)
-    pairs = [tuple(torch.from_numpy(x.copy()) for x in pair) for _, pair in sorted(case.uploads.items())]
-    tolerance = rank_tolerance(torch.float32)
-    fast = gauge_splits(pairs, tolerances=[tolerance] * len(pairs))  # type: ignore[arg-type]
-    for (B, A), split in zip(pairs, fast, strict=True):
-        reference = gauge_split(B, A, tolerance=tolerance)
-        U, Ahat, simple, coordinates = split.U, split.Ahat, reference.U, reference.Ahat
-        assert (U.shape, split.U_rest.shape) == (simple.shape, reference.U_rest.shape)
-        assert split.A_rest.shape == reference.A_rest.shape
-        assert orthonormality(U) < 1e-9
-        assert float(torch.linalg.matrix_norm(U @ U.mT - simple @ simple.mT)) < 1e-8
-        product = simple @ coordinates
-        assert float(torch.linalg.matrix_norm(U @ Ahat - product)) <= 1e-12 * float(torch.linalg.matrix_norm(product))
+def test_the_fast_gauge_fix_is_the_simple_one() -> None:
+    """`gauge_splits` against `gauge_fix`, client by client, on every hard family: ranks, spans and products."""
+    for name in families.FAMILIES:
+        case = families.family(name, dtype=np.float32)
+        pairs = [tuple(torch.from_numpy(x.copy()) for x in pair) for _, pair in sorted(case.uploads.items())]
+        tolerance = rank_tolerance(torch.float32)
+        fast = gauge_splits(pairs, tolerances=[tolerance] * len(pairs))  # type: ignore[arg-type]
+        for (B, A), (U, Ahat) in zip(pairs, fast, strict=True):
+            simple, coordinates = gauge_fix(B, A, tolerance=tolerance)
+            assert U.shape == simple.shape, name
+            assert orthonormality(U) < 1e-9
+            assert float(torch.linalg.matrix_norm(U @ U.mT - simple @ simple.mT)) < 1e-8
+            product = simple @ coordinates
+            off = float(torch.linalg.matrix_norm(U @ Ahat - product))
+            assert off <= 1e-12 * float(torch.linalg.matrix_norm(product))
 
 
 def test_gauge_fix_of_nothing_has_rank_zero() -> None:
@@ -154,8 +153,8 @@ def test_noise_in_svd_form_is_no_direction() -> None:
     U, s, Vh = torch.linalg.svd(randn(40, 3) @ randn(3, 30, seed=1), full_matrices=False)
     for dtype in (torch.float64, torch.float32):
         B, A = (U[:, :6] * s[:6]).to(dtype), Vh[:6].to(dtype)
-        (split,) = gauge_splits([(B, A)], tolerances=[rank_tolerance(dtype)])
-        assert split.U.shape[1] == 3
+        ((found, _),) = gauge_splits([(B, A)], tolerances=[rank_tolerance(dtype)])
+        assert found.shape[1] == 3
 
 
 def test_a_large_row_of_a_behind_a_zero_column_of_b_hides_nothing() -> None:
@@ -164,26 +163,6 @@ def test_a_large_row_of_a_behind_a_zero_column_of_b_hides_nothing() -> None:
     B[:, 3] = 0
     U, _ = gauge_fix(B.float(), A.float(), tolerance=rank_tolerance(torch.float32))
     assert U.shape[1] == 3
-
-
-@pytest.mark.quick(46)
-@pytest.mark.parametrize("canonical", ["product", "B"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_a_split_loses_nothing(name: str, dtype: torch.dtype, canonical: str) -> None:
-    """U Ahat + U_rest A_rest is B A of the stored factors, in float64, whatever the tolerance takes for rounding."""
-    case = families.family(name, dtype=np.float64)
-    for B, A in case.uploads.values():
-        stored = tuple(torch.from_numpy(x.copy()).to(dtype) for x in (B, A))
-        split = gauge_split(*stored, tolerance=rank_tolerance(dtype), canonical=canonical)  # type: ignore[arg-type]
-        want = stored[0].double() @ stored[1].double()
-        terms = float(
-            torch.linalg.vector_norm(stored[0].double(), dim=0) @ torch.linalg.vector_norm(stored[1].double(), dim=1)
-        )
-        assert (
-            float(torch.linalg.matrix_norm(split.U @ split.Ahat + split.U_rest @ split.A_rest - want)) <= 1e-14 * terms
-        )
-        assert orthonormality(torch.cat([split.U, split.U_rest], dim=1)) < 1e-12
 
 
 def test_svd_of_product_agrees_with_dense_svd() -> None:
@@ -229,18 +208,6 @@ def test_where_rounding_cuts_a_spectrum(size: float) -> None:
     assert cut([3, 2, 1e-9, 3e-10], 1e6, 0.0) == (3, pytest.approx(64 * 2**-53 * 1e6), 0.0)
     assert cut([3, 2, 1e-9, 3e-13], 1e3, 1e-8) == (3, pytest.approx(1e-9), pytest.approx(1e-18 / 13))
     assert cut([1e-3, 1e-4], 1e13, 0.0) == (0, 0.0, 0.0), "64 u 1e13 is 0.07: rounding from end to end"
-
-
-def test_a_direction_far_above_the_rounding_of_lapack_is_no_noise() -> None:
-    """Expected: between float32 LAPACK's error on this matrix, against float64, and a direction ten times larger."""
-    Q = torch.linalg.qr(randn(512, 2))[0]
-    weak = 1e-5
-    X = Q @ torch.diag(torch.tensor([1.0, weak], dtype=torch.float64)) @ torch.linalg.qr(randn(512, 2, seed=1))[0].T
-    exact = torch.linalg.svdvals(X)
-    error = float((torch.linalg.svdvals(X.float()).double() - exact).abs()[1:].max())
-    found = svd_of_matrix(X, terms=1.0, stored=0.0, dtype=torch.float32, worked_in=torch.float32)
-    assert error < weak / 10
-    assert found.noise < weak / 2
 
 
 def test_unit_roundoff_is_half_the_spacing_at_one() -> None:

@@ -65,37 +65,37 @@ def test_these_are_the_exact_ones_with_a_gauge_to_change() -> None:
     assert [name for name in both if off(update(name, drawn()), drawn()) < 1e-13] == EXACT
 
 
-@pytest.mark.parametrize("k", [6, 20, 33, 46, 332])
 @pytest.mark.parametrize("name", EXACT)
-def test_the_mean_is_whole_in_every_diagonal_gauge(name: str, k: int) -> None:
+def test_the_mean_is_whole_in_every_diagonal_gauge(name: str) -> None:
     """(B c, A / c) with c = 2^k is the same update to the bit: 2^33 is 1e10, 2^332 is 1e100."""
     (B, A), *others = drawn()
-    for c in (2.0**k, 2.0**-k):
-        assert off(update(name, [(B * c, A / c), *others]), drawn()) < 1e-12
+    for k in (6, 20, 33, 46, 332):
+        for c in (2.0**k, 2.0**-k):
+            assert off(update(name, [(B * c, A / c), *others]), drawn()) < 1e-12, c
 
 
-@pytest.mark.parametrize("k", [33, 46])
 @pytest.mark.parametrize("name", EXACT)
-def test_a_client_gets_it_too_in_float32(name: str, k: int) -> None:
+def test_a_client_gets_it_too_in_float32(name: str) -> None:
     """What a client trains on, W0's change and its own pair (of full rank where the method cuts it), is the mean up to
     float32's rounding of numbers of its own size."""
     (B, A), *others = drawn(torch.float32)
-    server, state = round_of(name, [(B * 2.0**k, A / 2.0**k), *others])
-    mine = receive(server.download(state, Client("c0", RANK if name == "fedex-lora" else SHAPE[1])), None)
-    assert off(mine.folded().modules["m"].map(Tensor.double), drawn(torch.float32)) < 1e-5
+    for k in (33, 46):
+        server, state = round_of(name, [(B * 2.0**k, A / 2.0**k), *others])
+        mine = receive(server.download(state, Client("c0", RANK if name == "fedex-lora" else SHAPE[1])), None)
+        assert off(mine.folded().modules["m"].map(Tensor.double), drawn(torch.float32)) < 1e-5, k
 
 
-@pytest.mark.parametrize("k", [10, 20, 28])
 @pytest.mark.parametrize("name", EXACT)
-def test_two_clients_in_opposite_gauges_harm_nobody(name: str, k: int) -> None:
+def test_two_clients_in_opposite_gauges_harm_nobody(name: str) -> None:
     """diag(c, 1 / c, c) and its inverse, c = 2^k: every factor is as large as the others, and only the updates' own
     norms show that the mean factors' product is c^2 times too large."""
     (B, A), (C, D), *others = drawn(torch.float32)
-    q = 2.0 ** torch.tensor([k, -k, k])
-    server, state = round_of(name, [(B * q, A / q[:, None]), (C / q, D * q[:, None]), *others])
-    mine = receive(server.download(state, Client("c0", RANK if name == "fedex-lora" else SHAPE[1])), None)
-    assert off(server.global_update(state)["m"], drawn(torch.float32)) < 1e-6
-    assert off(mine.folded().modules["m"].map(Tensor.double), drawn(torch.float32)) < 1e-6
+    for k in (10, 20, 28):
+        q = 2.0 ** torch.tensor([k, -k, k])
+        server, state = round_of(name, [(B * q, A / q[:, None]), (C / q, D * q[:, None]), *others])
+        mine = receive(server.download(state, Client("c0", RANK if name == "fedex-lora" else SHAPE[1])), None)
+        assert off(server.global_update(state)["m"], drawn(torch.float32)) < 1e-6, k
+        assert off(mine.folded().modules["m"].map(Tensor.double), drawn(torch.float32)) < 1e-6, k
 
 
 @pytest.mark.parametrize("apart", [1e-6, 1e-12, 1e-14])

@@ -66,44 +66,34 @@ def projector_error(case: families.Case, R: int, state: ServerState) -> float:
 # ------------------------------------------------------------------------------------------------------ exactness
 
 
-@pytest.mark.quick(23)
 @every_family
-@every_dtype
-def test_the_mean_is_exact_at_full_rank(name: str, dtype: str) -> None:
-    """Proposition 1: R >= r_union gives sum p_i B_i A_i. rho = 1 is always enough."""
-    case = families.family(name, dtype=DTYPES[dtype])
-    server, state = aggregated(case)
-    assert relative(dense(server, state), families.mean_update(case)) <= EXACT[dtype]
+def test_the_mean_is_exact_at_full_rank_and_r_equal_to_the_union_rank_is_enough(name: str) -> None:
+    """Proposition 1: R >= r_union gives sum p_i B_i A_i. rho = 1 is always enough; at the edge a plain QR of a
+    deficient B_i fails by 10 to 25 %."""
+    for dtype, bound in EXACT.items():
+        case = families.family(name, dtype=DTYPES[dtype])
+        for hparams in ({}, {"rank": max(families.union_rank(case), 1)}):
+            server, state = aggregated(case, **hparams)
+            assert relative(dense(server, state), families.mean_update(case)) <= bound, (dtype, hparams)
 
 
-@pytest.mark.quick(23)
 @every_family
-@every_dtype
-def test_r_equal_to_the_union_rank_is_enough(name: str, dtype: str) -> None:
-    """Proposition 1 at its edge, where a plain QR of a deficient B_i fails by 10 to 25 %."""
-    case = families.family(name, dtype=DTYPES[dtype])
-    server, state = aggregated(case, rank=max(families.union_rank(case), 1))
-    assert relative(dense(server, state), families.mean_update(case)) <= EXACT[dtype]
-
-
-@pytest.mark.quick(30)
-@every_family
-@pytest.mark.parametrize("R", [1, 3, 5, 12])
-def test_a_cut_gives_the_papers_projection(name: str, R: int) -> None:
+def test_a_cut_gives_the_papers_projection(name: str) -> None:
     """Eq. (key identity) below r_union, in float64: the paper's own result where the gap makes it unique.
 
     Elsewhere (a tie, or a gap under 1e-2) the result must still be an exact projection of the mean on R directions.
     """
-    case = families.family(name, dtype=np.float64)
-    server, state = aggregated(case, rank=R, canonical="B")
-    facts = server.diagnostics(state)["m"]
-    fixed = [(*gauge_fix(B, A), case.weights[c]) for c, (B, A) in sorted(case.uploads.items())]
-    U_ref, Z_g, _ = projected_aggregate([f for f in fixed if f[0].shape[1]], R)
-    if facts["gap"] >= 1e-2:  # type: ignore[operator]
-        # The stored factors of gauge_1e6 cancel in their product: any route, the oracle's too, loses u cond / gap.
-        assert relative(dense(server, state), U_ref @ Z_g) <= (1e-8 if name == "gauge_1e6" else 1e-9)
-    assert glora_state(state).spectrum.rank <= R
-    assert projector_error(case, R, state) <= 1e-9
+    for R in (1, 3, 5, 12):
+        case = families.family(name, dtype=np.float64)
+        server, state = aggregated(case, rank=R, canonical="B")
+        facts = server.diagnostics(state)["m"]
+        fixed = [(*gauge_fix(B, A), case.weights[c]) for c, (B, A) in sorted(case.uploads.items())]
+        U_ref, Z_g, _ = projected_aggregate([f for f in fixed if f[0].shape[1]], R)
+        if facts["gap"] >= 1e-2:  # type: ignore[operator]
+            # The stored factors of gauge_1e6 cancel in their product: any route, the oracle's too, loses u cond / gap.
+            assert relative(dense(server, state), U_ref @ Z_g) <= (1e-8 if name == "gauge_1e6" else 1e-9)
+        assert glora_state(state).spectrum.rank <= R
+        assert projector_error(case, R, state) <= 1e-9
 
 
 @every_family
@@ -134,7 +124,7 @@ def test_wrong_rank_rules_would_be_seen() -> None:
 WELL_SCALED = [name for name in families.FAMILIES if name not in ("column_scales", "gauge_1e4", "gauge_1e6")]
 
 
-@pytest.mark.quick(30)
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("name", WELL_SCALED)
 @pytest.mark.parametrize("cond", [10.0, 1e3])
 @pytest.mark.parametrize("hparams", [{}, {"rho": 0.5}, {"rho": 0.3}, {"rank": 1}], ids=str)
@@ -373,18 +363,6 @@ def test_captured_energy_and_diagnostics() -> None:
 def test_impossible_hyperparameters_are_refused_by_name(bad: dict) -> None:
     with pytest.raises(HyperparameterError, match=next(iter(bad)) if "rhoo" not in bad else "did you mean 'rho'"):
         build("glora", **bad)
-
-
-def test_the_subspace_form_gives_the_same_state() -> None:
-    """Algorithm 1 sends (U_i, Ahat_i): the server canonicalises again and gets the same."""
-    case = families.family("zero_padded", dtype=np.float64)
-    server, factors = aggregated(case, rho=0.5)
-    sent = [
-        Upload(u.client, u.num_examples, pair(*gauge_fix(*case.uploads[u.client.id])), "subspace")
-        for u in uploads(case)
-    ]
-    subspace = server.aggregate(server.init(factors.start), sent)
-    assert relative(dense(server, subspace), dense(server, factors)) <= 1e-11
 
 
 def test_tolerances_follow_the_stored_dtype() -> None:

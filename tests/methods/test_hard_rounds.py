@@ -20,18 +20,16 @@ from fedlora.core.summing import FromMeans, FromSums
 from support.formulas import ROWS, Expected, Matrix, Pairs, mean, np64, product, raflora
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# label -> (method, oracle, whether it takes different ranks): all that have a closed formula of their own. Not
-# hetlora's dense norms, which are float32's.
+# label -> (method, oracle, whether it takes different ranks): all that have a closed formula of their own.
 HARD: dict[str, tuple[Any, Any, bool]] = {
-    **{label: row for label, row in ROWS.items() if label not in ("svd 0.9", "fair", "fair strong", "hetlora dense")},
+    **{label: row for label, row in ROWS.items() if label not in ("svd 0.9", "fair", "fair strong")},
     "fedsvd": (build("fedsvd"), lambda t, pairs, past: Expected(mean(pairs)), True),
     "glora": (build("glora"), product, True),
     "glora energy": (build("glora", basis="energy"), product, True),
     "glora raflora": (build("glora", weighting="rank-partition"), raflora, True),
 }
-# What the arithmetic costs beside storing: LAPACK's in float32; a B that is best beside A as it is stored, ||A||^2 /
-# lambda.
-DEARER = {"flexlora dense": 4, "fair l2": 100, "fair l2 strong": 100}
+# What the arithmetic costs beside storing: a B that is best beside A as it is stored, ||A||^2 / lambda.
+DEARER = {"fair l2": 100, "fair l2 strong": 100}
 
 
 class HardRound:

@@ -17,6 +17,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedlora import Server
 from fedlora.privacy import Geometry, Mechanism, epsilon
 from fedlora.server.private_round import PrivateRound
 from fedlora.testing.federations import seed_adapter, trained
@@ -103,9 +104,13 @@ def test_with_the_noise_off_it_finds_more() -> None:
 def round_neighbours(z: float) -> tuple[Mechanism, torch.Tensor, torch.Tensor]:
     """A whole private round with the canary, and with zero in its place: uploads, readouts, bases, one clip over all.
     The canary sends 1e4 times what the others send. One entry a module, so that trials are cheap."""
-    server = private(
-        clip=0.5, noise_multiplier=z, grid=None, geometry=Geometry("two-sided", 1), server={"heads": "frozen"}
-    )
+
+    def server_of(noise: float, grid: float | None) -> Server:
+        return private(
+            clip=0.5, noise_multiplier=noise, grid=grid, geometry=Geometry("two-sided", 1), server={"heads": "frozen"}
+        )
+
+    server = server_of(z, None)
     state = server.init(seed_adapter(4))
     uploads = trained(server, state, dict.fromkeys("abcd", 4), list("abcd"), {}).uploads
     canary = replace(uploads[3], adapter=uploads[3].adapter.map(lambda t: 1e2 * t))
@@ -114,11 +119,10 @@ def round_neighbours(z: float) -> tuple[Mechanism, torch.Tensor, torch.Tensor]:
     mechanism = opened.mechanism
     sums = []
     for sent in ([*uploads[:3], canary], uploads[:3]):
-        memory = InMemory()
-        assert server.privacy is not None
-        silent = replace(server.privacy, releases=memory, noise_multiplier=0.0, grid=mechanism.grid)
-        replace(server, privacy=silent).aggregate(state, sent)
-        sums.append(memory.kept[1])
+        silent = server_of(0.0, mechanism.grid)
+        silent.aggregate(state, sent)
+        assert silent.privacy is not None and isinstance(silent.privacy.releases, InMemory)
+        sums.append(silent.privacy.releases.kept[1])
     return mechanism, sums[0], sums[1]
 
 

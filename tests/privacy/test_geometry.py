@@ -25,7 +25,7 @@ def regauged(lora: LoRA, condition: float, seed: int) -> LoRA:
     return LoRA(B @ (U * sizes) @ V, V.T @ torch.diag(1 / sizes) @ U.T @ A)
 
 
-@pytest.mark.parametrize(("shape", "dims", "a", "b"), [("full", 0, 9, 7), ("left", 5, 5, 7), ("two-sided", 5, 5, 5)])
+@pytest.mark.parametrize(("shape", "dims", "a", "b"), [("full", 0, 9, 7), ("two-sided", 5, 5, 5)])
 def test_there_and_back_is_the_projection(shape: str, dims: int, a: int, b: int) -> None:
     """Oracle: Q Q^T X P P^T of the dense matrix. Q and P are orthonormal."""
     geometry = Geometry(shape, dims)  # type: ignore[arg-type]
@@ -51,10 +51,10 @@ def test_released_directions_are_kept_and_the_rest_is_fresh() -> None:
         assert torch.allclose(bases.lift(bases.project(released)).delta(), released.delta(), atol=1e-12)
     U, s, Vh = torch.linalg.svd(released.delta())
     strongest = LoRA(U[:, :1] * s[0], Vh[:1])
-    bases = Geometry("left", 2).bases(released, "q", round=1, seed=0)
+    bases = Geometry("two-sided", 2).bases(released, "q", round=1, seed=0)
     assert torch.allclose(bases.lift(bases.project(strongest)).delta(), strongest.delta(), atol=1e-12)
     other = pair(40, 30, 1, 9)
-    seen = [Geometry("left", 8).bases(released, "q", round=r, seed=0).project(other).norm() for r in range(4)]
+    seen = [Geometry("two-sided", 8).bases(released, "q", round=r, seed=0).project(other).norm() for r in range(4)]
     assert len({round(float(x), 9) for x in seen}) == 4 and min(seen) > 0
 
 
@@ -102,9 +102,9 @@ def test_a_change_of_a_frozen_factor_s_partner() -> None:
 
 def test_a_layout_holds_all_modules_and_heads_in_one_order() -> None:
     layout = Layout(
-        {"v": Bases(4, 3), "k": Geometry("left", 2).bases(pair(5, 3, 1, 0), "k", 1, 0)}, {"b": (2, 2), "a": (3,)}
+        {"v": Bases(4, 3), "k": Geometry("two-sided", 2).bases(pair(5, 3, 1, 0), "k", 1, 0)}, {"b": (2, 2), "a": (3,)}
     )
-    assert layout.size == 12 + 6 + 3 + 4
+    assert layout.size == 12 + 4 + 3 + 4
     change, head = pair(4, 3, 2, 0), torch.arange(3.0)
     vector = layout.vector({"v": change}, {"a": head})
     assert vector.dtype == torch.float64 and vector.shape == (layout.size,)
@@ -124,7 +124,14 @@ def test_a_layout_holds_all_modules_and_heads_in_one_order() -> None:
 
 
 def test_impossible_geometries() -> None:
-    for shape, dims in (("full", 3), ("left", 0), ("two-sided", -1), ("left", True), ("left", 2.5), ("right", 3)):
+    for shape, dims in (
+        ("full", 3),
+        ("two-sided", 0),
+        ("two-sided", -1),
+        ("two-sided", True),
+        ("two-sided", 2.5),
+        ("right", 3),
+    ):
         with pytest.raises(HyperparameterError, match="privacy"):
             Geometry(shape, dims)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="basis Q"):
@@ -132,4 +139,4 @@ def test_impossible_geometries() -> None:
     with pytest.raises(ShapeError, match="to lift"):
         Bases(4, 4).lift(torch.zeros(3, 4))
     with pytest.raises(ShapeError, match="NaN"):
-        Geometry("left", 2).bases(LoRA(torch.full((4, 2), math.nan), torch.ones(2, 4)), "q", 0, 0)
+        Geometry("two-sided", 2).bases(LoRA(torch.full((4, 2), math.nan), torch.ones(2, 4)), "q", 0, 0)

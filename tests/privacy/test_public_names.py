@@ -23,7 +23,6 @@ WITHOUT_EXAMPLE = {
     "Budget",
     "Event",
     "Charged",
-    "Contribution",
     "Item",
     "Layout",
     "Recomputed",

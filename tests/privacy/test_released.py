@@ -62,9 +62,7 @@ def test_every_item_has_a_fate_and_a_reason_and_is_there_once() -> None:
 def test_a_round_s_line_is_on_the_list_and_shows_no_client() -> None:
     """Of `runs.observers.describe` itself: a field that is added there fails here."""
     observers = pytest.importorskip("fedlora.runs.observers")
-    line = observers.describe(
-        a_record(), padded_error=0.1, gauge={"float64": {"glora": 0.0}, "as sent": {"glora": 0.1}}
-    )
+    line = observers.describe(a_record(), padded_error=0.1, gauge={"glora": 0.0})
     assert unlisted("metrics.jsonl", line) == [] and {"attack", "defence"} <= set(line)
     line["privacy"] = {"epsilon": 1.0}
     assert set(filtered("metrics.jsonl", line)) == {"round", "server_rank", "privacy"}
@@ -168,85 +166,12 @@ def test_a_method_s_numbers_are_on_the_list(name: str) -> None:
     assert set(left) <= {"rank", "components", "server_rank", "singular_values", "approximation", "deviations"}
 
 
-def test_a_federation_s_lines_are_on_the_list() -> None:
-    """The keys as the strategy and its evaluation write them."""
-    events = pytest.importorskip("fedlora.flower.rounds.events")
-    attempt = pytest.importorskip("fedlora.flower.rounds.attempt")
+def test_a_federation_s_summary_is_on_the_list() -> None:
+    """The keys as `flower.rounds.finishing` has them."""
     finishing = pytest.importorskip("fedlora.flower.rounds.finishing")
-    sites = pytest.importorskip("fedlora.flower.rounds.site_evaluation")
-    listed = {place: {item.name.split(".")[0] for item in items(place)} for place in places()}
-    assert keys_of(attempt, "capped") | keys_of(sites, "site_mean") <= listed["rounds.jsonl"]
     common = keys_of(pytest.importorskip("fedlora.runs.finishing").results, "metric") | {"defence"}
-    assert keys_of(finishing._summary, "site_test") | common <= listed["federation summary.json"]
-    for kind in get_args(events.Event):  # each kind as a whole, or field by field
-        facts = {kind.NAME: {field.name: 0 for field in fields(kind)}}
-        assert unlisted("events.jsonl", facts) == [] or fate_of("events.jsonl", kind.NAME) is not None, kind
-    for dropped in ("fate", "awaited", "again"):
-        assert fate_of("events.jsonl", dropped) == "dropped"
-    history = pytest.importorskip("fedlora.flower.rounds.settings_history")
-    assert keys_of(history.History.with_, "held_out") <= listed["settings.json"]
-
-
-def a_status() -> Any:
-    """Of a private federation with one site, as `fedlora flower status` has it, while a round is played."""
-    status = pytest.importorskip("fedlora.flower.serving.status")
-    events = pytest.importorskip("fedlora.flower.rounds.events")
-    progress = pytest.importorskip("fedlora.flower.rounds.progress")
-    standing = pytest.importorskip("fedlora.flower.serving.standing")
-    privacy = pytest.importorskip("fedlora.flower.terms.privacy")
-    terms = privacy.FederationPrivacy(clip=1.0, epsilon=8.0, delta=1e-4, population="p", ledger="l", members=["a"])
-    line = {"loss": 0.5, "losses": {"a": 0.5}, "weights": {"a": 1.0}, "seconds": 3.0,
-            "fates": {"a": {"fate": "trained", "why": ""}},
-            "metrics": {"accuracy": 1.0}, "privacy": {"epsilon": 1.0, "epsilon_planned": 8.0}}  # fmt: skip
-    told = progress.progress_of(
-        [events.Done(1, line), events.Began(2, 1, ["a"], {}, 60.0, at="2026-01-01T00:00:00+00:00")]
-    )
-    link = pytest.importorskip("fedlora.flower.serving.superlink")
-    now, nodes = standing.Standing("f", 3, 1, 0, {"a": 4}, "", terms), {"a": link.NodeFacts("a", 1, "online", b"", 1.0)}
-    here = {"served_by": 17, "superlink": True, "database_bytes": 1000, "disk_free_bytes": 2000}
-    return status.facts(now, told, nodes, ["a"]) | here
-
-
-def test_a_status_is_on_the_list_and_shows_no_site(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`status --json` of a private federation: members and ranks, and what was spent."""
-    status = pytest.importorskip("fedlora.flower.serving.status")
-    monkeypatch.setattr(status, "promise", lambda terms, rounds: "epsilon 8")
-    whole = a_status()
-    assert unlisted("status", whole) == []
-    assert all(unlisted("status round", one) == [] for one in whole["last_rounds"])
-    told = status.released(whole)
-    assert told["sites"] == {"a": {"rank": 4}} and told["playing"]["asked"] == ["a"]
-    assert told["last_rounds"] == [
-        {"round": 1, "metrics": {"accuracy": 1.0}, "privacy": {"epsilon": 1.0, "epsilon_planned": 8.0}}
-    ]
-    assert told["privacy"] == {"promise": "epsilon 8", "epsilon": 1.0, "epsilon_planned": 8.0}
-    assert {"quorum", "database_bytes", "disk_free_bytes", "last_event"}.isdisjoint(told)
-    assert "no answer yet" not in status.headline(told) and "no answer yet: a" in status.headline(whole)
-
-
-def test_prometheus_gets_of_a_private_federation_what_is_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = pytest.importorskip("fedlora.flower.serving.metrics")
-    status = pytest.importorskip("fedlora.flower.serving.status")
-    monkeypatch.setattr(status, "promise", lambda terms, rounds: "")
-
-    def names(told: Any) -> set[str]:
-        return {one.name.removeprefix("fedlora_") for one in metrics.numbers(told) if one.samples}
-
-    assert names(status.released(a_status())) == {
-        "round",
-        "rounds",
-        "ended",
-        "metric",
-        "privacy_epsilon",
-        "privacy_epsilon_planned",
-    }
-    assert {"client_loss", "node_online", "database_bytes"} <= names(a_status())
-
-
-def test_what_serve_says_of_a_private_round_names_nobody() -> None:
-    lines = pytest.importorskip("fedlora.flower.rounds.log_lines")
-    (line,) = a_status()["last_rounds"]
-    assert lines.round_line(line, 1, 3) == "round 1 of 3  epsilon 1.000 of 8.000  accuracy 1.000"
+    listed = {item.name.split(".")[0] for item in items("federation summary.json")}
+    assert keys_of(finishing._summary, "site_test") | common <= listed
 
 
 # ---- the filter ------------------------------------------------------------------------------------------------------

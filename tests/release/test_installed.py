@@ -13,7 +13,7 @@ import pytest
 
 from release.conftest import ROOT, Built
 from support.environments import Environment, empty, run
-from support.needs import ADAPTERS, NEEDS, WITHOUT_NUMPY
+from support.needs import ADAPTERS, NEEDS, ON_THE_CORE
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 
@@ -22,10 +22,10 @@ OF_TORCH = {
     "torch", "filelock", "typing-extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec",
     "setuptools",
 }  # fmt: skip
-CORE = {"fedlora", "safetensors"}
+CORE = {"fedlora", "safetensors", "numpy"}
 
 
-def test_the_core_is_torch_and_safetensors(core: Environment) -> None:
+def test_the_core_is_torch_safetensors_and_numpy(core: Environment) -> None:
     assert set(core.distributions()) <= OF_TORCH | CORE
     assert "sound" in core.run("-W", "ignore", "-c", "import fedlora; print('sound')")
     said = core.fedlora(code=2)
@@ -34,12 +34,12 @@ def test_the_core_is_torch_and_safetensors(core: Environment) -> None:
 
 
 def test_the_core_keeps_and_hands_out_what_it_computes(core: Environment) -> None:
-    (core.work / "core.py").write_text(WITHOUT_NUMPY, encoding="utf-8")
+    (core.work / "core.py").write_text(ON_THE_CORE, encoding="utf-8")
     assert "sound" in core.run("-W", "ignore", "core.py")
 
 
 def test_the_readmes_lines_run_on_the_core(core: Environment) -> None:
-    """README.md, "Fifteen lines": without numpy torch warns, and the result is the same."""
+    """README.md, "Fifteen lines"."""
     (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     (core.work / "lines.py").write_text(lines, encoding="utf-8")
     assert "B=(64, 12)" in core.run("-W", "ignore", "lines.py")

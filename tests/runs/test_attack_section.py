@@ -150,10 +150,6 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
         (["attack.kind=gauge", "attack.share=0.4", "attack.strength=0.5"], ">= 1"),
         (["attack.kind=gauge", "attack.share=0.4", "method.name=ffa-lora"], "needs both factors shared"),
         (["attack.kind=sign-flip", "attack.share=0.4", "attack.noise=true"], "noise is for a free-rider"),
-        (
-            ["attack.kind=scale", "attack.share=0.4", "attack.space=factors", "server.upload=subspace"],
-            "leave one of them",
-        ),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -163,20 +159,6 @@ def test_what_cannot_be_is_one_line(
     more = [a for s in sets for a in ("--set", s)]
     assert words in main("run", project / "config.toml", "--out", tmp_path / "run", *more).error()
     assert not (tmp_path / "run").exists()
-
-
-def test_the_space_follows_the_method(project: Path) -> None:
-    """A method that averages factors is attacked in factors, one that averages products in products; a table can say
-    otherwise."""
-
-    def words(*sets: str) -> str:
-        facts = prepare(configured(project, "clients.ranks=[4]", "clients.count=3", *FLIP, *sets)).manifest["attack"]
-        return str(facts["what"])
-
-    assert words() == "sign-flip (s = 1)"
-    assert words("method.name=padded-average") == "sign-flip (s = 1, on factors)"
-    assert words("method.name=padded-average", "attack.space=update") == "sign-flip (s = 1)"
-    assert words("method.name=padded-average", "attack.kind=gauge") == "gauge (condition = 1e+06)"
 
 
 def test_a_federation_refuses_it() -> None:

@@ -103,7 +103,6 @@ def test_a_wrong_type_names_the_key_and_the_value(table: str, key: str, value: o
         ("server", "weighting", "size"),
         ("server", "heads", "global"),
         ("server", "missing", "ignore"),
-        ("server", "upload", "dense"),
         ("clients", "ranks", [4, 0]),
         ("clients", "ranks", 0),
         ("clients", "profile", "bell"),
@@ -334,13 +333,13 @@ def other(key: str, value: Any) -> Any:
     """Another legal value of the same kind."""
     words = {
         "task": "causal-lm", "profile": "normal", "partition": "iid", "optimizer": "sgd", "schedule": "cosine",
-        "weighting": "uniform", "heads": "local", "missing": "zero", "upload": "subspace", "target": "clients",
+        "weighting": "uniform", "heads": "local", "missing": "zero", "target": "clients",
         "name": "fedit", "preset": "paper", "keep_uploads": "last", "metric": "rouge-l", "loss_on": "all",
         "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "alpha": 0.5,
         "track": ["wandb"], "class_weights": "balanced", "own_test": 0.25, "patience": 2, "accumulation": 2,
         "labels": ["no", "yes"], "messages": "talk", "revision": "abc", "long_responses": "cut",
         "dtype": "bfloat16", "adapter": "a", "template": "Q: {prompt} A:",
-        "kind": "sign-flip", "share": 0.2, "clients": ("a",), "strength": 2.0, "space": "factors",  # of [attack]
+        "kind": "sign-flip", "share": 0.2, "clients": ("a",), "strength": 2.0,  # of [attack]
         "liars": 1, "threshold": 0.5, "tau": 0.5, "tolerance": 0.25, "iterations": 2,
         "quorum": 2, "memory": 8.0, "workers": 2, "count": 3, "pair": "second", "dropout": 0.25,
         "command": ["program"], "time_limit": 60.0,

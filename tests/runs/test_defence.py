@@ -81,15 +81,6 @@ def test_keys_that_make_no_rule_are_refused(keys: dict[str, Any], why: str) -> N
         (("defence.rule=clip", "method.history_limit=0", "server.memory=50"), "leave out memory"),
         (("defence.rule=clip", "method.rho=0.5"), "buy directions"),
         (("defence.rule=clip", "method.rank=12"), "rank = 12 cuts .*20 directions"),
-        (
-            (
-                "defence.rule=clip",
-                "defence.factor_averages=true",
-                "method.name=padded-average",
-                "server.upload=subspace",
-            ),
-            "coordinates of its own",
-        ),
         (("defence.rule=clip", "method.name=hetlora"), "sends more counts more"),
     ],
 )

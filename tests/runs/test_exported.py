@@ -196,8 +196,8 @@ def test_the_card_says_no_weighting_that_the_server_decides(finished: Finished) 
     for said, shown in [
         (manifest["method"], None),
         ("FlexLoRA(weighting='examples')", "FlexLoRA()"),
-        ("FlexLoRA(solver='thin', weighting='examples')", "FlexLoRA(solver='thin')"),
-        ("FlexLoRA(weighting='examples', solver='thin')", "FlexLoRA(solver='thin')"),
+        ("GLoRA(rho=1.0, weighting='examples')", "GLoRA(rho=1.0)"),
+        ("GLoRA(weighting='examples', rho=1.0)", "GLoRA(rho=1.0)"),
         ("FlexLoRA(weighting='rank-partition')", "FlexLoRA(weighting='rank-partition')"),
     ]:
         card = model_card({**manifest, "method": said}, config, adapter, 3, {})

@@ -9,21 +9,17 @@ a manifest is asked below.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file, save_file
 
-from fedlora.experiments.comparison import ComparedRuns
 from fedlora.experiments.places import Places
 from fedlora.experiments.spec import load_experiment
 from fedlora.runs.client_data import deal
@@ -34,16 +30,6 @@ from support.training_data import classification, rows, save_encoder
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
-OWN = "ownpackage.method:Own"
-METHOD = """
-from dataclasses import dataclass
-from fedlora.methods.svd import SVD
-from {helper} import SCALE
-
-@dataclass(frozen=True)
-class Own(SVD):
-    name = "own"
-"""
 CONFIG = """
 [model]
 path = "{model}"
@@ -138,9 +124,6 @@ INPUTS: Mapping[str, tuple[str, Callable[[Path], None], str]] = {
     "further chat template": ("model/additional_chat_templates/a.jinja", text("x"), "a.jinja"),
     "generation settings": ("model/generation_config.json", text("{}"), "generation_config.json"),
     "code of the model": ("model/modeling.py", text("x = 1"), "modeling.py"),
-    "own method": ("ownpackage/method.py", text("\n# other\n"), "ownpackage/method.py"),
-    "helper in its package": ("ownpackage/helper.py", text("SCALE = 2\n"), "ownpackage/helper.py"),
-    "what the package imports beside": ("besidepackage.py", text("x = 2\n"), "besidepackage.py"),
 }
 HARMLESS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
     "card": ("model/README.md", text("x")),
@@ -149,11 +132,10 @@ HARMLESS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
     "pickled weights": ("model/pytorch_model.bin", text("x")),
     "state of a download": ("model/.cache/x", text("x")),
     "times of a file": ("model/config.json", lambda file: os.utime(file, (1, 1))),
-    "a module that nobody imports": ("unrelated.py", text("x = 1")),
 }
 
 
-def make(root: Path, model: str = "model", method: str = OWN) -> Path:
+def make(root: Path, model: str = "model", method: str = "glora") -> Path:
     root.mkdir(exist_ok=True)
     folder = save_encoder(root / "model")
     (folder / "weights").mkdir()
@@ -163,12 +145,6 @@ def make(root: Path, model: str = "model", method: str = OWN) -> Path:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     for name, count, seed in (("train", 80, 0), ("valid", 20, 7), ("test", 20, 8)):
         (root / f"{name}.jsonl").write_text(rows(classification(count, seed)))
-    package = root / "ownpackage"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "method.py").write_text(METHOD.format(helper="ownpackage.helper"))
-    (package / "helper.py").write_text("import besidepackage\nSCALE = 1\n")
-    (root / "besidepackage.py").write_text("x = 1\n")
     config = CONFIG.format(model=model, method=method)
     (root / "config.toml").write_text(config)
     tables = config.replace("[model]", "[run.model]")
@@ -191,7 +167,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         invoke("run", "config.toml", "--out", "finished")
-        invoke(*compare(OWN))
+        invoke(*compare("glora"))
         invoke("experiment", "run", "mine.toml", "--results", "results", "--work", "work")
     shutil.copytree(root / "finished", root / "stopped")
     (root / "stopped" / "summary.json").unlink()
@@ -205,23 +181,16 @@ def restored(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.rmtree(world)
     shutil.copytree(world.with_name("pristine"), world)
     monkeypatch.chdir(world)
-    afresh()
     return world
-
-
-def afresh() -> None:
-    """As a process that has not imported the method: each command is one of its own."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("ownpackage", "besidepackage")]:
-        del sys.modules[name]
 
 
 GOES_ON: Mapping[str, list[object]] = {
     "run, stopped": ["run", "config.toml", "--out", "stopped", "--resume"],
     "run, finished": ["run", "config.toml", "--out", "finished", "--resume"],
-    "compare, nothing left": compare(OWN, "--resume"),
-    "compare, work left": compare(f"{OWN}, svd", "--resume"),
+    "compare, nothing left": compare("glora", "--resume"),
+    "compare, work left": compare("glora, svd", "--resume"),
     "compare, another method alone": compare("svd", "--resume"),
-    "compare, another seed alone": [*compare(OWN, "--resume"), "--seeds", "1"],
+    "compare, another seed alone": [*compare("glora", "--resume"), "--seeds", "1"],
 }
 
 
@@ -241,7 +210,6 @@ def test_a_changed_input_is_named_by_whatever_goes_on(
     file, change, name = INPUTS[what]
     assert lacks(restored) == 0
     change(restored / file)
-    afresh()
     for command, words in list(GOES_ON.items())[list(INPUTS).index(what) % every :: every]:
         said = main(*words).error()
         assert name in said, (command, said)
@@ -249,54 +217,9 @@ def test_a_changed_input_is_named_by_whatever_goes_on(
     assert lacks(restored) == 1
 
 
-@pytest.mark.parametrize("kind", ["experiment", "compare"])
-def test_a_method_edited_while_its_runs_are_made_is_stored_as_it_ran(
-    restored: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """Two more seeds, and the helper beside the class is edited between them: the first is of the code that ran, the
-    second is refused, and nothing stands for the new code, which nobody ran."""
-    helper, runs = restored / "ownpackage" / "helper.py", restored / "compared" / OWN.replace(":", ".")
-    experiment = restored / "mine.toml"
-    experiment.write_text(experiment.read_text().replace("seeds = [0]", "seeds = [0, 1, 2]"))
-    old = hashlib.sha256(helper.read_bytes()).hexdigest()
-    for places in (Places, ComparedRuns):
-        monkeypatch.setattr(places, "keep", edits(places.keep, helper))
-    words = [*compare(OWN, "--resume"), "--seeds", "0:3"]
-    if kind == "experiment":
-        words = ["experiment", "run", "mine.toml", "--results", "results", "--work", "work"]
-    said = main(*words)
-    assert said.code != 0 and "ownpackage/helper.py" in said.err
-    if kind == "compare":
-        there = [path for path in sorted(runs.glob("seed-*")) if (path / "summary.json").is_file()]
-        codes = [json.loads((path / "manifest.json").read_text())["code"] for path in there]
-        assert [path.name for path in there] == ["seed-0", "seed-1"]
-        assert {code["ownpackage/helper.py"] for code in codes} == {old}
-        return
-    afresh()
-    assert lacks(restored) == 3, "of the new code there is none"
-    helper.write_text(helper.read_text().removesuffix(EDIT))
-    afresh()
-    assert lacks(restored) == 1, "of the old code the third seed is left"
-
-
-EDIT = "\n# edited\n"
-
-
-def edits(keep: Callable[..., None], file: Path) -> Callable[..., None]:
-    """`keep`, and after the first run the file is another one."""
-
-    def kept(*args: Any) -> None:
-        keep(*args)
-        if not file.read_text().endswith(EDIT):
-            file.write_text(file.read_text() + EDIT)
-
-    return kept
-
-
 def test_what_no_loader_reads_does_not_matter(restored: Path, main: Callable[..., Said]) -> None:
     for file, change in HARMLESS.values():
         change(restored / file)
-    afresh()
     for command, words in GOES_ON.items():
         assert main(*words).code == 0, command
     assert lacks(restored) == 0

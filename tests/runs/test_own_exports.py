@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from fedlora.errors import CheckpointError, ConfigError
 from fedlora.runs.folder import PICTURES, RunFolder
@@ -24,7 +23,6 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 BASE = ("run.rounds=2", "train.steps=2", "run.readouts=true")
 LONGER = (*BASE[1:], "run.rounds=4")
-WEIGHTS = "adapter_model.safetensors"
 PLACES = ("adapter", "best", "clients/site-2")
 
 
@@ -37,11 +35,6 @@ def whole(project: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.fixture
 def folder(whole: RunFolder, tmp_path: Path) -> RunFolder:
     return RunFolder(shutil.copytree(whole.path, tmp_path / "run"))
-
-
-def saved_by_peft(weights: Path, times: float) -> None:
-    """As save_pretrained leaves them: without our mark."""
-    save_file({key: times * value for key, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
 
 
 def refused(project: Path, folder: RunFolder, *sets: str) -> str:
@@ -61,24 +54,6 @@ def test_a_file_that_was_put_among_them_ends_the_resume_before_training(
     said = refused(project, folder, *sets)
     assert f"{place} holds 'eval.json'" in said
     assert "not replaced" in said and "--out" in said
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_weights_that_were_trained_on_are_not_replaced(project: Path, folder: RunFolder, place: str) -> None:
-    """By a thousandth: much less than a step of training at a small rate."""
-    saved_by_peft(folder.path / place / WEIGHTS, 1.001)
-    said = refused(project, folder, *LONGER)
-    assert f"{place} holds weights that" in said and "did not write" in said
-
-
-def test_an_adapter_of_another_command_is_not_replaced(
-    project: Path, folder: RunFolder, main: Callable[..., Said]
-) -> None:
-    adapter = folder.path / "adapter"
-    main("resize", adapter, "-o", folder.path / "small", "--rank", 1)
-    shutil.rmtree(adapter)
-    (folder.path / "small").rename(adapter)
-    assert "'fedlora resize' wrote that" in refused(project, folder, *LONGER)
 
 
 def test_what_is_beside_the_runs_own_stays(project: Path, folder: RunFolder) -> None:
@@ -102,10 +77,6 @@ def test_uploads_of_rounds_that_are_played_again_are_looked_at_too(project: Path
     """checkpoint_every = 5: after a stop in round 2 both rounds are played again."""
     sets = ("run.rounds=3", "train.steps=1", "run.keep_uploads=all", "run.checkpoint_every=5")
     folder = ran(configured(project, *sets), tmp_path / "run", 2)
-    weights = folder.uploads(1) / "site-1" / WEIGHTS
-    saved_by_peft(weights, 3.0)
-    assert re.search(f"round-00001 holds weights .*site-1/{WEIGHTS}", refused(project, folder, *sets))
-    shutil.rmtree(folder.uploads(1))
     (folder.uploads(2) / "mine.txt").write_text("x")
     assert "round-00002 holds 'mine.txt'" in refused(project, folder, *sets)
     (folder.uploads(2) / "mine.txt").unlink()

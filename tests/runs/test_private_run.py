@@ -442,7 +442,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"privacy__epsilon": 8.0}, "either privacy.epsilon"),
     ({"privacy__noise_multiplier": None, "privacy__epsilon": 1e-7}, "privacy.epsilon"),
     ({"privacy__dims": 4}, "privacy.dims"),
-    ({"privacy__shape": "left"}, "privacy.dims"),
+    ({"privacy__shape": "two-sided"}, "privacy.dims"),
     ({"privacy__delta": 0.0}, "privacy.delta"),
     ({"privacy__clip": 0.0}, "privacy.clip"),
     ({"run__participation": 0.5}, "sampling = 'poisson'"),
@@ -505,7 +505,7 @@ def test_the_digest_sees_every_key_of_the_table(place: Path) -> None:
     base = configured(place)
     other = {
         "clip": 2.0, "noise_multiplier": 2.0, "epsilon": 3.0, "delta": 1e-4, "population": "others", "ledger": "else",
-        "budget": 50.0, "sampling": "poisson", "shape": "left", "dims": 3, "rank": 3, "most_examples": 9,
+        "budget": 50.0, "sampling": "poisson", "shape": "two-sided", "dims": 3, "rank": 3, "most_examples": 9,
     }  # fmt: skip
     assert base.privacy is not None and set(other) == set(type(base.privacy).model_fields)
     moved = [base.privacy.model_copy(update={key: value}) for key, value in other.items()]

@@ -1,4 +1,4 @@
-"""true is no number, "3" is none, and 1 is no truth value: for every key of every table, and of every method.
+"""true is no number, "3" is none, and 1 is no truth value: for every key of every table.
 
 Kind of evidence: contract, by a walk over all fields, so that no new key can be left out. What a key should take is
 read from its annotation by the test itself, and not asked of pydantic; a table in pydantic's lax mode is the negative
@@ -8,10 +8,7 @@ control.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from dataclasses import fields
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -19,9 +16,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from fedlora.errors import HyperparameterError
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.methods.registry import METHODS, build
 from fedlora.runs.config import RunConfig
 from fedlora.runs.data_sections import ClientsSection
 from fedlora.runs.sections import RunSection
@@ -126,74 +121,3 @@ def test_whole_numbers_are_numbers_and_three_point_zero_is_whole() -> None:
     assert ClientsSection.model_validate({"ranks": (2, 4.0)}).ranks == [2, 4]
     with pytest.raises(ValidationError, match="valid integer"):
         RunSection.model_validate({"rounds": 3.5})
-
-
-PARAMETERS = [(name, f.name) for name, cls in METHODS.items() for f in fields(cls)]
-
-
-@pytest.mark.parametrize(("name", "key"), PARAMETERS)
-def test_no_hyper_parameter_takes_a_value_of_another_type(name: str, key: str) -> None:
-    values = [*wrong(get_type_hints(METHODS[name])[key])]
-    assert any(value is True or value == 1 for value in values), "a hyper-parameter of any type would prove nothing"
-    for value in values:
-        with pytest.raises(HyperparameterError, match=key):
-            build(name, **{key: value})
-
-
-MINE = """
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-from fedlora.methods.fedit import FedIT
-
-if TYPE_CHECKING:
-    from nowhere import Unknown
-
-
-@dataclass(frozen=True)
-class Base(FedIT):
-    PRESETS = {"endless": {"step": float("inf")}}
-    step: float = 1.0
-    bound: float = float("inf")
-    much: "int | Literal['auto'] | None" = None
-    odd: "Unknown" = 1
-
-
-@dataclass(frozen=True)
-class Mine(Base):
-    on: bool = False
-    word: str = "a"
-    many: tuple = ()
-"""
-
-
-def test_a_method_of_ones_own_is_asked_for_its_types_as_far_as_they_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A type that cannot be looked up leaves its own field to the class, and no other one."""
-    (tmp_path / "typed_method.py").write_text("from __future__ import annotations\n" + MINE)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = "typed_method:Mine"
-    for key, value, says in [
-        ("step", True, "step is a number; got True."),
-        ("step", "1", "step is a number; got '1'."),
-        ("step", math.inf, "step is .*finite.*; got inf."),
-        ("step", math.nan, "step is .*finite.*; got nan."),
-        ("bound", -math.inf, "bound is .*finite.*; got -inf."),
-        ("much", True, "much is .*'auto' or none; got True."),
-        ("much", "all", "much is .*'auto' or none; got 'all'."),
-        ("much", 2.5, "much is .*'auto' or none; got 2.5."),
-        ("on", 1, "on is .*false; got 1."),
-        ("on", "yes", "on is .*false; got 'yes'."),
-        ("word", 3, "word is a word; got 3."),
-    ]:
-        with pytest.raises(HyperparameterError) as caught:
-            build(name, **{key: value})
-        assert re.fullmatch(f"{name}: .*: {says}", str(caught.value))
-    given: dict[str, Any] = {
-        "step": 2, "bound": math.inf, "much": 3.0, "odd": True, "on": True, "word": "b", "many": [1, True],
-    }  # fmt: skip
-    made: Any = build(name, **given)
-    assert {f.name: getattr(made, f.name) for f in fields(made)} == given
-    assert type(made.much) is int and build(name, much="auto").much == "auto"  # type: ignore[attr-defined]
-    assert build(name, preset="endless").step == math.inf, "what the class itself brings is its own business"  # type: ignore[attr-defined]

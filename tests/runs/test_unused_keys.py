@@ -95,7 +95,6 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "attack.share": (0.2, [changed(FILE, attack__kind="sign-flip")], [FILE]),
     "attack.clients": (["a"], [changed(FILE, attack__kind="sign-flip")], [FILE]),
     "attack.strength": (2.0, [changed(FILE, attack__kind="sign-flip", attack__share=0.2)], [FILE]),
-    "attack.space": ("factors", [changed(FILE, attack__kind="sign-flip", attack__share=0.2)], [FILE]),
     "attack.noise": (True, [changed(FILE, attack__kind="free-rider", attack__share=0.2)], [FILE]),
 }
 ALWAYS = {  # what they cannot do with others is an error of its own, at the latest before the first round
@@ -103,7 +102,7 @@ ALWAYS = {  # what they cannot do with others is an error of its own, at the lat
     "model": "path task device adapter dtype bf16 four_bit checkpointing dropout",
     "lora": "targets scaling alpha rslora dropout saved",
     "method": "*",
-    "server": "weighting heads quorum missing memory workers upload gauge_stress",
+    "server": "weighting heads quorum missing memory workers gauge_stress",
     "clients": "ranks own_test",
     "defence": "rule",
     "data": "train clients task max_train validation test max_length",

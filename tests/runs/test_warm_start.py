@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from fedlora.adapters.io import read_adapter
 from fedlora.errors import FedLoRAError
@@ -103,23 +102,6 @@ def test_what_does_not_fit_is_one_line(world: Path, change: list[str], says: str
     with pytest.raises(FedLoRAError, match=says) as caught:
         prepared(world, "first/adapter", *change)
     assert "\n" not in str(caught.value)
-
-
-def test_a_base_that_lies_elsewhere_is_known_by_its_weights(world: Path, tmp_path: Path) -> None:
-    """A copy beside the one that the adapter names; then an adapter that names a folder which is gone, whose run's
-    manifest has the digests; and neither with other weights."""
-    copy = shutil.copytree(world / "model", tmp_path / "copy")
-    prepared(world, "first/adapter", f"model.path={copy}")
-    gone = shutil.copytree(world / "first", tmp_path / "first")
-    told = json.loads((gone / "adapter" / "adapter_config.json").read_text())
-    told["base_model_name_or_path"] = str(tmp_path / "gone")
-    (gone / "adapter" / "adapter_config.json").write_text(json.dumps(told))
-    prepared(world, str(gone / "adapter"), f"model.path={copy}")
-    weights = load_file(copy / "model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, copy / "model.safetensors", {"format": "pt"})
-    for adapter in ("first/adapter", str(gone / "adapter")):
-        with pytest.raises(FedLoRAError, match="base_model_name_or_path"):
-            prepared(world, adapter, f"model.path={copy}")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ library itself where it is installed), *property* (gauge, padding, order, cancel
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -216,16 +217,18 @@ def test_what_each_rule_needs() -> None:
         Server(build("glora"), rule=Krum(liars=1)).aggregate(state, uploads)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [lambda: Krum(liars=-1), lambda: Krum(liars=0.5), lambda: Krum(liars=True), lambda: Krum(liars=math.nan),
-     lambda: Clip(threshold=0.0), lambda: Clip(threshold=math.inf), lambda: Clip(threshold="mean"),  # type: ignore[arg-type]
-     lambda: CentredClipping(iterations=0), lambda: GeometricMedian(tolerance=0.0),
-     lambda: Mixing(Mixing(Clip(), 1), 1), lambda: GeometricMedian(iterations=True), lambda: Clip(liars=0.6)],
+WRONG: tuple[Any, ...] = (
+    lambda: Krum(liars=-1), lambda: Krum(liars=0.5), lambda: Krum(liars=True), lambda: Krum(liars=math.nan),
+    lambda: Clip(threshold=0.0), lambda: Clip(threshold=math.inf), lambda: Clip(threshold="mean"),  # type: ignore[arg-type]
+    lambda: CentredClipping(iterations=0), lambda: GeometricMedian(tolerance=0.0),
+    lambda: Mixing(Mixing(Clip(), 1), 1), lambda: GeometricMedian(iterations=True), lambda: Clip(liars=0.6),
 )  # fmt: skip
-def test_impossible_keys_are_refused(wrong: Any) -> None:
-    with pytest.raises(HyperparameterError, match="got"):
-        wrong()
+
+
+def test_impossible_keys_are_refused() -> None:
+    for wrong in WRONG:
+        with pytest.raises(HyperparameterError, match="got"):
+            wrong()
 
 
 def test_the_geometric_median_says_what_it_left() -> None:
@@ -323,33 +326,31 @@ def test_the_median_on_a_line_where_the_sums_of_distances_are_alike() -> None:
 # ---- hostile input ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(24)
 @pytest.mark.parametrize("rule", ALL, ids=lambda r: r.said)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [1e150, 1e38, 1e18, 1e-45, 1e-300, 0.0])
-def test_one_upload_of_any_size_carries_nothing_away(rule: Rule, dtype: torch.dtype, size: float) -> None:
+def test_one_upload_of_any_size_carries_nothing_away(rule: Rule) -> None:
     """Six honest changes near each other and one of any size: the server moves by what honest ones do."""
-    server = Server(build("glora"), rule=rule, quorum=1)
-    state = server.init(Adapter({"m": LoRA(torch.zeros(12, 3, dtype=dtype), noise((3, 10), "A", dtype=dtype))}))
-    uploads = []
-    for k in range(6):
-        B = noise((12, 3), "common") + 0.1 * noise((12, 3), "own", k)
-        uploads.append(
-            Upload(Client(f"c{k}", 3), 10, Adapter({"m": LoRA(B.to(dtype), noise((3, 10), "A", dtype=dtype))}))
-        )
-    honest = Server(build("glora")).aggregate(state, uploads)
-    want = server.global_update(honest)["m"].delta().double()
-    B = (size * noise((12, 3), "liar")).to(dtype)
-    liar = Upload(Client("liar", 3), 10, Adapter({"m": LoRA(B, noise((3, 10), "A", dtype=dtype))}))
-    after = server.aggregate(state, [*uploads, liar])
-    got = server.global_update(after)["m"].delta().double()
-    if rule == Clip(threshold=0.7):  # which the honest ones are cut to as well
-        assert float(got.norm()) <= 0.7 * (1 + 1e-5)
-    else:
-        assert torch.isfinite(got).all() and float((got - want).norm()) < 0.45 * float(want.norm())
-    assert after.tally is not None and after.tally.judged is not None
-    for one in after.tally.judged.clients.values():
-        assert all(math.isfinite(x) for x in (one.norm, one.distance, one.after))
+    for dtype, size in itertools.product((torch.float32, torch.float64), (1e150, 1e38, 1e18, 1e-45, 1e-300, 0.0)):
+        server = Server(build("glora"), rule=rule, quorum=1)
+        state = server.init(Adapter({"m": LoRA(torch.zeros(12, 3, dtype=dtype), noise((3, 10), "A", dtype=dtype))}))
+        uploads = []
+        for k in range(6):
+            B = noise((12, 3), "common") + 0.1 * noise((12, 3), "own", k)
+            uploads.append(
+                Upload(Client(f"c{k}", 3), 10, Adapter({"m": LoRA(B.to(dtype), noise((3, 10), "A", dtype=dtype))}))
+            )
+        honest = Server(build("glora")).aggregate(state, uploads)
+        want = server.global_update(honest)["m"].delta().double()
+        B = (size * noise((12, 3), "liar")).to(dtype)
+        liar = Upload(Client("liar", 3), 10, Adapter({"m": LoRA(B, noise((3, 10), "A", dtype=dtype))}))
+        after = server.aggregate(state, [*uploads, liar])
+        got = server.global_update(after)["m"].delta().double()
+        if rule == Clip(threshold=0.7):  # which the honest ones are cut to as well
+            assert float(got.norm()) <= 0.7 * (1 + 1e-5)
+        else:
+            assert torch.isfinite(got).all() and float((got - want).norm()) < 0.45 * float(want.norm())
+        assert after.tally is not None and after.tally.judged is not None
+        for one in after.tally.judged.clients.values():
+            assert all(math.isfinite(x) for x in (one.norm, one.distance, one.after))
 
 
 @pytest.mark.parametrize("rule", ALL, ids=lambda r: r.said)
@@ -368,22 +369,22 @@ def test_uploads_that_are_all_equal_or_all_unchanged(rule: Rule) -> None:
     [Clip(liars=0), GeometricMedian(liars=0), CentredClipping(liars=0), Mixing(Clip(), liars=0)],
     ids=lambda r: r.said,
 )
-@pytest.mark.parametrize("count", [1, 2])
-def test_one_client_or_two(rule: Rule, count: int) -> None:
+def test_one_client_or_two(rule: Rule) -> None:
     """One client is its own median. Of two alike in weight no rule can tell the liar: both norms stay below the lesser
     one, or both count as they came."""
-    server = Server(build("svd", energy=1.0), rule=rule)
-    wanted = [noise((12,), "few", k) for k in range(count)]
-    state, uploads, sent = played(server, wanted)
-    after = server.aggregate(state, uploads)
-    assert after.tally is not None and after.tally.judged is not None
-    ratios = [one.after / one.before for one in after.tally.judged.clients.values()]
-    assert all(0 < m <= 1 + 1e-9 for m in ratios)
-    if count == 1:
-        got = server.global_update(after)["m"].delta() - sent
-        torch.testing.assert_close(got.flatten(), wanted[0])
-    elif isinstance(rule, GeometricMedian):
-        assert ratios == [1.0, 1.0]
+    for count in (1, 2):
+        server = Server(build("svd", energy=1.0), rule=rule)
+        wanted = [noise((12,), "few", k) for k in range(count)]
+        state, uploads, sent = played(server, wanted)
+        after = server.aggregate(state, uploads)
+        assert after.tally is not None and after.tally.judged is not None
+        ratios = [one.after / one.before for one in after.tally.judged.clients.values()]
+        assert all(0 < m <= 1 + 1e-9 for m in ratios)
+        if count == 1:
+            got = server.global_update(after)["m"].delta() - sent
+            torch.testing.assert_close(got.flatten(), wanted[0])
+        elif isinstance(rule, GeometricMedian):
+            assert ratios == [1.0, 1.0]
 
 
 def test_a_twin_in_other_coordinates_is_the_same_point() -> None:

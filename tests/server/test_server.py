@@ -2,7 +2,7 @@
 
 Refusals are contracts: by client id, with the reason, and with not one bit of the state changed. Expected models are
 hand-computed on 1 x 1 matrices, or dense float64 sums over the uploaded factors; where a test compares two runs of the
-server itself (order, subspace form, quorum) it says so, and the other run is the expectation.
+server itself (order, quorum) it says so, and the other run is the expectation.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fedlora import METHODS, Adapter, Client, LoRA, Method, Readout, Roles, Server, ServerState, Update, Upload, build
 from fedlora.client import receive, send
 from fedlora.core.base_change import BaseChange
-from fedlora.core.messages import Form
 from fedlora.errors import (
     FedLoRAError,
     HyperparameterError,
@@ -33,7 +31,7 @@ from fedlora.errors import (
 )
 from fedlora.methods.svd import SVD
 from fedlora.server.closing import warn_of_losses
-from support.federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, noise, pushed, seed_adapter
+from support.federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, pushed, seed_adapter
 
 F64 = torch.float64
 ANY_RANK = ("fedsvd", "ffa-lora", "flexlora", "flora", "glora", "hetlora", "padded-average", "rolora", "svd")
@@ -43,7 +41,7 @@ EXACT = ("fedex-lora", "flora", *SPECTRAL)
 FROZEN_A = ("fedsvd", "ffa-lora", "rolora")  # in the first round
 WITH_MODEL = tuple(name for name in METHODS if name != "fedsa-lora")
 every_method = pytest.mark.parametrize("name", METHODS)
-every_model = pytest.mark.parametrize("name", WITH_MODEL)
+every_kind = pytest.mark.parametrize("name", ["fedex-lora", "fedit", "fedsa-lora", "ffa-lora", "glora"])
 every_formula = pytest.mark.parametrize("name", [name for name in WITH_MODEL if name != "lora-fair"])
 
 
@@ -71,7 +69,6 @@ def uploads_of(
     state: ServerState,
     ranks: Mapping[str, int | Mapping[str, int]] = EQUAL,
     *,
-    form: Form = "factors",
     round: int = 0,
 ) -> list[Upload]:
     """What the clients send after one round of the stand-in for training, from what they downloaded."""
@@ -80,7 +77,7 @@ def uploads_of(
         client = Client(name, rank)
         download = server.download(state, client)
         mine = pushed(receive(download, None), name, round, download.roles)
-        sent.append(Upload(client, EXAMPLES[name], send(mine, download.roles, form), form))
+        sent.append(Upload(client, EXAMPLES[name], send(mine, download.roles)))
     return sent
 
 
@@ -180,10 +177,10 @@ def same(t: Tensor) -> Tensor:
 
 # attn.q is (30, 22), the client's rank is 4: B (30, 4), A (4, 22). Reasons are parts of what the server must say.
 BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
-    "NaN in B": (factor("B", poked(math.nan)), r"factor B of module 'attn.q' holds NaN or Inf in 1 of 120 entries"),
-    "NaN in A": (factor("A", poked(math.nan)), r"factor A of module 'attn.q' holds NaN or Inf in 1 of 88 entries"),
-    "Inf in B": (factor("B", poked(math.inf)), r"factor B of module 'attn.q' holds NaN or Inf in 1 of 120"),
-    "-Inf in A": (factor("A", poked(-math.inf)), r"factor A of module 'attn.q' holds NaN or Inf in 1 of 88"),
+    "NaN in B": (factor("B", poked(math.nan)), r"factor B .*'attn.q' .*NaN or Inf in 1 of 120 "),
+    "NaN in A": (factor("A", poked(math.nan)), r"factor A .*'attn.q' .*NaN or Inf in 1 of 88 "),
+    "Inf in B": (factor("B", poked(math.inf)), r"factor B .*'attn.q' .*NaN or Inf in 1 of 120"),
+    "-Inf in A": (factor("A", poked(-math.inf)), r"factor A .*'attn.q' .*NaN or Inf in 1 of 88"),
     "NaN in all of the last module": (
         lambda u: swapped(u, lambda x: x.map(lambda t: t * math.nan), "attn.v"),
         r"module 'attn.v' holds NaN or Inf",
@@ -194,7 +191,7 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
     "A of one column (would broadcast)": (factor("A", lambda t: t[:, :1]), r"factor A .* has shape \(4, 1\)"),
     "the other module's shape": (
         lambda u: swapped(u, lambda _: u.adapter.modules["attn.v"]),
-        r"factor B of module 'attn.q' has shape \(18, 4\)",
+        r"factor B .*'attn.q' .*\(18, 4\)",
     ),
     "rank 1 (would broadcast)": (
         both(lambda B: B[:, :1], lambda A: A[:1]),
@@ -206,18 +203,11 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
         r"has rank 8; the client's rank is 4",
     ),
     "rank 0": (both(lambda B: B[:, :0], lambda A: A[:0]), r"has rank 0; the client's rank is 4"),
-    "rank above, in subspace form": (
-        lambda u: replace(
-            both(lambda B: torch.cat([B, B], 1), lambda A: torch.cat([A, A]))(u),
-            form="subspace",
-        ),
-        r"has rank 8; the client's rank is 4",
-    ),
     "another rank declared than sent": (declared(2), r"has rank 4; the client's rank is 2"),
     "another rank declared for one module": (declared({"attn.q": 4, "attn.v": 3}), r"'attn.v' has rank 4; .* is 3"),
     "a rank for a module that is not there": (
         declared({"attn.q": 4, "attn.v": 4, "attn.k": 4}),
-        r"declares a rank for 'attn.k', which is not an adapted module",
+        r"a rank for 'attn.k', .*not an adapted module",
     ),
     "a module not declared": (declared({"attn.q": 4}), r"0 are missing \[\], 1 are unexpected \['attn.v'\]"),
     "module missing": (lambda u: swapped(u, lambda _: None), r"1 are missing \['attn.q'\], 0 are unexpected"),
@@ -255,11 +245,11 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
     ),
     "head NaN": (
         head(lambda h: {**h, "classifier.weight": poked(math.nan)(h["classifier.weight"])}),
-        r"head 'classifier.weight' holds NaN or Inf in 1 of 90 entries",
+        r"head 'classifier.weight' .*NaN or Inf in 1 of 90 ",
     ),
     "head Inf": (
         head(lambda h: {**h, "classifier.bias": h["classifier.bias"] / 0}),
-        r"head 'classifier.bias' holds NaN or Inf in 3 of 3 entries",
+        r"head 'classifier.bias' .*NaN or Inf in 3 of 3 ",
     ),
     "B of integers": (factor("B", lambda t: t.long()), r"factor B of module 'attn.q' is torch.int64; adapters are"),
     "A of int8": (factor("A", lambda t: t.to(torch.int8)), r"factor A of module 'attn.q' is torch.int8"),
@@ -279,44 +269,39 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
     "num_examples a string": (examples("12"), r"num_examples .* got '12'"),
     "num_examples None": (examples(None), r"num_examples .* got None"),
 }
-every_refusal = pytest.mark.parametrize("label", BAD)
 BOTH_SHARED = pytest.mark.parametrize("name", ["fedit", "glora"])
 
 
-@pytest.mark.quick(47)
-@every_refusal
 @BOTH_SHARED
-def test_a_bad_upload_is_refused_by_client_and_reason_and_the_state_stays(label: str, name: str) -> None:
+def test_a_bad_upload_is_refused_by_client_and_reason_and_the_state_stays(name: str) -> None:
     """Strict: raised at once. With a quorum: named in the tally, and the rest is as if it had never come."""
-    spoil, reason = BAD[label]
     strict = Server(method(name))
     state = strict.init(seed_adapter(4))
     a, b, *rest = uploads_of(strict, state)
-    before, bad = content(state), spoil(b)
+    before, without = content(state), strict.aggregate(state, [a, *rest])
+    for label, (spoil, reason) in BAD.items():
+        bad = spoil(b)
+        with pytest.raises(UploadRefused, match=reason) as caught:
+            strict.aggregate(state, [a, bad, *rest])
+        assert caught.value.client == "b", label
+        assert caught.value.reason in str(caught.value), label
 
-    with pytest.raises(UploadRefused, match=reason) as caught:
-        strict.aggregate(state, [a, bad, *rest])
-    assert caught.value.client == "b"
-    assert caught.value.reason in str(caught.value)
-    assert content(state) == before
-
-    after = replace(strict, quorum=3).aggregate(state, [bad, a, *rest])
-    without = strict.aggregate(state, [a, *rest])
-    assert after.tally is not None and without.tally is not None
-    assert dict(after.tally.refused) == {"b": caught.value.reason}
-    assert content(replace(after, tally=replace(after.tally, refused={}))) == content(without)
-    assert content(state) == before
+        after = replace(strict, quorum=3).aggregate(state, [bad, a, *rest])
+        assert after.tally is not None
+        assert dict(after.tally.refused) == {"b": caught.value.reason}, label
+        assert content(replace(after, tally=replace(after.tally, refused={}))) == content(without), label
+        assert content(state) == before, label
 
 
 @pytest.mark.parametrize("name", ["fedit", "glora", "flexlora", "fedex-lora", "padded-average"])
-@pytest.mark.parametrize("spoil", [factor("B", lambda t: t * 1e30), factor("A", lambda t: t * 1e30)], ids=["B", "A"])
-def test_an_update_of_size_1e30_is_refused_in_float32(name: str, spoil: Callable[[Upload], Upload]) -> None:
+def test_an_update_of_size_1e30_is_refused_in_float32(name: str) -> None:
     """Its energy is 1e60, and float32 ends at 3.4e38."""
     server, state, (a, b, *rest) = opened(name, torch.float32, quorum=3)
-    after = server.aggregate(state, [a, spoil(b), *rest])
-    assert after.tally is not None
-    assert list(after.tally.refused) == ["b"]
-    assert "module 'attn.q' has size" in after.tally.refused["b"]
+    for which in ("B", "A"):
+        after = server.aggregate(state, [a, factor(which, lambda t: t * 1e30)(b), *rest])
+        assert after.tally is not None
+        assert list(after.tally.refused) == ["b"]
+        assert "module 'attn.q' has size" in after.tally.refused["b"]
 
 
 @pytest.mark.parametrize("name", ["fedit", "glora"])
@@ -367,17 +352,6 @@ def test_a_factor_that_the_roles_keep_local_is_refused() -> None:
     headed = replace(b, adapter=Adapter(b.adapter.modules, seed_adapter(4).heads))
     with pytest.raises(UploadRefused, match=r"heads \['classifier.bias', 'classifier.weight'\] were sent; .* \[\]"):
         server.aggregate(state, [a, headed, *rest])
-
-
-def test_a_subspace_upload_is_refused_where_a_factor_stays_home() -> None:
-    """Half a subspace form means nothing: its smaller rank must not reach FedSA-LoRA's mean and stop the round."""
-    server = Server(build("fedsa-lora"), quorum=3)
-    state = server.init(seed_adapter(4))
-    a, b, *rest = uploads_of(server, state)
-    half = Adapter({m: LoRA(None, x.A[:2]) for m, x in b.adapter.modules.items()})  # type: ignore[index]
-    after = server.aggregate(state, [a, replace(b, adapter=half, form="subspace"), *rest])
-    assert after.tally is not None
-    assert list(after.tally.refused) == ["b"]
 
 
 @BOTH_SHARED
@@ -477,36 +451,6 @@ def test_a_client_of_a_rank_that_the_method_cannot_average_is_named() -> None:
     assert content(state) == before
 
 
-@pytest.mark.parametrize("memory", [None, 0.01])
-@pytest.mark.parametrize("name", ["fedex-lora", "fedit", "fedrot-lora", "lora-fair"])
-def test_a_subspace_form_of_fewer_columns_has_the_client_s_rank(name: str, memory: float | None) -> None:
-    """An honest update of rank 2, and one of rank 0: dense, the mean of what was sent (fedex-lora) and the product of
-    the means of zero-padded factors (fedit); every method's state is that of the padded factors."""
-    if memory and name != "fedit":
-        pytest.skip("needs all uploads")
-    server = Server(method(name), quorum=1, memory=memory)
-    state = server.init(seed_adapter(4, F64))
-    whole = uploads_of(server, state)
-    cut, padded = [], []
-    for u, r in zip(whole, (2, 0, 4, 4), strict=True):
-        kept = {m: LoRA(x.factors[0][:, :r], x.factors[1][:r]) for m, x in u.adapter.modules.items()}
-        zeros = {m: LoRA(pad(x.factors[0], (0, 4 - r)), pad(x.factors[1], (0, 0, 0, 4 - r))) for m, x in kept.items()}
-        cut.append(replace(u, adapter=Adapter(kept, u.adapter.heads), form="subspace"))
-        padded.append(replace(u, adapter=Adapter(zeros, u.adapter.heads)))
-    after, want = server.aggregate(state, cut), server.aggregate(state, padded)
-    assert not after.tally.refused
-    p = [n / sum(u.num_examples for u in padded) for n in (u.num_examples for u in padded)]
-    for module in SHAPES:
-        got = server.global_update(after)[module].delta()
-        torch.testing.assert_close(got, server.global_update(want)[module].delta())
-        sent = [u.adapter.modules[module].factors for u in padded]
-        if name == "fedex-lora":
-            torch.testing.assert_close(got, sum(w * B @ A for w, (B, A) in zip(p, sent, strict=True)))
-        if name == "fedit":
-            B, A = (sum(w * pair[k] for w, pair in zip(p, sent, strict=True)) for k in (0, 1))
-            torch.testing.assert_close(got, B @ A)
-
-
 def test_a_download_for_an_unknown_module_is_refused() -> None:
     server, state, _ = opened("glora")
     with pytest.raises(HyperparameterError, match=r"client 'x' .*'attn.k'"):
@@ -516,7 +460,7 @@ def test_a_download_for_an_unknown_module_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------------------- quorum
 
 
-@every_method
+@BOTH_SHARED
 def test_a_missed_quorum_says_who_and_why_and_leaves_state_and_round_usable(name: str) -> None:
     server, state, (a, b, c, d) = opened(name, quorum=3)
     before = content(state)
@@ -534,7 +478,7 @@ def test_a_missed_quorum_says_who_and_why_and_leaves_state_and_round_usable(name
     assert content(opened_round.close()) == content(server.aggregate(state, [a, b, d]))
 
 
-@every_method
+@BOTH_SHARED
 def test_a_round_without_uploads_does_not_count(name: str) -> None:
     server, state, sent = opened(name)
     for nothing in ([], [replace(u, num_examples=0) for u in sent]):
@@ -552,19 +496,19 @@ def test_strict_mode_stops_at_the_first_bad_upload() -> None:
     assert caught.value.client == "c"
 
 
-@pytest.mark.quick(23)
-@pytest.mark.parametrize("n", [0, 0.0, -0.0])
-@every_method
-def test_zero_examples_abstain_outside_weights_total_rank_and_quorum(name: str, n: float) -> None:
+@every_kind
+def test_zero_examples_abstain_outside_weights_total_rank_and_quorum(name: str) -> None:
     """What an abstainer sends is not even looked at: here its factors are NaN."""
     server, state, (a, b, *rest) = opened(name, quorum=3)
-    silent = replace(b, num_examples=n, adapter=b.adapter.map(lambda t: t * math.nan))
-    after, without = server.aggregate(state, [a, silent, *rest]), server.aggregate(state, [a, *rest])
-    assert after.tally is not None
-    assert after.tally.abstained == ("b",)
-    assert not after.tally.refused
-    assert dict(after.tally.weights) == pytest.approx({"a": 10 / 65, "c": 40 / 65, "d": 15 / 65})  # EXAMPLES
-    assert content(replace(after, tally=None)) == content(replace(without, tally=None))
+    silent = replace(b, num_examples=0, adapter=b.adapter.map(lambda t: t * math.nan))
+    without = server.aggregate(state, [a, *rest])
+    for n in (0, 0.0, -0.0):
+        after = server.aggregate(state, [a, replace(silent, num_examples=n), *rest])
+        assert after.tally is not None
+        assert after.tally.abstained == ("b",)
+        assert not after.tally.refused
+        assert dict(after.tally.weights) == pytest.approx({"a": 10 / 65, "c": 40 / 65, "d": 15 / 65})  # EXAMPLES
+        assert content(replace(after, tally=None)) == content(replace(without, tally=None))
     if name == "glora":  # MIXED: a 2, c 5, d 6
         assert [facts["total_rank"] for facts in server.diagnostics(after).values()] == [13, 13]
     with pytest.raises(QuorumNotMet):
@@ -575,17 +519,13 @@ def test_zero_examples_abstain_outside_weights_total_rank_and_quorum(name: str, 
 
 
 @every_method
-def test_a_zero_update_keeps_its_weight(name: str) -> None:
-    """By hand: (1 * 2 + 3 * 0) / 4 = 0.5. A zero update says "my whole update is zero"; silence is 0 examples."""
-    assert scalar_round(name, [scalar_upload("a", 1, 2.0), scalar_upload("b", 3, 0.0)]) == pytest.approx(0.5, abs=1e-14)
-
-
-@every_method
-@pytest.mark.parametrize(("weighting", "expected"), [("examples", 5.0), ("uniform", 4.0)])
-def test_weights_are_examples_or_uniform(name: str, weighting: str, expected: float) -> None:
-    """By hand, all A = 1: (1 * 2 + 3 * 6) / 4 = 5, (2 + 6) / 2 = 4."""
+def test_weights_are_examples_or_uniform(name: str) -> None:
+    """By hand, all A = 1: (1 * 2 + 3 * 6) / 4 = 5, (2 + 6) / 2 = 4. A zero update keeps its weight, for it says "my
+    whole update is zero" (silence is 0 examples): (1 * 2 + 3 * 0) / 4 = 0.5."""
     sent = [scalar_upload("a", 1, 2.0), scalar_upload("b", 3, 6.0)]
-    assert scalar_round(name, sent, weighting=weighting) == pytest.approx(expected, abs=1e-13)
+    assert scalar_round(name, sent, weighting="examples") == pytest.approx(5.0, abs=1e-13)
+    assert scalar_round(name, sent, weighting="uniform") == pytest.approx(4.0, abs=1e-13)
+    assert scalar_round(name, [sent[0], scalar_upload("b", 3, 0.0)]) == pytest.approx(0.5, abs=1e-14)
 
 
 def test_uniform_weighting_still_lets_zero_examples_abstain() -> None:
@@ -608,7 +548,7 @@ def test_fractions_of_an_example_count() -> None:
     assert scalar_round("fedit", sent) == pytest.approx(5.0)
 
 
-@every_method
+@BOTH_SHARED
 def test_the_tally_and_the_round_number(name: str) -> None:
     server, state, sent = opened(name)
     after = server.aggregate(state, sent)
@@ -620,8 +560,7 @@ def test_the_tally_and_the_round_number(name: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- heads
 
 
-@pytest.mark.quick(23)
-@every_method
+@pytest.mark.parametrize("name", ["glora", "fedsa-lora"])
 @pytest.mark.parametrize("heads", ["average", "local", "frozen", None])
 def test_heads_average_stay_local_or_frozen(name: str, heads: str | None) -> None:
     """average: the dense weighted sum, back to all. local: never here, the seed as a start. frozen: the seed, always.
@@ -680,9 +619,13 @@ def padded(upload: Upload, module: str, rank: int) -> tuple[Tensor, Tensor]:
 
 
 @every_method
-@pytest.mark.parametrize("missing", ["renormalise", "zero"])
-def test_a_module_that_some_clients_lack(name: str, missing: str) -> None:
+def test_a_module_that_some_clients_lack(name: str) -> None:
     """Dense float64: sum over its holders of p_i X_i, p_i over their examples or over all 90 (others are zero)."""
+    for missing in ("renormalise", "zero"):
+        check_missing(name, missing)
+
+
+def check_missing(name: str, missing: str) -> None:
     server = Server(method(name), missing=missing)  # type: ignore[arg-type]
     seed = seed_adapter(5 if name in ANY_RANK else 4)
     state = server.init(seed)
@@ -714,7 +657,7 @@ def test_a_module_that_some_clients_lack(name: str, missing: str) -> None:
             torch.testing.assert_close(after.heads[key], want_head, rtol=0, atol=1e-14)
 
 
-@every_method
+@every_kind
 def test_a_module_that_nobody_holds_this_round_stays_as_it_was(name: str) -> None:
     server, state, sent = opened(name)
     state = server.aggregate(state, sent)
@@ -726,7 +669,7 @@ def test_a_module_that_nobody_holds_this_round_stays_as_it_was(name: str) -> Non
         assert set(server.download(after, Client("x", rank)).adapter.modules) == set(SHAPES)
 
 
-@every_method
+@every_kind
 def test_a_download_holds_the_declared_modules_at_their_ranks(name: str) -> None:
     server, state, _ = opened(name)
     for rank in partial_ranks(name).values():
@@ -742,7 +685,7 @@ def test_base_version_follows_every_module_not_only_the_first() -> None:
     assert {name: change.version for name, change in download.base.items()} == {"attn.v": 1}
 
 
-@every_method
+@pytest.mark.parametrize("name", ["fedex-lora", "flora", "glora"])
 def test_base_version_counts_rounds_that_changed_the_base(name: str) -> None:
     server, state, sent = opened(name)
     versions = []
@@ -752,77 +695,6 @@ def test_base_version_counts_rounds_that_changed_the_base(name: str) -> None:
         state = server.aggregate(state, uploads_of(server, state, RANKS[name], round=t))
     moving = name in ("fedex-lora", "flora")
     assert versions == ([[], [1] * len(SHAPES), [2] * len(SHAPES)] if moving else [[]] * 3)
-
-
-# --------------------------------------------------------------------------------------------------- subspace form
-
-
-def thinned(upload: Upload) -> Upload:
-    """The same shapes with an update of rank one less: the last column of B repeats the first."""
-
-    def repeat(lora: LoRA) -> LoRA:
-        B, A = lora.factors
-        return LoRA(torch.cat([B[:, :-1], B[:, :1]], 1), A)
-
-    modules = {m: repeat(lora) for m, lora in upload.adapter.modules.items()}
-    return replace(upload, adapter=Adapter(modules, upload.adapter.heads))
-
-
-def as_subspace(upload: Upload, distort: bool = False) -> Upload:
-    """(U, Ahat) of numerical rank by a plain SVD; distorted: (U T, T^-1 Ahat), not orthonormal."""
-
-    def convert(name: str, lora: LoRA) -> LoRA:
-        U, s, Vh = torch.linalg.svd(lora.delta(), full_matrices=False)
-        k = int((s > 1e-10 * s[0]).sum())
-        B, A = U[:, :k], s[:k, None] * Vh[:k]
-        if distort:
-            T = noise((k, k), "distort", upload.client.id, name) + 3 * torch.eye(k, dtype=F64)
-            B, A = B @ T, torch.linalg.solve(T, A)
-        return LoRA(B, A)
-
-    modules = {m: convert(m, lora) for m, lora in upload.adapter.modules.items()}
-    return replace(upload, adapter=Adapter(modules, upload.adapter.heads), form="subspace")
-
-
-@pytest.mark.parametrize("distort", [False, True], ids=["orthonormal", "not orthonormal"])
-@pytest.mark.parametrize("name", ["glora", "flexlora"])
-def test_the_subspace_form_gives_the_model_and_readouts_of_the_factors_form(name: str, distort: bool) -> None:
-    """The other run is the expectation. The form has smaller rank than the client's; claimed bases are not trusted."""
-    server, state, sent = opened(name)
-    sent = [thinned(u) for u in sent]
-    converted = [as_subspace(u, distort) for u in sent]
-    assert all(u.adapter.ranks[m] == RANKS[name][u.client.id] - 1 for u in converted for m in SHAPES)
-    plain, after = server.aggregate(state, sent), server.aggregate(state, converted)
-    for module in SHAPES:
-        want = sum(u.num_examples / 90 * dense(u, module) for u in sent)
-        assert relative(server.global_update(after)[module].delta(), want) < 1e-12  # type: ignore[arg-type]
-        for client, rank in RANKS[name].items():
-            got, expected = (server.download(s, Client(client, rank)).adapter.modules[module] for s in (after, plain))
-            assert relative(got.delta(), expected.delta()) < 1e-10
-    if name == "glora":  # the budget counts nominal ranks, whatever travelled: 2 + 3 + 5 + 6
-        assert [facts["total_rank"] for facts in server.diagnostics(after).values()] == [16, 16]
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_send_in_subspace_form_is_accepted_and_gives_the_mean(name: str) -> None:
-    """The client's own `send(..., "subspace")` at full rank; expected from the factors form by dense sums."""
-    server, state, sent = opened(name)
-    after = server.aggregate(state, uploads_of(server, state, RANKS[name], form="subspace"))
-    for module in SHAPES:
-        want = sum(u.num_examples / 90 * dense(u, module) for u in sent)
-        assert relative(server.global_update(after)[module].delta(), want) < 1e-12  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["glora", "flexlora"])
-def test_a_zero_update_in_subspace_form_has_rank_zero_and_keeps_its_weight(name: str) -> None:
-    """By hand: (1 * 2 + 3 * 0) / 4 = 0.5. U_i has no columns then."""
-    nothing = Adapter({"m": LoRA(torch.zeros(1, 0, dtype=F64), torch.zeros(0, 1, dtype=F64))})
-    sent = [scalar_upload("a", 1, 2.0), Upload(Client("b", 1), 3, nothing, "subspace")]
-    assert scalar_round(name, sent) == pytest.approx(0.5)
-    server, state = scalar_server(name)
-    after = server.aggregate(state, sent[1:])  # everybody sends zero: the mean is zero (decision 0008)
-    assert server.global_update(after)["m"].norm() == 0.0
-    assert server.download(after, Client("b", 1)).adapter.ranks == {"m": 1}
 
 
 # ---------------------------------------------------------------------------------------------- order and purity
@@ -857,7 +729,7 @@ def test_no_order_changes_a_bit_with_mixed_dtypes_modules_abstentions_and_refusa
         assert content(server.aggregate(state, order)) == expected
 
 
-@every_method
+@every_kind
 def test_aggregate_and_download_leave_their_inputs_alone_and_repeat_bitwise(name: str) -> None:
     server, state, sent = opened(name)
     state = server.aggregate(state, sent)
@@ -871,14 +743,18 @@ def test_aggregate_and_download_leave_their_inputs_alone_and_repeat_bitwise(name
 
 
 @every_method
-def test_a_state_does_not_follow_later_changes_of_the_uploads(name: str) -> None:
-    """Clients train in place: an upload's tensors may be overwritten in the next round. One client: no sum hides it."""
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # torch's, once a process; see below
+def test_a_state_neither_follows_the_uploads_nor_carries_their_autograd_graph(name: str) -> None:
+    """Clients train in place: an upload's tensors may be overwritten in the next round. One client: no sum hides it. A
+    state that required grad would hold every client's graph for ever."""
     server, state, sent = opened(name)
     one = [replace(sent[0], adapter=sent[0].adapter.map(Tensor.clone))]
     after = server.aggregate(state, one)
     before = content(after)
     one[0].adapter.map(lambda t: t.zero_())
     assert content(after) == before
+    after = server.aggregate(state, [replace(u, adapter=live(u.adapter)) for u in sent])
+    assert not any(t.requires_grad for t in tensors_in(after))
 
 
 @pytest.mark.parametrize("part", ["modules", "heads"])
@@ -898,15 +774,6 @@ def test_a_state_does_not_follow_later_changes_of_the_seed_adapter(part: str) ->
 def live(adapter: Adapter) -> Adapter:
     """As a model's own parameters: part of an autograd graph."""
     return adapter.map(lambda t: t.clone().requires_grad_(True))
-
-
-@every_method
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # torch's, once a process; see below
-def test_a_state_carries_no_autograd_graph_of_the_uploads(name: str) -> None:
-    """A state that required grad would hold every client's graph for ever."""
-    server, state, sent = opened(name)
-    after = server.aggregate(state, [replace(u, adapter=live(u.adapter)) for u in sent])
-    assert not any(t.requires_grad for t in tensors_in(after))
 
 
 def test_uploads_of_live_parameters_cause_no_warning() -> None:
@@ -947,16 +814,16 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 @every_method
-@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
-def test_float32_and_float64_stay_themselves_all_the_way(name: str, dtype: torch.dtype) -> None:
-    server, state, sent = opened(name, dtype)
-    for t in range(2):
-        state = server.aggregate(state, uploads_of(server, state, RANKS[name], round=t))
-        assert {x.dtype for x in tensors_in(state)} == {dtype}
-        for upload in sent:
-            assert {x.dtype for x in tensors_in(server.download(state, upload.client))} == {dtype}
-        if server.has_global_model(state):
-            assert {x.dtype for x in tensors_in(server.global_update(state))} == {dtype}
+def test_float32_and_float64_stay_themselves_all_the_way(name: str) -> None:
+    for dtype in (torch.float32, F64):
+        server, state, sent = opened(name, dtype)
+        for t in range(2):
+            state = server.aggregate(state, uploads_of(server, state, RANKS[name], round=t))
+            assert {x.dtype for x in tensors_in(state)} == {dtype}
+            for upload in sent:
+                assert {x.dtype for x in tensors_in(server.download(state, upload.client))} == {dtype}
+            if server.has_global_model(state):
+                assert {x.dtype for x in tensors_in(server.global_update(state))} == {dtype}
 
 
 def expected_model(name: str, sent: Sequence[Upload], module: str, rank: int, start: Adapter) -> Tensor:
@@ -973,24 +840,24 @@ def expected_model(name: str, sent: Sequence[Upload], module: str, rank: int, st
 
 
 @every_formula
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_uploads_are_averaged_in_float32(name: str, dtype: torch.dtype) -> None:
+def test_narrow_uploads_are_averaged_in_float32(name: str) -> None:
     """Expected from the rounded factors that were sent: the server adds float32 round-off only."""
     server, state, sent = opened(name, torch.float32)
-    narrow = [replace(u, adapter=u.adapter.map(lambda t: t.to(dtype))) for u in sent]
-    after = server.aggregate(state, narrow)
-    for module in SHAPES:
-        got = server.global_update(after)[module]
-        assert {t.dtype for t in got.tensors().values()} == {torch.float32}
-        want = expected_model(name, narrow, module, max(RANKS[name].values()), state.start)
-        assert relative(got.map(Tensor.double).delta(), want) < 3e-6
-    for key, value in after.heads.items():
-        want_head = sum(u.num_examples / 90 * u.adapter.heads[key].double() for u in narrow)
-        assert value.dtype == torch.float32
-        torch.testing.assert_close(value.double(), want_head, rtol=0, atol=1e-6)
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = [replace(u, adapter=u.adapter.map(lambda t, d=dtype: t.to(d))) for u in sent]  # type: ignore[misc]
+        after = server.aggregate(state, narrow)
+        for module in SHAPES:
+            got = server.global_update(after)[module]
+            assert {t.dtype for t in got.tensors().values()} == {torch.float32}
+            want = expected_model(name, narrow, module, max(RANKS[name].values()), state.start)
+            assert relative(got.map(Tensor.double).delta(), want) < 3e-6
+        for key, value in after.heads.items():
+            want_head = sum(u.num_examples / 90 * u.adapter.heads[key].double() for u in narrow)
+            assert value.dtype == torch.float32
+            torch.testing.assert_close(value.double(), want_head, rtol=0, atol=1e-6)
 
 
-@every_formula
+@pytest.mark.parametrize("name", ["fedex-lora", "fedit", "ffa-lora", "glora"])
 def test_one_float64_upload_makes_the_round_float64(name: str) -> None:
     """bfloat16, float16, float32 and float64 together: computed in float64, on what each of them stored."""
     server, state, sent = opened(name)
@@ -1008,18 +875,18 @@ def test_one_float64_upload_makes_the_round_float64(name: str) -> None:
 
 
 @every_method
-@pytest.mark.parametrize("first", [torch.float32, F64], ids=str)
-def test_clients_of_another_dtype_in_the_next_round_are_served(name: str, first: torch.dtype) -> None:
+def test_clients_of_another_dtype_in_the_next_round_are_served(name: str) -> None:
     """a and b send one precision in round 1, c and d the other in round 2: then everybody still gets a readout."""
-    other = F64 if first == torch.float32 else torch.float32
-    server, state, _ = opened(name, torch.float32)
-    for t, (names, dtype) in enumerate(((("a", "b"), first), (("c", "d"), other))):
-        sent = uploads_of(server, state, {c: RANKS[name][c] for c in names}, round=t)
-        state = server.aggregate(state, [replace(u, adapter=u.adapter.map(lambda x, d=dtype: x.to(d))) for u in sent])  # type: ignore[misc]
-    for client, rank in RANKS[name].items():
-        download = server.download(state, Client(client, rank))
-        assert all(bool(t.isfinite().all()) for t in tensors_in(download.adapter))
-    assert uploads_of(server, state, RANKS[name], round=2)
+    for first, other in ((torch.float32, F64), (F64, torch.float32)):
+        server, state, _ = opened(name, torch.float32)
+        for t, (names, dtype) in enumerate(((("a", "b"), first), (("c", "d"), other))):
+            sent = uploads_of(server, state, {c: RANKS[name][c] for c in names}, round=t)
+            cast = [replace(u, adapter=u.adapter.map(lambda x, d=dtype: x.to(d))) for u in sent]  # type: ignore[misc]
+            state = server.aggregate(state, cast)
+        for client, rank in RANKS[name].items():
+            download = server.download(state, Client(client, rank))
+            assert all(bool(t.isfinite().all()) for t in tensors_in(download.adapter))
+        assert uploads_of(server, state, RANKS[name], round=2)
 
 
 def test_two_dtypes_in_one_pair_are_promoted_together() -> None:
@@ -1053,18 +920,18 @@ def test_a_warm_start_hands_out_the_trained_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*SPECTRAL, "padded-average", "hetlora"])
-@pytest.mark.parametrize("rank", [1, 3, 7])
-def test_a_warm_start_at_another_rank(name: str, rank: int) -> None:
+def test_a_warm_start_at_another_rank(name: str) -> None:
     """FlexLoRA, GLoRA: the best approximation (Eckart-Young, dense SVD). Padded average: the first slots."""
     server, seed = Server(method(name)), trained_seed(4)
     state = server.init(seed)
-    download = server.download(state, Client("a", rank))
-    for module, lora in seed.modules.items():
-        B, A = lora.factors
-        U, s, Vh = torch.linalg.svd(B @ A, full_matrices=False)
-        k = min(rank, 4)
-        want = B[:, :rank] @ A[:rank] if name in ("padded-average", "hetlora") else U[:, :k] * s[:k] @ Vh[:k]
-        assert relative(download.adapter.modules[module].delta(), want) < 1e-13
+    for rank in (1, 3, 7):
+        download = server.download(state, Client("a", rank))
+        for module, lora in seed.modules.items():
+            B, A = lora.factors
+            U, s, Vh = torch.linalg.svd(B @ A, full_matrices=False)
+            k = min(rank, 4)
+            want = B[:, :rank] @ A[:rank] if name in ("padded-average", "hetlora") else U[:, :k] * s[:k] @ Vh[:k]
+            assert relative(download.adapter.modules[module].delta(), want) < 1e-13
 
 
 @pytest.mark.parametrize("name", ["fedex-lora", *SPECTRAL])

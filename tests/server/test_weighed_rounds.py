@@ -16,7 +16,7 @@ from torch import Tensor
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.core import checkpoint
 from fedlora.core.method import Method, Roles
-from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.errors import HyperparameterError
 from fedlora.methods.rolora import RoLoRA
 from fedlora.server.judged import told
 from fedlora.server.robust_rules import Clip, GeometricMedian, Krum, MultiKrum, Rule, Weighed
@@ -77,22 +77,6 @@ def test_exact_methods_keep_the_reweighted_sum_exactly(name: str) -> None:
         torch.testing.assert_close(after.heads["classifier.bias"], want)
 
 
-def test_fedex_lora_keeps_it_also_where_a_client_sends_fewer_columns() -> None:
-    """A subspace form of rank 1 beside the same client's readout of rank 4: each is one of the sum's terms."""
-    given = (0.0, 0.3, 1.0, 2.5)
-    server = Server(build("fedex-lora"), rule=Given(given), weighting="uniform")
-    played = next(rounds(Server(build("fedex-lora")), EQUAL, FOUR))
-    a, b, *rest = played.uploads
-    thin = {name: LoRA(x.factors[0][:, :1], x.factors[1][:1]) for name, x in b.adapter.modules.items()}
-    uploads = [a, replace(b, adapter=replace(b.adapter, modules=thin), form="subspace"), *rest]
-    after = server.aggregate(played.before, uploads)
-    for module in SHAPES:
-        pairs = [products(server, played.before, u, module) for u in uploads]
-        want = sum((R + m * (D - R)) / 4 for m, (D, R) in zip(given, pairs, strict=True))
-        got = server.global_update(after)[module].delta()
-        assert float((got - want).norm() / want.norm()) < 1e-11
-
-
 @pytest.mark.parametrize("name", [*FACTORS, "fedsa-lora"])
 def test_methods_that_average_factors_get_them_moved(name: str) -> None:
     """The same server without a rule, on uploads whose travelling factors are B_0 + m (B_i - B_0), A alike."""
@@ -120,17 +104,17 @@ def test_methods_that_average_factors_get_them_moved(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_a_rule_that_leaves_all_as_it_came_changes_no_bit(name: str, dtype: torch.dtype) -> None:
+def test_a_rule_that_leaves_all_as_it_came_changes_no_bit(name: str) -> None:
     rule = Clip(threshold=1e9, factor_averages=name in FACTORS)
-    played = list(rounds(Server(method(name)), EQUAL, FOUR, dtype))[-1]
-    got = Server(method(name), rule=rule, weighting="examples").aggregate(played.before, played.uploads)
-    want = Server(method(name)).aggregate(played.before, played.uploads)
-    assert got.tally is not None and got.tally.judged is not None and want.tally is not None
-    assert {one.after / one.before for one in got.tally.judged.clients.values()} == {1.0}
-    for state in (got, want):
-        bare = replace(state, tally=None)
-        assert _tensors(bare) == _tensors(replace(want, tally=None))
+    for dtype in (torch.float64, torch.float32):
+        played = list(rounds(Server(method(name)), EQUAL, FOUR, dtype))[-1]
+        got = Server(method(name), rule=rule, weighting="examples").aggregate(played.before, played.uploads)
+        want = Server(method(name)).aggregate(played.before, played.uploads)
+        assert got.tally is not None and got.tally.judged is not None and want.tally is not None
+        assert {one.after / one.before for one in got.tally.judged.clients.values()} == {1.0}
+        for state in (got, want):
+            bare = replace(state, tally=None)
+            assert _tensors(bare) == _tensors(replace(want, tally=None))
 
 
 def _tensors(state: ServerState) -> Any:
@@ -215,13 +199,13 @@ def test_methods_whose_options_undo_a_rule_are_refused(name: str, hparams: dict[
         Server(build(name, **hparams), rule=Clip(factor_averages=name == "hetlora"))
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_an_average_of_factors_is_refused_under_a_rule_but_by_name(name: str) -> None:
+def test_an_average_of_factors_is_refused_under_a_rule_but_by_name() -> None:
     """All methods. `factor_averages` is needed if both factors travel without a product; otherwise it is refused."""
-    refused = name in FACTORS
-    with pytest.raises(HyperparameterError, match="averages the factors B and A" if refused else "has no effect"):
-        Server(method(name), rule=Clip(factor_averages=not refused))
-    Server(method(name), rule=Clip(factor_averages=refused))
+    for name in METHODS:
+        refused = name in FACTORS
+        with pytest.raises(HyperparameterError, match="averages the factors B and A" if refused else "has no effect"):
+            Server(method(name), rule=Clip(factor_averages=not refused))
+        Server(method(name), rule=Clip(factor_averages=refused))
 
 
 @dataclass(frozen=True)
@@ -267,20 +251,3 @@ def test_a_tiny_change_in_new_directions_buys_none() -> None:
     a, b = (server.global_update(server.aggregate(played.before, u)) for u in (still, moved))
     for module in SHAPES:
         assert float((a[module].delta() - b[module].delta()).norm()) < 1e-4
-
-
-def test_a_subspace_form_has_no_place_between_factors() -> None:
-    from fedlora.client import send
-
-    played = next(rounds(Server(build("padded-average")), MIXED, FOUR))
-    server = Server(build("padded-average"), rule=Clip(factor_averages=True))
-    first = played.uploads[0]
-    subspace = Upload(first.client, 10, send(first.adapter, server.roles(played.before), "subspace"), "subspace")
-    with pytest.raises(UploadRefused, match="coordinates of its own"):
-        server.aggregate(played.before, [subspace, *played.uploads[1:]])
-    exact = Server(build("glora"), rule=Clip(threshold=0.5))
-    begun = next(rounds(Server(build("glora")), MIXED, FOUR)).before
-    forms = [exact.aggregate(begun, [u, *played.uploads[1:]]) for u in (first, subspace)]
-    for module in SHAPES:
-        ours, theirs = (exact.global_update(s)[module].delta() for s in forms)
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)

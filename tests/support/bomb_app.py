@@ -77,7 +77,7 @@ def main(grid: Grid, context: Context) -> None:
 
     strategy = FedLoRA(
         server,
-        Policy(dict.fromkeys(NAMES, 4), quarantine=0, retries=0, deadline=90.0, max_upload_mb=20),
+        Policy(dict.fromkeys(NAMES, 4), retries=0, deadline=90.0, max_upload_mb=20),
         start(server, toys().seed_adapter()),
         record=home(),
         identify=lambda _: names,

@@ -44,7 +44,7 @@ def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
 def write_join(folder: Path, name: str, federation: str) -> None:
     """A site's join file, as far as its trainer reads it."""
     facts: dict[str, Any] = {}
-    join = JoinFile(federation, name, 4, "fl.example.org", 443, authority().pem, "{}", facts, "0" * 64)
+    join = JoinFile(federation, name, 4, "fl.example.org", 443, authority().pem, "{}", facts)
     (folder / "join.toml").write_text(join.text())
 
 

@@ -2,7 +2,6 @@
 
 from fedlora.testing.federations import (
     ALL_TRAINED,
-    AWAY,
     EQUAL,
     EXAMPLES,
     FULL,
@@ -19,7 +18,6 @@ from fedlora.testing.federations import (
 
 __all__ = [
     "ALL_TRAINED",
-    "AWAY",
     "EQUAL",
     "EXAMPLES",
     "FULL",

@@ -34,7 +34,6 @@ from support.hostile import CONFIG_FILE, KINDS, PREFIX, WEIGHTS_FILE, Asked, Lay
 SECONDS, MEGABYTES, LETTERS = 3.0, 500, 3000
 PATIENCE = 45.0  # seconds by the clock for one operation, on a machine that does other things too
 OURS = "operation"
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vllm/config/lora.py
 
 
 # ---- bases and peft --------------------------------------------------------------------------------------------------
@@ -492,7 +491,7 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
                 file.lora(module), file.scale(module)
             for path in file.heads:
                 file.head(path), file.kind(path)
-            _ = file.base, file.size(), file.stored
+            _ = file.size(), file.stored
             labels_of(folder), read_facts(folder)  # which `validate` reads, too
 
         read = call("AdapterFile", read_all)
@@ -543,7 +542,7 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
     say(f"{OURS} diff")
     did(command("diff", folders[0], folders[-1]))
 
-    def all_right(done: Done, inputs: Sequence[Path], made: Path, asked: Asked, served: bool = False) -> None:
+    def all_right(done: Done, inputs: Sequence[Path], made: Path, asked: Asked) -> None:
         """Whether what was made of `inputs` is what was asked for."""
         want = [right(done, folder, "an input") for folder in inputs]
         got = right(done, made, "the result") if all(part is not None for part in want) else None
@@ -554,7 +553,7 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
             eps = eps_of(*inputs, made)
             verdict.broken += [f"{done.name}: {x}" for x in faults_of(inputs, parts, parts_of(made, got, base), base,
                                                                       asked, eps)]  # fmt: skip
-        verdict.broken += _written_faults(made, served)
+        verdict.broken += _written_faults(made)
 
     target = home / asked.out
     how = [*folders, "-o", target, "--rank", asked.rank, *options]
@@ -603,14 +602,6 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
         one = Asked(kind, asked.names[:1], asked.resize[1], ("--heads", "first", *asked.resize[2:]))
         all_right(resized, folders[:1], small, one)
     clean(small)
-    if "dry" in asked.also:
-        say(f"{OURS} export --for vllm")
-        served = home / "served"
-        exported = command("export", folders[0], "--for", "vllm", "-o", served)
-        if did(exported, served):
-            one = Asked(kind, asked.names[:1], "exact", ("--heads", "first"))
-            all_right(exported, folders[:1], served, one, served=True)
-        clean(served)
     return verdict
 
 
@@ -647,7 +638,7 @@ def _json_faults(done: Done) -> list[str]:
     return []
 
 
-def _written_faults(folder: Path, served: bool = False) -> list[str]:
+def _written_faults(folder: Path) -> list[str]:
     """Of the files that a stranger reads next: strict JSON, a front matter of known keys, no control characters."""
     import yaml
 
@@ -659,10 +650,8 @@ def _written_faults(folder: Path, served: bool = False) -> list[str]:
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"), parse_constant=never)
         if config.get("auto_mapping"):
             found.append("the result carries auto_mapping on")
-        if (config["lora_alpha"] != config["r"] and not served) or config.get("use_rslora"):  # vLLM divides alpha by r
+        if config["lora_alpha"] != config["r"] or config.get("use_rslora"):
             found.append("readers of one alpha get the scale wrong")
-        if served and (config.get("rank_pattern") or config.get("alpha_pattern") or config["r"] not in VLLM_RANKS):
-            found.append(f"vLLM does not take rank {config['r']} with {config.get('rank_pattern')}")
     except ValueError as error:
         found.append(f"the config written is no JSON: {error}")
     card = (folder / "README.md").read_text(encoding="utf-8")
@@ -723,7 +712,6 @@ def faults_of(
         return ["weights are taken from an upload.json that does not say them"]
     rule = options[options.index("--heads") + 1] if "--heads" in options else "average"
     unclear = frozenset[str]().union(got.unclear, *(part.unclear for part in parts))
-    spent = whole = 0.0
     for key in base:
         path = key.rpartition(".")[0]
         if key in unclear:
@@ -761,19 +749,9 @@ def faults_of(
         if asked.rank != "exact" and not key.endswith(".bias") and any(path in p.pairs for p in parts):
             if off := cut_well(got.updates[key], want, asked.rank, eps, noise):
                 return [f"at rank {asked.rank} {key} {off}"]
-            for R in matrices(got.updates[key]):
-                spent += sum(R.shape) * max(1, numerical_rank(R, eps))
-                whole += sum(R.shape)
         elif off := gap(got.updates[key], want, size, eps, noise):
             return [f"{key} {off}"]
-    if asked.rank.startswith("budget=") and spent > float(asked.rank[7:]) * whole * (1 + 1e-9):
-        return [f"a budget of {asked.rank[7:]} is spent {spent / whole:g} times"]
     return []
-
-
-def numerical_rank(update: Tensor, eps: float) -> int:
-    s = torch.linalg.svdvals(update)
-    return int((s > max(eps, 1e-7) * float(s[0])).sum())
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------

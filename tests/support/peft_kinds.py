@@ -285,7 +285,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "a back reference": (plain({"alpha_pattern": {r"bl(o)cks\.0\.\3ne": 3}}), "alpha_pattern"),
     "inline flags": (plain({"alpha_pattern": {"(?i:ONE)": 3}}), "alpha_pattern"),
     "bias of one only": (plain({"bias": "all"}, {"bias": "none"}), "bias"),
-    "a saved module of one only": (plain({"modules_to_save": ["head"]}, {"modules_to_save": None}), "--heads holders"),
+    "a saved module of one only": (plain({"modules_to_save": ["head"]}, {"modules_to_save": None}), "--heads first"),
     "a name beyond ASCII": (
         lora(stack(**{"ä_q": lambda: nn.Linear(4, 3)}), {"target_modules": ["q"]}), "an impossible name"),
     "the prefix as a name": (

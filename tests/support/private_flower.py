@@ -57,7 +57,7 @@ def private_federation(
     state = start(found.server, seed_adapter())
     strategy = FedLoRA(
         found.server,
-        policy or Policy(members, retries=0, quarantine=0, deadline=50.0),
+        policy or Policy(members, retries=0, deadline=50.0),
         state,
         hooks=PrivateRounds(found, terms),
         run=RUN,

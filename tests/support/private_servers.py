@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +14,20 @@ from fedlora.methods import METHODS
 from fedlora.privacy import Geometry, Mechanism
 from fedlora.server.private_options import Privacy, Releases
 
-ACCUMULATING = sorted(name for name, method in METHODS.items() if issubclass(method, Accumulating))
 FINE = 2.0**-35  # a grid on which rounding is nothing beside float64 oracles of 1e-9
+
+
+@dataclass(frozen=True)
+class OnAGrid(Privacy):
+    """Sums on this grid, whatever the noise."""
+
+    grid: float = FINE
+
+    def mechanism(self, size: int) -> Mechanism:
+        return Mechanism(self.clip, self.noise_multiplier, self.grid)
+
+
+ACCUMULATING = sorted(name for name, method in METHODS.items() if issubclass(method, Accumulating))
 
 
 class InMemory(Releases):
@@ -43,13 +56,15 @@ class InMemory(Releases):
         return self.drawn.setdefault((round, context), list(drawn if self.draws is None else self.draws))
 
 
-def private(name: str = "glora", *, server: Mapping[str, Any] | None = None, **options: Any) -> Server:
-    """A server of that method without noise or clip to speak of, but for what `options` of `Privacy` say."""
+def private(
+    name: str = "glora", *, server: Mapping[str, Any] | None = None, grid: float | None = FINE, **options: Any
+) -> Server:
+    """A server of that method without noise or clip to speak of, but for what `options` of `Privacy` say. grid: of
+    `OnAGrid`; None: as the mechanism chooses."""
     settings = {
         "clip": 64.0, "noise_multiplier": 0.0, "geometry": Geometry(), "clients": ("a", "b", "c", "d"), "rank": 64,
-        "releases": InMemory(), "grid": FINE, **options,
+        "releases": InMemory(), **options,
     }  # fmt: skip
+    made = Privacy(**settings) if grid is None else OnAGrid(**settings, grid=grid)
     weighting = "uniform" if settings.get("most_examples") is None else "examples"
-    return Server(
-        build(name), **{"missing": "zero", "weighting": weighting, "privacy": Privacy(**settings), **(server or {})}
-    )
+    return Server(build(name), **{"missing": "zero", "weighting": weighting, "privacy": made, **(server or {})})

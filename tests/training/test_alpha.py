@@ -18,8 +18,6 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from fedlora import Adapter, Client, LoRA, Server, build
-from fedlora.client import tail_size
-from fedlora.core.method import TailPenalty
 from fedlora.errors import ConfigError
 from fedlora.runs.config import RunConfig, parse_config
 from fedlora.server.server import start
@@ -154,18 +152,6 @@ def test_one_alpha_at_one_rank_is_the_scaling(load: Loader) -> None:
         trained.append(trainer.train(download(adapter), adapter, 0).adapter)
     doubled = {name: LoRA(2 * lora.B, lora.A) for name, lora in trained[1].modules.items()}
     assert bits(trained[0]) == bits(Adapter(doubled, trained[1].heads))
-
-
-@pytest.mark.parametrize("rslora", [False, True])
-def test_a_penalty_is_of_the_factors_as_they_travel(load: Loader, rslora: bool) -> None:
-    """As the client that cuts its rank by it measures them (`client.tail_size`), at ranks of other scales."""
-    model, penalty = load(**fixed(rslora)), TailPenalty(0.01, 0.5)
-    fresh, _ = model.seed_adapter(4, seed=0)
-    for rank in (2, 4, 1):
-        adapter = drawn(fresh, rank, rank, 0.1)
-        model.activate(adapter)
-        sized = float(model.tail_penalty(penalty).detach()) / penalty.strength
-        assert sized == pytest.approx(tail_size(adapter, penalty), rel=1e-5)
 
 
 # ---- the keys --------------------------------------------------------------------------------------------------------

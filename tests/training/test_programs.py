@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 
 from fedlora import Adapter, AdapterSpec, Client, LoRA, Server, build
 from fedlora.client import ClientMemory, play_round
-from fedlora.core.method import Roles, TailPenalty
 from fedlora.core.read_only import ReadOnly
 from fedlora.data import TextData
 from fedlora.data.rows import Rows
@@ -260,12 +258,8 @@ def test_rows_left_of_a_file_keep_their_columns(tmp_path: Path) -> None:
 
 
 def test_what_a_program_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, DOUBLING)
     server = Server(build("fedit"))
     download = server.download(server.init(adapter()), Client("acme", 4))
-    asked = replace(download, roles=Roles(penalty=TailPenalty(0.1, 0.5)))
-    with pytest.raises(ConfigError, match="a term to the loss"):
-        trainer.train(asked, adapter(), 0)
     mixed = Adapter({"q": adapter(2).modules["q"], "v": adapter(4).modules["v"]})
     with pytest.raises(ConfigError, match=r"several scales \(\[4.0, 8.0\]\)"):
         trainer_of(tmp_path, DOUBLING, lora=LoRASettings(alpha=16.0)).train(download, mixed, 0)

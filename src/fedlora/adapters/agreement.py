@@ -1,4 +1,4 @@
-"""Checks that several adapters' upload.json files agree on the base model, the class order and the round.
+"""Checks that several adapters' upload.json files agree on the class order, the clients and the round.
 
 Only stated facts are compared: a missing fact, or a missing upload.json, contradicts nothing.
 """
@@ -6,9 +6,8 @@ Only stated facts are compared: a missing fact, or a missing upload.json, contra
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fedlora.adapters import allocation
 from fedlora.adapters.io import AdapterSpec, read_adapter
@@ -19,40 +18,24 @@ from fedlora.core.messages import Client, Upload, checked_examples
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, repeated
 
-WEIGHTS = (".safetensors", ".gguf", ".bin")
 
-
-def check_uploads(
-    files: Sequence[AdapterFile], *, counted: bool, labels: bool = True, same_base: bool = False
-) -> list[str]:
+def check_uploads(files: Sequence[AdapterFile], *, counted: bool, labels: bool = True) -> list[str]:
     """Notes for the user about uploads that are merged.
 
     Args:
         counted: their examples are their weights. labels: classes matter, because trained heads are merged.
-        same_base: treat their base models as one, whatever the digests say.
 
     Raises:
-        AdapterFormatError: facts conflict: different classes or class order, different digests of the base model's
-            weights, or, where examples count, two uploads from one client.
+        AdapterFormatError: facts conflict: different classes or class order, or, where examples count, two uploads from
+            one client.
     """
     said = [facts for file in files if (facts := read_facts(file.directory, file.limits)).there]
-    notes = _of_labels(said, labels) + _of_bases(said, same_base) + _of_clients(said, counted)
+    notes = _of_labels(said, labels) + _of_clients(said, counted)
     rounds = {one.client: one.round for one in said if one.round is not None}
     if len(set(rounds.values())) > 1:
-        notes.append(f"the uploads belong to different rounds: {_listed(rounds)}")
+        told = ", ".join(f"{quoted(name, 80)} {number}" for name, number in list(rounds.items())[:4])
+        notes.append(f"the uploads belong to different rounds: {told}{', ...' if len(rounds) > 4 else ''}")
     return notes
-
-
-def base_weights(file: AdapterFile) -> dict[str, str]:
-    """File of the base weights -> its SHA-256, from the adapter's upload.json; empty if there is none."""
-    base = read_facts(file.directory, file.limits).base or {}
-    return {name: digest for name, digest in base.items() if name.endswith(WEIGHTS)}
-
-
-def same_weights(files: Sequence[AdapterFile]) -> bool:
-    """Whether every upload.json has digests of its base model's weights, and all are equal."""
-    found = [base_weights(file) for file in files]
-    return bool(found) and bool(found[0]) and all(one == found[0] for one in found)
 
 
 def read_uploads(
@@ -64,7 +47,7 @@ def read_uploads(
 
     Raises:
         AdapterFormatError: a directory cannot be read, there are fewer than two, the work exceeds `limits.work`, or the
-            base models differ: unequal weight digests in upload.json, or different names without equal digests.
+            base models have different names.
     """
     if len(directories) < 2:
         raise AdapterFormatError(f"give at least two adapters; got {len(directories)}.")
@@ -83,12 +66,9 @@ def read_uploads(
         uploads.append(upload)
         specs.append(spec)
     bases = {str(directory): spec.base_model for directory, spec in zip(directories, specs, strict=True)}
-    digests = [found for file in files if (found := base_weights(file))]
-    if (len(set(bases.values())) > 1 and not same_weights(files)) or any(found != digests[0] for found in digests):
+    if len(set(bases.values())) > 1:
         raise AdapterFormatError(
-            f"the adapters have different base models, so their updates do not add up: {quoted(bases, 1_000)}. Names "
-            f"do not matter if every {FILE} has digests of the base model's weights, and all are equal"
-            f"{'; these have different digests' if any(found != digests[0] for found in digests) else ''}."
+            f"the adapters have different base models, so their updates do not add up: {quoted(bases, 1_000)}."
         )
     twice = repeated(upload.client.id for upload in uploads)
     if twice:
@@ -117,29 +97,6 @@ def _of_labels(said: Sequence[Facts], matter: bool) -> list[str]:
     )
 
 
-def _of_bases(said: Sequence[Facts], same_base: bool) -> list[str]:
-    known = [one for one in said if one.base]
-    notes: list[str] = []
-    for one in known[1:]:
-        first, mine = known[0].base or {}, one.base or {}
-        differ = sorted(name for name in first.keys() & mine.keys() if first[name] != mine[name])
-        weights = [name for name in differ if name.endswith(WEIGHTS)]
-        both = f"{known[0].directory} and {one.directory}"
-        if weights and not same_base:
-            name = weights[0]
-            raise AdapterFormatError(
-                f"{both} were trained on different base models: the SHA-256 of {quoted(name, 80)} is "
-                f"{quoted(first[name][:12])}... in one {FILE} and {quoted(mine[name][:12])}... in the other, so their "
-                f"updates do not add up. If the weights are the same nevertheless, --same-base merges them."
-            )
-        if weights or not any(name.endswith(WEIGHTS) for name in first.keys() & mine.keys()):
-            why = "digests differ" if weights else "weights are in files of other names"
-            notes.append(f"the base models of {both} are assumed to be the same: their {why}")
-        elif differ:
-            notes.append(f"the base models of {both} have the same weights, and other {', '.join(differ)}")
-    return notes
-
-
 def _of_clients(said: Sequence[Facts], counted: bool) -> list[str]:
     """Notes on several uploads from one client; raises if their examples count."""
     notes = []
@@ -153,8 +110,3 @@ def _of_clients(said: Sequence[Facts], counted: bool) -> list[str]:
                 raise AdapterFormatError(f"{both}: its examples would count twice. Give one per client, or --weights.")
             notes.append(f"{both}: it counts {len(uploads)} times")
     return notes
-
-
-def _listed(found: Mapping[str, Any]) -> str:
-    told = ", ".join(f"{quoted(name, 80)} {quoted(value, 40)}" for name, value in list(found.items())[:4])
-    return told + (", ..." if len(found) > 4 else "")

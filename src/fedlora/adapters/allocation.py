@@ -21,7 +21,7 @@ def bytes_to_read(tensors: Iterable[Stored]) -> int:
 
 
 def bytes_to_merge(pairs: Sequence[Pair]) -> int:
-    """To merge one module of several adapters (`truncation.merge_module`).
+    """To merge one module of several adapters (`truncation.combine`).
 
     The peak holds the pairs as read; their float64 copies, stacked and weighted; four matrices of their size (Q of both
     sides, U, V) in float32, or float64 if a factor is; and a few R x R matrices, with R the sum of ranks.

@@ -8,7 +8,6 @@ else the adapter holds. A file reveals this only through its numbers (`Collectio
 we use the same tensor under its other name.
 
     average   the weighted mean over all adapters, each of which must have it
-    holders   the weighted mean over the adapters that trained it
     first     the first adapter's
     drop      none
 """
@@ -18,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,11 +32,10 @@ from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.weighted_mean import weighted_mean
 
-HeadRule = Literal["average", "holders", "first", "drop"]
+HeadRule = Literal["average", "first", "drop"]
 Held = list[tuple[AdapterFile, float, str]]  # an adapter, its weight, and its name for the tensor
 _KINDS = ("added", "head", "bias", "tokens", "base")  # if adapters disagree on a tensor's kind, the first of these wins
 _WAYS: Mapping[HeadRule, str] = {
-    "holders": "--heads holders averages over the adapters that trained it",
     "first": "--heads first takes the first adapter's fully trained tensors",
     "drop": "--heads drop leaves out all fully trained tensors",
 }
@@ -58,30 +56,6 @@ class Beside:
     rounding: Mapping[str, float]
 
 
-def kept(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
-    """Tensor other than a pair -> (its kind, the adapters the rule takes it from, with their weights; none: left out).
-
-    Raises:
-        ConfigError: no such rule. AdapterFormatError: the rule does not apply to some tensor (the message lists rules
-            that do), or one adapter has LoRA on an embedding and another lora_bias, which peft cannot combine.
-    """
-    if rule not in get_args(HeadRule):
-        raise ConfigError(f"--heads must be one of {', '.join(get_args(HeadRule))}; got {str(rule)[:80]!r}.")
-    found = _held(given, rule)
-    why = _obstacle(given, found, rule)
-    if why is not None:
-        ways = [way for other, way in _WAYS.items() if _obstacle(given, _held(given, other), other) is None]
-        raise AdapterFormatError(f"{why} {', '.join(ways)}.")
-    tables = [path for path, layout in given.layouts.items() if layout.kind == "embedding"]
-    biases = [path for path, (kind, _) in found.items() if kind == "added"]
-    if tables and biases:
-        raise AdapterFormatError(
-            f"{quoted(tables[0])} is an embedding, for which peft takes no lora_bias, but another adapter has "
-            f"{quoted(biases[0])}: no adapter holds both."
-        )
-    return found
-
-
 def averaged(
     given: Collection, rule: HeadRule, dtype: torch.dtype | None = None, missing: Missing = "zero", *,
     added: torch.dtype | None = None,
@@ -92,12 +66,12 @@ def averaged(
     biases' dtype, which is that of the factors; None: their own.
 
     Raises:
-        AdapterFormatError: as `kept`; shapes differ; integers differ; or the weights do not add up to 1 and whole
+        AdapterFormatError: as `_kept`; shapes differ; integers differ; or the weights do not add up to 1 and whole
             tensors differ, since these are no updates.
     """
     found, used, left, rounding = {}, {}, {}, {}
     wide = torch.promote_types(dtype or added or torch.float32, torch.float32)
-    for path, (kind, held) in sorted(kept(given, rule).items()):
+    for path, (kind, held) in sorted(_kept(given, rule).items()):
         own, _ = common_type(file.stored_head(name).dtype for file, _, name in held)
         needed = allocation.bytes_to_average([file.stored_head(name) for file, _, name in held])
         allocation.check(needed, f"averaging {quoted(path)}", given.files[0].limits)
@@ -128,15 +102,36 @@ def averaged(
 # -------------------------------------------------------------------------------------------- which adapters hold them
 
 
+def _kept(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
+    """Tensor other than a pair -> (its kind, the adapters the rule takes it from, with their weights; none: left out).
+
+    Raises:
+        AdapterFormatError: the rule does not apply to some tensor (the message lists rules that do), or one adapter has
+            LoRA on an embedding and another lora_bias, which peft cannot combine.
+    """
+    found = _held(given, rule)
+    why = _obstacle(given, found, rule)
+    if why is not None:
+        ways = [way for other, way in _WAYS.items() if _obstacle(given, _held(given, other), other) is None]
+        raise AdapterFormatError(f"{why} {', '.join(ways)}.")
+    tables = [path for path, layout in given.layouts.items() if layout.kind == "embedding"]
+    biases = [path for path, (kind, _) in found.items() if kind == "added"]
+    if tables and biases:
+        raise AdapterFormatError(
+            f"{quoted(tables[0])} is an embedding, for which peft takes no lora_bias, but another adapter has "
+            f"{quoted(biases[0])}: no adapter holds both."
+        )
+    return found
+
+
 def _held(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
-    """A copy of a base weight enters the mean over all, or over the holders if nobody trained that weight. peft applies
-    lora_bias to all modules or none: if one adapter has it, modules that only others have get a bias of zeros."""
+    """peft applies lora_bias to all modules or none: if one adapter has it, modules that only others have get a bias of
+    zeros."""
     found: dict[str, tuple[str, Held]] = {}
     for path in dict.fromkeys(path for file in given.files for path in file.heads):
         all_of_it = [(file, w, name) for file, w in zip(given.files, given.weights, strict=True)
                      if (name := _name_in(given, file, path)) is not None]  # fmt: skip
-        trained = [(file, w, name) for file, w, name in all_of_it if file.kind(name) != "base"]
-        held = all_of_it if rule != "holders" else trained or all_of_it
+        held = all_of_it
         if rule == "first":
             held = [(file, 1.0, path) for file in given.files[:1] if file.has_head(path)]
         kinds = {file.kind(name) for file, _, name in held or all_of_it}

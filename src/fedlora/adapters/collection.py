@@ -19,8 +19,7 @@ from fedlora.adapters.base_names import Base, check_same_base, public_name
 from fedlora.adapters.io import AdapterSpec, spec_of
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
-from fedlora.core.lora import LoRA
+from fedlora.adapters.truncation import Combined, combine
 from fedlora.core.messages import Missing
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
@@ -53,17 +52,16 @@ class Collection:
         *,
         sum: bool = False,
         same_base: bool = False,
-        same_weights: bool = False,
         tokens: bool = True,
     ) -> Collection:
-        """weights: None: all count alike. same_base: treat the base models as one, whatever their names. same_weights:
-        their weight digests are equal. tokens: trained tokens are merged, so all must agree on them.
+        """weights: None: all count alike. same_base: treat the base models as one, whatever their names. tokens:
+        trained tokens are merged, so all must agree on them.
 
         Raises:
             AdapterFormatError: different bases, or contradicting configs. ConfigError: impossible weights.
         """
         used = used_weights(len(files), weights, sum=sum)
-        notes = check_same_base((base_of(file) for file in files), declared=same_base, digests=same_weights)
+        notes = check_same_base((base_of(file) for file in files), declared=same_base)
         for field in _AGREED if tokens else _AGREED[:-1]:
             values = {str(file.directory): file.config.get(field) or None for file in files}
             if len({repr(value) for value in values.values()}) > 1:
@@ -80,7 +78,7 @@ class Collection:
     @cached_property
     def modules(self) -> Sequence[str]:
         """Every module that any of them has; experts of one tensor are listed together."""
-        return modules_of({module for file in self.files for module in file.modules})
+        return sorted({module for file in self.files for module in file.modules}, key=_in_order)
 
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
@@ -182,23 +180,11 @@ class Collection:
         weights = [w * scale for (_, w), scale in zip(held, scales, strict=True)]
         return combine(module, loras, weights, reduce(torch.promote_types, (f.wide(module) for f, _ in held), dtype))
 
-    def merged(
-        self, module: str, rule: RankRule, missing: Missing, dtype: torch.dtype = torch.float32
-    ) -> tuple[LoRA, ModuleReport]:
-        """One module of the weighted sum, at the rank chosen by `rule`."""
-        found = self.combined(module, missing, dtype)
-        return found.cut(rule.keep(found.product))
-
 
 def base_of(file: AdapterFile) -> Base:
     """The base model that an adapter's config names."""
     revision = file.config.get("revision")
     return Base(file.base_model, str(revision) if revision else None)
-
-
-def modules_of(found: Iterable[str]) -> list[str]:
-    """Names in listing order."""
-    return sorted(found, key=_in_order)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ Only this package knows alpha and r, key names and patterns. Inside the library 
 one `scaling` for all modules and clients; this module folds each module's own alpha / r (or alpha / sqrt(r)), relative
 to that scaling, into B. If they are equal, B stays the same bit for bit. A is never touched.
 
-It reads the files itself (torch and safetensors only) and refuses by name whatever would change the update; see
+It reads the files itself (with torch alone) and refuses by name whatever would change the update; see
 docs/decisions/0006-peft-boundary.md for the table.
 """
 
@@ -63,15 +63,13 @@ def read_adapter(
     return Adapter(modules, heads), spec_of(file.config, scaling, file.layouts)
 
 
-def write_adapter(
-    directory: str | os.PathLike[str], adapter: Adapter, spec: AdapterSpec, *, card: str = "", by: str = ""
-) -> None:
+def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: AdapterSpec, *, card: str = "") -> None:
     """Write a PEFT directory that `PeftModel.from_pretrained` loads as base + spec.scaling * B @ A, rank by rank.
 
     Modules of different ranks become rank_pattern and alpha_pattern. If the base weights have moved, the factors
     include that change (`Adapter.folded`), since users of the directory load the pre-trained weights. `card` is the
     text of README.md. The directory appears whole, by one rename. It must be new, empty, or contain only an adapter,
-    which is replaced. by: the command that may replace it later, recorded in its weights.
+    which is replaced.
 
     Raises:
         AdapterFormatError: a factor is missing, or values are not finite. ConfigError: the directory cannot be written,
@@ -81,7 +79,7 @@ def write_adapter(
         >>> adapter, spec = read_adapter("adapter", scaling=2.0)
         >>> write_adapter("copy", adapter, spec)  # the same factors, bit for bit
     """
-    with AdapterWriter(directory, spec, by=by) as writer:
+    with AdapterWriter(directory, spec) as writer:
         for name, lora in adapter.folded().modules.items():
             writer.add(name, lora)
         writer.finish(adapter.heads, card)

@@ -33,7 +33,6 @@ def merge_card(given: Collection, report: MergeReport, made: str, asked: str) ->
     ranks = str(kept[0]) if len(kept) == 1 else f"{kept[0]} to {kept[-1]}"
     largest = max((r.norm for r in report.modules), default=0.0)
     norm = largest * math.sqrt(math.fsum((r.norm / largest) ** 2 for r in report.modules)) if largest else 0.0
-    padded = f"Every module is stored at rank {report.rank}" if report.one_rank else "Each module has its own rank"
     rounding = f", and writing {report.dtype} adds {report.rounding:.2e}" if report.rounding else f" ({report.dtype})"
     more = _others(report.module_weights)
     dropped = "".join(f"\n\nLeft out, {kind}: {_names(names)}." for kind, names in sorted(report.dropped.items()))
@@ -49,7 +48,7 @@ library_name: peft
 
 {made} of {len(given.files)} adapters, exact up to the requested rank ({asked}): ranks {ranks},
 relative truncation error {report.error:.2e} over all modules (norm of the update {norm:.4g}){rounding}.
-{padded}, with alpha = r: the update is B A itself.
+Every module is stored at rank {report.rank}, with alpha = r: the update is B A itself.
 
 {_of_rule(report.weighed)}{_table(columns, rows)}{more}{dropped}
 

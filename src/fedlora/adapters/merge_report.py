@@ -25,8 +25,8 @@ class MergeReport:
     """What a merge or a resize did.
 
     out: the folder; written: False after a dry run. weights: each adapter's, as used; module_weights: for modules and
-    other tensors whose weights differ from those. beside: the result's tensors other than pairs. rank: the result's r;
-    one_rank: whether every module has it. dtype: the result's. error: relative truncation error; rounding: relative
+    other tensors whose weights differ from those. beside: the result's tensors other than pairs. rank: the result's r,
+    which every module has. dtype: the result's. error: relative truncation error; rounding: relative
     error from writing in `dtype` (0 if that is as wide as the computation); both over all modules. beside_rounding: the
     largest such error among the other tensors, each relative to its own size: these are whole weights, and how much
     training changed them is unknown here. modules: one by one. lacking: modules that some adapter lacks. dropped: what
@@ -46,7 +46,6 @@ class MergeReport:
     module_weights: Mapping[str, tuple[float, ...]]
     beside: tuple[str, ...]
     rank: int
-    one_rank: bool
     dtype: str
     error: float
     rounding: float

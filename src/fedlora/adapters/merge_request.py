@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from fedlora.adapters.beside import HeadRule
 from fedlora.adapters.merge_report import Weighed
 from fedlora.adapters.narrowing import parse_type
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, against_mean
-from fedlora.adapters.writer import MERGE, MERGE_FOLDER
-from fedlora.core.folders import FolderKind, check_target, replacing_folder
+from fedlora.adapters.writer import ADAPTER_FOLDER
+from fedlora.core.folders import check_target, replacing_folder
 from fedlora.core.lora import LoRA
 from fedlora.errors import ConfigError
 
@@ -25,15 +26,14 @@ Progress = Callable[[Sequence[str], str], Iterable[str]]  # (steps, activity) ->
 
 @dataclass(frozen=True)
 class Result:
-    """The desired result, however it is made. Fields as in `merge`. vllm: write what vLLM accepts, or refuse. least:
-    the rank to which every module is padded with zero slots, at least."""
+    """The desired result, however it is made. Fields as in `merge`. least: the rank to which every module is padded
+    with zero slots, at least."""
 
     rank: str | int = "exact"
     heads: str = "average"
     dtype: str | None = None
     max_error: float | None = None
     dry_run: bool = False
-    vllm: bool = False
     least: int = 0
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Result:
 class Source:
     """Where a result's modules come from. made: what the result is, in words, for the card; of: what errors are
     relative to. combined: module -> its update. mean: the exact mean to compare with, if the result is not that.
-    weighed: the robust rule's part. own: module -> the only adapter's pair, to write with its bits, and `scaling`."""
+    weighed: the robust rule's part."""
 
     modules: Sequence[str]
     combined: Callable[[str], Combined]
@@ -62,40 +62,29 @@ class Source:
     of: str
     mean: Callable[[str], tuple[LoRA, ModuleReport]] | None = None
     weighed: Weighed | None = None
-    own: Callable[[str], LoRA] | None = None
-    scaling: float = 1.0
 
-    def cut(self, module: str, rule: RankRule, rank: int | None) -> tuple[LoRA, ModuleReport, int]:
-        """The pair, its report, and the rank before the cut. rank: the module's rank under a budget."""
+    def cut(self, module: str, rule: RankRule) -> tuple[LoRA, ModuleReport]:
+        """The pair and its report."""
         found = self.combined(module)
-        cut = found.cut(rule.keep(found.product) if rank is None else rank)
-        return *(cut if self.mean is None else against_mean(*cut, self.mean(module))), found.product.rank
-
-    def stored(self, module: str, lora: LoRA, dtype: torch.dtype) -> LoRA:
-        """The pair to write for `lora`, in units of `scaling`: the adapter's own, if `dtype` holds it at this rank."""
-        own = self.own(module) if self.own is not None else lora
-        if own.rank == lora.rank and all(torch.promote_types(t.dtype, dtype) == dtype for t in own.factors):
-            return own
-        return lora if self.scaling == 1 else LoRA(lora.factors[0] / self.scaling, lora.factors[1])
+        cut = found.cut(rule.keep(found.product))
+        return cut if self.mean is None else against_mean(*cut, self.mean(module))
 
 
 @dataclass(frozen=True)
 class Place:
-    """A result's destination. force: replace what is there, if it is entirely of `kind`. by: the
-    writer's name to record in the result."""
+    """A result's destination. force: replace what is there, if it is only an adapter. inputs: never replaced."""
 
     out: Path
-    kind: FolderKind = MERGE_FOLDER
-    by: str = MERGE
     force: bool = False
+    inputs: Sequence[str | os.PathLike[str]] = ()
 
     def check(self) -> None:
         """Raise `ConfigError` if the result cannot or may not be written; call it before long work."""
-        check_target(self.out, force=self.force, kind=self.kind)
+        check_target(self.out, force=self.force, kind=ADAPTER_FOLDER, inputs=self.inputs)
 
     def building(self) -> AbstractContextManager[Path]:
         """A folder that becomes the result if the block succeeds."""
-        return replacing_folder(self.out, force=self.force, kind=self.kind)
+        return replacing_folder(self.out, force=self.force, kind=ADAPTER_FOLDER, inputs=self.inputs)
 
 
 def one_of(option: str, value: object, known: Sequence[str]) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
 
-from fedlora.adapters.beside import Beside, HeadRule, averaged, kept
+from fedlora.adapters.beside import Beside, HeadRule, averaged
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.labels import labels_of, write_labels
 from fedlora.adapters.merge_card import merge_card
@@ -23,18 +23,15 @@ from fedlora.adapters.narrowing import common_type, name_of, narrowed_pair, pars
 from fedlora.adapters.truncation import (
     ModuleReport,
     RankRule,
-    budget_ranks,
     total_error,
     total_rounding,
 )
-from fedlora.adapters.vllm import VLLM_RANKS, check_vllm, vllm_rank
 from fedlora.adapters.writer import AdapterWriter, pad_rank
 from fedlora.core.messages import Missing
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 
 _MUCH_ROUNDING = 0.02  # bfloat16 rounds numbers in its range by 0.003
-_MOST_PADDING = 2.0  # pad all modules to one rank if the file grows by at most this factor
 _LEFT_AS = {"head": "heads", "bias": "bias", "tokens": "tokens", "base": "base"}  # kind -> its name in reports
 
 
@@ -54,34 +51,31 @@ def write_result(
     dtype, remark = common_type(stored)
     dtype = parse_type(wanted.dtype) if wanted.dtype else dtype
     notes = [*said, *given.notes, *([remark] if remark and not wanted.dtype else []), *_far_apart(given, dtype)]
-    if wanted.vllm:
-        notes += check_vllm(given, [(name, kind) for name, (kind, held) in kept(given, heads).items() if held])
     extras = averaged(given, heads, dtype if wanted.dtype else None, missing, added=dtype)
     notes += _of_first(wanted, given, extras)
     labels, more = _labels(wanted, given, extras)
     notes += more
-    spec = replace(given.spec(extras.saved), scaling=source.scaling)
-    budget = _budget(source, rule, progress)
+    spec = given.spec(extras.saved)
     with ExitStack() as stack:
         building = None if wanted.dry_run else stack.enter_context(place.building())
         limits = given.files[0].limits
         writer = None
         if building is not None:
-            writer = stack.enter_context(AdapterWriter(building, spec, by=place.by, limits=limits))
-        cuts = _cut_each(source, rule, budget, dtype, writer, progress)
-        reports = [cut.report for cut in cuts]
+            writer = stack.enter_context(AdapterWriter(building, spec, limits=limits))
+        reports, width = _cut_each(source, rule, dtype, writer, progress)
         _check_error(wanted, source, reports, extras, dtype)
-        rank, size, more = _one_rank(wanted, rule, cuts, dtype)
+        rank, more = _rank(wanted, rule, reports)
+        size = rank * width * dtype.itemsize
         if size > limits.total:
-            raise ConfigError(f"the result would have {size:,.0f} bytes: choose a lower --rank.")
+            raise ConfigError(f"the result would have {size:,} bytes: choose a lower --rank.")
         notes += more
         if total_rounding(reports) > _MUCH_ROUNDING:
             notes.append(f"{name_of(dtype)} is too narrow for these numbers: writing it moves the update by "
                          f"{total_rounding(reports):.1%}; --dtype float32 is wide enough")  # fmt: skip
         if not any(report.norm for report in reports):
             notes.append(_why_zero(given, missing))
-        size += math.fsum(t.numel() * t.element_size() for t in extras.tensors.values())
-        done = _report(given, place, wanted, source, missing, extras, reports, rank, dtype, notes, int(size))
+        size += sum(t.numel() * t.element_size() for t in extras.tensors.values())
+        done = _report(given, place, wanted, source, missing, extras, reports, rank, dtype, notes, size)
         if building is not None and writer is not None:
             writer.finish(extras.tensors, merge_card(given, done, source.made, str(wanted.rank)), rank=rank)
             if labels:
@@ -92,46 +86,20 @@ def write_result(
 # -------------------------------------------------------------------------------------------------------- ranks, losses
 
 
-def _budget(source: Source, rule: RankRule, progress: Progress) -> list[int] | None:
-    """Each module's rank under a budget, in a separate pass: the first cut needs all spectra."""
-    if rule.kind != "budget":
-        return None
-    reports, costs = [], []
-    for module in progress(source.modules, "measuring"):
-        found = source.combined(module)
-        reports.append(found.report(found.product.rank))
-        costs.append(found.product.d_out + found.product.d_in)
-    return budget_ranks(reports, costs, rule.value)
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """One module of the result. full: its rank before the cut. width: numbers in one more slot."""
-
-    report: ModuleReport
-    full: int
-    width: int
-
-    @property
-    def rank(self) -> int:
-        """Its stored rank, before padding to one common rank."""
-        return max(self.report.kept, 1)
-
-
 def _cut_each(
-    source: Source, rule: RankRule, budget: Sequence[int] | None, dtype: torch.dtype, writer: AdapterWriter | None,
-    progress: Progress,
-) -> list[_Cut]:  # fmt: skip
-    """Cut and narrow every module, and pass it to the writer, if any."""
-    cuts = []
-    for k, module in enumerate(progress(source.modules, "merging")):
-        lora, report, full = source.cut(module, rule, budget[k] if budget else None)
-        lora, moved = narrowed_pair(pad_rank(source.stored(module, lora, dtype), 1), dtype, module)
-        report = replace(report, rounding=moved * abs(source.scaling) / report.norm if report.norm else 0.0)
-        cuts.append(_Cut(report, full, len(lora.factors[0]) + lora.factors[1].shape[1]))
+    source: Source, rule: RankRule, dtype: torch.dtype, writer: AdapterWriter | None, progress: Progress
+) -> tuple[list[ModuleReport], int]:
+    """Cut and narrow every module, and pass it to the writer, if any; the reports, and the numbers in one slot of all
+    modules together."""
+    reports, width = [], 0
+    for module in progress(source.modules, "merging"):
+        lora, report = source.cut(module, rule)
+        lora, moved = narrowed_pair(pad_rank(lora, 1), dtype, module)
+        reports.append(replace(report, rounding=moved / report.norm if report.norm else 0.0))
+        width += len(lora.factors[0]) + lora.factors[1].shape[1]
         if writer is not None:
             writer.add(module, lora)
-    return cuts
+    return reports, width
 
 
 def _check_error(
@@ -176,37 +144,17 @@ def _wider(dtype: torch.dtype) -> str:
     return "float32" if dtype.itemsize < 4 else "float64"
 
 
-def _one_rank(wanted: Result, rule: RankRule, cuts: Sequence[_Cut], dtype: torch.dtype) -> tuple[int, float, list[str]]:
-    """(the rank to pad all modules to, or 0; bytes in the pairs; notes for the user)."""
-    ranks = [cut.rank for cut in cuts]
-    asked = max(wanted.least, *ranks)
-    largest = vllm_rank(asked) if wanted.vllm else asked
-    each = math.fsum(cut.rank * cut.width for cut in cuts) * dtype.itemsize
-    one = largest * math.fsum(cut.width for cut in cuts) * dtype.itemsize
-    notes = []
-    if wanted.least > max(ranks):
-        notes.append(
-            f"rank {wanted.least} is more than the update has ({max(ranks)}): the additional slots are zero in both "
-            f"factors; they change nothing and cannot train"
-        )
-    elif rule.kind == "rank" and rule.value > max(ranks):
-        notes.append(f"you asked for rank {rule.value:.0f}, but the update has only {max(ranks)}: nothing is cut")
-    if rule.kind == "budget" and all(cut.rank >= cut.full for cut in cuts):
-        notes.append(f"budget={rule.value:g} is enough for the whole update (ranks to {max(ranks)}): nothing is cut")
-    if largest > asked:
-        notes.append(
-            f"vLLM takes ranks {', '.join(map(str, VLLM_RANKS))}: rank {asked} is written as {largest}, with slots "
-            f"that are zero in both factors; they change nothing and cannot train"
-        )
-    small = rule.kind != "budget" and one <= _MOST_PADDING * each
-    if min(ranks) == largest or wanted.vllm or wanted.least or small:
-        return largest, one, notes
-    notes.append(
-        f"modules keep ranks {min(ranks)} to {max(ranks)}: programs that read r and lora_alpha (peft, vLLM) get them "
-        f"right, but those that divide lora_alpha by each tensor's rank (llama.cpp) do not. `fedlora resize --rank "
-        f"{max(ranks)}` gives all modules one rank, which is right everywhere, at {one / each:.1f} times the size"
-    )
-    return 0, each, notes
+def _rank(wanted: Result, rule: RankRule, reports: Sequence[ModuleReport]) -> tuple[int, list[str]]:
+    """The rank to which all modules are padded, and notes for the user."""
+    own = max(1, *(report.kept for report in reports))
+    if wanted.least > own:
+        return wanted.least, [
+            f"rank {wanted.least} is more than the update has ({own}): the additional slots are zero in both factors; "
+            f"they change nothing and cannot train"
+        ]
+    if rule.kind == "rank" and rule.value > own:
+        return own, [f"you asked for rank {rule.value:.0f}, but the update has only {own}: nothing is cut"]
+    return own, []
 
 
 # ------------------------------------------------------------------------------------------------------------- reports
@@ -219,8 +167,8 @@ def _report(
     return MergeReport(
         out=str(place.out), written=not wanted.dry_run, adapters=tuple(str(file.directory) for file in given.files),
         weights=given.weights, module_weights=_other_weights(given, reports, missing, extras),
-        beside=tuple(extras.tensors), rank=rank or max(max(report.kept, 1) for report in reports),
-        one_rank=bool(rank), dtype=name_of(dtype), error=total_error(reports), rounding=total_rounding(reports),
+        beside=tuple(extras.tensors), rank=rank, dtype=name_of(dtype), error=total_error(reports),
+        rounding=total_rounding(reports),
         beside_rounding=max(extras.rounding.values(), default=0.0), modules=tuple(reports),
         lacking=tuple(r.module for r in reports if any(r.module not in file.ranks for file in given.files)),
         dropped=_dropped(extras), warnings=tuple(notes), bytes=size,
@@ -234,7 +182,7 @@ def _of_first(wanted: Result, given: Collection, extras: Beside) -> list[str]:
     if wanted.heads == "first" and extras.left:
         notes.append(
             f"--heads first: the first adapter has no {quoted(next(iter(extras.left)), 80)}, so the result leaves "
-            f"out what others trained there ({len(extras.left)} tensors); --heads holders keeps it"
+            f"out what others trained there ({len(extras.left)} tensors)"
         )
     whole = [path for path in extras.tensors if not path.endswith(".lora_B.bias")]
     if wanted.heads == "first" and whole and given.sum:
@@ -262,7 +210,7 @@ def _labels(wanted: Result, given: Collection, extras: Beside) -> tuple[tuple[st
         return (), []
     first, names = next(iter(said.items()))
     other = next((where for where in said if said[where] != names), None)
-    if other is not None and wanted.heads in ("average", "holders") and len(names) in rows:
+    if other is not None and wanted.heads == "average" and len(names) in rows:
         raise AdapterFormatError(
             f"{first} and {other} number their classes differently, {quoted(list(names))} and "
             f"{quoted(list(said[other]))} in labels.json, so a mean of their heads would mix classes. --heads first "

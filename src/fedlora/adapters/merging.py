@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from fedlora.adapters.agreement import check_uploads, same_weights
+from fedlora.adapters.agreement import check_uploads
 from fedlora.adapters.beside import HeadRule
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.limits import Limits
@@ -18,7 +18,6 @@ from fedlora.adapters.merge_result import write_result
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import RankRule
 from fedlora.adapters.uploads import FILE, read_facts
-from fedlora.adapters.writer import MERGE, MERGE_FOLDER, RESIZE, RESIZE_FOLDER, VLLM, VLLM_FOLDER
 from fedlora.core.messages import Missing
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
@@ -51,17 +50,16 @@ def merge(
 
     Args:
         adapters: PEFT directories. out: the directory to write.
-        rank: a number, "exact", "energy=0.99" or "budget=8" (the mean rank). All modules are padded to the largest
-            rank, so that every reader gets the scale right, if that at most doubles the file; under a budget each
-            keeps its own in rank_pattern.
+        rank: a number, "exact" or "energy=0.99". All modules are padded to the largest rank, so that every reader gets
+            the scale right.
         weights: one per adapter; default: equal. weights_from: take them from each adapter's upload.json. sum: use
             weights as they are, including negative ones; otherwise they are divided by their sum.
         missing: how to count an adapter that lacks a module; default "zero", but then adapters that have no module in
             common are refused.
-        heads: for fully trained modules: the mean, the mean over "holders", the first adapter's, or none.
+        heads: for fully trained modules: the mean, the first adapter's, or none.
         dtype: float16, bfloat16, float32 or float64; default: the adapters' own.
         max_error: write nothing beyond this relative error. same_base: treat their base models as one, whatever their
-            names. dry_run: write nothing. force: replace the result of an earlier merge.
+            names. dry_run: write nothing. force: replace a folder that holds only an adapter.
 
     Raises:
         AdapterFormatError: an adapter cannot be read, or does not add up with the others. ConfigError,
@@ -78,7 +76,7 @@ def merge(
         raise ConfigError("--sum uses weights as they are, but --missing renormalise rescales them: leave out one.")
     if isinstance(adapters, str | os.PathLike):
         raise ConfigError("adapters must be a list of directories; for a single one write [directory].")
-    place = Place(Path(out), MERGE_FOLDER, MERGE, force)
+    place = Place(Path(out), force, adapters)
     place.check()
     given, said = collected(
         adapters, weights, weights_from, missing, sum=sum, heads=heads, same_base=same_base,
@@ -120,51 +118,13 @@ def resize(
     rule = RankRule.parse(rank)
     least = int(rule.value) if rule.kind == "rank" else 0
     wanted = Result(rank, "first", dtype, max_error, dry_run, least=least)
-    place = Place(Path(out), RESIZE_FOLDER, RESIZE, force)
-    return _one(adapter, place, wanted, allow_unknown, limits, progress)
-
-
-@own_modes()
-def for_vllm(
-    adapter: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    dtype: str | None = None,
-    drop: bool = False,
-    force: bool = False,
-    allow_unknown: Sequence[str] = (),
-    limits: Limits | None = None,
-    progress: Progress | None = None,
-) -> MergeReport:
-    """Write an adapter as vLLM accepts it: the same update at one of vLLM's ranks, with one alpha and no patterns.
-
-    drop: leave out trained heads, biases and tokens that vLLM does not take. Other arguments as in `merge`.
-
-    Raises:
-        ConfigError: vLLM does not take all of it, and the message says which parts; or as in `merge`.
-    """
-    wanted = Result("exact", "drop" if drop else "first", dtype, vllm=True)
-    return _one(adapter, Place(Path(out), VLLM_FOLDER, VLLM, force), wanted, allow_unknown, limits, progress)
-
-
-def _one(
-    adapter: str | os.PathLike[str],
-    place: Place,
-    wanted: Result,
-    allow_unknown: Sequence[str],
-    limits: Limits | None,
-    progress: Progress | None,
-) -> MergeReport:
-    """Write a single adapter as `wanted`."""
+    place = Place(Path(out), force, [adapter])
     place.check()
     files, said = open_adapters([adapter], allow_unknown, limits)
     given = Collection.of(files)
-    scales = {files[0].scale(path) for path in given.layouts} if wanted.vllm else set()
-    alike = len(scales) == 1  # then one alpha says it, and the factors keep their bits
     source = Source(
         given.modules, lambda module: given.combined(module, "zero", wanted.wide), "The update B A",
-        "the adapter's update", own=(lambda module: files[0].unscaled(module)[0]) if alike else None,
-        scaling=scales.pop() if alike else 1.0,
+        "the adapter's update",
     )  # fmt: skip
     return write_result(given, place, wanted, source, "zero", said, progress)
 
@@ -187,12 +147,10 @@ def collected(
     if weights is not None and weights_from is not None:
         raise ConfigError("give --weights or --weights-from, not both.")
     files, said = open_adapters(adapters, allow_unknown, limits)
-    said += check_uploads(files, counted=weights_from is not None, labels=heads != "drop", same_base=same_base)
+    said += check_uploads(files, counted=weights_from is not None, labels=heads != "drop")
     if weights_from is not None:
         weights = examples_of(files)
-    given = Collection.of(
-        files, weights, sum=sum, same_base=same_base, same_weights=same_weights(files), tokens=heads != "drop"
-    )
+    given = Collection.of(files, weights, sum=sum, same_base=same_base, tokens=heads != "drop")
     if missing is None:
         given.check_common()
     idle = [str(file.directory) for file, weight in zip(files, given.weights, strict=True) if not weight]

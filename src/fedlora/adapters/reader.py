@@ -4,7 +4,6 @@ Reading module by module keeps memory at one module, however many adapters are m
 the exception: opening the file compares them.) Before reading any numbers, it refuses by name whatever would change the
 update or does not fit the config, in this order:
 
-    which format is it?                               foreign_formats
     which fields may a config have?                   config_fields
     what is each key in the file?                     parsed.parse, with config_meaning.extra_kind
     which modules, ranks, alphas do patterns name?    parsed.understand, with config_meaning.resolve and patterns
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlora.adapters import allocation, foreign_formats
+from fedlora.adapters import allocation
 from fedlora.adapters.config_fields import check_config, check_scaling
 from fedlora.adapters.config_meaning import ties_targets
 from fedlora.adapters.judged import check_size, check_update, judge
@@ -135,12 +134,6 @@ class AdapterFile:
         """The base model named in the config."""
         name: str | None = self.config.get("base_model_name_or_path")
         return name
-
-    @property
-    def base(self) -> str:
-        """The base model and its revision, in words."""
-        revision = self.config.get("revision")
-        return f"{self.base_model or 'not named'}{f' at revision {revision}' if revision else ''}"
 
     @property
     def stored(self) -> Mapping[str, Stored]:
@@ -336,15 +329,12 @@ def _opened(
     config_path, weights_path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     for path in (config_path, weights_path):
         if not os.path.lexists(path):
-            foreign_formats.check_folder(directory)
             raise AdapterFormatError(f"{directory} is not a PEFT adapter: it has no {path.name}.")
     config_file = StrangersFile(config_path)
     config = ReadOnly(json_of(config_file, limits))
-    foreign_formats.check_config(config)
     check_config(config, where=str(config_path), allow=allow_unknown, dora=dora)
     weights = StrangersFile(weights_path)
     header = {names.get(key, key): stored for key, stored in header_of(weights, limits).items()}
-    foreign_formats.check_keys(header)
     asked = sum(len(config.get(field) or ()) for field in ("modules_to_save", "target_parameters"))
     limits.check("questions", asked * len(header), f"{asked:,} names for {len(header):,} tensors are too many")
     parsed = parse(config, header)

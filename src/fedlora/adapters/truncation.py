@@ -29,17 +29,14 @@ _TOLD = 1e-9  # relative errors below this are not reported
 
 @dataclass(frozen=True)
 class RankRule:
-    """How many components to keep: "exact" all, "rank" at most `value`, "energy" the fewest that hold this share.
+    """How many components to keep: "exact" all, "rank" at most `value`, "energy" the fewest that hold this share."""
 
-    "budget": as many numbers as rank `value` in every module takes, distributed to lose least (`budget_ranks`).
-    """
-
-    kind: Literal["exact", "rank", "energy", "budget"]
+    kind: Literal["exact", "rank", "energy"]
     value: float = 0.0
 
     @classmethod
     def parse(cls, text: str | int) -> RankRule:
-        """From "exact", a whole number, "energy=0.99" or "budget=8". Raises `HyperparameterError`."""
+        """From "exact", a whole number or "energy=0.99". Raises `HyperparameterError`."""
         if isinstance(text, bool) or not isinstance(text, str | int):
             text = f"<{type(text).__name__}>"
         text = str(text)
@@ -54,16 +51,14 @@ class RankRule:
             value = math.nan
         if kind == "energy" and 0 < value <= 1:
             return cls("energy", value)
-        if kind == "budget" and 0 < value <= 1e6:
-            return cls("budget", value)
         raise HyperparameterError(
-            f"a rank is a whole number from 1 to 999999, 'exact', or 'energy=SHARE' with a share in (0, 1], or "
-            f"'budget=R' with the mean rank R of a module, above 0 and at most 1000000; got {text[:80]!r}."
+            f"a rank is a whole number from 1 to 999999, 'exact', or 'energy=SHARE' with a share in (0, 1]; "
+            f"got {text[:80]!r}."
         )
 
     def keep(self, found: Product) -> int:
         """The number of components this rule keeps."""
-        if self.kind in ("exact", "budget"):  # a budget covers all modules together and is cut later
+        if self.kind == "exact":
             return found.rank
         if self.kind == "rank":
             return min(int(self.value), found.rank)
@@ -96,10 +91,6 @@ class Combined:
 
     def cut(self, rank: int) -> tuple[LoRA, ModuleReport]:
         """The best balanced pair of that rank, and its report."""
-        return LoRA(*self.product.balanced(min(rank, self.product.rank))), self.report(rank)
-
-    def report(self, rank: int) -> ModuleReport:
-        """The report without the pair."""
         s = self.product.s
         kept, unit = min(rank, len(s)), s[0] if s else 1.0
         energy = [(x / unit) ** 2 for x in s]  # unscaled squares would underflow or overflow
@@ -107,7 +98,8 @@ class Combined:
         error = math.sqrt(math.fsum(energy[kept:]) / total) if total else 0.0
         lost = _FLOAT64 * self.product.terms / (math.sqrt(total) * unit) if total else 0.0
         error = math.hypot(error, lost) if lost > _TOLD else error
-        return ModuleReport(self.module, self.stacked, len(s), kept, error, math.sqrt(total) * unit, s)
+        report = ModuleReport(self.module, self.stacked, len(s), kept, error, math.sqrt(total) * unit, s)
+        return LoRA(*self.product.balanced(kept)), report
 
 
 def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: torch.dtype | None = None) -> Combined:
@@ -136,50 +128,12 @@ def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: t
     return Combined(name, sum(lora.rank for lora in loras), found)
 
 
-def merge_module(
-    name: str, loras: Sequence[LoRA], weights: Sequence[float], rule: RankRule
-) -> tuple[LoRA, ModuleReport]:
-    """The weighted sum of updates (`combine`) at the rule's rank, and its report."""
-    found = combine(name, loras, weights)
-    return found.cut(rule.keep(found.product))
-
-
 def against_mean(lora: LoRA, report: ModuleReport, mean: tuple[LoRA, ModuleReport]) -> tuple[LoRA, ModuleReport]:
     """Report a module that a method made, compared with the exact mean: `error` is its distance from that."""
     exact, of_mean = mean
     off = stack([lora.map(torch.Tensor.double), exact.map(torch.Tensor.double)], [1.0, -1.0]).norm()
     error = off / of_mean.norm if of_mean.norm else (math.inf if off else 0.0)
     return lora, replace(report, stacked=of_mean.stacked, full=of_mean.full, error=error, norm=of_mean.norm)
-
-
-def budget_ranks(reports: Sequence[ModuleReport], costs: Sequence[int], mean_rank: float) -> list[int]:
-    """Each module's rank, so that together they hold as many numbers as rank `mean_rank` everywhere and lose least.
-
-    In a module of d_out + d_in = cost numbers per slot, a component of size s removes s^2 from the squared error. We
-    take components by largest s^2 / cost while any fits: if one is too large, smaller ones may follow. Every module
-    keeps at least one.
-
-    Raises:
-        HyperparameterError: the budget is below one slot per module.
-    """
-    budget = mean_rank * sum(costs)
-    left = budget - sum(costs)
-    if left < 0:
-        raise HyperparameterError(f"a budget of mean rank {mean_rank:g} gives less than one slot per module.")
-    unit = max((report.singular_values[0] for report in reports if report.singular_values), default=1.0)
-    gains = [
-        ((s / unit) ** 2 / cost, -module, -place)
-        for module, (report, cost) in enumerate(zip(reports, costs, strict=True))
-        for place, s in enumerate(report.singular_values)
-        if place > 0
-    ]
-    ranks = [min(1, report.full) for report in reports]
-    for _, module, _ in sorted(gains, reverse=True):
-        if costs[-module] > left:
-            continue  # the rest of its module does not fit either
-        ranks[-module] += 1
-        left -= costs[-module]
-    return ranks
 
 
 def total_error(reports: Sequence[ModuleReport]) -> float:

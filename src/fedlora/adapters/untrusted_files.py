@@ -155,8 +155,12 @@ def _object(raw: bytes, limits: Limits, otherwise: str) -> dict[str, Any]:
     return found
 
 
-def raw_header(file: StrangersFile, limits: Limits) -> tuple[dict[str, Any], int]:
-    """A safetensors file's JSON header, and the offset of its data. Raises `AdapterFormatError`."""
+def header_of(file: StrangersFile, limits: Limits) -> Mapping[str, Stored]:
+    """A safetensors file's tensors from its header, checked against the file's size.
+
+    Raises:
+        AdapterFormatError: not a safetensors file, damaged, or beyond `limits`.
+    """
     path, size = file.path, file.size
     limits.check("total", size, f"{path} has {size:,} bytes")
     length = struct.unpack("<Q", file.read(0, 8))[0] if size >= 8 else 0
@@ -166,17 +170,8 @@ def raw_header(file: StrangersFile, limits: Limits) -> tuple[dict[str, Any], int
             f"{size:,}."
         )
     limits.check("header", length, f"{path} has a header of {length:,} bytes")
-    return _object(bytes(file.read(8, length)), limits, f"{path} is damaged: its header is not JSON"), 8 + length
-
-
-def header_of(file: StrangersFile, limits: Limits) -> Mapping[str, Stored]:
-    """A safetensors file's tensors from its header, checked against the file's size.
-
-    Raises:
-        AdapterFormatError: not a safetensors file, damaged, or beyond `limits`.
-    """
-    path, size = file.path, file.size
-    header, data = raw_header(file, limits)
+    header = _object(bytes(file.read(8, length)), limits, f"{path} is damaged: its header is not JSON")
+    data = 8 + length
     notes = header.pop("__metadata__", None)
     if notes is not None and not (isinstance(notes, dict) and all(isinstance(text, str) for text in notes.values())):
         raise AdapterFormatError(f"{path} is damaged: the __metadata__ in its header is not a table of strings.")

@@ -30,15 +30,13 @@ _MOST_EXAMPLES = 1e15  # keeps sums over any number of clients finite and accura
 @dataclass(frozen=True)
 class Facts:
     """The contents of an adapter's upload.json. client, examples: without the file, the adapter's own path and 1, and
-    `there` is False. round: from 1. labels: the classes, in order. base: file of the base model -> its SHA-256. Missing
-    facts are None."""
+    `there` is False. round: from 1. labels: the classes, in order. Missing facts are None."""
 
     directory: Path
     client: str
     examples: float = 1
     round: int | None = None
     labels: tuple[str, ...] | None = None
-    base: Mapping[str, str] | None = None
     there: bool = True
 
 
@@ -67,9 +65,10 @@ def read_facts(directory: Path, limits: Limits | None = None) -> Facts:
           f"a name of up to {_LONGEST_NAME} letters on one line")  # fmt: skip
     known("num_examples", lambda v: 0 <= v <= _MOST_EXAMPLES, f"a number from 0 to {_MOST_EXAMPLES:g}")
     number = known("round", lambda v: type(v) is int and 1 <= v < 2**31, "a whole number from 1")
-    labels = known("label_names", lambda v: isinstance(v, list) and _texts(v), "a list of texts")
-    base = known("base_model_sha256", lambda v: isinstance(v, dict) and _texts(v.values()), "names and digests")
-    return Facts(directory, client, examples, number, None if labels is None else tuple(labels), base)
+    labels = known(
+        "label_names", lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v), "a list of texts"
+    )
+    return Facts(directory, client, examples, number, None if labels is None else tuple(labels))
 
 
 def write_upload(
@@ -84,9 +83,5 @@ def write_upload(
     `more`: how it came about. An existing upload is replaced."""
     facts = {"client": upload.client.id, "num_examples": upload.num_examples, "round": round, **(more or {})}
     with replacing_folder(directory, force=True, kind=UPLOAD_FOLDER) as building:
-        write_adapter(building, upload.adapter, spec, by="fedlora")
+        write_adapter(building, upload.adapter, spec)
         files.write(building / FILE, json.dumps(facts, indent=2) + "\n")
-
-
-def _texts(values: Any) -> bool:
-    return all(isinstance(value, str) for value in values)

@@ -29,7 +29,6 @@ from fedlora.adapters.config_fields import check_scaling
 from fedlora.adapters.config_meaning import TOKENS
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.limits import Limits
-from fedlora.adapters.mark import marked, only_by
 from fedlora.adapters.module_names import Parameters, asked_as, plain, wrapped
 from fedlora.adapters.patterns import every_one_alone
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterFile
@@ -47,16 +46,8 @@ _UNSAID: Mapping[str, Any] = {
     "lora_bias": False, "inference_mode": True,
 }  # fmt: skip
 _FILES = rf"{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)}|README\.md"
-ADAPTER_FOLDER = FolderKind("an adapter", CONFIG_FILE, _FILES)
-# Values of the mark that names a folder's writer in its weights.
-MERGE, RESIZE, RUN = "fedlora merge", "fedlora resize", "fedlora run"
-VLLM = "fedlora export --for vllm"
-_WEIGHTS = f"**/{WEIGHTS_FILE}"
-_RESULT = rf"{_FILES}|labels\.json"
-MERGE_FOLDER = FolderKind("a merged adapter", CONFIG_FILE, _RESULT, only_by(MERGE, _WEIGHTS))
-RESIZE_FOLDER = FolderKind("a resized adapter", CONFIG_FILE, _RESULT, only_by(RESIZE, _WEIGHTS))
-VLLM_FOLDER = FolderKind("an adapter for vLLM", CONFIG_FILE, _RESULT, only_by(VLLM, _WEIGHTS))
-UPLOAD_FOLDER = FolderKind("an upload", CONFIG_FILE, rf"{_FILES}|upload\.json", only_by("fedlora", _WEIGHTS))
+ADAPTER_FOLDER = FolderKind("an adapter", CONFIG_FILE, rf"{_FILES}|labels\.json")
+UPLOAD_FOLDER = FolderKind("an upload", CONFIG_FILE, rf"{_FILES}|upload\.json")
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ class AdapterWriter:
     """with AdapterWriter(directory, spec) as writer: writer.add(module, lora) ...; writer.finish(heads, card)
 
     The directory must be new, empty, or contain only an adapter, which is replaced whole: never a mixture of two.
-    by: the command that may replace it (`mark`). limits: for reading the files back before they appear.
+    limits: for reading the files back before they appear.
 
     Raises:
         AdapterFormatError: values are not finite, a module has rank 0, an expert is missing at the end, or
@@ -109,11 +100,9 @@ class AdapterWriter:
         ...     writer.finish({})
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], spec: AdapterSpec, *, by: str = "", limits: Limits | None = None
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], spec: AdapterSpec, *, limits: Limits | None = None) -> None:
         check_scaling(spec.scaling)
-        self._directory, self._spec, self._by, self._limits = Path(directory), spec, by, limits
+        self._directory, self._spec, self._limits = Path(directory), spec, limits
         check_target(self._directory, force=True, kind=ADAPTER_FOLDER)
         self._scratch = self._new_scratch()
         self._header: dict[str, dict[str, Any]] = {}
@@ -231,7 +220,7 @@ class AdapterWriter:
         self._header[key] = {"dtype": type_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": offsets}
 
     def _write_weights(self, path: Path) -> None:
-        header = json.dumps({"__metadata__": marked(self._by), **dict(sorted(self._header.items()))}).encode()
+        header = json.dumps({"__metadata__": {"format": "pt"}, **dict(sorted(self._header.items()))}).encode()
         header += b" " * (-len(header) % 8)  # the format aligns the data to 8 bytes
         with files.replacing(path) as file:
             file.write(struct.pack("<Q", len(header)) + header)
@@ -243,7 +232,7 @@ class AdapterWriter:
         it has an effect, because older peft versions refuse fields they do not know."""
         spec = self._spec
         largest = max(self._ranks.values())  # r: readers that ignore patterns then allocate enough
-        other = {self._pattern(path): r for path, r in self._ranks.items() if r != largest}
+        other = {self._patterns[path]: r for path, r in self._ranks.items() if r != largest}
         needed = {"peft_type": "LORA", "r": largest, "lora_alpha": alpha_for(spec.scaling, largest)}
         saved = saved_modules_for(spec.config, heads)
         found = {
@@ -264,10 +253,6 @@ class AdapterWriter:
         known = found.keys() if spec.fields is None else spec.fields | spec.config.keys()
         said = {key: value for key, value in found.items() if key in known or value != _UNSAID.get(key)}
         return {**spec.config, **said, **needed}
-
-    def _pattern(self, path: str) -> str:
-        """A pattern that matches only this path."""
-        return self._patterns[path]
 
     @cached_property
     def _patterns(self) -> Mapping[str, str]:

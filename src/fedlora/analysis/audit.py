@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from fedlora.client import send
 from fedlora.core.lora import Adapter, LoRA, stack
 from fedlora.core.messages import Upload
-from fedlora.core.method import Method, Readout
+from fedlora.core.method import Method
 from fedlora.errors import FedLoRAError, NoGlobalModel, ShapeError
 from fedlora.linalg import rank_tolerance, svd_of_product
 from fedlora.methods._spectral import instantiate
@@ -126,32 +126,19 @@ class GaugeStress:
         return regauge(upload, self.condition, seed=seed, as_sent=True)
 
 
-def gauge_drift(
-    server: Server, state: ServerState, uploads: Sequence[Upload], *, condition: float = 10.0, as_sent: bool = False
-) -> float:
-    """How far, relatively, the server's model moves when clients express their updates in random coordinates.
-
-    By default it describes the method, on float64 copies. as_sent: it describes this server, on uploads in their own
-    dtypes before and after. An exact method then moves as far as the mean itself does: see `storing_drift`.
+def gauge_drift(server: Server, state: ServerState, uploads: Sequence[Upload], *, condition: float = 10.0) -> float:
+    """How far, relatively, the server's model moves when clients express float64 copies of their updates in random
+    coordinates.
 
     Example:
         >>> begun = server.init(seed_adapter)
         >>> gauge_drift(Server(build("svd")), begun, uploads) < 1e-9
         True
     """
-    before = uploads if as_sent else [replace(u, adapter=u.adapter.map(Tensor.double)) for u in uploads]
     with _without_warnings():
-        plain = server.aggregate(state, before)
-        moved = server.aggregate(state, [regauge(u, condition, as_sent=as_sent) for u in uploads])
+        plain = server.aggregate(state, [replace(u, adapter=u.adapter.map(Tensor.double)) for u in uploads])
+        moved = server.aggregate(state, [regauge(u, condition) for u in uploads])
     return relative_difference(server.global_update(moved), server.global_update(plain))
-
-
-def storing_drift(
-    uploads: Sequence[Upload], weights: Mapping[str, float], *, condition: float = 10.0, seed: int = 0
-) -> float:
-    """How far the float64 mean itself moves when the uploads are stored in random coordinates, in their own dtypes."""
-    moved = [regauge(u, condition, seed=seed, as_sent=True) for u in uploads]
-    return relative_difference(mean_update(moved, weights), mean_update(uploads, weights))
 
 
 # ---------------------------------------------------------------------------------------------------- a whole method
@@ -159,16 +146,14 @@ def storing_drift(
 
 @dataclass(frozen=True)
 class Audit:
-    """What one method makes of one round's uploads: once from float64 copies, which tests the method, and once from the
-    uploads in their own dtypes, which tests the server (the fields named `sent`).
+    """What one method makes of float64 copies of one round's uploads.
 
-    error, sent_error: the relative error of the server's update against the true mean of the stored factors; None if
-    that mean is zero. drift, sent_drift: condition of the random gauges -> the largest relative change of the server's
-    update over the draws; None if one factor travels, so that there is no gauge to change, or the mean is zero.
-    storing: how far the mean itself moves when the uploads are stored in those gauges in their own dtypes.
-    readout_drift, sent_readout_drift: like drift, for what each client starts from; the largest over clients too.
-    zero_mean: the mean update is zero up to rounding of its terms. modules: module -> the method's diagnostics.
-    refused: why the method cannot take these uploads; all other fields are then empty.
+    error: the relative error of the server's update against the true mean; None if that mean is zero. drift: condition
+    of the random gauges -> the largest relative change of the server's update over the draws; None if one factor
+    travels, so that there is no gauge to change, or the mean is zero. readout_drift: the same for what each client
+    starts from; the largest over clients too. zero_mean: the mean update is zero up to rounding of its terms. modules:
+    module -> the method's diagnostics. refused: why the method cannot take these uploads; all other fields are then
+    empty.
 
     Example:
         >>> from fedlora.analysis.audit import audit
@@ -183,10 +168,6 @@ class Audit:
     readout_drift: Mapping[float, float] | None = None
     modules: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     refused: str | None = None
-    sent_error: float | None = None
-    sent_drift: Mapping[float, float] | None = None
-    sent_readout_drift: Mapping[float, float] | None = None
-    storing: Mapping[float, float] | None = None
     zero_mean: bool = False
 
 
@@ -198,15 +179,13 @@ def audit(
     The server starts from the best common adapter at the uploads' rank, because some methods compare uploads with what
     the server sent. A method that freezes A accepts only uploads with a common A.
     """
-    on_w0 = (replace(u, adapter=Adapter(u.adapter.modules, base={})) for u in uploads)
-    came = sorted(on_w0, key=lambda u: u.client.id)
-    bare = [replace(u, adapter=u.adapter.map(Tensor.double)) for u in came]
-    broken = [u.client.id for u in bare if not all(bool(torch.isfinite(t).all()) for t in _tensors(u))]
+    on_w0 = (replace(u, adapter=Adapter(u.adapter.modules, base={}).map(Tensor.double)) for u in uploads)
+    bare = sorted(on_w0, key=lambda u: u.client.id)
+    broken = [u.client.id for u in bare if not all(bool(torch.isfinite(t).all()) for t in u.adapter.tensors())]
     if broken:
         return Audit(name, refused=f"the adapter of {broken[0]!r} ({len(broken)} such) holds NaN or Inf.")
     server = Server(method, heads="frozen")
-    start = _common_start(bare)
-    state = server.init(start)
+    state = server.init(_common_start(bare))
     roles = server.roles(state)
     one_factor = (roles.B, roles.A) != ("shared", "shared")
     try:
@@ -215,10 +194,6 @@ def audit(
         if one_factor:
             _require_common("A" if roles.A == "frozen" else "B", bare)
         after = server.aggregate(state, [replace(u, adapter=send(u.adapter, roles)) for u in bare])
-        # In their own dtypes: from a start of the same dtype, because wide factors would widen it.
-        wide = any(t.dtype == torch.float64 for u in came for t in _tensors(u))
-        plain_state = server.init(start if wide else start.map(Tensor.float))
-        as_sent = server.aggregate(plain_state, [replace(u, adapter=send(u.adapter, roles)) for u in came])
     except FedLoRAError as refusal:
         return Audit(name, refused=str(refusal))
     tally = after.tally
@@ -228,59 +203,19 @@ def audit(
     zero_mean = _is_zero(mean)
     found = Audit(name, modules=server.diagnostics(after), zero_mean=zero_mean)
     if not zero_mean:
-        found = replace(
-            found,
-            error=relative_difference(_learned(server, state, after), mean),
-            sent_error=relative_difference(_learned(server, plain_state, as_sent), mean),
-        )
+        found = replace(found, error=relative_difference(_learned(server, state, after), mean))
     if one_factor or zero_mean:
         return found
+    drift, readout_drift = {}, {}
     with _without_warnings():  # about coordinates that are bad on purpose
-        exact, as_came = (
-            {c: _largest([_moves(server, played, c, draw) for draw in range(draws)]) for c in conditions}
-            for played in (_Played(state, after, bare, False), _Played(plain_state, as_sent, came, True))
-        )
-    return replace(
-        found,
-        drift={c: moves[0] for c, moves in exact.items()},
-        readout_drift={c: moves[1] for c, moves in exact.items()},
-        sent_drift={c: moves[0] for c, moves in as_came.items()},
-        sent_readout_drift={c: moves[1] for c, moves in as_came.items()},
-        storing={c: moves[2] for c, moves in as_came.items()},
-    )
-
-
-@dataclass(frozen=True)
-class _Played:
-    """A round: the server before and after it. as_sent: the uploads also keep their dtypes in other coordinates."""
-
-    before: ServerState
-    after: ServerState
-    uploads: Sequence[Upload]
-    as_sent: bool
-
-
-def _moves(server: Server, played: _Played, condition: float, draw: int) -> tuple[float, float, float]:
-    """How far three things move when the uploads change coordinates: the server's update, what clients start from, and,
-    as sent, the uploads' mean itself. inf if the uploads' dtype cannot hold these coordinates."""
-    there = [regauge(u, condition, seed=draw, as_sent=played.as_sent) for u in played.uploads]
-    if not all(bool(torch.isfinite(t).all()) for u in there for t in _tensors(u)):
-        return math.inf, math.inf, math.inf
-    moved = server.aggregate(played.before, there)
-    weights = played.after.tally.weights if played.after.tally else {}
-    return (
-        relative_difference(server.global_update(moved), server.global_update(played.after)),
-        max(
-            relative_difference(*(server.download(s, u.client).adapter.modules for s in (moved, played.after)))
-            for u in played.uploads
-        ),
-        relative_difference(mean_update(there, weights), mean_update(played.uploads, weights)) if played.as_sent else 0,
-    )
-
-
-def _largest(draws: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    model, readouts, mean = (max(moves) for moves in zip(*draws, strict=True))
-    return model, readouts, mean
+        for c in conditions:
+            moved = [server.aggregate(state, [regauge(u, c, seed=draw) for u in bare]) for draw in range(draws)]
+            drift[c] = max(relative_difference(server.global_update(s), server.global_update(after)) for s in moved)
+            readout_drift[c] = max(
+                relative_difference(*(server.download(s, u.client).adapter.modules for s in (other, after)))
+                for other in moved for u in bare
+            )  # fmt: skip
+    return replace(found, drift=drift, readout_drift=readout_drift)
 
 
 @contextmanager
@@ -296,7 +231,8 @@ def _without_warnings() -> Iterator[None]:
 
 def _learned(server: Server, before: ServerState, after: ServerState) -> dict[str, LoRA]:
     """The server's update after a round, less the change of the base weight before it."""
-    base = {m: change.base.total for m, change in _readouts(server, before).items() if change.base is not None}
+    read = {m: server.method.readout(s, None, before.start.modules[m].rank) for m, s in before.modules.items()}
+    base = {m: readout.base.total for m, readout in read.items() if readout.base is not None}
     got = {m: lora.map(Tensor.double) for m, lora in server.global_update(after).items()}
     return {m: stack([lora, base[m].map(Tensor.double)], [1.0, -1.0]) if m in base else lora for m, lora in got.items()}
 
@@ -309,10 +245,6 @@ def _is_zero(mean: Mapping[str, LoRA]) -> bool:
         if lora.norm() > 64 * torch.finfo(torch.float64).eps * float(torch.linalg.vector_norm(sizes)):
             return False
     return True
-
-
-def _tensors(upload: Upload) -> list[Tensor]:
-    return [t for lora in upload.adapter.modules.values() for t in lora.tensors().values()]
 
 
 def _common_start(uploads: Sequence[Upload]) -> Adapter:
@@ -345,7 +277,3 @@ def _require_common(factor: str, uploads: Sequence[Upload]) -> None:
     for name in sorted({name for u in uploads for name in u.adapter.modules}):
         if not _is_common(factor, [u.adapter.modules[name] for u in uploads if name in u.adapter.modules]):
             raise ShapeError(f"it freezes {factor} at one common value, but these adapters have different ones.")
-
-
-def _readouts(server: Server, state: ServerState) -> dict[str, Readout]:
-    return {m: server.method.readout(s, None, state.start.modules[m].rank) for m, s in state.modules.items()}

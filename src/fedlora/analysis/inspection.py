@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fedlora.adapters import allocation
-from fedlora.adapters.agreement import same_weights
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.reader import AdapterFile
 from fedlora.core.lora import LoRA, stack
@@ -155,7 +154,7 @@ def comparable(files: Sequence[AdapterFile]) -> list[AdapterFile]:
         AdapterFormatError: they have several base models, a module has two shapes, or two adapters' largest modules
             would not fit into memory together.
     """
-    files = list(Collection.of(files, same_weights=same_weights(files)).files)
+    files = list(Collection.of(files).files)
     first: dict[str, tuple[tuple[int, ...], AdapterFile]] = {}
     for file in files:
         for path in file.layouts:

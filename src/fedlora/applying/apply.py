@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import math
-import os
 import re
-import shutil
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from fedlora.adapters import allocation
-from fedlora.adapters.mark import marked, only_by
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.base_folder import CONFIG, BaseFiles, SideFile, copy_side_file
 from fedlora.applying.card import CARD, card_of, full_card
@@ -37,7 +32,6 @@ from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.stored import stored_bytes
 
-_APPLY = "fedlora export --for merged"
 _SHARD = "5GB"  # most weights in one file
 Progress = Callable[[Sequence[str]], Iterable[str]]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -92,15 +86,14 @@ def apply_adapter(
 
     Args:
         dtype: for all floating-point tensors in the result; None: the base model's own.
-        force: replace a model with the same files that `apply_adapter` wrote.
+        force: replace a model of the same files, with nothing else in its folder.
 
     Raises:
         AdapterFormatError: the adapter does not fit the base model, or the work would exceed the memory limit.
         ConfigError: the base's files are invalid; `out` is not empty, lies in an input, or cannot be written.
     """
     kept, left_out = base.side_files()
-    how: Any = {"force": force, "kind": model_folder(kept)}
-    _refuse_inside(file.directory, base.directory, out)
+    how: Any = {"force": force, "kind": model_folder(kept), "inputs": [file.directory, base.directory]}
     check_target(out, **how)
     verdict = judged(file, base)
     _check_memory(verdict)
@@ -122,16 +115,7 @@ def model_folder(kept: Sequence[SideFile]) -> FolderKind:
     copied = "|".join(re.escape(file.name) for file in kept)
     shards = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
     own = f"{shards}|{re.escape(CONFIG)}|{re.escape(CARD)}|generation_config\\.json"
-    mark = only_by(_APPLY, "model*.safetensors")
-    return FolderKind("a model that export writes for this base", CONFIG, f"{own}|{copied}", mark)
-
-
-def _refuse_inside(adapter: Path, base: Path, out: Path) -> None:
-    """Raise `ConfigError` if the result would lie in one of its inputs."""
-    place = Path(os.path.realpath(out))
-    for name, folder in (("the adapter", adapter), ("the base model", base)):
-        if Path(os.path.realpath(folder)) in (place, *place.parents):
-            raise ConfigError(f"{out} is the folder of {name}, or lies in it; name another directory.")
+    return FolderKind("a model that export writes for this base", CONFIG, f"{own}|{copied}")
 
 
 def _check_memory(verdict: Judged) -> None:
@@ -193,8 +177,6 @@ def _write(verdict: Judged, folder: Path, dtype: torch.dtype | None, progress: P
     digests = dict(_change(verdict, model, dtype, progress, costs))
     with quiet():
         model.save_pretrained(folder, max_shard_size=_SHARD)
-    for path in folder.glob("model*.safetensors"):
-        _mark(path)
     del model
     gc.collect()  # modules refer to each other, and the next line loads another model
     _check_written(verdict, folder, digests)
@@ -272,18 +254,6 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
     owner = _owner(model, name)
     held: dict[str, Any] = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
     held[name.rpartition(".")[2]] = tensor
-
-
-def _mark(path: Path) -> None:
-    """Record the writer in the file's header, which transformers offers no way to do."""
-    new = path.with_name(f"{path.name}.new")
-    with path.open("rb") as source, new.open("xb") as target:
-        header = json.loads(source.read(struct.unpack("<Q", source.read(8))[0])) | {"__metadata__": marked(_APPLY)}
-        raw = json.dumps(header, separators=(",", ":")).encode()
-        raw += b" " * (-len(raw) % 8)
-        target.write(struct.pack("<Q", len(raw)) + raw)
-        shutil.copyfileobj(source, target, 2**23)
-    os.replace(new, path)
 
 
 def _check_written(verdict: Judged, folder: Path, digests: Mapping[str, tuple[torch.dtype, str]]) -> None:

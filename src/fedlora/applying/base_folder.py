@@ -123,10 +123,6 @@ class BaseFiles:
                 f"weights, from which those that an adapter was trained beside may differ by rounding."
             )
 
-    def digests(self) -> dict[str, str]:
-        """Weights file -> SHA-256. Reads all of them."""
-        return {shard: file.sha256() for shard, file in self._files.items()}
-
     def tensor(self, name: str) -> Tensor:
         """One tensor. Raises `ConfigError` if its file has changed since it was opened."""
         try:

@@ -1,8 +1,11 @@
 """Writes an adapter as a GGUF file, which llama.cpp adds to its base model (`--lora`).
 
 llama.cpp computes W + alpha / r lora_b lora_a for each pair, with one alpha for the whole file and the tensor's own r.
-It takes nothing else that was trained: a saved head, a trained bias or token is named and refused, or left out if the
-user says so. Names, shapes and the order of rows: `gguf_base`.
+It takes nothing else that was trained: a saved head, a trained bias or token is named and refused.
+
+Read in llama.cpp's source in November 2026 (conversion/, src/llama-adapter.cpp). The types of model listed here are
+those whose conversion to GGUF renames tensors and, for some, reorders the rows of q and k, but changes no update. The
+package gguf has the names.
 """
 
 from __future__ import annotations
@@ -19,34 +22,40 @@ from torch import Tensor
 
 from fedlora.adapters import allocation
 from fedlora.adapters.card_text import base_line
+from fedlora.adapters.module_names import plain
 from fedlora.adapters.narrowing import TYPES, common_type, name_of, narrowed_pair
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.base_folder import BaseFiles
-from fedlora.applying.gguf_base import GGUFBase, base_of_file, base_of_folder, check_fits
-from fedlora.applying.judge import judged
+from fedlora.applying.judge import Judged, judged
 from fedlora.applying.relation import relation
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError, escaped
 
 NAME, CARD = "adapter.gguf", "README.md"
-_MARK, _BY = "fedlora.written_by", "fedlora export --for gguf"
 GGUF_TYPES = {name: TYPES[name] for name in ("float16", "bfloat16", "float32")}
 _EQUAL = 2.0**-23  # alpha is a float32, and llama.cpp divides in float32
+# transformers' model_type -> llama.cpp's name of the architecture.
+_ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma", "gemma2": "gemma2",
+    "gemma3_text": "gemma3", "phi3": "phi3",
+}  # fmt: skip
+_REORDERED = ("llama",)  # architectures whose q and k are stored with each head's even rows before its odd ones
+_WAY = "`fedlora export --for merged` writes the full model, which llama.cpp's converter takes"
 
 
 @dataclass(frozen=True)
 class WrittenGGUF:
     """What was written. arch: llama.cpp's name of the base's architecture. names: module -> the base's tensor. alpha:
-    the file's. folded: modules whose own scale went into lora_b. dropped: what the file leaves out. rounding: the
-    relative change of the updates by writing `dtype`."""
+    the file's. folded: modules whose own scale went into lora_b. rounding: the relative change of the updates by
+    writing `dtype`."""
 
     arch: str
     names: Mapping[str, str]
     alpha: float
     folded: tuple[str, ...]
-    dropped: tuple[str, ...]
     dtype: str
     rounding: float
     notes: tuple[str, ...]
@@ -54,19 +63,17 @@ class WrittenGGUF:
 
 def write_gguf(
     file: AdapterFile,
-    base: Path,
+    base: BaseFiles,
     out: Path,
     dtype: str | None = None,
     *,
-    drop: bool = False,
     force: bool = False,
 ) -> WrittenGGUF:
     """Write `out`/adapter.gguf and a card.
 
     Args:
-        base: the base model's directory, or its GGUF file. dtype: of the factors, from `GGUF_TYPES`; None: as they are
-            stored, or float32 if that is wider or a scale went into them. drop: leave out what llama.cpp does not take.
-        force: replace what this function wrote earlier.
+        dtype: of the factors, from `GGUF_TYPES`; None: as they are stored, or float32 if that is wider or a scale went
+            into them. force: replace a folder of these two files.
 
     Raises:
         AdapterFormatError: the adapter does not fit the base, or llama.cpp would not add all of it. ConfigError: the
@@ -74,12 +81,13 @@ def write_gguf(
     """
     if dtype is not None and dtype not in GGUF_TYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(GGUF_TYPES)}; got {dtype[:40]!r}.")
-    place: dict[str, Any] = {"force": force, "kind": _KIND}
+    place: dict[str, Any] = {"force": force, "kind": _KIND, "inputs": [file.directory, base.directory]}
     check_target(out, **place)
     try:
-        given, (file, served, notes) = file, _fitted(file, base)
-        names = check_fits(file, served)  # first: to leave something out helps no pair that llama.cpp cannot add
-        dropped = _checked_extras(given, BaseFiles(base) if base.is_dir() else None, drop=drop)
+        given, verdict = file, judged(file, base)
+        file, served = verdict.file, _base_of(verdict)
+        names = _names(file, served)
+        _check_extras(given, base)
         allocation.check(3 * allocation.bytes_to_read(file.stored.values()), "writing GGUF", file.limits)
         alpha, folded = _alpha(file)
         wide = common_type(each.dtype for path in names for each in file.pair(path))[0]
@@ -92,47 +100,115 @@ def write_gguf(
     with replacing_folder(out, **place) as building:
         _write(building / NAME, served.arch, alpha, tensors)
         files.write(building / CARD, _card(file, served.arch, len(names)))
-    return WrittenGGUF(served.arch, names, alpha, folded, dropped, name_of(stored), rounding, notes)
+    notes = (*relation(file, base), *verdict.built.notes)
+    return WrittenGGUF(served.arch, names, alpha, folded, name_of(stored), rounding, notes)
 
 
 # -------------------------------------------------------------------------------------------------------------- inside
 
 
-def _checked_extras(file: AdapterFile, base: BaseFiles | None, *, drop: bool) -> tuple[str, ...]:
-    """Names of the tensors other than pairs, which the file leaves out, without mere copies of the base's own. Raises
-    unless the user agreed."""
+@dataclass(frozen=True)
+class _Base:
+    """A base model as llama.cpp holds it. arch: llama.cpp's name. heads: of queries and of keys. tied: the token
+    embeddings are the output layer too."""
+
+    arch: str
+    blocks: int
+    heads: tuple[int, int]
+    tied: bool
+
+    def tensor(self, path: str) -> str:
+        """The base's tensor that a pair at `path` updates.
+
+        Raises:
+            AdapterFormatError: llama.cpp has no such tensor, or would not add the update to it.
+        """
+        import gguf
+
+        arch = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch), None)
+        if arch is None:
+            raise ConfigError(f"the installed gguf does not know architecture {self.arch}: pip install --upgrade gguf.")
+        found = gguf.get_tensor_name_map(arch, self.blocks).get_name(plain(path))
+        if found is None:
+            raise AdapterFormatError(
+                f"llama.cpp has no tensor for {quoted(path)} in a model of architecture {self.arch} with "
+                f"{self.blocks} blocks. {_WAY}"
+            )
+        if self.tied and found == "output":
+            raise AdapterFormatError(
+                f"it changes {quoted(path)}, but this base has one tensor for embeddings and output, and llama.cpp "
+                f"adds no update to one use of it. {_WAY}"
+            )
+        return f"{found}.weight"
+
+    def ordered(self, name: str, B: Tensor) -> Tensor:
+        """B (d_out, r) with its rows as llama.cpp orders those of the tensor `name`."""
+        which = {"attn_q": 0, "attn_k": 1}.get(name.split(".")[-2])
+        if which is None or self.arch not in _REORDERED:
+            return B
+        return B[torch.arange(len(B)).reshape(self.heads[which], 2, -1).transpose(1, 2).reshape(-1)]
+
+
+def _base_of(verdict: Judged) -> _Base:
+    """The base model against which the adapter was judged.
+
+    Raises:
+        ConfigError: its type is not one of those listed here.
+    """
+    config = verdict.built.config
+    arch = _ARCHITECTURES.get(config.model_type)
+    if arch is None:
+        raise ConfigError(
+            f"the base model {verdict.base.directory} is of type {quoted(str(config.model_type), 60)}; fedlora writes "
+            f"GGUF adapters for {', '.join(_ARCHITECTURES)}. {_WAY}."
+        )
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    tied = bool(config.tie_word_embeddings) or "lm_head.weight" not in verdict.base.stored
+    return _Base(arch, config.num_hidden_layers, heads, tied)
+
+
+def _names(file: AdapterFile, base: _Base) -> dict[str, str]:
+    """Module of the adapter -> the base's tensor that it updates.
+
+    Raises:
+        AdapterFormatError: llama.cpp could not add one of the pairs to this base.
+    """
+    found = {}
+    for path, layout in file.layouts.items():
+        if layout.kind not in ("linear", "adalora"):
+            raise AdapterFormatError(
+                f"a GGUF adapter of fedlora has LoRA of linear layers only, not of kind {layout.kind}, such as "
+                f"{quoted(path)}. {_WAY}"
+            )
+        found[path] = base.tensor(path)
+    return found
+
+
+def _check_extras(file: AdapterFile, base: BaseFiles) -> None:
+    """Raise `AdapterFormatError` for tensors other than pairs, except mere copies of the base's own."""
     added = next((name for name in file.heads if file.kind(name) == "added"), None)
     if added is not None:
         raise AdapterFormatError(
-            f"llama.cpp takes no biases of the update (lora_bias), such as {added!r}, and --drop does not help, as "
-            f"they are part of the update; `fedlora export --for merged` writes the whole"
+            f"llama.cpp takes no biases of the update (lora_bias), such as {added!r}; "
+            f"`fedlora export --for merged` writes the whole"
         )
-    lost = tuple(name for name in file.heads if not (base is not None and _is_copy(file, name, base)))
-    if lost and not drop:
+    lost = [name for name in file.heads if not _is_copy(file, name, base)]
+    if lost:
         kinds = Counter(map(file.kind, lost))
         what = ", ".join(f"{count} of kind {kind}" for kind, count in sorted(kinds.items()))
         raise AdapterFormatError(
             f"llama.cpp would not get {len(lost)} tensors trained or stored beside the pairs ({what}), such as "
-            f"{lost[0]!r}. `fedlora export --for merged` writes the whole; --drop leaves them out, but the "
-            f"result is then another model"
+            f"{lost[0]!r}. `fedlora export --for merged` writes the whole; `fedlora merge ADAPTER --heads drop` leaves "
+            f"them out, but the result is then another model"
         )
-    return lost
 
 
 def _is_copy(file: AdapterFile, name: str, base: BaseFiles) -> bool:
-    """Whether a tensor beside the pairs is the base's own: peft stores a copy of an adapted embedding."""
+    """Whether a tensor beside the pairs is the base's own: peft stores a copy beside an adapted output layer."""
     if file.kind(name) != "base" or name not in base.stored:
         return False
     copy, own = file.head(name), base.tensor(name)
     return copy.shape == own.shape and torch.equal(copy, own.to(copy.dtype))
-
-
-def _fitted(file: AdapterFile, base: Path) -> tuple[AdapterFile, GGUFBase, tuple[str, ...]]:
-    """The adapter under the base's names, the base, and notes."""
-    if base.is_file():
-        return file, base_of_file(base), ()
-    verdict = judged(file, BaseFiles(base))
-    return verdict.file, base_of_folder(verdict), (*relation(verdict.file, verdict.base), *verdict.built.notes)
 
 
 def _alpha(file: AdapterFile) -> tuple[float, tuple[str, ...]]:
@@ -145,7 +221,7 @@ def _alpha(file: AdapterFile) -> tuple[float, tuple[str, ...]]:
 
 def _tensors(
     file: AdapterFile,
-    base: GGUFBase,
+    base: _Base,
     names: Mapping[str, str],
     alpha: float,
     folded: tuple[str, ...],
@@ -162,9 +238,8 @@ def _tensors(
         B, A = pair.factors
         sizes.append(pair.norm())
         moves.append(moved)
-        embedding = file.layouts[path].kind == "embedding"  # here A is (r, vocabulary), and llama.cpp looks up its rows
-        found[f"{name}.lora_a"] = A.mT.contiguous() if embedding else A
-        found[f"{name}.lora_b"] = B if embedding else base.ordered(name, B)
+        found[f"{name}.lora_a"] = A
+        found[f"{name}.lora_b"] = base.ordered(name, B)
     whole = math.hypot(*sizes)
     return found, math.hypot(*moves) / whole if whole else 0.0
 
@@ -176,7 +251,6 @@ def _write(path: Path, arch: str, alpha: float, tensors: Mapping[str, Tensor]) -
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
-    writer.add_string(_MARK, _BY)
     for name, tensor in tensors.items():
         if tensor.dtype == torch.bfloat16:  # numpy has no such type
             raw = tensor.contiguous().view(torch.uint8).numpy()
@@ -197,16 +271,4 @@ def _card(file: AdapterFile, arch: str, modules: int) -> str:
     )
 
 
-def _not_ours(folder: Path) -> str | None:
-    """Why `_BY` did not write a folder, in words."""
-    import gguf
-
-    try:
-        fields = gguf.GGUFReader(folder / NAME).fields
-        said = bytes(fields[_MARK].parts[-1]).decode() if _MARK in fields else ""
-    except (ValueError, IndexError, OSError, OverflowError):
-        said = ""
-    return None if said == _BY else f"holds an {NAME} that `{_BY}` did not write"
-
-
-_KIND = FolderKind("an adapter for llama.cpp", NAME, r"adapter\.gguf|README\.md", _not_ours)
+_KIND = FolderKind("an adapter for llama.cpp", NAME, r"adapter\.gguf|README\.md")

@@ -71,12 +71,7 @@ class Adversary:
                 f"the attack {self.attack.kind} is about products B A, but in this round only one factor travels (B "
                 f"{one.roles.B}, A {one.roles.A}): choose another attack, or a method that shares both."
             )
-        if self.attack.space == "factors" and one.upload.form == "subspace":
-            raise HyperparameterError(
-                "an attack on factors needs uploads in the coordinates of the readouts, but the subspace form has its "
-                "own: leave out space = 'factors' or upload = 'subspace'."
-            )
-        return Products() if both and self.attack.space == "update" else Entries()
+        return Products() if both else Entries()
 
     def _one(
         self, own: Sent, space: ChangeSpace, known: Sequence[Sent], honest: Sequence[Change], liars: int, round: int
@@ -115,18 +110,23 @@ class Adversary:
         seeds: tuple[int, int],
     ) -> Change:  # fmt: skip
         """The change this liar wants, before it is cut to its rank. A part that no honest client holds stays as
-        trained."""
+        trained.
+
+        Sources: scale: with s = n, one of n clients replaces the mean by its own change. inner-product: with m of n
+        clients, the plain mean's inner product with the honest one is negative for e > (n - m) / m; Xie, Koyejo and
+        Gupta, "Fall of Empires", UAI 2019 (PMLR 115, 2020).
+        """
         kind = self.attack.kind
         if kind == "sign-flip":
-            return crafts.turned(space, trained, strength)
+            return space.times(trained, -strength)
         if kind == "scale":
-            return crafts.scaled(space, trained, strength)
+            return space.times(trained, strength)
         if kind == "free-rider":
             return crafts.disguised(space, own, honest, *seeds, own.upload.client.id)
         if kind == "alie":
             all_parts = crafts.little(space, honest, strength)
         elif kind == "inner-product":
-            all_parts = crafts.against(space, honest, strength)
+            all_parts = space.times(space.mean(honest), -strength)
         else:  # never run another attack under this name
             raise NotImplementedError(f"{kind} is in `kinds.KINDS`, but this file does not say what it sends.")
         return Change({key: all_parts.parts.get(key, part) for key, part in trained.parts.items()})

@@ -1,4 +1,4 @@
-"""Attacks given by formulas: the change a hostile client claims, from its own change c_i and the honest ones.
+"""Attacks given by formulas: the change a hostile client claims, from the honest ones.
 
 Each returns a `Change` to add to the client's own readout. mean and sd are over the round's honest clients, equally
 weighted, and for each part over those that hold it.
@@ -11,16 +11,6 @@ from statistics import NormalDist, median
 
 from fedlora.attacks.spaces import Change, ChangeSpace
 from fedlora.core.sent import Sent
-
-
-def turned(space: ChangeSpace, own: Change, strength: float) -> Change:
-    """-s c_i. The upload is readout - s (D_i - readout)."""
-    return space.times(own, -strength)
-
-
-def scaled(space: ChangeSpace, own: Change, strength: float) -> Change:
-    """s c_i. With s = n, one of n clients replaces the mean by its own change."""
-    return space.times(own, strength)
 
 
 def little(space: ChangeSpace, honest: Sequence[Change], z: float) -> Change:
@@ -48,19 +38,6 @@ def largest_z(clients: int, attackers: int) -> float:
     supporters = max(1, clients // 2 + 1 - attackers)
     share = (honest - supporters) / honest if honest else 0.0
     return max(0.0, NormalDist().inv_cdf(share)) if 0 < share < 1 else 0.0
-
-
-def against(space: ChangeSpace, honest: Sequence[Change], strength: float) -> Change:
-    """-e mean. With m of n clients, the plain mean's inner product with the honest one is negative for e > (n - m) / m.
-
-    Source: Xie, Koyejo and Gupta, "Fall of Empires", UAI 2019 (PMLR 115, 2020).
-    """
-    return space.times(space.mean(honest), -strength)
-
-
-def nothing(space: ChangeSpace, own: Change) -> Change:
-    """No change: the readout goes back as received."""
-    return space.times(own, 0.0)
 
 
 def disguised(space: ChangeSpace, sent: Sent, honest: Sequence[Change], *seed: str | int) -> Change:

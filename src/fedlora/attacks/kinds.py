@@ -5,42 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal
 
 from fedlora.errors import HyperparameterError
 
 Kind = Literal[
     "sign-flip", "scale", "alie", "inner-product", "label-flip", "free-rider", "subspace-insertion", "gauge"
 ]  # fmt: skip
-Space = Literal["update", "factors"]
 
 
 @dataclass(frozen=True)
 class About:
     """One kind of attack. does: in words, c_i being what honest training would have added. source: who described it.
     strength: the number's meaning, "" if there is none; default: its value, None if a formula gives it. colludes: it
-    uses what others send. spaces: it can also act in factors. pairs: it needs rounds in which both factors travel."""
+    uses what others send. pairs: it needs rounds in which both factors travel."""
 
     does: str
     source: str
     strength: str = ""
     default: float | None = None
     colludes: bool = False
-    spaces: bool = False
     pairs: bool = False
 
 
 KINDS: Mapping[Kind, About] = MappingProxyType({
-    "sign-flip": About("-s c_i, its own change reversed", "folklore", "s", 1.0, spaces=True),
-    "scale": About("s c_i, its own change enlarged", "Bagdasaryan et al. 2020, model replacement", "s", 10.0,
-                   spaces=True),
+    "sign-flip": About("-s c_i, its own change reversed", "folklore", "s", 1.0),
+    "scale": About("s c_i, its own change enlarged", "Bagdasaryan et al. 2020, model replacement", "s", 10.0),
     "alie": About("mean - z sd of the honest changes, entry by entry", "Baruch et al. 2019",
-                  "z; without it the paper's z_max", None, colludes=True, spaces=True),
-    "inner-product": About("-e times the mean of the honest changes", "Xie et al. 2020", "e", 1.0, colludes=True,
-                           spaces=True),
+                  "z; without it the paper's z_max", None, colludes=True),
+    "inner-product": About("-e times the mean of the honest changes", "Xie et al. 2020", "e", 1.0, colludes=True),
     "label-flip": About("trains honestly on reversed labels, class k of C as C - 1 - k", "Fang et al. 2020"),
     "free-rider": About("its readout unchanged; or noise of the size of an honest change", "Lin et al. 2019",
-                        colludes=True, spaces=True),
+                        colludes=True),
     "subspace-insertion": About("a tiny change in directions that no honest client has", "fedlora",
                                 "its size, in honest changes", 0.05, colludes=True, pairs=True),
     "gauge": About("the same update as (B Q, Q^-1 A)", "fedlora", "the condition of Q", 1e6, pairs=True),
@@ -49,9 +45,7 @@ KINDS: Mapping[Kind, About] = MappingProxyType({
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack. strength: as in `KINDS`, None for its default. space: what is added, `"update"` for products B A or
-    `"factors"` for the entries of B and A; if only one factor travels, both mean its entries. noise: for a free rider,
-    whether it hides behind noise.
+    """One attack. strength: as in `KINDS`, None for its default. noise: whether a free rider hides behind noise.
 
     Raises:
         HyperparameterError: no such attack, an invalid strength, or a strength for a kind without one.
@@ -63,7 +57,6 @@ class Attack:
 
     kind: Kind
     strength: float | None = None
-    space: Space = "update"
     noise: bool = False
 
     def __post_init__(self) -> None:
@@ -76,11 +69,6 @@ class Attack:
             raise HyperparameterError(
                 f"the strength of {self.kind} ({about.strength}) must be a finite number > 0, for a gauge >= 1; got "
                 f"{self.strength}."
-            )
-        if self.space not in get_args(Space) or (self.space == "factors" and not about.spaces):
-            raise HyperparameterError(
-                f"the attack {self.kind} cannot act in the space {self.space!r}; in 'factors' can "
-                f"{', '.join(kind for kind, other in KINDS.items() if other.spaces)}."
             )
         if self.noise and self.kind != "free-rider":
             raise HyperparameterError(f"noise is for a free-rider; the attack is {self.kind}.")
@@ -100,5 +88,5 @@ class Attack:
         elif about.strength:
             name = {"its size, in honest changes": "size", "the condition of Q": "condition"}.get(about.strength)
             said.append(f"{name or about.strength[0]} = {value:g}")
-        said += ["noise"] * self.noise + ["on factors"] * (self.space == "factors")
+        said += ["noise"] * self.noise
         return self.kind + (f" ({', '.join(said)})" if said else "")

@@ -1,7 +1,7 @@
-"""How changes are added up: as products B A, whatever their coordinates, or as entries of the travelling factors.
+"""How changes are added up: as products B A, whatever their coordinates, or as entries where one factor travels.
 
 A change is what a client's round adds to its readout. Both spaces do the same algebra on it, in float64, and end in an
-upload that passes the server's checks: with the client's own rank, form, shapes and dtypes.
+upload that passes the server's checks: with the client's own rank, shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ChangeSpace(ABC):
 
 
 class Entries(ChangeSpace):
-    """Entries of the travelling factors and of the heads. Slot k of one client is slot k of another, and a client of
+    """Entries of the factor that travels, and of the heads. Slot k of one client is slot k of another, and a client of
     smaller rank has zeros in the later ones, as in zero-padded averages. A part is (d, slots), for A transposed.
     """
 

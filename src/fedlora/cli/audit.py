@@ -122,27 +122,18 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
     modules = len({name for u in uploads for name in u.adapter.modules})
     table = Table(title=f"{len(uploads)} adapters, {modules} modules, ranks {', '.join(map(str, ranks))}")
     table.add_column("method", no_wrap=True)
-    asked = ("off the true mean by\n", f"moves in other coordinates\n(condition {at:g}) ", "what clients get\nmoves ")
-    for title in (name for words in asked for name in (f"{words}in float64", "as sent")):
+    for title in ("off the true mean by", f"moves in other coordinates\n(condition {at:g})", "what clients get\nmoves"):
         table.add_column(title, justify="right")
     table.add_column("")
     for audit in found:
         if audit.refused is not None:
             continue
         none = "mean is 0" if audit.zero_mean else "one factor travels"
-        moves = (audit.drift, audit.sent_drift, audit.readout_drift, audit.sent_readout_drift)
-        errors = ("mean is 0" if x is None else _size(x) for x in (audit.error, audit.sent_error))
-        first, *more = (None if x is None else _size(x[at]) for x in moves)
-        table.add_row(cell(audit.method), *errors, first or none, *(x or "" for x in more), _consensus(audit))
+        error = "mean is 0" if audit.error is None else _size(audit.error)
+        model = none if audit.drift is None else _size(audit.drift[at])
+        readouts = "" if audit.readout_drift is None else _size(audit.readout_drift[at])
+        table.add_row(cell(audit.method), error, model, readouts, _consensus(audit))
     console.print(table)
-    dtypes = sorted({str(t.dtype).removeprefix("torch.") for u in uploads for x in u.adapter.modules.values()
-                     for t in x.tensors().values()})  # fmt: skip
-    stored = max((a.storing[at] for a in found if a.storing), default=None)
-    if stored is not None:
-        console.print(
-            f"as sent: rounded to {' and '.join(dtypes)}; storing these adapters in other coordinates moves "
-            f"their mean by {stored:.1e}"
-        )
     if any(a.zero_mean for a in found):
         console.print("the mean of these adapters is zero, so no relative error is defined", style="yellow")
     for audit in found:

@@ -94,49 +94,32 @@ def export(
         str,
         typer.Option(
             "--for",
-            help="merged: the full model with the adapter in it; vllm: an adapter that vLLM accepts; gguf: an adapter "
-            "for llama.cpp",
+            help="merged: the full model with the adapter in it; gguf: an adapter for llama.cpp",
             show_default=False,
         ),
     ],
-    base: BaseModel = None,
+    base: BaseModel,
     dtype: DType = None,
-    drop: Annotated[
-        bool,
-        typer.Option("--drop", help="vllm and gguf: leave out trained heads, base biases and tokens it does not take"),
-    ] = False,
     force: Force = False,
     allow_unknown: AllowUnknown = None,
     limit: Limit = None,
     json: AsJson = False,
 ) -> None:
-    """Write what a program serves: the merged model, an adapter for vLLM, or one for llama.cpp (GGUF).
+    """Write what a program serves: the merged model, or an adapter for llama.cpp (GGUF).
 
     What the program would refuse or leave out is named before anything is written."""
-    if serve not in _BASE_USE:
-        raise ConfigError(f"--for must be one of {', '.join(_BASE_USE)}; got {serve[:40]!r}.")
-    if (base is None) != (serve == "vllm"):
-        raise ConfigError(f"--for {serve} {'takes no' if base else 'needs the'} base model: {_BASE_USE[serve]}.")
-    if drop and serve == "merged":
-        raise ConfigError("--for merged leaves nothing out, so --drop has no meaning. Leave it out.")
-    limits, allowed = limits_of(limit), tuple(allow_unknown or ())
-    if serve == "vllm":
-        from fedlora.adapters.merging import for_vllm
-        from fedlora.cli.merge import show_report
-
-        report = for_vllm(
-            adapter, out, dtype=dtype, drop=drop, force=force, allow_unknown=allowed, limits=limits, progress=tracked
-        )
-        show_report(report, json, None)
-        return
+    if serve not in ("merged", "gguf"):
+        raise ConfigError(f"--for must be one of merged, gguf; got {serve[:40]!r}.")
     from fedlora.adapters.merging import open_adapters
 
-    (file,), said = open_adapters([adapter], allowed, limits, with_base=True, dora=serve == "merged")
+    (file,), said = open_adapters(
+        [adapter], allow_unknown or (), limits_of(limit), with_base=True, dora=serve == "merged"
+    )
     tell_remarks(said)
     if serve == "merged":
         _merged(file, str(base), out, dtype, force=force, json=json)
     else:
-        _gguf(file, str(base), out, dtype, drop=drop, force=force, json=json)
+        _gguf(file, str(base), out, dtype, force=force, json=json)
 
 
 # ------------------------------------------------------------------------------------------------------------ writers
@@ -161,12 +144,10 @@ def _merged(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force
     )
 
 
-def _gguf(
-    file: AdapterFile, base: str, out: Path, dtype: str | None, *, drop: bool, force: bool, json: bool
-) -> None:  # fmt: skip
+def _gguf(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: bool, json: bool) -> None:
     from fedlora.applying.gguf_adapter import NAME, write_gguf
 
-    done = write_gguf(file, _base_place(base), out, dtype, drop=drop, force=force)
+    done = write_gguf(file, _base_files(base), out, dtype, force=force)
     if json:
         print_json(plain({"out": str(out)} | asdict(done)))
         return
@@ -176,19 +157,10 @@ def _gguf(
             f"{len(done.folded)} modules have another scale than the file's alpha gives, such as "
             f"{shown(done.folded[0])}: it went into their lora_b"
         )
-    if done.dropped:
-        console.print(f"left out: {len(done.dropped)}, such as {shown(done.dropped[0])}")
     console.print(
         f"{out / NAME}: {len(done.names)} modules for architecture {done.arch}, alpha {done.alpha:g}, {done.dtype}; "
         f"rounding changes the updates by {done.rounding:.1e}"
     )
-
-
-_BASE_USE = {
-    "merged": "--base names the directory of the model that the adapter is merged into",
-    "vllm": "vLLM loads its base itself",
-    "gguf": "--base names its directory, or its GGUF file, for the names of its tensors",
-}
 
 
 # ------------------------------------------------------------------------------------------------------------- inside
@@ -201,21 +173,7 @@ def _base_files(base: str) -> BaseFiles:
         ConfigError: there is no directory of safetensors weights. DataError: the package is not installed.
     """
     from fedlora.applying.base_folder import BaseFiles
-    from fedlora.data.demo import HUB_NAMES
-
-    place = _base_place(base)
-    if place.is_file():
-        original = f" Fetch the original, {HUB_NAMES[base]}, from the hub." if base in HUB_NAMES else ""
-        raise ConfigError(
-            f"the base model {quoted(base)} is one file, {place.name}, but this needs a directory of safetensors "
-            f"weights.{original}"
-        )
-    return BaseFiles(place)
-
-
-def _base_place(base: str) -> Path:
-    """The directory or file of a base model. Raises `ConfigError` if there is none; `DataError`: as in `_base_files`"""
-    from fedlora.data.demo import model_location
+    from fedlora.data.demo import HUB_NAMES, model_location
 
     place = Path(model_location(base))
     if not place.exists():
@@ -223,7 +181,13 @@ def _base_place(base: str) -> Path:
             f"there is no directory {quoted(base)}: --base names the base model's directory, demo, or a repository of "
             f"the hub with a revision, as owner/name@main."
         )
-    return place
+    if place.is_file():
+        original = f" Fetch the original, {HUB_NAMES[base]}, from the hub." if base in HUB_NAMES else ""
+        raise ConfigError(
+            f"the base model {quoted(base)} is one file, {place.name}, but this needs a directory of safetensors "
+            f"weights.{original}"
+        )
+    return BaseFiles(place)
 
 
 def _as_json(done: Applied) -> dict[str, Any]:

@@ -50,14 +50,14 @@ def merge(
         bool, typer.Option("--sum", help="a sum, not a mean: weights as they are, also negative (default: all 1)")
     ] = False,
     method: Annotated[str, typer.Option(help="svd, or a federated method, as 'glora rho=0.5'")] = "svd",
-    rank: Annotated[str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)")] = "exact",
+    rank: Annotated[str, typer.Option(help="a number, exact, or energy=0.99")] = "exact",
     missing: Annotated[
         str | None,
         typer.Option(help="how to count a module that an adapter lacks: zero or renormalise (default: zero)"),
     ] = None,
     heads: Annotated[
         str,
-        typer.Option(help="whole trained modules: average, holders (mean of those that have it), first or drop"),
+        typer.Option(help="whole trained modules: average, first or drop"),
     ] = "average",
     dtype: DType = None,
     max_error: MaxError = None,
@@ -114,9 +114,7 @@ def merge(
 
 def resize(
     adapter: OneAdapter,
-    rank: Annotated[
-        str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)", show_default=False)
-    ],
+    rank: Annotated[str, typer.Option(help="a number, exact, or energy=0.99", show_default=False)],
     out: Out = None,
     dtype: DType = None,
     max_error: MaxError = None,
@@ -215,6 +213,5 @@ def show_report(report: MergeReport, json: bool, of_mean: str | None) -> None:
         )
     to = f" to {report.out}" if report.out else ""
     where = f"{report.out}: " if report.written else f"dry run, nothing was written{to}: "
-    stored = f"rank {report.rank}" if report.one_rank else f"ranks up to {report.rank}"
     size = f"{byte_size(report.bytes)} of {report.dtype}, from {byte_size(report.bytes_before)}"
-    console.print(f"{where}{stored}, {size}")
+    console.print(f"{where}rank {report.rank}, {size}")

@@ -13,7 +13,7 @@ from fedlora.adapters.collection import Collection
 from fedlora.adapters.merge_report import MergeReport, Weighed
 from fedlora.adapters.merge_request import Place, Progress, Result, Source
 from fedlora.adapters.merge_result import write_result
-from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
+from fedlora.adapters.truncation import Combined, ModuleReport, combine
 from fedlora.adapters.uploads import read_facts
 from fedlora.core.lora import Adapter, LoRA, stack
 from fedlora.core.messages import Client, Missing, Upload
@@ -71,7 +71,7 @@ def merge_round(
 def _check_method(method: Method[Any]) -> None:
     """Raise `ConfigError` if an adapter alone is not the method's result."""
     roles = method.roles(0)
-    if not roles.both_shared or roles.penalty is not None:
+    if not roles.both_shared:
         raise ConfigError(
             f"{method.name} needs clients that keep a part of their adapter or freeze it (B {roles.B}, A "
             f"{roles.A}); with files only, a method must share both factors: glora, fedit, flexlora, svd, ..."
@@ -83,7 +83,7 @@ def _check_method(method: Method[Any]) -> None:
 def _check_heads(given: Collection, heads: str) -> None:
     """Raise `ConfigError` if tensors other than pairs would be averaged without the rule."""
     beside = sorted({name for file in given.files for name in file.heads})
-    if beside and heads in ("average", "holders"):
+    if beside and heads == "average":
         raise ConfigError(
             f"--defence looks only at pairs, but {len(beside)} tensors beside them (such as {shown(beside[0])}) would "
             f"be averaged with the plain weights, liars included. Add --heads drop, or --heads first to take those of "
@@ -133,7 +133,7 @@ def _measure(
     is the rule's exact weighted mean, not the plain one that includes liars."""
 
     def plain(module: str) -> tuple[LoRA, ModuleReport]:
-        return given.merged(module, RankRule("exact"), missing, wide)
+        return _whole(given.combined(module, missing, wide))
 
     if judged is None or rule is None:
         return "the mean of the adapters", plain, None

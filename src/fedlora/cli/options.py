@@ -62,13 +62,11 @@ DType = Annotated[
 ]
 BaseModel = Annotated[
     str | None,
-    typer.Option(
-        help="the base model: its directory, demo, or owner/name@revision; for export --for gguf also its GGUF file"
-    ),
+    typer.Option(help="the base model: its directory, demo, or owner/name@revision"),
 ]
 Force = Annotated[
     bool,
-    typer.Option("--force", help="replace an earlier result of this command, your edits too; refuse anything else"),
+    typer.Option("--force", help="replace a folder that holds nothing but such a result; refuse anything else"),
 ]
 MaxBytes = Annotated[
     int | None,

@@ -52,7 +52,13 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
             f"of the {counts['examples']} examples of {name}, {where}, so its scores are too good. fedlora uses the "
             f"files as they are; remove the copies from one of them, or let fedlora split one file by shares."
         )
-    tell_cut(manifest["cut"], max_length, "data.max_length")
+    if cut := manifest["cut"]:
+        each = ("cut", "tokens", "responses")
+        examples, tokens, short = (sum(part.get(what, 0) for part in cut.values()) for what in each)
+        notes.warn(
+            f"{counted(examples, 'training example')} of {counted(len(cut), 'client')} longer than data.max_length = "
+            f"{max_length}: cut by {counted(tokens, 'token')}{_short(short)}; raise it to keep them whole."
+        )
     for name, found in manifest["cut_held_out"].items():
         for how, part in found.items():
             room = f"data.max_length = {max_length}" + (f" less evaluate.max_new_tokens = {answer}" * (how == "asked"))
@@ -61,17 +67,6 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
                 f"{part['cut']} of {part['examples']} {what} of {name} are longer than {room} and were cut by "
                 f"{part['tokens']} tokens{_short(part.get('responses', 0))}; their scores are for the shortened texts."
             )
-
-
-def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str) -> None:
-    """Print one line if training examples were too long: how many, and how many tokens were cut."""
-    if cut:
-        each = ("cut", "tokens", "responses")
-        examples, tokens, short = (sum(part.get(what, 0) for part in cut.values()) for what in each)
-        notes.warn(
-            f"{counted(examples, 'training example')} of {counted(len(cut), 'client')} longer than {setting} = "
-            f"{max_length}: cut by {counted(tokens, 'token')}{_short(short)}; raise it to keep them whole."
-        )
 
 
 def _short(responses: int) -> str:
@@ -142,15 +137,8 @@ def _gauge(s: Mapping[str, Any]) -> Rows:
     if s["padded_error"] is not None:
         of = "plain mean, which this server does not compute" if s.get("defence") else "true mean"
         yield "zero-padded factor averaging would be off by", f"{s['padded_error']:.1%} of the {of}"
-    as_sent = s.get("gauge_drift_as_sent") or {}
     for method, drift in (s["gauge_drift"] or {}).items():
-        shown = Text(f"{drift:.1e}") if drift < 1e-3 else red(f"{drift:.1%}")
-        if method in as_sent:
-            moved = as_sent[method]
-            shown += f", as sent {moved:.1e}" if moved < 1e-3 else f", as sent {moved:.1%}"
-        yield f"gauge check: {method} moves by", shown
-    if "storing" in as_sent:
-        yield "rounding the uploads in other coordinates alone moves their mean by", f"{as_sent['storing']:.1e}"
+        yield f"gauge check: {method} moves by", Text(f"{drift:.1e}") if drift < 1e-3 else red(f"{drift:.1%}")
 
 
 def _rules(s: Mapping[str, Any]) -> Rows:

@@ -1,6 +1,6 @@
 """Shared ground: adapters, the method protocol, the messages between server and clients, and how values are stored.
 
-Read `method` first. Everything here is an immutable value or a pure function. It needs torch, numpy and safetensors
+Read `method` first. Everything here is an immutable value or a pure function. It needs torch, safetensors and numpy
 only, and modules that need none of them (`files`, `text`, ...) import none.
 """
 

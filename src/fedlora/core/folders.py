@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -31,8 +31,8 @@ class FolderKind:
     """Describes one kind of folder, so that a folder of any other kind is never deleted by mistake.
 
     name: in words, with an article. sign: a file that every such folder has; None if there is none. files: a regular
-    expression for its files' paths, with "/" between the parts. mark: a further check that returns why a folder fails
-    it, in words, or None. instead: what the user can do other than moving it away.
+    expression for its files' paths, with "/" between the parts. instead: what the user can do other than moving it
+    away.
 
     Example:
         >>> FolderKind("an adapter", "adapter_config.json", r"adapter_config[.]json|README[.]md").name
@@ -42,8 +42,7 @@ class FolderKind:
     name: str
     sign: str | None
     files: str
-    mark: Callable[[Path], str | None] | None = field(default=None, compare=False)
-    instead: str = field(default="name another directory", compare=False)
+    instead: str = "name another directory"
 
     def stranger(self, folder: Path) -> str | None:
         """Why `folder` is not entirely of this kind, in words; None if it is."""
@@ -53,7 +52,7 @@ class FolderKind:
             found = path.relative_to(folder).as_posix()
             if (path.is_symlink() or not path.is_dir()) and not re.fullmatch(self.files, found):
                 return f"holds {quoted(found)}, which is not part of {self.name}"
-        return None if self.mark is None else self.mark(folder)
+        return None
 
 
 ANY_FOLDER = FolderKind("a folder", None, r"(?s:.*)")  # for places only we write to, such as a run's
@@ -61,12 +60,17 @@ ANY_FOLDER = FolderKind("a folder", None, r"(?s:.*)")  # for places only we writ
 
 @contextmanager
 def replacing_folder(
-    target: str | os.PathLike[str], *, force: bool = False, kind: FolderKind | None = None
+    target: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    kind: FolderKind | None = None,
+    inputs: Sequence[str | os.PathLike[str]] = (),
 ) -> Iterator[Path]:
     """An empty folder to fill that becomes `target` if the block succeeds; otherwise `target` stays as it was.
 
     Args:
-        force: replace a non-empty target that is entirely of `kind`.
+        force: replace a non-empty target that is entirely of `kind`. inputs: what the result is made from, which is
+            never replaced.
 
     Raises:
         ConfigError: the target cannot be written or may not be replaced.
@@ -78,7 +82,7 @@ def replacing_folder(
         'hello'
     """
     place = Path(os.path.abspath(target))  # the current directory may change meanwhile
-    _check(target, place, force, kind)
+    check_target(target, force=force, kind=kind, inputs=inputs)
     building, old = files.unfinished(place), files.unfinished(place)
     try:
         building.mkdir(parents=True)
@@ -109,8 +113,17 @@ def replacing_folder(
             shutil.rmtree(left, ignore_errors=True)
 
 
-def check_target(target: str | os.PathLike[str], *, force: bool = False, kind: FolderKind | None = None) -> None:
+def check_target(
+    target: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    kind: FolderKind | None = None,
+    inputs: Sequence[str | os.PathLike[str]] = (),
+) -> None:
     """Raise `ConfigError` if `replacing_folder` would refuse this target; call it before long work."""
+    for given in inputs:
+        if os.path.realpath(given) == os.path.realpath(target):
+            raise ConfigError(f"{shown(target)} is the input {shown(given)}, which is never replaced.")
     _check(target, Path(os.path.abspath(target)), force, kind)
 
 

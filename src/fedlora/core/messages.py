@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -15,7 +15,6 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import Roles
 from fedlora.errors import HyperparameterError, UploadRefused
 
-Form = Literal["factors", "subspace"]
 Missing = Literal["renormalise", "zero"]  # how a module averages over clients that lack it
 
 
@@ -53,8 +52,7 @@ class Upload:
 
     Its tensors are not copied: do not write to them until the round is closed.
 
-    num_examples: how many it trained on; sets its weight. 0 abstains. form: "factors" (B_i, A_i) at the client's rank,
-    or "subspace" (U_i, Ahat_i) of rank <= r_i, as Algorithm 1 sends; the server computes the same from either.
+    num_examples: how many it trained on; sets its weight. 0 abstains.
 
     Example:
         >>> download = server.download(state, clients[0])
@@ -66,7 +64,6 @@ class Upload:
     client: Client
     num_examples: float
     adapter: Adapter
-    form: Form = "factors"
 
     @property
     def nbytes_modules(self) -> int:
@@ -139,7 +136,7 @@ class ClientMemory:
     """What a client keeps between rounds.
 
     kept: local parts of the adapter. position: how far it has read its data. held: what need not be sent to it again
-    (the engine has one copy of everything, so it stores only this list). ranks: set once pruning has changed them.
+    (the engine has one copy of everything, so it stores only this list).
 
     Example:
         >>> memory = ClientMemory()  # before a client's first round
@@ -153,17 +150,6 @@ class ClientMemory:
     kept: Adapter | None = None
     position: int = 0
     held: Held | None = None
-    ranks: Mapping[str, int] | None = None
-
-
-def as_pruned(client: Client, memory: ClientMemory) -> Client:
-    """The client at the ranks left after pruning.
-
-    Example:
-        >>> as_pruned(Client("site-1", 8), ClientMemory(ranks={"q": 3, "v": 3})).rank
-        {'q': 3, 'v': 3}
-    """
-    return client if memory.ranks is None else replace(client, rank=memory.ranks)
 
 
 def checked_examples(upload: Upload) -> float:

@@ -29,7 +29,6 @@ client, r a rank):
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,24 +47,8 @@ NOBODY = ""  # marks an update that belongs to no client; client ids are not emp
 
 
 @dataclass(frozen=True)
-class TailPenalty:
-    """An extra term in every client's loss that lets its rank shrink (HetLoRA's rank self-pruning).
-
-    strength * sum over modules of ||B[:, q:]||_F ||A[q:, :]||_F, with q = tail_start(r). If that sum without its
-    strength shrinks over the round, the client cuts its rank to q for good (`client.prune`).
-    """
-
-    strength: float
-    keep: float
-
-    def tail_start(self, rank: int) -> int:
-        """q: the tail's first slot, between 1 and r - 1 (a rank of 1 has no tail)."""
-        return max(1, min(rank - 1, math.floor(self.keep * rank + 1e-9)))
-
-
-@dataclass(frozen=True)
 class Roles:
-    """Who owns each part of the adapter this round, and what the method adds to the clients' loss.
+    """Who owns each part of the adapter this round.
 
     shared: trained, uploaded, replaced by the next readout. local: trained, never leaves the client. frozen: received,
     never trained, never uploaded; a server may replace it, and then sends it again. `heads` are fully trained tensors
@@ -81,7 +64,6 @@ class Roles:
     B: Role = "shared"
     A: Role = "shared"
     heads: Role = "shared"
-    penalty: TailPenalty | None = None
     moves_base: bool = False
 
     @property
@@ -95,9 +77,8 @@ class Update:
     """What one client sends for one matrix, as the server passes it to a method.
 
     client: its id. weight: p_i, summing to 1 over the updates (to less with `Server(missing="zero")`). rank: the
-    client's nominal rank r_i (the factors have fewer columns if a client sends its subspace form). lora: the factors
-    that travelled, in the compute dtype. stored: the dtype in which they arrived, which sets the size of their rounding
-    noise.
+    client's rank r_i. lora: the factors that travelled, in the compute dtype. stored: the dtype in which they arrived,
+    which sets the size of their rounding noise.
 
     After a robust rule the weights may sum to less, and the last update may belong to `NOBODY`: it holds what the
     server sent to clients, in place of changes that do not count. It is already weighted, has weight 1, and has no

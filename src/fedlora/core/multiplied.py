@@ -108,10 +108,7 @@ def _between(sent: LoRA, begun: LoRA, m: float) -> LoRA:
 
 
 def _moved(sent: Tensor, begun: Tensor, m: float) -> Tensor:
-    """begun + m (sent - begun), padded to the larger shape if they differ (a client sent fewer columns than it got)."""
-    if sent.shape != begun.shape:
-        rows, columns = (max(a, b) for a, b in zip(sent.shape, begun.shape, strict=True))
-        sent, begun = (_padded(t, rows, columns) for t in (sent, begun))
+    """begun + m (sent - begun)."""
     return torch.lerp(begun.double(), sent.double(), m).to(sent.dtype)
 
 

@@ -27,7 +27,7 @@ class Summing:
     """What a method needs from a round.
 
     votes: K = sum_i p_i U_i U_i^T. bases: the number of clients whose U_i to keep, the last by name; 0: none.
-    canonical: whose columns span U_i, as in `linalg.gauge_split`. rank_tol: the tolerance for a client's rank; None:
+    canonical: whose columns span U_i, as in `linalg.gauge_fix`. rank_tol: the tolerance for a client's rank; None:
     set by its stored dtype.
     """
 

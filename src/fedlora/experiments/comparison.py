@@ -225,12 +225,12 @@ def check_read(runs: Sequence[PlannedRun], places: ComparedRuns) -> list[str]:
 
 def check_alike(runs: Sequence[PlannedRun], places: ComparedRuns) -> None:
     """Raises `ConfigError` if two of these finished runs, including the search's, read different things: another model,
-    other code for one method, or other data for one seed."""
+    or other data for one seed."""
     first: dict[Any, tuple[str, Any]] = {}
     for run in runs:
         manifest, config = places.folder(run).read_json("manifest.json"), run.config
         dealt = config.model_dump_json(include={"data", "clients", "attack"})
-        for table, shared in (("model", ""), ("code", run.cell[AXIS]), ("data", f"{config.run.seed} {dealt}")):
+        for table, shared in (("model", ""), ("data", f"{config.run.seed} {dealt}")):
             facts = {table: manifest.get(table, {})}
             label, theirs = first.setdefault((table, shared), (run.label, facts))
             if other := differing(theirs, facts):

@@ -97,11 +97,10 @@ def _messages(prepared: Prepared) -> tuple[float, float]:
     run, state = prepared.config.run, start(prepared.server, prepared.seed_adapter)
     names = sample_clients([client.id for client in prepared.clients], run.participation, seed=run.seed, round=0)
     asked = [client for client in prepared.clients if client.id in names]
-    form = prepared.config.server.upload
     played: list[RoundRecord] = []
 
     def one() -> None:
-        played.append(next(simulate(prepared.server, asked, Nudged(), state, rounds=1, form=form)))
+        played.append(next(simulate(prepared.server, asked, Nudged(), state, rounds=1)))
 
     seconds, began = _second(one), time.perf_counter()
     seen = diagnosed(prepared, state, played[-1], last=True, private=None)

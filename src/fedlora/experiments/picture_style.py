@@ -26,7 +26,7 @@ _STYLE = {
     "font.size": 13, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED, "axes.titlecolor": INK,
     "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "grid.color": FAINT,
     "axes.titlesize": 13, "axes.labelsize": 13, "legend.fontsize": 13, "xtick.labelsize": 12, "ytick.labelsize": 12,
-    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "hatch.linewidth": 1.2,
+    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
 }  # fmt: skip
 
 

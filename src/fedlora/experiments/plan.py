@@ -64,7 +64,7 @@ def configured(experiment: Experiment, profile: str, cell: Cell, seed: int, valu
             _apply(raw, change)
         _apply(raw, {"run.seed": seed})
         if value is not None and experiment.tune is not None:
-            _apply(raw, {experiment.tune.key: value})
+            _apply(raw, {experiment.tune.key: int(value) if value.is_integer() else value})
         text = json.dumps(simulated(raw), default=str)
         config, digest = _parsed(text)
         files: Mapping[str, str] = {}

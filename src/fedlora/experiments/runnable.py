@@ -68,18 +68,13 @@ def clients_of(config: RunConfig) -> int:
 
 
 def missing_files(runs: Sequence[PlannedRun]) -> list[str]:
-    """A line for each missing file or folder. Of a method's code, `unfit` speaks."""
-    each = [(run, key) for run in runs for key, what in run.files.items() if what == MISSING]
-    found = {key: _path(run, key) for run, key in each if key in own_paths(run.config)}
+    """A line for each missing file or folder."""
+    found = {key: own_paths(run.config)[key] for run in runs for key, what in run.files.items() if what == MISSING}
     return [
         f"{key}: {path} does not exist, and runs are known by its content. Relative paths start at the folder of the "
         f"experiment's file."
         for key, path in found.items()
     ]
-
-
-def _path(run: PlannedRun, key: str) -> str:
-    return own_paths(run.config).get(key, run.config.method.name)
 
 
 def other_files(runs: Sequence[PlannedRun], results: Mapping[str, Result]) -> list[str]:
@@ -93,7 +88,7 @@ def other_files(runs: Sequence[PlannedRun], results: Mapping[str, Result]) -> li
             continue
         for key, here in run.files.items():
             if result.files.get(key) != here != MISSING:
-                found[key, _path(run, key), result.files.get(key, ""), here] += 1
+                found[key, own_paths(run.config)[key], result.files.get(key, ""), here] += 1
     return missing_files(list(wanted.values())) + [
         f"{key}: {counted(count, 'finished run')} of the same configuration had a {Path(path).name} with SHA-256 "
         f"{there[:12]}, and {path} has {here[:12]}: another content, and they are not taken."

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.messages import Client, Download, Form
+from fedlora.core.messages import Client, Download
 from fedlora.core.trainer import Trained
 from fedlora.runs.config import RunConfig
 from fedlora.runs.rank_profiles import is_attention
@@ -34,8 +34,8 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Bytes:
-    """A run's tensors over all rounds and clients. most: it may be less, because ranks that only training shows count:
-    those of a moved base, of pruned clients, of deficient uploads in subspace form."""
+    """A run's tensors over all rounds and clients. most: it may be less, because the ranks of a moved base count, which
+    only training shows."""
 
     total: int
     most: bool
@@ -69,20 +69,20 @@ def bytes_of(config: RunConfig, shapes: Shapes, names: Sequence[str]) -> Bytes:
     assigned = config.clients.assigned(list(names), config.run.seed)
     turns = turns_of(tuple(names), config.run.participation, config.run.seed, config.run.rounds)
     method = config.method.model_dump_json()
-    heads, form = config.server.heads, config.server.upload
+    heads = config.server.heads
     same = Counter((is_attention(module), shape) for module, shape in shapes.modules.items())
     roles = config.method.build().roles(0)
-    total, steady = 0, roles.penalty is None and form == "factors"
+    total, steady = 0, True
     for attention in sorted({attention for attention, _ in same}):
         ranks = {name: kind.attention if attention else kind.feed_forward for name, kind in assigned.items()}
         for (_, shape), count in ((one, count) for one, count in same.items() if one[0] == attention):
             for name, rank in ranks.items():
-                one = _messages(method, heads, form, rank, max(ranks.values()), shape, 0)
+                one = _messages(method, heads, rank, max(ranks.values()), shape, 0)
                 total, steady = total + count * one.of(turns[name]), steady and one.steady
             if roles.moves_base:
                 columns = _columns_of_base(ranks, turns, config.run.rounds, min(shape))
                 total, steady = total + count * sum(shape) * _FLOAT32 * columns, False
-    bare, full = (_messages(method, heads, form, 1, 1, (2, 2), size) for size in (0, shapes.head_numbers))
+    bare, full = (_messages(method, heads, 1, 1, (2, 2), size) for size in (0, shapes.head_numbers))
     total += sum(full.of(each) - bare.of(each) for each in turns.values())
     return Bytes(total, not steady)
 
@@ -122,7 +122,7 @@ class Nudged:
 
 @lru_cache(maxsize=4096)
 def _messages(
-    method: str, heads: Heads | None, form: Form, rank: int, largest: int, shape: tuple[int, int], head: int
+    method: str, heads: Heads | None, rank: int, largest: int, shape: tuple[int, int], head: int
 ) -> _Messages:
     """method: its section, as JSON. largest: rank among the clients, with which another one trains in each round. head:
     numbers in all heads together."""
@@ -135,8 +135,7 @@ def _messages(
     up: dict[_Kind, set[int]] = {}
     for now, part in enumerate(_PART):
         without, record = (
-            next(simulate(server, clients, Nudged(), state, rounds=now + 1, form=form))
-            for clients in ([other], [other, one])
+            next(simulate(server, clients, Nudged(), state, rounds=now + 1)) for clients in ([other], [other, one])
         )
         if part == "0":
             state = without.state

@@ -1,13 +1,13 @@
 """fedlora on Flower: `FedLoRA`, the rounds around the same `Server`, and what nodes need besides.
 
 rounds/     the rounds at the server: `FedLoRA`, whom it asks, each answer's fate, measurements and records
-serving/    the server's processes: `fedlora flower serve`, status, metrics; a trial on one machine
+serving/    the server's processes: `fedlora flower serve`, status; a trial on one machine
 setup/      make, change and check a federation's folder: `init`, `admit`, `remove`, `renew`, `doctor`, the proxy
 site/       a site: its folder, its node, the trainer that stays in memory
 messages/   messages as Flower's records, checked before use
 terms/      what server and sites agree on: settings, facts, policy, names, keys, the files that travel by hand
 places.py   paths in the server's folder and in a site's
-ownership.py: folder owners and locks; children.py: processes
+locks.py: who has a folder; children.py: processes
 apps.py     the ServerApp and the ClientApp; stock.py: `FedLoRA` for stock PEFT clients, as Flower's `Strategy`
 """
 

@@ -25,7 +25,6 @@ from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, FedLoRA
 from fedlora.flower import children
 from fedlora.flower.messages.envelope import receipt_of
 from fedlora.flower.messages.parts import parts
-from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.site.resident import TrainerFailed, ask
 from fedlora.flower.site.site_work import Do
@@ -64,7 +63,7 @@ def _kept_log(path: Path) -> Iterator[None]:
     """Also write fedlora's log to a file, because Flower shows a ServerApp's output to nobody."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     children.trim(path)
-    with os.fdopen(opened_here(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8") as file:
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         package = logging.getLogger("fedlora")

@@ -1,5 +1,5 @@
 """The thin Flower app of every federation, as its server sends it to the sites: two shims. fedlora itself is installed
-on both sides, and not sent. A site approves the digest of this app (`app` in its site.toml) and runs no other app.
+on both sides, and not sent. A site runs no other app than this one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def bundle() -> bytes:
 
 
 def digest(content: bytes) -> str:
-    """The app's SHA-256, as in site.toml and join files."""
+    """An app's SHA-256."""
     return hashlib.sha256(content).hexdigest()
 
 

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 
 from fedlora.core.process import end, ends_with, killed_with
-from fedlora.flower.ownership import opened_here
 
 SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -57,8 +56,7 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subpro
     with the calling thread. Raises `OSError` if there is no such program.
     """
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = opened_here(log, os.O_WRONLY | os.O_APPEND)
-    with os.fdopen(descriptor, "ab") as file:
+    with log.open("ab") as file:
         return subprocess.Popen(
             command, env=dict(env), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True, umask=0o077, preexec_fn=partial(killed_with, os.getpid()),

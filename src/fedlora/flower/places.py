@@ -46,8 +46,8 @@ class FederationFolder:
     rounds = place("server/rounds.jsonl", "A line for each finished round.")
     adapter = place("server/adapter", "The server's adapter, a PEFT directory.")
     summary = place("server/summary.json", "What came of it all, once it is over.")
-    history = place("server/settings.json", "The settings of all rounds so far.")
-    private = place("server/private", "What a private federation tells nobody.")
+    played_with = place("server/settings.json", "The settings of its rounds.")
+    private = place("server/private", "Of a private federation: its id, and the noised sums.")
 
     def key(self, name: str) -> Path:
         """The public key of an admitted site."""

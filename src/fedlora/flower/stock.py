@@ -109,7 +109,7 @@ def stock_strategy(
         peft_state: the initial state dict of linear LoRA layers. r, alpha: those of all clients.
         clients: their registered names. names: "order" is for simulations, whose nodes have no names: the online nodes
             get these names in the order of their ids. If one is away, all after it get the name of another, and the
-            memory of other clients with it (GLoRA's, refusals): only where all nodes stay, and never in a deployment.
+            memory of other clients with it (GLoRA's): only where all nodes stay, and never in a deployment.
             method, hparams: as in `fedlora.build`. folder: for checkpoints. resume: continue from its newest one; with
             an empty folder it begins at round 1. rule: a robust rule, such as
             `fedlora.server.robust_rules.MultiKrum(liars=1)`, instead of Flower's own strategies of that name, which

@@ -10,7 +10,7 @@ from fedlora.linalg.basics import eigh, gram, norm, rank_tolerance, right_svd, u
 from fedlora.linalg.consensus import Budget, ConsensusMean, Contributions, consensus_mean, consensus_of_sums
 from fedlora.linalg.distinct import distinct
 from fedlora.linalg.fast import consensus_means
-from fedlora.linalg.gauge import Canonical, Split, gauge_fix, gauge_split, gauge_splits
+from fedlora.linalg.gauge import Canonical, gauge_fix, gauge_splits
 from fedlora.linalg.product import svd_of_product
 from fedlora.linalg.shortest import shortest
 from fedlora.linalg.spectrum import Spectrum, svd_of_matrix, with_canonical_signs
@@ -22,14 +22,12 @@ __all__ = [
     "ConsensusMean",
     "Contributions",
     "Spectrum",
-    "Split",
     "consensus_mean",
     "consensus_means",
     "consensus_of_sums",
     "distinct",
     "eigh",
     "gauge_fix",
-    "gauge_split",
     "gauge_splits",
     "gram",
     "norm",

@@ -1,7 +1,7 @@
 """The mean update of a round, projected on the consensus subspace of its clients: the paper's aggregation, in float64.
 
     mean = sum_i p_i B_i A_i            from the factors as stored; no tolerance ever removes part of it
-    K    = sum_i p_i U_i U_i^T          the clients' votes, U_i from `gauge_split`
+    K    = sum_i p_i U_i U_i^T          the clients' votes, U_i from `gauge_fix`
     U_ref = TopEig_R(K),  result = U_ref U_ref^T mean, as its SVD
 
 The work is done in coordinates of the columns that the clients sent: with the stacked [B_1 B_2 ..] = Q T and
@@ -24,7 +24,7 @@ import torch
 
 from fedlora.errors import RankTie
 from fedlora.linalg.basics import count_above, rank_tolerance, unit_roundoff
-from fedlora.linalg.gauge import Canonical, gauge_split
+from fedlora.linalg.gauge import Canonical, gauge_fix
 from fedlora.linalg.shapes import Float, Tensor
 from fedlora.linalg.spectrum import Spectrum, cut_by_rounding, require_some, with_canonical_signs
 
@@ -137,7 +137,7 @@ def consensus_mean(sent: Contributions, budget: Budget) -> ConsensusMean:
     core = _core(torch.cat([B for B, _ in pairs], dim=1), torch.cat([A for _, A in pairs], dim=0), p)
     blocks = list(zip(torch.split(core.left, sent.ranks, dim=1), torch.split(core.right, sent.ranks), strict=True))
     own = [
-        gauge_split(B, A, tolerance=tolerance, canonical=budget.canonical).U
+        gauge_fix(B, A, tolerance=tolerance, canonical=budget.canonical)[0]
         for (B, A), tolerance in zip(blocks, sent.tolerances, strict=False)  # `rest` has no vote
     ]
     columns = torch.cat([core.left[:, :0], *(U * math.sqrt(w) for U, w in zip(own, sent.weights, strict=True))], dim=1)

@@ -73,14 +73,6 @@ class Product:
     def rank(self) -> int:
         return len(self.s)
 
-    @property
-    def d_out(self) -> int:
-        return len(self._left.X)
-
-    @property
-    def d_in(self) -> int:
-        return len(self._right.X)
-
     def rank_of_energy(self, share: float) -> int:
         """The least number of leading components whose squares make up `share` of all squares."""
         s = torch.tensor(self.s, dtype=torch.float64)

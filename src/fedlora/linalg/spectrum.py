@@ -91,19 +91,12 @@ def canonical_signs(U: Tensor) -> Tensor:
     return torch.where(U.amax(dim=-2) >= -U.amin(dim=-2), 1.0, -1.0).to(U)
 
 
-def svd_of_matrix(
-    X: Float[Tensor, "d_out d_in"],
-    *,
-    terms: float,
-    stored: float,
-    dtype: torch.dtype,
-    worked_in: torch.dtype = torch.float64,
-) -> Spectrum:
-    """The SVD of a dense float64 sum. terms, stored: as for `cut_by_rounding`. dtype: of the result. worked_in: the
-    dtype of LAPACK's work on X; its rounding counts like that of stored factors."""
+def svd_of_matrix(X: Float[Tensor, "d_out d_in"], *, terms: float, stored: float, dtype: torch.dtype) -> Spectrum:
+    """The SVD of a dense float64 sum. terms, stored: as for `cut_by_rounding`. dtype: of the result. The rounding of
+    LAPACK's work on X counts like that of stored factors."""
     require_some(norm(X)[None], dtype)
-    U, s, Vh = torch.linalg.svd(X.to(worked_in), full_matrices=False)
-    stored = max(stored, max(X.shape) ** 0.5 * unit_roundoff(worked_in) * float(norm(s)))
+    U, s, Vh = torch.linalg.svd(X, full_matrices=False)
+    stored = max(stored, max(X.shape) ** 0.5 * _U64 * float(norm(s)))
     keep, noise, rounding = cut_by_rounding(s.tolist(), terms=terms, stored=stored, stored_in=dtype)
     return with_canonical_signs(U[:, :keep].to(dtype), s[:keep].to(dtype), Vh[:keep].to(dtype), noise, rounding)
 

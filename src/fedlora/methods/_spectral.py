@@ -29,17 +29,11 @@ def mean_pair(updates: Sequence[Update]) -> LoRA:
     return stack([u.lora.map(Tensor.double) for u in updates], [u.weight for u in updates])
 
 
-def rounding_noise(updates: Sequence[Update], mean: LoRA) -> tuple[float, float]:
-    """(the size of the terms of the updates' mean pair, the largest size of rounding in one direction of it)."""
-    B, A = mean.factors
-    sizes = norm(B, dim=0) * norm(A, dim=1)
-    return float(norm(sizes)), float(norm(sizes * _per_column(updates)))
-
-
 def rounding_share(updates: Sequence[Update], mean: LoRA) -> float:
     """`Spectrum.rounding` of the updates' mean pair, for methods that keep no spectrum; 0 if it is below one
     hundredth."""
-    _, stored = rounding_noise(updates, mean)
+    B, A = mean.factors
+    stored = float(norm(norm(B, dim=0) * norm(A, dim=1) * _per_column(updates)))
     return mean_spectrum(updates).rounding if stored * mean.rank**0.5 > 0.1 * mean.norm() else 0.0
 
 

@@ -27,7 +27,7 @@ from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.multiplied import How, TakesMultipliers, plain_pair
 from fedlora.linalg import norm
 from fedlora.linalg.weighted_mean import weighted_mean
-from fedlora.methods._factors import of_one_rank, require_one_rank
+from fedlora.methods._factors import require_one_rank
 from fedlora.methods._spectral import mean_pair, rounding_share
 
 # The limit for the averaged pair's terms, relative to the clients' updates. If one client's factors are (B c, A / c),
@@ -73,7 +73,8 @@ class FedExLoRA(TakesMultipliers):
         return "terms"
 
     def aggregate(self, state: FedExLoRAState, updates: Sequence[Update]) -> FedExLoRAState:
-        updates = of_one_rank("FedEx-LoRA", state.mean.rank, updates)
+        for u in updates:
+            require_one_rank("FedEx-LoRA", state.mean.rank, u.client, u.rank)
         p = [u.weight for u in updates]
         loras = [u.lora for u in updates]
         mean, exact = _averaged(loras, p), mean_pair(updates)

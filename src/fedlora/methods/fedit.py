@@ -17,7 +17,7 @@ from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.summing import FromMeans
 from fedlora.linalg.weighted_mean import weighted_mean
-from fedlora.methods._factors import of_one_rank, require_one_rank
+from fedlora.methods._factors import require_one_rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,8 @@ class FedIT(FromMeans):
         return Roles()
 
     def aggregate(self, state: FedITState, updates: Sequence[Update]) -> FedITState:
-        updates = of_one_rank("FedIT", state.mean.rank, updates)
+        for u in updates:
+            require_one_rank("FedIT", state.mean.rank, u.client, u.rank)
         p = [u.weight for u in updates]
         mean = LoRA(weighted_mean([u.B for u in updates], p), weighted_mean([u.A for u in updates], p))
         return FedITState(state.key, state.round + 1, mean)

@@ -25,7 +25,7 @@ from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg.weighted_mean import weighted_mean
-from fedlora.methods._factors import of_one_rank, require_one_rank
+from fedlora.methods._factors import require_one_rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,8 @@ class FedRotLoRA:
         return Roles()
 
     def aggregate(self, state: FedRotLoRAState, updates: Sequence[Update]) -> FedRotLoRAState:
-        updates = of_one_rank("FedRot-LoRA", state.mean.rank, updates)
+        for u in updates:
+            require_one_rank("FedRot-LoRA", state.mean.rank, u.client, u.rank)
         p = [u.weight for u in updates]
         turns = [self._rotation(state, u) for u in updates]
         B = weighted_mean([u.B @ R.to(u.B) for u, R in zip(updates, turns, strict=True)], p)

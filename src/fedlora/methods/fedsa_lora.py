@@ -20,7 +20,7 @@ from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.summing import FromMeans
 from fedlora.linalg.weighted_mean import weighted_mean
-from fedlora.methods._factors import of_one_rank, require_one_rank
+from fedlora.methods._factors import require_one_rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,8 @@ class FedSALoRA(FromMeans):
         return Roles(B="local", heads="local")
 
     def aggregate(self, state: FedSALoRAState, updates: Sequence[Update]) -> FedSALoRAState:
-        updates = of_one_rank("FedSA-LoRA", len(state.A), updates)
+        for u in updates:
+            require_one_rank("FedSA-LoRA", len(state.A), u.client, u.rank)
         A = weighted_mean([u.A for u in updates], [u.weight for u in updates])
         return FedSALoRAState(state.key, state.round + 1, A)
 

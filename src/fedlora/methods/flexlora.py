@@ -2,17 +2,16 @@
 
     Delta W = sum_i p_i B_i A_i = U S V^T        read out: B = U_r S_r, A = V_r^T
 
-Exact before truncation, gauge-invariant, any ranks. Two solvers give the same result: "dense" computes Delta W and its
-full SVD, as the paper times it; "thin" uses QR, QR and the SVD of the small core. All energy is in B, as in the
-authors' code. Deviations from that code: none in the rule (their released code never applies different ranks).
-Cost: dense O(d_out d_in (sum r_i + min(d_out, d_in))), thin O((sum r_i)^2 (d_out + d_in)).
+Exact before truncation, gauge-invariant, any ranks. The SVD is by QR, QR and the SVD of the small core; the paper
+computes Delta W and its full SVD. All energy is in B, as in the authors' code. Deviations from that code: none in the
+rule (their released code never applies different ranks). Cost: O((sum r_i)^2 (d_out + d_in)).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -25,17 +24,7 @@ from fedlora.core.summing import FromSums, Summing, Sums
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum, svd_of_matrix
 from fedlora.methods._rank_partition import Weighting, partitioned
-from fedlora.methods._spectral import (
-    accumulated_spectrum,
-    instantiate,
-    mean_pair,
-    mean_spectrum,
-    rounding_noise,
-    start_spectrum,
-    whole,
-)
-
-Solver = Literal["thin", "dense"]
+from fedlora.methods._spectral import accumulated_spectrum, instantiate, mean_spectrum, start_spectrum, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +44,6 @@ class FlexLoRA(FromSums[FlexLoRAState], Accumulating[FlexLoRAState], TakesMultip
     """Use it for clients of different ranks that should all get the strongest directions.
 
     Args:
-        solver: for the mean update's SVD: "thin", or "dense", the full SVD of the d_out x d_in mean, as papers time it;
-            the same result within a few roundoffs of the uploads' dtype, in which LAPACK works here.
         weighting: "examples" uses the server's p_i; "rank-partition" is raFLoRA (`preset="raflora"`).
     """
 
@@ -65,14 +52,11 @@ class FlexLoRA(FromSums[FlexLoRAState], Accumulating[FlexLoRAState], TakesMultip
     State: ClassVar[type] = FlexLoRAState
     PRESETS: ClassVar[Mapping[str, Mapping[str, object]]] = {"raflora": {"weighting": "rank-partition"}}
 
-    solver: Solver = "thin"
     weighting: Weighting = "examples"
 
     def __post_init__(self) -> None:
-        for name, options in {"solver": Solver, "weighting": Weighting}.items():
-            value = getattr(self, name)
-            if value not in get_args(options):
-                raise HyperparameterError(f"flexlora: {name} is one of {get_args(options)}; got {value!r}.")
+        if self.weighting not in get_args(Weighting):
+            raise HyperparameterError(f"flexlora: weighting is one of {get_args(Weighting)}; got {self.weighting!r}.")
 
     def init(self, seed: LoRA, key: int) -> FlexLoRAState:
         spectrum, start = start_spectrum(seed)
@@ -98,13 +82,7 @@ class FlexLoRA(FromSums[FlexLoRAState], Accumulating[FlexLoRAState], TakesMultip
         dtype = updates[0].B.dtype
         if self.weighting == "rank-partition":
             updates = partitioned(updates)
-        if self.solver == "thin":
-            spectrum = mean_spectrum(updates, dtype)
-        else:
-            mean = mean_pair(updates)
-            terms, stored = rounding_noise(updates, mean)
-            spectrum = svd_of_matrix(mean.delta(), terms=terms, stored=stored, dtype=dtype, worked_in=dtype)
-        return FlexLoRAState(state.key, state.round + 1, spectrum, None)
+        return FlexLoRAState(state.key, state.round + 1, mean_spectrum(updates, dtype), None)
 
     def summing(self) -> Summing:
         """It needs only the mean."""
@@ -118,7 +96,7 @@ class FlexLoRA(FromSums[FlexLoRAState], Accumulating[FlexLoRAState], TakesMultip
 
     def require_accumulating(self) -> None:
         """Raises `HyperparameterError` for rank-partition weighting."""
-        if why := options_without_effect(self, self.name, {"solver": "thin", "weighting": "examples"}):
+        if why := options_without_effect(self, self.name, {"weighting": "examples"}):
             raise HyperparameterError(why)
 
     def accumulated(self, state: FlexLoRAState, change: LoRA, rank: int) -> FlexLoRAState:

@@ -271,8 +271,8 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
     def _budget(self, updates: Sequence[Update], sent: Contributions) -> Budget:
         revealed: list[int] = []
         if self.budget == "revealed" and self.rank is None:
-            splits = gauge_splits(sent.pairs, tolerances=sent.tolerances, canonical=self.canonical)
-            revealed = [*(s.U.shape[1] for s in splits), _columns(updates[len(splits) :])]
+            fixed = gauge_splits(sent.pairs, tolerances=sent.tolerances, canonical=self.canonical)
+            revealed = [*(U.shape[1] for U, _ in fixed), _columns(updates[len(fixed) :])]
         return Budget(self._rank(_columns(updates), sum(revealed)), self.tie, self.basis, self.canonical)
 
     @property

@@ -3,13 +3,10 @@
     w_i = ||B_i A_i||_F / sum_j ||B_j A_j||_F
     B <- sum_i w_i [B_i 0]        A <- sum_i w_i [A_i; 0]        read out: B[:, :r_i], A[:r_i, :]
 
-Any ranks; not exact, not gauge-invariant (the weights are, because they depend on products). With `pruning`, clients
-add strength ||B[:, q:]|| ||A[q:, :]|| to their loss, q = floor(keep r_i), and cut their rank to q for good if that tail
-shrank in a round; this makes the first slots the important ones, as the cut requires. Each module has its own weights.
-Deviations from the only public code (in FlexLoRA's repository): it has no sparsity weights, and it computes its penalty
-on detached tensors, so the penalty never enters the gradient. In the first round every update may be zero; then p_i is
-used. Cost: O(sum r_i^2 (d_out + d_in)) by QR factors; solver="dense" computes each product, as papers time it:
-O(sum r_i d_out d_in).
+Any ranks, which stay as they are (the paper's clients also prune theirs); not exact, not gauge-invariant (the weights
+are, because they depend on products). Each module has its own weights. Deviation from the only public code (in
+FlexLoRA's repository): it has no sparsity weights. In the first round every update may be zero; then p_i is used.
+Cost: O(sum r_i^2 (d_out + d_in)), by QR factors.
 """
 
 from __future__ import annotations
@@ -19,15 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-import torch
-
 from fedlora.core.lora import LoRA, revive
-from fedlora.core.method import Readout, Roles, TailPenalty, Update
+from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.multiplied import How, TakesMultipliers
 from fedlora.errors import HyperparameterError
 from fedlora.methods._slots import first, mean_columns, mean_rows
 
-Solver = Literal["thin", "dense"]
 Weights = Literal["sparsity", "examples"]
 
 
@@ -49,11 +43,6 @@ class HetLoRA(TakesMultipliers):
 
     Args:
         weights: "sparsity" (the paper's w_i by the update's norm, for each module) or "examples" (the server's p_i).
-        solver: for the norms: "thin" by QR factors, or "dense" from B_i A_i itself, as papers time it; the same numbers
-            within a few roundoffs of the uploads' dtype.
-        pruning: whether clients penalise and prune their tail.
-        strength: weight of that penalty in the clients' loss, >= 0; see `TailPenalty`.
-        keep: where the tail begins, as a share of the rank, in (0, 1).
     """
 
     name: ClassVar[str] = "hetlora"
@@ -61,29 +50,16 @@ class HetLoRA(TakesMultipliers):
     State: ClassVar[type] = HetLoRAState
 
     weights: Weights = "sparsity"
-    solver: Solver = "thin"
-    pruning: bool = False
-    strength: float = 1e-3
-    keep: float = 0.99
 
     def __post_init__(self) -> None:
-        for name, options in {"weights": Weights, "solver": Solver}.items():
-            if getattr(self, name) not in get_args(options):
-                raise HyperparameterError(
-                    f"hetlora: {name} is one of {get_args(options)}; got {getattr(self, name)!r}."
-                )
-        if not isinstance(self.pruning, bool):
-            raise HyperparameterError(f"hetlora: pruning is true or false; got {self.pruning!r}.")
-        if not (0 < self.keep < 1 and 0 <= self.strength < math.inf):
-            raise HyperparameterError(
-                f"hetlora: keep is in (0, 1) and strength is finite and not negative; got {self.keep}, {self.strength}."
-            )
+        if self.weights not in get_args(Weights):
+            raise HyperparameterError(f"hetlora: weights is one of {get_args(Weights)}; got {self.weights!r}.")
 
     def init(self, seed: LoRA, key: int) -> HetLoRAState:
         return HetLoRAState(key, 0, seed, {})
 
     def roles(self, round: int) -> Roles:
-        return Roles(penalty=TailPenalty(self.strength, self.keep) if self.pruning else None)
+        return Roles()
 
     @property
     def multiplied(self) -> How:
@@ -100,7 +76,7 @@ class HetLoRA(TakesMultipliers):
 
     def aggregate(self, state: HetLoRAState, updates: Sequence[Update]) -> HetLoRAState:
         w = [u.weight for u in updates]
-        sizes = [self._size(u.lora) for u in updates] if self.weights == "sparsity" else []
+        sizes = [u.lora.norm() for u in updates] if self.weights == "sparsity" else []
         if any(sizes):
             w = [size / math.fsum(sizes) for size in sizes]
         rank = max(state.mean.rank, *(u.lora.rank for u in updates))
@@ -116,6 +92,3 @@ class HetLoRA(TakesMultipliers):
 
     def diagnostics(self, state: HetLoRAState) -> Mapping[str, object]:
         return {"rank": state.mean.rank, "weights": dict(state.weights)}
-
-    def _size(self, lora: LoRA) -> float:
-        return lora.norm() if self.solver == "thin" else float(torch.linalg.matrix_norm(lora.delta()))

@@ -29,7 +29,7 @@ from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg.weighted_mean import weighted_mean
-from fedlora.methods._factors import of_one_rank, require_one_rank
+from fedlora.methods._factors import require_one_rank
 from fedlora.methods._spectral import mean_pair
 
 Metric = Literal["cosine", "l2"]
@@ -77,7 +77,8 @@ class LoRAFAIR:
         return Roles()
 
     def aggregate(self, state: LoRAFAIRState, updates: Sequence[Update]) -> LoRAFAIRState:
-        updates = of_one_rank("LoRA-FAIR", state.pair.rank, updates)
+        for u in updates:
+            require_one_rank("LoRA-FAIR", state.pair.rank, u.client, u.rank)
         p = [u.weight for u in updates]
         B, A = weighted_mean([u.B for u in updates], p), weighted_mean([u.A for u in updates], p)
         target = _Target.of(mean_pair(updates), A)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import importlib.util
 import inspect
-import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from importlib.metadata import EntryPoint
-from numbers import Integral, Real
-from types import SimpleNamespace, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
 
 from fedlora.core.method import Method
 from fedlora.core.read_only import ReadOnly
-from fedlora.core.text import quoted
 from fedlora.errors import FedLoRAError, HyperparameterError
 from fedlora.methods.fedex_lora import FedExLoRA
 from fedlora.methods.fedit import FedIT
@@ -29,7 +28,6 @@ from fedlora.methods.glora import GLoRA
 from fedlora.methods.hetlora import HetLoRA
 from fedlora.methods.lora_fair import LoRAFAIR
 from fedlora.methods.padded_average import PaddedAverage
-from fedlora.methods.plugins import loaded, offered, package_of
 from fedlora.methods.rolora import RoLoRA
 from fedlora.methods.svd import SVD
 
@@ -70,7 +68,6 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
         'flexlora'
     """
     cls = find(name)
-    given = dict(hparams)
     if preset is not None:
         known = presets_of(cls)
         if preset not in known:
@@ -82,7 +79,6 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
         if key not in names:
             listed = ", ".join(names) or "none"
             raise HyperparameterError(f"{name} has no hyper-parameter {key!r}{_nearest(key, names)} It has: {listed}.")
-    hparams |= _typed(cls, name, given)
     try:
         method: Method[Any] = cls(**hparams)
     except TypeError as error:
@@ -92,82 +88,6 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
     except Exception as error:
         raise HyperparameterError(f"{name} cannot be made: {type(error).__name__}: {error}. Got {hparams}.") from error
     return method
-
-
-_IN_WORDS = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "a word", type(None): "none",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Word:
-    """One value of a `Literal`."""
-
-    word: object
-
-
-def _typed(cls: type[Any], name: str, hparams: Mapping[str, object]) -> dict[str, object]:
-    """The hyper-parameters, checked against their fields' types as in a configuration: true and "3" are not numbers,
-    and 3.0 is a whole number. Infinity is valid where it is the default.
-
-    Raises:
-        HyperparameterError: a value has another type; the message says what is expected.
-    """
-    wrong, typed = [], dict(hparams)
-    for f in fields(cls):
-        options = _options(_hint(cls, f)) if f.name in hparams else []
-        value = hparams.get(f.name)
-        if not options or value is f.default or (isinstance(value, float) and value == f.default):
-            continue
-        if isinstance(value, float) and value.is_integer() and int in options and float not in options:
-            typed[f.name] = int(value)
-        elif any(_fits(value, option) for option in options):
-            continue
-        elif isinstance(value, bool) or not all(isinstance(option, _Word) for option in options):
-            wrong.append(f"{f.name} is {_in_words(options, value)}; got {quoted(value)}.")
-        # for words alone, each method's own error lists them
-    if wrong:
-        raise HyperparameterError(f"{name}: a hyper-parameter has a wrong type: {' '.join(wrong)}")
-    return typed
-
-
-def _hint(cls: type[Any], field: Field[Any]) -> Any:
-    """A field's type. None if it cannot be resolved: a stranger's class may name types that do not exist, and reports
-    bad values itself. Each field is resolved alone, so that one such name hides no other field's type."""
-    owner = [base for base in cls.__mro__ if vars(base).get("__dataclass_fields__", {}).get(field.name) is field][-1]
-    written = SimpleNamespace(__annotations__={field.name: field.type})
-    try:
-        return get_type_hints(written, vars(sys.modules[owner.__module__]), dict(vars(owner)))[field.name]
-    except Exception:
-        return None
-
-
-def _options(wanted: Any) -> list[Any]:
-    """The plain types that a value may have; empty if it may also have another type."""
-    if get_origin(wanted) in (Union, UnionType):
-        each = [_options(option) for option in get_args(wanted)]
-        return [option for options in each for option in options] if all(each) else []
-    if get_origin(wanted) is Literal:
-        return [_Word(word) for word in get_args(wanted)]
-    return [wanted] if wanted in _IN_WORDS else []
-
-
-def _fits(value: object, option: Any) -> bool:
-    if isinstance(option, _Word):
-        return value == option.word and isinstance(value, bool) == isinstance(option.word, bool)
-    if option is bool or isinstance(value, bool):
-        return option is bool and isinstance(value, bool)
-    if option is int:
-        return isinstance(value, Integral)
-    if option is float:
-        return isinstance(value, Integral) or (isinstance(value, Real) and math.isfinite(value))
-    return isinstance(value, option)
-
-
-def _in_words(options: Sequence[Any], value: object) -> str:
-    words = dict.fromkeys(quoted(o.word) if isinstance(o, _Word) else _IN_WORDS[o] for o in options)
-    finite = "a finite number" if isinstance(value, float) else "a number"
-    return " or ".join(finite if word == "a number" else word for word in words)
 
 
 def find(name: str) -> type[Any]:
@@ -193,9 +113,54 @@ def find(name: str) -> type[Any]:
     return cls
 
 
+def loaded(place: str, name: str) -> Any:
+    """The object at "module:Class".
+
+    If a module is not installed, it is searched for in the working directory last, because a console script does not
+    have that directory on its path. The directory stays on the path, so that other processes find the class too.
+
+    Raises:
+        HyperparameterError: it cannot be imported, whatever error its module raised.
+    """
+    module, _, path = place.partition(":")
+    try:
+        _reach(module.partition(".")[0])
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:  # a stranger's module can raise anything on import
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = f" fedlora looks on the Python path and in {Path.cwd()}: go to its folder, or install it."
+        raise HyperparameterError(
+            f"the method {name!r} cannot be made: {type(error).__name__}: {error}. A class is given as "
+            f"package.module:Class, and its module must be importable from here.{hint}"
+        ) from error
+    return found
+
+
+def _reach(top: str) -> None:
+    """Append the working directory to the path if only it has the module or package `top`."""
+    here = Path.cwd()
+    beside = (here / f"{top}.py").is_file() or (here / top / "__init__.py").is_file()
+    if beside and str(here) not in sys.path and importlib.util.find_spec(top) is None:
+        sys.path.append(str(here))
+        importlib.invalidate_caches()
+
+
 def plugins() -> list[EntryPoint]:
     """Methods that installed packages offer; they cannot replace a built-in name."""
     return [point for point in offered() if point.name not in METHODS]
+
+
+def offered() -> list[EntryPoint]:
+    """The methods that installed packages offer, sorted by name and package."""
+    return sorted(entry_points(group="fedlora.methods"), key=lambda point: (point.name, package_of(point)))
+
+
+def package_of(point: EntryPoint) -> str:
+    """The distribution that defines an entry point."""
+    return point.dist.name if point.dist is not None else "an unnamed package"
 
 
 @dataclass(frozen=True)

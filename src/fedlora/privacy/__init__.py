@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedlora.privacy.geometry import Bases, Geometry, Layout
     from fedlora.privacy.journal import Journal
     from fedlora.privacy.ledger import Earlier, Ledger, Recomputed, recompute
-    from fedlora.privacy.mechanism import Contribution, Mechanism, share_of
+    from fedlora.privacy.mechanism import Mechanism, share_of
     from fedlora.privacy.released import Item, fate_of, filtered, unlisted
     from fedlora.privacy.sampling import poisson_sample
 
@@ -29,7 +29,7 @@ __getattr__ = face(
         "geometry": ("Bases", "Geometry", "Layout"),
         "journal": ("Journal",),
         "ledger": ("Earlier", "Ledger", "Recomputed", "recompute"),
-        "mechanism": ("Contribution", "Mechanism", "share_of"),
+        "mechanism": ("Mechanism", "share_of"),
         "released": ("Item", "fate_of", "filtered", "unlisted"),
         "sampling": ("poisson_sample",),
     },
@@ -39,7 +39,6 @@ __all__ = [
     "Bases",
     "Budget",
     "Charged",
-    "Contribution",
     "Earlier",
     "Event",
     "Geometry",

@@ -112,7 +112,7 @@ def epsilon(noise_multiplier: float, rounds: int, delta: float, sampling: float 
 
 @doing("searching the noise multiplier")
 def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: float = 1.0) -> float:
-    """The smallest z whose epsilon is at most the given one, from above, to within a relative 2e-4.
+    """The smallest z whose epsilon is at most the given one, from above: dp-accounting's search, to 1e-6.
 
     Raises:
         HyperparameterError: impossible numbers, or dp-accounting is missing.
@@ -130,30 +130,24 @@ def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: fl
         )
     if Spending(1.0, rounds, sampling).rounds == 0:
         raise HyperparameterError("privacy: rounds = 0 releases nothing and needs no noise.")
+    library = extras.accounting("")
 
-    def excess(z: float) -> float:
-        return math.log(_composed(((z, float(sampling), rounds),), float(delta)) / epsilon)
+    class Ours:
+        """An accountant, as the search asks it, whose epsilon has the discrete noise in it. Its events are z alone."""
 
-    high = _rough_noise(epsilon, rounds, delta) if sampling < 1 else _exact_noise(epsilon, rounds, delta)
-    step = 0.3 if sampling < 1 else 1e-4
-    while (above := excess(high)) > 0:
-        high, step = high * (1 + step), 4 * step
-    low, below = high, above
-    while below <= 0:
-        high, above = low, below
-        low, step = low / (1 + step), 2 * step
-        below = excess(low)
-    side = 0
-    while high > low * (1 + 1e-4):  # false position on logarithms, with Illinois halving
-        ends = math.log(low), math.log(high)
-        step = (ends[1] - ends[0]) * min(max(below / (below - above), 0.02), 0.98)
-        middle = min(max(math.exp(ends[0] + step) * (1 + 2e-5), low * (1 + 4e-5)), high * (1 - 4e-5))
-        found = excess(middle)
-        if found > 0:
-            low, below, above, side = middle, found, above / 2 if side > 0 else above, 1
-        else:
-            high, above, below, side = middle, found, below / 2 if side < 0 else below, -1
-    return high
+        ledger = library.NoOpDpEvent()
+
+        def compose(self, z: float) -> Ours:
+            self.z = z
+            return self
+
+        def get_epsilon(self, delta: float) -> float:
+            return _composed(((self.z, float(sampling), rounds),), delta)
+
+    log = math.log(1 / delta)
+    enough = math.sqrt(rounds / 2) / (math.sqrt(log + epsilon) - math.sqrt(log))  # by zCDP, without sampling
+    bracket = library.LowerEndpointAndGuess(0.0, enough)
+    return float(library.calibrate_dp_mechanism(Ours, float, float(epsilon), float(delta), bracket))
 
 
 def epsilon_up(epsilon: float) -> str:
@@ -220,29 +214,6 @@ def _rough_epsilon(kinds: Sequence[tuple[float, float, int]], delta: float) -> f
         limit = q * q * rounds * math.expm1(1 / (z * z)) / 2 if z > 0.05 else math.inf
         rho += min(whole, max(limit, 1 / (2 * z * z)) if q < 1 else whole)
     return rho + 2 * math.sqrt(rho * math.log(1 / delta))
-
-
-def _rough_noise(epsilon: float, rounds: int, delta: float) -> float:
-    """The z at which the zCDP bound for unsampled releases is epsilon."""
-    log = math.log(1 / delta)
-    return math.sqrt(rounds / 2) / (math.sqrt(log + epsilon) - math.sqrt(log))
-
-
-def _exact_noise(epsilon: float, rounds: int, delta: float) -> float:
-    """The z at which unsampled Gaussian releases have this epsilon, in closed form (Balle and Wang 2018, theorem 8): a
-    starting point."""
-
-    def tail(x: float) -> float:
-        return math.erfc(x / math.sqrt(2)) / 2  # x is at most 18 for an epsilon up to 100
-
-    high = _rough_noise(epsilon, rounds, delta)  # sufficient, by the zCDP bound
-    low = high / 4
-    while high > low * (1 + 1e-6):
-        middle = math.sqrt(low * high)
-        mu = math.sqrt(rounds) / middle
-        there = tail(epsilon / mu - mu / 2) - math.exp(epsilon) * tail(epsilon / mu + mu / 2)
-        low, high = (middle, high) if there > delta else (low, middle)
-    return high
 
 
 def _number(value: float) -> bool:

@@ -8,11 +8,10 @@ signal; the bound on one client does not rely on it, because we compute the norm
 
 shape        a          b         price: noised entries, for a module of 768 x 768 and dims = 16
 full         d_out      d_in      589,824    nothing of the change is lost, and all of it is noised
-left         dims       d_in      12,288
 two-sided    dims       dims      256        least noise; what lies outside Q and P is lost
 
 The best choice depends on noise and clients. Error of the sum at relative noise 0.01 / 0.05 / 0.2 in a toy example:
-full, then SVD 0.05 / 0.51 / 5.4; left 0.24 / 0.46 / 2.7; two-sided 0.28 / 0.43 / 1.2 (design notes).
+full, then SVD 0.05 / 0.51 / 5.4; two-sided 0.28 / 0.43 / 1.2 (design notes).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.errors import HyperparameterError, ShapeError
 from fedlora.seeds import derive_seed
 
-Shape = Literal["full", "left", "two-sided"]
+Shape = Literal["full", "two-sided"]
 
 FRESH = 0.25  # least share of random dims: without any, directions that were never released could never be learned
 
@@ -133,9 +132,7 @@ class Geometry:
 
     def size(self, d_out: int, d_in: int) -> int:
         """a b: entries in the private vector for a module (d_out, d_in)."""
-        a = d_out if self.shape == "full" else min(self.dims, d_out)
-        b = min(self.dims, d_in) if self.shape == "two-sided" else d_in
-        return a * b
+        return d_out * d_in if self.shape == "full" else min(self.dims, d_out) * min(self.dims, d_in)
 
     def bases(self, released: LoRA, module: str, round: int, seed: int) -> Bases:
         """One module's bases for one round.
@@ -155,9 +152,7 @@ class Geometry:
         if self.shape == "full":
             return Bases(d_out, d_in)
         left, right = strongest(released)
-        P = None
-        if self.shape == "two-sided":
-            P = self._filled(right, d_in, "P", module, round, seed)
+        P = self._filled(right, d_in, "P", module, round, seed)
         return Bases(d_out, d_in, self._filled(left, d_out, "Q", module, round, seed), P)
 
     def _filled(self, known: Tensor, d: int, side: str, module: str, round: int, seed: int) -> Tensor:

@@ -36,20 +36,6 @@ _ROOM = 2**62  # for sums with their noise
 _DEVIATIONS = 40  # of noise that must fit: larger noise has probability 1e-348
 
 
-@dataclass(frozen=True, eq=False)
-class Contribution:
-    """One client's vector in the form that is summed. Secret: none of it may leave the server.
-
-    integers: int64 (d,), in units of the grid. norm: of the weighted vector before the clip (inf if beyond float64);
-    NaN if it was not finite. factor: the clipping factor, 1 if not clipped. usable: False if it counts as zero.
-    """
-
-    integers: Tensor
-    norm: float
-    factor: float
-    usable: bool
-
-
 @dataclass(frozen=True)
 class Mechanism:
     """A run's public constants.
@@ -90,24 +76,22 @@ class Mechanism:
         if Fraction(self.clip) / Fraction(self.grid) > LARGEST:
             raise HyperparameterError(
                 f"privacy: the clip {self.clip:g} is {self.clip / self.grid:.1e} steps of the grid {self.grid:g}; "
-                f"exact sums hold at most {LARGEST:.1e}. Choose a coarser grid, or none: `Mechanism.of` chooses one."
+                f"exact sums hold at most {LARGEST:.1e}. `Mechanism.of` chooses one."
             )
 
     @classmethod
-    def of(cls, clip: float, noise_multiplier: float, size: int, grid: float | None = None) -> Mechanism:
+    def of(cls, clip: float, noise_multiplier: float, size: int) -> Mechanism:
         """A mechanism with the default grid for vectors of `size` entries: the largest power of two with
         gamma sqrt(d) <= 2^-20 C min(1, z)."""
-        if grid is None:
-            cls(clip, noise_multiplier, 2.0 ** math.floor(math.log2(clip)) if _positive(clip) else 1.0)  # to check
-            relative = min(1.0, noise_multiplier) if noise_multiplier > 0 else 1.0
-            finest = clip * relative * FINEST / math.sqrt(_checked_size(size))
-            if finest < 2.0**-1000:
-                raise HyperparameterError(
-                    f"privacy: clip {clip:g} with noise multiplier {noise_multiplier:g} needs a grid of {finest:.1e}, "
-                    f"below what float64 can hold. Measure the vectors in a smaller unit: a larger clip."
-                )
-            grid = math.ldexp(1.0, math.frexp(finest)[1] - 1)
-        return cls(clip, noise_multiplier, grid)
+        cls(clip, noise_multiplier, 2.0 ** math.floor(math.log2(clip)) if _positive(clip) else 1.0)  # to check
+        relative = min(1.0, noise_multiplier) if noise_multiplier > 0 else 1.0
+        finest = clip * relative * FINEST / math.sqrt(_checked_size(size))
+        if finest < 2.0**-1000:
+            raise HyperparameterError(
+                f"privacy: clip {clip:g} with noise multiplier {noise_multiplier:g} needs a grid of {finest:.1e}, "
+                f"below what float64 can hold. Measure the vectors in a smaller unit: a larger clip."
+            )
+        return cls(clip, noise_multiplier, math.ldexp(1.0, math.frexp(finest)[1] - 1))
 
     def bound(self, size: int) -> int:
         """K = ceil(C / gamma) + ceil(sqrt d): the exact upper bound on a contribution's integer norm."""
@@ -146,11 +130,12 @@ class Mechanism:
         if s and s < COARSEST_NOISE * math.sqrt(size):
             raise HyperparameterError(
                 f"privacy: the grid {self.grid:g} is too coarse: the noise is {s:.1e} steps, but epsilon is computed "
-                f"for at least {COARSEST_NOISE * math.sqrt(size):.1e} with {size} entries. Leave the grid out."
+                f"for at least {COARSEST_NOISE * math.sqrt(size):.1e} with {size} entries. `Mechanism.of` chooses one."
             )
 
-    def clipped(self, vector: Tensor, weight: float = 1.0) -> Contribution:
-        """The weighted vector, clipped to C and rounded to the grid, with details.
+    def contribution(self, vector: Tensor, weight: float = 1.0) -> Tensor:
+        """int64 (d,): the weighted vector, clipped to C, in grid units. A vector that is not finite gives zeros and a
+        warning: its client counts as zero.
 
         Args:
             vector: (d,) floating point. Its norm is computed in float64 from this array, first scaled near 1 by a power
@@ -169,28 +154,19 @@ class Mechanism:
         y = vector.detach().to(device="cpu", dtype=torch.float64)
         nothing = torch.zeros(y.shape, dtype=torch.int64)
         if not bool(torch.isfinite(y).all()):
-            return Contribution(nothing, math.nan, 0.0, False)
+            log.warning("a client's vector is not finite (NaN or Inf) and counts as zero in the private sum")
+            return nothing
         y = y * weight
         top = float(y.abs().max())
         if top == 0:
-            return Contribution(nothing, 0.0, 1.0, True)
+            return nothing
         exponent = math.frexp(top)[1]
         half = exponent // 2  # 2^-exponent itself may overflow float64
         unit = y * math.ldexp(1.0, -half) * math.ldexp(1.0, half - exponent)
         size, limit = float(torch.linalg.vector_norm(unit)), _ldexp(self.clip, -exponent)
-        factor = 1.0
         if size > limit:
-            y, factor = unit * (self.clip / size), limit / size
-        integers = torch.round(y / self.grid).to(torch.int64)
-        return Contribution(held(integers, self.bound(len(y))), _ldexp(size, exponent), factor, True)
-
-    def contribution(self, vector: Tensor, weight: float = 1.0) -> Tensor:
-        """`clipped(vector, weight).integers`: int64 (d,), in grid units. A vector that is not finite gives zeros and a
-        warning: its client counts as zero."""
-        found = self.clipped(vector, weight)
-        if not found.usable:
-            log.warning("a client's vector is not finite (NaN or Inf) and counts as zero in the private sum")
-        return found.integers
+            y = unit * (self.clip / size)
+        return held(torch.round(y / self.grid).to(torch.int64), self.bound(len(y)))
 
     def noised(self, total: Tensor) -> Tensor:
         """int64 (d,): the sum of contributions, plus an independent N_Z(0, s^2) in each entry.

@@ -5,29 +5,54 @@ A star matches any one name. A table without entries for its content goes or sta
 
 from __future__ import annotations
 
-from fedlora.privacy.federation_list import FEDERATION
-from fedlora.privacy.release_items import (
-    CHOICE,
-    COUNT,
-    DATA,
-    ITSELF,
-    LEDGER,
-    LOSS,
-    MADE,
-    OWN,
-    PAID,
-    PLACES,
-    PUBLIC,
-    REFUSED,
-    RESUME,
-    TESTED,
-    TRAFFIC,
-    UPLOADS,
-    WHO,
-    Fate,
-    Item,
+from dataclasses import dataclass
+from typing import Literal
+
+Fate = Literal["released", "privatised", "if-public", "secret", "dropped"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing at one place. name: with dots between nested tables. reason: for its fate."""
+
+    place: str
+    name: str
+    fate: Fate
+    reason: str
+
+
+PUBLIC = "a public constant: configuration, code, base model or plan"
+MADE = "made of public things and noised sums alone (post-processing)"
+PAID = "the mechanism's output: charged in the ledger"
+LEDGER = "the ledger is public"
+TESTED = "a released model on held-out examples, which must be no client's"
+LOSS = "a function of one client's data, not noised"
+COUNT = "how many examples a client has is the client's; the weight uses min(n_i, n_max), and never shows it"
+WHO = "who took part, failed or was refused: amplification needs it secret, and a refusal is a client's own"
+UPLOADS = "computed from the uploads themselves, not from the noised sum"
+TRAFFIC = "sizes and times tell who took part and how much data it has"
+RESUME = "needed to continue after a crash; records what clients did"
+ITSELF = "a client's own upload"
+OWN = "what one client gets by its own history is private towards others only if it reaches that client alone"
+CHOICE = "a choice among states by a measurement: public if the measurement is"
+REFUSED = "it tells what single clients did or how they were judged; [privacy] excludes attacks and robust rules"
+PLACES = "the names of clients' files can say who they are and what is in there"
+DATA = "facts about clients' data; a digest confirms a correct guess of the data"
+
+
+def _items(place: str, fate: Fate, reason: str, *names: str) -> tuple[Item, ...]:
+    return tuple(Item(place, name, fate, reason) for name in names)
+
+
+_OF_STATE = ("rank", "components", "server_rank", "singular_values", "approximation")
+_OF_UPLOADS = (
+    "total_rank", "union_rank", "full_rank", "gap", "tied", "captured", "error", "dropped", "rounding",
 )  # fmt: skip
-from fedlora.privacy.release_items import as_items as _items
+
+
+def _of_modules(*names: str) -> tuple[str, ...]:
+    return tuple(f"diagnostics.*.{name}" for name in names)
+
 
 RELEASES: tuple[Item, ...] = (
     # what the server sends a client
@@ -42,7 +67,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("metrics.jsonl", "dropped", LOSS, "loss", "losses"),
     *_items("metrics.jsonl", "dropped", WHO, "examples", "weights", "refused"),
     *_items("metrics.jsonl", "dropped", TRAFFIC, "seconds", "bytes"),
-    *_items("metrics.jsonl", "dropped", UPLOADS, "padded_error", "gauge_drift", "gauge_drift_as_sent"),
+    *_items("metrics.jsonl", "dropped", UPLOADS, "padded_error", "gauge_drift"),
     *_items("metrics.jsonl", "dropped", REFUSED, "attack", "defence"),
     # RUN/summary.json: `runs.finishing.results` and `_own_results`
     *_items("summary.json", "released", PUBLIC, "method", "rounds", "clients", "target", "metric"),
@@ -53,51 +78,16 @@ RELEASES: tuple[Item, ...] = (
     *_items("summary.json", "if-public", CHOICE, "best_round", "stopped_early"),
     *_items("summary.json", "dropped", LOSS, "clients_at_end", "clients_at_end_common"),
     *_items("summary.json", "dropped", TRAFFIC, "seconds", "bytes"),
-    *_items("summary.json", "dropped", UPLOADS, "padded_error", "gauge_drift", "gauge_drift_as_sent"),
+    *_items("summary.json", "dropped", UPLOADS, "padded_error", "gauge_drift"),
     *_items("summary.json", "dropped", WHO, "refused"),
     *_items("summary.json", "dropped", REFUSED, "attack", "defence"),
-    *_items(
-        "summary.json",
-        "released",
-        MADE,
-        "diagnostics.*.rank",
-        "diagnostics.*.components",
-        "diagnostics.*.server_rank",
-        "diagnostics.*.singular_values",
-        "diagnostics.*.approximation",
-    ),
+    *_items("summary.json", "released", MADE, *_of_modules(*_OF_STATE)),
     *_items("summary.json", "released", PUBLIC, "diagnostics.*.deviations"),
-    *_items(
-        "summary.json",
-        "dropped",
-        UPLOADS,
-        "diagnostics.*.total_rank",
-        "diagnostics.*.union_rank",
-        "diagnostics.*.full_rank",
-        "diagnostics.*.gap",
-        "diagnostics.*.tied",
-        "diagnostics.*.captured",
-        "diagnostics.*.error",
-        "diagnostics.*.dropped",
-        "diagnostics.*.rounding",
-    ),
+    *_items("summary.json", "dropped", UPLOADS, *_of_modules(*_OF_UPLOADS)),
     *_items("summary.json", "dropped", WHO, "diagnostics.*.client_ranks", "diagnostics.*.weights"),
-    *_items("diagnostics", "released", MADE, "rank", "components", "server_rank", "singular_values", "approximation"),
+    *_items("diagnostics", "released", MADE, *_OF_STATE),
     *_items("diagnostics", "released", PUBLIC, "deviations"),
-    *_items(
-        "diagnostics",
-        "dropped",
-        UPLOADS,
-        "total_rank",
-        "union_rank",
-        "full_rank",
-        "gap",
-        "tied",
-        "captured",
-        "error",
-        "dropped",
-        "rounding",
-    ),
+    *_items("diagnostics", "dropped", UPLOADS, *_OF_UPLOADS),
     *_items("diagnostics", "dropped", WHO, "client_ranks", "weights"),
     # RUN/manifest.json: `runs.manifest`, `runs.preparation`
     *_items(
@@ -113,7 +103,6 @@ RELEASES: tuple[Item, ...] = (
         "threads",
         "seed",
         "model",
-        "code",
         "clients",
         "method",
         "evaluation_target",
@@ -162,7 +151,6 @@ RELEASES: tuple[Item, ...] = (
         "labels",
         "dealt",
         "planned",
-        "changes",
         "seed",
     ),
     *_items("card", "released", LEDGER, "privacy"),
@@ -205,7 +193,32 @@ RELEASES: tuple[Item, ...] = (
     *_items("tracker", "dropped", TRAFFIC, "seconds", "bytes"),
     *_items("tracker", "dropped", UPLOADS, "padded_error", "norm"),
     *_items("tracker", "dropped", REFUSED, "change", "weight_after"),
-    *FEDERATION,
+    # FED/server/summary.json: `flower.rounds.finishing`
+    *_items(
+        "federation summary.json",
+        "released",
+        PUBLIC,
+        "federation",
+        "method",
+        "rounds",
+        "of",
+        "metric",
+        "measured_by",
+        "adapter",
+        "versions",
+        "settings",
+        "withheld",
+    ),
+    *_items("federation summary.json", "released", LEDGER, "privacy"),
+    *_items("federation summary.json", "released", MADE, *_of_modules(*_OF_STATE)),
+    *_items("federation summary.json", "released", PUBLIC, *_of_modules("deviations")),
+    *_items("federation summary.json", "dropped", UPLOADS, *_of_modules(*_OF_UPLOADS)),
+    *_items("federation summary.json", "dropped", WHO, *_of_modules("client_ranks", "weights"), "sites"),
+    *_items("federation summary.json", "if-public", TESTED, "validation", "test", "confusion"),
+    *_items("federation summary.json", "if-public", CHOICE, "best_round", "stopped_early"),
+    *_items("federation summary.json", "dropped", LOSS, "site_test"),
+    *_items("federation summary.json", "dropped", TRAFFIC, "seconds"),
+    *_items("federation summary.json", "dropped", REFUSED, "defence"),
 )
 
 __all__ = ["RELEASES", "Fate", "Item"]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from fedlora.attacks import Adversary, Attack, choose_attackers, flip_labels
-from fedlora.attacks.kinds import KINDS, Kind, Space
+from fedlora.attacks.kinds import KINDS, Kind
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.training.settings import Key, Section
@@ -20,8 +20,7 @@ class AttackSection(Section):
 
     kind: what they do, see docs/how-to/attacks.md. share: the share of all clients that lie, rounded down, drawn by
     run.seed. clients: the names of the liars, instead of a share. strength: its meaning and default depend on the kind.
-    space: for some kinds, whether changes are added as products B A ("update") or as the factors' entries ("factors");
-    default: as the attacked method does. noise: a free rider hides behind noise.
+    noise: a free rider hides behind noise.
     """
 
     of_each = Key("lying clients are an experiment in one process, for fedlora run; never a federation")
@@ -30,7 +29,6 @@ class AttackSection(Section):
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
     clients: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML has lists
     strength: Annotated[float, Field(gt=0)] | None = None
-    space: Space | None = None
     noise: bool = False
 
     @model_validator(mode="after")
@@ -54,8 +52,8 @@ class AttackSection(Section):
         """Whether the attack needs rounds in which both factors travel."""
         return self.kind != "none" and KINDS[self.kind].pairs
 
-    def adversary(self, names: Sequence[str], seed: int, *, factors: bool = False) -> Adversary | None:
-        """Which of these clients lie, and how; None if nobody does. factors: whether the method averages factors.
+    def adversary(self, names: Sequence[str], seed: int) -> Adversary | None:
+        """Which of these clients lie, and how; None if nobody does.
 
         Raises:
             ConfigError: the share rounds to nobody, a client is unknown, or nobody is honest.
@@ -71,12 +69,11 @@ class AttackSection(Section):
             raise ConfigError(f"attack.clients names {unknown[0]!r}, which is not among {', '.join(names)}.")
         if not set(names) - set(liars):
             raise ConfigError(f"all {len(names)} clients lie: an attack needs an honest client. Name fewer.")
-        return Adversary(self._attack(factors), tuple(dict.fromkeys(liars)), seed)
+        return Adversary(self._attack(), tuple(dict.fromkeys(liars)), seed)
 
-    def _attack(self, factors: bool = False) -> Attack:
+    def _attack(self) -> Attack:
         assert self.kind != "none"  # both callers check
-        natural: Space = "factors" if factors and KINDS[self.kind].spaces else "update"
-        return Attack(self.kind, self.strength, self.space or natural, self.noise)
+        return Attack(self.kind, self.strength, self.noise)
 
 
 def with_flipped_labels(parts: Mapping[str, TextData], adversary: Adversary | None) -> dict[str, TextData]:

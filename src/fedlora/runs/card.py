@@ -35,7 +35,7 @@ library_name: peft
 | data dealt out | {dealt} |
 | local round | {local} |
 | rounds | {round} of {planned} planned, seed {seed} |
-{changes}{prompts}{validation}| held-out {on} ({target}) | {metrics} |
+{prompts}{validation}| held-out {on} ({target}) | {metrics} |
 {classes}{defence}{privacy}| configuration | digest {digest} |
 | code | fedlora {version}, commit {commit} |
 
@@ -152,7 +152,6 @@ def model_card(
         dealt=_dealt(config),
         local=_local(config),
         planned=config.run.rounds,
-        changes="".join(f"| changed {_cell(one).replace(': ', ' | ', 1)} |\n" for one in manifest.get("changes", ())),
         seed=config.run.seed,
         target=client or by or manifest["evaluation_target"],
         metrics=_scores(metrics) or "none",

@@ -135,13 +135,6 @@ def _of_roles(config: RunConfig, name: str, roles: Roles) -> Iterator[str]:
         yield f"server.gauge_stress needs both factors shared, but {name} shares {roles}."
     if config.attack.needs_pairs and not roles.both_shared:
         yield f"attack.kind = {config.attack.kind!r} needs both factors shared, but {name} shares {roles}."
-    if config.attack.space == "factors" and config.server.upload == "subspace":
-        yield (
-            "attack.space = 'factors' needs uploads in the readouts' coordinates, but server.upload = 'subspace' uses "
-            "its own: leave one of them out."
-        )
-    if config.server.upload == "subspace" and not roles.both_shared:
-        yield f"server.upload = 'subspace' needs both factors shared, but {name} shares {roles}."
     if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
         yield f"run.keep_uploads cannot store what never leaves a client, but {name} shares {roles}."
 
@@ -155,7 +148,7 @@ def check_liars(
     a_round = len(sample_clients(list(examples), config.run.participation, seed=0, round=0))
     p = largest_shares(examples if server.weighs_by == "examples" else dict.fromkeys(examples, 1.0), a_round)
     ranks = [client.ranks(initial.modules) for client in clients]
-    if near := check_rule(server.rule, server.method, ranks, p, config.server.upload):
+    if near := check_rule(server.rule, server.method, ranks, p):
         log.warning("%s", near)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, StrictFloat, StrictInt, ValidationInfo, field_validator, model_validator
 
 from fedlora.core.method import Method
-from fedlora.core.multiplied import TakesMultipliers, multiplied_how
+from fedlora.core.multiplied import TakesMultipliers
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Krum, Mixing, MultiKrum, Rule
 from fedlora.training.settings import Section
@@ -99,18 +99,11 @@ class DefenceSection(Section):
         return Mixing(made, self.liars, factor_averages=self.factor_averages)
 
 
-def check_rule(
-    rule: Rule,
-    method: Method[Any],
-    ranks: Sequence[Mapping[str, int]],
-    p: Sequence[float],
-    form: str = "factors",
-) -> str | None:
+def check_rule(rule: Rule, method: Method[Any], ranks: Sequence[Mapping[str, int]], p: Sequence[float]) -> str | None:
     """Check that the rule can weight a round of clients with these weights.
 
     Args:
-        ranks: module -> r, for every client. p: the largest weight that each client of a round can have. form: of the
-            uploads.
+        ranks: module -> r, for every client. p: the largest weight that each client of a round can have.
 
     Returns:
         A warning if the liars could hold more than a third of the total weight, so that a little more is too much.
@@ -121,13 +114,8 @@ def check_rule(
     clients = len(p)
     if few := rule.overcome(p):
         raise ConfigError(
-            f"defence.rule: {few}, but a round has {clients}. Use more clients, fewer liars, a smaller "
-            f'max_weight_share, server.weighting = "uniform", or another rule.'
-        )
-    if form == "subspace" and multiplied_how(method) == "factors":
-        raise ConfigError(
-            f"defence.rule: {rule.name} moves the factors of {method.name} towards those that the server sent, but "
-            f"server.upload = 'subspace' has coordinates of its own: leave one of them out."
+            f"defence.rule: {few}, but a round has {clients}. Use more clients, fewer liars, "
+            f'server.weighting = "uniform", or another rule.'
         )
     _check_ranks(method, ranks, clients)
     if (held := rule.liars_hold(p)) <= 1 / 3 + 1e-9:

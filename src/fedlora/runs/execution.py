@@ -121,7 +121,6 @@ def _events(
         seed=config.run.seed,
         evaluator=_evaluator(prepared),
         evaluate_every=config.evaluate.every,
-        form=config.server.upload,
         hooks=config.server.hooks(config.run.seed),
         adversary=prepared.adversary,
     )

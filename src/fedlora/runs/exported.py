@@ -1,7 +1,6 @@
 """The adapter folders a run leaves for others: PEFT files, tokenizer, class names, and a card that says how to load it.
 
-A resumed run replaces adapters and uploads it wrote itself, and nothing that somebody put there: the weights record who
-wrote them (`adapters.mark`).
+A resumed run replaces adapters and uploads, and no folder that holds anything else.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from typing import Any
 
 from fedlora.adapters.io import AdapterSpec, pad_rank, write_adapter
 from fedlora.adapters.labels import LABELS_FILE, write_labels
-from fedlora.adapters.mark import only_by, written_by
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
 from fedlora.adapters.uploads import FILE
-from fedlora.adapters.writer import RUN
 from fedlora.core import files
 from fedlora.core.folders import ANY_FOLDER, FolderKind, check_target, replacing_folder
 from fedlora.core.lora import Adapter
@@ -35,7 +32,6 @@ from fedlora.training.looks import client_model
 from fedlora.training.prompting import is_jinja
 
 FOLDERS = {"last": "adapter", "best": "best"}  # a tested state -> the folder of its model
-UPLOADS_BY = "fedlora"  # the mark in a run's uploads: `write_upload`
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # transformers' name for it
 # Tokenizer files in every transformers version; each tokenizer class names its own vocabulary files.
 _TOKENIZER = (
@@ -45,16 +41,10 @@ _TOKENIZER = (
 
 
 def export_folder(tokenizer: Any) -> FolderKind:
-    """The folder that `Exports` leaves in a run; its weights record that a run wrote them."""
+    """The folder that `Exports` leaves in a run."""
     own = getattr(tokenizer, "vocab_files_names", None) or {}
     names = "|".join(map(re.escape, (CONFIG_FILE, WEIGHTS_FILE, LABELS_FILE, "README.md", *sorted(own.values()))))
-    return FolderKind(
-        "an adapter that a run left",
-        CONFIG_FILE,
-        f"{names}|{_TOKENIZER}",
-        only_by(RUN, WEIGHTS_FILE),
-        "choose another --out",
-    )
+    return FolderKind("an adapter that a run left", CONFIG_FILE, f"{names}|{_TOKENIZER}", "choose another --out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +80,7 @@ class Exports:
         )  # fmt: skip
         template = self.config.data.prompting()
         with replacing_folder(folder, force=True, kind=self.kind) as building:
-            write_adapter(building, adapter, self.spec, card=card, by=RUN)
+            write_adapter(building, adapter, self.spec, card=card)
             if self.made:
                 _link_tokenizer(building, self.made[0])
             elif self.tokenizer is not None:
@@ -131,7 +121,7 @@ def check_replaceable(folder: RunFolder, tokenizer: Any, clients: Collection[str
     """Check, before playing rounds, that everything a resumed run replaces is its own. rounds: those still to play.
 
     Raises:
-        ConfigError: a file, or weights, that the run did not write; the message names it.
+        ConfigError: a file that no run writes; the message names it.
     """
     for place in exports(folder, clients):
         check_target(place, force=True, kind=export_folder(tokenizer))
@@ -157,13 +147,5 @@ def clear_exports(folder: RunFolder, tokenizer: Any, clients: Collection[str], m
         own.rmdir()
 
 
-def _uploads_of_a_run(folder: Path) -> str | None:
-    """Why these uploads are not all a run's, in words."""
-    for weights in sorted(folder.glob(f"*/{WEIGHTS_FILE}")):
-        if written_by(weights) != UPLOADS_BY:
-            return f"holds weights that the run did not write ({weights.parent.name}/{WEIGHTS_FILE})"
-    return None
-
-
 _PARTS = "|".join(name.replace(".", "[.]") for name in (CONFIG_FILE, WEIGHTS_FILE, "README.md", FILE))
-UPLOADS = FolderKind("a round's uploads", None, rf"[^/]+/({_PARTS})", _uploads_of_a_run, "choose another --out")
+UPLOADS = FolderKind("a round's uploads", None, rf"[^/]+/({_PARTS})", "choose another --out")

@@ -151,7 +151,6 @@ def _own_results(prepared: Prepared, lines: Sequence[Line], tested: Mapping[str,
         "server_rank": last.get("server_rank"),
         "padded_error": last.get("padded_error"),
         "gauge_drift": last.get("gauge_drift"),
-        "gauge_drift_as_sent": last.get("gauge_drift_as_sent"),
         "refused": sum(len(line["refused"]) for line in lines),
         **({"attack": prepared.manifest["attack"]} if prepared.adversary is not None else {}),
     }

@@ -115,7 +115,7 @@ def _of_clients(config: RunConfig) -> Reasons:
     if c.ranks is not None and len(set(c.types())) == 1:
         yield "clients.profile", "it distributes ranks, and clients.ranks has one for all"
     if not config.attack.on:
-        for key in ("share", "clients", "strength", "space", "noise"):
+        for key in ("share", "clients", "strength", "noise"):
             yield f"attack.{key}", "attack.kind = 'none' attacks nothing"
     yield from config.defence.idle()
 

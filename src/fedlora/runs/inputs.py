@@ -1,7 +1,7 @@
 """Identifies what a run reads, and thus what "the same run" means.
 
 Names are not enough: their content may have changed, and a moved file is still the same. `contents` gives digests of
-the user's own files, data, model and method code; `facts_of` is the manifest's record of everything read, once data are
+the user's own files, data and model; `facts_of` is the manifest's record of everything read, once data are
 distributed; `differing` compares two such records, and `there_now` makes one without loading the model. `identity`
 covers configuration, seed and these facts. Checkpoints carry it in their metadata, and it starts the chain of digests
 in metrics.jsonl, so another run's files are recognised whatever they are called.
@@ -18,27 +18,23 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.attacks import Adversary
-from fedlora.core.multiplied import multiplied_how
 from fedlora.data import TextData
 from fedlora.data.hub import is_hub
-from fedlora.errors import ConfigError, DataError, HyperparameterError
-from fedlora.methods.plugins import code_of
-from fedlora.methods.registry import find
+from fedlora.errors import ConfigError, DataError
 from fedlora.runs.attack_section import with_flipped_labels
 from fedlora.runs.client_data import Dealt, Keep, deal
 from fedlora.runs.config import KEYS, RunConfig
 from fedlora.runs.idle_keys import has_no_effect
 from fedlora.training.content import file_digest, model_commit, model_content
 
-MODEL, CODE, DATA = "the model", "the code of the method", "the data"
+MODEL, DATA = "the model", "the data"
 _MOST_NAMED = 3
 MISSING = "missing"
-_CODE = "method.name"  # the key for an external method's code
 
 
 def facts_of(config: RunConfig, data: Dealt) -> dict[str, Any]:
-    """A manifest's "model", "code" and "data": digests of everything the run reads, with sizes for data."""
-    return {"model": _model(config), "code": code_of(find(config.method.name)), "data": _data(config, data)}
+    """A manifest's "model" and "data": digests of everything the run reads, with sizes for data."""
+    return {"model": _model(config), "data": _data(config, data)}
 
 
 def there_now(
@@ -54,10 +50,6 @@ def there_now(
     """
     gone = [f"{key} ({path})" for key, path in own_paths(config).items() if not Path(path).exists()]
     found: dict[str, Any] = {}
-    try:
-        found["code"] = code_of(find(config.method.name))
-    except HyperparameterError:
-        gone.append(f"method.name ({config.method.name})")
     try:
         if (model := _model(config))["sha256"]:
             found["model"] = model
@@ -90,17 +82,14 @@ def dealt_out(
 
 def with_liars(config: RunConfig, data: Dealt) -> tuple[Dealt, Adversary | None]:
     """`dealt_out` of data that are dealt. Raises `ConfigError` if nobody or everybody would lie, or cannot."""
-    adversary = None
-    if config.attack.on:
-        factors = multiplied_how(config.method.build()) == "factors" and config.server.upload == "factors"
-        adversary = config.attack.adversary(list(data.parts), config.run.seed, factors=factors)
+    adversary = config.attack.adversary(list(data.parts), config.run.seed)
     return replace(data, parts=with_flipped_labels(data.parts, adversary)), adversary
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What differs between two records of `facts_of`, by `MODEL`, `CODE` and `DATA`; only tables in `here` count."""
+    """What differs between two records of `facts_of`, by `MODEL` and `DATA`; only tables in `here` count."""
     found = {}
-    for table, name in (("model", MODEL), ("code", CODE), ("data", DATA)):
+    for table, name in (("model", MODEL), ("data", DATA)):
         if table not in here:
             continue
         theirs, ours = _named(table, there.get(table) or {}), _named(table, here[table])
@@ -149,8 +138,6 @@ def _named(table: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     if table == "model":
         parts = {"model": facts.get("sha256", {}), "adapter": facts.get("adapter", {})}
         return {f"the {part}'s {file}": digest for part, each in parts.items() for file, digest in each.items()}
-    if table == "code":
-        return {f"the method's code, {file}": digest for file, digest in facts.items()}
     words = {"train": "the data of {!r}", "probes": "the data of {!r}", "own_test": "the own test set of {!r}"}
     found = {said.format(name): one for part, said in words.items() for name, one in facts.get(part, {}).items()}
     return found | {f"the {part} data": facts.get(part) for part in ("validation", "test")}
@@ -183,7 +170,7 @@ def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> s
     """64 hexadecimal digits, the same for every start of one run, wherever it is and however many rounds it has.
 
     Args:
-        facts: a manifest's model, code, data and threads. secret: a private run's, so that nobody can use this digest
+        facts: a manifest's model, data and threads. secret: a private run's, so that nobody can use this digest
             to confirm a guess about its data.
     """
     lasting = {}
@@ -194,7 +181,7 @@ def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> s
                 lasting[key] = placeless(value)
     if config.train.schedule != "constant" or config.privacy is not None:  # each round then depends on their number
         lasting["run.rounds"] = config.run.rounds
-    told = [lasting, facts["model"]["sha256"], facts["code"], facts["data"], facts["threads"], secret]
+    told = [lasting, facts["model"]["sha256"], facts["data"], facts["threads"], secret]
     told += [facts["model"]["adapter"]] if "adapter" in facts["model"] else []
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
@@ -231,7 +218,7 @@ def own_paths(config: RunConfig) -> dict[str, str]:
 
 def with_paths(config: RunConfig, new: Mapping[str, str]) -> RunConfig:
     """The configuration with these keys' paths replaced."""
-    data, model, method = config.data, config.model, config.method
+    data, model = config.data, config.model
     parts = {part: new[f"data.{part}"] for part in ("train", "validation", "test") if f"data.{part}" in new}
     clients = {client: new.get(f"data.clients.{client}", path) for client, path in data.clients.items()}
     lists = [new.get(f"data.task_lists.{k}", path) for k, path in enumerate(data.task_lists)]
@@ -241,7 +228,6 @@ def with_paths(config: RunConfig, new: Mapping[str, str]) -> RunConfig:
             "model": model.model_copy(
                 update={key: new.get(f"model.{key}", getattr(model, key)) for key in ("path", "adapter")}
             ),
-            "method": method.model_copy(update={"name": new.get(_CODE, method.name)}),
         }
     )
 
@@ -252,30 +238,18 @@ def named(config: RunConfig) -> RunConfig:
 
 
 def contents(config: RunConfig) -> dict[str, str]:
-    """Key -> SHA-256 of the file, plus its suffix, which decides how it is read; `MISSING` if it is not there. For an
-    external method, its code under "method.name".
+    """Key -> SHA-256 of the file, plus its suffix, which decides how it is read; `MISSING` if it is not there.
 
     Raises:
         ConfigError: a file cannot be read.
     """
-    found = {key: _content(key, Path(path)) for key, path in own_paths(config).items()}
-    code = {_CODE: _code(config.method.name)}
-    return found | {key: digest for key, digest in code.items() if digest}
+    return {key: _content(key, Path(path)) for key, path in own_paths(config).items()}
 
 
 def digest_of(config: RunConfig, files: Mapping[str, str]) -> str:
     """The configuration's digest with its own files identified by content, as in `contents`. Equal to the plain digest
     if there are none."""
     return with_paths(config, files).digest()
-
-
-def _code(method: str) -> str:
-    """Empty for a built-in method."""
-    try:
-        code = code_of(find(method))
-    except HyperparameterError:  # reported when the method is run
-        return MISSING
-    return hashlib.sha256(json.dumps(code).encode()).hexdigest() if code else ""
 
 
 def _content(key: str, path: Path) -> str:

@@ -16,6 +16,7 @@ from fedlora.core.messages import Client
 from fedlora.core.method import Method
 from fedlora.data import TextData, label_counts
 from fedlora.data.splits import inputs
+from fedlora.methods.registry import package_of, plugins
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import facts_of
@@ -38,12 +39,11 @@ def manifest(
     counts = label_counts([y for p in parts.values() for y in p.labels or ()], _ranges(parts)) if first.labels else None
     return {
         "config_digest": shown_config(config).digest(),
-        **code_facts(),
+        **code_facts([package_of(point) for point in plugins() if point.name == config.method.name]),
         "device": config.model.chosen_device(),
         "threads": torch.get_num_threads(),
         "seed": config.run.seed,
         "model": read["model"],
-        "code": read["code"],
         "data": {
             **read["data"],
             "categories": dict(data.categories),
@@ -55,10 +55,10 @@ def manifest(
     }
 
 
-def code_facts() -> dict[str, Any]:
-    """This machine's library versions, and the checkout's commit. What pip has not installed, such as fedlora itself on
-    PYTHONPATH, has no version here."""
-    names = ("fedlora", "torch", "transformers", "peft", "numpy")
+def code_facts(packages: Iterable[str] = ()) -> dict[str, Any]:
+    """This machine's library versions, also of these packages, and the checkout's commit. What pip has not installed,
+    such as fedlora itself on PYTHONPATH, has no version here."""
+    names = ("fedlora", "torch", "transformers", "peft", "numpy", *packages)
     return {
         "versions": {name: found for name in names if (found := installed(name)) is not None},
         "python": platform.python_version(),

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from fedlora.adapters.io import pad_rank
 from fedlora.adapters.uploads import write_upload
-from fedlora.analysis.audit import gauge_drift, padded_average_error, storing_drift
+from fedlora.analysis.audit import gauge_drift, padded_average_error
 from fedlora.core import checkpoint
 from fedlora.core.folders import replacing_folder
 from fedlora.core.lora import Adapter, LoRA
@@ -65,7 +64,7 @@ def describe(
     record: RoundRecord,
     *,
     padded_error: float | None = None,
-    gauge: Mapping[str, Mapping[str, float]] | None = None,
+    gauge: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """A round as plain numbers: one line of metrics.jsonl.
 
@@ -86,8 +85,7 @@ def describe(
         "bytes": {**asdict(record.bytes), "total": record.bytes.total},
         "server_rank": record.server_rank,
         "padded_error": padded_error,
-        "gauge_drift": dict(gauge["float64"]) if gauge is not None else None,
-        "gauge_drift_as_sent": dict(gauge["as sent"]) if gauge is not None else None,
+        "gauge_drift": dict(gauge) if gauge is not None else None,
         **({"attack": asdict(record.attacked)} if record.attacked is not None else {}),
         **({"defence": judged.plain()} if judged is not None else {}),
     }
@@ -147,7 +145,7 @@ def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, recor
             modules = {}
             for name, came in download.adapter.modules.items():
                 sent = upload.adapter.modules[name].tensors() if name in upload.adapter.modules else {}
-                modules[name] = pad_rank(LoRA(**(came.tensors() | sent)), 1)
+                modules[name] = LoRA(**(came.tensors() | sent))
             heads = {**download.adapter.heads, **upload.adapter.heads}
             whole = replace(upload, adapter=Adapter(modules, heads))
             more = attack_note(prepared.adversary, upload.client.id)
@@ -162,24 +160,14 @@ def _padded_error(prepared: Prepared, before: RunState, record: RoundRecord) -> 
     return padded_average_error(before.server, record.uploads, record.weights)
 
 
-def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, dict[str, float]] | None:
-    """The gauge check on this round's real uploads: this run's method and zero-padded factor averaging.
-
-    "float64": the methods on float64 copies. "as sent": the server on the uploads in their dtypes, plus how much
-    storing them in other coordinates moves the mean itself ("storing").
-    """
+def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, float] | None:
+    """The gauge check on this round's real uploads, in float64: this run's method and zero-padded factor averaging."""
     roles = prepared.server.roles(record.state.server)
     if not roles.both_shared or not record.uploads:
         return None
     bare = [replace(upload, adapter=Adapter(upload.adapter.modules)) for upload in record.uploads]
     own, padded = replace(prepared.server, heads="frozen"), Server(PaddedAverage(), heads="frozen")
-    begun = padded.init(prepared.seed_adapter)
-    tally = record.weights
-    found = {}
-    for kind, as_sent in (("float64", False), ("as sent", True)):
-        found[kind] = {
-            own.method.name: gauge_drift(own, record.state.server, bare, as_sent=as_sent),
-            "padded-average": gauge_drift(padded, begun, bare, as_sent=as_sent),
-        }
-    found["as sent"]["storing"] = storing_drift(bare, tally)
-    return found
+    return {
+        own.method.name: gauge_drift(own, record.state.server, bare),
+        "padded-average": gauge_drift(padded, padded.init(prepared.seed_adapter), bare),
+    }

@@ -28,13 +28,13 @@ class PrivacySection(Section):
     scaled down to it. noise_multiplier: z, the noise relative to one client's largest effect; set this or `epsilon`.
     epsilon: the cost of all run.rounds together at `delta`, from which fedlora computes z. delta: the probability that
     the guarantee fails. sampling: "all" clients in every round, or "poisson": each with chance run.participation, drawn
-    secretly. shape: sum changes whole ("full"), in `dims` directions of the output side ("left"), or of both
-    ("two-sided"). dims: the number of these directions, if the shape is not "full". rank: R of the server's update
-    (default: the clients' largest). most_examples: a client counts min(n_i, most_examples) / most_examples; without it
-    all count equally. population: a name for these clients. ledger: the file that charges all runs on these clients;
-    keep it. budget: the most epsilon that all these runs together may ever spend at `delta`. The ledger's first run
-    writes it there (default: what that run alone needs), and later runs are held to it: `fedlora privacy LEDGER
-    --budget` sets another. In later runs it is a limit for that run only, below the ledger's.
+    secretly. shape: sum changes whole ("full"), or in `dims` directions of each side of a module ("two-sided"). dims:
+    the number of these directions, if the shape is "two-sided". rank: R of the server's update (default: the clients'
+    largest). most_examples: a client counts min(n_i, most_examples) / most_examples; without it all count equally.
+    population: a name for these clients. ledger: the file that charges all runs on these clients; keep it. budget: the
+    most epsilon that all these runs together may ever spend at `delta`. The ledger's first run writes it there
+    (default: what that run alone needs), and later runs are held to it: `fedlora privacy LEDGER --budget` sets another.
+    In later runs it is a limit for that run only, below the ledger's.
     """
 
     clip: Above
@@ -63,7 +63,7 @@ class PrivacySection(Section):
             )
         if (self.shape == "full") != (self.dims is None):
             raise ValueError(
-                f"privacy.dims is the number of directions that privacy.shape = 'left' or 'two-sided' keep; shape is "
+                f"privacy.dims is the number of directions that privacy.shape = 'two-sided' keeps; shape is "
                 f"{self.shape!r} and dims {self.dims}"
             )
         return self

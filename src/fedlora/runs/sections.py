@@ -15,7 +15,7 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 
 from fedlora.analysis.audit import MOST, GaugeStress
-from fedlora.core.messages import Client, Form, Missing
+from fedlora.core.messages import Client, Missing
 from fedlora.core.method import Method
 from fedlora.data import TextData
 from fedlora.data.demo import model_location
@@ -66,7 +66,7 @@ class RunSection(Section):
     keep_checkpoints: Annotated[
         Positive, Key("a federation's server keeps the last two rounds, and the best", lasting="ahead")
     ] = 2
-    readouts: Annotated[bool, Key(lasting="end")] = False
+    readouts: Annotated[bool, Key("each site has its own readout; it is for fedlora run", lasting="end")] = False
     keep_uploads: Annotated[
         Literal["none", "last", "all"],
         Key("a federation's server stores no uploads; it is for fedlora run", lasting="ahead"),
@@ -188,7 +188,7 @@ class MethodSection(Section):
 
 
 class ServerSection(Section):
-    """The arguments of `fedlora.Server`, and two experiments with uploads.
+    """The arguments of `fedlora.Server`, and an experiment with uploads.
 
     weighting: p_i by the number of "examples", or "uniform"; not set: "uniform" with [defence], otherwise "examples".
     heads: "average" the fully trained parts, keep them "local", or "frozen"; not set: the method's choice. quorum: bad
@@ -196,10 +196,9 @@ class ServerSection(Section):
     (on Flower, one good upload is then enough). missing: a module that some clients lack is averaged over those that
     have it ("renormalise"), or the others count as a "zero" update. memory: megabytes for a round's uploads; once they
     fill half of it, they are added up in float64 and discarded (most methods support it). workers: matrices aggregated
-    at a time; not set: torch's threads. upload: "factors" (B and A), or "subspace" (an orthonormal basis and
-    coordinates). gauge_stress: in every round, re-express each upload in fresh random coordinates of this condition
-    number, 1 to 1e12, before aggregation; stored in float32, that changes an update by about 6e-8 times the condition
-    number.
+    at a time; not set: torch's threads. gauge_stress: in every round, re-express each upload in fresh random
+    coordinates of this condition number, 1 to 1e12, before aggregation; stored in float32, that changes an update by
+    about 6e-8 times the condition number.
     """
 
     weighting: Annotated[Weighting | None, Key(former="examples")] = None
@@ -208,7 +207,6 @@ class ServerSection(Section):
     missing: Missing = "renormalise"
     memory: Annotated[float, Field(gt=0)] | None = None
     workers: Positive | None = None
-    upload: Form = "factors"
     gauge_stress: Annotated[
         Annotated[float, Field(ge=1, le=MOST)] | None, Key("it is an experiment with uploads, for fedlora run")
     ] = None

@@ -43,8 +43,8 @@ class Ranking:
         """A round's score. None if it was not measured."""
         return self._of(line["metrics"])
 
-    def better(self, line: Line, best: Line | None, *, by: float = 0.0) -> bool | None:
-        """Whether `line` is better than `best` (None: there is none yet) by more than `by`. None: nobody can say."""
+    def better(self, line: Line, best: Line | None, *, by: float = 0.0) -> bool:
+        """Whether `line` is better than `best` (None: there is none yet) by more than `by`."""
         return is_better(self.metric, self.score(line), None if best is None else self.score(best), by=by)
 
     def best(self, lines: Iterable[Line]) -> Line | None:
@@ -65,10 +65,7 @@ class Ranking:
         for line in lines:
             if self.score(line) is None or (line["round"] % patience.every and line["round"] != rounds):
                 continue
-            better = self.better(line, best, by=patience.min_delta)
-            if better is None:
-                continue
-            if better:
+            if self.better(line, best, by=patience.min_delta):
                 best, since = line, 0
                 continue
             since += 1

@@ -7,18 +7,14 @@ from pathlib import Path
 
 import torch
 
-from fedlora.adapters.agreement import WEIGHTS
-from fedlora.adapters.base_names import Base
+from fedlora.adapters.base_names import Base, is_same_base
 from fedlora.adapters.io import read_adapter
 from fedlora.adapters.labels import labels_of
-from fedlora.adapters.uploads import read_facts
 from fedlora.adapters.writer import AdapterSpec
 from fedlora.core.lora import Adapter, LoRA
-from fedlora.errors import CheckpointError, ConfigError, counted
+from fedlora.errors import ConfigError, counted
 from fedlora.runs.config import RunConfig
-from fedlora.runs.folder import RunFolder
 from fedlora.training.hub_models import hub_name
-from fedlora.training.same_base import is_this_base
 from fedlora.training.targets import in_words
 
 
@@ -36,7 +32,7 @@ def warm_start(config: RunConfig, fresh: Adapter, labels: Sequence[str]) -> Adap
     folder = Path(config.model.adapter)
     given, spec = read_adapter(folder, scaling=config.lora.unit)
     where = f"model.adapter = {folder.name!r}"
-    _check_base(config, spec, folder)
+    _check_base(config, spec, where)
     check_fits(fresh, given, where)
     own = labels_of(folder)
     if own and labels and list(own) != list(labels):
@@ -48,27 +44,16 @@ def warm_start(config: RunConfig, fresh: Adapter, labels: Sequence[str]) -> Adap
     return Adapter(modules, given.heads)
 
 
-def _check_base(config: RunConfig, spec: AdapterSpec, folder: Path) -> None:
-    where, place = f"model.adapter = {folder.name!r}", str(config.model.location())
+def _check_base(config: RunConfig, spec: AdapterSpec, where: str) -> None:
+    place = str(config.model.location())
     ours = {Base(name, config.model.revision) for name in (config.model.path, place, hub_name(place)) if name}
     theirs = Base(spec.base_model, spec.config.get("revision"))
-    if not is_this_base(theirs, ours, Path(place), start=folder, weights=_weights_of(folder)):
+    if not any(is_same_base(theirs, mine) or theirs.name == mine.name for mine in ours):
         raise ConfigError(
             f"{where} belongs to the base model {theirs}, and the run's is {config.model.path!r}: on another base its "
             f"update means nothing. If they are the same weights, write the run's name into base_model_name_or_path of "
             f"its adapter_config.json."
         )
-
-
-def _weights_of(folder: Path) -> dict[str, str]:
-    """File -> SHA-256 of the base's weights, as its upload.json tells, or the manifest of the run that wrote it."""
-    told = read_facts(folder).base
-    if told is None:
-        try:
-            told = RunFolder(folder.resolve().parent).read_json("manifest.json")["model"]["sha256"]
-        except (CheckpointError, KeyError, TypeError):
-            return {}
-    return {name: digest for name, digest in dict(told or {}).items() if name.endswith(WEIGHTS)}
 
 
 def check_fits(fresh: Adapter, given: Adapter, where: str) -> None:

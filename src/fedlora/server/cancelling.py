@@ -88,7 +88,7 @@ def cancelling(terms: Terms, uploads: Sequence[Upload], each: Each) -> Cancellin
     refused = {
         u.client.id: f"its update cannot be measured: the terms of its factors cancel, and their rounding in float64 "
         f"is {float(noise[k]):.2g}, while the round's median update is {middle:.2g}; that rounding would enter "
-        f"everybody's mean. Send the same update in other coordinates: balanced factors, or the subspace form"
+        f"everybody's mean. Send the same update in other coordinates, such as balanced factors"
         for k, u in enumerate(uploads)
         if not sound[k]
     } | vanishing

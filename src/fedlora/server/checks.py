@@ -86,8 +86,6 @@ def check_adapter(
 
 def _check_modules(upload: Upload, ranks: Mapping[str, int], shared: list[str], start: Adapter) -> None:
     client, got = upload.client.id, set(upload.adapter.modules)
-    if upload.form == "subspace" and shared != ["A", "B"]:
-        raise UploadRefused(client, f"the subspace form needs both factors; this round's roles share {shared}.")
     lacks, extra = sorted(set(ranks) - got), sorted(got - set(ranks))
     if lacks or extra:
         raise UploadRefused(
@@ -101,7 +99,7 @@ def _check_modules(upload: Upload, ranks: Mapping[str, int], shared: list[str], 
             raise UploadRefused(
                 client, f"module {name!r} carries factors {sorted(present)}; this round's roles share {shared}."
             )
-        if lora.rank != r and not (upload.form == "subspace" and lora.rank < r):
+        if lora.rank != r:
             raise UploadRefused(client, f"module {name!r} has rank {lora.rank}; the client's rank is {r}.")
         B, A = start.modules[name].factors
         expected = {"B": (B.shape[0], lora.rank), "A": (lora.rank, A.shape[1])}

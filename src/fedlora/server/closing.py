@@ -39,37 +39,12 @@ def closed(terms: Terms, modules: Mapping[str, Any], heads: Mapping[str, Tensor]
     )
 
 
-def shares(counts: Mapping[str, float], most: float = 1.0) -> dict[str, float]:
-    """Client -> its share of the counts, at most `most` if enough clients can share them (`held_to_share`); also if
-    their sum is not finite."""
+def shares(counts: Mapping[str, float]) -> dict[str, float]:
+    """Client -> its share of the counts; also if their sum is not finite."""
     top = 1.0 if math.isfinite(sum(counts.values())) else max(counts.values())
-    held = held_to_share({client: n / top for client, n in counts.items()}, most)
-    total = math.fsum(held.values())
-    return {client: n / total for client, n in held.items()}
-
-
-def held_to_share(counts: Mapping[str, float], share: float) -> dict[str, float]:
-    """The counts with the largest ones cut to one level, so that none is more than `share` of all.
-
-    With fewer than 1 / share counts above 0 that is impossible, and they all count alike.
-
-    Example:
-        >>> held_to_share({"acme": 4, "berlin": 8, "cork": 1e12}, 0.5)
-        {'acme': 4, 'berlin': 8, 'cork': 12.0}
-    """
-    positive = sorted(n for n in counts.values() if n > 0)
-    if share >= 1 or not positive:
-        return dict(counts)
-    if share * len(positive) <= 1:
-        return {name: float(n > 0) for name, n in counts.items()}
-    for large in range(1, len(positive) + 1):  # cut the `large` largest to one level
-        rest = math.fsum(positive[: len(positive) - large])
-        if share * large >= 1:
-            break
-        level = share * rest / (1 - share * large)
-        if large == len(positive) or positive[-large - 1] <= level:
-            return {name: min(n, level) for name, n in counts.items()} if positive[-large] > level else dict(counts)
-    return {name: float(n > 0) for name, n in counts.items()}
+    scaled = {client: n / top for client, n in counts.items()}
+    total = math.fsum(scaled.values())
+    return {client: n / total for client, n in scaled.items()}
 
 
 def largest_shares(counts: Mapping[str, float], clients: int) -> list[float]:
@@ -101,7 +76,7 @@ def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) 
         name, share, count = found
         log.warning(
             "round %d: up to %.2g%% of the mean's energy is lost in %s, more than %g%% in %d of %d modules. Rounding "
-            "took it: send float32, or the subspace form (upload = \"subspace\").",
+            "took it: send float32.",
             round, 100 * share, name, 100 * LARGEST_SILENT_SHARE, count, len(modules),
         )  # fmt: skip
     if found := worst("rounding", LARGEST_SILENT_ROUNDING):
@@ -109,6 +84,6 @@ def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) 
         log.warning(
             "round %d: up to %.2g%% of the mean update's energy in %s (%d of %d modules) lies in directions so weak "
             "beside the clients' factors that storing these could have made them. The server keeps them; readouts hold "
-            "some that depend on the clients' coordinates. Send float32, or the subspace form (upload = \"subspace\").",
+            "some that depend on the clients' coordinates. Send float32.",
             round, 100 * share, name, count, len(modules),
         )  # fmt: skip

@@ -18,11 +18,11 @@ from fedlora.core.method import NOBODY, Update
 
 @dataclass(eq=False)
 class FactorSums:
-    """The sums of one matrix so far, weighted by n_i. by_rank: (r_i, columns sent) -> the sums at that rank."""
+    """The sums of one matrix so far, weighted by n_i. by_rank: r_i -> the sums at that rank."""
 
     dtype: torch.dtype = torch.float32
     weight: float = 0.0
-    by_rank: dict[tuple[int, int], _OfOneRank] = field(default_factory=dict)
+    by_rank: dict[int, _OfOneRank] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -31,16 +31,15 @@ class FactorSums:
     def add(self, updates: Sequence[Update]) -> None:
         """Add updates with weights n_i, in place."""
         for u in updates:
-            lora, ranks = u.lora, (u.rank, u.lora.rank)
-            self.dtype = torch.promote_types(self.dtype, next(iter(lora.tensors().values())).dtype)
+            self.dtype = torch.promote_types(self.dtype, next(iter(u.lora.tensors().values())).dtype)
             self.weight += u.weight
-            self.by_rank.setdefault(ranks, _OfOneRank(u.stored)).add(u)
+            self.by_rank.setdefault(u.rank, _OfOneRank(u.stored)).add(u)
 
     def means(self, total: float | None) -> list[Update]:
         """The input of `aggregate`: the weighted mean at each rank. total: the sum of all weights; None: of those
         added."""
         total = self.weight if total is None else total
-        return [group.mean(rank, self.dtype, total) for (rank, _), group in sorted(self.by_rank.items())]
+        return [group.mean(rank, self.dtype, total) for rank, group in sorted(self.by_rank.items())]
 
 
 @dataclass(eq=False)

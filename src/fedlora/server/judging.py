@@ -98,7 +98,7 @@ class Look:
         return {
             u.client.id: f"its change cannot be measured: the terms of its factors cancel, and their rounding is "
             f"{float(found.noise[k]):.2g}, while the round's median change is {middle:.2g}; a change of any size could "
-            f"hide there. Send the same update in other coordinates: balanced factors, or the subspace form"
+            f"hide there. Send the same update in other coordinates, such as balanced factors"
             for k, u in enumerate(self.uploads)
             if not sound[k]
         }
@@ -127,7 +127,7 @@ def judge(rule: Rule, terms: Terms, seen: Look, counts: Mapping[str, float]) -> 
         HyperparameterError: the rule returned no coefficients.
     """
     names = [u.client.id for u in seen.uploads]
-    weights = shares({name: counts[name] for name in names}, terms.max_weight_share)
+    weights = shares({name: counts[name] for name in names})
     p = torch.tensor([weights[name] for name in names], dtype=torch.float64)
     multipliers, judged = weigh(rule, seen.found, p, names)
     if judged.facts.get("left", 0.0) > 1e-6:
@@ -165,7 +165,7 @@ def require_enough(rule: Rule, attendance: Attendance, counts: Mapping[str, floa
     """
     terms = attendance.terms
     refused = len(attendance.refused.keys() - attendance.counts.keys())  # a refused second upload keeps the first
-    p = list(shares({name: counts[name] for name in attendance.counts}, terms.max_weight_share).values())
+    p = list(shares({name: counts[name] for name in attendance.counts}).values())
     asked, rule = rule, rule.without(refused, p)
     if asked.declared(len(p) + refused) and not rule.declared(len(p)):
         log.warning(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -18,7 +17,7 @@ from fedlora.errors import UploadRefused
 from fedlora.linalg.batches import in_batches
 from fedlora.linalg.parallel import Each, workers
 from fedlora.server.cancelling import Cancelling, cancelling
-from fedlora.server.closing import closed, held_to_share, shares
+from fedlora.server.closing import closed, shares
 from fedlora.server.heads import mean_heads
 from fedlora.server.intake import Attendance
 from fedlora.server.judging import Round, far_counts, judge, look, require_enough
@@ -39,8 +38,7 @@ def close_whole(held: dict[str, Upload], attendance: Attendance) -> ServerState:
     """
     attendance.require_quorum()
     terms, counts = attendance.terms, dict(sorted(attendance.counts.items()))
-    most = terms.max_weight_share
-    for client, reason in far_counts(held_to_share(counts, most)).items() if terms.rule is not None else ():
+    for client, reason in far_counts(counts).items() if terms.rule is not None else ():
         attendance.refuse(UploadRefused(client, reason))
     attendance.require_quorum()
     uploads = [held[client] for client in sorted(attendance.counts)]
@@ -54,21 +52,15 @@ def close_whole(held: dict[str, Upload], attendance: Attendance) -> ServerState:
         judged = None
         if terms.rule is not None:
             uploads, judged = _judged(terms.rule, uploads, counts, attendance, each)
-        weights = shares({u.client.id: counts[u.client.id] for u in uploads}, most)
-        held_to = uploads if judged is None else judged.heads(uploads)
-        heads = mean_heads(terms.state.heads, held_to, list(weights.values())) if terms.roles.heads == "shared" else {}
-        updates, alike = _updates(terms, uploads, counts, found, judged)
+        weights = shares({u.client.id: counts[u.client.id] for u in uploads})
+        weighed = uploads if judged is None else judged.heads(uploads)
+        heads = mean_heads(terms.state.heads, weighed, list(weights.values())) if terms.roles.heads == "shared" else {}
+        updates = _updates(terms, uploads, counts, found, judged)
         told = None if judged is None else judged.judged
         held.clear()
-        del uploads, held_to, judged
+        del uploads, weighed, judged
         after = _aggregated(terms, updates, each)
-    if alike:
-        log.warning(
-            "round %d: max_weight_share = %.3g cannot hold with fewer than %d clients: all who count have equal "
-            "weight in %s%s",
-            terms.number, most, math.ceil(1 / most), ", ".join([*alike][:3]), ", ..." if len(alike) > 3 else "",
-        )  # fmt: skip
-    return closed(terms, after, heads, replace(attendance.tally(weights), judged=told, alike=alike))
+    return closed(terms, after, heads, replace(attendance.tally(weights), judged=told))
 
 
 def _judged(
@@ -85,17 +77,16 @@ def _judged(
 
 def _updates(
     terms: Terms, uploads: Sequence[Upload], counts: Mapping[str, float], found: Cancelling, judged: Round | None
-) -> tuple[dict[str, list[Update]], dict[str, int]]:
-    """(module -> what the method gets of it, module -> how many clients count alike there, see `Tally.alike`)."""
-    updates, alike, most = dict[str, list[Update]](), dict[str, int](), terms.max_weight_share
+) -> dict[str, list[Update]]:
+    """Module -> what the method gets of it."""
+    updates = dict[str, list[Update]]()
     for name in terms.state.modules:
         holders = [u for u in uploads if name in u.adapter.modules]
         over = holders if terms.missing == "renormalise" else uploads
         if holders:
-            plain = updates_of(name, holders, shares({u.client.id: counts[u.client.id] for u in over}, most), found)
-            alike |= {name: len(over)} if len(over) * most < 1 else {}
+            plain = updates_of(name, holders, shares({u.client.id: counts[u.client.id] for u in over}), found)
             updates[name] = plain if judged is None else judged.updates(name, plain)
-    return updates, alike
+    return updates
 
 
 def _aggregated(terms: Terms, updates: dict[str, list[Update]], each: Each) -> dict[str, Any]:

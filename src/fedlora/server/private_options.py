@@ -62,8 +62,7 @@ class Privacy:
 
     Args:
         clip: C, the largest norm of one client's change, over all modules and heads together. noise_multiplier: z, the
-            noise's standard deviation in units of one client's largest effect; 0 is for tests and audits. grid: see
-            `privacy.mechanism`; None: the mechanism chooses.
+            noise's standard deviation in units of one client's largest effect; 0 is for tests and audits.
         geometry: the coordinates in which changes are summed.
         clients: the ids of all clients, taking part or not: n public names. Uploads from anybody else are refused.
         sampling: q, each client's chance to be asked in a round, which makes the draw itself (`PrivateRound.asked`); 1:
@@ -78,7 +77,6 @@ class Privacy:
 
     Raises:
         HyperparameterError: an impossible value.
-        HyperparameterError: an impossible value.
     """
 
     clip: float
@@ -91,7 +89,6 @@ class Privacy:
     most_examples: float | None = None
     warm_start: bool = False
     seed: int = 0
-    grid: float | None = None
     diary: Callable[[int, str, str], None] | None = None
 
     def __post_init__(self) -> None:
@@ -132,7 +129,7 @@ class Privacy:
 
     def mechanism(self, size: int) -> Mechanism:
         """The mechanism for vectors of `size` entries. Raises `HyperparameterError` if integers cannot hold sums."""
-        mechanism = Mechanism.of(self.clip, self.noise_multiplier, size, self.grid)
+        mechanism = Mechanism.of(self.clip, self.noise_multiplier, size)
         mechanism.check_room(size, len(self.clients))
         return mechanism
 

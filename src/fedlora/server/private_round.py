@@ -69,7 +69,7 @@ def released_of(terms: Terms) -> dict[str, LoRA]:
 def context_of(terms: Terms, privacy: Privacy) -> str:
     """A digest of a round's starting point: the release before it, and every public constant of the mechanism."""
     p = privacy
-    constants = (terms.number, terms.method, terms.roles, p.clip, p.noise_multiplier, p.grid, p.geometry, p.clients)
+    constants = (terms.number, terms.method, terms.roles, p.clip, p.noise_multiplier, p.geometry, p.clients)
     digest = sha256(repr((*constants, p.rank, p.sampling, p.most_examples, p.seed)).encode())
     tensors = {f"{name}.{f}": t for name, lora in released_of(terms).items() for f, t in lora.tensors().items()}
     for name, tensor in sorted({**tensors, **terms.state.heads}.items()):
@@ -165,15 +165,14 @@ class PrivateRound:
         try:
             if not self._terms.check(upload):
                 return torch.zeros_like(self._total)
-            weight = self._privacy.weight(float(upload.num_examples))
-            found = self.mechanism.clipped(self._change(upload), weight)
+            change, weight = self._change(upload), self._privacy.weight(float(upload.num_examples))
+            if not bool(torch.isfinite(change).all()):
+                raise UploadRefused(upload.client.id, "its change is beyond float64: NaN or Inf.")
+            return self.mechanism.contribution(change, weight)
         except UploadRefused:
             raise
         except Exception as error:
             raise UploadRefused(upload.client.id, f"it cannot be read: {type(error).__name__}: {error}") from error
-        if not found.usable:
-            raise UploadRefused(upload.client.id, "its change is beyond float64: NaN or Inf.")
-        return found.integers
 
     @own_modes()
     def close(self) -> ServerState:

@@ -65,18 +65,19 @@ class ProductSums:
         A = torch.cat([u.A.double() for u in updates])
         self.products.addmm_(B, A)
         tolerances = [wanted.tolerance(u.stored) for u in updates]
-        splits = gauge_splits([(u.B, u.A) for u in updates], tolerances=tolerances, canonical=wanted.canonical)
+        pairs = [(u.B, u.A) for u in updates]
+        bases = [U for U, _ in gauge_splits(pairs, tolerances=tolerances, canonical=wanted.canonical)]
         if self.votes is not None and self.doubts is not None:
-            U = torch.cat([split.U for split in splits], dim=1)
-            each = [(n, n * t * n * t) for n, t, s in zip(counts, tolerances, splits, strict=True) for _ in s.U[0]]
+            U = torch.cat(bases, dim=1)
+            each = [(n, n * t * n * t) for n, t, own in zip(counts, tolerances, bases, strict=True) for _ in own[0]]
             for total, factors in zip((self.votes, self.doubts), U.new_tensor(each).reshape(-1, 2).mT, strict=True):
                 total.addmm_(U * factors, U.mT)
         sizes = torch.linalg.vector_norm(B, dim=0) * torch.linalg.vector_norm(A, dim=1)
         by_client = torch.split(sizes, [u.lora.rank for u in updates])
-        for u, n, t, split, terms in zip(updates, counts, tolerances, splits, by_client, strict=True):
+        for u, n, t, own, terms in zip(updates, counts, tolerances, bases, by_client, strict=True):
             self.dtype = torch.promote_types(self.dtype, u.B.dtype)
-            self.ranks[u.client] = split.U.shape[1]
-            self.bases[u.client] = (split.U.to(u.B.dtype), unit_roundoff(u.stored))
+            self.ranks[u.client] = own.shape[1]
+            self.bases[u.client] = (own.to(u.B.dtype), unit_roundoff(u.stored))
             self.nominal += u.rank
             self.weight += n
             self.roundoff += n * unit_roundoff(u.stored)

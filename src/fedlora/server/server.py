@@ -74,8 +74,6 @@ class Server:
             client. Needs missing = "zero", and no quorum: bad uploads count as zero, and no round is left out.
         rule: one robust rule (`robust_rules`), as [defence] in a run or federation: it gives each client's change its
             own weight, and `Tally.judged` reports the weights.
-        max_weight_share: the largest p_i, over the clients that count in a round, and again in each module. If there
-            are fewer than 1 / max_weight_share, all of them count alike, and the tally names the modules.
         workers: the number of matrices aggregated at a time, each on one BLAS thread, with the same bits for any
             number; None: torch's number of threads.
 
@@ -100,7 +98,6 @@ class Server:
     workers: int | None = None
     privacy: Privacy | None = None
     rule: Rule | None = None
-    max_weight_share: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.method, str | type):
@@ -117,14 +114,6 @@ class Server:
             raise HyperparameterError(f"Server: quorum is at least 1 accepted upload, or None; got {self.quorum}.")
         if self.workers is not None and self.workers < 1:
             raise HyperparameterError(f"Server: workers is a number of threads >= 1, or None; got {self.workers}.")
-        share = self.max_weight_share
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise HyperparameterError(f"Server: max_weight_share is a share in (0, 1]; got {share!r}.")
-        if share < 1 and any(option is not None for option in (self.memory, self.privacy)):
-            raise HyperparameterError(
-                f"Server: max_weight_share = {share:g} needs all of a round's clients at once, but memory and "
-                f"privacy count each upload as it comes: leave one of them out."
-            )
         if self.memory is not None and not 0 < self.memory < math.inf:
             raise HyperparameterError(f"Server: memory is a positive number of megabytes, or None; got {self.memory}.")
         if self.memory is not None:
@@ -260,7 +249,6 @@ class Server:
             self.quorum,
             self.workers,
             self.rule,
-            self.max_weight_share,
         )
 
     def open(self, state: ServerState) -> Intake:

@@ -16,8 +16,7 @@ from fedlora.server.judged import Judged
 @dataclass(frozen=True)
 class Tally:
     """Who counted in an aggregation. weights: client -> p_i. abstained: sent 0 examples. refused: client -> reason.
-    judged: a robust rule's report on those who counted; None without a rule. alike: module -> the number of clients
-    that counted, if they were too few for the server's `max_weight_share`, so that they all count alike there.
+    judged: a robust rule's report on those who counted; None without a rule.
 
     Example:
         >>> server.aggregate(server.init(seed_adapter), uploads).tally.weights
@@ -30,7 +29,6 @@ class Tally:
     abstained: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     judged: Judged | None = None
-    alike: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

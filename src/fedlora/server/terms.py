@@ -37,7 +37,6 @@ class Terms:
     quorum: int | None
     workers: int | None
     rule: Rule | None = None
-    max_weight_share: float = 1.0
 
     @property
     def number(self) -> int:
@@ -81,12 +80,6 @@ class Terms:
             begun=lambda: self.begun(upload.client),
             averages=multiplied_how(self.method) == "factors",
         )
-        if self.rule is not None and upload.form == "subspace" and multiplied_how(self.method) == "factors":
-            raise UploadRefused(
-                upload.client.id,
-                f"{self.rule.name} moves the factors of {self.method.name} towards those that the client was sent, "
-                f"and the subspace form has coordinates of its own: send factors.",
-            )
         return True
 
     @cached_property

@@ -9,7 +9,7 @@ works (`Workers`), how the server takes uploads (its own options), what happens 
 and, in experiments, who lies (`adversary`). `play` also yields events within a round.
 """
 
-from fedlora.core.messages import ClientMemory, as_pruned
+from fedlora.core.messages import ClientMemory
 from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Trainer, Workers
 from fedlora.server.server import start
 from fedlora.server.state import RunState
@@ -20,5 +20,5 @@ from fedlora.simulation.traffic import Traffic
 
 __all__ = [
     "ClientDone", "ClientMemory", "Evaluator", "Failed", "Job", "OneByOne", "RoundRecord", "RunState", "Traffic",
-    "Trained", "Trainer", "UploadHook", "Workers", "as_pruned", "play", "simulate", "start",
+    "Trained", "Trainer", "UploadHook", "Workers", "play", "simulate", "start",
 ]  # fmt: skip

@@ -6,9 +6,9 @@ import logging
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
-from fedlora.core.messages import Client, Form
+from fedlora.core.messages import Client
 from fedlora.core.sent import Tamperer
 from fedlora.core.trainer import OneByOne, Trainer, Workers
 from fedlora.doing import doing
@@ -35,7 +35,6 @@ def simulate(
     seed: int = 0,
     evaluator: Evaluator | None = None,
     evaluate_every: int = 1,
-    form: Form = "factors",
     hooks: Sequence[UploadHook] = (),
     adversary: Tamperer | None = None,
 ) -> Iterator[RoundRecord]:
@@ -46,9 +45,8 @@ def simulate(
         participation: share of clients per round, at least one client; must be 1 for a private server, which samples
             secretly itself. seed: for client sampling.
         evaluate_every: rounds between evaluations; the last round is always evaluated.
-        form: what clients upload, factors or their subspace form. hooks: applied in order to each upload, for
-            experiments such as `analysis.audit.GaugeStress`. adversary: lying clients that know all uploads of a round,
-            before any hook, for experiments such as `attacks.Adversary`.
+        hooks: applied in order to each upload, for experiments such as `analysis.audit.GaugeStress`. adversary: lying
+            clients that know all uploads of a round, before any hook, for experiments such as `attacks.Adversary`.
 
     Raises:
         HyperparameterError: two clients have one id, or an evaluator does not return numbers by name.
@@ -63,7 +61,7 @@ def simulate(
     """
     played = play(
         server, clients, trainer, state, rounds=rounds, participation=participation, seed=seed, evaluator=evaluator,
-        evaluate_every=evaluate_every, form=form, hooks=hooks, adversary=adversary,
+        evaluate_every=evaluate_every, hooks=hooks, adversary=adversary,
     )  # fmt: skip
     return (event for event in played if isinstance(event, RoundRecord))
 
@@ -79,7 +77,6 @@ def play(
     seed: int = 0,
     evaluator: Evaluator | None = None,
     evaluate_every: int = 1,
-    form: Form = "factors",
     hooks: Sequence[UploadHook] = (),
     adversary: Tamperer | None = None,
 ) -> Iterator[ClientDone | RoundRecord]:
@@ -100,8 +97,6 @@ def play(
             f"{len(twice)} client ids occur more than once, such as {twice[0]!r}. A client's memory and its part in "
             f"the mean follow its id: give each client its own."
         )
-    if form not in get_args(Form):
-        raise HyperparameterError(f"form must be one of {get_args(Form)}; got {form!r}.")
     if evaluate_every < 1:
         raise HyperparameterError(f"evaluate_every must be a number of rounds >= 1; got {evaluate_every}.")
     if not isinstance(state, RunState):
@@ -124,7 +119,7 @@ def play(
     with doing("rounds", rounds, closed=server.privacy is not None) as step:
         while state.round < rounds:
             step.done = state.round
-            round = Round(server, state, form, hooks, adversary)
+            round = Round(server, state, hooks, adversary)
             chosen = round.asked
             if chosen is None:
                 chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)

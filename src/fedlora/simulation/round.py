@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedlora.client import begin_round, finish_round
 from fedlora.core.lora import Adapter
-from fedlora.core.messages import Client, ClientMemory, Form, Upload, as_pruned
+from fedlora.core.messages import Client, ClientMemory, Upload
 from fedlora.core.parcels import held_after, pack
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.sent import Attacked, Sent, Tamperer
@@ -34,10 +34,10 @@ class Round:
     """One round being played: the engine's only mutable object. Call `play`, then get its `record`."""
 
     def __init__(
-        self, server: Server, before: RunState, form: Form, hooks: Sequence[UploadHook], adversary: Tamperer | None
+        self, server: Server, before: RunState, hooks: Sequence[UploadHook], adversary: Tamperer | None
     ) -> None:
         self.clock = Clock()
-        self._server, self._before, self._form, self._hooks = server, before, form, hooks
+        self._server, self._before, self._hooks = server, before, hooks
         self._privacy = server.privacy  # if set, only its diary learns single clients' outcomes
         self._private = server.privacy is not None
         self._adversary = adversary
@@ -120,7 +120,7 @@ class Round:
         for client in clients:
             with self.clock("download"):
                 memory = self._memories.get(client.id, ClientMemory())
-                download = self._server.download(self._before.server, as_pruned(client, memory))
+                download = self._server.download(self._before.server, client)
                 job = begin_round(download, memory)
                 self._traffic = with_download(self._traffic, pack(download, memory.held))
                 self._begun[client.id] = replace(memory, held=held_after(download, memory.kept))
@@ -144,9 +144,8 @@ class Round:
                 self._failed(result)
                 continue
             self._losses[client] = result.loss
-            memory = self._memories[client]
             try:
-                played = finish_round(job, result, memory, self._form)
+                played = finish_round(job, result)
             except UploadRefused as refusal:
                 if self._privacy is not None:
                     self._privacy.note(self._before.round + 1, refusal.client, refusal.reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,23 +65,6 @@ def rank(server: Server, ranks: Ranks, who: Who) -> Measured:
                 made = server.method.readout(s, None, max(ranks.values()))
             checked_readout(server.method, made, state.start.modules[name], max(ranks.values()), server.roles(state))
     return Measured(True, f"{count} readouts as asked")
-
-
-def dtype(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """Readouts and the update are float32 if the start and uploads are float32 or narrower, float64 if float64."""
-    for sent in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        wide = torch.promote_types(sent, torch.float32)
-        played = next(rounds(server, ranks, who, wide))
-        uploads = [replace(u, adapter=u.adapter.map(lambda t: t.to(sent))) for u in played.uploads]  # noqa: B023
-        after = server.aggregate(played.before, uploads)
-        made = {f"the readout for {c.id!r}": down.adapter.modules for c, down in _downloads(server, after, ranks)}
-        if server.has_global_model(after):
-            made["the update"] = dict(server.global_update(after))
-        for what, modules in made.items():
-            for factor, tensor in ((f, t) for lora in modules.values() for f, t in lora.tensors().items()):
-                if tensor.dtype != wide:
-                    return Measured(False, f"{factor} of {what} is {tensor.dtype} after uploads of {sent}, not {wide}")
-    return Measured(True, "float32 from float32, float16 and bfloat16, float64 from float64")
 
 
 def weights(server: Server, ranks: Ranks, who: Who) -> Measured:
@@ -161,22 +143,6 @@ def purity(server: Server, ranks: Ranks, who: Who) -> Measured:
             return Measured(False, f"a stored state is read out with other bits: {len(paths)} values, {paths[0]}")
         state, kept = stored, made.kept
     return Measured(True, f"no bit differs in {len(who)} rounds, through a checkpoint after each")
-
-
-def pickling(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """The method, its states and its downloads survive pickle, as other processes need."""
-    for state in _states(server, ranks, who):
-        for what, value in (
-            ("the method", server.method), ("the state", state),
-            ("a download", server.download(state, Client(*max(ranks.items())))),
-        ):  # fmt: skip
-            try:
-                back = pickle.loads(pickle.dumps(value))
-            except Exception as error:  # pickle lets a stranger's class raise anything
-                return Measured(False, f"{what} cannot be pickled: {type(error).__name__}: {error}")
-            if paths := differing(back, value):
-                return Measured(False, f"{what} comes back from pickle with other bits: {paths[0]}")
-    return Measured(True, "method, states and downloads, bit for bit")
 
 
 @dataclass(frozen=True)

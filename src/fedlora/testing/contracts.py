@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedlora.core.read_only import ReadOnly
-from fedlora.testing.basics import alive, dtype, order, pickling, protocol, purity, rank, weights
+from fedlora.testing.basics import alive, order, protocol, purity, rank, weights
 from fedlora.testing.contract import PLAYS, Claim, Contract, Unasked
-from fedlora.testing.delivery import delivery
-from fedlora.testing.federations import AWAY, EQUAL, FULL, MIXED, Ranks
+from fedlora.testing.federations import EQUAL, FULL, MIXED, Ranks
 from fedlora.testing.promises import exact, gauge, global_model, halves, mixed, state
 
 _ONCE = {"equal ranks, all there": (EQUAL, FULL)}
 _MIXED = {"mixed ranks, all there": (MIXED, FULL)}
-_FIVE = {"equal ranks, five rounds": (EQUAL, AWAY), "mixed ranks, five rounds": (MIXED, AWAY)}
 
 
 def _exact(claim: Claim, ranks: Ranks) -> bool:
@@ -42,10 +40,6 @@ CONTRACTS: Mapping[str, Contract] = ReadOnly(
                 PLAYS,
             ),
             Contract(
-                "dtype", dtype, None,
-                "Compute in any precision; return the dtype of the updates' factors, `u.B.dtype`.", _ONCE,
-            ),
-            Contract(
                 "alive", alive, None,
                 "Such a slot never trains: give it a fresh row of A (`core.lora.revive`).", PLAYS,
             ),
@@ -57,15 +51,6 @@ CONTRACTS: Mapping[str, Contract] = ReadOnly(
                 "purity", purity, None,
                 "Make new tensors instead of changing those you get, draw by (key, round, client), and keep in the "
                 "state only what a checkpoint can hold.", PLAYS,
-            ),
-            Contract(
-                "pickle", pickling, None,
-                "Put the classes at the top level of an importable module, and no open files or functions in them.",
-                _ONCE,
-            ),
-            Contract(
-                "delivery", delivery, None,
-                "`roles` must say who trains a part; `Readout.base` is made by `base_change.moved`.", _FIVE,
             ),
             Contract(
                 "mixed", mixed, lambda claim, _: claim.mixed,

@@ -27,7 +27,6 @@ MIXED = {"a": 2, "b": 3, "c": 5, "d": 6}
 EXAMPLES = {"a": 10, "b": 25, "c": 40, "d": 15}
 FULL = (("a", "b", "c", "d"),) * 3
 PARTIAL = (("a", "b", "c"), ("b", "d"), ("a", "c", "d"))  # a and c miss the second round
-AWAY = (("a", "b"), ("a", "b", "c"), ("b", "c"), ("b", "d"), ("a", "b", "c", "d"))  # a misses two rounds, c one
 
 
 def noise(shape: Sequence[int], *seed: str | int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -76,8 +76,6 @@ class RoundTrainer(ABC):
                 for loss in self.losses(client, [data[next(order)] for _ in range(batch)]):
                     loss.backward()  # type: ignore[no-untyped-call]
                     total += float(loss.detach()) * batch
-                if roles.penalty is not None:
-                    self._model.tail_penalty(roles.penalty).backward()  # type: ignore[no-untyped-call]
                 seen += batch
                 if s.clip:
                     nn.utils.clip_grad_norm_(parameters, s.clip)

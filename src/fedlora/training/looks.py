@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedlora.adapters.io import pad_rank
 from fedlora.client import receive
 from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.messages import Client, ClientMemory, as_pruned
+from fedlora.core.messages import Client, ClientMemory
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
@@ -31,4 +31,4 @@ def server_model(server: Server, state: ServerState, *, quantised: bool = False)
 
 def client_model(server: Server, state: ServerState, client: Client, memory: ClientMemory) -> Adapter:
     """The model `client` would start its next round with: its readout, completed by what it kept."""
-    return receive(server.download(state, as_pruned(client, memory)), memory.kept)
+    return receive(server.download(state, client), memory.kept)

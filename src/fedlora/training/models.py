@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fedlora.adapters.io import AdapterSpec, head_tensors, load_into_model, read_model
 from fedlora.core.lora import Adapter
-from fedlora.core.method import TailPenalty
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.loading import load_base, longest_input, positions_of
@@ -163,18 +162,6 @@ class AdaptedModel:
         """The active adapter's parameters that may train; all others are frozen."""
         return trainable(self._model, self._active, B=B, A=A, heads=heads)
 
-    def tail_penalty(self, penalty: TailPenalty) -> Tensor:
-        """The declared penalty on the active adapter in travelling units, as a loss term. `client.tail_size` computes
-        the same sum."""
-        parts = []
-        for module in self._model.modules():
-            if isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and self._active in module.lora_A:
-                B, A = module.lora_B[self._active].weight, module.lora_A[self._active].weight
-                own, q = self.settings.scale(len(A)) / self.settings.unit, penalty.tail_start(len(A))
-                size = _size((B if own == 1 else B * own)[:, q:]) * _size(A[q:])
-                parts.append(size.to(self.device))  # a model may be spread over several GPUs
-        return penalty.strength * torch.stack(parts).sum()
-
     def add(self, rank: int | Mapping[str, int]) -> str:
         from peft import get_peft_model
 
@@ -271,8 +258,3 @@ def _checkpoint(base: Any) -> None:
 
 def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
     output.requires_grad_(True)
-
-
-def _size(t: Tensor) -> Tensor:
-    """||t|| as sqrt(x^2 + tiny): training starts at B = 0, where the plain norm has no gradient."""
-    return (t.float().square().sum() + 1e-24).sqrt()

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from fedlora.adapters.base_names import Base
+from fedlora.adapters.base_names import Base, is_same_base
 from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.reader import scaled
 from fedlora.core import files
@@ -36,7 +36,6 @@ from fedlora.data.rows import Rows
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
 from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, RoundFolder, trained_parts
-from fedlora.training.same_base import is_this_base
 from fedlora.training.settings import LoRASettings
 
 _LOG, _ROUND = "program.log", "round"
@@ -110,15 +109,10 @@ class ProgramTrainer:
         """Play a round of the client's program.
 
         Raises:
-            ConfigError: the method adds a term to the loss, or the ranks have no common scale. ProgramFailed: the
-                program failed, ran too long, or left a result that does not fit.
+            ConfigError: the ranks have no common scale. ProgramFailed: the program failed, ran too long, or left a
+                result that does not fit.
         """
         client = download.client.id
-        if download.roles.penalty is not None:
-            raise ConfigError(
-                "this method adds a term to the loss of its clients (hetlora with pruning), which a program of one's "
-                "own cannot know. Leave pruning out, or train without train.command."
-            )
         place = (self.folder / client).absolute()
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _alone(place):
@@ -141,7 +135,7 @@ class ProgramTrainer:
         _opened(round.path)
         try:
             made, said, named = round.read_result(_scaled(adapter, self._lora.unit / spec.scaling), facts, spec)
-            self._check_base(named, place)
+            self._check_base(named)
         except ProgramFailed as failed:
             raise ProgramFailed(f"the program of {client!r} ended well, but {failed} Its log: {place / _LOG}") from None
         shutil.rmtree(round.path)
@@ -214,17 +208,13 @@ class ProgramTrainer:
                     f"Its log: {log}"
                 )
 
-    def _check_base(self, named: str | None, place: Path) -> None:
-        """Raise `ProgramFailed` if a result names another base model than the federation's. place: where paths start"""
-        here = next((Path(mine) for mine in self._bases if Path(mine).exists()), None)
-        if not named or not self._bases or named in self._bases:
-            return
-        if not is_this_base(Base(named), map(Base, self._bases), here, start=place):
+    def _check_base(self, named: str | None) -> None:
+        """Raise `ProgramFailed` if a result names another base model than the federation's."""
+        if named and self._bases and not any(is_same_base(Base(named), Base(mine)) for mine in self._bases):
             raise ProgramFailed(
                 f"its result names the base model {named!r}, and this federation's is {self._bases[0]!r}: adapters of "
                 f"one model mean nothing on another. Load the same model in the program, or name it alike in both."
             )
-        self._bases.append(named)  # its weights are not read again
 
 
 def check_program(program: Program) -> None:

@@ -23,7 +23,7 @@ def doctor(
     folder: Annotated[Path | None, typer.Argument(help="a folder of `fedlora flower init` or `site`")] = None,
     json: AsJson = False,
 ) -> None:
-    """Check this machine for a federation: versions, ports, certificates, identity, message sizes, disk."""
+    """Check this machine for a federation: versions, ports, certificates, and what the folder's rounds would refuse."""
     rows: list[tuple[str, str, bool | None]] = [*_versions()]
     if folder is not None:
         needed()

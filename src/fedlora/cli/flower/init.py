@@ -103,7 +103,7 @@ def _next_steps(folder: Path, made: Federation) -> list[str]:
     ]
     if now.privacy is None:
         needs = f"With these settings {now.needs} ({here}/federation.toml: server.quorum, or what the rule needs)."
-        return [*lines, needs, *_unbounded(made.settings.server.memory)]
+        return [*lines, needs]
     return [
         *lines,
         f"Private: {promise(now.privacy, now.rounds)}. The server asks all sites in every round, and a missing site "
@@ -132,14 +132,7 @@ def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: i
     quiet_libraries()
     notes.print("loading the model, for the common start ...")
     trial(folder, loaded, superlink_port)
-    said = f"{folder}: ready. Try it on this machine: fedlora flower up {typed(folder)}"
-    console.print("\n".join([said, *_unbounded(None if loaded.privacy else loaded.server.memory)]))
-
-
-def _unbounded(memory: float | None) -> list[str]:
-    """The line about max_weight_share, which a server with this server.memory cannot keep."""
-    said = "adds uploads up as they come, so policy.toml has max_weight_share = 1: no site's share is bounded"
-    return [] if memory is None else [f"server.memory = {memory:g} {said} (max_examples bounds what a site claims)."]
+    console.print(f"{folder}: ready. Try it on this machine: fedlora flower up {typed(folder)}")
 
 
 def _classes(labels: str | None) -> list[str] | None:

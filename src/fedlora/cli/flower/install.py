@@ -17,10 +17,6 @@ def install(
     memory: Annotated[
         str | None, typer.Option(help="the memory limit (default: 8G at the server, 16G at a site)")
     ] = None,
-    metrics: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="address where the server answers Prometheus, such as 127.0.0.1:9464"),
-    ] = None,
 ) -> None:
     """At the server, and at a site: print the script that installs and starts the systemd units of FOLDER.
 
@@ -32,7 +28,7 @@ def install(
     from fedlora.cli.screen import notes
     from fedlora.flower.setup.installing import steps
 
-    todo = steps(folder, user=user, memory=memory, metrics=metrics, label=name)
+    todo = steps(folder, user=user, memory=memory, label=name)
     typer.echo("\n".join(["set -e", *(step.shown() for step in todo)]))
     units = [Path(step.words[-1]) for step in todo if step.said]
     again = f", and then systemctl restart {' '.join(unit.name for unit in units)}" if units[0].exists() else ""

@@ -43,8 +43,8 @@ def node(
     with ending_for_systemd():
         quiet_libraries()
         rows = site_checks.checked_site(folder, server=False)
-    wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
-    if wrong:  # a full disk may get room again
+    wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False]
+    if wrong:
         found = "; ".join(wrong).removesuffix(".")
         raise ConfigError(f"{found}. Nothing was sent. Repair it, and check with: fedlora doctor {typed(folder)}")
     for what, found, _ in rows:

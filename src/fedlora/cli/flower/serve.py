@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from fedlora.flower.serving.supervisor import Supervisor
 
 
-def serve(
-    folder: Folder,
-    metrics: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="address to answer Prometheus at, such as 127.0.0.1:9464")
-    ] = None,
-) -> None:
+def serve(folder: Folder) -> None:
     """At the server: play the rounds to their end.
 
     It starts the SuperLink and the run, watches both, and stops both.
@@ -40,16 +35,16 @@ def serve(
     needed()
     from fedlora.flower.serving.supervisor import Supervisor
 
-    played(Supervisor, folder, "serve", metrics)
+    played(Supervisor, folder, "serve")
 
 
-def played(kind: type[Supervisor], folder: Path, command: str, metrics: str | None = None) -> None:
+def played(kind: type[Supervisor], folder: Path, command: str) -> None:
     """Play a federation by a supervisor of this kind. command: the one that was called."""
     from fedlora.flower.rounds.federation import opening
     from fedlora.flower.serving.superlink import SuperLink
 
     link = SuperLink(folder)
-    with ending_for_systemd(), stopping() as stop, _metrics(link.folder, metrics):
+    with ending_for_systemd(), stopping() as stop:
         supervisor = kind(link, say, stop=stop)
         opening(link.folder.path, say)  # what the rounds would refuse is said now, not when the sites are there
         now = supervisor.serve()
@@ -139,55 +134,33 @@ def _judged(found: Mapping[str, Any]) -> Mapping[str, Any]:
     return judged
 
 
-@contextmanager
-def _metrics(place: Any, address: str | None) -> Iterator[None]:
-    """Answer Prometheus while the block runs, if an address is given."""
-    if address is None:
-        yield
-        return
-    from fedlora.flower.serving.metrics import Exposed, exposing
-
-    with exposing(Exposed(place), address) as port:
-        say(f"metrics at http://{address.rpartition(':')[0] or '127.0.0.1'}:{port}/metrics")
-        yield
-
-
 def _show(found: Mapping[str, Any], rounds: int) -> None:
     from fedlora.flower.serving.status import headline, since
 
     console.print(headline(found))
-    private, judged = "privacy" in found, _judged(found).get("clients") or {}
+    judged = _judged(found).get("clients") or {}
     columns = ["node", "last seen", "last round", "loss", "norm", *(["weight, after the rule"] if judged else []),
                "rounds", "sent"]  # fmt: skip
-    table = Table("site", "rank", *([] if private else columns))
+    table = Table("site", "rank", *columns)
     for name, site in found["sites"].items():
-        cells: list[Any] = []
-        if not private:
-            seen = (
-                f"{since(site['last_seen'])} ago" if site["last_seen"] else "never" if found["superlink"] else "unknown"
-            )
-            one = judged.get(name)
-            weights = [f"{one['before']:.1%}, {one['after']:.1%}" if one else "-"] if judged else []
-            cells = [
-                site["node"], seen, cell(site["fate"] or "-"), _number(site["loss"]), _number(site["norm"]), *weights,
-                str(site["fates"].get("trained", 0)), decimal(site["upload_bytes"]),
-            ]  # fmt: skip
-        table.add_row(cell(name), cell(site["rank"]), *cells)
+        seen = f"{since(site['last_seen'])} ago" if site["last_seen"] else "never" if found["superlink"] else "unknown"
+        one = judged.get(name)
+        weights = [f"{one['before']:.1%}, {one['after']:.1%}" if one else "-"] if judged else []
+        table.add_row(
+            cell(name), cell(site["rank"]), site["node"], seen, cell(site["fate"] or "-"), _number(site["loss"]),
+            _number(site["norm"]), *weights, str(site["fates"].get("trained", 0)), decimal(site["upload_bytes"]),
+        )  # fmt: skip
     console.print(table)
     for name, site in found["sites"].items():
-        if site.get("why"):
+        if site["why"]:
             console.print(f"{name}, last round: {site['fate']}: {site['why']}")
     _tell_rule(found)
     if rounds and found["last_rounds"]:
         console.print(_rounds_table(found["last_rounds"][-rounds:]))
-    if private:
-        console.print(
-            f"private: {found['privacy']['promise']}.\nOnly the server's operator learns who is online, late or "
-            f"refused, in server/private/log."
-        )
-    else:
-        sizes = decimal(found["database_bytes"]), decimal(found["disk_free_bytes"])
-        console.print(f"the SuperLink's database holds {sizes[0]}; {sizes[1]} of disk are free")
+    if "privacy" in found:
+        console.print(f"private: {found['privacy']['promise']}.")
+    sizes = decimal(found["database_bytes"]), decimal(found["disk_free_bytes"])
+    console.print(f"the SuperLink's database holds {sizes[0]}; {sizes[1]} of disk are free")
 
 
 def _rounds_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
@@ -196,16 +169,13 @@ def _rounds_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
 
     names = sorted({str(name) for line in rounds for name in line.get("metrics") or {}})
     private = any(spent_of(line) is not None for line in rounds)
-    columns = ("epsilon", "of planned") if private else ("train loss", "seconds", "trained", "not")
-    table = Table("round", *columns, *names)
+    spent = ("epsilon", "of planned") if private else ()
+    table = Table("round", *spent, "train loss", "seconds", "trained", "not", *names)
     for line in rounds:
-        cells: list[Any]
-        if private:
-            cells = ["-" if x is None else epsilon_up(x) for x in spent_of(line) or (None, None)]
-        else:
-            others = ", ".join(f"{name} {fate}" for name, fate in line["fates"].items() if fate != "trained")
-            trained = sum(fate == "trained" for fate in line["fates"].values())
-            cells = [_number(line["loss"]), _number(line["seconds"], 0), str(trained), cell(others or "-")]
+        cells: list[Any] = [epsilon_up(x) for x in spent_of(line) or ()]
+        others = ", ".join(f"{name} {fate}" for name, fate in line["fates"].items() if fate != "trained")
+        trained = sum(fate == "trained" for fate in line["fates"].values())
+        cells += [_number(line["loss"]), _number(line["seconds"], 0), str(trained), cell(others or "-")]
         metrics = line.get("metrics") or {}
         table.add_row(str(line["round"]), *cells, *(_number(metrics.get(name)) for name in names))
     return table

@@ -88,10 +88,8 @@ def _rotate(folder: Path) -> None:
 def _take(folder: Path, join: Path) -> None:
     """Take the server's new join file into an existing folder."""
     from fedlora.flower.places import SiteFolder
-    from fedlora.flower.site.site_checks import app_row
     from fedlora.flower.site.site_folder import take_join
     from fedlora.flower.terms.joining import JoinFile
-    from fedlora.flower.terms.site_file import Site
 
     before, said = JoinFile.read(SiteFolder(folder).join), take_join(folder, join)
     if said == before:
@@ -99,16 +97,14 @@ def _take(folder: Path, join: Path) -> None:
         return
     console.print(
         f"{folder}: now has the server's new file ({said.address}). Restart its unit (systemctl restart "
-        f"fedlora-site), and "
-        f"see with: fedlora doctor {typed(folder)}\n"
-        f"The server's app: {app_row(said, Site.read(SiteFolder(folder).site).app)[1]}."
+        f"fedlora-site), and see with: fedlora doctor {typed(folder)}"
     )
 
 
 def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
     """settings: the options typed for site.toml."""
     from fedlora.flower.places import SiteFolder
-    from fedlora.flower.site.site_checks import app_row, checked_server, checked_work
+    from fedlora.flower.site.site_checks import checked_server, checked_work
     from fedlora.flower.site.site_folder import fill_site, refuse_existing
     from fedlora.flower.terms.joining import JoinFile
     from fedlora.flower.terms.site_file import Site
@@ -124,7 +120,6 @@ def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"{' '.join(wrong)} {folder} was not made, and nothing was sent.")
         request = fill_site(building, join.read_bytes(), found, facts.table())
     rows.insert(0, ("site", f"{said.site}, rank {said.rank}, of {said.federation} at {said.address}", True))
-    rows.append(app_row(said, said.app))
     server = [row for row in checked_server(said, here) if not row[2]]
     table = Table("", "found", "")
     for what, text, sound in [*rows, *server]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedlora.core.lora import Adapter
-from fedlora.core.messages import Client, Download, Form, Held, Upload
+from fedlora.core.messages import Client, Download, Held, Upload
 from fedlora.core.parcels import held_after, pack
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
@@ -29,12 +29,11 @@ _NONE = Receipt()
 @dataclass(frozen=True, eq=False)
 class Reply:
     """A client's reply, and what the server now knows about it. loss: None if it reports none. held: what need not be
-    sent again; None: nothing. ranks: the client's, if its own pruning changed them."""
+    sent again; None: nothing."""
 
     upload: Upload
     loss: float | None
     held: Held | None
-    ranks: Mapping[str, int] | None
 
 
 class Codec(Protocol):
@@ -55,12 +54,11 @@ class Codec(Protocol):
 class OwnClients:
     """fedlora's own ClientApp: parcels to it, uploads back.
 
-    form: the uploads' form. settings: the current ones, as `FederationSettings.travelling`, sent with every message.
+    settings: the current ones, as `FederationSettings.travelling`, sent with every message.
     facts: returns the server's; sites compare theirs before they train, and the server compares theirs in replies. It
     is called for every message, because sites can be admitted between rounds.
     """
 
-    form: Form = "factors"
     settings: str = ""
     facts: Callable[[], Facts] = Facts
 
@@ -73,10 +71,9 @@ class OwnClients:
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         upload, loss, kept = record_upload(
             content, asked.client, run=run, round=asked.round, shapes=_shapes(asked.client, state), roles=asked.roles,
-            heads=state.heads, form=self.form, facts=self.facts(),
+            heads=state.heads, facts=self.facts(),
         )  # fmt: skip
-        ranks = upload.adapter.ranks if asked.roles.penalty is not None else None
-        return Reply(upload, loss, replace(held_after(asked), local=tuple(kept)), ranks)
+        return Reply(upload, loss, replace(held_after(asked), local=tuple(kept)))
 
 
 @dataclass(frozen=True)
@@ -97,11 +94,11 @@ class StockClients:
 
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
         roles = server.roles(state)
-        if not roles.both_shared or roles.penalty is not None or roles.moves_base:
+        if not roles.both_shared or roles.moves_base:
             raise ConfigError(
                 f"{server.method.name} needs clients that keep or freeze a part, or that move their base weights, and "
-                f"stock PEFT clients do neither. Use glora, fedit, flexlora, svd, hetlora without pruning, or "
-                f"fedlora's own ClientApp."
+                f"stock PEFT clients do neither. Use glora, fedit, flexlora, svd, hetlora, or fedlora's own "
+                f"ClientApp."
             )
         ranks = {r for name, rank in policy.clients.items() for r in Client(name, rank).ranks(state.modules).values()}
         if ranks != {self.r}:
@@ -126,7 +123,7 @@ class StockClients:
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         upload = stock_upload(content, asked.client, _shapes(asked.client, state), self.factor)
-        return Reply(upload, None, None, None)
+        return Reply(upload, None, None)
 
 
 def _shapes(client: Client, state: ServerState) -> dict[str, tuple[int, int]]:

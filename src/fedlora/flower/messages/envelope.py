@@ -14,7 +14,6 @@ from flwr.app import ConfigRecord, RecordDict
 from fedlora.core.text import quoted
 from fedlora.errors import FedLoRAError
 from fedlora.flower.messages.parts import parts
-from fedlora.flower.messages.salt import with_salt
 from fedlora.flower.terms.agreement import PROTOCOL
 
 
@@ -31,11 +30,11 @@ class Envelope:
 
 
 def enclose(record: RecordDict, envelope: Envelope) -> RecordDict:
-    """The record with the envelope, and with unpredictable names for its pieces."""
+    """The record with the envelope."""
     config = parts(record, ConfigRecord)["config"]
     config["protocol"] = PROTOCOL
     config["settings"], config["agreement"] = envelope.settings, envelope.facts
-    return with_salt(record)
+    return record
 
 
 def opened(record: RecordDict, sender: str, reader: str) -> Envelope:

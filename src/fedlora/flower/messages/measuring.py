@@ -23,7 +23,6 @@ from fedlora.errors import ConfigError
 from fedlora.flower.messages.envelope import Envelope, RecordError, enclose, opened
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.records import kept_names
-from fedlora.flower.messages.salt import IN_SALT
 from fedlora.training.evaluation import ModelEvaluator
 from fedlora.training.metrics import METRICS, score_name
 
@@ -109,7 +108,7 @@ def record_measured(
     known = {score_name(name) for name in METRICS}
     scores = {}
     for key, value in found.items():
-        if key in ("num-examples", IN_SALT):
+        if key == "num-examples":
             continue
         name = key.removeprefix("score-")
         if not key.startswith("score-") or name not in known:

@@ -1,10 +1,9 @@
 """Tensors, parcels and uploads as Flower's records: lossless for every float type, and checked before use.
 
-A tensor travels as its little-endian bytes (stype "fedlora.salted"), so that bfloat16 needs no conversion and there is
-no header to forge. The bytes are salted (`salt`): no site can predict Flower's names for another's tensors. Stock PEFT
-clients send numpy arrays (stype "numpy.ndarray"): only their header is read, under a size limit, and must match what
-was expected. Declared type and shape are compared with the expected ones and with the actual bytes before a tensor is
-made.
+A tensor travels as its little-endian bytes (stype "fedlora.raw"), so that bfloat16 needs no conversion and there is no
+header to forge. Stock PEFT clients send numpy arrays (stype "numpy.ndarray"): only their header is read, under a size
+limit, and must match what was expected. Declared type and shape are compared with the expected ones and with the actual
+bytes before a tensor is made.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ from torch import Tensor
 
 from fedlora.core.checkpoint import decoded, encoded
 from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.messages import Client, Form, Upload
+from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.core.parcels import Parcel
 from fedlora.core.text import shown
 from fedlora.flower.messages.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened
 from fedlora.flower.messages.parts import parts
-from fedlora.flower.messages.salt import SALT, salted, unsalted
 from fedlora.flower.terms.agreement import Disagreement, Facts, check
 from fedlora.linalg.stored import stored_bytes
 
-SALTED, NUMPY = "fedlora.salted", "numpy.ndarray"
+RAW, NUMPY = "fedlora.raw", "numpy.ndarray"
 _TYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NUMPY_TYPES = {"<f8": "float64", "<f4": "float32", "<f2": "float16"}
 _HEADER = 4096  # the most bytes of a numpy header to read; real ones have 128
@@ -45,7 +43,7 @@ def to_array(tensor: Tensor) -> Array:
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in _TYPES:
         raise RecordError(f"tensors of {tensor.dtype} do not travel; adapters are {', '.join(_TYPES)}.")
-    return Array(name, tuple(tensor.shape), SALTED, salted(stored_bytes(tensor)))
+    return Array(name, tuple(tensor.shape), RAW, bytes(stored_bytes(tensor)))
 
 
 def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
@@ -61,17 +59,16 @@ def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
         raise RecordError(f"{what} is declared as {array.dtype[:20]!r}; it must be one of {', '.join(_TYPES)}.")
     dtype = _TYPES[array.dtype]
     needed = math.prod(declared) * dtype.itemsize
-    begin = _after_header(array, declared, what) if array.stype == NUMPY else SALT
-    if array.stype not in (NUMPY, SALTED):
+    begin = _after_header(array, declared, what) if array.stype == NUMPY else 0
+    if array.stype not in (NUMPY, RAW):
         raise RecordError(f"{what} is packed as {array.stype[:40]!r}, which is not read.")
     if any(d < 0 for d in declared) or len(array.data) - begin != needed:
-        came = max(len(array.data) - begin, 0)
-        raise RecordError(f"{what} is declared with {needed:,} bytes, and {came:,} came.")
+        raise RecordError(f"{what} is declared with {needed:,} bytes, and {len(array.data) - begin:,} came.")
     if not needed:
         return torch.empty(declared, dtype=dtype)
     if array.stype == NUMPY:  # maybe in Fortran's order, as a transposed array's
         return torch.from_numpy(np.load(io.BytesIO(array.data), allow_pickle=False)).contiguous()
-    return torch.frombuffer(unsalted(array.data), dtype=dtype).reshape(declared)
+    return torch.frombuffer(bytearray(array.data), dtype=dtype).reshape(declared)
 
 
 def _after_header(array: Array, declared: tuple[int, ...], what: str) -> int:
@@ -141,7 +138,7 @@ def upload_record(
         for module, lora in upload.adapter.modules.items()
         for factor, tensor in lora.tensors().items()
     } | {f"heads/{name}": head for name, head in upload.adapter.heads.items()}
-    said = {"run": run, "round": round, "form": upload.form, "kept": list(kept)}
+    said = {"run": run, "round": round, "kept": list(kept)}
     record = RecordDict(
         {
             "arrays": ArrayRecord({name: to_array(tensor) for name, tensor in named.items()}),
@@ -161,7 +158,6 @@ def record_upload(
     shapes: Mapping[str, tuple[int, int]],
     roles: Roles,
     heads: Mapping[str, Tensor],
-    form: Form = "factors",
     facts: Facts = Facts(),  # noqa: B008 - immutable
 ) -> tuple[Upload, float, list[str]]:
     """(upload, mean loss, names of the client's kept parts), checked against this round's request to this client.
@@ -186,34 +182,25 @@ def record_upload(
             f"it is of run {str(said.get('run'))[:40]!r}, after round {str(said.get('round'))[:9]}; {run!r} was asked "
             f"after round {round}."
         )
-    if said.get("form") != form:
-        raise RecordError(f"it has the form {str(said.get('form'))[:20]!r}; {form!r} was asked for.")
-    declared = client.ranks(shapes)
-    smaller = roles.penalty is not None or form == "subspace"  # ranks may be smaller, but nothing else
-    expected = _expected(shapes, dict.fromkeys(declared) if smaller else declared, roles, heads)
+    expected = _expected(shapes, client.ranks(shapes), roles, heads)
     arrays = parts(record, ArrayRecord).get("arrays") or ArrayRecord()
     lacks, extra = sorted(set(expected) - set(arrays)), sorted(set(arrays) - set(expected))
     if lacks or extra:
         raise RecordError(f"{len(lacks)} tensors are missing {lacks[:2]}, {len(extra)} were not asked for {extra[:2]}.")
     found = {name: to_tensor(arrays.pop(name), shape, name) for name, shape in expected.items()}
-    modules = {}
-    for module in shapes if {"shared"} & {roles.B, roles.A} else ():
-        modules[module] = lora = LoRA(found.get(f"B/{module}"), found.get(f"A/{module}"))
-        if lora.rank > declared[module]:
-            raise RecordError(f"module {module!r} has rank {lora.rank}; at most {declared[module]} was asked for.")
+    carried = shapes if "shared" in (roles.B, roles.A) else ()
+    modules = {module: LoRA(found.get(f"B/{module}"), found.get(f"A/{module}")) for module in carried}
     adapter = Adapter(modules, {name: found[f"heads/{name}"] for name in heads if f"heads/{name}" in found})
-    if roles.penalty is not None:
-        client = Client(client.id, {**declared, **adapter.ranks})
-    upload = Upload(client, _number(record, "num-examples"), adapter, form)
+    upload = Upload(client, _number(record, "num-examples"), adapter)
     local = {*shapes, *heads} if "local" in (roles.B, roles.A, roles.heads) else set[str]()
     return upload, _number(record, "loss"), kept_names(said.get("kept"), local)
 
 
 def _expected(
-    shapes: Mapping[str, tuple[int, int]], ranks: Mapping[str, int | None], roles: Roles, heads: Mapping[str, Tensor]
-) -> dict[str, tuple[int | None, ...]]:
+    shapes: Mapping[str, tuple[int, int]], ranks: Mapping[str, int], roles: Roles, heads: Mapping[str, Tensor]
+) -> dict[str, tuple[int, ...]]:
     """Name -> shape, for the tensors that such clients send."""
-    expected: dict[str, tuple[int | None, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for module, (d_out, d_in) in shapes.items():
         if roles.B == "shared":
             expected[f"B/{module}"] = (d_out, ranks[module])
@@ -288,6 +275,6 @@ def _said(record: RecordDict, what: str) -> dict[str, Any]:
 
 
 __all__ = [
-    "NUMPY", "PROTOCOL", "SALTED", "RecordError", "kept_names", "parcel_record", "record_parcel", "record_upload",
+    "NUMPY", "PROTOCOL", "RAW", "RecordError", "kept_names", "parcel_record", "record_parcel", "record_upload",
     "stock_key", "stock_upload", "to_array", "to_tensor", "upload_record",
 ]  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -32,31 +31,28 @@ from fedlora.flower.rounds.events import AttemptFailed, Event, Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState, Unusable
 from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question, reply_limit
-from fedlora.flower.terms.policy import shares_lost
 from fedlora.server.intake import Intake
 from fedlora.server.state import RunState, ServerState, Tally
 
 log = logging.getLogger(__name__)
 Report = Callable[[Event], None]
 _MOST_LOSS = 1e6  # nats: chance among a million words is 14, and a diverged head has some thousands
-_FAR = 10.0  # times the median norm
 
 
 class Effect(NamedTuple):
     """What a fate does to its client. This table is the only place that decides it.
 
     In the attempt that counts, all of it holds:
-    usable: its upload goes into the model (a robust rule may give it no weight), and its refusals are forgotten.
+    usable: its upload goes into the model (a robust rule may give it no weight).
     keeps_work: its site goes on from its state after this round; otherwise from an older one, and if it was sent a
     message, the next one leaves nothing out.
     keeps_place: its site goes on in its data, as in the engine, behind the last work that it stored up to this round
     (older work, if its training raised); otherwise it repeats this round's data.
-    refused: it has one more round with a refused upload. The policy allows some before quarantine.
 
-    In an attempt that does not count, only `refused` holds, once a round. Of each client that was drawn and online, the
-    server remembers a fate that is not `usable` until the round is done (`FlowerState.unusable`): who has fewer of them
-    is asked first. If the attempt that counts sends the client nothing, its `keeps_place` still holds; and if it was
-    not drawn, the round's line has this fate in place of "not drawn".
+    In an attempt that does not count, nothing of it holds. Of each client that was drawn and online, the server
+    remembers a fate that is not `usable` until the round is done (`FlowerState.unusable`): who has fewer of them is
+    asked first. If the attempt that counts sends the client nothing, its `keeps_place` still holds; and if it was not
+    drawn, the round's line has this fate in place of "not drawn".
 
     A site learns by its next message why its work did not count (`Receipt.why`). The line's `missing` names all whose
     fate has no `keeps_work`, except for "not drawn".
@@ -65,18 +61,16 @@ class Effect(NamedTuple):
     usable: bool = False
     keeps_work: bool = False
     keeps_place: bool = False
-    refused: bool = False
 
 
 EFFECTS: Mapping[Fate, Effect] = {
     "trained": Effect(usable=True, keeps_work=True, keeps_place=True),
     "abstained": Effect(keeps_work=True, keeps_place=True),
-    "refused": Effect(keeps_place=True, refused=True),
+    "refused": Effect(keeps_place=True),
     "failed": Effect(keeps_place=True),
     "late": Effect(),
     "offline": Effect(),
     "not sent": Effect(),
-    "quarantined": Effect(),
     "not drawn": Effect(),
 }
 
@@ -142,9 +136,7 @@ class Attempt:
             self._intake.add(replace(upload, num_examples=weighs))
         except UploadRefused as refusal:
             return self._settle(name, "refused", shown(refusal.reason, 500), **came)
-        ranks = self._maker.known(name).ranks if found.ranks is None else found.ranks
-        after = ClientMemory(None, 0, found.held, ranks)
-        self._taken[name] = float(weighs), after
+        self._taken[name] = float(weighs), ClientMemory(None, 0, found.held)
         examples = float(upload.num_examples)
         if not examples:  # nobody has checked its adapter
             return self._settle(name, "abstained", "it has 0 examples for this round", **came)
@@ -158,15 +150,14 @@ class Attempt:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Client -> why nothing of it was taken, for all who were drawn or are in quarantine."""
+        """Client -> why nothing of it was taken, for all who were drawn."""
         found = {name: one for name, one in self.fates.items() if one.fate != "not drawn"}
         return {name: one.why for name, one in found.items() if not EFFECTS[one.fate].keeps_work}
 
-    def failed(self, error: QuorumNotMet, barred: Mapping[str, str]) -> AttemptFailed:
-        """The event that reports its failure: the error, which names those that it refused, and who else is missing.
-        barred: as in the event."""
+    def failed(self, error: QuorumNotMet) -> AttemptFailed:
+        """The event that reports its failure: the error, which names those that it refused, and who else is missing."""
         others = "; ".join(f"{name}: {why}" for name, why in self.missing.items() if name not in error.refused)
-        return AttemptFailed(self.round, self.nth, f"{error} Not there: {others}." if others else str(error), barred)
+        return AttemptFailed(self.round, self.nth, f"{error} Not there: {others}." if others else str(error))
 
     def not_counted(self) -> FlowerState:
         """What the server knows after an attempt that did not count. No site is told why another was refused."""
@@ -217,16 +208,11 @@ class Attempt:
         though_taken: client -> what its work lacks although it was taken. counts: whether the attempt does.
         """
         known = self.flower_state
-        clients, receipts = dict(known.state.clients), dict(known.receipts)
-        examples, refusals, refused_in = dict(known.examples), dict(known.refusals), dict(known.refused_in)
+        clients, receipts, examples = dict(known.state.clients), dict(known.receipts), dict(known.examples)
         for name in self._sent:
             effect, receipt = EFFECTS[self._fates[name].fate], receipts.get(name, Receipt())
-            if effect.refused and refused_in.get(name) != self.round:
-                refusals[name], refused_in[name] = refusals.get(name, 0) + 1, self.round
             if counts and effect.usable:
                 examples[name] = self._fates[name].examples or 0.0
-                refusals.pop(name, None)
-                refused_in.pop(name, None)
             if counts and effect.keeps_work:
                 clients[name], receipt = self._taken[name][1], replace(receipt, counted=self.round, sure=True)
             elif counts and name in clients:
@@ -244,8 +230,6 @@ class Attempt:
         return replace(
             known,
             state=replace(known.state, clients=ReadOnly(clients)),
-            refusals=ReadOnly(sorted(refusals.items())),
-            refused_in=ReadOnly(sorted(refused_in.items())),
             examples=ReadOnly(sorted(examples.items())),
             receipts=ReadOnly(receipts),
         )
@@ -284,8 +268,6 @@ class Attempt:
         tally, fates = after.tally or Tally({}), self.fates
         trained = {name: fated for name, fated in fates.items() if fated.fate == "trained"}
         losses = {name: fated.loss for name, fated in trained.items() if fated.loss is not None}
-        claims = {name: fated.examples or 0.0 for name, fated in trained.items() if name in tally.weights}
-        norms = {name: fated.norm or 0.0 for name, fated in trained.items()}
         return {
             "round": after.round,
             "attempt": self.nth,
@@ -294,10 +276,7 @@ class Attempt:
             "weights": dict(tally.weights),
             "missing": self.missing,
             "fates": {name: {"fate": fated.fate, "why": fated.why} for name, fated in fates.items()},
-            "norms": norms,
-            "far": far_ones(norms),
-            "capped": shares_lost(claims, tally.weights) if self.server.weighs_by == "examples" else {},
-            "alike": dict(tally.alike),
+            "norms": {name: fated.norm or 0.0 for name, fated in trained.items()},
             **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
         }
 
@@ -325,19 +304,3 @@ def _moved(lora: LoRA, begun: LoRA | None) -> float:
     ((factor, tensor),) = lora.map(Tensor.double).tensors().items()
     was = None if begun is None else begun.tensors().get(factor)
     return float(torch.linalg.vector_norm(tensor if was is None or was.shape != tensor.shape else tensor - was))
-
-
-def far_ones(norms: Mapping[str, float]) -> dict[str, float | None]:
-    """client -> its norm in medians, for clients above `_FAR`; None if the median is 0 or the norm has overflowed.
-
-    Of an even number of norms it takes the lower median: with two clients, the smaller norm.
-
-    Example:
-        >>> far_ones({"a": 1.0, "b": 1.2, "c": 90.0})
-        {'c': 75.0}
-    """
-    if len(norms) < 2:
-        return {}
-    middle = statistics.median_low([math.inf if math.isnan(norm) else norm for norm in norms.values()])
-    far = {name: norm for name, norm in norms.items() if not norm <= _FAR * middle}
-    return {name: norm / middle if middle and norm < math.inf else None for name, norm in far.items()}

@@ -1,16 +1,13 @@
-"""Who measures a federation's rounds, on what data, by its settings; and which of two rounds is better.
+"""Who measures a federation's rounds, on what data, by its settings; and by whose scores rounds are compared.
 
 The server measures on its own file, if [at_server] names one and evaluate.target is not "clients"; each site measures
-on its held-out share, unless evaluate.target is "server". With both, rounds are compared by the server's scores. With
-sites' scores, two rounds are compared on the sites that measured both, weighted by the examples that they count for,
-none by more than its share: an absent site makes a round neither better nor worse, and one that claims a billion
-examples decides nothing alone.
+on its held-out share, unless evaluate.target is "server". With both, rounds are compared by the server's scores; with
+sites' scores alone, by the mean of those that answered, weighted by their examples.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +17,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.stopping import Line, Ranking
 from fedlora.runs.tracking import check_trackers
-from fedlora.server.closing import held_to_share
-from fedlora.training.metrics import is_better, score_name
+from fedlora.training.metrics import score_name
 
 if TYPE_CHECKING:
     from fedlora.flower.rounds.server_evaluation import AtServer
@@ -39,13 +35,8 @@ class Choosing(Ranking):
     at_sites: bool = False
 
     def asks_sites(self, line: Line) -> bool:
-        """Whether the sites are to measure a round: it is due, and they were not asked yet."""
-        asked = line.get("site_metrics") or line.get("site_unmeasured")
-        return (self.at_sites or self.by == "sites") and self.due(line["round"]) and not asked
-
-    def owes(self, line: Line) -> bool:
-        """Whether a finished round is not measured and is due now, because the settings were different then."""
-        return self.asks_sites(line) or (self.by == "server" and self.due(line["round"]) and not line["metrics"])
+        """Whether the sites are to measure a round."""
+        return (self.at_sites or self.by == "sites") and self.due(line["round"])
 
     @property
     def where(self) -> str:
@@ -56,26 +47,6 @@ class Choosing(Ranking):
         if self.by is None:
             return None
         return self._of(line.get("metrics" if self.by == "server" else "site_mean") or {})
-
-    def better(self, line: Line, best: Line | None, *, by: float = 0.0) -> bool | None:
-        """With scores of sites: on those that measured both rounds, weighted by their current counts. If there is none,
-        nobody can say; but if all that measured the best one have left the federation, a new one takes its place."""
-        if best is None or self.by != "sites":
-            return super().better(line, best, by=by)
-        new, old = line["site_metrics"], best["site_metrics"]
-        both = {site for site in new if all(of.get(site, {}).get(self.metric) is not None for of in (new, old))}
-        counts = {site: n for site, n in (line.get("site_counts") or {}).items() if n > 0 and site in both}
-        if not counts:  # the best may have been measured by another metric, and any number is better than none
-            before = self.score(best)
-            if before is None or math.isnan(before):
-                return super().better(line, best, by=by)
-            return True if old.keys().isdisjoint({*new, *line["site_unmeasured"]}) else None
-        weights = held_to_share(counts, line["site_share"])
-        total = math.fsum(weights.values())
-        after, before = (
-            math.fsum(said[site][self.metric] * n for site, n in weights.items()) / total for said in (new, old)
-        )
-        return is_better(self.metric, after, before, by=by)
 
 
 def check(settings: FederationSettings) -> None:

@@ -23,11 +23,10 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic.dataclasses import dataclass
 
 from fedlora.core.text import shown
-from fedlora.flower.ownership import opened_here
 from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 
-Fate = Literal["trained", "abstained", "refused", "failed", "late", "offline", "not sent", "quarantined", "not drawn"]
+Fate = Literal["trained", "abstained", "refused", "failed", "late", "offline", "not sent", "not drawn"]
 REFUSED = "it would fail again: "  # begins a run's words about the folder's own files, for `serve` (exit code 2)
 _MOST = 1000  # letters in a text
 Names = tuple[str, ...]
@@ -36,12 +35,11 @@ Table = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Event:
-    """round: that it tells of. at: when it was written; None in a private federation, where the time would show that
-    the server waited for somebody. NAME: `event` in the file."""
+    """round: that it tells of. at: when it was written. NAME: `event` in the file."""
 
     NAME: ClassVar[str]
     round: int
-    at: str | None = field(default="", kw_only=True)
+    at: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -95,13 +93,11 @@ class Done(_Event):
 
 @dataclass(frozen=True)
 class AttemptFailed(_Event):
-    """An attempt did not count. The round is tried again, or the run ends. barred: client -> why it is in quarantine
-    from now on."""
+    """An attempt did not count. The round is tried again, or the run ends."""
 
     NAME = "again"
     attempt: int
     why: str
-    barred: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,7 @@ class EventWriter:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(opened_here(self._path, os.O_RDWR | os.O_APPEND), "r+b") as file:
+        with self._path.open("a+b") as file:
             torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
             file.write((b"\n" if torn else b"") + as_line(event).encode())
 
@@ -182,7 +178,7 @@ def read_events(path: Path) -> list[Event]:
 
 def as_line(event: Event) -> str:
     """The event as its line, with the current time if its own is empty."""
-    at = datetime.now(UTC).isoformat(timespec="milliseconds") if event.at == "" else event.at
+    at = event.at or datetime.now(UTC).isoformat(timespec="milliseconds")
     if isinstance(event, Done):
         said = {**event.line, "round": event.round}
     else:

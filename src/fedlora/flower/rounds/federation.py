@@ -5,33 +5,35 @@ The server needs no base model for any of it; if [at_server] names one, the serv
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.core.lora import Adapter
-from fedlora.errors import ConfigError, counted
+from fedlora.errors import CheckpointError, ConfigError, counted
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
-from fedlora.flower.rounds.flower_state import FlowerState, keys_now, newest
-from fedlora.flower.rounds.membership import check_enough, check_playable, quarantined, round_size
+from fedlora.flower.rounds.flower_state import FlowerState, newest
+from fedlora.flower.rounds.membership import check_playable
 from fedlora.flower.rounds.private_federation import check_affordable, planned
-from fedlora.flower.rounds.private_words import has_released
-from fedlora.flower.rounds.round_lines import rounds_done
+from fedlora.flower.rounds.round_lines import has_released, rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
-from fedlora.flower.rounds.settings_history import History
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import agreed, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import check_policy
 from fedlora.flower.terms.settings import FederationSettings
+from fedlora.given_files import RECORDS, parse_json, read_given
 from fedlora.runs.private_run import PrivacyPlan
+from fedlora.runs.reading import flat
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
 
@@ -45,6 +47,7 @@ class Opening:
     server: if it is private, it releases nothing before `opened_private`, and `plan` is set. seed_adapter, spec: of the
     common start.
     state: before the first round. rounds: the number up to the newest sound checkpoint, which is `newest`.
+    played_with: the text of server/settings.json.
     """
 
     home: FederationFolder
@@ -59,14 +62,8 @@ class Opening:
     at_server: AtServer
     choosing: Choosing
     rounds: int
-    history: History
+    played_with: str
     newest: FlowerState | None = None
-
-    def refusals(self) -> Mapping[str, int]:
-        """As in `FlowerState`, under the policy as it is now."""
-        if self.newest is None:
-            return {}
-        return self.newest.under(self.policy.clients, keys=keys_now(self.home))[0].refusals
 
 
 def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
@@ -75,8 +72,8 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     tell: receives a line for each damaged checkpoint in whose place an older one is used.
 
     Raises:
-        ConfigError, AdapterFormatError, Disagreement: files that are missing or do not fit; settings that may not
-            change between rounds, but did; rounds that would be taken back or lost.
+        ConfigError, AdapterFormatError, Disagreement: files that are missing or do not fit; other settings than the
+            played rounds had; rounds that would be taken back or lost.
     """
     home = FederationFolder(folder.resolve())
     settings = FederationSettings.load(home.settings)
@@ -124,16 +121,46 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
             f"Restore them from a backup. To play these rounds again, remove their lines from {home.rounds.name} by "
             f"hand, or make a new federation in another folder. Nothing was changed."
         )
-    history = History.read(home.history)
     examples = at_server.examples if choosing.by == "server" else None
     held_out = f"server:{examples[:16]}" if examples is not None else "sites"
-    history = history.with_(settings, rounds, held_out)
-    opening = Opening(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
-                  rounds, history, found)  # fmt: skip
-    if rounds < settings.run.rounds:
-        barred = quarantined(policy, opening.refusals())
-        check_enough(round_size(policy, barred, server.quorum, server.rule, settings.run.participation), barred)
-    return opening
+    now = {"held_out": held_out, "settings": json.loads(settings.travelling())}
+    if rounds:
+        _check_unchanged(home, settings, rounds, now)
+    played_with = json.dumps(now, indent=2, sort_keys=True) + "\n"
+    return Opening(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
+                   rounds, played_with, found)  # fmt: skip
+
+
+def _check_unchanged(home: FederationFolder, settings: FederationSettings, rounds: int, now: Mapping[str, Any]) -> None:
+    """Only run.rounds may change after the first round, and not if it is the base of a schedule, or of a promise of
+    epsilon.
+
+    Raises:
+        ConfigError: another setting differs: each key with both values. CheckpointError: a damaged file.
+    """
+    try:
+        found = parse_json(read_given(home.played_with, RECORDS), nan_as_none=True)
+        settings_then = FederationSettings.from_travelling(json.dumps(found["settings"])).travelling()
+        before = flat({"held_out": found["held_out"], **json.loads(settings_then)})
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{home.played_with} cannot be read: {error}. It records the settings of the played rounds; restore it "
+            f"from a backup."
+        ) from error
+    after = flat({"held_out": now["held_out"], **now["settings"]})
+    free = () if settings.privacy is not None or settings.train.schedule != "constant" else ("run.rounds",)
+    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key) and key not in free]
+    if keys:
+        said = "; ".join(
+            f"{key} was {json.dumps(before.get(key))} and is {json.dumps(after.get(key))} now" for key in keys
+        )
+        raise ConfigError(
+            f"{rounds} rounds are played, and federation.toml says something else than it did for them: {said}. Set it "
+            f"back, or make another federation (fedlora flower init, with --start {home.adapter} to begin with this "
+            f"one's adapter)."
+        )
 
 
 def playable(
@@ -151,19 +178,8 @@ def playable(
         check_policy(policy, settings.privacy)
         server, plan = planned(settings, server, seed_adapter)
     state = start(server, seed_adapter)
-    _check_readouts(settings, server, state)
     check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
     return server, plan, state
-
-
-def _check_readouts(settings: FederationSettings, server: Server, state: RunState) -> None:
-    """Raises `ConfigError` if run.readouts is set, but the server cannot complete readouts."""
-    roles = server.roles(state.server)
-    if settings.run.readouts and "local" in (roles.B, roles.A, roles.heads):
-        raise ConfigError(
-            f"run.readouts = true asks for each site's readout at the server, but with {server.method.name} a part of "
-            f"it never leaves the site ({roles}). Leave run.readouts out."
-        )
 
 
 def _check_base(settings: FederationSettings, known: Facts, home: FederationFolder) -> None:

@@ -2,7 +2,6 @@
 of `fedlora run`. What it writes holds no path of a machine.
 
 server/adapter/      the last round's model          server/best/      the best round's
-server/clients/NAME/ each client's readout, if run.readouts is set
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.base_names import BaseName, base_name
-from fedlora.runs.exported import FOLDERS, Exports, client_adapter, global_adapter, named
+from fedlora.runs.exported import FOLDERS, Exports, global_adapter, named
 from fedlora.runs.finishing import results
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts, shown_rank
@@ -67,13 +66,6 @@ def finish(
             scores, by = {k: v for k, v in at_sites.mean().items() if k != "examples"}, "the sites"
         model = global_adapter(opening.server, chosen[name])
         exports.write(home.server / FOLDERS[name], model, chosen[name].round, scores, by=by if scores else "server")
-    if settings.run.readouts:
-        for name in strategy.policy.clients:
-            own = client_adapter(opening.server, state, strategy.policy.client(name))
-            said = at_sites.measured.get(name)
-            exports.write(
-                home.server / "clients" / name, own, state.round, said.scores if said is not None else {}, client=name
-            )
     recorder.trackers.close({k: (one.round, tested[k].scores if k in tested else {}) for k, one in chosen.items()})
     stopped = recorder.stopped(lines)
     if stopped is None and private is not None and strategy.stopped == "budget":
@@ -81,7 +73,7 @@ def finish(
         stopped = {"round": state.round, "of": settings.run.rounds, "best_round": None, "best": None, "why": why}
     summary = _summary(opening, strategy, best, at_sites, tested, judged, stopped)
     if spent is not None:
-        summary = private_summary(summary, spent, "rounds.jsonl", "federation summary.json")
+        summary = private_summary(summary, spent, "federation summary.json")
     files.write(home.summary, json.dumps(plain(summary), indent=2, sort_keys=True) + "\n")
     return dict(plain(summary))
 
@@ -116,11 +108,9 @@ def _summary(
         "of": settings.run.rounds,
         "measured_by": choosing.by,
         "site_test": {
-            "sites": at_sites.facts()["site_metrics"], "mean": at_sites.mean(), "capped": at_sites.capped(),
-            "unmeasured": dict(at_sites.unmeasured),
+            "sites": at_sites.facts()["site_metrics"], "mean": at_sites.mean(), "unmeasured": dict(at_sites.unmeasured),
         },
         "sites": taken_part(strategy.policy, lines),
-        "refusals": dict(strategy.flower_state.refusals),
         "seconds": sum(line["seconds"] or 0.0 for line in lines),
         "adapter": "last" in tested,
         "versions": code_facts()["versions"],
@@ -165,10 +155,10 @@ def _facts(opening: Opening, strategy: FedLoRA) -> dict[str, Any]:
     left."""
     settings, here, policy = opening.settings, opening.at_server, strategy.policy
     clients: dict[str, int | str] = {name: shown_rank(policy.client(name)) for name in policy.clients}
-    counted = [name for line in strategy.lines.finished() for name in line["weights"]]
-    if settings.privacy is None:  # nobody is told who took part in a private one
+    if settings.privacy is None:  # the card of a private one tells nobody who took part
+        counted = [name for line in strategy.lines.finished() for name in line["weights"]]
         clients = {name: rank for name, rank in clients.items() if name in counted}
-    clients |= {name: "left" for name in counted if name not in clients}
+        clients |= {name: "left" for name in counted if name not in clients}
     examples = strategy.flower_state.examples
     return {
         **code_facts(),
@@ -182,7 +172,6 @@ def _facts(opening: Opening, strategy: FedLoRA) -> dict[str, Any]:
         "clients": clients,
         "method": repr(opening.server.method),
         "answer_ends": list(here.ends),
-        "changes": opening.history.told(),
     }
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +14,6 @@ from fedlora.core import checkpoint
 from fedlora.core.lora import named_tensors
 from fedlora.core.read_only import ReadOnly
 from fedlora.flower.messages.envelope import Receipt
-from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import PolicyChanged
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
@@ -39,21 +37,16 @@ class Unusable:
 class FlowerState:
     """A run's state, and what the server knows of the clients.
 
-    refusals: client -> the number of rounds since its last accepted upload in which one was refused. refused_in: client
-    -> the last of them: a round counts once, over all its attempts and starts. examples: client -> the number of
-    training examples that it reported with its last accepted upload. receipts: for the clients' work (absent: never
-    asked). unusable: for clients that gave nothing usable in an attempt at the next round. members: the clients of the
-    policy as it was last read, with their ranks. keys: theirs at that time.
+    examples: client -> the number of training examples that it reported with its last accepted upload. receipts: for
+    the clients' work (absent: never asked). unusable: for clients that gave nothing usable in an attempt at the next
+    round. members: the clients of the policy as it was last read, with their ranks.
     """
 
     run: str
     state: RunState
-    refusals: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, float] = field(default_factory=dict)
     receipts: Mapping[str, Receipt] = field(default_factory=dict)
     members: Members = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
-    refused_in: Mapping[str, int] = field(default_factory=dict)
     unusable: Mapping[str, Unusable] = field(default_factory=dict)
 
     @property
@@ -61,15 +54,12 @@ class FlowerState:
         """The round that is played from this state."""
         return self.state.round + 1
 
-    def under(
-        self, clients: Members, why: str = "", keys: Mapping[str, str] = ReadOnly()
-    ) -> tuple[FlowerState, PolicyChanged | None]:
+    def under(self, clients: Members, why: str = "") -> tuple[FlowerState, PolicyChanged | None]:
         """The state under a policy with these clients, and what is new in it since the last reading; None: nothing.
 
         The server forgets a client that was removed, except for the receipt, by which its site finds its own work
-        again. If its rank changed, the server forgets only the ranks that pruning had left. A client that was removed
-        and came back between two readings of the policy was never removed; but if it has another key, its refused
-        uploads are forgotten, because they were not its own. why: as in `PolicyChanged`. keys: client -> its key now.
+        again. A client that was removed and came back between two readings of the policy was never removed. why: as in
+        `PolicyChanged`.
         """
         old = self.members
         added = {name: rank for name, rank in clients.items() if name not in old}
@@ -79,29 +69,12 @@ class FlowerState:
         def left(table: Mapping[str, T]) -> Mapping[str, T]:
             return ReadOnly({name: value for name, value in table.items() if name not in gone})
 
-        known = {name: replace(m, ranks=None) if name in other else m for name, m in self.state.clients.items()}
-        state = replace(self.state, clients=left(known))
-        renewed = [name for name, key in keys.items() if self.keys.get(name, key) != key]
-
-        def of_its_key(table: Mapping[str, T]) -> Mapping[str, T]:
-            return ReadOnly({name: value for name, value in left(table).items() if name not in renewed})
-
+        state = replace(self.state, clients=left(self.state.clients))
         after = replace(
-            self, state=state, refusals=of_its_key(self.refusals), refused_in=of_its_key(self.refused_in),
-            unusable=of_its_key(self.unusable), examples=left(self.examples), members=ReadOnly(clients),
-            keys=ReadOnly({**left(self.keys), **keys}),
-        )  # fmt: skip
+            self, state=state, unusable=left(self.unusable), examples=left(self.examples), members=ReadOnly(clients)
+        )
         changed = added or gone or other or why
         return after, PolicyChanged(self.next_round, added, gone, other, why) if changed else None
-
-
-def keys_now(home: FederationFolder) -> dict[str, str]:
-    """Each admitted client -> the text of its public key."""
-    found = {}
-    for path in sorted(home.key("any").parent.glob("*.pub")):
-        with suppress(FileNotFoundError):  # it was removed meanwhile
-            found[path.stem] = path.read_text(encoding="utf-8", errors="replace").strip()
-    return found
 
 
 def newest(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
 
 from fedlora.errors import ConfigError
-from fedlora.flower.rounds.events import Event
-from fedlora.flower.rounds.membership import RoundSize, draw
+from fedlora.flower.rounds.membership import draw, number_drawn
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.intake import Intake
 
@@ -19,40 +17,28 @@ if TYPE_CHECKING:
 
 
 class RoundHooks:
-    """Rounds that are told in full: what became of each site is written down, and the site is told."""
+    """Rounds that may be played again."""
 
     def check(self, strategy: FedLoRA, policy: Policy) -> None:
         """Raises `ConfigError` for a strategy, or a policy, that such rounds cannot have."""
         if strategy.server.privacy is not None:
             raise ConfigError(
                 "a server with privacy is played by FedLoRA(hooks=PrivateRounds(...)): without them FedLoRA plays "
-                "rounds again, and tells what became of single sites."
+                "rounds again."
             )
-
-    def playing(self, strategy: FedLoRA) -> AbstractContextManager[None]:
-        """Around all rounds of one start."""
-        return nullcontext()
 
     def before_attempt(self, strategy: FedLoRA, grid: Grid) -> None:
         """Before an attempt's clients are drawn, and its intake opens. It may wait, and read the policy again."""
 
-    def draw(
-        self, strategy: FedLoRA, intake: Intake, online: Collection[str], barred: Mapping[str, str], size: RoundSize
-    ) -> Collection[str]:
-        """The clients that an attempt chooses. It asks those of them that are online and not barred; `asked_of` gives
-        the others their fates. intake: the round's, just opened. barred: client -> why it is in quarantine. size: of
-        the round without these: how many to choose."""
-        known = strategy.flower_state
+    def draw(self, strategy: FedLoRA, intake: Intake, online: Collection[str]) -> Collection[str]:
+        """The clients that an attempt chooses. It asks those of them that are online; `asked_of` gives the others their
+        fates. intake: the round's, just opened."""
+        known, policy = strategy.flower_state, strategy.policy
         return draw(
-            strategy.policy, barred, online, size.draws, seed=strategy.seed, finished=strategy.round,
-            tried={name: before.times for name, before in known.unusable.items()},
+            policy, online, number_drawn(len(policy.clients), strategy.participation), seed=strategy.seed,
+            finished=strategy.round, tried={name: before.times for name, before in known.unusable.items()},
         )  # fmt: skip
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """What may be written of a round's line. It is called again with its own result and more: it must then give the
-        same for what is in it already."""
+        """A round's line, with what such rounds add to it."""
         return dict(line)
-
-    def event(self, event: Event, policy: Policy) -> Event | None:
-        """What may be told of an event; None: nothing."""
-        return event

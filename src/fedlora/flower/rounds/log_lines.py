@@ -17,7 +17,7 @@ from fedlora.privacy.accounting import epsilon_up
 from fedlora.server.judged import told
 
 _UNEXPLAINED = ("trained", "abstained", "not drawn", None)  # sites whose missing measurement needs its own words
-_QUIET = ("trained", "offline", "not drawn", "quarantined")  # reported with the round, without their own lines
+_QUIET = ("trained", "offline", "not drawn")  # reported with the round, without their own lines
 
 
 def lines_of(event: Event, rounds: int | None = None) -> list[str]:
@@ -53,7 +53,7 @@ def round_line(line: Mapping[str, Any], round: int, rounds: int | None) -> str:
     loss, seconds = line.get("loss"), line.get("seconds")
     head = f"round {round}" + (f" of {rounds}" if rounds else "")
     if (spent := spent_of(line)) is not None:
-        return f"{head}  epsilon {epsilon_up(spent[0])} of {epsilon_up(spent[1])}{_score(line)}"
+        head += f"  epsilon {epsilon_up(spent[0])} of {epsilon_up(spent[1])}"
     head += f"  loss {_number(loss, 3)}" if loss is not None else "  no loss"
     head += f"  {seconds:.0f} s" if isinstance(seconds, int | float) else ""
     head += _score(line)
@@ -101,53 +101,18 @@ def time_of(seconds: float) -> str:
 
 
 def measurement_lines(line: Mapping[str, Any], when: str) -> list[str]:
-    """Notes on measurements at the sites (`SiteRound.facts`): who claims more examples than it trains on, whose
-    share of the mean was reduced, who has not trained yet, and who was not measured, unless its fate in the round
-    explains that."""
-    counts, said = line.get("site_counts") or {}, line.get("site_metrics") or {}
-    found = [
-        f"{when}: {shown(name)} says it measured {_number(claim, 0)} examples; {_number(counts[name], 0)} count"
-        for name in counts
-        if isinstance(claim := (said.get(name) or {}).get("examples"), int | float) and claim > counts[name] > 0
-    ]
-    if unknown := [shown(name) for name, count in counts.items() if not count]:
-        found.append(
-            f"{when}: the scores of {', '.join(unknown)} do not count: scores count for as many examples as their site "
-            f"trained on, and these sites have not trained in a round that counted"
-        )
-    found += _bounded(when, line.get("site_capped") or {}, "its scores count")
+    """A note on each site that was not measured, unless its fate in the round explains that."""
     fates = fates_of(line)
     silent = {k: why for k, why in (line.get("site_unmeasured") or {}).items() if fates.get(k) in _UNEXPLAINED}
-    return found + [f"{when}: {shown(name)}: not measured: {why}" for name, why in silent.items()]
+    return [f"{when}: {shown(name)}: not measured: {why}" for name, why in silent.items()]
 
 
 def _beside(event: Done) -> list[str]:
-    """Further notes on a round: a robust rule's effect, capped shares, updates far larger than the others'."""
-    found = _bounded(f"round {event.round}", event.line.get("capped") or {}, "its update counts")
-    if (defence := event.line.get("defence")) and (said := told(defence)):
-        found.append(f"round {event.round}: {said}")
-        found += [f"round {event.round}: {k}: {one['why']}" for k, one in defence["clients"].items() if one["why"]]
-    found += [
-        f"round {event.round}: {name}: the norm of its update is "
-        f"{'far above' if times is None else f'{_number(times, 1)} times'} the round's median"
-        f"{', which is 0, or it is too large for a number' * (times is None)}: look at its data and at train.lr"
-        for name, times in (event.line.get("far") or {}).items()
-    ]
-    if alike := event.line.get("alike"):
-        found.append(
-            f"round {event.round}: too few sites counted for max_weight_share, so they have equal weight in "
-            f"{', '.join(list(alike)[:3])}{', ...' if len(alike) > 3 else ''}"
-        )
-    return found
-
-
-def _bounded(when: str, shares: Mapping[str, Any], what: str) -> list[str]:
-    """A line for each site whose share was reduced."""
-    return [
-        f"{when}: {shown(name)}: {what} for {100 * share['counted']:.0f}% of the mean; by its examples it would be "
-        f"{100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
-        for name, share in shares.items()
-    ]
+    """Notes on a robust rule's effect."""
+    if not (defence := event.line.get("defence")) or not (said := told(defence)):
+        return []
+    each = [f"round {event.round}: {k}: {one['why']}" for k, one in defence["clients"].items() if one["why"]]
+    return [f"round {event.round}: {said}", *each]
 
 
 def log_to_stdout() -> None:

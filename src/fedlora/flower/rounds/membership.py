@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
 
 from fedlora.core.read_only import ReadOnly
-from fedlora.errors import ConfigError, HyperparameterError, RankMismatch, counted
+from fedlora.errors import ConfigError, HyperparameterError, RankMismatch
 from fedlora.flower.messages.codecs import Codec
 from fedlora.flower.rounds.events import Fate
 from fedlora.flower.terms.policy import Policy
@@ -23,54 +23,18 @@ from fedlora.server.terms import ranks_of
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RoundSize:
-    """How many clients a round takes, while some are in quarantine.
+def least_usable(policy: Policy, quorum: int | None, rule: Rule | None, participation: float) -> int:
+    """The usable uploads that the quorum and the rule ask for, if no upload is refused and all weigh alike (a refused
+    one is a liar that was found, and the rule then needs fewer others); 0: a round draws too few.
 
-    draws: the number of clients to draw: as many as without quarantine, while enough are free. liars: as many clients
-    in quarantine as the round is short of: a robust rule counts them as liars, as it counts refused uploads.
-    least: the usable uploads that the quorum and the rule ask for, if no upload is refused and all weigh alike (a
-    refused one is a liar that was found, and the rule then needs fewer others); 0: `draws` are too few.
-    lack: why they are; "" if they are enough.
-
-    Example: six clients, Krum(liars=1), which needs 2 f + 3 = 5, and one client in quarantine. If a round draws all,
-    five are left, and the one in quarantine is the liar: f = 0, `least` is 3. If a round draws five of six, five are
-    drawn all the same, and one of them may lie: `least` is 5.
+    Example: six clients, quorum 2, and Krum(liars=1), which needs 2 f + 3: 5.
     """
 
-    draws: int
-    liars: tuple[str, ...]
-    least: int
-    lack: str
+    def enough(count: int) -> bool:
+        return count >= (quorum or 1) and (rule is None or rule.overcome([1 / count] * count) is None)
 
-
-def round_size(
-    policy: Policy, barred: Collection[str], quorum: int | None, rule: Rule | None, participation: float
-) -> RoundSize:
-    """The size of a round. barred: the policy's clients in quarantine."""
-    wanted = number_drawn(len(policy.clients), participation)
-    draws = min(wanted, len(policy.clients) - len(barred))
-    liars = tuple(barred)[: wanted - draws]
-
-    def lack(count: int) -> str:
-        """Why this many usable uploads are too few; "" if they are enough."""
-        if count < (quorum or 1):
-            return f"{count} are left for a round, and server.quorum = {quorum}" if count else "nobody is left"
-        alike = [1 / count] * count
-        return (rule.without(len(liars), alike).overcome(alike) or "") if rule is not None else ""
-
-    enough = takewhile(lambda count: not lack(count), range(draws, 0, -1))
-    return RoundSize(draws, liars, min(enough, default=0), lack(draws))
-
-
-def check_enough(size: RoundSize, barred: Mapping[str, str]) -> None:
-    """Raises `ConfigError` if quarantine leaves fewer clients than a round needs, so that nobody trains in vain."""
-    if barred and size.lack:
-        said = "; ".join(f"{name}: {why}" for name, why in barred.items())
-        raise ConfigError(
-            f"too few sites are left, because some are in quarantine: {size.lack}. {said}. First let the site repair "
-            f"what was refused; or remove the site, or ask for fewer in federation.toml. This attempt asks nobody."
-        )
+    drawn = number_drawn(len(policy.clients), participation)
+    return min(takewhile(enough, range(drawn, 0, -1)), default=0)
 
 
 @dataclass(frozen=True)
@@ -82,22 +46,22 @@ class Drawn:
 
 
 def draw(
-    policy: Policy, barred: Mapping[str, str], online: Collection[str], draws: int, *, seed: int, finished: int,
+    policy: Policy, online: Collection[str], draws: int, *, seed: int, finished: int,
     tried: Mapping[str, int] = ReadOnly(),
 ) -> set[str]:  # fmt: skip
-    """The clients of an attempt: a sample of `draws` of those that are not in quarantine, and stand-ins.
+    """The clients of an attempt: a sample of `draws`, and stand-ins.
 
     Of the clients that are online it asks those that were tried the least; among equals first those of the sample, then
     others. If all are online and none was tried before, it asks the sample, as the engine does. Pure.
 
     Args:
-        barred: client -> why it is in quarantine. seed, finished: of the sample; finished: the number of finished
-            rounds. tried: client -> in how many earlier attempts at the round it gave nothing usable.
+        seed, finished: of the sample; finished: the number of finished rounds. tried: client -> in how many earlier
+            attempts at the round it gave nothing usable.
     """
-    free = [name for name in policy.clients if name not in barred]
-    sample = {*sample_clients(free, draws / len(free), seed=seed, round=finished)} if free else set()
+    names = [*policy.clients]
+    sample = {*sample_clients(names, draws / len(names), seed=seed, round=finished)}
     groups: dict[tuple[int, bool], list[str]] = {}
-    for name in free:
+    for name in names:
         if name in online:
             groups.setdefault((tried.get(name, 0), name not in sample), []).append(name)
     chosen = sample - {*online}  # they cannot be asked, and their fate says so
@@ -110,33 +74,15 @@ def draw(
     return chosen
 
 
-def asked_of(policy: Policy, barred: Mapping[str, str], online: Collection[str], chosen: Collection[str]) -> Drawn:
+def asked_of(policy: Policy, online: Collection[str], chosen: Collection[str]) -> Drawn:
     """Those of the chosen clients that are asked, and the fate of everyone else."""
     fates: dict[str, tuple[Fate, str]] = {}
     for name in policy.clients:
-        if name in barred:
-            fates[name] = ("quarantined", barred[name])
-        elif name not in chosen:
+        if name not in chosen:
             fates[name] = ("not drawn", "")
         elif name not in online:
             fates[name] = ("offline", "it is not online")
     return Drawn(tuple(name for name in policy.clients if name not in fates), fates)
-
-
-def quarantine(policy: Policy, refusals: Mapping[str, int], name: str) -> str:
-    """Why a client is no longer asked, and the way back; "" if it is asked. refusals: as in `FlowerState`."""
-    count = refusals.get(name, 0)
-    if not 0 < policy.quarantine <= count:
-        return ""
-    return (
-        f"it is in quarantine after {counted(count, 'round')} with refused uploads and none with an accepted one; to "
-        f"ask it again, set quarantine = {count + 1} in policy.toml"
-    )
-
-
-def quarantined(policy: Policy, refusals: Mapping[str, int]) -> dict[str, str]:
-    """The policy's clients that are no longer asked -> why, as in `quarantine`."""
-    return {name: why for name in policy.clients if (why := quarantine(policy, refusals, name))}
 
 
 def check_playable(policy: Policy, server: Server, state: ServerState, codec: Codec, participation: float) -> None:
@@ -144,11 +90,10 @@ def check_playable(policy: Policy, server: Server, state: ServerState, codec: Co
     limits do not fit the method, the quorum or the rule."""
     ranks = _served_ranks(policy, server, state)
     codec.require(server, state, policy)
-    with_largest_share(server, policy)
     drawn = number_drawn(len(policy.clients), participation, server.quorum)
     if server.rule is not None:
-        shares = policy.largest_shares(server.weighs_by, drawn)
-        if near := check_rule(server.rule, server.method, ranks, shares):
+        most = 1 / drawn if server.weighs_by == "uniform" else 1.0  # by examples a client has what it claims
+        if near := check_rule(server.rule, server.method, ranks, [most] * drawn):
             log.warning("%s", near)
 
 
@@ -183,26 +128,3 @@ def number_drawn(sites: int, participation: float, quorum: int | None = None) ->
         there = "is one site" if sites == 1 else f"are {sites} sites"
         raise ConfigError(f"server.quorum = {quorum} can never be met: there {there}{less if a_round < sites else ''}.")
     return a_round
-
-
-def with_largest_share(server: Server, policy: Policy) -> Server:
-    """The server with the policy's largest share. A private one has none, because clipping bounds its clients.
-
-    Raises:
-        ConfigError: the server cannot enforce it.
-    """
-    if server.privacy is not None or (server.memory is not None and server.weighs_by == "uniform"):
-        return server
-    if server.memory is not None and policy.share < 1:
-        raise ConfigError(
-            f"server.memory = {server.memory:g} adds uploads up as they come, and the policy's max_weight_share = "
-            f"{policy.share:g} weighs them beside each other when all are in. Write max_weight_share = 1 into the "
-            f'policy (max_examples bounds what one client can claim), set server.weighting = "uniform", or leave '
-            f"server.memory out."
-        )
-    if server.max_weight_share not in (1.0, policy.share):
-        raise ConfigError(
-            f"the server's max_weight_share = {server.max_weight_share:g} is not used: the policy's, {policy.share:g}, "
-            f"holds. Give it to the policy alone: Policy(..., max_weight_share={server.max_weight_share:g})."
-        )
-    return replace(server, max_weight_share=policy.share)

@@ -12,13 +12,14 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
+from fedlora.core import files
+from fedlora.flower.locks import locked
 from fedlora.flower.messages.codecs import OwnClients
-from fedlora.flower.ownership import locked
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.collecting import Clock, Identify, registered_names
 from fedlora.flower.rounds.federation import Opening, opening
 from fedlora.flower.rounds.finishing import finish
-from fedlora.flower.rounds.flower_state import FlowerState, keys_now
+from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.private_federation import opened_private
 from fedlora.flower.rounds.private_rounds import PrivateRounds
@@ -52,9 +53,7 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         if summary is not None and (strategy.round == settings.run.rounds or stopped is not None):
             log.info("%s", ending(summary))
             return summary
-        b.history.write(home.history)
-        for line in b.history.told():
-            log.info("settings: %s", line)
+        files.write(home.played_with, b.played_with)
         home.summary.unlink(missing_ok=True)
         recorder.track(strategy.lines.finished())
         if stopped is None:
@@ -66,7 +65,7 @@ def ending(summary: Mapping[str, Any]) -> str:
     """A sentence or two: the federation is over, and how to continue."""
     early, private = summary.get("stopped_early"), "privacy" in summary
     if early:
-        way = "raise evaluate.patience in federation.toml, or leave it out"
+        way = "begin another federation with its adapter (fedlora flower init --start)"
         if private and early.get("best_round") is None:
             way = (
                 "raise the budget in the ledger, if the population may lose more (fedlora privacy LEDGER --budget), "
@@ -119,7 +118,6 @@ def _strategy(
         b.policy,
         b.state,
         policy_file=b.home.policy,
-        keys=lambda: keys_now(b.home),
         run=settings.id,
         folder=b.home.checkpoints,
         record=b.home.server,
@@ -127,7 +125,6 @@ def _strategy(
         participation=settings.run.participation,
         seed=settings.run.seed,
         codec=OwnClients(
-            settings.server.upload,
             settings.travelling(),
             lambda: server_facts(settings, agreed(b.home.agreement), b.seed_adapter.modules),
         ),

@@ -1,7 +1,7 @@
 """A private federation's folder and ledger: its plan, its releases, and its spending.
 
 FED/server/private/    for the server alone (mode 700), as RUN/private of `fedlora run`
-    run.json    its id in the ledger         journal/    the noised sums         log    single sites' fates
+    run.json    its id in the ledger         journal/    the noised sums         log    refused uploads
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def opened_private(
                 f"{path} is missing, but {done} private rounds are played; nothing else says how they were charged. "
                 f"Restore {home.private} from a backup."
             )
-        for secret in (home.private, home.checkpoints):  # they show who took part
-            secret.mkdir(parents=True, exist_ok=True)
-            secret.chmod(0o700)
+        home.private.mkdir(mode=0o700, parents=True, exist_ok=True)
         files.write(path, json.dumps({"run": secrets.token_hex(8)}))
     try:
         run = str(json.loads(path.read_text(encoding="utf-8"))["run"])

@@ -19,17 +19,15 @@ class Progress:
     """The rounds until now.
 
     round: the number of finished ones. lines: round -> its line of rounds.jsonl, for the last hundred. playing: the
-    current attempt, with `fates` of those who have answered. barred: client -> why it is in quarantine. ended: why no
-    more rounds are played, otherwise "". fate_counts: (client, fate) -> how often, attempts that did not count included
-    (except for "trained" and "not drawn" in these). uploaded: client -> bytes. began, heard: when the first and the
-    last event were written, "" if that is withheld.
+    current attempt, with `fates` of those who have answered. ended: why no more rounds are played, otherwise "".
+    fate_counts: (client, fate) -> how often, attempts that did not count included (except for "trained" and "not drawn"
+    in these). uploaded: client -> bytes. began, heard: when the first and the last event were written.
     """
 
     round: int = 0
     lines: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     playing: Began | None = None
     fates: Mapping[str, Fated] = field(default_factory=dict)
-    barred: Mapping[str, str] = field(default_factory=dict)
     ended: str = ""
     fate_counts: Mapping[tuple[str, str], int] = field(default_factory=dict)
     uploaded: Mapping[str, int] = field(default_factory=dict)
@@ -39,11 +37,10 @@ class Progress:
 
 def after(progress: Progress, event: Event) -> Progress:
     """The progress after one more event. A round that is played again after a crash counts once."""
-    progress = replace(progress, began=progress.began or event.at or "", heard=event.at or "")
+    progress = replace(progress, began=progress.began or event.at, heard=event.at)
     if isinstance(event, Began):
-        barred = {name: one["why"] for name, one in event.not_asked.items() if one["fate"] == "quarantined"}
         back = min(progress.round, event.round - 1)
-        return replace(progress, playing=event, fates={}, barred=barred, ended="", round=back)
+        return replace(progress, playing=event, fates={}, ended="", round=back)
     if isinstance(event, Fated):
         uploaded = dict(progress.uploaded)
         before = progress.fates.get(event.client)  # which this one replaces
@@ -55,7 +52,7 @@ def after(progress: Progress, event: Event) -> Progress:
         found = {name: one["fate"] for name, one in not_asked.items() if one["fate"] != "not drawn"}
         found |= {name: fated.fate for name, fated in progress.fates.items()}
         missed = [(name, str(fate)) for name, fate in found.items() if fate != "trained"]
-        return replace(progress, fate_counts=Counter(progress.fate_counts) + Counter(missed), barred=event.barred)
+        return replace(progress, fate_counts=Counter(progress.fate_counts) + Counter(missed))
     if isinstance(event, Done):
         kept = {n: line for n, line in progress.lines.items() if event.round - _KEPT < n < event.round}
         lines = {**kept, event.round: event.line}

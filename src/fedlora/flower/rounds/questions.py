@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flwr.app import Message, MessageType
 
-from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
+from fedlora.core.messages import Client, ClientMemory, Download
 from fedlora.errors import FedLoRAError, HyperparameterError, RankMismatch
 from fedlora.flower.messages.codecs import Codec
 from fedlora.flower.messages.envelope import Receipt
@@ -56,9 +56,8 @@ class MessageMaker:
 
     def download(self, name: str) -> Download:
         """What a client begins with, whole. Raises `NotServed`."""
-        client = as_pruned(self.policy.client(name), self.known(name))
         try:
-            return self.server.download(self.flower_state.state.server, client)
+            return self.server.download(self.flower_state.state.server, self.policy.client(name))
         except (RankMismatch, HyperparameterError) as error:
             raise NotServed(f"{self.server.method.name} cannot serve it: {error}") from error
 

@@ -16,7 +16,6 @@ from fedlora.core import checkpoint
 from fedlora.flower.rounds.choosing import due
 from fedlora.flower.rounds.federation import Opening
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
-from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.runs.finishing import best_state
 from fedlora.runs.folder import plain
 from fedlora.runs.stopping import Line
@@ -36,12 +35,12 @@ class Recorder:
 
     def best(self, lines: Sequence[Line]) -> Line | None:
         """The best of these rounds, if any was measured."""
-        return self._opening.choosing.best(self._comparable(lines))
+        return self._opening.choosing.best(lines)
 
     def stopped(self, lines: Sequence[Line]) -> dict[str, Any] | None:
         """Whether the federation ends early after these rounds, and why."""
         settings = self._opening.settings
-        return self._opening.choosing.stop(self._comparable(lines), settings.run.rounds, settings.evaluate.stopping())
+        return self._opening.choosing.stop(lines, settings.run.rounds, settings.evaluate.stopping())
 
     def best_state(self, line: Line | None) -> RunState | None:
         """The stored state of that round, the best one; None, with a log line, if it is lost."""
@@ -65,17 +64,13 @@ class Recorder:
         whole = {**plain(dict(line)), **facts}
         before = [old for old in lines if old["round"] < line["round"]]
         best = self.best(before)
-        better = self._opening.choosing.better(whole, best)
-        if better is None and best is not None:
-            log.info("round %d is not compared with round %d, the best until now: no site measured both",
-                     line["round"], best["round"])  # fmt: skip
-        if better:
+        if self._opening.choosing.better(whole, best):
             # two, since the one before is the best until this round's line is stored
             checkpoint.save(self._best, state.round, flower_state, of=self._identity, keep=2)
         self.trackers.log(whole)
         stopped = self.stopped([*before, whole])
         if stopped is not None:
-            log.info("round %d: %s", line["round"], stopped["why"], extra=RELEASED)  # from public examples, if private
+            log.info("round %d: %s", line["round"], stopped["why"])
         return facts, stopped is not None
 
     # ---------------------------------------------------------------------------------------------------------- inside
@@ -95,7 +90,3 @@ class Recorder:
         if evaluator is None or self._opening.choosing.by != "server" or not due(self._opening.settings, state.round):
             return {}
         return evaluator.evaluate(self._opening.server, state)
-
-    def _comparable(self, lines: Sequence[Line]) -> list[Line]:
-        since = self._opening.history.comparable_since()
-        return [line for line in lines if line["round"] > since]

@@ -14,6 +14,7 @@ from typing import Any
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError
+from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import json_line
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import RECORDS, parse_json, read_given
@@ -75,6 +76,11 @@ def rounds_done(path: Path, *, finished: bool = False) -> int:
     except FileNotFoundError:
         return 0
     return max((round for round, line in lines.items() if is_finished(line) or not finished), default=0)
+
+
+def has_released(home: FederationFolder) -> bool:
+    """Whether a noised sum was ever made here."""
+    return any((home.private / "journal").glob("*"))
 
 
 def fitting_summary(path: Path, settings: FederationSettings, rounds: int) -> dict[str, Any] | None:

@@ -15,10 +15,7 @@ from fedlora.flower.messages.measuring import HeldOut, SiteScores, record_measur
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.collecting import Answer
-from fedlora.flower.rounds.membership import quarantine
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question
-from fedlora.flower.terms.policy import shares_lost
-from fedlora.server.closing import held_to_share
 
 log = logging.getLogger(__name__)
 _NUMBERS = Limit(2**20, 64, 2**20)  # a reply of numbers and of the names of parts that a site keeps
@@ -28,33 +25,21 @@ _NUMBERS = Limit(2**20, 64, 2**20)  # a reply of numbers and of the names of par
 class SiteRound:
     """The sites' measurements of one state.
 
-    measured: site -> its scores, with the number of examples that it claims. unmeasured: site -> the reason for none.
-    counts: site -> the number of examples that its scores count for. share: the largest share of one site in a mean.
-    seconds: the duration; None if nobody was asked.
+    measured: site -> its scores, with their number of examples. unmeasured: site -> the reason for none. seconds: the
+    duration; None if nobody was asked.
     """
 
     measured: Mapping[str, SiteScores] = field(default_factory=dict)
     unmeasured: Mapping[str, str] = field(default_factory=dict)
-    counts: Mapping[str, float] = field(default_factory=dict)
-    share: float = 1.0
     seconds: float | None = None
 
-    def weights(self) -> dict[str, float]:
-        """Each site's relative weight."""
-        return held_to_share({name: self.counts.get(name, 0.0) for name in self.measured}, self.share)
-
     def mean(self) -> dict[str, float]:
-        """The weighted means of the scores that all counted sites have, and their number of examples."""
-        weights = {name: weight for name, weight in self.weights().items() if weight > 0}
-        each = [(self.measured[name].scores, weight) for name, weight in weights.items()]
-        names = [name for name in (each[0][0] if each else ()) if all(name in scores for scores, _ in each)]
-        total = math.fsum(weights.values())
-        means = {name: math.fsum(scores[name] * weight for scores, weight in each) / total for name in names}
-        return {**means, "examples": sum(self.counts[name] for name in weights)} if each else {}
-
-    def capped(self) -> dict[str, dict[str, float]]:
-        """Sites whose scores weigh less because of `share`: the share by the examples that count, and the one held."""
-        return shares_lost({name: self.counts.get(name, 0.0) for name in self.measured}, self.weights())
+        """The means, weighted by examples, of the scores that all sites have, and their number of examples."""
+        each = list(self.measured.values())
+        names = [name for name in (each[0].scores if each else ()) if all(name in one.scores for one in each)]
+        total = sum(one.examples for one in each)
+        means = {name: math.fsum(one.scores[name] * one.examples for one in each) / total for name in names}
+        return {**means, "examples": total} if each else {}
 
     def facts(self) -> dict[str, Any]:
         """The facts for a line of rounds.jsonl."""
@@ -62,32 +47,18 @@ class SiteRound:
             "site_metrics": {name: {**one.scores, "examples": one.examples} for name, one in self.measured.items()},
             "site_mean": self.mean(),
             "site_unmeasured": dict(self.unmeasured),
-            "site_counts": dict(self.counts),
-            "site_share": self.share,
-            "site_capped": self.capped(),
             **({"measure_seconds": self.seconds} if self.seconds is not None else {}),
         }
 
 
 class SiteEvaluation:
     """One measurement of a state at all sites: it asks every client of the policy, drawn or not, except those that are
-    not online, that the method cannot serve, or whose uploads are refused. Mutable: it notes what each message carried.
-
-    A site's scores count for no more examples than it trained on.
-    """
+    not online or that the method cannot serve. Mutable: it notes what each message carried."""
 
     def __init__(self, maker: MessageMaker, part: HeldOut) -> None:
         self._maker, self._part = maker, part
         self._flower_state, self._policy = maker.flower_state, maker.policy
-        self._not_asked = dict[str, str]()
-        refusals = self._flower_state.refusals
-        for name in self._policy.clients:
-            if barred := quarantine(self._policy, refusals, name):
-                self._not_asked[name] = barred
-            elif refusals.get(name):
-                self._not_asked[name] = "its last upload was refused, and until one is taken it does not count"
-            elif name not in maker.online:
-                self._not_asked[name] = "it is not online"
+        self._not_asked = {name: "it is not online" for name in self._policy.clients if name not in maker.online}
         self._carried: dict[str, Held] = {}  # what a client holds if it stored its message, and keeps all that it can
 
     def questions(self, ttl: float) -> Iterator[Question]:
@@ -112,9 +83,7 @@ class SiteEvaluation:
         said = {name: found[name] for name in self._carried}
         measured = {name: one for name, one in said.items() if isinstance(one, SiteScores)}
         unmeasured = self._not_asked | {name: why for name, why in said.items() if isinstance(why, str)}
-        most = {name: min(self._flower_state.examples.get(name, 0.0), self._policy.max_examples) for name in measured}
-        counts = {name: min(float(one.examples), most[name]) for name, one in measured.items()}
-        return SiteRound(measured, unmeasured, counts, self._policy.share)
+        return SiteRound(measured, unmeasured)
 
     @property
     def asked(self) -> bool:

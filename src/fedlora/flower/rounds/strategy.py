@@ -15,7 +15,7 @@
 1. Read the policy's file again, wait for enough clients, open the server's intake for uploads, and draw clients
    (`hooks`, membership.py). After 30 s without enough it asks those that are there, and the failed attempt names who is
    missing. If a round does not draw everybody, others stand in for clients that are offline, or gave nothing usable in
-   an earlier attempt. A policy or a quarantine that changes during a round holds from its next attempt.
+   an earlier attempt. A policy that changes during a round holds from its next attempt.
 2. Send each drawn client that is online a message at its own rank (questions.py, collecting.py), and give each answer
    its fate as it comes (attempt.py). Each client has the policy's deadline from the moment at which its own message was
    sent. Without an answer by then (checked when all messages are sent) it is late: nobody fetches its answer, and its
@@ -25,15 +25,14 @@
 5. Let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they give. (The
    start, round 0, is not measured.)
 
-3 fails if the quorum or the robust rule asks for more usable uploads (`membership.RoundSize` says how many, and who is
-a liar to the rule). Then the server stores the old model again, with new refusals and receipts, as the checkpoint of
-the round before, and begins again at 1, as often as the policy allows. What each fate does to its client, in this
-attempt and in a later one, is the table `attempt.EFFECTS`. Example, with four clients, participation 0.75, quorum 3:
+3 fails if the quorum or the robust rule asks for more usable uploads (`membership.least_usable` says how many). Then
+the server stores the old model again, with new receipts, as the checkpoint of the round before, and begins again at 1,
+as often as the policy allows. What each fate does to its client, in this attempt and in a later one, is the table
+`attempt.EFFECTS`. Example, with four clients, participation 0.75, quorum 3:
 
-    attempt 1   asks a, b, c: a trained, b refused, c late. One upload of three is usable, so nothing counts, but b has
-                one more round with a refused upload.
+    attempt 1   asks a, b, c: a trained, b refused, c late. One upload of three is usable, so nothing counts.
     attempt 2   asks a and d, who have not failed in this round, then one of b and c: here b. All three trained: it
-                counts, and b's refusals are forgotten.
+                counts.
     the line    a, b, d: trained. c: late, as in attempt 1, and its site repeats the round's data.
 
 A private round is the same loop with other `hooks`: it asks its clients once and has no quorum. After a crash the
@@ -64,7 +63,7 @@ from flwr.serverapp.strategy import Result
 
 from fedlora.core import checkpoint
 from fedlora.core.text import quoted, shown
-from fedlora.errors import BudgetSpent, ConfigError, FedLoRAError, QuorumNotMet, UploadRefused, counted
+from fedlora.errors import BudgetSpent, ConfigError, FedLoRAError, QuorumNotMet, counted
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.rounds.attempt import Attempt
@@ -75,15 +74,10 @@ from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of, log_to_stdout
 from fedlora.flower.rounds.membership import (
-    RoundSize,
     asked_of,
-    check_enough,
     check_playable,
-    quarantined,
-    round_size,
-    with_largest_share,
+    least_usable,
 )
-from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
 from fedlora.flower.rounds.questions import MessageMaker, Question
 from fedlora.flower.rounds.round_lines import RoundLines, is_finished, rounds_done
@@ -100,10 +94,9 @@ class FedLoRA:
 
     Args:
         server: with its method, quorum, weighting and rule.
-        policy: who may take part, and how. Its largest share holds, not the server's.
+        policy: who may take part, and how.
         state: the start, from `server.start`.
         policy_file: read again before each attempt; None: the policy stays.
-        keys: the clients' current keys: a client with another one begins without refusals.
         run: the federation's name, by which clients keep their state.
         folder: for checkpoints; None keeps none.
         record: a folder for events.jsonl and rounds.jsonl; None: nowhere.
@@ -114,8 +107,8 @@ class FedLoRA:
         codec: the kind of clients.
         identify: how to identify nodes; by default by their registered names, never by their claims.
         after_round: called with each finished round's line, once its checkpoint is stored; its result is added to the
-            line. With `record`, it is called again after a crash for a round that it had not finished, and for one that
-            is measured later because the settings have changed. It may call `stop`, which is not stored.
+            line. With `record`, it is called again after a crash for a round that it had not finished. It may call
+            `stop`, which is not stored.
         choosing: which score the sites are asked to measure, and when; None: never.
         hooks: what another kind of rounds adds, such as `PrivateRounds`.
         clock: the clock, which also waits.
@@ -132,7 +125,6 @@ class FedLoRA:
         state: RunState,
         *,
         policy_file: Path | None = None,
-        keys: Callable[[], Mapping[str, str]] = dict,
         run: str = "federation",
         folder: Path | None = None,
         record: Path | None = None,
@@ -157,7 +149,7 @@ class FedLoRA:
         elif resume.run != run:
             raise ConfigError(f"resume is of the run {resume.run!r}, and this is {run!r}: give that run's checkpoint.")
         self._check(policy)
-        self._policy_file, self._policy_error, self._keys = policy_file, "", keys
+        self._policy_file, self._policy_error = policy_file, ""
         self._events = EventWriter(record / "events.jsonl" if record is not None else None)
         self.lines = RoundLines(record / "rounds.jsonl" if record is not None else None, upto=self.round)
         self.stopped: str | None = None  # why no further round is played
@@ -187,12 +179,11 @@ class FedLoRA:
             timeout: replaces the policy's deadline.
 
         Returns:
-            For each round that this call began: the number of clients that trained (0 if it is private, because nobody
-            is told), and its loss. The model is in `flower_state.state`.
+            For each round that this call began: the number of clients that trained, and its loss. The model is in
+            `flower_state.state`.
 
         Raises:
             QuorumNotMet: a round had too few usable replies in each of its attempts; the state before it is stored.
-            ConfigError: quarantine leaves fewer clients than a round needs.
             BudgetSpent: the budget pays for no private round at all.
             CheckpointError: a round could not be stored. httpx.HTTPError: the SuperLink did not answer until the
             deadline. Errors of the method's own are not caught. After any error go on with a new object and `resume`:
@@ -200,11 +191,9 @@ class FedLoRA:
         """
         log_to_stdout()
         result, self.stopped, self._num_rounds, self._timeout = Result(), None, num_rounds, timeout
-        with self._hooks.playing(self), self._reporting_the_end():
+        with self._reporting_the_end():
             last = self.lines.get(self.round)
-            crashed = last is not None and not is_finished(last)  # between its checkpoint and its end
-            owed = last is not None and not crashed and self.choosing is not None and self.choosing.owes(last)
-            if last is not None and (crashed or owed):  # owed: by settings that are new
+            if last is not None and not is_finished(last):  # it was killed between its checkpoint and its end
                 if self.choosing is not None and self.choosing.asks_sites(last):
                     self._wait_for_those_of(last, grid)
                 self.read_policy()  # which may have changed while nothing ran
@@ -237,52 +226,40 @@ class FedLoRA:
                 return flower_state, {**line, "seconds": round(self.clock.monotonic() - began, 3)}
             except QuorumNotMet as error:
                 self._save(attempt.not_counted())
-                failed = attempt.failed(error, quarantined(self.policy, self.flower_state.refusals))
+                failed = attempt.failed(error)
                 self._report(failed)
                 if nth > self.policy.retries:
                     raise QuorumNotMet(failed.why) from error
             del attempt  # its uploads
 
     def _open_attempt(self, grid: Grid, nth: int) -> Attempt:
-        """Draw the clients, and open the intake for their uploads, both by the policy as it is now. Raises
-        `ConfigError` if quarantine leaves too few clients."""
+        """Draw the clients, and open the intake for their uploads, both by the policy as it is now."""
         self.read_policy()
         self._hooks.before_attempt(self, grid)
         self._wait_for_enough(grid)
         maker = self._message_maker(grid)
-        intake = with_largest_share(self.server, self.policy).open(self.flower_state.state.server)
-        barred, size = self._size()
-        check_enough(size, barred)
-        for name in size.liars:
-            intake.refuse(UploadRefused(name, barred[name]))
-        chosen = {*self._hooks.draw(self, intake, maker.online, barred, size)}
+        intake = self.server.open(self.flower_state.state.server)
+        chosen = {*self._hooks.draw(self, intake, maker.online)}
         if strangers := chosen - self.policy.clients.keys():
             raise ConfigError(f"the hooks drew {quoted(sorted(strangers))}: the policy has no such clients.")
-        drawn = asked_of(self.policy, barred, maker.online, chosen)
+        drawn = asked_of(self.policy, maker.online, chosen)
         not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         attempt = Attempt(maker, drawn, intake, nth, self.deadline, self._report)
         self._report(Began(attempt.round, attempt.nth, drawn.asked, not_asked, self.deadline))
         return attempt
 
-    def _size(self) -> tuple[dict[str, str], RoundSize]:
-        """The clients that are in quarantine now -> why, and the size of a round without them."""
-        barred = quarantined(self.policy, self.flower_state.refusals)
-        return barred, round_size(self.policy, barred, self.server.quorum, self.server.rule, self.participation)
-
     def _wait_for_enough(self, grid: Grid) -> None:
-        """Wait until as many clients are online as a round needs; not at all if quarantine leaves fewer, because
-        `check_enough` then says so."""
+        """Wait until as many clients are online as a round needs."""
 
         def enough() -> bool:
-            barred, size = self._size()
-            return len({*self.online(grid)} & (self.policy.clients.keys() - barred.keys())) >= size.least
+            least = least_usable(self.policy, self.server.quorum, self.server.rule, self.participation)
+            return len({*self.online(grid)} & self.policy.clients.keys()) >= least
 
         self._wait_until(enough)
 
     def _wait_for_those_of(self, line: Mapping[str, Any], grid: Grid) -> None:
         """Wait until everyone is online that was there in a round, so that a restart measures whom it would have."""
-        away = ("offline", "quarantined")
-        there = {name for name, fate in fates_of(line).items() if fate not in away}
+        there = {name for name, fate in fates_of(line).items() if fate != "offline"}
         self._wait_until(lambda: there & self.policy.clients.keys() <= {*self.online(grid)})
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
@@ -301,11 +278,10 @@ class FedLoRA:
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """The work after a stored round: evaluation, and the final version of its line."""
         if self.choosing is not None:
-            asked = self.choosing.asks_sites(line)
-            if asked or not is_finished(line):  # what a finished round has measured stays, whatever is due now
-                line = {**line, **(self.measure(grid, "validation") if asked else SiteRound()).facts()}
+            found = self.measure(grid, "validation") if self.choosing.asks_sites(line) else SiteRound()
+            line = {**line, **found.facts()}
         more = self.after_round(line) if self.after_round is not None else None
-        line = self._hooks.line({"metrics": {}, **line, **(more or {})})
+        line = {"metrics": {}, **line, **(more or {})}
         self._report(Done(line["round"], line))  # before the line: it may be told twice, and is never missing
         self.lines.put(line)
         return line
@@ -336,7 +312,7 @@ class FedLoRA:
             why = "quorum"
             raise
         except BudgetSpent as spent:  # nothing was released for this round
-            log.warning("round %d is not played: %s", self.flower_state.next_round, spent, extra=RELEASED)
+            log.warning("round %d is not played: %s", self.flower_state.next_round, spent)
             why = self.stopped = "budget"
             if not self.round:
                 raise
@@ -364,7 +340,7 @@ class FedLoRA:
             except FedLoRAError as refused:
                 error = str(refused)
         news, self._policy_error = "" if error == self._policy_error else error, error
-        self.flower_state, change = self.flower_state.under(self.policy.clients, news, self._keys())
+        self.flower_state, change = self.flower_state.under(self.policy.clients, news)
         if change is not None:
             self._report(change)
 
@@ -386,17 +362,14 @@ class FedLoRA:
         return collect(grid, questions, deadline=self.deadline, clock=self.clock, waiting=waiting)
 
     def _report(self, event: Event) -> None:
-        """Write what may be told of the event, and log its words."""
-        public = self._hooks.event(event, self.policy)
-        if public is None:
-            return
+        """Write the event, and log its words."""
         try:
-            self._events.write(public)
+            self._events.write(event)
         except OSError as error:  # losing a report is better than losing a round
             log.warning("an event could not be written: %s", error)
-        level = logging.INFO if isinstance(public, Done | Ended) else logging.WARNING  # the usual; all else is news
-        for line in lines_of(public, self._num_rounds):
-            log.log(level, "%s", line, extra=RELEASED)  # the hooks let it pass
+        level = logging.INFO if isinstance(event, Done | Ended) else logging.WARNING  # the usual; all else is news
+        for line in lines_of(event, self._num_rounds):
+            log.log(level, "%s", line)
 
     def _save(self, flower_state: FlowerState) -> None:
         """Store the state; from then on it is this object's."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.membership import round_size
-from fedlora.flower.rounds.private_words import has_released
-from fedlora.flower.rounds.round_lines import fitting_summary, rounds_done
-from fedlora.flower.rounds.settings_history import History
+from fedlora.flower.rounds.membership import least_usable
+from fedlora.flower.rounds.round_lines import fitting_summary, has_released, rounds_done
 from fedlora.flower.serving.superlink import LOOPBACK
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy
@@ -27,8 +25,7 @@ class Standing:
     """name: the federation's. rounds: the requested number. done: the finished number. needed: the usable answers that
     a round needs; for a private federation, the sites that must be online before it begins, and 0 after that. ranks: of
     the clients that may take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
-    the table, if rounds are private: then nothing is said about single sites. settings: changes to federation.toml, in
-    sentences: those in force since a round, and those that wait for the next start. barred: the clients in quarantine.
+    the table, if rounds are private.
     """
 
     name: str
@@ -38,8 +35,6 @@ class Standing:
     ranks: Mapping[str, Any]
     why: str = ""
     privacy: FederationPrivacy | None = None
-    settings: tuple[str, ...] = ()
-    barred: tuple[str, ...] = ()
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -55,8 +50,7 @@ class Standing:
             'a round needs 2 of 3'
         """
         if self.privacy is None:
-            others = f"; in quarantine: {', '.join(self.barred)}" if self.barred else ""
-            return f"a round needs {self.needed} of {len(self.ranks) - len(self.barred)}{others}"
+            return f"a round needs {self.needed} of {len(self.ranks)}"
         if self.needed:
             return f"round 1 waits for all {len(self.ranks)}, and no later one waits"
         return "no quorum: who is missing counts as zero"
@@ -66,9 +60,8 @@ class Standing:
         return bool(self.why)
 
 
-def standing(folder: FederationFolder, barred: Collection[str] = ()) -> Standing:
-    """Read the standing; call it again for news: rounds may be added and sites admitted while `serve` runs. barred: the
-    sites in quarantine, by the last events.
+def standing(folder: FederationFolder) -> Standing:
+    """Read the standing; call it again for news: rounds may be added and sites admitted while `serve` runs.
 
     Raises:
         ConfigError: settings or policy cannot be read.
@@ -81,13 +74,10 @@ def standing(folder: FederationFolder, barred: Collection[str] = ()) -> Standing
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
     if why == "stopped early" and settings.privacy is not None and _charged_since(settings.privacy, folder):
         why = ""  # it ended for lack of budget, but the ledger may have changed since: ask it again
-    barred = [name for name in barred if name in ranks]
-    size = round_size(policy, barred, settings.server.quorum, settings.defence.build(), run.participation)
-    least = size.least or 1
+    least = least_usable(policy, settings.server.quorum, settings.defence.build(), run.participation) or 1
     if settings.privacy is not None:  # it begins when all were there, and later waits for nobody
         least = 0 if done or has_released(folder) else len(ranks)
-    told = _told(folder, settings, done)
-    return Standing(settings.id, rounds, done, least, ranks, why, settings.privacy, told, tuple(barred))
+    return Standing(settings.id, rounds, done, least, ranks, why, settings.privacy)
 
 
 def check_derived(folder: FederationFolder) -> None:
@@ -111,16 +101,6 @@ def check_derived(folder: FederationFolder) -> None:
             f"{folder.path}` writes all files that follow from it; hand every site its new join file then. Or set it "
             f"back."
         )
-
-
-def _told(folder: FederationFolder, settings: FederationSettings, done: int) -> tuple[str, ...]:
-    """The changes to federation.toml, and those that wait. The ServerApp reports a damaged history."""
-    try:
-        history = History.read(folder.history)
-        waiting = history.waiting(settings, done)
-    except FedLoRAError:
-        return ()
-    return (*history.told(last=1), *([waiting] if waiting else []))
 
 
 def _charged_since(privacy: FederationPrivacy, folder: FederationFolder) -> bool:

@@ -1,64 +1,45 @@
 """`fedlora flower status`: a federation's state, from its files, and its online nodes, if the SuperLink answers.
 
-Screen, JSON and Prometheus tell the same facts; those of a private federation pass one filter.
+Screen and JSON tell the same facts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fedlora.errors import counted
-from fedlora.flower.ownership import holder
+from fedlora.flower.locks import holder
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import read_events
 from fedlora.flower.rounds.log_lines import time_of
-from fedlora.flower.rounds.progress import Progress, fates_of, progress_of
-from fedlora.flower.serving.standing import Standing, keys_of, room_of, standing
+from fedlora.flower.rounds.progress import fates_of, progress_of
+from fedlora.flower.serving.standing import keys_of, room_of, standing
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
 from fedlora.flower.terms.privacy import promise
-from fedlora.privacy.released import filtered
 
 MOST_ROUNDS = 100  # that `Progress` keeps
 
 
 def status_of(folder: FederationFolder, rounds: int = MOST_ROUNDS) -> dict[str, Any]:
-    """The current facts, with the last `rounds` rounds; of a private federation those that may be released.
+    """The current facts, with the last `rounds` rounds.
 
-    As `facts`, and served_by: the process that serves it, or None. superlink: whether it answers. database_bytes,
-    disk_free_bytes.
+    sites: name -> rank; node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted),
+    "unknown" (no SuperLink answers); last_seen: the last contact with its node; fate, why, loss, norm: of the last
+    round; fates: how often it trained, was late, ..., repeated attempts included; upload_bytes. privacy: a private
+    federation's guarantee, and the spending that its last round reports. served_by: the process that serves it, or
+    None. superlink: whether it answers. database_bytes, disk_free_bytes.
 
     Raises:
         ConfigError: this is not a folder of `fedlora flower init`.
     """
-    progress = progress_of(read_events(folder.events))
-    now, nodes = standing(folder, progress.barred), _nodes(folder)
-    told = facts(now, progress, nodes or {}, keys_of(folder), rounds) | {
-        "served_by": holder(folder.lock),
-        "superlink": nodes is not None,
-        "database_bytes": database_size(folder.database),
-        "disk_free_bytes": room_of(folder),
-    }
-    return told if now.privacy is None else released(told)
-
-
-def facts(
-    now: Standing, progress: Progress, nodes: Mapping[str, NodeFacts], keys: Collection[str], rounds: int = MOST_ROUNDS
-) -> dict[str, Any]:
-    """All that folder and nodes tell, of single sites too.
-
-    sites: name -> rank; node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted),
-    "unknown" (no SuperLink answers); last_seen: the last contact with its node; fate, why, loss, norm: of the last
-    round, "quarantined" as soon as it is no longer asked; fates: how often it trained, was late, ..., repeated attempts
-    included; upload_bytes. privacy: a private federation's guarantee, and the spending that its last round reports.
-    """
+    progress, now = progress_of(read_events(folder.events)), standing(folder)
+    online, keys = _nodes(folder), keys_of(folder)
     playing, line = progress.playing, progress.lines.get(progress.round, {})
-    fates = dict(line.get("fates") or {name: {"fate": fate} for name, fate in fates_of(line).items()})
-    fates |= {name: {"fate": "quarantined", "why": why} for name, why in progress.barred.items()}
-    sites = {}
+    nodes, fates, sites = online or {}, line.get("fates") or {}, {}
     for name, rank in now.ranks.items():
         node, last = nodes.get(name), fates.get(name, {})
         sites[name] = {
@@ -78,7 +59,6 @@ def facts(
         "rounds": now.rounds,
         "finished": now.why or None,
         "needed": now.needed,
-        "settings": list(now.settings),
         "began": progress.began or None,
         "last_event": progress.heard or None,
         "ended": progress.ended or None,
@@ -102,20 +82,18 @@ def facts(
             }
             for number, line in (sorted(progress.lines.items())[-rounds:] if rounds else [])
         ],
+        "served_by": holder(folder.lock),
+        "superlink": online is not None,
+        "database_bytes": database_size(folder.database),
+        "disk_free_bytes": room_of(folder),
     }
     if now.privacy is not None:
         told["privacy"] = {"promise": promise(now.privacy, now.rounds), **(line.get("privacy") or {})}
     return told
 
 
-def released(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the facts of a private federation those that may be told: nothing of a single site but its name and rank."""
-    rounds = [filtered("status round", one, public=True) for one in told["last_rounds"]]
-    return filtered("status", {**told, "last_rounds": rounds}, public=True)
-
-
 def headline(told: Mapping[str, Any]) -> str:
-    """Two lines for people, and one for each change of the settings."""
+    """Two lines for people."""
     server, playing = told["served_by"], told["playing"]
     over = "not served, for nothing is left to do; sites may stop" if told["finished"] else "not served at the moment"
     served = f"served by process {server}" if server is not None else over
@@ -123,13 +101,13 @@ def headline(told: Mapping[str, Any]) -> str:
         state = f"{told['finished']} after {told['round']} rounds"
     elif playing is not None and server is not None:
         state = f"round {playing['round']} of {told['rounds']} goes on"
-        if waiting := [name for name in playing["asked"] if name not in playing.get("fates", playing["asked"])]:
-            state += f", since {since(playing['since'] or '')}; no answer yet: {', '.join(waiting)}"
+        if waiting := [name for name in playing["asked"] if name not in playing["fates"]]:
+            state += f", since {since(playing['since'])}; no answer yet: {', '.join(waiting)}"
     else:
         state = f"{told['round']} of {counted(told['rounds'], 'round')} done"
-    began = f"; the federation began {told['began'][:16].replace('T', ' ')} UTC" if told.get("began") else ""
+    began = f"; the federation began {told['began'][:16].replace('T', ' ')} UTC" if told["began"] else ""
     answers = "answers" if told["superlink"] else "does not answer"
-    return "\n".join([f"{told['name']}: {state}{began}", f"{served}; the SuperLink {answers}", *told["settings"]])
+    return f"{told['name']}: {state}{began}\n{served}; the SuperLink {answers}"
 
 
 def database_size(path: Path) -> int:
@@ -160,4 +138,4 @@ def _nodes(folder: FederationFolder) -> dict[str, NodeFacts] | None:
         link.close()
 
 
-__all__ = ["database_size", "facts", "headline", "released", "since", "status_of"]
+__all__ = ["database_size", "headline", "since", "status_of"]

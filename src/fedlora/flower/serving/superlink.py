@@ -188,16 +188,12 @@ class SuperLink:
             done.append(f"{name}: its key is admitted")
         return done
 
-    def run(self, app: bytes | None = None) -> int:
-        """Start a run of the federation's Flower app, which continues after the last checkpoint; returns its id.
-
-        Args:
-            app: packed; None: `bundle`, the one that sites approve.
-        """
+    def run(self) -> int:
+        """Start a run of the federation's Flower app, which continues after the last checkpoint; returns its id."""
         from flwr.common.serde import fab_to_proto, user_config_to_proto
         from flwr.supercore.fab import Fab
 
-        app = bundle() if app is None else app
+        app = bundle()
         fab = fab_to_proto(Fab(digest(app), app, {}))
         here = user_config_to_proto({"folder": str(self.folder.path)})
         found = self._ask("StartRun", "StartRunRequest", fab=fab, override_config=here)

@@ -19,7 +19,7 @@ from rich.filesize import decimal
 from fedlora.doing import doing
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import children
-from fedlora.flower.ownership import serving
+from fedlora.flower.locks import serving
 from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.rounds.log_lines import nodes_line
 from fedlora.flower.serving.standing import Standing, check_derived, keys_of, needed_room, room_of
@@ -118,10 +118,6 @@ class Supervisor:
         )
         if now.privacy is not None:
             self._say(f"private: {promise(now.privacy, now.rounds)}. docs/how-to/privacy.md")
-            self._say(
-                f"this output says nothing about single sites. {self.folder.private}/log says who is online, "
-                f"late or refused, for this server's operator alone. Look there after round 1"
-            )
 
     def _wait_for_room(self) -> None:
         while words := self._full():
@@ -160,17 +156,10 @@ class Supervisor:
             self._require_superlink()
             self._watch_nodes()
             now = self.telling.standing()
-            if len(set(self.telling.online) & (set(now.clients) - set(now.barred))) >= now.needed:
+            if len(set(self.telling.online) & set(now.clients)) >= now.needed:
                 return
             there = nodes_line(self.telling.online, now.clients, now.needs)
-            if now.privacy is None:
-                self.telling.again(f"waiting for sites; {there}", key=there)  # repeated early if it changed
-            else:
-                self.telling.again(
-                    f"waiting until all {len(now.clients)} sites are online: a private federation begins only then, "
-                    f"and later waits for no site. {self.folder.private}/log names the missing sites; remove a "
-                    f"site that will not come with `fedlora flower remove`"
-                )
+            self.telling.again(f"waiting for sites; {there}", key=there)  # repeated early if it changed
             self._sleep(self._pace.look)
 
     # ------------------------------------------------------------------------------------------------------ the rounds
@@ -250,7 +239,7 @@ class Supervisor:
                     break
                 self._read += len(line)
                 if line.startswith(SAYS.encode()):
-                    self.telling.say_of_sites(line.decode(errors="replace").strip().removeprefix(SAYS))
+                    self._say(line.decode(errors="replace").strip().removeprefix(SAYS))
 
     def _watch_nodes(self) -> None:
         """Keep the list of keys, and report who is online. A file that is no key, or another site's, stops nothing."""

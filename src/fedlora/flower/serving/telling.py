@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 
 from fedlora.doing import Step
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import EventReader
 from fedlora.flower.rounds.log_lines import lines_of, nodes_line
-from fedlora.flower.rounds.private_words import append_secret
 from fedlora.flower.rounds.progress import Progress, after
 from fedlora.flower.serving.standing import Standing, standing
 from fedlora.flower.serving.superlink import NodeFacts
@@ -31,13 +29,12 @@ class Telling:
         self.progress, self.nodes = Progress(), tuple[NodeFacts, ...]()
         self._standing = standing(folder)
         self.step = Step("rounds")  # what `serve` is doing
-        self._there, self._settings = "", self._standing.settings
-        self._said_at: dict[str, float] = {}
+        self._there, self._said_at = "", dict[str, float]()
 
     def standing(self) -> Standing:
         """The federation's standing. A file that is broken meanwhile is reported, and the last good one stays."""
         try:
-            self._standing = standing(self.folder, self.progress.barred)
+            self._standing = standing(self.folder)
         except ConfigError as error:
             self.again(f"{error} What was read before stays until this run ends; the next one would be refused")
         return self._standing
@@ -48,16 +45,11 @@ class Telling:
             self.progress = after(self.progress, event)
             self.step.done, playing = self.progress.round, self.progress.playing
             self.step.what = "rounds"
-            if playing is not None and self._standing.privacy is None:  # else who answers is secret
+            if playing is not None:
                 answered = f"{len(self.progress.fates)} of {len(playing.asked)} sites have answered"
                 self.step.what = f"round {playing.round}, {answered}; rounds"
             for line in [] if quietly else lines_of(event, self.standing().rounds):
                 self.say(line)
-        now = self.standing()
-        for line in now.settings:
-            if line not in self._settings:
-                self.say(line)
-        self._settings = now.settings
 
     def look(self, nodes: Sequence[NodeFacts]) -> None:
         """Report who is online and who is missing, if that has changed."""
@@ -69,14 +61,7 @@ class Telling:
             self._said_at[line] = time.monotonic()
             seen = [node.seen for node in self.nodes if node.status == "online" and node.seen is not None]
             heard = time.time() - min(seen) if seen else None
-            self.say_of_sites(nodes_line(self.online, now.clients, now.needs, heard))
-
-    def say_of_sites(self, line: str) -> None:
-        """Print a line about single sites; in a private federation, write it to the secret log instead."""
-        if self._standing.privacy is None:
-            self.say(line)
-        else:
-            append_secret(self.folder.private, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {line}")
+            self.say(nodes_line(self.online, now.clients, now.needs, heard))
 
     @property
     def online(self) -> list[str]:

@@ -68,7 +68,7 @@ class Trial(Supervisor):
             if (code := process.poll()) is None:
                 continue
             if name not in self.telling.standing().clients:
-                self.telling.say_of_sites(f"the node of {name} ended: {name} was removed")
+                self._say(f"the node of {name} ended: {name} was removed")
                 del self.nodes[name]
                 continue
             log = self._log(name)

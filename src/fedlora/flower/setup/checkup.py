@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import shutil
-import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding
-from rich.filesize import decimal
 
-from fedlora.adapters.reader import AdapterFile
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import opening
-from fedlora.flower.rounds.membership import quarantined
 from fedlora.flower.serving.standing import check_derived
-from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.start import check_max_length
 from fedlora.flower.site.site_checks import Row
 from fedlora.flower.terms.certificates import verdict
@@ -46,11 +38,9 @@ def checked_folder(folder: Path) -> list[Row]:
     ]
     parts: dict[str, Callable[[], list[Row]]] = {
         "serve": lambda: _begins(there, settings),
-        "start": lambda: _start(there, settings, policy.clients),
         "sites": lambda: _sites(there, settings, policy),
         "ledger": lambda: _ledger(settings),
         "certificate": lambda: _certificates(there, settings.network),
-        "private files": lambda: _private(there),
         "SuperLink": lambda: _doors(there, settings.network),
     }
     for what, part in parts.items():
@@ -67,27 +57,9 @@ def _begins(there: FederationFolder, settings: FederationSettings) -> list[Row]:
     if settings.at_server.model is not None:
         check_max_length(settings, settings.at_server.model, str(there.settings))
     damaged: list[str] = []
-    found = opening(there.path, damaged.append)
+    opening(there.path, damaged.append)
     rows: list[Row] = [("checkpoint", f"{line} Is the disk failing?", False) for line in damaged]
-    rows += [(f"site {name}", why, False) for name, why in quarantined(found.policy, found.refusals()).items()]
     return [("serve", "would begin: nothing in the settings is refused", True), *rows]
-
-
-def _start(there: FederationFolder, settings: FederationSettings, clients: Mapping[str, Rank]) -> list[Row]:
-    start = AdapterFile(there.start, scaling=settings.lora.unit)
-    start.check()
-    shapes = [start.update_shape(module) for module in start.modules]
-    largest = max(r if isinstance(r, int) else max(r.values()) for r in clients.values())
-    heads = sum(start.head(path).numel() * 4 for path in start.heads)
-    message = sum((min(largest, *shape) * sum(shape)) * 4 for shape in shapes) + heads
-    rows: list[Row] = [
-        ("start", f"{len(shapes)} modules, {len(start.heads)} tensors beside them", True),
-        ("largest message", f"{decimal(message)}, in pieces of 5 MiB", message < 2e9),
-    ]
-    needed = 2 * message * len(clients) * 4 + 8 * message  # the database keeps several rounds, the checkpoints two
-    free = shutil.disk_usage(there.path).free
-    rows.append(("disk", f"{decimal(free)} free, about {decimal(needed)} needed", free > needed))
-    return rows
 
 
 def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy) -> list[Row]:
@@ -95,11 +67,7 @@ def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy
     ready = [name for name in names if there.key(name).is_file()]
     waits = [name for name in names if name not in ready]
     said = f"{len(ready)} of {len(names)} admitted" + (f"; not yet: {', '.join(waits[:5])}" if waits else "")
-    rows: list[Row] = [("sites", said, True if len(ready) >= (settings.server.quorum or 1) else None)]
-    for key in sorted(there.key("x").parent.glob("*.pub")):
-        if key.stem not in names:
-            rows.append((f"site {key.stem}", f"has a key in keys/ and is not in {there.policy.name}", False))
-    return rows
+    return [("sites", said, True if len(ready) >= (settings.server.quorum or 1) else None)]
 
 
 def _ledger(settings: FederationSettings) -> list[Row]:
@@ -122,21 +90,6 @@ def _certificates(there: FederationFolder, network: NetworkSection) -> list[Row]
     return [(what, certificate.said(), certificate.sound) for what, certificate in found]
 
 
-def _private(there: FederationFolder) -> list[Row]:
-    """Files that must be readable only by this user."""
-    secret = [there.private] if there.private.is_dir() else []
-    secret += [there.certificates / "server.key", there.public / "server.key", there.public / "ca.key", there.database]
-    secret += sorted(there.state.glob("superlink.db-*"))
-    rows: list[Row] = []
-    for path in [there.path, *secret]:
-        if path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            rows.append((path.name, f"others can read it: chmod {'700' if path.is_dir() else '600'} {path}", False))
-    owners = {path.stat().st_uid for path in [there.path, *secret] if path.exists()}
-    if len(owners) > 1:
-        rows.append(("owner", f"files of {len(owners)} users: chown -R all of {there.path} to one", False))
-    return rows or [("private files", "readable by their owner only", True)]
-
-
 def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
     port = network.superlink_port
     found = listening(port)
@@ -153,18 +106,12 @@ def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
 
 def _proxy(there: FederationFolder, network: NetworkSection, addresses: list[str]) -> list[Row]:
     found = {a: control_answer(a, network.port, str(network.name)) for a in addresses}
-    closed = [a for a, (status, _) in found.items() if status == 403]
-    open_ = {a: status for a, (status, _) in found.items() if status not in (None, 403)}
+    open_ = {a: status for a, status in found.items() if status not in (None, 403)}
     if open_:
         address, status = next(iter(open_.items()))
         said = f"{address}:{network.port} answers {status} to {CONTROL}, which must be 403: Flower's control part"
         return [("proxy", f"{said} has no accounts. Is the proxy started with {there.proxy}?", False)]
-    if closed:
-        file = there.public / "server.crt"
-        written = x509.load_pem_x509_certificate(file.read_bytes()).public_bytes(Encoding.DER)
-        if any(found[a][1] not in (b"", written) for a in closed):
-            said = f"shows another certificate than {file}. Restart the proxy: sudo systemctl restart fedlora-proxy"
-            return [("proxy", f"port {network.port} {said}", False)]
+    if 403 in found.values():
         return [("proxy", f"port {network.port}: answers, and the control part is closed (403)", True)]
     return [("proxy", f"port {network.port}: nothing answers yet", None)]
 
@@ -182,9 +129,9 @@ def own_addresses() -> list[str]:
     return [str(a) for a in found if not a.is_loopback and not a.is_link_local]
 
 
-def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> tuple[int | None, bytes]:
-    """The HTTP status of Flower's control part at an address and the certificate shown there (DER), whatever it is:
-    with TLS, otherwise without and b""; None if nothing speaks HTTP there."""
+def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> int | None:
+    """The HTTP status of Flower's control part at an address, with TLS, whatever its certificate, otherwise without;
+    None if nothing speaks HTTP there."""
     import httpx
 
     host = f"[{address}]" if ":" in address else address
@@ -193,9 +140,8 @@ def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> 
             with contextlib.suppress(httpx.HTTPError):
                 url, more = f"{scheme}://{host}:{port}{CONTROL}", {"sni_hostname": name}
                 with client.stream("POST", url, headers={"Host": name}, extensions=more) as found:
-                    tls = found.extensions["network_stream"].get_extra_info("ssl_object")
-                    return found.status_code, tls.getpeercert(True) if tls else b""
-    return None, b""
+                    return found.status_code
+    return None
 
 
 __all__ = ["CONTROL", "checked_folder", "control_answer", "listening", "own_addresses"]

@@ -15,11 +15,9 @@ from pathlib import Path
 
 from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
-from fedlora.flower.ownership import owner
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup import units
 from fedlora.flower.site.site_checks import is_site
-from fedlora.flower.terms.names import host_and_port
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.privacy.outside import state_folder
@@ -40,9 +38,7 @@ class Step:
         return f"{line} <<'END_OF_UNIT'\n{self.said}END_OF_UNIT" if self.said else line
 
 
-def steps(
-    folder: Path, *, user: str | None, memory: str | None, metrics: str | None, label: str = "", place: Path = UNITS
-) -> list[Step]:
+def steps(folder: Path, *, user: str | None, memory: str | None, label: str = "", place: Path = UNITS) -> list[Step]:
     """The steps with which root installs the units of a site's folder, or of a federation's server. place: of systemd's
     units.
 
@@ -56,10 +52,10 @@ def steps(
             "as root, and anybody who can write its virtual environment would be root.)"
         )
     home = folder.resolve()
-    user = user or owner(home)
+    user = user or _owner(home)
     _check_user(user)
     units_of = _site if is_site(home) else _server
-    texts, folders = units_of(home, user, memory, metrics, label)
+    texts, folders = units_of(home, user, memory, label)
     for name in texts:
         _check_free(place / name, home)
     made = [place for place in folders if not place.is_dir()]  # a unit does not start if one is missing
@@ -72,27 +68,30 @@ def steps(
     ]
 
 
+def _owner(folder: Path) -> str:
+    """The name of a folder's owner. Raises `ConfigError` for an owner without a name."""
+    uid = folder.stat().st_uid if folder.exists() else os.getuid()
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError as error:
+        raise ConfigError(f"the owner of {folder}, user id {uid}, has no name, which a unit needs.") from error
+
+
 Made = tuple[dict[str, str], list[Path]]  # units by name, and the folders that they write
 
 
-def _site(home: Path, user: str, memory: str | None, metrics: str | None, label: str) -> Made:
-    if metrics is not None:
-        raise ConfigError("--metrics is for a federation's server, not for a site. Leave it out.")
+def _site(home: Path, user: str, memory: str | None, label: str) -> Made:
     site = Site.read(SiteFolder(home).site)
     reads = [Path(path) for path in (site.data, site.model) if Path(path).is_absolute()]
     unit = units.site_unit(home, user=user, label=label, reads=reads, memory=memory)
     return {units.unit_name("site", label): unit}, [SiteFolder(home).state]
 
 
-def _server(home: Path, user: str, memory: str | None, metrics: str | None, label: str) -> Made:
+def _server(home: Path, user: str, memory: str | None, label: str) -> Made:
     there = FederationFolder(home)
     settings = FederationSettings.load(there.settings)
     if settings.network.name is None:
         raise ConfigError(f"{home} is a trial on this machine, which `fedlora flower up` plays: it has no units.")
-    if metrics is not None:
-        _, port = host_and_port(metrics)
-        if port in (settings.network.port, settings.network.superlink_port):
-            raise ConfigError(f"--metrics {metrics}: the proxy or the SuperLink has port {port}. Give another one.")
     ledger, known = None, None
     if settings.privacy is not None:
         ledger, known = Path(settings.privacy.ledger), _known(user)
@@ -101,7 +100,7 @@ def _server(home: Path, user: str, memory: str | None, metrics: str | None, labe
     texts = {
         units.unit_name("proxy", label): units.proxy_unit(home, settings.network.port, user=user, label=label),
         units.unit_name("server", label): units.server_unit(
-            home, user=user, memory=memory, metrics=metrics, ledger=ledger, known=known, label=label, reads=reads
+            home, user=user, memory=memory, ledger=ledger, known=known, label=label, reads=reads
         ),
     }
     outside = [ledger.parent, known] if ledger is not None and known is not None else []

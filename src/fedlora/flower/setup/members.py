@@ -24,12 +24,8 @@ from fedlora.adapters.io import read_adapter
 from fedlora.core import files
 from fedlora.core.text import quoted
 from fedlora.errors import ConfigError, FedLoRAError
-from fedlora.flower.ownership import check_owner
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.events import read_events
 from fedlora.flower.rounds.federation import playable
-from fedlora.flower.rounds.membership import check_enough, round_size
-from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.setup.policy_file import Rank, with_client, without_client
 from fedlora.flower.setup.project import Federation, derived
 from fedlora.flower.setup.start import Start, check_ranks
@@ -155,7 +151,6 @@ def changing(home: Path) -> Iterator[tuple[FederationFolder, FederationSettings,
     """A federation's folder, settings and policy, for one change at a time. Raises `ConfigError`."""
     there = FederationFolder(home.resolve())
     settings = FederationSettings.load(there.settings)
-    check_owner(there)
     try:
         with (there.path / "members.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -185,24 +180,17 @@ def _check_playable(
     there: FederationFolder, settings: FederationSettings, before: Policy, text: str, new: Mapping[str, Rank],
     said: str = "",
 ) -> list[str]:  # fmt: skip
-    """Raises `ConfigError` if the rounds could be played under the policy before, but not under one of this text, also
-    because some clients are in quarantine. If they could be played under neither, the change may be a step of the
-    repair: why not, as a note. new: ranks that are given here, none of which may be useless. said: begins an error.
+    """Raises `ConfigError` if the rounds could be played under the policy before, but not under one of this text. If
+    they could be played under neither, the change may be a step of the repair: why not, as a note. new: ranks that are
+    given here, none of which may be useless. said: begins an error.
     """
     start = Start(*read_adapter(there.start, scaling=settings.lora.unit))
     check_ranks(start.shapes, new)
-    barred = progress_of(read_events(there.events)).barred
-
-    def check(policy: Policy) -> None:
-        server = playable(settings, policy, start.adapter)[0]
-        now = {name: why for name, why in barred.items() if name in policy.clients}
-        check_enough(round_size(policy, now, server.quorum, server.rule, settings.run.participation), now)
-
     try:
-        check(Policy.of(text, there.policy))
+        playable(settings, Policy.of(text, there.policy), start.adapter)
     except FedLoRAError as error:
         try:
-            check(before)
+            playable(settings, before, start.adapter)
         except FedLoRAError:
             return [f"the rounds cannot be played yet: {error}"]
         raise ConfigError(f"{said}{error} Nothing was changed.") from error

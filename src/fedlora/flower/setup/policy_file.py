@@ -12,10 +12,9 @@ from fedlora.flower.setup.templates import filled
 Rank = int | Mapping[str, int]
 
 
-def policy_text(clients: Mapping[str, Rank], *, private: bool = False, shares: bool = True) -> str:
-    """A new policy with safe defaults. private: for a federation with [privacy]. shares: whether the server can bound
-    the share of a site: not with server.memory."""
-    head = filled("policy.toml", private=private, shares=shares)
+def policy_text(clients: Mapping[str, Rank], *, private: bool = False) -> str:
+    """A new policy with safe defaults. private: for a federation with [privacy]."""
+    head = filled("policy.toml", private=private)
     return head + tomlkit.dumps({name: _value(rank) for name, rank in clients.items()})
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from fedlora.adapters.io import read_adapter, write_adapter
 from fedlora.core.folders import replacing_folder
 from fedlora.errors import ConfigError
-from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import playable
 from fedlora.flower.rounds.membership import number_drawn
@@ -48,8 +47,7 @@ class Federation:
     @property
     def policy(self) -> str:
         """The text of its first policy.toml."""
-        private, shares = self.settings.privacy is not None, self.settings.server.memory is None
-        return policy_text(self.clients, private=private, shares=shares)
+        return policy_text(self.clients, private=self.settings.privacy is not None)
 
 
 def federation(
@@ -147,7 +145,7 @@ def derived(there: FederationFolder, home: Path, made: Federation) -> dict[Path,
     facts = server_facts(made.settings, made.known, adapter.modules).table()
     for name, rank in made.clients.items():
         largest = rank if isinstance(rank, int) else max(rank.values())
-        join = JoinFile(made.settings.id, name, largest, server, port, ca, settings, facts, digest(bundle()))
+        join = JoinFile(made.settings.id, name, largest, server, port, ca, settings, facts)
         found[there.join(name)] = join.text()
     return found
 

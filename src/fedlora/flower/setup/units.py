@@ -52,21 +52,21 @@ def unit_name(kind: str, label: str = "") -> str:
 
 
 def server_unit(
-    folder: Path, *, user: str, memory: str | None = None, metrics: str | None = None,
+    folder: Path, *, user: str, memory: str | None = None,
     ledger: Path | None = None, known: Path | None = None, label: str = "", reads: Sequence[Path] = (),
 ) -> str:  # fmt: skip
     """The unit for `fedlora flower serve FOLDER`: restarted after a failure, but not after all rounds are played.
 
     Args:
         folder: the federation's. user: whose processes they are. memory: its limit.
-            metrics: HOST:PORT for Prometheus. ledger: a private federation's; a charge also writes files beside it.
+            ledger: a private federation's; a charge also writes files beside it.
             known: the folder with facts about ledgers outside of theirs (`privacy.outside`). reads: its own
             base model and data, if any.
 
     Raises:
         ConfigError: a path or a user that a unit cannot name; root; a ledger beside files that must not be writable.
     """
-    command = [*program(), "flower", "serve", str(folder), *(["--metrics", metrics] if metrics else [])]
+    command = [*program(), "flower", "serve", str(folder)]
     beside = [place for place in (ledger.parent if ledger else None, known) if place is not None]
     return _unit(
         "server", "fedlora: a federation's server", folder, command, user=user, memory=memory or "8G", label=label,

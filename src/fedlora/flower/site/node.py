@@ -18,7 +18,7 @@ from flwr.app import RecordDict
 from fedlora.client import begin_round, finish_round
 from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter
-from fedlora.core.messages import ClientMemory, Form
+from fedlora.core.messages import ClientMemory
 from fedlora.core.parcels import Cache, Parcel, remember, unpack
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
@@ -76,13 +76,12 @@ class Node:
         trainer: Trainer,
         folder: Path,
         *,
-        form: Form = "factors",
         evaluators: Evaluators = ReadOnly({}),  # noqa: B008 - immutable
         facts: Facts = Facts(),  # noqa: B008 - immutable
         run: str | None = None,
     ) -> None:
         self._client, self._trainer, self._folder, self._run = client, trainer, folder, run
-        self._form, self._evaluators, self._facts = form, evaluators, facts
+        self._evaluators, self._facts = evaluators, facts
 
     def work(self, record: RecordDict) -> RecordDict:
         """Play a round: the reply to the server's message.
@@ -102,7 +101,7 @@ class Node:
         trained = self._trainer.train(job.download, job.adapter, job.position)
         save, began = partial(checkpoint.save, folder, parcel.round + 1, of=of, keep=_KEPT), (origin.round, origin.read)
         try:
-            played = finish_round(job, trained, memory, self._form)
+            played = finish_round(job, trained)
         except UploadRefused:
             save(NodeState(origin.state.kept, trained.position, began=began))  # as if the server had refused it
             raise

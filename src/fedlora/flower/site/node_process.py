@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from fedlora.flower import children
-from fedlora.flower.ownership import locked
+from fedlora.flower.locks import locked
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.reach import Found
 

@@ -43,15 +43,11 @@ def look(server: JoinFile, here: SiteFolder) -> Found:
 
     try:
         return _asked(server, here.ca.read_bytes(), private_key(here.key))
-    except httpx.TransportError as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as error:
         return _unreached(server, error)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Found("stranger", f"{server.address} gives an answer that is not from Flower: {shown(error)}.")
-    except ssl.SSLError as error:
-        return Found("certificate", f"{here.ca} is not a file of certificates: {shown(error)}.")
 
 
-_OBSTACLES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, str], ...] = (
+_OBSTACLES: tuple[tuple[type[BaseException], str, str], ...] = (
     (
         socket.gaierror,
         "name",
@@ -72,24 +68,12 @@ _OBSTACLES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], s
         "ask the server for its new join file; otherwise a device in between answers in its place. This site sends "
         "nothing until then.",
     ),
-    (
-        TimeoutError,
-        "silent",
-        "{at} does not answer in time ({said}): the machine, the line or the proxy is down or overloaded, or a "
-        "firewall swallows port {port}.",
-    ),
-    (
-        (ssl.SSLError, ConnectionResetError),
-        "plain",
-        "{at} takes the connection, but not TLS ({said}). A site sends nothing there: is it the port of the proxy, and "
-        "was the proxy started with its certificate?",
-    ),
-    (BaseException, "silent", "{at} cannot be reached from here: {said}. Is the line up?"),
+    (BaseException, "silent", "{at} cannot be reached from here: {said}."),
 )
 
 
 def _unreached(server: JoinFile, error: BaseException) -> Found:
-    """Why the request did not get through: its name, its port, TLS or its certificate."""
+    """Why the request did not get through."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     words = getattr(error, "verify_message", "").rstrip(".") or getattr(error, "strerror", None) or error
@@ -104,13 +88,11 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     """A site's own key. Raises `ConfigError` if the file does not hold one."""
     try:
         found = load_ssh_private_key(path.read_bytes(), None)
-    except OSError as error:
-        raise ConfigError(f"the key {path} cannot be read: {error.strerror}.") from error
+        if not isinstance(found, ec.EllipticCurvePrivateKey):
+            raise ValueError("it is of another kind")
+        return found
     except Exception as error:
-        raise ConfigError(f"{path} is not a private key of OpenSSH without a passphrase: {error}.") from error
-    if not isinstance(found, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path} is a key of another kind ({type(found).__name__}); Flower takes EC keys (P-384).")
-    return found
+        raise ConfigError(f"the key {path} cannot be read: {error}.") from error
 
 
 def _asked(server: JoinFile, ca: bytes, secret: ec.EllipticCurvePrivateKey) -> Found:
@@ -131,17 +113,11 @@ def _asked(server: JoinFile, ca: bytes, secret: ec.EllipticCurvePrivateKey) -> F
         try:
             request = ActivateNodeRequest(public_key=public_key_to_bytes(secret.public_key()), heartbeat_interval=0.0)
             client.ActivateNode(request)
-            reply, code = None, 200
         except httpx.HTTPStatusError as error:
-            reply, code = error.response, error.response.status_code
+            return _said(server, error.response, _ahead(error.response.headers.get("date"), asked_at, time.time()))
         except (RuntimeError, ValueError) as error:  # an answer of 200 that is not Flower's
-            return Found(
-                "stranger",
-                f"{server.address} answers, but not as Flower does ({shown(error)}). Is {server.port} the port of the "
-                f"federation?",
-            )
-    ahead = None if reply is None else _ahead(reply.headers.get("date"), asked_at, time.time())
-    return _said(server, code, _flower_code(reply), "" if ahead is None else clock_trouble(ahead))
+            return Found("refused", f"{server.address} answers, but not as Flower does: {shown(error)}.")
+    return Found("refused", f"{server.address} answers, but not as Flower does.")
 
 
 # Flower's code, or an HTTP status -> the fate, and what it means
@@ -153,33 +129,26 @@ _ANSWERS: dict[int, tuple[str, str]] = {
         "continues by itself after `fedlora flower admit` there (with --rotate for a new key). If it took part before, "
         "ask whether it was removed.",
     ),
-    401: (
-        "refused",
-        "{at} does not accept this site's signature (401), and the clocks agree. Does its key belong to this "
-        "federation?",
-    ),
-    403: ("stranger", "{at} answers, but forbids Flower's path (403): its proxy does not pass /v1/fleet/."),
-    **dict.fromkeys((429, 503), (
-        "no federation", "{at} accepts no more requests from this address for now ({status})."
-    )),
     **dict.fromkeys((502, 504), (
         "no federation",
         "{at} answers, but no SuperLink stands behind it ({status}): `fedlora flower serve` is not running there, or "
         "is just starting, or has played all rounds: ask its operator whether the federation is over.",
     )),
 }  # fmt: skip
-_ODD_CODE = ("refused", "{at} refuses this site with Flower's code {code} (status {status}).")
-_NOT_FLOWER = (
-    "stranger", "{at} answers with status {status}, and not as Flower does. Is {port} the port of the federation?"
-)  # fmt: skip
 
 
-def _said(server: JoinFile, status: int, code: int, clock: str) -> Found:
-    """The meaning of the server's answer. `code`: Flower's own, 0 if there is none. clock: what is wrong with it."""
-    if clock and (code in (2003, 2004) or status == 401):  # it may answer before it checks the time
+def _said(server: JoinFile, reply: Any, ahead: float) -> Found:
+    """The meaning of the server's answer. ahead: of this machine's clock, in seconds."""
+    status = reply.status_code
+    try:
+        code = int(reply.json()["code"])  # Flower's own
+    except (ValueError, KeyError, TypeError):
+        code = 0
+    if (clock := clock_trouble(ahead)) and (code in (2003, 2004) or status == 401):  # it may answer before it checks
         return Found("clock", clock)
-    fate, why = _ANSWERS.get(code) or _ANSWERS.get(status) or (_ODD_CODE if code else _NOT_FLOWER)
-    return Found(fate, why.format(at=server.address, port=server.port, status=status, code=code))
+    if (known := _ANSWERS.get(code) or _ANSWERS.get(status)) is not None:
+        return Found(known[0], known[1].format(at=server.address, status=status))
+    return Found("refused", f"{server.address} answers with status {status}: {shown(reply.text, 200)}")
 
 
 def clock_trouble(ahead: float) -> str:
@@ -200,21 +169,14 @@ def _long(seconds: float) -> str:
     )  # fmt: skip
 
 
-def _ahead(date: str | None, asked: float, answered: float) -> float | None:
-    """The seconds by which the middle of the request is ahead of the server's time, which is in whole seconds."""
+def _ahead(date: str | None, asked: float, answered: float) -> float:
+    """The seconds by which the middle of the request is ahead of the server's time, which is in whole seconds; 0 if it
+    does not say its time."""
     try:
         told = email.utils.parsedate_to_datetime(date or "")
     except ValueError:
-        return None
+        return 0.0
     return (asked + answered) / 2 - (told.timestamp() + 0.5)
-
-
-def _flower_code(reply: Any) -> int:
-    """Flower's own error number in an answer; 0 if there is none."""
-    try:
-        return int(reply.json()["code"])
-    except (AttributeError, ValueError, KeyError, TypeError):
-        return 0
 
 
 __all__ = ["Found", "clock_trouble", "look", "private_key"]

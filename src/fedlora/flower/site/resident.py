@@ -30,7 +30,6 @@ from fedlora.doing import beating
 from fedlora.errors import FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.messages.wire import receive_message, send_message
-from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.site_work import Do, SiteWork, content_of, told_to_server
 
@@ -169,7 +168,7 @@ class Trainer:
         here, there = Pipe()
         command = [sys.executable, "-m", "fedlora.flower.site.resident", str(self._site.site)]
         command += [str(there.fileno()), str(os.getpid())]
-        with there, os.fdopen(opened_here(self._log, os.O_WRONLY | os.O_APPEND), "ab") as log:
+        with there, self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 pass_fds=[there.fileno()],

@@ -4,26 +4,20 @@ For `fedlora flower site`, `fedlora flower node` and `fedlora doctor SITE`.
 
 from __future__ import annotations
 
-import shutil
-import stat
 from collections import Counter
 from pathlib import Path
 
-from fedlora.data import TextData
 from fedlora.errors import ConfigError, FedLoRAError
-from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.reach import look, private_key
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts, check
-from fedlora.flower.terms.joining import JoinFile, Request
+from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.privacy import promise
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
-from fedlora.runs.config import RunConfig
 
 Row = tuple[str, str, bool | None]  # (check, finding, whether it is sound); None: not yet, by nobody's fault
-_LITTLE = 500 * 10**6  # bytes: less is reported; a state of the adapter, kept twice, is seldom larger
 
 
 def is_site(folder: Path) -> bool:
@@ -42,32 +36,15 @@ def checked_site(folder: Path, *, server: bool = True) -> list[Row]:
 
 
 def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | None]:
-    """Check the folder itself: its files, and who may read them. Also returns its content, if that can be read."""
-    rows: list[Row] = []
+    """Check the folder's own files. Also returns its content, if that can be read."""
     try:
         join, site = JoinFile.read(here.join), Site.read(here.site)
     except FedLoRAError as error:
         return [("site", str(error), False)], None
-    same = join.site == site.name
-    rows.append(("site", f"{site.name}, rank {join.rank} when it joined, of {join.federation} at {join.address}", same))
-    if not same:
-        rows.append(("name", f"site.toml says {site.name!r}, but the join file is for {join.site!r}", False))
-    rows += [_key(here), *(row for path in (here.key, here.path) if (row := _open(path)))]
-    rows.append(app_row(join, site.app))
-    free = shutil.disk_usage(here.path).free
-    rows.append(("disk", f"{free / 1e9:.2f} GB free" + ("" if free > _LITTLE else ": little"), free > _LITTLE / 10))
-    return rows, (join, site)
-
-
-def app_row(join: JoinFile, approved: str | None) -> Row:
-    """The Flower app that may run here; and whether the join file names it, and fedlora here would send it."""
-    if approved is None:
-        return ("app", f'none may run here: app = "{join.app}" in site.toml approves the server\'s', False)
-    ours = digest(bundle())
-    note = ", as the fedlora here would send it" if approved == ours else f"; the fedlora here would send {ours}"
-    if approved != join.app:
-        note += f"; by its join file the server sends {join.app}: if it does, nothing of it runs here"
-    return ("app", f"{approved} alone may run here{note}", True)
+    said = f"{site.name}, rank {join.rank} when it joined, of {join.federation} at {join.address}"
+    if same := join.site == site.name:
+        return [("site", said, same), _key(here)], (join, site)
+    return [("site", f"site.toml says {site.name!r}, but the join file is for {join.site!r}", same)], None
 
 
 def checked_work(join: JoinFile, site: Site, here: SiteFolder | None = None) -> tuple[list[Row], Facts]:
@@ -90,13 +67,10 @@ def _data(settings: FederationSettings, join: JoinFile, site: Site) -> list[Row]
     from fedlora.runs.client_data import deal
 
     try:
-        config = settings.for_site(site, join.rank)
-        dealt = deal(config, None)
+        dealt = deal(settings.for_site(site, join.rank), None)
         train = dealt.parts[site.name]
         if not len(train):
             raise ConfigError(f"{site.data} leaves no example to train on.")
-        for part in (train, *dealt.own_validation.values(), *dealt.own_test.values()):
-            _check_lengths(config, part)
     except FedLoRAError as error:
         return [("data", str(error), False)]
     held = ""
@@ -110,27 +84,6 @@ def _data(settings: FederationSettings, join: JoinFile, site: Site) -> list[Row]
         note = f"; no examples of {', '.join(none)} here: the model learns this from other sites" if none else ""
         rows.append(("classes", named + note, True))
     return rows
-
-
-def _check_lengths(config: RunConfig, part: TextData) -> None:
-    """Raises `ConfigError` for an example longer than the base model's positions, if max_length allows it."""
-    from fedlora.training.content import tokenizer_of
-    from fedlora.training.encoding import encode
-    from fedlora.training.loading import longest_of_files
-
-    place, most = config.model.location(), config.data.max_length
-    if not Path(place).is_dir() or (longest := longest_of_files(Path(place))) is None or longest >= most:
-        return
-    told = encode(
-        part, tokenizer_of(place), max_length=most, loss_on=config.data.loss_on, template=config.data.prompting()
-    )
-    tokens = max(len(example["input_ids"]) for example in told)
-    if tokens > longest:
-        raise ConfigError(
-            f"an example has {tokens} tokens (fedlora cuts at the server's max_length = {most}), but the base model "
-            f"reads at most {longest}, so every round would fail here. Shorten it, or ask the server's people to set "
-            f"data.max_length = {longest} or less in federation.toml."
-        )
 
 
 def _base(settings: FederationSettings, join: JoinFile, site: Site, cache: Path | None) -> tuple[list[Row], Facts]:
@@ -160,22 +113,9 @@ def _key(here: SiteFolder) -> Row:
         fingerprint = certificates.fingerprint(here.public_key.read_text(encoding="utf-8"))
     except (FedLoRAError, OSError) as error:
         return ("key", str(error), False)
-    if not here.request.exists():  # it was sent, and is no longer needed
-        return ("key", fingerprint, True)
-    try:
-        same = Request.read(here.request).fingerprint == fingerprint
-    except FedLoRAError as error:
-        return ("request", str(error), False)
-    return ("key", fingerprint + ("" if same else "; request.toml is of another key"), same)
-
-
-def _open(path: Path) -> Row | None:
-    """The row of a place that others can read."""
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0
-    way = f"chmod {'700' if path.is_dir() else '600'} {path}"
-    return (path.name, f"{path} has the mode {mode:04o}, so others can read it: {way}", False) if mode & 0o077 else None
+    return ("key", fingerprint, True)
 
 
 __all__ = [
-    "Row", "app_row", "checked_files", "checked_server", "checked_site", "checked_work", "is_site",
+    "Row", "checked_files", "checked_server", "checked_site", "checked_work", "is_site",
 ]  # fmt: skip

@@ -37,7 +37,7 @@ def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any]) -
     files.write(here.join, join)
     said = JoinFile.read(here.join)
     files.write(record_of(here.state, said.federation, said.site), "{}")  # a site that joins holds out rows anew
-    files.write(here.site, site.model_copy(update={"app": said.app}).toml())
+    files.write(here.site, site.toml())
     files.write(here.ca, said.ca)
     return _with_key(here, said, facts)
 

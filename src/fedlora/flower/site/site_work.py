@@ -85,7 +85,7 @@ class SiteWork:
         keep = partial(keep_held_out, record=kept, first=first, counted=counted)
         prepared = prepare(settings.for_site(site), None, keep=keep, programs=state / "programs")
         return Node(
-            site.name, prepared.trainer, state, form=settings.server.upload,
+            site.name, prepared.trainer, state,
             evaluators={"validation": prepared.validation, "test": prepared.test},
             facts=replace(files, targets=targets_of(prepared.seed_adapter.modules)), run=joined,
         )  # fmt: skip

@@ -4,8 +4,8 @@
 function returns, and if its heartbeat fails, that thread ends; the process lives on, and the site is offline for ever.
 Here both end the process, so that whoever watches it (systemd, compose) starts another.
 
-A server sends the Flower app to run here, and its code could do all that this user may. So the app's bytes are hashed
-on arrival, before Flower opens them: an app that site.toml does not approve is refused, and the server is told.
+A server sends the Flower app to run here, and its code could do all that this user may. So the app's bytes are compared
+on arrival, before Flower opens them: any app but that of the fedlora here is refused, and the server is told.
 
 And Flower's loop pulls one message and sends one reply. If a SuperLink dies between the two, a reply is left over, and
 from then on each reply waits for the next message: every round gets that site's reply late. An idle loop therefore
@@ -21,7 +21,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import tomllib
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -36,40 +35,31 @@ BROKEN_OFF = 70  # exit code: the connection broke in a way that Flower does not
 
 
 def main() -> None:
-    online = threading.Event()
     threading.excepthook = _thread_failed
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
 
-    loop._pull_and_store_message = watched(loop._pull_and_store_message, online)
+    loop._pull_and_store_message = watched(loop._pull_and_store_message)
     sys.argv[:2], site = ["flower-supernode"], SiteFolder(Path(sys.argv[1]).parent)
     try:
         listening = listening_at(site)
     except OSError as error:
         _leave(f"{socket_of(site)} cannot be made: {error}")
     threading.Thread(target=pass_on, args=(listening, Trainer(site).work, site.path), daemon=True).start()
-    try:
-        flower_supernode()  # raises its own exception if it ends on purpose
-    except SystemExit as ended:
-        if ended.code and not online.is_set():
-            say(
-                "the SuperNode did not get online; Flower's reason is above. Code 2004 means that the server knows "
-                "this site's key and still counts it as online: its last node was killed, or power or line were cut. "
-                "The server lets it in within 60 s. If this persists, another machine uses the same key."
-            )
-        raise
+    flower_supernode()  # raises its own exception if it ends on purpose
     _leave("the connection broke off, and Flower does not try again")
 
 
-class NotApproved(Exception):
-    """The server's app is not the one that this site approves; the text has both digests, and how to approve it."""
+class NotOurs(Exception):
+    """The server's app is not that of the fedlora here; the text has both digests."""
 
 
-def watched(pull: Callable[..., int | None], online: threading.Event) -> Callable[..., int | None]:
+def watched(pull: Callable[..., int | None]) -> Callable[..., int | None]:
     """Flower's pull, first called once the site is online, which it reports. It returns the run of a message that came;
     otherwise that of a reply that was never sent, so that the loop sends it, or None. It requests the app of each run
-    that is new to it: one that the site's operator has not approved never reaches Flower, and the server's message is
-    answered with an error that says so."""
+    that is new to it: any but that of the fedlora here never reaches Flower, and the server's message is answered with
+    an error that says so."""
+    online = threading.Event()
 
     def pulled(*, receive: Any, get_run: Any, get_fab: Any, state: Any, object_store: Any, **more: Any) -> int | None:
         came: list[Any] = []
@@ -85,8 +75,7 @@ def watched(pull: Callable[..., int | None], online: threading.Event) -> Callabl
 
         def fetched(*asked: Any) -> Any:
             app = get_fab(*asked)
-            require_approved(app.content, Path(str(more["node_config"]["site"])))
-            require_its_names(app.content, runs[-1])
+            require_ours(app.content, runs[-1])
             return app
 
         if not online.is_set():
@@ -95,7 +84,7 @@ def watched(pull: Callable[..., int | None], online: threading.Event) -> Callabl
         more |= {"state": state, "object_store": object_store}
         try:
             run = pull(receive=received, get_run=described, get_fab=fetched, **more)
-        except NotApproved as refused:
+        except NotOurs as refused:
             from flwr.app import Error, Message
             from flwr.common.constant import ErrorCode
             from flwr.supernode import start_client_internal as loop
@@ -117,31 +106,20 @@ def left_over(state: Any) -> int | None:
     return next((int(found.run_id) for found in left if found.reply_to_message_id), None)
 
 
-def require_approved(app: bytes, site_file: Path) -> None:
-    """Raises `NotApproved` if the current site.toml does not name the digest of these bytes."""
-    try:
-        approved = tomllib.loads(site_file.read_text(encoding="utf-8")).get("app")
-    except (OSError, ValueError) as error:
-        raise NotApproved(f"site.toml cannot be read: {error}.") from error
-    found = digest(app)
-    if found == approved:
-        return
-    ours = "what" if found == digest(bundle()) else "not what"
-    raise NotApproved(
-        f"the server's Flower app has the SHA-256 {found}, and site.toml approves {approved or 'none'}. Nothing of it "
-        f'was unpacked or run. It is {ours} the fedlora here would send. To approve it: app = "{found}" in site.toml.'
-    )
-
-
-def require_its_names(app: bytes, run: Any) -> None:
-    """Raises `NotApproved` if the server's name for the app differs from that in its bytes: Flower looks for the
+def require_ours(app: bytes, run: Any) -> None:
+    """Raises `NotOurs` if these bytes are another app, or if the server's name for it differs: Flower looks for the
     unpacked app in a folder of that name, and with `..` in it that is any folder of this machine."""
     from flwr.cli.config_utils import get_fab_metadata
 
+    if app != bundle():
+        raise NotOurs(
+            f"the server's Flower app has the SHA-256 {digest(app)}, and that of the fedlora here {digest(bundle())}. "
+            f"Nothing of it was unpacked or run. Install the server's version of fedlora."
+        )
     own = (*get_fab_metadata(app), digest(app))
     said = (run.fab_id, run.fab_version, run.fab_hash)
     if said != own:
-        raise NotApproved(
+        raise NotOurs(
             f"the server's app is {' '.join(own)}, but the server calls it {quoted(' '.join(map(str, said)))}: Flower "
             f"would run the content of a folder of that name. Nothing was run."
         )

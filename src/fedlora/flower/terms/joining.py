@@ -44,7 +44,7 @@ class JoinFile:
 
     federation: its id. rank: the site's (the largest, if its modules differ). server, port: the address. ca: the
     authority's certificate, PEM. settings: the agreed ones, from `FederationSettings.travelling`. facts: the server's
-    about the base model, and its versions. app: SHA-256 of the Flower app that the server sends.
+    about the base model, and its versions.
     """
 
     federation: str
@@ -55,7 +55,6 @@ class JoinFile:
     ca: str
     settings: str
     facts: Mapping[str, Any]
-    app: str
 
     @property
     def address(self) -> str:
@@ -65,7 +64,7 @@ class JoinFile:
     def text(self) -> str:
         """The file."""
         said: dict[str, Any] = {
-            "format": JOIN, "federation": self.federation, "site": self.site, "rank": self.rank, "app": self.app,
+            "format": JOIN, "federation": self.federation, "site": self.site, "rank": self.rank,
             "server": {"name": self.server, "port": self.port, "ca": self.ca},
             "agreed": _without_none(json.loads(self.settings)), "facts": _without_none(self.facts),
         }  # fmt: skip
@@ -100,9 +99,7 @@ class JoinFile:
         check_site(said.site)
         checked_rank(said.rank, said.site)
         at, settings = said.server, json.dumps(said.agreed, sort_keys=True)
-        return cls(
-            said.federation, said.site, said.rank, at.name, at.port, at.ca, settings, ReadOnly(said.facts), said.app
-        )
+        return cls(said.federation, said.site, said.rank, at.name, at.port, at.ca, settings, ReadOnly(said.facts))
 
 
 class _Address(Section):
@@ -118,7 +115,6 @@ class _Join(Section):
     federation: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     site: str
     rank: int
-    app: str = Field(pattern=r"^[0-9a-f]{64}$")
     server: _Address
     agreed: dict[str, Any]
     facts: dict[str, Any]

@@ -92,17 +92,4 @@ def server_name(name: str) -> str:
     return name.lower()
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """An address to listen at, from HOST:PORT; without a host that of this machine alone. Raises `ConfigError`.
-
-    Example:
-        >>> host_and_port(":9464")
-        ('127.0.0.1', 9464)
-    """
-    host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 2**16):
-        raise ConfigError(f"an address is HOST:PORT with a port below 65536, as 127.0.0.1:9464; got {quoted(address)}.")
-    return host.strip("[]") or "127.0.0.1", int(port)
-
-
-__all__ = ["MOST_RANK", "check_site", "checked_rank", "host_and_port", "named_rank", "server_name", "sites"]
+__all__ = ["MOST_RANK", "check_site", "checked_rank", "named_rank", "server_name", "sites"]

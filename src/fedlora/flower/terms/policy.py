@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,19 +14,6 @@ from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site, checked_rank
 from fedlora.given_files import parse_toml, read_toml
-from fedlora.server.terms import Weighting
-
-
-def shares_lost(claimed: Mapping[str, float], counted: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Clients whose share was reduced: the claimed share, and the one that counted."""
-    most = math.ldexp(1.0, math.frexp(max(claimed.values(), default=0.0))[1] - 1)  # rounds no share; sums stay finite
-    claimed = {name: claim / most for name, claim in claimed.items()}
-    of_claims, of_counts = math.fsum(claimed.values()), math.fsum(counted[name] for name in claimed)
-    if not of_claims or not of_counts:
-        return {}
-    shares = {name: (claimed[name] / of_claims, counted[name] / of_counts) for name in claimed}
-    return {name: {"claimed": p, "counted": q} for name, (p, q) in shares.items() if q < p * (1 - 1e-9)}
-
 
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
@@ -38,17 +24,13 @@ class Policy:
     """What the server allows.
 
     clients: name -> its rank, or its ranks by module: the allow-list, in the order in which rounds draw from it.
-    max_weight_share: the largest p_i; a claim of more examples counts as the number with this share. None: one half, or
-    2 / clients if there are fewer than four. max_examples: the most that a claim counts for. max_upload_mb: for one
-    reply, in 2^20 bytes; None: twice this client's largest upload, and 1. quarantine: rounds with refused uploads, and
-    none with an accepted one, after which a client is no longer asked; 0 always asks. deadline: seconds for a reply,
-    also the life of a message. retries: of a round with too few replies.
+    max_examples: the most that a claim counts for. max_upload_mb: for one reply, in 2^20 bytes; None: twice this
+    client's largest upload, and 1. deadline: seconds for a reply, also the life of a message. retries: of a round with
+    too few replies.
     """
 
     clients: Mapping[str, int | Mapping[str, int]]
-    max_weight_share: Annotated[float, Field(gt=0, le=1)] | None = None
     max_examples: Above = 1e9
-    quarantine: Count = 3
     deadline: Above = 3600.0
     retries: Count = 1
     max_upload_mb: Above | None = None
@@ -70,27 +52,6 @@ class Policy:
         """A client, with its rank or its ranks by module."""
         rank = self.clients[name]
         return Client(name, rank if isinstance(rank, int) else dict(rank))
-
-    @property
-    def share(self) -> float:
-        """The largest p_i: `max_weight_share`, or its default.
-
-        Example:
-            >>> [round(Policy(dict.fromkeys("abcdefgh"[:n], 4)).share, 2) for n in (1, 2, 3, 4, 8)]
-            [1.0, 1.0, 0.67, 0.5, 0.5]
-        """
-        if self.max_weight_share is not None:
-            return self.max_weight_share
-        return min(1.0, max(0.5, 2 / len(self.clients)))
-
-    def largest_shares(self, weighting: Weighting, clients: int) -> list[float]:
-        """The largest possible weight of each client in a round of `clients`, whatever it claims.
-
-        Example:
-            >>> Policy(dict.fromkeys("abcd", 4), max_weight_share=0.3).largest_shares("examples", 3)
-            [0.3333333333333333, 0.3333333333333333, 0.3333333333333333]
-        """
-        return [max(1 / clients, self.share if weighting == "examples" else 0.0)] * clients
 
     @classmethod
     def read(cls, path: Path) -> Policy:

@@ -125,8 +125,6 @@ def refusals(settings: FederationSettings) -> Iterator[str]:
         yield f"evaluate.target = 'clients' measures {measured}"
     if evaluate.clients_at_end:
         yield f"evaluate.clients_at_end measures {measured}"
-    if run.readouts:
-        yield "run.readouts writes single sites' adapters, which a private federation does not reveal: leave it out"
 
 
 def promise(privacy: FederationPrivacy, rounds: int) -> str:
@@ -154,16 +152,6 @@ def check_policy(policy: Policy, privacy: FederationPrivacy) -> None:
         privacy.check_members(policy.clients)
     except ConfigError as error:
         wrong.append(str(error))
-    if policy.max_weight_share is not None:
-        wrong.append(
-            f"max_weight_share = {policy.max_weight_share:g} limits a site to a share of those that answered, so each "
-            f"site's influence depends on who answered; here the clip bounds it. Leave it out"
-        )
-    if policy.quarantine:
-        wrong.append(
-            f"quarantine = {policy.quarantine} stops asking a site, which traffic shows; a private federation asks all "
-            f"members in every round. Set quarantine = 0"
-        )
     if policy.retries:
         wrong.append(
             f"retries = {policy.retries} repeats a round if too few sites answer; a private round is played once, "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +28,7 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.data_sections import ClassNames
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.idle_keys import check_used, unused
-from fedlora.runs.reading import checked, flat
+from fedlora.runs.reading import checked
 from fedlora.runs.sections import EvaluateSection, MethodSection, RunSection, ServerSection
 from fedlora.training.prompting import check_template
 from fedlora.training.settings import LoRASettings, LossOn, Positive, Section, Task, TrainSection
@@ -38,33 +37,18 @@ Held = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-# Settings that may not change after the first round: otherwise the parts at sites and server would not fit together, or
-# sites would be measured on rows that they trained on.
-FIXED = (
-    "id", "model", "lora", "method", "data.labels", "data.text", "data.pair", "data.label", "data.prompt",
-    "data.response", "data.messages", "data.validation", "data.test", "run.seed", "server.heads", "server.upload",
-    "privacy",
-)  # fmt: skip
-
-# Settings that may change but give the same model another score: scores before and after are not compared.
-MEASURED = frozenset({"data.max_length", "data.template", "data.loss_on", "evaluate.max_new_tokens"})
-
-# Keys of [privacy] that may change: the ledger, and the limit for all runs together.
-_FREE = ("privacy.ledger", "privacy.budget")
-
 # What a site's trainer takes from the settings; quorum, participation and stopping are the server's.
 _OF_SITES: dict[str, Any] = {
-    **dict.fromkeys(("model", "data", "lora", "method", "train"), True), "server": {"heads", "upload"},
+    **dict.fromkeys(("model", "data", "lora", "method", "train"), True), "server": {"heads"},
     "run": {"rounds", "seed", "threads"}, "evaluate": {"metric", "max_new_tokens", "batch_size"},
 }  # fmt: skip
 
 # A column of a site's own file -> the settings' columns that it stands in place of.
 _REPLACES = {"messages": ("prompt", "response"), "prompt": ("messages",), "response": ("messages",)}
 
-_HEAD = f"""\
+_HEAD = """\
 # What server and sites agree on. Sites receive it with every message: edit it here, and nowhere else.
-# Between rounds these stay as they are: {", ".join(FIXED[:10])},
-# {", ".join(FIXED[10:])}.
+# After the first round only run.rounds may change, [network], and the paths of [at_server].
 
 """
 
@@ -315,38 +299,4 @@ class FederationSettings(Section):
         )
 
 
-@dataclass(frozen=True)
-class Change:
-    """A changed key. fixed: it may not change once a round is played."""
-
-    key: str
-    before: Any
-    after: Any
-    fixed: bool
-
-
-def changed(old: FederationSettings, new: FederationSettings) -> tuple[Change, ...]:
-    """The differences, key by key, including [network] and [at_server].
-
-    Example:
-        >>> old = FederationSettings(id="f", model={"task": "causal-lm"})
-        >>> new = FederationSettings(id="f", model={"task": "causal-lm"}, run={"rounds": 20})
-        >>> changed(old, new)
-        (Change(key='run.rounds', before=10, after=20, fixed=False),)
-    """
-    before, after = (flat(settings.model_dump(mode="json")) for settings in (old, new))
-    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
-    return tuple(Change(key, before.get(key), after.get(key), _is_fixed(key)) for key in keys)
-
-
-# ------------------------------------------------------------------------------------------------------------- inside
-
-
-def _is_fixed(key: str) -> bool:
-    return key not in _FREE and any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED)
-
-
-__all__ = [
-    "MEASURED", "AgreedData", "AgreedModel", "AtServerSection", "Change", "FederationSettings", "NetworkSection",
-    "changed",
-]  # fmt: skip
+__all__ = ["AgreedData", "AgreedModel", "AtServerSection", "FederationSettings", "NetworkSection"]

@@ -5,7 +5,6 @@ data = "notes.csv"          # CSV, JSONL or Parquet; relative paths start at the
 model = "/models/bert"      # a directory, a GGUF file, a hub id, or a packaged model
 text = "note"               # columns of its own file, if the federation has other names for them
 device = "cuda"             # the device; `threads` sets the number of threads
-app = "3f5a..."             # SHA-256 of the only Flower app from the server that may run here
 command = ["python", "my_train.py"]     # trains here in place of fedlora's loop; time_limit: in seconds
 method = "ours:Method"      # a method by module and class, if the server names one: its module is imported here
 """
@@ -37,9 +36,8 @@ class Site(Section):
     data: its file, or a data set "hf://..."; model: the base model, as model.path of a run. text to messages: columns
     of its file, if their names differ from the federation's settings. device, threads: as model.device and run.threads;
     default: the best device, and the settings' threads. command, time_limit: as train.command of a run; the settings'
-    [train] then has no effect here. app: SHA-256 of the one Flower app that the operator allows
-    here; default: none. method: the one "module:Class" that the server may name as its method; default: only methods of
-    fedlora and of installed packages.
+    [train] then has no effect here. method: the one "module:Class" that the server may name as its method; default:
+    only methods of fedlora and of installed packages.
 
     Example:
         >>> Site(name="acme", data="notes.csv", model="demo", text="note").columns
@@ -57,7 +55,6 @@ class Site(Section):
     messages: str | None = None
     device: str | None = None
     threads: Annotated[int, Field(ge=1)] | None = None
-    app: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     command: Command | None = None
     time_limit: Seconds | None = None
     method: str | None = None

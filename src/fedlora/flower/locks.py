@@ -1,61 +1,18 @@
-"""The owner of a federation's folder, and the process that has it now: the server could not read what another user,
-even root, writes there, and two servers at once would undo each other's work. A lock ends with its holder."""
+"""The process that has a folder now: two servers at once would undo each other's work. A lock ends with its holder."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
-import pwd
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fedlora.core import files
 from fedlora.core.text import shown
 from fedlora.errors import ConfigError
-from fedlora.flower.places import FederationFolder
 
 log = logging.getLogger(__name__)
-
-
-def owner(folder: Path) -> str:
-    """The name of a folder's present or future owner. Raises `ConfigError` for an owner without a name."""
-    uid = folder.stat().st_uid if folder.exists() else os.getuid()
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError as error:
-        raise ConfigError(f"the owner of {folder}, user id {uid}, has no name, which a unit needs.") from error
-
-
-def check_owner(there: FederationFolder) -> None:
-    """Raises `ConfigError` if this process does not run as the folder's owner."""
-    if there.path.stat().st_uid != os.getuid():
-        name = owner(there.path)
-        raise ConfigError(
-            f"{there.path} belongs to the user {name!r}, and its server runs as {name!r}: it could not read files of "
-            f"another user. Call this as {name!r}: sudo -u {name} ..."
-        )
-
-
-def opened_here(path: Path, how: int) -> int:
-    """A descriptor of a lock or log below a written folder, created if missing; only for this user. how: as in
-    `os.open`. The app can write there too, so links are refused: none may lead to another file of this user.
-
-    Raises:
-        ConfigError: it is a link, or its folder is one. OSError: the disk refuses.
-    """
-    try:
-        if path.parent.is_symlink():
-            raise OSError(errno.ELOOP, "its folder is a link")
-        return os.open(path, how | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise ConfigError(
-            f"{path} is a link, or lies in one, so a write there would go to another file. fedlora makes no such link: "
-            f"find out who did, and remove it."
-        ) from error
 
 
 @contextlib.contextmanager
@@ -68,7 +25,7 @@ def locked(path: Path, refused: Callable[[str], str]) -> Iterator[int]:
     Raises:
         ConfigError: another process has it. OSError: it cannot be made.
     """
-    descriptor = opened_here(path, os.O_RDWR)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         taken = files.hold(descriptor)
         if taken is False:
@@ -117,4 +74,4 @@ def _holder_said(descriptor: int) -> str:
     return shown(os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip() or "unknown")
 
 
-__all__ = ["check_owner", "holder", "locked", "opened_here", "owner", "serving"]
+__all__ = ["holder", "locked", "serving"]
