@@ -215,11 +215,11 @@ def test_a_folder_that_fills_while_another_is_built_is_not_replaced(tmp_path: Pa
     assert sorted(os.listdir(tmp_path / "out")) == ["note.txt", "x"] and os.listdir(tmp_path) == ["out"]
 
 
-def test_no_input_is_replaced(tmp_path: Path) -> None:
+def test_no_input_is_replaced_or_written_into(tmp_path: Path) -> None:
     """By whatever name. What contains one holds something else."""
     put(tmp_path / "in" / "a", "input")
     (tmp_path / "alias").symlink_to("in")
-    for target in ("in/a", "alias/a", "in/../in/a"):
+    for target in ("in/a", "alias/a", "in/../in/a", "alias/a/new"):
         with pytest.raises(ConfigError, match="the input"):
             put(tmp_path / target, force=True, kind=ANY_FOLDER, inputs=[tmp_path / "in" / "a"])
     with pytest.raises(ConfigError, match="has no note"):

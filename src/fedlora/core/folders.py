@@ -69,8 +69,8 @@ def replacing_folder(
     """An empty folder to fill that becomes `target` if the block succeeds; otherwise `target` stays as it was.
 
     Args:
-        force: replace a non-empty target that is entirely of `kind`. inputs: what the result is made from, which is
-            never replaced.
+        force: replace a non-empty target that is entirely of `kind`. inputs: what the result is made from; no target
+            is one of them or lies in one, even with force.
 
     Raises:
         ConfigError: the target cannot be written or may not be replaced.
@@ -121,9 +121,10 @@ def check_target(
     inputs: Sequence[str | os.PathLike[str]] = (),
 ) -> None:
     """Raise `ConfigError` if `replacing_folder` would refuse this target; call it before long work."""
+    real = Path(os.path.realpath(target))
     for given in inputs:
-        if os.path.realpath(given) == os.path.realpath(target):
-            raise ConfigError(f"{shown(target)} is the input {shown(given)}, which is never replaced.")
+        if Path(os.path.realpath(given)) in (real, *real.parents):
+            raise ConfigError(f"{shown(target)} is or lies in the input {shown(given)}; name another directory.")
     _check(target, Path(os.path.abspath(target)), force, kind)
 
 
