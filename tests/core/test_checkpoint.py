@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fedlora import METHODS, Adapter, Client, Download, LoRA, Readout, Roles, Server, Update, build
+from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, build
 from fedlora.core import files
 from fedlora.core.checkpoint import load_newest, save
 from fedlora.core.messages import ClientMemory
@@ -114,17 +114,6 @@ def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, tmp_path: Pa
     assert content(run(server, begun, 3, ranks).state) == content(again.state)
 
 
-@pytest.mark.parametrize(
-    "hparams", [{"preset": "paper"}, {"rank": 4}, {"basis": "energy"}], ids=["paper", "rank 4", "energy"]
-)
-def test_glora_with_other_options_round_trips(hparams: dict[str, Any], tmp_path: Path) -> None:
-    """Two traces a client, a cut with a gap: everything that its state can hold."""
-    server = Server(build("glora", **hparams))
-    state = run(server, start(server, seed_adapter(6)), 3, MIXED).state
-    save(tmp_path, 3, state)
-    assert content(loaded(tmp_path, RunState, server.method.State)) == content(state)
-
-
 def test_what_clients_keep_and_where_they_stand_round_trips(tmp_path: Path) -> None:
     """FedSA-LoRA: B and heads of each client, and positions; a client that has not taken part is absent."""
     server = Server(build("fedsa-lora"))
@@ -155,41 +144,14 @@ class OwnState:
     best: float
 
 
-@dataclass(frozen=True)
-class OwnMethod:
-    name: ClassVar[str] = "own"
-    paper: ClassVar[str] = "none"
-    State: ClassVar[type] = OwnState
-
-    def init(self, seed: LoRA, key: int) -> OwnState:
-        return OwnState(seed, None, {}, -math.inf)
-
-    def roles(self, round: int) -> Roles:
-        return Roles()
-
-    def aggregate(self, state: OwnState, updates: Sequence[Update]) -> OwnState:
-        last = updates[-1]
-        moment = Moment(last.B - state.pair.factors[0], tuple(u.client for u in updates))
-        return OwnState(last.lora, moment, {u.client: (u.weight, math.nan) for u in updates}, math.inf)
-
-    def readout(self, state: OwnState, client: str | None, rank: int) -> Readout:
-        return Readout(state.pair)
-
-    def effective(self, state: OwnState) -> LoRA:
-        return state.pair
-
-    def diagnostics(self, state: OwnState) -> Mapping[str, object]:
-        return {}
-
-
-def test_the_state_of_a_method_of_ones_own_round_trips(tmp_path: Path) -> None:
-    """Its `State` is all that the reader needs: dataclasses inside it are found through its annotations."""
-    server = Server(OwnMethod())
-    state = run(server, start(server, seed_adapter(4)), 2, EQUAL).state
+def test_a_state_of_ones_own_round_trips(tmp_path: Path) -> None:
+    """Its class is all that the reader needs: dataclasses inside it are found through annotations. Mappings are
+    read-only then: what was loaded cannot be changed under a server that holds it."""
+    pair = LoRA(noise((3, 2), "B"), noise((2, 4), "A"))
+    state = OwnState(pair, Moment(noise((3,), "v"), ("a", "b")), {"a": (0.5, math.nan)}, -math.inf)
     save(tmp_path, 2, state)
-    again = loaded(tmp_path, RunState, OwnState)
-    assert content(again) == content(state)
-    assert isinstance(again.server.modules["attn.q"].moment, Moment)
+    again = loaded(tmp_path, OwnState)
+    assert content(again) == content(state) and isinstance(again.moment, Moment) and isinstance(again.scores, ReadOnly)
 
 
 # --------------------------------------------------------------------------------------------------- single values
@@ -264,20 +226,6 @@ def test_names_with_slashes_are_kept_apart(tmp_path: Path) -> None:
     assert content(round_trip(tmp_path, value)) == content(value)
 
 
-def test_numpy_floats_that_are_not_finite_can_be_read_again(tmp_path: Path) -> None:
-    """np.float64 is a float; what `save` accepts `load_newest` must read."""
-    for number in (math.inf, -math.inf, math.nan):
-        got = round_trip(tmp_path, (np.float64(number), np.float64(0.1)))
-        assert repr(tuple(float(x) for x in got)) == repr((number, 0.1))
-
-
-def test_saving_leaves_the_value_alone(tmp_path: Path) -> None:
-    t = noise((3, 4), "t").mT
-    before, strides = content(t), t.stride()
-    save(tmp_path, 1, Box({"t": t}))
-    assert (content(t), t.stride()) == (before, strides)
-
-
 def test_equal_values_make_equal_files(tmp_path: Path) -> None:
     """The name carries the digest of the content: the same state saved again is the same file."""
     value = Box({"b": noise((2, 2), "b"), "a": 1})
@@ -329,11 +277,6 @@ def test_what_cannot_be_stored_is_refused_with_its_place(tmp_path: Path) -> None
         assert not (tmp_path / "new").exists(), message
 
 
-def test_a_mapping_without_string_keys_at_the_top_is_named_too(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="mapping at / has keys"):
-        save(tmp_path, 1, {1: 2})
-
-
 def test_a_tensor_that_the_format_cannot_hold_is_refused_with_its_place(tmp_path: Path) -> None:
     """`save` promises CheckpointError for all that cannot be stored."""
     for t in (torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse(), torch.zeros(2, device="meta")):
@@ -381,17 +324,6 @@ def test_a_damaged_newest_one_warns_and_the_one_before_it_is_used(damage: str, t
     assert len(names(tmp_path)) == 3  # nothing is deleted: it may still be looked at
 
 
-def test_all_damaged_is_an_error_after_a_warning_for_each(tmp_path: Path) -> None:
-    for path, damage in zip(series(tmp_path), ("a bit in the tensors", "truncated", "empty"), strict=True):
-        DAMAGE[damage](path)
-    with (
-        pytest.warns(UserWarning) as caught,
-        pytest.raises(CheckpointError, match=r"none of the 3 checkpoints"),
-    ):
-        load_newest(tmp_path, Box)
-    assert len(caught) == 3
-
-
 def test_a_round_saved_again_after_damage_replaces_the_damaged_file(tmp_path: Path) -> None:
     """Resuming from round 2 gives the same round 3, hence the same name."""
     *_, newest = series(tmp_path)
@@ -405,21 +337,22 @@ def test_a_round_saved_again_after_damage_replaces_the_damaged_file(tmp_path: Pa
 def rewritten(directory: Path, tree: object, tensors: Mapping[str, Tensor] | None = None) -> None:
     """A file with a right digest and a tree of one's own."""
     facts = tree if isinstance(tree, str) else json.dumps({"tree": tree, "run": "", "round": 9})
-    data = safetensors.torch.save(dict(tensors or {}), metadata={"fedlora": facts})
+    data = safetensors.torch.save(dict(tensors or {}), metadata={"checkpoint": facts})
     digest = hashlib.sha256(data).hexdigest()[:16]
     directory.mkdir(exist_ok=True)
     (directory / f"round-00009.{digest}.safetensors").write_bytes(data)
 
 
+BOX = f"{Box.__module__}.Box"
 FOREIGN: dict[str, object] = {
     "an unknown dataclass": {"dataclass": "Popen", "fields": {"args": "true"}},
-    "an unknown dataclass inside": {"dataclass": "Box", "fields": {"value": {"dataclass": "Path", "fields": {}}}},
+    "an unknown dataclass inside": {"dataclass": BOX, "fields": {"value": {"dataclass": "Path", "fields": {}}}},
     "a builtin": {"dataclass": "eval", "fields": {}},
-    "a missing field": {"dataclass": "Box", "fields": {}},
-    "a field too many": {"dataclass": "Box", "fields": {"value": 1, "other": 2}},
-    "an unknown node": {"dataclass": "Box", "fields": {"value": {"code": "1 + 1"}}},
-    "a tensor that is not there": {"dataclass": "Box", "fields": {"value": {"tensor": "/nowhere"}}},
-    "no number": {"dataclass": "Box", "fields": {"value": {"float": "__import__('os')"}}},
+    "a missing field": {"dataclass": BOX, "fields": {}},
+    "a field too many": {"dataclass": BOX, "fields": {"value": 1, "other": 2}},
+    "an unknown node": {"dataclass": BOX, "fields": {"value": {"code": "1 + 1"}}},
+    "a tensor that is not there": {"dataclass": BOX, "fields": {"value": {"tensor": "/nowhere"}}},
+    "no number": {"dataclass": BOX, "fields": {"value": {"float": "__import__('os')"}}},
     "no JSON": "{",
 }  # fmt: skip
 
@@ -435,11 +368,17 @@ def test_a_sound_file_of_something_else_is_refused(tmp_path: Path) -> None:
             load_newest(tmp_path / str(k), Box)
 
 
-def test_a_file_without_a_tree_is_refused(tmp_path: Path) -> None:
-    data = safetensors.torch.save({"x": torch.zeros(2)})
-    (tmp_path / f"round-00001.{hashlib.sha256(data).hexdigest()[:16]}.safetensors").write_bytes(data)
-    with pytest.warns(UserWarning, match="does not hold a Box"), pytest.raises(CheckpointError):
-        load_newest(tmp_path, Box)
+def test_a_checkpoint_of_another_run_or_round_is_refused(tmp_path: Path) -> None:
+    """Whatever its name says: it was copied."""
+    path = save(tmp_path, 3, Box(1), of="mine")
+    with (
+        pytest.warns(UserWarning, match="of another run .*'mine', and this one is 'yours'"),
+        pytest.raises(CheckpointError),
+    ):
+        load_newest(tmp_path, Box, of="yours")
+    path.rename(path.with_name(path.name.replace("00003", "00004")))
+    with pytest.warns(UserWarning, match="of round 3"), pytest.raises(CheckpointError):
+        load_newest(tmp_path, Box, of="mine")
 
 
 def test_a_state_of_a_method_that_the_reader_was_not_told_of_is_refused(tmp_path: Path) -> None:
@@ -454,14 +393,10 @@ def test_a_state_of_a_method_that_the_reader_was_not_told_of_is_refused(tmp_path
 # ---------------------------------------------------------------------------------------------------------- files
 
 
-def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert load_newest(tmp_path, Box) is None
-    assert load_newest(tmp_path / "missing", Box) is None
-
-
 def test_other_files_are_ignored_and_left_alone(tmp_path: Path) -> None:
-    """A leftover .part of a crash, a file of another name, a digest that is none: neither read nor pruned."""
-    series(tmp_path, [1])
+    """A file of another name, a digest that is none: neither read nor pruned. What a killed save left goes."""
+    [path] = series(tmp_path, [1])
+    files.unfinished(path).write_text("half")
     others = [
         "round-00007.0123456789abcdef.part",
         "round-00008.safetensors",
@@ -488,33 +423,11 @@ def test_only_the_newest_are_kept(keep: int, tmp_path: Path) -> None:
     assert loaded(tmp_path).value["round"] == 5
 
 
-def test_two_are_kept_where_nothing_is_said(tmp_path: Path) -> None:
-    """One to lose."""
-    for t in range(4):
-        save(tmp_path, t, Box(t))
-    assert [name[:11] for name in names(tmp_path)] == ["round-00002", "round-00003"]
-
-
 def test_newest_is_by_round_not_by_name_or_time(tmp_path: Path) -> None:
     paths = series(tmp_path, [10, 2, 9])
     for age, path in enumerate(paths):
         os.utime(path, (age, age))
     assert loaded(tmp_path).value["round"] == 10
-
-
-def test_the_directory_is_made(tmp_path: Path) -> None:
-    path = save(tmp_path / "a" / "b", 1, Box(1))
-    assert path.parent == tmp_path / "a" / "b"
-    assert path.exists()
-
-
-def test_a_round_of_six_digits_is_found_again(tmp_path: Path) -> None:
-    """Saved is saved: it must be loaded, or refused when it should be written."""
-    try:
-        save(tmp_path, 100_000, Box(1))
-    except CheckpointError:
-        return
-    assert load_newest(tmp_path, Box) is not None
 
 
 # ------------------------------------------------------------------------------------------------------- full disk
@@ -561,11 +474,6 @@ def test_a_directory_that_cannot_be_made_is_a_checkpoint_error(place: str, tmp_p
     with pytest.raises(CheckpointError, match="could not be written"):
         save(file / place, 1, Box(1))
     assert file.read_text() == "x"
-
-
-def test_mappings_come_back_read_only(tmp_path: Path) -> None:
-    """A state is a value: what was loaded cannot be changed under a server that holds it."""
-    assert isinstance(round_trip(tmp_path, {"a": 1}), ReadOnly)
 
 
 def test_a_round_that_is_stored_again_is_the_newer_value(tmp_path: Path) -> None:

@@ -78,11 +78,11 @@ def test_a_kill_at_any_step_leaves_nothing_or_the_whole_folder(scenario: str, be
     assert {(entry["next"], entry["finally"]) for entry in found} == {("done", "new")}
 
 
-def test_a_kill_at_any_step_of_a_replacement_loses_neither_folder_unless_the_new_one_is_there(kills: Kills) -> None:
+def test_a_kill_at_any_step_of_a_replacement_loses_neither_folder(kills: Kills) -> None:
     """Between two renames there is one step with nothing in its place: then both are beside it, whole."""
     found = kills["replaced"]
     then = Counter(entry["then"] for entry in found)
-    assert set(then) == {"old", "new and old beside", "new"} and then["new and old beside"] == 1
+    assert set(then) == {"old", "new, old", "new"} and then["new, old"] == 1
     assert {(entry["next"], entry["finally"]) for entry in found} == {("done", "new")}
 
 
@@ -215,6 +215,18 @@ def test_a_folder_that_fills_while_another_is_built_is_not_replaced(tmp_path: Pa
     assert sorted(os.listdir(tmp_path / "out")) == ["note.txt", "x"] and os.listdir(tmp_path) == ["out"]
 
 
+def test_no_input_is_replaced_or_written_into(tmp_path: Path) -> None:
+    """By whatever name. What contains one holds something else."""
+    put(tmp_path / "in" / "a", "input")
+    (tmp_path / "alias").symlink_to("in")
+    for target in ("in/a", "alias/a", "in/../in/a", "alias/a/new"):
+        with pytest.raises(ConfigError, match="the input"):
+            put(tmp_path / target, force=True, kind=ANY_FOLDER, inputs=[tmp_path / "in" / "a"])
+    with pytest.raises(ConfigError, match="has no note"):
+        put(tmp_path / "in", force=True, kind=NOTES, inputs=[tmp_path / "in" / "a"])
+    assert tree(tmp_path / "in") == {"a/note.txt": b"input"}
+
+
 def test_an_error_between_the_two_renames_puts_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +352,7 @@ def test_merge_force_replaces_a_merge_and_no_home(tmp_path: Path, main: Callable
     before = tree(tmp_path)
     for target, said in (
         (home, "has no adapter_config.json"),
+        (a, "the input"),
         (tmp_path, "has no adapter_config"),
     ):
         assert said in main("merge", a, b, "-o", target, "--force").complaint()

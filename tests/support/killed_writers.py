@@ -125,7 +125,7 @@ def folder_scenario(name: str, home: Path) -> list[dict[str, Any]]:
 
     def look() -> str:
         if name == "replaced" and not target.exists():
-            return " and ".join(sorted(content(path) for path in home.glob(".*.part"))) + " beside"
+            return ", ".join(sorted(content(path) for path in home.glob(".*.part")))  # beside it
         return content(target)
 
     return killed(prepare, lambda: fill(target, "new", force=True), look, after, home)

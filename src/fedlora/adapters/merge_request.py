@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -71,18 +72,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Place:
-    """A result's destination. force: replace what is there, if it is only an adapter."""
+    """A result's destination. force: replace what is there, if it is only an adapter. inputs: never replaced."""
 
     out: Path
     force: bool = False
+    inputs: Sequence[str | os.PathLike[str]] = ()
 
     def check(self) -> None:
         """Raise `ConfigError` if the result cannot or may not be written; call it before long work."""
-        check_target(self.out, force=self.force, kind=ADAPTER_FOLDER)
+        check_target(self.out, force=self.force, kind=ADAPTER_FOLDER, inputs=self.inputs)
 
     def building(self) -> AbstractContextManager[Path]:
         """A folder that becomes the result if the block succeeds."""
-        return replacing_folder(self.out, force=self.force, kind=ADAPTER_FOLDER)
+        return replacing_folder(self.out, force=self.force, kind=ADAPTER_FOLDER, inputs=self.inputs)
 
 
 def one_of(option: str, value: object, known: Sequence[str]) -> None:

@@ -76,7 +76,7 @@ def merge(
         raise ConfigError("--sum uses weights as they are, but --missing renormalise rescales them: leave out one.")
     if isinstance(adapters, str | os.PathLike):
         raise ConfigError("adapters must be a list of directories; for a single one write [directory].")
-    place = Place(Path(out), force)
+    place = Place(Path(out), force, adapters)
     place.check()
     given, said = collected(
         adapters, weights, weights_from, missing, sum=sum, heads=heads, same_base=same_base,
@@ -118,7 +118,7 @@ def resize(
     rule = RankRule.parse(rank)
     least = int(rule.value) if rule.kind == "rank" else 0
     wanted = Result(rank, "first", dtype, max_error, dry_run, least=least)
-    place = Place(Path(out), force)
+    place = Place(Path(out), force, [adapter])
     place.check()
     files, said = open_adapters([adapter], allow_unknown, limits)
     given = Collection.of(files)

@@ -95,9 +95,7 @@ def apply_adapter(
             written.
     """
     kept, left_out = base.side_files()
-    how: Any = {"force": force, "kind": model_folder(kept)}
-    if out.resolve() == base.directory.resolve():
-        raise ConfigError(f"{shown(out)} is the folder of the base model, which stays; name another one.")
+    how: Any = {"force": force, "kind": model_folder(kept), "inputs": [file.directory, base.directory]}
     check_target(out, **how)
     verdict = judged(file, base)
     _check_memory(verdict)

@@ -81,7 +81,7 @@ def write_gguf(
     """
     if dtype is not None and dtype not in GGUF_TYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(GGUF_TYPES)}; got {dtype[:40]!r}.")
-    place: dict[str, Any] = {"force": force, "kind": _KIND}
+    place: dict[str, Any] = {"force": force, "kind": _KIND, "inputs": [file.directory, base.directory]}
     check_target(out, **place)
     try:
         given, verdict = file, judged(file, base)

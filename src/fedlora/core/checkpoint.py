@@ -34,7 +34,7 @@ from fedlora.errors import CheckpointError
 
 T = TypeVar("T")
 
-_FACTS = "fedlora"
+_FACTS = "checkpoint"
 _NAME = re.compile(r"round-(\d{5,})\.([0-9a-f]{16})\.safetensors")
 
 

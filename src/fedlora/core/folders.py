@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +60,17 @@ ANY_FOLDER = FolderKind("a folder", None, r"(?s:.*)")  # for places only we writ
 
 @contextmanager
 def replacing_folder(
-    target: str | os.PathLike[str], *, force: bool = False, kind: FolderKind | None = None
+    target: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    kind: FolderKind | None = None,
+    inputs: Sequence[str | os.PathLike[str]] = (),
 ) -> Iterator[Path]:
     """An empty folder to fill that becomes `target` if the block succeeds; otherwise `target` stays as it was.
 
     Args:
-        force: replace a non-empty target that is entirely of `kind`.
+        force: replace a non-empty target that is entirely of `kind`. inputs: what the result is made from; no target
+            is one of them or lies in one, even with force.
 
     Raises:
         ConfigError: the target cannot be written or may not be replaced.
@@ -77,7 +82,7 @@ def replacing_folder(
         'hello'
     """
     place = Path(os.path.abspath(target))  # the current directory may change meanwhile
-    _check(target, place, force, kind)
+    check_target(target, force=force, kind=kind, inputs=inputs)
     building, old = files.unfinished(place), files.unfinished(place)
     try:
         building.mkdir(parents=True)
@@ -108,8 +113,18 @@ def replacing_folder(
             shutil.rmtree(left, ignore_errors=True)
 
 
-def check_target(target: str | os.PathLike[str], *, force: bool = False, kind: FolderKind | None = None) -> None:
+def check_target(
+    target: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    kind: FolderKind | None = None,
+    inputs: Sequence[str | os.PathLike[str]] = (),
+) -> None:
     """Raise `ConfigError` if `replacing_folder` would refuse this target; call it before long work."""
+    real = Path(os.path.realpath(target))
+    for given in inputs:
+        if Path(os.path.realpath(given)) in (real, *real.parents):
+            raise ConfigError(f"{shown(target)} is or lies in the input {shown(given)}; name another directory.")
     _check(target, Path(os.path.abspath(target)), force, kind)
 
 
