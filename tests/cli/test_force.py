@@ -56,9 +56,8 @@ def test_apply(tmp_path: Path, main: Main) -> None:
     command = ["export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base"]
     forced(main, command, tmp_path / "m" / "full", "sub/notes.txt")
     before = contents(tmp_path)
-    for more in ([], ["--force"]):
-        assert "base model" in main(*command, "-o", tmp_path / "base", *more).complaint()
-    assert "not replaced" in main(*command, "-o", tmp_path / "adapter", "--force").complaint()
+    for place in ("base", "adapter", "base/new", "adapter/new"):
+        assert "the input" in main(*command, "-o", tmp_path / place, "--force").complaint()
     assert contents(tmp_path) == before
 
 

@@ -29,7 +29,6 @@ from fedlora.applying.relation import named, relation
 from fedlora.applying.sums import BLOCK, Rounding, changed, converted, filled, update
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
-from fedlora.core.text import shown
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.stored import stored_bytes
 
