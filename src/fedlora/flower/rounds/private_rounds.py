@@ -32,8 +32,8 @@ class PrivateRounds(RoundHooks):
         private: the server, which releases, and its plan. terms: the federation's [privacy].
 
     Raises:
-        ConfigError: from `FedLoRA`, for a policy that breaks the guarantee: it has retries = 0, and no share
-            cap. From `start`: BudgetSpent: the budget cannot pay the first round (a later one ends the rounds);
+        ConfigError: from `FedLoRA`, for a policy that breaks the guarantee: it has retries = 0.
+            From `start`: BudgetSpent: the budget cannot pay the first round (a later one ends the rounds);
             ConfigError, CheckpointError, LedgerError: about the server's files.
     """
 
