@@ -59,6 +59,7 @@ def _module(sent: Sequence[LoRA], got: Sequence[LoRA]) -> Tensor:
         if len(one.tensors()) == 1:
             changes.append([(1.0, change_of(one, old))])
             continue
+        old = _live(old)
         known = next((x for x in distinct if all(map(torch.equal, x.factors, old.factors))), None)
         distinct += [] if known else [old]
         changes.append([(1.0, one), (-1.0, known or old)])
@@ -86,6 +87,13 @@ def _products(changes: Sequence[_Terms]) -> tuple[Tensor, Tensor]:
         s = slice(first, first + _STRIP)
         G += W[:, s] @ ((L[:, s].mT @ L) * (R[s] @ R.mT)) @ W.mT
     return (G + G.mT) / 2, W.abs() @ (L.norm(dim=0) * R.norm(dim=1))
+
+
+def _live(lora: LoRA) -> LoRA:
+    """Without slots that are still B = 0, whose rows of A differ between clients that got the same update."""
+    B, A = lora.factors
+    some = (B != 0).any(dim=0)
+    return LoRA(B[:, some], A[some])
 
 
 def _orthonormal(x: LoRA) -> LoRA:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError
+from fedlora.server.judged import FULL, Verdict
 
 log = logging.getLogger("fedlora.server")
 
@@ -32,32 +33,14 @@ Count = int | float  # how many clients: a number, or a share of a round's below
 _EQUAL = 1e-6  # scores and slopes that differ by less are equal: a gauge of condition 1e6 moves them by 1e-7
 _APART = 1e-13  # squared distances below this, relative to the squared norms, are float64 rounding
 _NOTHING = 1e-12  # a coefficient below this share of the client's weight is zero: it leaves no history
-_FULL = 0.95  # from this share of its weight on, a change counts in full
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a rule made of one client.
-
-    Args:
-        weight: p_i, what its change would have counted without a rule.
-        coefficient: c_i of its change; 0 if it is left out.
-        norm: ||X_i||.
-        reason: why it counts for less; "" from 95 % of its weight on.
-    """
-
-    weight: float
-    coefficient: float
-    norm: float
-    reason: str = ""
 
 
 class Rule(ABC):
-    """A robust rule: a frozen dataclass. f: how many clients of a round may be Byzantine.
+    """A robust rule: a frozen dataclass. f: how many clients of a round may be Byzantine. name: as in [defence].
 
     Example:
-        >>> str(NNM(Krum(f=1), f=1)), Krum(f=0.2).least(10)
-        ('mixing (rule = krum (f = 1), f = 1)', 7)
+        >>> str(NNM(Krum(f=0.2), f=0.2)), Krum(f=0.2).least(10)
+        ('krum (f = 0.2) after mixing', 7)
     """
 
     name: ClassVar[str]
@@ -78,7 +61,9 @@ class Rule(ABC):
             raise HyperparameterError(f"{self.name}: f, how many may be Byzantine, is {what}; got {self.f!r}.")
 
     def __str__(self) -> str:
-        return f"{self.name} ({', '.join(f'{one.name} = {getattr(self, one.name)}' for one in fields(self))})"  # type: ignore[arg-type]
+        keys = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        said = ", ".join(f"{key} = {value}" for key, value in keys.items() if value)
+        return f"{self.name} ({said})" if said else self.name
 
 
 @dataclass(frozen=True)
@@ -223,6 +208,9 @@ class NNM(Rule):
         W = torch.stack([_mean_of(one, p) for one in near])
         return W.mT @ self.rule.coefficients(W @ gram @ W.mT, p)
 
+    def __str__(self) -> str:
+        return f"{self.rule} after mixing"
+
 
 def verdicts(rule: Rule, gram: Tensor, p: Tensor, clients: Sequence[str]) -> dict[str, Verdict]:
     """Client -> what the rule made of it. A coefficient below 1e-12 p_i is zero.
@@ -249,7 +237,7 @@ def verdicts(rule: Rule, gram: Tensor, p: Tensor, clients: Sequence[str]) -> dic
         f"its change is {d:.4g} away from the robust one; the median client is {usual:.4g} away" for d in apart.tolist()
     ]
     return {
-        client: Verdict(float(p[k]), float(c[k]), float(norms[k]), why[k] if c[k] < _FULL * p[k] else "")
+        client: Verdict(float(p[k]), float(c[k]), float(norms[k]), why[k] if c[k] < FULL * p[k] else "")
         for k, client in enumerate(clients)
     }
 
