@@ -1,4 +1,4 @@
-"""What a robust rule made of a round: a report for each client, and its words. Imports no torch, for the command line."""
+"""What a robust rule made of a round: a report for each client, and its words. Without torch, for the command line."""
 
 from __future__ import annotations
 
