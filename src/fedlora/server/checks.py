@@ -5,7 +5,6 @@ Each refusal names the client and the reason, and nothing of a refused upload re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,7 +62,9 @@ def _check_counted(upload: Upload, examples: float, state: ServerState, roles: R
             raise UploadRefused(client, reason)
 
     bounded = 1 / _LARGEST <= examples <= _LARGEST
-    require(bounded, f"num_examples = {examples:g}; sums over clients hold numbers from {1 / _LARGEST:g} to {_LARGEST:g}.")
+    require(
+        bounded, f"num_examples = {examples:g}; sums over clients hold numbers from {1 / _LARGEST:g} to {_LARGEST:g}."
+    )
     require(not adapter.base, "it contains base weights; upload what `send(adapter, roles)` returns.")
     try:
         ranks = ranks_of(upload.client, state)
@@ -72,13 +73,16 @@ def _check_counted(upload: Upload, examples: float, state: ServerState, roles: R
     _check_modules(upload, ranks, state.start, roles, method)
     heads = state.heads if roles.heads == "shared" else {}
     require(
-        adapter.heads.keys() == heads.keys(), f"heads {sorted(adapter.heads)} were sent; this round shares {sorted(heads)}."
+        adapter.heads.keys() == heads.keys(),
+        f"heads {sorted(adapter.heads)} were sent; this round shares {sorted(heads)}.",
     )
     for name, head in heads.items():
         got, want = tuple(adapter.heads[name].shape), tuple(head.shape)
         require(got == want, f"head {name!r} has shape {got}; it must be {want}.")
     for name, tensor in named_tensors(adapter):
-        require(tensor.dtype in _DTYPES, f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64.")
+        require(
+            tensor.dtype in _DTYPES, f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64."
+        )
         plain = tensor.layout == torch.strided and not tensor.is_meta
         require(plain, f"{name} is {tensor.layout} on {tensor.device.type}; adapters are plain dense tensors.")
         if not bool((tensor.detach().abs() <= _LARGEST).all()):  # also false for NaN
@@ -88,7 +92,9 @@ def _check_counted(upload: Upload, examples: float, state: ServerState, roles: R
                 f"{name} holds NaN or Inf in {bad} of {tensor.numel()} entries: training diverged there (a lower "
                 f"learning rate or gradient clipping helps).",
             )
-            require(False, f"{name} holds {float(tensor.detach().abs().max()):.1e}; the server sums up to {_LARGEST:g}.")
+            require(
+                False, f"{name} holds {float(tensor.detach().abs().max()):.1e}; the server sums up to {_LARGEST:g}."
+            )
     for name, head in heads.items():
         fits = bool(torch.isfinite(adapter.heads[name].detach().to(head.dtype)).all())
         require(fits, f"head {name!r} holds values beyond the server's {head.dtype}.")
@@ -96,9 +102,7 @@ def _check_counted(upload: Upload, examples: float, state: ServerState, roles: R
         require_measured(upload)
 
 
-def _check_modules(
-    upload: Upload, ranks: Mapping[str, int], start: Adapter, roles: Roles, method: Method[Any]
-) -> None:
+def _check_modules(upload: Upload, ranks: Mapping[str, int], start: Adapter, roles: Roles, method: Method[Any]) -> None:
     client, modules = upload.client.id, upload.adapter.modules
     asked = ranks if roles.shared else {}
     lacks, extra = sorted(asked.keys() - modules.keys()), sorted(modules.keys() - asked.keys())

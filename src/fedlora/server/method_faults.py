@@ -34,7 +34,7 @@ def checked_states(method: Method[Any], function: str, made: Any, count: int) ->
     # No checkpoint could read back a subclass.
     if not isinstance(made, list) or [type(state) for state in made] != [method.State] * count:
         raise MethodFault(
-            f"{method.name}.{function} returned {made!r:.80}; {count} of its State, {method.State.__name__}, are needed."
+            f"{method.name}.{function} returned {made!r:.80}; {count} of its State {method.State.__name__} are needed."
         )
     return made
 

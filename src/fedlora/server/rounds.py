@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -208,6 +208,16 @@ def require_sums(kind: str, method: Method[Any]) -> None:
             f"{kind} rounds have only a sum of products, and {method.name} averages the factors of one rank as well. "
             f"Use Kept(); or flora, which adds the exact mean to the base weights, too."
         )
+
+
+def require_counting(kind: RoundKind, weighting: object, quorum: object) -> None:
+    """Raises `HyperparameterError` unless these are a weighting (or None) and a quorum."""
+    name = type(kind).__name__
+    if weighting not in (*get_args(Weighting), None):
+        raise HyperparameterError(f"{name}: weighting is one of {get_args(Weighting)}; got {weighting!r}.")
+    whole = isinstance(quorum, int) and not isinstance(quorum, bool) and quorum >= 1
+    if quorum is not None and not whole:
+        raise HyperparameterError(f"{name}: quorum is at least 1 good upload, or None; got {quorum!r}.")
 
 
 def shares(counts: Mapping[str, float]) -> dict[str, float]:
