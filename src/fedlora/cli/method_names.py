@@ -14,7 +14,7 @@ from fedlora.runs.config import typed
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.reading import checked
 from fedlora.runs.sections import MethodSection
-from fedlora.server.robust_rules import Rule
+from fedlora.server.rules import Rule
 
 _CLOSED_BY = {'"': '"', "'": "'", "[": "]"}
 _SPACES = " \t\r\n"

@@ -24,7 +24,7 @@ from fedlora.flower.rounds.flower_state import newest
 from fedlora.flower.rounds.strategy import FedLoRA, log
 from fedlora.flower.terms.policy import Policy
 from fedlora.methods.registry import build
-from fedlora.server.robust_rules import Rule
+from fedlora.server.rules import Rule
 from fedlora.server.server import Server, start
 
 
@@ -112,7 +112,7 @@ def stock_strategy(
             memory of other clients with it (GLoRA's): only where all nodes stay, and never in a deployment.
             method, hparams: as in `fedlora.build`. folder: for checkpoints. resume: continue from its newest one; with
             an empty folder it begins at round 1. rule: a robust rule, such as
-            `fedlora.server.robust_rules.MultiKrum(liars=1)`, instead of Flower's own strategies of that name, which
+            `fedlora.server.rules.MultiKrum(f=1)`, instead of Flower's own strategies of that name, which
             compare factors and would not understand adapters.
 
     Raises:

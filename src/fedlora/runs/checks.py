@@ -5,8 +5,7 @@ For a private run, above all: anything that would release more than the noised s
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fedlora.core.lora import Adapter
@@ -18,7 +17,6 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.defence import check_rule
 from fedlora.runs.private_releases import Planned
 from fedlora.runs.tracking import check_trackers
-from fedlora.server.closing import largest_shares
 from fedlora.server.private_options import Privacy
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
@@ -27,8 +25,6 @@ from fedlora.training.evaluation import Target
 from fedlora.training.loading import SPREAD, check_device
 from fedlora.training.metrics import METRICS, generates
 from fedlora.training.programs import check_program
-
-log = logging.getLogger("fedlora.runs")
 
 
 def of_machine(config: RunConfig) -> Iterator[str]:
@@ -139,17 +135,10 @@ def _of_roles(config: RunConfig, name: str, roles: Roles) -> Iterator[str]:
         yield f"run.keep_uploads cannot store what never leaves a client, but {name} shares {roles}."
 
 
-def check_liars(
-    config: RunConfig, server: Server, initial: ServerState, clients: Sequence[Client], examples: Mapping[str, float]
-) -> None:
-    """Raise `ConfigError` if a robust rule cannot tolerate its liars in any round. examples: per client."""
-    if server.rule is None:
-        return
-    a_round = len(sample_clients(list(examples), config.run.participation, seed=0, round=0))
-    p = largest_shares(examples if server.weighs_by == "examples" else dict.fromkeys(examples, 1.0), a_round)
-    ranks = [client.ranks(initial.modules) for client in clients]
-    if near := check_rule(server.rule, server.method, ranks, p):
-        log.warning("%s", near)
+def check_liars(config: RunConfig, server: Server, clients: Sequence[str]) -> None:
+    """Raise `ConfigError` if a round is too small for the robust rule."""
+    if server.round.rule is not None:
+        check_rule(server.round.rule, len(sample_clients(clients, config.run.participation, seed=0, round=0)))
 
 
 # ---- private runs ----------------------------------------------------------------------------------------------------

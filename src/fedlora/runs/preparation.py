@@ -205,8 +205,7 @@ def target_of(
     target = config.evaluate.target
     if target == "auto":
         target = "server" if server.has_global_model(initial) else "clients"
-    examples = {name: float(size) for name, size in sizes.items()}
-    liars = said_by(lambda: check_liars(config, server, initial, clients, examples))
+    liars = said_by(lambda: check_liars(config, server, list(sizes)))
     return target, [*of_fit(config, server, initial, target, clients), *liars]
 
 

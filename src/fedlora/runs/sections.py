@@ -23,7 +23,7 @@ from fedlora.data.hub_folders import repository_and_revision
 from fedlora.methods import build
 from fedlora.runs.stopping import Patience
 from fedlora.runs.tracking import TrackerName
-from fedlora.server.robust_rules import Rule
+from fedlora.server.rules import Rule
 from fedlora.server.server import Heads, Server
 from fedlora.server.terms import Weighting
 from fedlora.simulation import UploadHook

@@ -120,7 +120,7 @@ class Attempt:
             self._sent.remove(name)
         if answer.message is None:
             if answer.fate == "refused":
-                self._intake.refuse(UploadRefused(name, answer.why))  # a robust rule counts it as a liar's
+                self._intake.refuse(UploadRefused(name, answer.why))
             return self._settle(name, answer.fate or "failed", answer.why, **came)
         sent = self._maker.download(name)
         try:
@@ -288,7 +288,7 @@ class Attempt:
 def update_norm(upload: Upload, download: Download) -> float:
     """sqrt of the sum over modules of ||B A - B_0 A_0||_F^2: how far the client moved from its readout (B_0, A_0).
 
-    The log reports it for people; a robust rule (`fedlora.server.robust_rules`) is what weighs changes. Heads do not
+    The log reports it for people; a robust rule (`fedlora.server.rules`) is what weighs changes. Heads do not
     count. A frozen factor is the download's. If a factor stays at the client, it is the norm of only the other one's
     change, which depends on coordinates, but equally for all clients of the round.
     """
