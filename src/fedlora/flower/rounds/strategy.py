@@ -252,7 +252,7 @@ class FedLoRA:
         """Wait until as many clients are online as a round needs."""
 
         def enough() -> bool:
-            least = least_usable(self.policy, self.server.quorum, self.server.rule, self.participation)
+            least = least_usable(self.policy, self.server.round.quorum, self.server.round.rule, self.participation)
             return len({*self.online(grid)} & self.policy.clients.keys()) >= least
 
         self._wait_until(enough)
