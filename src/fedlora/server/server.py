@@ -105,11 +105,7 @@ class Server:
                 raise ShapeError(f"the seed adapter holds NaN or Inf in {name}.")
         if self.privacy is not None:
             self.privacy.require_start(seed_adapter)
-        start = {}
-        for name, lora in seed_adapter.modules.items():
-            dtype = compute_dtype(lora)
-            pair = lora.map(lambda t, dtype=dtype: t.detach().to(dtype, copy=True))  # type: ignore[misc]
-            start[name] = filled(pair, lora.rank, lambda lora=pair, name=name: self._fresh(lora, name))  # type: ignore[misc]
+        start = {name: self._begun(name, lora) for name, lora in seed_adapter.modules.items()}
         with blamed_on(self.method, "init"):
             made = [self.method.init(lora) for lora in start.values()]
         modules = dict(zip(start, checked_states(self.method, "init", made, len(start)), strict=True))
@@ -172,9 +168,12 @@ class Server:
             rows[: len(A)] = A[:rank]
         return rows
 
-    def _fresh(self, lora: LoRA, module: str) -> Tensor:
+    def _begun(self, module: str, seed: LoRA) -> LoRA:
+        """A copy of the seed without dead slots, in the dtype that the server computes with."""
+        dtype = compute_dtype(seed)
+        lora = seed.map(lambda t: t.detach().to(dtype, copy=True))
         A = lora.factors[1]
-        return fresh_rows(*A.shape, self._key(module), like=A)
+        return filled(lora, lora.rank, lambda: fresh_rows(*A.shape, self._key(module), like=A))
 
     def _key(self, module: str) -> int:
         return derive_seed(self.seed, module)
