@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist, median
-from typing import Any
 
 import torch
 
@@ -118,7 +117,7 @@ class Adversary:
             case "free-rider":  # noise in which every part has the median honest client's size
                 random = noise(own, *seed, own.upload.client.id)
                 usual = over(honest, lambda parts: median(map(size, parts)))
-                return {key: _of_size(part, usual.get(key, 0.0)) for key, part in random.items()}
+                return {k: combined([x], [usual.get(k, 0.0) / (size(x) or 1.0)]) for k, x in random.items()}
         raise NotImplementedError(f"{self.attack.kind} is in `kinds.KINDS`, but this file does not say what it sends.")
 
 
@@ -139,11 +138,6 @@ def largest_z(clients: int, attackers: int) -> float:
     supporters = max(1, clients // 2 + 1 - attackers)
     share = (honest - supporters) / honest if honest else 0.0
     return max(0.0, NormalDist().inv_cdf(share)) if 0 < share < 1 else 0.0
-
-
-def _of_size(part: Any, wanted: float) -> Any:
-    now = size(part)
-    return combined([part], [wanted / now if now else 0.0])
 
 
 def _counts(sent: Sent) -> bool:

@@ -54,13 +54,10 @@ def mean(parts: Sequence[Any]) -> Any:
 
 def deviation(parts: Sequence[Any]) -> Any:
     """The entrywise (population) standard deviation: dense, for entries of a weight's change have no factors."""
-    if not isinstance(parts[0], LoRA):
-        return torch.stack(_padded(parts)).std(0, correction=0)
-    center = mean(parts).delta()
-    squares = torch.zeros_like(center)
-    for part in parts:  # one dense matrix at a time
-        squares += (part.delta() - center).square()
-    return LoRA((squares / len(parts)).sqrt(), torch.eye(center.shape[1], dtype=center.dtype))
+    if isinstance(parts[0], LoRA):
+        dense = deviation([part.delta() for part in parts])
+        return LoRA(dense, torch.eye(dense.shape[1], dtype=dense.dtype))
+    return torch.stack(_padded(parts)).std(0, correction=0)
 
 
 def size(part: Part) -> float:
@@ -91,31 +88,28 @@ def noise(sent: Sent, *seed: str | int) -> dict[Key, Part]:
     return parts
 
 
-def upload(sent: Sent, wanted: Change) -> tuple[Upload, float]:
+def upload(sent: Sent, wanted: Mapping[Key, Any]) -> tuple[Upload, float]:
     """(readout + change as this client's upload, with its rank, shapes and dtypes; ||what did not fit|| / ||change||).
 
     A product of larger rank is cut to the best approximation (Eckart and Young 1936), with balanced factors.
     """
-    modules, left = {}, [0.0]
+    modules, left, whole = {}, [], norm(wanted)
     for name, lora in sent.upload.adapter.modules.items():
         begun, made = sent.begun.modules[name], {}
         if sent.roles.both_shared:
-            U, s, Vh = svd(stack([begun.map(Tensor.double), wanted["module", name]], [1.0, 1.0]))  # type: ignore[list-item]
-            made = dict(zip(("B", "A"), balanced(U, s, Vh, lora.rank).factors, strict=True))
-            left.append(float(torch.linalg.vector_norm(s[lora.rank :])))
+            U, s, Vh = svd(stack([begun.map(Tensor.double), wanted["module", name]], [1.0, 1.0]))
+            made["B"], made["A"] = balanced(U, s, Vh, lora.rank).factors
+            left.append(size(s[lora.rank :]))
         for factor in lora.tensors().keys() - made.keys():
             entries = combined([_by_slots(factor, begun.tensors()[factor]), wanted[factor, name]], [1.0, 1.0])
+            made[factor] = entries[:, : lora.rank] if factor == "B" else entries[:, : lora.rank].mT.contiguous()
             left.append(size(entries[:, lora.rank :]))
-            made[factor] = entries[:, : lora.rank] if factor == "B" else entries[:, : lora.rank].mT
-        kept = {factor: made[factor].to(tensor.dtype).contiguous() for factor, tensor in lora.tensors().items()}
-        modules[name] = LoRA(kept.get("B"), kept.get("A"))
+        modules[name] = LoRA(*(None if t is None else made[f].to(t.dtype) for f, t in (("B", lora.B), ("A", lora.A))))
     heads = {
-        name: (sent.begun.heads[name].double() + wanted["head", name]).to(head.dtype)  # type: ignore[operator]
+        name: (sent.begun.heads[name].double() + wanted["head", name]).to(head.dtype)
         for name, head in sent.upload.adapter.heads.items()
     }
-    whole = norm(wanted)
-    share = math.hypot(*left) / whole if whole else 0.0
-    return replace(sent.upload, adapter=Adapter(modules, heads)), share
+    return replace(sent.upload, adapter=Adapter(modules, heads)), math.hypot(*left) / whole if whole else 0.0
 
 
 def svd(lora: LoRA) -> tuple[Tensor, Tensor, Tensor]:
