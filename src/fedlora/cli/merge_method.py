@@ -77,7 +77,7 @@ def _check_method(method: Method[Any]) -> None:
             f"{method.name} needs clients that keep a part of their adapter or freeze it (B {roles.B}, A "
             f"{roles.A}); with files only, a method must share both factors: glora, fedit, flexlora, svd, ..."
         )
-    if roles.moves_base:
+    if method.moves_base:
         raise ConfigError(f"{method.name} moves the base weights, so its result is more than an adapter.")
 
 

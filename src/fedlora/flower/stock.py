@@ -24,6 +24,7 @@ from fedlora.flower.rounds.flower_state import newest
 from fedlora.flower.rounds.strategy import FedLoRA, log
 from fedlora.flower.terms.policy import Policy
 from fedlora.methods.registry import build
+from fedlora.server.kept import Kept
 from fedlora.server.rules import Rule
 from fedlora.server.server import Server, start
 
@@ -141,7 +142,7 @@ def stock_strategy(
             raise ConfigError(f"{module!r} has no lora_{lacks}: give get_peft_model_state_dict as a whole.")
     factor = alpha / r
     adapter = Adapter({m: LoRA(pair["B"] * factor, pair["A"]) for m, pair in sorted(pairs.items())})
-    server = Server(build(method, **hparams), heads="frozen", quorum=quorum, seed=seed, rule=rule)
+    server = Server(build(method, **hparams), heads="frozen", seed=seed, round=Kept(rule, quorum=quorum))
     state = start(server, adapter)
     return StockFedLoRA(
         server,

@@ -133,7 +133,7 @@ def prepare(
     model = config.model.load(config.lora, labels, config.run.seed, device=device)
     clients, seed_adapter, spec = _start(config, model, list(parts), labels)
     if config.privacy is not None:
-        server = replace(server, privacy=planned_privacy(config, clients, seed_adapter))
+        server = replace(server, round=planned_privacy(config, clients, seed_adapter))
     sizes = {name: len(part) for name, part in parts.items()}
     target, misfits = target_of(config, server, seed_adapter, clients, sizes)
     refuse(misfits)
