@@ -1,6 +1,6 @@
-"""Methods as typed: "glora", "glora gamma=1", "flexlora preset=raflora", or several separated by commas.
+"""Methods as typed: "glora", "glora gamma=1", "glora rho=0.5", or several separated by commas.
 
-Commas and spaces inside quotes or brackets belong to a value: "glora tie='error', own:Mean weights=[1, 2]".
+Commas and spaces inside quotes or brackets belong to a value: "own:Mean label='a, b', own:Mean weights=[1, 2]".
 """
 
 from __future__ import annotations

@@ -176,18 +176,16 @@ _snapshot = lru_cache(maxsize=32)(model_place)  # each ask of the hub costs seco
 class MethodSection(Section):
     """How uploads become the server's model. Further keys are the method's hyper-parameters.
 
-    name: one listed by `fedlora methods`, or "module:Class" for your own. preset: a named set of hyper-parameters, also
-    listed by `fedlora methods`.
+    name: one listed by `fedlora methods`, or "module:Class" for your own.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     name: str = "glora"
-    preset: str | None = None
 
     def build(self) -> Method[Any]:
         """The method. Raises `HyperparameterError`."""
-        return build(self.name, preset=self.preset, **(self.model_extra or {}))
+        return build(self.name, **(self.model_extra or {}))
 
 
 class ServerSection(Section):
