@@ -19,6 +19,7 @@ from typing import Any
 
 import opendp.prelude  # noqa: F401  before the forks
 import torch
+from fedlora.server.private_options import Privacy, Releases
 
 from fedlora import Adapter, Client, Server, build
 from fedlora.core import checkpoint
@@ -26,7 +27,6 @@ from fedlora.core.trainer import Trained
 from fedlora.privacy import Geometry, Ledger
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.private_releases import OnDisk, begin, private_folder, read_private
-from fedlora.server.private_options import Privacy, Releases
 from fedlora.server.state import RunState
 from fedlora.simulation import simulate, start
 from fedlora.testing.federations import EQUAL, EXAMPLES, pushed, seed_adapter

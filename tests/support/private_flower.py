@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fedlora.server.private_options import Privacy
+from fedlora.server.private_round import PrivateRound
 from torch import Tensor
 
 from fedlora import Server, build
@@ -20,8 +22,6 @@ from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.privacy import Budget, Geometry, Ledger
 from fedlora.runs.private_releases import OnDisk, Planned
 from fedlora.runs.private_run import PrivateRun, plan_of
-from fedlora.server.private_options import Privacy
-from fedlora.server.private_round import PrivateRound
 from fedlora.server.server import start
 from support.flower_grid import RANKS, RUN, FastClock, LocalGrid, Toy, seed_adapter
 

@@ -87,6 +87,7 @@ class OpenRound(ABC):
         self.counts: dict[str, float] = {}  # client -> n_i, or 1 if all count alike
         self.abstained: set[str] = set()
         self.refused: dict[str, str] = {}
+        self._closed = False
 
     @property
     def number(self) -> int:
@@ -101,7 +102,10 @@ class OpenRound(ABC):
 
         Raises:
             UploadRefused: it is not what this round asked for. It is left out, and the round goes on.
+            HyperparameterError: the round is closed.
         """
+        if self._closed:
+            raise HyperparameterError(f"round {self.number} is closed: this upload would be in no state.")
         check_types(upload)
         client = upload.client.id
         try:
@@ -136,6 +140,7 @@ class OpenRound(ABC):
         heads = self._mean_heads() if self.roles.heads == "shared" else {}
         modules = {**self.state.modules, **after}  # a module that no client of this round holds stays as it is
         warn_of_losses(self.method, self.number, modules)
+        self._closed = True
         return replace(
             self.state, round=self.number, modules=ReadOnly(modules), heads=ReadOnly({**self.state.heads, **heads}),
             tally=self._tally(judged),
