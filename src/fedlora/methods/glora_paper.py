@@ -75,7 +75,7 @@ class GLoRAPaper(Method[PaperState]):
     def init(self, seed: LoRA) -> PaperState:
         # Alg. 1, l. 1. A fresh start has B = 0, so U_ref has no column.
         U, Ahat = _gauge_fix(seed, unit_roundoff(seed.factors[0].dtype))
-        return PaperState(LoRA(U, Ahat).map(lambda t: t.to(seed.factors[0])))
+        return PaperState(LoRA(U, Ahat).map(lambda t: _stored(t, seed.factors[0])))
 
     def aggregate(self, state: PaperState, updates: Sequence[Update]) -> PaperState:
         like = updates[0].lora.factors[0]
@@ -89,8 +89,8 @@ class GLoRAPaper(Method[PaperState]):
         # Alg. 2, l. 3-6: Z_i = U_ref^T U_i Ahat_i (R, d_in), Z_g = sum_i p_i Z_i
         Z_g = torch.stack([p * (U_ref.mT @ U @ Ahat) for p, U, Ahat in fixed.values()]).sum(dim=0)
         # Alg. 1, l. 13: H_i <- U_i for the next round; this round's readouts (l. 12) still use the one before.
-        latest = {**state.latest, **{client: U.to(like) for client, (_, U, _) in fixed.items()}}
-        return PaperState(LoRA(U_ref, Z_g).map(lambda t: t.to(like)), state.latest, latest)
+        latest = {**state.latest, **{client: _stored(U, like) for client, (_, U, _) in fixed.items()}}
+        return PaperState(LoRA(_stored(U_ref, like), _stored(Z_g, like)), state.latest, latest)
 
     def readout(self, state: PaperState, client: str | None, rank: int) -> LoRA:
         U_ref, Z_g = state.omega.map(Tensor.double).factors
@@ -121,6 +121,11 @@ class GLoRAPaper(Method[PaperState]):
 
     def diagnostics(self, state: PaperState) -> Mapping[str, object]:
         return {"rank": state.omega.rank, "server_rank": state.omega.rank}
+
+
+def _stored(t: Tensor, like: Tensor) -> Tensor:
+    """Row by row, as a checkpoint gives it back: the bits of products depend on the order in memory."""
+    return t.to(like).contiguous()
 
 
 def _gauge_fix(lora: LoRA, roundoff: float) -> tuple[Tensor, Tensor]:

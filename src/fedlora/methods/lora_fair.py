@@ -52,7 +52,6 @@ class LoRAFAIR(Method[LoRAFAIRState]):
     paper: ClassVar[str] = "arXiv 2411.14961"
     State: ClassVar[type] = LoRAFAIRState
     one_rank: ClassVar[bool] = True
-    claims: ClassVar[frozenset[str]] = frozenset({"halves"})
 
     metric: Metric = "columns"
     lambda_: float = 0.01
@@ -80,22 +79,26 @@ class LoRAFAIR(Method[LoRAFAIRState]):
 
     def _corrected(self, X: Tensor, B: Tensor, A: Tensor) -> Tensor:
         """B + dB."""
-        unit = float(torch.linalg.matrix_norm(B))  # search dB in units of B, whatever its size
+        unit = float(torch.linalg.matrix_norm(B @ A))
         if unit == 0 or not bool(X.any()):
             return B  # zero has no direction
-        dB, penalty = torch.zeros_like(B), self.lambda_ * unit**2
+        # Search W = dB sqrt(A A^T) / ||B A||, which moves B A about equally in every direction, whatever A is.
+        values, V = torch.linalg.eigh(A @ A.mT)
+        scale = unit * (V / (values.clamp(min=0) + 1e-6 * values[-1]).sqrt()) @ V.mT
+        W = torch.zeros_like(B)
         search = torch.optim.LBFGS(
-            [dB], max_iter=500, history_size=30, tolerance_grad=1e-11, tolerance_change=1e-16,
+            [W], max_iter=500, history_size=30, tolerance_grad=1e-9, tolerance_change=1e-16,
             line_search_fn="strong_wolfe",
         )  # fmt: skip
 
         def loss() -> float:
-            cosine, slope = self._cosine(X, (B + unit * dB) @ A)
-            dB.grad = 2 * penalty * dB - unit * slope @ A.mT
-            return 1 - cosine + penalty * float(dB.square().sum())
+            dB = W @ scale
+            cosine, slope = self._cosine(X, (B + dB) @ A)
+            W.grad = (2 * self.lambda_ * dB - slope @ A.mT) @ scale
+            return 1 - cosine + self.lambda_ * float(dB.square().sum())
 
         search.step(loss)  # type: ignore[no-untyped-call]
-        best = B + unit * dB
+        best = B + W @ scale
         # A cosine ignores length, so at the minimum dB is orthogonal to B + dB: take that point of its line.
         length = float((B * best).sum() / best.square().sum())
         return best * length if length > 0 else best
