@@ -101,7 +101,7 @@ class Method(ABC, Generic[S]):
 
     @property
     def claims(self) -> frozenset[str]:
-        """Which of the contracts "exact", "gauge" and "halves" hold, with these hyper-parameters."""
+        """Which of the contracts "exact", "gauge", "readouts" and "halves" hold, with these hyper-parameters."""
         return frozenset()
 
     @property
