@@ -68,7 +68,7 @@ def a_federation(dtype: torch.dtype) -> tuple[list[Upload], list[Adapter]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("strip", [2048, 7])
+@pytest.mark.parametrize("strip", [256, 7])
 def test_it_is_that_of_dense_changes(dtype: torch.dtype, strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the columns that are multiplied at once."""
     monkeypatch.setattr(changes, "_STRIP", strip)

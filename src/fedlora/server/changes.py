@@ -22,9 +22,7 @@ from fedlora.core.lora import Adapter, LoRA, change_of
 from fedlora.core.messages import Upload
 
 _CANCELS = 1e7  # terms^2 over ||X||^2: below, G keeps 9 of float64's 16 digits, and rules call 6 of them equal
-_STRIP = 2048  # columns at once: the square of a thousand clients' columns would not fit in memory
-
-_Terms = list[tuple[float, LoRA]]  # X as a signed sum of products
+_STRIP = 256  # columns at once: of a thousand clients' columns the square would not fit in memory
 
 
 def gram_of_changes(uploads: Sequence[Upload], begun: Sequence[Adapter], heads: Mapping[str, Tensor]) -> Tensor:
@@ -53,47 +51,47 @@ def _module(sent: Sequence[LoRA], got: Sequence[LoRA]) -> Tensor:
         (name,) = sent[0].tensors()
         moved = [one.tensors()[name].detach().double() - old.tensors()[name].double() for one, old in pairs]
         return _entries([x.mT if name == "B" else x for x in moved])  # slot by slot, so that zeros pad the later slots
-    distinct: list[LoRA] = []
-    changes: list[_Terms] = []
-    for one, old in pairs:
-        if len(one.tensors()) == 1:
-            changes.append([(1.0, change_of(one, old))])
-            continue
-        old = _live(old)
-        known = next((x for x in distinct if all(map(torch.equal, x.factors, old.factors))), None)
-        distinct += [] if known else [old]
-        changes.append([(1.0, one), (-1.0, known or old)])
-    G, terms = _products(changes)
+    if len(sent[0].tensors()) == 1:
+        return _products([(change_of(*pair), None) for pair in pairs])[0]
+    G, terms = _products(pairs)
     lost = (terms.square() > _CANCELS * G.diagonal()).tolist()
     if any(lost):
-        short = [[(1.0, _orthonormal(change_of(*pairs[k])))] if bad else changes[k] for k, bad in enumerate(lost)]
-        G, _ = _products(short)
+        G, _ = _products(
+            [(_orthonormal(change_of(*pairs[k])), None) if bad else pairs[k] for k, bad in enumerate(lost)]
+        )
     return G
 
 
-def _products(changes: Sequence[_Terms]) -> tuple[Tensor, Tensor]:
-    """((n, n): <X_i, X_j>, (n,): the size of X_i's terms, sum_a ||l_a|| ||r_a||)."""
-    parts = {id(lora): lora for terms in changes for _, lora in terms}  # what several clients got stands here once
-    L = torch.cat([lora.factors[0].detach().double() for lora in parts.values()], dim=1)
-    R = torch.cat([lora.factors[1].detach().double() for lora in parts.values()])
-    at = {key: k for k, key in enumerate(parts)}
-    signs = torch.zeros(len(changes), len(parts), dtype=L.dtype)
-    for k, terms in enumerate(changes):
-        for sign, lora in terms:
-            signs[k, at[id(lora)]] += sign
-    W = signs.repeat_interleave(torch.tensor([lora.rank for lora in parts.values()]), dim=1)
-    G = torch.zeros(len(changes), len(changes), dtype=L.dtype)
-    for first in range(0, L.shape[1], _STRIP):
-        s = slice(first, first + _STRIP)
-        G += W[:, s] @ ((L[:, s].mT @ L) * (R[s] @ R.mT)) @ W.mT
-    return (G + G.mT) / 2, W.abs() @ (L.norm(dim=0) * R.norm(dim=1))
+def _products(pairs: Sequence[tuple[LoRA, LoRA | None]]) -> tuple[Tensor, Tensor]:
+    """((n, n): <X_i, X_j>, (n,): the size of X_i's terms, sum_a ||l_a|| ||r_a||), from what each sent and got."""
+    n, (d, _) = len(pairs), pairs[0][0].factors[0].shape
+    rows = torch.cat([_rows(new) for new, _ in pairs])
+    W = torch.eye(n, dtype=rows.dtype).repeat_interleave(torch.tensor([new.rank for new, _ in pairs]), dim=1)
+    # What several clients got stands here once. Slots that are still B = 0 add nothing, but differ between clients.
+    places: dict[bytes, int] = {}
+    back = torch.zeros(n, sum(old.rank for _, old in pairs if old is not None), dtype=rows.dtype)
+    fresh = []
+    for k, (_, old) in enumerate(pairs):
+        for row in [] if old is None else _rows(old):
+            if bool(row[:d].any()):
+                at = places.setdefault(row.numpy().tobytes(), len(places))
+                fresh += [row] * (at == len(fresh))
+                back[k, at] -= 1
+    L, R = torch.cat([rows, *(row[None] for row in fresh)]).tensor_split([d], dim=1)
+    W = torch.cat([W, back[:, : len(fresh)]], dim=1)
+    G = torch.zeros(n, n, dtype=rows.dtype)
+    for first in range(0, len(L), _STRIP):  # the blocks on and right of the diagonal: the others are their transposes
+        s, rest = slice(first, first + _STRIP), slice(first, None)
+        E = (L[s] @ L[rest].mT) * (R[s] @ R[rest].mT)
+        E[:, : len(E)] /= 2
+        G += W[:, s] @ E @ W[:, rest].mT
+    return G + G.mT, W.abs() @ (L.norm(dim=1) * R.norm(dim=1))
 
 
-def _live(lora: LoRA) -> LoRA:
-    """Without slots that are still B = 0, whose rows of A differ between clients that got the same update."""
+def _rows(lora: LoRA) -> Tensor:
+    """(r, d_out + d_in): each slot's column of B beside its row of A."""
     B, A = lora.factors
-    some = (B != 0).any(dim=0)
-    return LoRA(B[:, some], A[some])
+    return torch.cat([B.detach().mT.double(), A.detach().double()], dim=1)
 
 
 def _orthonormal(x: LoRA) -> LoRA:
