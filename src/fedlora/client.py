@@ -76,14 +76,6 @@ def finish_round(job: Job, trained: Trained) -> Played:
         40
     """
     roles, client = job.download.roles, job.download.client
-    if job.download.base and trained.adapter.base is None:
-        raise HyperparameterError(
-            "this method moves the base weights, but the trained adapter does not say on which ones it was trained "
-            "(its `base` is None). On the pre-trained ones, training goes wrong from the second round on. Train the "
-            "adapter that `receive` returned, base and all: `model.activate(mine)`, or `load_into_model(peft_model, "
-            "mine)` for your own PEFT model. If you build the trained adapter yourself, make it from the received one: "
-            "`dataclasses.replace(mine, modules=trained)`."
-        )
     kept = keep(trained.adapter, roles)
     was = dict(named_tensors(job.adapter))
     for name, tensor in named_tensors(kept or Adapter({})):
@@ -162,7 +154,11 @@ def _check_kept(what: str, mine: Tensor, start: Tensor) -> None:
 def send(adapter: Adapter, roles: Roles) -> Adapter:
     """The part of `adapter` that travels to the server: the shared parts.
 
-    adapter: the trained adapter from `receive`.
+    adapter: the trained adapter from `receive`. If the method moves the base weights, its `base` says on which ones it
+    was trained.
+
+    Raises:
+        HyperparameterError: the method moves the base weights, and `adapter.base` is None.
 
     Example:
         >>> download = server.download(state, clients[0])
@@ -170,6 +166,14 @@ def send(adapter: Adapter, roles: Roles) -> Adapter:
         >>> send(adapter, Roles(A="local", heads="local")).modules["q"]  # A and the heads stay home
         LoRA(B=(6, 2) float32, A=absent)
     """
+    if roles.moves_base and adapter.base is None:
+        raise HyperparameterError(
+            "send: this method moves the base weights, but the trained adapter does not say on which ones it was "
+            "trained (its `base` is None). On the pre-trained ones, training goes wrong from the second round on. "
+            "Train the adapter that `receive` returned, base and all: `model.activate(mine)`, or "
+            "`load_into_model(peft_model, mine)` for your own PEFT model. If you build the trained adapter yourself, "
+            "make it from the received one: `dataclasses.replace(mine, modules=trained)`."
+        )
     heads = adapter.heads if roles.heads == "shared" else {}
     return _only(adapter, roles, ("shared",), heads)
 

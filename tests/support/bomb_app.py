@@ -68,7 +68,7 @@ def main(grid: Grid, context: Context) -> None:
 
     plan = json.loads((home() / "plan.json").read_text())
     names = claimed_names(grid, len(NAMES))
-    server = Server(build("glora"), quorum=1, seed=3)
+    server = Server(build("glora"), round=Kept(quorum=1), seed=3)
     peaks = [peak()]
 
     def after(line: Any) -> None:

@@ -156,7 +156,9 @@ def fair(t: int, pairs: Pairs, past: Expected, strength: float = 0.01, columns: 
         here, slope = fair_loss(B, dB, A, X, strength, columns)
         if np.linalg.norm(slope) < 1e-7 * np.linalg.norm(B):
             break
-        while fair_loss(B, dB - step * slope, A, X, strength, columns)[0] > here - 0.1 * step * np.sum(slope**2) + 1e-15:
+        while (
+            fair_loss(B, dB - step * slope, A, X, strength, columns)[0] > here - 0.1 * step * np.sum(slope**2) + 1e-15
+        ):
             step /= 2
         dB, step = dB - step * slope, 1.5 * step
     Z = B + dB

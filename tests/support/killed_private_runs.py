@@ -21,7 +21,7 @@ import opendp.prelude  # noqa: F401  before the forks
 import torch
 from fedlora.server.private_options import Privacy, Releases
 
-from fedlora import Adapter, Client, Server, build
+from fedlora import Adapter, Client, Kept, Server, build
 from fedlora.core import checkpoint
 from fedlora.core.trainer import Trained
 from fedlora.privacy import Geometry, Ledger
@@ -50,7 +50,7 @@ class Toy:
 
 def server(releases: Releases) -> Server:
     privacy = Privacy(1.0, 1.0, Geometry("two-sided", 4), tuple(EQUAL), 4, releases, sampling=SHARE)
-    return Server(build("glora"), weighting="uniform", missing="zero", privacy=privacy)
+    return Server(build("glora"), round=Kept(weighting="uniform"), missing="zero", privacy=privacy)
 
 
 def on_disk(home: Path) -> OnDisk:

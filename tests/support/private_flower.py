@@ -12,7 +12,7 @@ from fedlora.server.private_options import Privacy
 from fedlora.server.private_round import PrivateRound
 from torch import Tensor
 
-from fedlora import Server, build
+from fedlora import Kept, Server, build
 from fedlora.flower.rounds.flower_state import newest
 from fedlora.flower.rounds.private_rounds import PrivateRounds
 from fedlora.flower.rounds.strategy import FedLoRA
@@ -34,7 +34,7 @@ def private_run(
 ) -> PrivateRun:  # fmt: skip
     """Its rounds are charged to FOLDER/ledger.jsonl, and kept in FOLDER/private."""
     privacy = Privacy(1.0, noise, geometry, tuple(members), 4, Planned())
-    server = Server(build(method), weighting="uniform", missing="zero", privacy=privacy)
+    server = Server(build(method), round=Kept(weighting="uniform"), missing="zero", privacy=privacy)
     opened = server.open(server.init(seed_adapter()))
     assert isinstance(opened, PrivateRound)
     plan = plan_of(privacy, opened.layout, opened.mechanism, rounds, 20.0, DELTA)

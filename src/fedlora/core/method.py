@@ -36,7 +36,7 @@ class Roles:
 
     shared: trained, uploaded, replaced by the next readout. local: trained, never leaves the client. frozen: received,
     never trained, never uploaded; a server may replace it, and then sends it again. `heads` are fully trained tensors
-    such as a classifier.
+    such as a classifier. moves_base: rounds may change the base weight W0; the server sets it (`Method.moves_base`).
 
     Example:
         >>> build("ffa-lora").roles(round=0).shared
@@ -46,6 +46,7 @@ class Roles:
     B: Role = "shared"
     A: Role = "shared"
     heads: Role = "shared"
+    moves_base: bool = False
 
     @property
     def shared(self) -> tuple[str, ...]:

@@ -65,20 +65,15 @@ def _module(sent: Sequence[LoRA], got: Sequence[LoRA]) -> Tensor:
 def _products(pairs: Sequence[tuple[LoRA, LoRA | None]]) -> tuple[Tensor, Tensor]:
     """((n, n): <X_i, X_j>, (n,): the size of X_i's terms, sum_a ||l_a|| ||r_a||), from what each sent and got."""
     n, (d, _) = len(pairs), pairs[0][0].factors[0].shape
-    rows = torch.cat([_rows(new) for new, _ in pairs])
+    rows = torch.cat([_rows(new).double() for new, _ in pairs])
     W = torch.eye(n, dtype=rows.dtype).repeat_interleave(torch.tensor([new.rank for new, _ in pairs]), dim=1)
-    # What several clients got stands here once. Slots that are still B = 0 add nothing, but differ between clients.
-    places: dict[bytes, int] = {}
-    back = torch.zeros(n, sum(old.rank for _, old in pairs if old is not None), dtype=rows.dtype)
-    fresh = []
-    for k, (_, old) in enumerate(pairs):
-        for row in [] if old is None else _rows(old):
-            if bool(row[:d].any()):
-                at = places.setdefault(row.numpy().tobytes(), len(places))
-                fresh += [row] * (at == len(fresh))
-                back[k, at] -= 1
-    L, R = torch.cat([rows, *(row[None] for row in fresh)]).tensor_split([d], dim=1)
-    W = torch.cat([W, back[:, : len(fresh)]], dim=1)
+    if got := {k: old for k, (_, old) in enumerate(pairs) if old is not None}:
+        slots, places = distinct_slots(list(got.values()))
+        back = torch.zeros(n, slots.rank, dtype=rows.dtype)
+        for k, at in zip(got, places, strict=True):
+            back[k, at] -= 1
+        rows, W = torch.cat([rows, _rows(slots).double()]), torch.cat([W, back], dim=1)
+    L, R = rows.tensor_split([d], dim=1)
     G = torch.zeros(n, n, dtype=rows.dtype)
     for first in range(0, len(L), _STRIP):  # the blocks on and right of the diagonal: the others are their transposes
         s, rest = slice(first, first + _STRIP), slice(first, None)
@@ -88,10 +83,34 @@ def _products(pairs: Sequence[tuple[LoRA, LoRA | None]]) -> tuple[Tensor, Tensor
     return G + G.mT, W.abs() @ (L.norm(dim=1) * R.norm(dim=1))
 
 
+def distinct_slots(loras: Sequence[LoRA]) -> tuple[LoRA, list[list[int]]]:
+    """The different slots of these pairs as one pair, bit for bit; and for each pair which of them it has.
+
+    Clients that got the same components of a mean share slots, and a sum of what all got needs each once. Slots that
+    are still B = 0 add nothing, but differ between clients: they are left out.
+    """
+    places: dict[bytes, int] = {}
+    kept: list[tuple[Tensor, Tensor]] = []
+    found: list[list[int]] = []
+    for lora in loras:
+        B, A = lora.factors
+        at = []
+        for k, row in enumerate(_rows(lora).view(torch.uint8)):
+            if bool(B[:, k].any()):
+                at.append(places.setdefault(row.numpy().tobytes(), len(places)))
+                kept += [(B[:, k], A[k])] * (at[-1] == len(kept))
+        found.append(at)
+    B, A = loras[0].factors
+    slots = (
+        LoRA(torch.stack([b for b, _ in kept], 1), torch.stack([a for _, a in kept])) if kept else LoRA(B[:, :0], A[:0])
+    )
+    return slots, found
+
+
 def _rows(lora: LoRA) -> Tensor:
     """(r, d_out + d_in): each slot's column of B beside its row of A."""
     B, A = lora.factors
-    return torch.cat([B.detach().mT.double(), A.detach().double()], dim=1)
+    return torch.cat([B.detach().mT, A.detach()], dim=1)
 
 
 def _orthonormal(x: LoRA) -> LoRA:

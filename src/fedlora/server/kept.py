@@ -23,7 +23,7 @@ from fedlora.core.messages import Upload
 from fedlora.core.method import Method, Roles, Update
 from fedlora.errors import HyperparameterError, MethodFault
 from fedlora.linalg import weighted_mean
-from fedlora.server.changes import gram_of_changes
+from fedlora.server.changes import distinct_slots, gram_of_changes
 from fedlora.server.judged import Judged
 from fedlora.server.rounds import OpenRound, RoundKind, Weighting, require_counting, round_dtype, roundoff_of, shares
 from fedlora.server.rules import Rule, verdicts
@@ -125,20 +125,11 @@ class _KeptRound(OpenRound):
                 own = lora.map(lambda t: t.detach().to(dtype))
                 updates.append(Update(u.client.id, c, lora.rank, own, roundoff_of(lora)))
             if p != c:
-                rest.append(self._sent_out(u.client.id, module, lora, p - c, dtype))
-        return updates + rest
-
-    def _sent_out(self, client: str, module: str, lora: LoRA, weight: float, dtype: torch.dtype) -> Update:
-        """R_i of the factors that travelled, as a term of nobody."""
-        R = self._begun[client].modules[module].map(lambda t: t.to(dtype))
-        R = LoRA(*(R.tensors()[f] if f in lora.tensors() else None for f in ("B", "A")))
-        rank = R.rank
-        if len(R.tensors()) == 2 and not self.method.one_rank:
-            # Slots that started at zero add nothing to products, and would double the columns of a first round.
-            some = (R.factors[0] != 0).any(dim=0)
-            some[0] = True
-            R = LoRA(R.factors[0][:, some], R.factors[1][some])
-        return Update(None, weight, rank, R, roundoff_of(R))
+                R = self._begun[u.client.id].modules[module].tensors()
+                rest.append((p - c, LoRA(*(R[f].to(dtype) if f in lora.tensors() else None for f in ("B", "A")))))
+        if self.method.linear_in == "products" and not self.method.one_rank:
+            return updates + _merged(rest)
+        return updates + [Update(None, w, R.rank, R, roundoff_of(R)) for w, R in rest]
 
     def _mean_heads(self) -> dict[str, Tensor]:
         uploads = list(self._kept.values())
@@ -150,3 +141,25 @@ class _KeptRound(OpenRound):
             terms += [(p - c, head.to(wide)) for p, c in weights if p != c]
             means[name] = weighted_mean([t for _, t in terms], [w for w, _ in terms]).to(head.dtype)
         return means
+
+
+def _merged(terms: Sequence[tuple[float, LoRA]]) -> list[Update]:
+    """A sum of products as at most two terms of nobody, whose weights add up to those of `terms`.
+
+    Readouts share slots, so that a stack of them all has equal columns, which cost the method time and conditioning.
+    """
+    if not terms:
+        return []
+    slots, places = distinct_slots([R for _, R in terms])
+    w = torch.zeros(slots.rank, dtype=torch.float64)
+    for (weight, _), at in zip(terms, places, strict=True):
+        w[at] += weight
+    total, (B, A) = math.fsum(weight for weight, _ in terms), slots.factors
+    # One term has weight `total` if all signs are its own; otherwise 1 and total - 1 < 0. Nothing divides by about 0.
+    both = bool((w > 0).any()) and bool((w < 0).any())
+    parts = [(w > 0, 1.0), (w < 0, total - 1.0)] if both else [(w != 0, total)]
+    return [
+        Update(None, weight, int(some.sum()), LoRA(B[:, some] * (w[some] / weight).to(B), A[some]), roundoff_of(slots))
+        for some, weight in parts
+        if bool(some.any())
+    ]

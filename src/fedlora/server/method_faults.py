@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -115,7 +116,7 @@ def checked_roles(method: Method[Any], round: int) -> Roles:
         made = method.roles(round)
     if not isinstance(made, Roles) or not {made.B, made.A, made.heads} <= set(get_args(Role)):
         raise MethodFault(f"{method.name}.roles(round) returned {made!r:.80}; Roles of {get_args(Role)} are needed.")
-    return made
+    return replace(made, moves_base=method.moves_base)
 
 
 def _require_pair(what: str, made: Any, start: LoRA) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fedlora.client import begin_round, finish_round
-from fedlora.core.lora import Adapter
+from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, ClientMemory, Upload
 from fedlora.core.parcels import held_after, pack
 from fedlora.core.read_only import ReadOnly
@@ -224,6 +224,10 @@ class Round:
 
 
 def _mean_rank(server: Server, state: ServerState) -> float:
-    found = [facts.get("rank") for facts in server.diagnostics(state).values()]
+    """The rank of what the server holds, averaged over modules: as the method says, or its state's own if it is a pair."""
+    found = [
+        module.rank if isinstance(module, LoRA) else server.method.diagnostics(module).get("rank")
+        for module in state.modules.values()
+    ]
     ranks = [rank for rank in found if isinstance(rank, int)]
     return sum(ranks) / len(ranks) if ranks else math.nan
