@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build
-from fedlora.server.changes import gram_of_changes
+from fedlora.server.changes import distinct_slots, gram_of_changes
 from fedlora.server.kept import Kept
 from fedlora.server.rules import NNM, CenteredClipping, GeometricMedian, Krum, MultiKrum, NormClipping, Rule
 from measure import Contestant, Goal, Ratio, contest, on_stderr, report
@@ -70,12 +70,13 @@ def contestants(d: int) -> dict[str, Callable[[], object]]:
         return gram_of_changes(uploads, begun, {})
 
     def of_as_many_columns() -> list[Upload]:
+        slots, _ = distinct_slots([server.download(state, u.client).adapter.modules[name] for u in uploads])
         of_B, of_A = (t.std() for t in uploads[-1].adapter.modules[name].factors)
         more = []
-        for u in uploads:
-            r = u.client.ranks({name: None})[name]
+        for k in range(0, slots.rank, max(RANKS)):
+            r = min(max(RANKS), slots.rank - k)
             lora = LoRA(of_B * torch.randn(d, r), of_A * torch.randn(r, d))
-            more.append(Upload(Client(f"more-{u.client.id}", r), 100, Adapter({name: lora})))
+            more.append(Upload(Client(f"more{k}", r), 100, Adapter({name: lora})))
         return more
 
     more = of_as_many_columns()
