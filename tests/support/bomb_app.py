@@ -61,7 +61,7 @@ def claimed_names(grid: Grid, count: int, seconds: float = 60.0) -> Mapping[str,
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    from fedlora import Server, build
+    from fedlora import Kept, Server, build
     from fedlora.flower.rounds.strategy import FedLoRA
     from fedlora.flower.terms.policy import Policy
     from fedlora.server.server import start

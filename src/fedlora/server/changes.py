@@ -64,16 +64,19 @@ def _module(sent: Sequence[LoRA], got: Sequence[LoRA]) -> Tensor:
 
 def _products(pairs: Sequence[tuple[LoRA, LoRA | None]]) -> tuple[Tensor, Tensor]:
     """((n, n): <X_i, X_j>, (n,): the size of X_i's terms, sum_a ||l_a|| ||r_a||), from what each sent and got."""
-    n, (d, _) = len(pairs), pairs[0][0].factors[0].shape
-    rows = torch.cat([_rows(new).double() for new, _ in pairs])
-    W = torch.eye(n, dtype=rows.dtype).repeat_interleave(torch.tensor([new.rank for new, _ in pairs]), dim=1)
+    n, parts, owners = len(pairs), [new for new, _ in pairs], [torch.eye(len(pairs), dtype=torch.float64)]
+    owners = [owners[0].repeat_interleave(torch.tensor([new.rank for new in parts]), dim=1)]
     if got := {k: old for k, (_, old) in enumerate(pairs) if old is not None}:
         slots, places = distinct_slots(list(got.values()))
-        back = torch.zeros(n, slots.rank, dtype=rows.dtype)
+        parts.append(slots)
+        owners.append(torch.zeros(n, slots.rank, dtype=torch.float64))
         for k, at in zip(got, places, strict=True):
-            back[k, at] -= 1
-        rows, W = torch.cat([rows, _rows(slots).double()]), torch.cat([W, back], dim=1)
-    L, R = rows.tensor_split([d], dim=1)
+            owners[1][k, at] -= 1
+    W = torch.cat(owners, dim=1)
+    L, R = (torch.empty(W.shape[1], d, dtype=W.dtype) for d in (len(parts[0].factors[0]), parts[0].factors[1].shape[1]))
+    ends = torch.tensor([part.rank for part in parts]).cumsum(0).tolist()
+    for part, end in zip(parts, ends, strict=True):
+        L[end - part.rank : end], R[end - part.rank : end] = part.factors[0].detach().mT, part.factors[1].detach()
     G = torch.zeros(n, n, dtype=rows.dtype)
     for first in range(0, len(L), _STRIP):  # the blocks on and right of the diagonal: the others are their transposes
         s, rest = slice(first, first + _STRIP), slice(first, None)

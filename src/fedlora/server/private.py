@@ -192,14 +192,20 @@ class PrivateRound(OpenRound):
         self._of_heads: Mapping[str, Tensor] = {}
         self._released = options.releases.stored(self.number, self._context)
         self.stored = self._released is not None
-        # All, or a secret draw of each with chance q by the system's randomness. Nobody if the sum exists.
-        self.asked = () if self.stored else tuple(poisson_sample(options.clients, options.sampling))
+        self._asked: tuple[str, ...] | None = () if self.stored else None
         if self._released is not None and self._released.shape != self._total.shape:
             raise HyperparameterError(
                 f"the noised sum of round {self.number} that was stored has {len(self._released)} numbers, and this "
                 f"round's {len(self._total)}: it belongs to another model or configuration. A private run can only "
                 f"continue with the same ones."
             )
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """All, or a secret draw of each with chance q by the system's randomness. Nobody if the sum is `stored`."""
+        if self._asked is None:
+            self._asked = tuple(poisson_sample(self._options.clients, self._options.sampling))
+        return self._asked
 
     def refuse(self, refusal: UploadRefused) -> None:
         """The client counts as zero, and only the log says so."""
@@ -210,7 +216,7 @@ class PrivateRound(OpenRound):
             raise UploadRefused(client, "the round's noised sum already exists, so nothing can be added.")
         if client not in self._options.clients:
             raise UploadRefused(client, "it is not among the clients that Private(clients=...) names.")
-        if client not in (self.asked or ()):
+        if client not in self.asked:
             raise UploadRefused(client, "this client was not drawn for this round, and the ledger relies on the draw.")
         if client in self._heard:
             raise UploadRefused(client, "a second upload in the same round; the first one counts.")

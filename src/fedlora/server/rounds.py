@@ -72,12 +72,10 @@ class OpenRound(ABC):
     engine that plays the round ends it at the first bad upload, and one good one is enough to close it. A number: bad
     uploads are left out by name (`Tally.refused`), and close raises `QuorumNotMet` if fewer good ones came.
 
-    asked: the clients to ask, if the round itself decides (a private one); None: the engine decides. stored: whether
-    the round's sum was stored before (a private one, before a kill): then nobody is asked. keeps: whether uploads stay
-    available until the close, so that a record may show them.
+    stored: whether the round's sum was stored before (a private one, before a kill): then nobody is asked. keeps:
+    whether uploads stay available until the close, so that a record may show them.
     """
 
-    asked: tuple[str, ...] | None = None
     stored: bool = False
     keeps: bool = False
 
@@ -93,6 +91,11 @@ class OpenRound(ABC):
     def number(self) -> int:
         """The round's number, from 1."""
         return self.state.round + 1
+
+    @property
+    def asked(self) -> tuple[str, ...] | None:
+        """The clients to ask, if the round itself decides (a private one); None: the engine decides."""
+        return None
 
     @own_modes()
     def add(self, upload: Upload) -> None:
