@@ -64,26 +64,23 @@ def _module(sent: Sequence[LoRA], got: Sequence[LoRA]) -> Tensor:
 
 def _products(pairs: Sequence[tuple[LoRA, LoRA | None]]) -> tuple[Tensor, Tensor]:
     """((n, n): <X_i, X_j>, (n,): the size of X_i's terms, sum_a ||l_a|| ||r_a||), from what each sent and got."""
-    n, parts, owners = len(pairs), [new for new, _ in pairs], [torch.eye(len(pairs), dtype=torch.float64)]
-    owners = [owners[0].repeat_interleave(torch.tensor([new.rank for new in parts]), dim=1)]
+    parts = [new for new, _ in pairs]
+    W = torch.eye(len(pairs), dtype=torch.float64).repeat_interleave(torch.tensor([x.rank for x in parts]), dim=1)
     if got := {k: old for k, (_, old) in enumerate(pairs) if old is not None}:
         slots, places = distinct_slots(list(got.values()))
-        parts.append(slots)
-        owners.append(torch.zeros(n, slots.rank, dtype=torch.float64))
+        back = torch.zeros(len(pairs), slots.rank, dtype=W.dtype)
         for k, at in zip(got, places, strict=True):
-            owners[1][k, at] -= 1
-    W = torch.cat(owners, dim=1)
-    L, R = (torch.empty(W.shape[1], d, dtype=W.dtype) for d in (len(parts[0].factors[0]), parts[0].factors[1].shape[1]))
-    ends = torch.tensor([part.rank for part in parts]).cumsum(0).tolist()
-    for part, end in zip(parts, ends, strict=True):
-        L[end - part.rank : end], R[end - part.rank : end] = part.factors[0].detach().mT, part.factors[1].detach()
-    G = torch.zeros(n, n, dtype=rows.dtype)
-    for first in range(0, len(L), _STRIP):  # the blocks on and right of the diagonal: the others are their transposes
+            back[k, at] -= 1
+        parts, W = [*parts, slots], torch.cat([W, back], dim=1)
+    L = torch.cat([x.factors[0].detach() for x in parts], dim=1).double()
+    R = torch.cat([x.factors[1].detach() for x in parts]).double()
+    G = torch.zeros(len(pairs), len(pairs), dtype=W.dtype)
+    for first in range(0, len(R), _STRIP):  # the blocks on and right of the diagonal: the others are their transposes
         s, rest = slice(first, first + _STRIP), slice(first, None)
-        E = (L[s] @ L[rest].mT) * (R[s] @ R[rest].mT)
+        E = (L[:, s].mT @ L[:, rest]) * (R[s] @ R[rest].mT)
         E[:, : len(E)] /= 2
         G += W[:, s] @ E @ W[:, rest].mT
-    return G + G.mT, W.abs() @ (L.norm(dim=1) * R.norm(dim=1))
+    return G + G.mT, W.abs() @ (L.norm(dim=0) * R.norm(dim=1))
 
 
 def distinct_slots(loras: Sequence[LoRA]) -> tuple[LoRA, list[list[int]]]:
@@ -92,28 +89,20 @@ def distinct_slots(loras: Sequence[LoRA]) -> tuple[LoRA, list[list[int]]]:
     Clients that got the same components of a mean share slots, and a sum of what all got needs each once. Slots that
     are still B = 0 add nothing, but differ between clients: they are left out.
     """
-    places: dict[bytes, int] = {}
-    kept: list[tuple[Tensor, Tensor]] = []
-    found: list[list[int]] = []
+    slots: dict[bytes, tuple[int, Tensor, Tensor]] = {}
+    places: list[list[int]] = []
     for lora in loras:
-        B, A = lora.factors
+        B, A = lora.factors[0].detach().mT.contiguous(), lora.factors[1].detach().contiguous()
         at = []
-        for k, row in enumerate(_rows(lora).view(torch.uint8)):
-            if bool(B[:, k].any()):
-                at.append(places.setdefault(row.numpy().tobytes(), len(places)))
-                kept += [(B[:, k], A[k])] * (at[-1] == len(kept))
-        found.append(at)
-    B, A = loras[0].factors
-    slots = (
-        LoRA(torch.stack([b for b, _ in kept], 1), torch.stack([a for _, a in kept])) if kept else LoRA(B[:, :0], A[:0])
-    )
-    return slots, found
-
-
-def _rows(lora: LoRA) -> Tensor:
-    """(r, d_out + d_in): each slot's column of B beside its row of A."""
-    B, A = lora.factors
-    return torch.cat([B.detach().mT, A.detach()], dim=1)
+        for b, a, live in zip(B, A, (B != 0).any(dim=1).tolist(), strict=True):
+            if live:
+                key = b.view(torch.uint8).numpy().tobytes() + a.view(torch.uint8).numpy().tobytes()
+                at.append(slots.setdefault(key, (len(slots), b, a))[0])
+        places.append(at)
+    if not slots:
+        return loras[0].first(0), places
+    _, Bs, As = zip(*slots.values(), strict=True)
+    return LoRA(torch.stack(Bs, dim=1), torch.stack(As)), places
 
 
 def _orthonormal(x: LoRA) -> LoRA:
