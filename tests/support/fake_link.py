@@ -42,7 +42,7 @@ def play_round(
         "norms": dict.fromkeys(losses, 0.5),
     }  # fmt: skip
     if after is not None:
-        judged = {name: {"before": line["weights"][name], "after": x, "why": ""} for name, x in after.items()}  # type: ignore[index]
+        judged = {name: {"weight": line["weights"][name], "coefficient": x, "norm": 1.0, "reason": ""} for name, x in after.items()}  # type: ignore[index]
         line["defence"] = {"rule": "multi-krum (liars = 1)", "facts": {}, "clients": judged}
     events.write(Began(number, 0, list(fates), {}, 60.0))
     for name, fate in fates.items():
