@@ -400,7 +400,8 @@ def test_a_record_tells_nothing_of_single_clients_and_the_diary_does(caplog: pyt
         assert tally is not None and not (tally.weights or tally.abstained or tally.refused)
         assert not caplog.text
         (refused, end) = diary
-        assert refused[:2] == (1, name) and said in refused[2] and end == (1, "", "3 of the 4 clients that were asked count")
+        assert refused[:2] == (1, name) and said in refused[2]
+        assert end == (1, "", "3 of the 4 clients that were asked count")
         quiet = private(rank=6)
         (same,) = simulate(quiet, people(), trainer, start(quiet, seed_adapter(6)), rounds=1)
         for module in SHAPES:
