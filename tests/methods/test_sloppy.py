@@ -241,7 +241,7 @@ def test_the_server_names_the_method_and_the_function_that_is_at_fault(cls: type
 
 
 def test_a_model_of_another_matrix_is_a_fault() -> None:
-    with pytest.raises(MethodFault, match="sound.effective.* returned"):
+    with pytest.raises(MethodFault, match=r"sound\.effective.* returned"):
         server = Server(TransposedModel())
         server.global_update(next(rounds(server, *EQUAL)).after)
 
