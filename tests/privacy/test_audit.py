@@ -107,7 +107,7 @@ def round_neighbours(z: float) -> tuple[Mechanism, torch.Tensor, torch.Tensor]:
 
     def server_of(noise: float, grid: float | None) -> Server:
         return private(
-            clip=0.5, noise_multiplier=noise, grid=grid, geometry=Geometry("two-sided", 1), server={"heads": "frozen"}
+            clip=0.5, noise_multiplier=noise, grid=grid, geometry=Geometry("two-sided", 1), heads="frozen"
         )
 
     server = server_of(z, None)

@@ -451,7 +451,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"server__quorum": 2}, "quorum"),
     ({"server__weighting": "examples"}, "most_examples"),
     ({"server__stream": True}, "server.stream"),
-    ({"method__name": "hetlora"}, "weights or votes of its own"),
+    ({"method__name": "hetlora"}, "votes of its own"),
     ({"method__rho": 0.5}, "svd with that rank"),
 ]
 
