@@ -51,8 +51,12 @@ class Rule(ABC):
         """c (n,) >= 0. gram (n, n): <X_i, X_j>, float64. p (n,): the clients' weights, float64."""
 
     def least(self, n: int) -> int:
-        """The fewest clients that it can do with in a round of n, of which f may be a share."""
-        return 2 * _number(self.f, n) + 1
+        """The fewest clients that it can do with in a round of n."""
+        return 2 * self.byzantine(n) + 1
+
+    def byzantine(self, n: int) -> int:
+        """f in a round of n clients, of which it may be a share."""
+        return self.f if isinstance(self.f, int) else math.ceil(self.f * n - 1e-9)
 
     def __post_init__(self) -> None:
         whole = isinstance(self.f, int) and not isinstance(self.f, bool) and self.f >= 0
@@ -121,10 +125,10 @@ class Krum(Rule):
     f: Count
 
     def least(self, n: int) -> int:
-        return 2 * _number(self.f, n) + 3
+        return 2 * self.byzantine(n) + 3
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
-        return _mean_of(_by_score(gram, _number(self.f, len(p)))[:1], p)
+        return _mean_of(_by_score(gram, self.byzantine(len(p)))[:1], p)
 
 
 @dataclass(frozen=True)
@@ -140,10 +144,10 @@ class MultiKrum(Rule):
     f: Count
 
     def least(self, n: int) -> int:
-        return 2 * _number(self.f, n) + 3
+        return 2 * self.byzantine(n) + 3
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
-        f = _number(self.f, len(p))
+        f = self.byzantine(len(p))
         return _mean_of(_by_score(gram, f)[: len(p) - f], p)
 
 
@@ -204,7 +208,7 @@ class NNM(Rule):
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         n = len(p)
         squares = _squared_distances(gram).fill_diagonal_(-1.0)  # its own nearest, before its twins
-        near = [_in_order(row)[: n - _number(self.f, n)] for row in squares.tolist()]
+        near = [_in_order(row)[: n - self.byzantine(n)] for row in squares.tolist()]
         W = torch.stack([_mean_of(one, p) for one in near])
         return W.mT @ self.rule.coefficients(W @ gram @ W.mT, p)
 
@@ -240,11 +244,6 @@ def verdicts(rule: Rule, gram: Tensor, p: Tensor, clients: Sequence[str]) -> dic
         client: Verdict(float(p[k]), float(c[k]), float(norms[k]), why[k] if c[k] < FULL * p[k] else "")
         for k, client in enumerate(clients)
     }
-
-
-def _number(f: Count, n: int) -> int:
-    """f for n clients."""
-    return f if isinstance(f, int) else math.ceil(f * n - 1e-9)
 
 
 def _cut(sizes: Tensor, most: float | None, norms: Tensor) -> Tensor:
