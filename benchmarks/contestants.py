@@ -15,7 +15,6 @@ import torch
 from baseline import thin_svd
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.linalg import Spectrum, rank_tolerance
-from fedlora.methods._spectral import instantiate
 from measure import Contestant
 from workloads import Core, Shape, Workload, draw_factors, gauge_fixed
 
@@ -68,9 +67,9 @@ def together(samples: Sequence[Sample], work: Callable[[Sample], object]) -> Con
 
 
 def read_out(spectrum: Spectrum, ranks: Sequence[int]) -> None:
-    for k, r in enumerate(ranks):
-        chosen = torch.arange(min(r, spectrum.rank))
-        instantiate(spectrum, chosen, r, split="balanced", start=None, seed=(0, 0, str(k)))
+    root = spectrum.s.sqrt()
+    for r in ranks:
+        _ = spectrum.U[:, :r] * root[:r], spectrum.Vh[:r] * root[:r, None]
 
 
 def thin_svd_core(sample: Sample, k: int) -> None:

@@ -112,7 +112,7 @@ def round_neighbours(z: float) -> tuple[Mechanism, torch.Tensor, torch.Tensor]:
 
     server = server_of(z, None)
     state = server.init(seed_adapter(4))
-    uploads = trained(server, state, dict.fromkeys("abcd", 4), list("abcd"), {}).uploads
+    uploads = trained(server, state, dict.fromkeys("abcd", 4), list("abcd"), {})[1]
     canary = replace(uploads[3], adapter=uploads[3].adapter.map(lambda t: 1e2 * t))
     opened = server.open(state)
     assert isinstance(opened, PrivateRound) and opened.layout.size == 2
