@@ -173,14 +173,14 @@ class GeometricMedian(Rule):
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         squares = _squared_distances(gram)
-        medians = [k for k in range(len(p)) if _is_median(k, squares, p)]
+        medians = [k for k in range(len(p)) if _is_median(k, gram, squares, p)]
         if medians:  # of several, every point between them is one, too
             return _mean_of((squares[medians] == 0).any(dim=0).nonzero()[:, 0].tolist(), p)
         c, step = p, 0.0
         for _ in range(self.iterations):
             apart = _distances_from(c, gram)
-            # A change that the iteration meets by chance is no median: this lets it go on from there.
-            pulls = p / apart.clamp(min=1e-8 * float(apart.median()))
+            # A change that the iteration meets by chance is no median: the clamp lets it go on from there.
+            pulls = p / apart.clamp(min=1e-8 * float(apart[apart > 0].median()))
             before, c = c, pulls / pulls.sum()
             step = float((c - before).abs().max())
             if step <= self.tolerance:
@@ -236,14 +236,11 @@ def verdicts(rule: Rule, gram: Tensor, p: Tensor, clients: Sequence[str]) -> dic
         raise ValueError(f"{rule} gave {c}; a rule gives each of {len(p)} clients a finite coefficient >= 0.")
     c = torch.where(c < _NOTHING * p, 0.0, c)
     apart = _distances_from(c, gram)
-    usual, norms = float(apart.median()), _norms(gram)
-    why = [
-        f"its change is {d:.4g} away from the robust one; the median client is {usual:.4g} away" for d in apart.tolist()
-    ]
-    return {
-        client: Verdict(float(p[k]), float(c[k]), float(norms[k]), why[k] if c[k] < FULL * p[k] else "")
-        for k, client in enumerate(clients)
-    }
+    found, norms, usual = {}, _norms(gram), float(apart.median())
+    for k, client in enumerate(clients):
+        far = f"its change is {float(apart[k]):.4g} away from the robust one; the median client is {usual:.4g} away"
+        found[client] = Verdict(float(p[k]), float(c[k]), float(norms[k]), far if c[k] < FULL * p[k] else "")
+    return found
 
 
 def _cut(sizes: Tensor, most: float | None, norms: Tensor) -> Tensor:
@@ -252,7 +249,7 @@ def _cut(sizes: Tensor, most: float | None, norms: Tensor) -> Tensor:
     return (most / sizes).nan_to_num(nan=1.0).clamp(max=1.0)
 
 
-def _is_median(k: int, squares: Tensor, p: Tensor) -> bool:
+def _is_median(k: int, gram: Tensor, squares: Tensor, p: Tensor) -> bool:
     """Whether X_k is a geometric median: the others pull with no more than the weight that lies at X_k.
 
     || sum_j p_j (X_j - X_k) / ||X_j - X_k|| || <= p_k, over all j that are apart from it.
@@ -260,9 +257,8 @@ def _is_median(k: int, squares: Tensor, p: Tensor) -> bool:
     here = squares[k] == 0
     pulls = torch.where(here, 0.0, p / torch.where(here, 1.0, squares[k].sqrt()))
     pulls[k] -= pulls.sum()
-    # Pulls sum to 0, so distances say the norm: with two clients exactly p, and G alone would blur it.
-    pull = float(-(pulls @ squares @ pulls) / 2)
-    return pull <= (1 + _EQUAL) * float(p[here].sum()) ** 2
+    # By G: a far change pulls with its small coefficient times a large product, and squared distances would blur that.
+    return float(pulls @ gram @ pulls) <= (1 + _EQUAL) * float(p[here].sum()) ** 2
 
 
 def _by_score(gram: Tensor, f: int) -> list[int]:
