@@ -110,8 +110,8 @@ def test_the_geometric_median_on_a_line_is_the_weighted_median() -> None:
 
 @pytest.mark.parametrize("far", [1e3, 1e8, 1e12])
 def test_a_change_that_is_the_median_is_found_beside_far_ones(far: float) -> None:
-    """Pulls of 0.2 at right angles sum to 0.346, below the weight 0.4 of the first change. Pulls of 0.2, 0.2 and 0.24 sum
-    to 0.371, above 0.36: the median is elsewhere, where the slope is 0."""
+    """Pulls of 0.2 at right angles sum to 0.346, below the weight 0.4 of the first change. Pulls of 0.2, 0.2 and 0.24
+    sum to 0.371, above 0.36: the median is elsewhere, where the slope is 0."""
     X = torch.cat([torch.zeros(1, 3), torch.diag(torch.tensor([1.0, 2.0, far]))]).double() + 1
     assert of(GeometricMedian(), X, weights([0.4, 0.2, 0.2, 0.2])).tolist() == [1.0, 0.0, 0.0, 0.0]
     p = weights([0.36, 0.2, 0.2, 0.24])
