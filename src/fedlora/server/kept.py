@@ -5,8 +5,8 @@ X_i = D_i - R_i (D_i sent back, R_i sent out), and
 
     sum_i p_i R_i + c_i X_i  =  sum_i c_i D_i  +  sum_i (p_i - c_i) R_i
 
-so D_i goes in with weight c_i, and R_i as a term of nobody with weight p_i - c_i; in methods of products all R_i are one
-term of weight 1, with their weights in B.
+so D_i goes in with weight c_i, and R_i as a term of nobody with weight p_i - c_i. In methods of products all R_i are
+one term of weight 1, with their weights in B.
 """
 
 from __future__ import annotations
