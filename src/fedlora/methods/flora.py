@@ -4,8 +4,7 @@
 
 Exact and gauge-invariant: only products are used. Any ranks. The base weight changes in every round, so only the whole
 history of stacks is the model, and a client that was away gets everything that it missed (`BaseChange`). alpha / r is
-folded into each B_i, and stacks are recompressed to their rank. Cost: thin SVDs of stacks of sum r_i and of rank(base)
-+ sum r_i columns.
+folded into each B_i, and each round's stack is recompressed to its rank. Cost: a thin SVD of sum r_i columns.
 """
 
 from __future__ import annotations
