@@ -1,4 +1,4 @@
-"""A round's mean update over `fedlora.linalg`: as one SVD, the same cut to the clients' consensus, and as a pair."""
+"""A round's mean update over `fedlora.linalg`: as one SVD, and the same within its clients' consensus."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def balanced(spectrum: Spectrum, chosen: Tensor | None = None) -> LoRA:
     return LoRA(spectrum.U[:, at] * root, root[:, None] * spectrum.Vh[at])
 
 
-def told(spectrum: Spectrum) -> dict[str, object]:
+def diagnostics_of(spectrum: Spectrum) -> dict[str, object]:
     """What a method that keeps its update as a `Spectrum` has to say of it."""
     return {
         "rank": spectrum.sound, "components": spectrum.rank, "rounding": spectrum.rounding,

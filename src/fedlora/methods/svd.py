@@ -22,7 +22,7 @@ from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum
-from fedlora.methods._products import balanced, mean_product, spectrum_of, told
+from fedlora.methods._products import balanced, diagnostics_of, mean_product, spectrum_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SVD(Method[Spectrum]):
         return balanced(state)
 
     def diagnostics(self, state: Spectrum) -> Mapping[str, object]:
-        return told(state)
+        return diagnostics_of(state)
 
 
 def _rank_of_energy(s: Tensor, share: float) -> int:
