@@ -119,7 +119,9 @@ def test_a_number_beyond_float16_is_refused_by_name(tmp_path: Path, main: Main) 
     """65504 is float16's largest; float32 holds what comes out."""
     adapter, base = small(tmp_path, torch.float16)
     key = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
-    rewrite(adapter, lambda t: t.update({key.format("A"): torch.ones(2, 32), key.format("B"): torch.full((32, 2), 25e3)}))
+    rewrite(
+        adapter, lambda t: t.update({key.format("A"): torch.ones(2, 32), key.format("B"): torch.full((32, 2), 25e3)})
+    )
     done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
     assert done.code == 2 and re.search(r"layers.1.self_attn.q_proj.weight.* 65504.*--dtype float32", done.err)
     assert not (tmp_path / "full").exists()

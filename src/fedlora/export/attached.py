@@ -54,6 +54,12 @@ def check(file: AdapterFile, base: Path) -> Attached:
     Raises:
         AdapterFormatError: it does not fit. ConfigError: transformers cannot build the base.
     """
+    odd = next((path for path, layout in file.layouts.items() if layout.kind != "linear"), None)
+    if odd is not None:
+        raise AdapterFormatError(
+            f"{file.directory}: {quoted(odd, 120)} is of kind {file.layouts[odd].kind}; fedlora exports LoRA and "
+            f"DoRA of linear layers. {WAY_OUT}."
+        )
     config = _config_of(file, base)
     heads = {name: tuple(file.stored_head(name).shape) for name in file.heads if not _is_magnitude(name)}
     for kind in (kinds := _kinds(file, config)):

@@ -80,7 +80,7 @@ def export_merged(
     place: dict[str, Any] = {"force": force, "kind": MERGED, "inputs": [file.directory, base]}
     check_target(out, **place)
     found = check(file, base)
-    model = _loaded(found, file, base)
+    model = _loaded(found, file, base, dtype)
     ids = _tokens(model)
     before = _answers(model, ids)
     beside = attach(model, file)
@@ -89,11 +89,11 @@ def export_merged(
         set_peft_model_state_dict(beside, safetensors.torch.load_file(file.directory / WEIGHTS_FILE))
     wanted = _answers(beside, ids)
     cost = _merge(beside, dtype, progress)
+    types = {model.dtype, dtype or model.dtype}  # of the answers before and after
     full = beside.unload()  # each layer is merged already: this takes peft's layers off
     if dtype is not None:
         full = full.to(dtype)
     _refuse_infinite(full, file)
-    written = dtype or full.dtype
     with replacing_folder(out, **place) as building:
         with quiet():
             full.save_pretrained(building)
@@ -109,12 +109,13 @@ def export_merged(
         files.write(building / "README.md", _card(file, base, found))
         with quiet():
             again = found.kind.from_pretrained(building, dtype="auto").eval()
-        apart = _compare(file, before, wanted, _answers(again, ids), cost, written)
+        apart = _compare(file, before, wanted, _answers(again, ids), cost, types)
     return Merged(found, cost, apart)
 
 
-def _loaded(found: Attached, file: AdapterFile, base: Path) -> Any:
-    """The base with its weights, in the class that has all of the adapter's modules."""
+def _loaded(found: Attached, file: AdapterFile, base: Path, dtype: torch.dtype | None) -> Any:
+    """The base with its weights, in the class that has all of the adapter's modules, and in `dtype` if that is wider
+    than its own: a narrow type would blur the answers that are compared."""
     try:
         with quiet():
             model, told = found.kind.from_pretrained(
@@ -130,7 +131,7 @@ def _loaded(found: Attached, file: AdapterFile, base: Path) -> Any:
             f"tensors), which neither the base in {base} nor the adapter has: transformers would invent its numbers. "
             f"{WAY_OUT}."
         )
-    return model.eval()
+    return model.to(torch.promote_types(model.dtype, dtype or model.dtype)).eval()
 
 
 @torch.no_grad()
@@ -183,7 +184,9 @@ def _answers(model: Any, ids: Tensor) -> Tensor:
     return found.double()
 
 
-def _compare(file: AdapterFile, before: Tensor, wanted: Tensor, got: Tensor, cost: Cost, dtype: torch.dtype) -> float:
+def _compare(
+    file: AdapterFile, before: Tensor, wanted: Tensor, got: Tensor, cost: Cost, types: set[torch.dtype]
+) -> float:
     """How far the written model's answers are off, as a share of the adapter's effect on them.
 
     In a narrow type each of some dozens of layers rounds its output, in the attached model as in the merged one, so
@@ -191,12 +194,12 @@ def _compare(file: AdapterFile, before: Tensor, wanted: Tensor, got: Tensor, cos
     by as much as the adapter itself.
     """
     apart, effect = float((got - wanted).norm()), float((wanted - before).norm())
-    noise = 64 * torch.finfo(dtype).eps * float(wanted.norm())
+    noise = 64 * max(torch.finfo(dtype).eps for dtype in types) * float(wanted.norm())
     if not apart <= noise + (0.01 + 2 * cost.loss) * effect:
         raise AdapterFormatError(
-            f"{file.directory}: the written model's answers to random tokens are {apart:.2e} off those of peft with the "
-            f"adapter attached, which moves them by {effect:.2e}; rounding explains {noise:.1e}. Nothing is written. "
-            f"{WAY_OUT}."
+            f"{file.directory}: the written model's answers to random tokens are {apart:.2e} off those of peft with "
+            f"the adapter attached, which moves them by {effect:.2e}; rounding explains {noise:.1e}. Nothing is "
+            f"written. {WAY_OUT}."
         )
     return apart / effect if effect else 0.0
 
@@ -205,7 +208,7 @@ def _card(file: AdapterFile, base: Path, found: Attached) -> str:
     """README.md for the hub, with the base's licence if its card has one."""
     own = base / "README.md"
     try:
-        licence = ModelCard(own.read_text(encoding="utf-8")).data.license if own.is_file() else None
+        licence = ModelCard(own.read_text(encoding="utf-8")).data.get("license") if own.is_file() else None
     except Exception:  # a card without front matter, or with another's
         licence = None
     ranks = sorted(set(file.ranks.values()))
@@ -220,7 +223,7 @@ library_name: transformers
 
 # A full model with a LoRA adapter in it
 
-A base model with an adapter of {len(file.ranks)} modules, {rank}, merged into its weights: {len(found.changed)} tensors
-changed, {len(found.added)} added. `transformers.{found.kind.__name__}` loads it. Measurements of the base model alone do
-not hold for it.
+A base model with an adapter of {len(file.ranks)} modules, {rank}, merged into its weights:
+{len(found.changed)} tensors changed, {len(found.added)} added. `transformers.{found.kind.__name__}` loads it.
+Measurements of the base model alone do not hold for it.
 """
