@@ -110,9 +110,9 @@ def test_an_update_that_rounding_swallows_is_told(tmp_path: Path, main: Main) ->
     adapter, base = small(tmp_path, torch.bfloat16)
     rewrite(adapter, lambda t: t.update({key: t[key] * 1e-3 for key in t}))
     done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "narrow")
-    assert done.code == 0 and "loses all of the update in 2 layers" in done.err, done.err
+    assert done.code == 0 and "in 2 layers" in done.err, done.err
     done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "wide", "--dtype", "float32")
-    assert done.code == 0 and "loses all" not in done.err, done.err
+    assert done.code == 0 and "2 layers" not in done.err, done.err
 
 
 def test_a_number_beyond_float16_is_refused_by_name(tmp_path: Path, main: Main) -> None:
@@ -190,5 +190,5 @@ def test_the_folder_is_complete_and_replaced_only_with_force(tmp_path: Path, mai
     assert "license: mit" in (tmp_path / "full" / "README.md").read_text()
     assert "--force" in main("export", adapter, "--for", "merged", *to).error()
     assert main("export", adapter, "--for", "merged", *to, "--force").code == 0
-    (tmp_path / "full" / "notes.doc").write_text("mine")
-    assert "notes.doc" in main("export", adapter, "--for", "merged", *to, "--force").error()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    assert "notes.txt" in main("export", adapter, "--for", "merged", *to, "--force").error()

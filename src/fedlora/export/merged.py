@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.export.attached import WAY_OUT, Attached, attach, check, quiet
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-MERGED = FolderKind("a full model", "config.json", r"(?s:.*)\.(safetensors|json|txt|model|jinja|md|tiktoken)")
 Progress = Callable[[Sequence[str]], Iterable[str]]
 _SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of a tokenizer and of generation
 
@@ -77,7 +77,8 @@ def export_merged(
         AdapterFormatError: the adapter does not fit the base, a number is too large for `dtype`, or the written model
             answers otherwise. ConfigError: the base cannot be read, or `out` cannot be written.
     """
-    place: dict[str, Any] = {"force": force, "kind": MERGED, "inputs": [file.directory, base]}
+    side = [path for path in sorted(base.iterdir()) if path.suffix in _SIDE_FILES and ".index." not in path.name]
+    place: dict[str, Any] = {"force": force, "kind": _kind(side), "inputs": [file.directory, base]}
     check_target(out, **place)
     found = check(file, base)
     model = _loaded(found, file, base, dtype)
@@ -99,18 +100,21 @@ def export_merged(
             full.save_pretrained(building)
         del full, model, beside
         gc.collect()  # modules refer to each other, and the next line loads the model again
-        for path in sorted(base.iterdir()):
-            if (
-                path.suffix in _SIDE_FILES
-                and not path.name.endswith(".index.json")
-                and not (building / path.name).exists()
-            ):
+        for path in side:
+            if not (building / path.name).exists():
                 shutil.copyfile(path, building / path.name)
         files.write(building / "README.md", _card(file, base, found))
         with quiet():
             again = found.kind.from_pretrained(building, dtype="auto").eval()
         apart = _compare(file, before, wanted, _answers(again, ids), cost, types)
     return Merged(found, cost, apart)
+
+
+def _kind(side: Sequence[Path]) -> FolderKind:
+    """The folder that `export_merged` writes for a base with these files beside its weights."""
+    shards = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+    names = "|".join(re.escape(path.name) for path in side)
+    return FolderKind("a full model", "config.json", f"{shards}|config.json|generation_config.json|README.md|{names}")
 
 
 def _loaded(found: Attached, file: AdapterFile, base: Path, dtype: torch.dtype | None) -> Any:
