@@ -11,7 +11,7 @@ import pytest
 
 from fedlora.data.readers import open_table
 from fedlora.errors import ConfigError, DataError
-from fedlora.given_files import SETTINGS, half_the_memory, parse_toml, read_given, read_toml
+from fedlora.given_files import SETTINGS, parse_toml, read_given, read_toml
 from support.adapter_folders import bare
 from support.command_line import Said
 
