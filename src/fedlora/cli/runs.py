@@ -135,6 +135,8 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     folder.check_place()
     if folder.exists():
         changes(folder, config)  # report a run that cannot continue before reading anything
+    elif resume:
+        notes.warn(f"{folder.path} holds no run yet: it begins with round 1.")
     quiet_libraries()
     secret = config.privacy is not None
     with notes.status(f"{label}: reading data and model"), doing("reading data and model", closed=secret):
