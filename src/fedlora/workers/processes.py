@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
+from multiprocessing import forkserver, resource_tracker
 from traceback import format_exception
 from typing import Any, Generic, Self, TypeVar
 
@@ -151,6 +152,13 @@ def one_process(begin: Callable[..., None], *given: object, server: Sequence[str
     context = multiprocessing.get_context("fork" if server is None else "forkserver")
     if server is not None:
         context.set_forkserver_preload([*server])
+        resource_tracker.ensure_running()  # its start would unblock the signal
+        # The server imports for seconds, with Python's own handler: Ctrl-C is its owner's business.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return ProcessPoolExecutor(1, context, initializer=_begun, initargs=(server is None, begin, given))
 
 
@@ -175,6 +183,7 @@ _resident: Any = None
 
 def _begun(forked: bool, begin: Callable[..., None], given: tuple[object, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a client's own program would inherit it
     owner = multiprocessing.parent_process()
     assert owner is not None and owner.pid is not None
     ends_with(owner.pid)
