@@ -11,7 +11,7 @@ sensitivity recorded in the ledger, and z = s / K its noise multiplier. gamma is
 rounds nothing. By default gamma sqrt(d) is at most 2^-20 of C and of z C: the grid costs a millionth of the noise, and
 is fine enough for the accountant's continuous Gaussian to represent the discrete one (`accounting`).
 
-For the noise itself, see `exact_noise`.
+For the noise itself, see `exact`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError, ShapeError
-from fedlora.privacy.exact import LARGEST, held
-from fedlora.privacy.exact_noise import with_noise
+from fedlora.privacy.exact import LARGEST, held, with_noise
 
 log = logging.getLogger(__name__)
 
