@@ -31,7 +31,7 @@ def squared_norm(integers: Tensor) -> int:
         OverflowError: an entry is larger.
     """
     total = 0
-    for block in integers.split(_BLOCK):
+    for block in torch.split(integers, _BLOCK):
         if int(block.max()) > LARGEST or int(block.min()) < -LARGEST:  # before abs: abs(-2^63) overflows to itself
             raise OverflowError(f"an entry is larger than 2^{2 * _LIMB} - 1")
         size = block.abs()
@@ -62,7 +62,7 @@ def with_noise(total: Tensor, scale: float) -> Tensor:
         HyperparameterError: opendp is missing.
     """
     measure = _measurement(scale)
-    return torch.cat([torch.tensor(measure(part.tolist()), dtype=torch.int64) for part in total.split(_AT_ONCE)])
+    return torch.cat([torch.tensor(measure(part.tolist()), dtype=torch.int64) for part in torch.split(total, _AT_ONCE)])
 
 
 @functools.lru_cache(maxsize=16)

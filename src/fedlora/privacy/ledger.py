@@ -89,7 +89,11 @@ class Ledger:
             raise LedgerError("an event is charged with the digest of its release: `Journal.store` does both.")
         with self._opened() as (descriptor, book):
             for other in book.events:
-                if (other.event.run, other.event.round, other.event.released) == (event.run, event.round, event.released):
+                if (other.event.run, other.event.round, other.event.released) == (
+                    event.run,
+                    event.round,
+                    event.released,
+                ):
                     self._flush(descriptor)  # its writer may have been killed before flushing
                     return other
             self._require(book, event, budget, 1)
