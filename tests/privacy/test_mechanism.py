@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch
 import fedlora.privacy
 from fedlora.core.lora import LoRA
 from fedlora.errors import HyperparameterError, ShapeError
-from fedlora.privacy import Bases, Geometry, Layout, Mechanism, exact_noise, extras, share_of
+from fedlora.privacy import Bases, Geometry, Layout, Mechanism, exact, share_of
 from fedlora.privacy import mechanism as mechanism_module
 from fedlora.privacy.exact import LARGEST, held, squared_norm
 from support.families import FAMILIES, family, random_gauge
@@ -284,7 +285,7 @@ def test_entries_and_calls_are_independent(monkeypatch: pytest.MonkeyPatch) -> N
     """Correlations of entries with their neighbours (also across the parts that are drawn at once) and with a second
     call: six standard errors, a false alarm once in 2e8 runs."""
     n, part = 10_000, 4_000
-    monkeypatch.setattr(exact_noise, "_AT_ONCE", part)
+    monkeypatch.setattr(exact, "_AT_ONCE", part)
     mechanism = Mechanism.of(1.0, 1.0, n)
     total = torch.zeros(n, dtype=torch.int64)
     one, other = (mechanism.noised(total).double() / mechanism.scale(n) for _ in range(2))
@@ -330,11 +331,8 @@ def test_no_generator_of_torch_or_python_is_in_the_code_of_noise_and_sampling() 
 
 
 def test_without_opendp_noise_is_refused_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(f"no module {name}")
-
-    exact_noise._measurement.cache_clear()
-    monkeypatch.setattr(extras.importlib, "import_module", missing)
+    exact._measurement.cache_clear()
+    monkeypatch.setitem(sys.modules, "opendp.prelude", None)
     with pytest.raises(HyperparameterError, match=r"opendp.*Nothing replaces.*fedlora\[privacy\]"):
         Mechanism.of(1.0, 1.0, 2).noised(torch.zeros(2, dtype=torch.int64))
     silent = Mechanism.of(1.0, 0.0, 2)  # without noise nothing is needed: audits
@@ -345,7 +343,7 @@ def test_without_opendp_noise_is_refused_and_not_replaced(monkeypatch: pytest.Mo
 def test_opendp_says_the_same_of_its_measurement() -> None:
     """Oracle: opendp's own privacy map (zCDP of the discrete Gaussian; Canonne, Kamath and Steinke 2020, theorem 4):
     rho = K^2 / (2 s^2), at most 1 / (2 z^2)."""
-    dp = extras.opendp()
+    dp = pytest.importorskip("opendp.prelude")
     dp.enable_features("contrib")
     for z in (0.37, 1.0, 2.147):
         mechanism = Mechanism.of(0.3, z, 100)
