@@ -177,7 +177,7 @@ def test_a_torn_header_is_begun_anew_and_no_other_file_is_touched(path: Path) ->
         with pytest.raises(LedgerError, match=r"holds no ledger|is damaged"):
             of(path).charge(an_event(1))
         assert path.read_text() == notes
-    with pytest.raises(LedgerError, match="not an ordinary file|cannot be used|cannot be read"):
+    with pytest.raises(LedgerError, match="cannot be"):
         of(path.parent).charge(an_event(1))
 
 

@@ -79,11 +79,13 @@ class OnDisk(Releases):
     def why_spent(self, done: int) -> str:
         """Why the budget cannot pay another round after `done` of this run: from the ledger alone, which is public."""
         more = sum(charged.event.run == self.run for charged in self.ledger.events()) - done
-        copied = (
-            f": the ledger has {more} more charges of this run than this folder has rounds, so the folder is a copy or "
-            f"an old backup, and each round that is played again is charged again"
-        )
-        return "the budget of privacy.population cannot pay another round" + copied * (more > 0)
+        why = "others have charged its ledger meanwhile"
+        if more > 0:
+            why = (
+                f"the ledger has {more} more charges of this run than this folder has rounds, so the folder is a copy "
+                f"or an old backup, and each round that is played again is charged again"
+            )
+        return f"the budget of privacy.population cannot pay another round: {why}"
 
     def check_charged(self, done: int) -> None:
         """Raise `CheckpointError` unless the ledger holds every finished round."""
