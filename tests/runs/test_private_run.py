@@ -178,8 +178,8 @@ def test_a_copy_of_a_run_is_told_that_its_own_round_was_released(place: Path, tm
 def test_who_fails_is_told_to_the_operator_and_to_no_file(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All clients fail in all rounds: the rounds take place, as noise, and are charged. A warning on the screen says who and
-    why, in one line each; outside the secret folders no file does. What it says of a run first does not depend on it."""
+    """All clients fail in all rounds: the rounds take place, as noise, and are charged. A warning says who and why, in
+    one line each; outside the secret folders no file does. What the screen says first does not depend on it."""
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no more memory\n\x1b[2J")

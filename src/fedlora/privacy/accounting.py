@@ -159,9 +159,7 @@ def epsilon_up(epsilon: float) -> str:
 
 def how_strong(epsilon: float) -> str:
     """A remark for people on a large epsilon; "" for others (docs/how-to/privacy.md)."""
-    return (
-        "" if epsilon <= SAYS_LITTLE else f" (above {SAYS_LITTLE:g} this guarantee says little: docs/how-to/privacy.md)"
-    )
+    return f" (above {SAYS_LITTLE:g} this guarantee says little: docs/how-to/privacy.md)" * (epsilon > SAYS_LITTLE)
 
 
 def check_delta(delta: float) -> None:

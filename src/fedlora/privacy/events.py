@@ -76,17 +76,9 @@ class Event:
 
     @classmethod
     def of(
-        cls,
-        mechanism: Mechanism,
-        size: int,
-        *,
-        run: str,
-        round: int,
-        sampling: float,
-        rounds: int,
-        delta: float,
+        cls, mechanism: Mechanism, size: int, *, run: str, round: int, sampling: float, rounds: int, delta: float,
         released: str = "",
-    ) -> Event:
+    ) -> Event:  # fmt: skip
         """The event for one noised sum by that mechanism, over vectors of `size` entries."""
         return cls(
             run, round, sampling, mechanism.noise_multiplier, mechanism.clip, mechanism.grid, size,
