@@ -75,14 +75,6 @@ def test_bases_are_a_function_of_what_is_public() -> None:
     assert moved.Q is not None and torch.allclose(first.Q @ first.Q.T, moved.Q @ moved.Q.T, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "released", [LoRA(torch.zeros(6, 2), torch.ones(2, 5)), LoRA(torch.zeros(6, 0), torch.zeros(0, 5))]
-)
-def test_before_anything_was_released_directions_are_random(released: LoRA) -> None:
-    bases = Geometry("two-sided", 3).bases(released, "q", round=0, seed=0)
-    assert bases.shape == (3, 3)
-
-
 def test_more_dims_than_the_module_has_are_all_of_it() -> None:
     """Nothing is lost then: the two-sided space is the whole one."""
     X = pair(6, 5, 3, 1)
