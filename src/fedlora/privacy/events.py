@@ -18,6 +18,7 @@ from fedlora.privacy.accounting import LEAST_DELTA, MOST_ROUNDS, Spending, check
 from fedlora.privacy.mechanism import Mechanism
 
 VERSION = 2  # of a ledger
+_BEGINNING = b'{"kind": "ledger", '
 _LARGEST = 2**28  # bytes; a hundred thousand rounds take a third of it
 _DIGEST = re.compile(r"([0-9a-f]{64})?")
 
@@ -199,15 +200,17 @@ def read(path: Path) -> Recomputed:
     except OSError as error:
         raise LedgerError(f"the ledger {path} cannot be read: {error.strerror or error}.") from error
     end = raw.rfind(b"\n") + 1
+    if not _BEGINNING.startswith(raw[: len(_BEGINNING)]):  # a torn header is as good as none
+        raise LedgerError(f"{path} holds no ledger. Name the population's own, or a new file.")
     if not end:
         return Recomputed("", LEAST_DELTA)
     first, *lines = raw[: end - 1].split(b"\n")
     header = _table(first, path, 0)
     population = header.get("population")
-    if header.get("kind") != "ledger" or header.get("version") != VERSION or not isinstance(population, str):
+    if header.get("version") != VERSION or not isinstance(population, str):
         raise LedgerError(
-            f"{path} is not a ledger of this version: its first line has kind {quoted(header.get('kind'))}, version "
-            f"{quoted(header.get('version'))}. Name the population's own ledger."
+            f"{path} is a ledger of version {quoted(header.get('version'))}, and this fedlora reads version {VERSION}. "
+            f"Begin a new one, and charge what that one says (fedlora privacy NEW --charge ...)."
         )
     newest, events, earlier, budgets = (0, digest_of(first)), list[Charged](), list[Spending](), list[Budget]()
     for number, line in enumerate(lines, start=1):

@@ -203,8 +203,8 @@ class Ledger:
                 os.close(descriptor)
         except OSError as error:
             raise LedgerError(
-                f"the ledger {self.path} cannot be used: {error.strerror or error}. It needs a local disk with file "
-                f"locks."
+                f"the ledger {self.path} cannot be used (it needs a local disk with file locks): "
+                f"{error.strerror or error}."
             ) from error
 
     def _locked(self, descriptor: int) -> Recomputed:
@@ -216,8 +216,6 @@ class Ledger:
             os.ftruncate(descriptor, book.end)  # drops a killed writer's torn line
             return book
         header = _line({"kind": "ledger", "version": VERSION, "population": self.population, "meaning": _MEANING})
-        if not header.startswith(os.pread(descriptor, len(header), 0)):  # a torn header is written anew, nothing else
-            raise LedgerError(f"{self.path} holds no ledger. Name the population's own, or a new file.")
         self._put(descriptor, header, 0)
         return self.read()
 
