@@ -1,5 +1,5 @@
 """The journal: what leaves, leaves once and charged. Kinds of evidence: contract (a kill before every single step, and
-in the middle of writes; SIGKILL at any time), hostile files.
+in the middle of writes), hostile files.
 """
 
 from __future__ import annotations
@@ -7,8 +7,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import random
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -72,28 +70,6 @@ def test_a_kill_at_any_step_releases_once_and_charged(
         seen[(bool(then["held"]), bool(then["charged"]), bool(then["left"]))] += 1
     if how == "kills":  # stages: drawn; written; charged
         assert {(False, False, False), (True, False, False), (True, True, False)} <= set(seen), seen
-
-
-def test_sigkill_at_any_time(tmp_path: Path, program: Callable[..., Program]) -> None:
-    """A process that plays rounds is killed by the system, again and again. By definition: all that ever left of one
-    round is the same, and each round has one event, of its bytes."""
-    generator = random.Random(0)
-    for _ in range(5):
-        process = program(ROUNDS, "play", tmp_path, 400).process
-        began = time.monotonic()
-        while not (tmp_path / "ledger.jsonl").exists() and time.monotonic() - began < 60:
-            time.sleep(0.01)
-        time.sleep(0.2 + generator.random() * 0.3)
-        process.kill()
-        process.join(60)
-    left: dict[str, set[str]] = {}
-    for path in (tmp_path / "left").glob("*"):
-        left.setdefault(path.name.split("-")[0], set()).add(path.read_text())
-    assert left and all(len(shown - {""}) <= 1 for shown in left.values())  # "": killed while that was written
-    journal = Journal(tmp_path / "journal", Ledger(tmp_path / "ledger.jsonl", "some clients"))
-    events = [charged.event for charged in journal.ledger.events()]
-    assert len({event.round for event in events}) == len(events)
-    assert {int(round) for round in left} <= {event.round for event in events}
 
 
 # ---- in one process --------------------------------------------------------------------------------------------------

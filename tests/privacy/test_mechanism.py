@@ -20,7 +20,7 @@ import torch
 import fedlora.privacy
 from fedlora.core.lora import LoRA
 from fedlora.errors import HyperparameterError, ShapeError
-from fedlora.privacy import Bases, Geometry, Layout, Mechanism, exact, share_of
+from fedlora.privacy import Geometry, Layout, Mechanism, exact, share_of
 from fedlora.privacy import mechanism as mechanism_module
 from fedlora.privacy.exact import LARGEST, held, squared_norm
 from support.families import FAMILIES, family, random_gauge
@@ -130,24 +130,6 @@ def test_no_size_of_values_pushes_the_norm_computation(value: float, dtype: torc
     assert exact_norm_squared(found) <= mechanism.bound(16) ** 2
     wanted = min(1.0, 4 * stored if stored < 1e300 else 1.0) / 4 if math.isfinite(stored) else 0.0
     assert found.tolist() == [round(wanted / mechanism.grid)] * 16
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (2, 2)])
-def test_what_is_no_vector_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ShapeError, match=r"\(d,\) floating point"):
-        Mechanism.of(1.0, 1.0, size=4).contribution(torch.zeros(shape))
-    with pytest.raises(ShapeError):
-        Mechanism.of(1.0, 1.0, size=4).contribution(torch.zeros(4, dtype=torch.int64))
-
-
-def test_wrong_shapes_of_a_client_are_refused_before_the_norm() -> None:
-    layout = Layout({"q": Bases(4, 5)}, {"head": (2,)})
-    with pytest.raises(ShapeError, match=r"this module must be \(4, 5\)"):
-        layout.vector({"q": LoRA(torch.ones(5, 2), torch.ones(2, 4))}, {})
-    with pytest.raises(ShapeError, match="no place"):
-        layout.vector({"other": LoRA(torch.ones(4, 2), torch.ones(2, 5))}, {})
-    with pytest.raises(ShapeError, match="head"):
-        layout.vector({}, {"head": torch.ones(2, 1)})
 
 
 def test_weights_are_shares_that_a_client_cannot_push() -> None:

@@ -1,8 +1,7 @@
-"""Private rounds in processes that are killed. Run as a program of its own, since it forks, or is killed from outside:
+"""Private rounds in processes that are killed. Run as a program of its own, since it forks:
 
     python privacy_rounds.py kills FOLDER         one round, killed before each of its steps and then resumed: JSON
     python privacy_rounds.py torn FOLDER          likewise, and the step that dies writes half of its bytes first
-    python privacy_rounds.py play FOLDER ROUNDS   rounds one after the other, for whoever kills this process
     python privacy_rounds.py charge FOLDER RUN N  N charges to one ledger that others charge too
     python privacy_rounds.py spend FOLDER RUN EPSILON   charges until the budget is spent: prints how many
 
@@ -113,9 +112,6 @@ if __name__ == "__main__":
     if what in ("kills", "torn"):
         os.fsync = lambda descriptor: None
         print(json.dumps(kills(folder / "home", torn=what == "torn")))
-    elif what == "play":
-        for number in range(1, int(sys.argv[3]) + 1):
-            play(folder, number)
     elif what == "charge":
         for number in range(1, int(sys.argv[4]) + 1):
             Ledger(folder / "ledger.jsonl", "some clients").charge(event(sys.argv[3], number, some_digest()))
