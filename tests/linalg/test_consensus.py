@@ -15,6 +15,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from fedlora.methods._spectral import whole
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build
@@ -32,7 +33,6 @@ from fedlora.linalg import (
 from fedlora.linalg.consensus import Basis
 from fedlora.linalg.fast import PANEL, _Batch, _panels
 from fedlora.methods import glora as glora_module
-from fedlora.methods._spectral import whole
 from support import families
 from support.federations import noise
 

@@ -761,9 +761,9 @@ def serve(pipe: Any) -> None:
     """Judges what comes through the pipe, until None comes. Memory beyond 2 GB more than it begins with is an error."""
     import peft  # noqa: F401 - the baseline holds it, and what commands import when they are called
 
-    import fedlora.applying.apply
     import fedlora.cli.merge_method
     import fedlora.cli.method_names
+    import fedlora.export.merged
     import fedlora.runs.plots  # noqa: F401
 
     torch.set_num_threads(1)

@@ -75,8 +75,8 @@ class Place:
     """A result's destination. force: replace what is there, if it is only an adapter. inputs: never replaced."""
 
     out: Path
-    force: bool = False
-    inputs: Sequence[str | os.PathLike[str]] = ()
+    force: bool
+    inputs: Sequence[str | os.PathLike[str]]
 
     def check(self) -> None:
         """Raise `ConfigError` if the result cannot or may not be written; call it before long work."""

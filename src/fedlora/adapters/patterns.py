@@ -35,7 +35,7 @@ _ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")  # used without a layers_
 _SPECIAL = frozenset(r".^$*+?{}[]\|()")
 _LONGEST, _DEEPEST, _MOST = 4_000, 20, 1_000  # letters in a pattern, nested brackets, patterns in one field
 _MOST_STEPS, _MOST_PARTS = 200_000_000, 20_000  # for one pattern on one name: at most a second (tests measure it)
-_OF_A_MODEL = 100  # longest module name in transformers' models, which peft matches as well (`applying`)
+_OF_A_MODEL = 100  # longest module name in transformers' models, which peft matches as well (`export`)
 Spots = tuple[int, ...]
 
 

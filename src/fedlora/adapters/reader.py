@@ -10,7 +10,7 @@ update or does not fit the config, in this order:
     does the file hold what its config says?          judged.judge
     do copies of one tensor agree?                    here, with parsed.copies_in; tied_pairs
     with a base model (`export`, validate --base):
-    would peft load and compute exactly that?         applying.judge; with_base leaves it what a base decides
+    would peft load and compute exactly that?         export.attached; with_base leaves it what a base decides
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def merge(
         if sum:
             raise ConfigError("--sum is for merges without --method and --defence.")
         wanted = Result(rank, heads, dtype, max_error, dry_run)
-        place = Place(target, force=force)
+        place = Place(target, force, adapters)
         place.check()
         given, said = merging.collected(
             adapters, counts, weights_from, missing, heads=heads, same_base=same_base, allow_unknown=allowed,

@@ -210,7 +210,7 @@ class Round:
     def _refuse(self, refusal: UploadRefused) -> None:
         if self._server.round.quorum is None:
             raise refusal
-        if not self._private:  # whose diary alone says so
+        if not self._private:  # a private round logs its own
             log.warning("%s", refusal)
         self._refused[refusal.client] = refusal.reason
 

@@ -20,19 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlora.adapters import allocation
 from fedlora.adapters.card_text import base_line
-from fedlora.adapters.module_names import plain
 from fedlora.adapters.narrowing import TYPES, common_type, name_of, narrowed_pair
 from fedlora.adapters.reader import AdapterFile
-from fedlora.applying.base_folder import BaseFiles
-from fedlora.applying.judge import Judged, judged
-from fedlora.applying.relation import relation
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
 from fedlora.core.text import quoted
-from fedlora.errors import AdapterFormatError, ConfigError, escaped
+from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.export.attached import check
 
 NAME, CARD = "adapter.gguf", "README.md"
 GGUF_TYPES = {name: TYPES[name] for name in ("float16", "bfloat16", "float32")}
@@ -58,12 +54,11 @@ class WrittenGGUF:
     folded: tuple[str, ...]
     dtype: str
     rounding: float
-    notes: tuple[str, ...]
 
 
 def write_gguf(
     file: AdapterFile,
-    base: BaseFiles,
+    base: Path,
     out: Path,
     dtype: str | None = None,
     *,
@@ -81,27 +76,25 @@ def write_gguf(
     """
     if dtype is not None and dtype not in GGUF_TYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(GGUF_TYPES)}; got {dtype[:40]!r}.")
-    place: dict[str, Any] = {"force": force, "kind": _KIND, "inputs": [file.directory, base.directory]}
+    place: dict[str, Any] = {"force": force, "kind": _KIND, "inputs": [file.directory, base]}
     check_target(out, **place)
-    try:
-        given, verdict = file, judged(file, base)
-        file, served = verdict.file, _base_of(verdict)
-        names = _names(file, served)
-        _check_extras(given, base)
-        allocation.check(3 * allocation.bytes_to_read(file.stored.values()), "writing GGUF", file.limits)
-        alpha, folded = _alpha(file)
-        wide = common_type(each.dtype for path in names for each in file.pair(path))[0]
-        wide = torch.float32 if folded or wide == torch.float64 else wide
-        stored = GGUF_TYPES[dtype] if dtype else wide
-        tensors, rounding = _tensors(file, served, names, alpha, folded, stored)
-    except AdapterFormatError as error:
-        known = escaped(str(file.directory)) in str(error)
-        raise error if known else AdapterFormatError(f"{file.directory}: {str(error).rstrip('.')}.") from error
+    if file.heads:
+        raise AdapterFormatError(
+            f"{file.directory}: llama.cpp takes no tensors trained beside the pairs, and the adapter has "
+            f"{len(file.heads)}, such as {file.heads[0]!r}. {_WAY}; `fedlora merge ADAPTER --heads drop` leaves them "
+            f"out, but the result is then another model."
+        )
+    served = _base_of(check(file, base).config, base)
+    names = {path: served.tensor(path, file) for path in file.modules}
+    alpha, folded = _alpha(file)
+    wide = common_type(each.dtype for path in names for each in file.pair(path))[0]
+    wide = torch.float32 if folded or wide == torch.float64 else wide
+    stored = GGUF_TYPES[dtype] if dtype else wide
+    tensors, rounding = _tensors(file, served, names, alpha, folded, stored)
     with replacing_folder(out, **place) as building:
         _write(building / NAME, served.arch, alpha, tensors)
         files.write(building / CARD, _card(file, served.arch, len(names)))
-    notes = (*relation(file, base), *verdict.built.notes)
-    return WrittenGGUF(served.arch, names, alpha, folded, name_of(stored), rounding, notes)
+    return WrittenGGUF(served.arch, names, alpha, folded, name_of(stored), rounding)
 
 
 # -------------------------------------------------------------------------------------------------------------- inside
@@ -117,7 +110,7 @@ class _Base:
     heads: tuple[int, int]
     tied: bool
 
-    def tensor(self, path: str) -> str:
+    def tensor(self, path: str, file: AdapterFile) -> str:
         """The base's tensor that a pair at `path` updates.
 
         Raises:
@@ -128,16 +121,16 @@ class _Base:
         arch = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch), None)
         if arch is None:
             raise ConfigError(f"the installed gguf does not know architecture {self.arch}: pip install --upgrade gguf.")
-        found = gguf.get_tensor_name_map(arch, self.blocks).get_name(plain(path))
+        found = gguf.get_tensor_name_map(arch, self.blocks).get_name(path)
         if found is None:
             raise AdapterFormatError(
-                f"llama.cpp has no tensor for {quoted(path)} in a model of architecture {self.arch} with "
-                f"{self.blocks} blocks. {_WAY}"
+                f"{file.directory}: llama.cpp has no tensor for {quoted(path)} in a model of architecture "
+                f"{self.arch} with {self.blocks} blocks. {_WAY}."
             )
         if self.tied and found == "output":
             raise AdapterFormatError(
-                f"it changes {quoted(path)}, but this base has one tensor for embeddings and output, and llama.cpp "
-                f"adds no update to one use of it. {_WAY}"
+                f"{file.directory}: it changes {quoted(path)}, but this base has one tensor for embeddings and output, "
+                f"and llama.cpp adds no update to one use of it. {_WAY}."
             )
         return f"{found}.weight"
 
@@ -149,71 +142,21 @@ class _Base:
         return B[torch.arange(len(B)).reshape(self.heads[which], 2, -1).transpose(1, 2).reshape(-1)]
 
 
-def _base_of(verdict: Judged) -> _Base:
-    """The base model against which the adapter was judged.
-
-    Raises:
-        ConfigError: its type is not one of those listed here.
-    """
-    config = verdict.built.config
+def _base_of(config: Any, base: Path) -> _Base:
+    """Raises `ConfigError` if the base is of none of the types listed here."""
     arch = _ARCHITECTURES.get(config.model_type)
     if arch is None:
         raise ConfigError(
-            f"the base model {verdict.base.directory} is of type {quoted(str(config.model_type), 60)}; fedlora writes "
-            f"GGUF adapters for {', '.join(_ARCHITECTURES)}. {_WAY}."
+            f"the base model {base} is of type {quoted(str(config.model_type), 60)}; fedlora writes GGUF adapters for "
+            f"{', '.join(_ARCHITECTURES)}. {_WAY}."
         )
     heads = (config.num_attention_heads, config.num_key_value_heads)
-    tied = bool(config.tie_word_embeddings) or "lm_head.weight" not in verdict.base.stored
-    return _Base(arch, config.num_hidden_layers, heads, tied)
-
-
-def _names(file: AdapterFile, base: _Base) -> dict[str, str]:
-    """Module of the adapter -> the base's tensor that it updates.
-
-    Raises:
-        AdapterFormatError: llama.cpp could not add one of the pairs to this base.
-    """
-    found = {}
-    for path, layout in file.layouts.items():
-        if layout.kind not in ("linear", "adalora"):
-            raise AdapterFormatError(
-                f"a GGUF adapter of fedlora has LoRA of linear layers only, not of kind {layout.kind}, such as "
-                f"{quoted(path)}. {_WAY}"
-            )
-        found[path] = base.tensor(path)
-    return found
-
-
-def _check_extras(file: AdapterFile, base: BaseFiles) -> None:
-    """Raise `AdapterFormatError` for tensors other than pairs, except mere copies of the base's own."""
-    added = next((name for name in file.heads if file.kind(name) == "added"), None)
-    if added is not None:
-        raise AdapterFormatError(
-            f"llama.cpp takes no biases of the update (lora_bias), such as {added!r}; "
-            f"`fedlora export --for merged` writes the whole"
-        )
-    lost = [name for name in file.heads if not _is_copy(file, name, base)]
-    if lost:
-        kinds = Counter(map(file.kind, lost))
-        what = ", ".join(f"{count} of kind {kind}" for kind, count in sorted(kinds.items()))
-        raise AdapterFormatError(
-            f"llama.cpp would not get {len(lost)} tensors trained or stored beside the pairs ({what}), such as "
-            f"{lost[0]!r}. `fedlora export --for merged` writes the whole; `fedlora merge ADAPTER --heads drop` leaves "
-            f"them out, but the result is then another model"
-        )
-
-
-def _is_copy(file: AdapterFile, name: str, base: BaseFiles) -> bool:
-    """Whether a tensor beside the pairs is the base's own: peft stores a copy beside an adapted output layer."""
-    if file.kind(name) != "base" or name not in base.stored:
-        return False
-    copy, own = file.head(name), base.tensor(name)
-    return copy.shape == own.shape and torch.equal(copy, own.to(copy.dtype))
+    return _Base(arch, config.num_hidden_layers, heads, bool(config.tie_word_embeddings))
 
 
 def _alpha(file: AdapterFile) -> tuple[float, tuple[str, ...]]:
     """The alpha that is right for most modules, and the modules for which it is not."""
-    each = {path: file.scale(path) * file.ranks[path] for path in file.layouts}
+    each = {path: file.scale(path) * file.ranks[path] for path in file.modules}
     rounded = torch.tensor(list(each.values()), dtype=torch.float32).tolist()
     alpha: float = Counter(rounded).most_common(1)[0][0]
     return alpha, tuple(path for path, own in each.items() if not math.isclose(own, alpha, rel_tol=_EQUAL))
