@@ -245,8 +245,8 @@ class PrivateRound(OpenRound):
         options, asked = self._options, len(self.asked)
         if asked and not self.counts:
             log.warning(
-                "round %d: none of the %d clients that were asked counts. The round releases only noise, and is charged "
-                "like any other: remove the cause before you spend more rounds.", self.number, asked,
+                "round %d: none of the %d clients that were asked counts. The round releases only noise, and is "
+                "charged like any other: remove the cause before you spend more rounds.", self.number, asked,
             )  # fmt: skip
         if self._released is None:
             noised = self.mechanism.noised(self._total)
