@@ -71,7 +71,7 @@ def test_keys_that_make_no_rule_are_refused(keys: dict[str, Any], why: str) -> N
         (("defence.rule=krum", "defence.liars=1"), r"krum \(f = 1\) needs 5 clients, but a round has 3"),
         (("defence.rule=clip", "method.name=fedit"), "averages B and A"),
         (("defence.rule=clip", "method.rho=0.5"), "svd with that rank"),
-        (("defence.rule=clip", "method.name=hetlora"), "hetlora.*weights or votes"),
+        (("defence.rule=clip", "method.name=hetlora"), "HetLoRA.*weights or votes"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_the_first_round(project: Path, sets: tuple[str, ...], why: str) -> None:

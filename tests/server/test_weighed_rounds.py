@@ -240,7 +240,7 @@ def test_a_module_that_few_hold_is_not_moved_further_than_they_moved_it() -> Non
     ("name", "hparams", "why"),
     [
         ("glora", {"rho": 0.5}, "svd with that rank"),
-        ("hetlora", {}, "hetlora.*weights or votes"),
+        ("hetlora", {}, "HetLoRA.*weights or votes"),
         ("fedit", {}, "in bad coordinates"),
         ("padded-average", {}, "in bad coordinates"),
     ],
