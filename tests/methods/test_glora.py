@@ -279,11 +279,22 @@ def test_a_limited_history_forgets_the_longest_absent(limit: int | None) -> None
         assert method.selected(state, name, 2).tolist() == [0, 1]
 
 
+def test_a_zero_update_leaves_the_older_history() -> None:
+    """An empty subspace suits nothing: the client reads out as before it."""
+    case = families.family("generic", dtype=np.float64)
+    method, state = aggregated(case, gamma=0.0)
+    sent = [replace(u, lora=u.lora.map(torch.zeros_like)) if u.client == "c0" else u for u in updates(case)]
+    after = method.aggregate(state, sent)
+    assert torch.equal(after.history["c0"].basis, state.history["c0"].basis)
+    assert after.history["c0"].alignment is None  # not of this mean
+    assert next(iter(after.history)) == "c0"  # the longest absent
+
+
 # ------------------------------------------------------------------------------------------------- budget, options
 
 
 def test_the_rank_budget_is_a_share_of_the_ranks_or_absolute() -> None:
-    """ceil(rho sum r_i): 0.1 x 30 is 3 and not 4 in floats; `glora-paper` counts rank(B_i)."""
+    """ceil(rho sum r_i): 0.56 x 25 is 14, and a little more in floats; `glora-paper` counts rank(B_i)."""
     case = families.family("zero_B", dtype=np.float64)  # nominal 2 + 8 + 5 + 4 = 19, of which 5 are B = 0
     for name, hparams, R in (
         ("glora", {"rho": 0.5}, 10), ("glora-paper", {"rho": 0.5}, 7), ("glora", {"rank": 7}, 7),
@@ -291,9 +302,12 @@ def test_the_rank_budget_is_a_share_of_the_ranks_or_absolute() -> None:
     ):  # fmt: skip
         method, state = aggregated(case, name, **hparams)
         assert method.diagnostics(state)["server_rank"] == R
-    tens = dict.fromkeys(("a", "b", "c"), (np.ones((40, 10)), np.ones((10, 40))))
-    method, state = aggregated(families.Case("tens", tens, dict.fromkeys("abc", 1 / 3), ""), rho=0.1)
-    assert method.diagnostics(state)["server_rank"] == 3
+    rng = np.random.default_rng(7)
+    fives = {c: (rng.standard_normal((40, 5)), rng.standard_normal((5, 40))) for c in "abcde"}
+    for name in ("glora", "glora-paper"):
+        case = families.Case("fives", fives, dict.fromkeys("abcde", 0.2), "")
+        method, state = aggregated(case, name, rho=0.56)
+        assert method.diagnostics(state)["server_rank"] == 14
 
 
 @pytest.mark.parametrize("name", ["glora", "glora-paper"])

