@@ -1,0 +1,94 @@
+"""Which directions of the mean a budget R keeps: those for which most clients vote, by the paper.
+
+    K = sum_i p_i U_i U_i^T,     U_ref = TopEig_R(K)
+
+In coordinates of Q, where K is small. If R cannot hold every direction, those with votes come first, by K's eigenvalue;
+then the rest of the space, by the mean's energy there. What R took is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .basics import float64s, rank_tolerance
+
+# A singular value of the votes below this share of the largest is float64's own rounding.
+RESOLVED = 1e-13
+
+
+class Cut(NamedTuple):
+    """basis (k, R): U_ref in coordinates; None if nothing is cut. union_rank: the directions beyond rounding that R
+    chose among; None if nothing is cut. gap: (x_R - x_R+1) / x_R at the cut, of eigenvalues of K or of energies; inf if
+    nothing was lost. tied: rounding cannot tell the two apart. left_out: the mean's energy outside of the basis. quiet:
+    the part of that in directions which rounding could have made."""
+
+    basis: Tensor | None
+    union_rank: int | None
+    gap: float
+    tied: bool
+    left_out: float
+    quiet: float
+
+
+NO_CUT = Cut(None, None, math.inf, False, 0.0, 0.0)
+
+
+class Vote(NamedTuple):
+    """One client's k columns among the votes, its weight p_i, and the roundoff with which its factors were stored."""
+
+    columns: int
+    weight: float
+    roundoff: float
+
+
+def strongest(votes: Tensor, of: Sequence[Vote], C: Tensor, rank: int, floor: float) -> Cut:
+    """U_ref in coordinates.
+
+    Args:
+        votes: (k, S_v), sqrt(p_i) U_i side by side. of: whose they are. C: (k, l), the mean.
+        floor: the largest size that rounding of the stored factors can have in one direction of the mean.
+    """
+    noise = float64s([v.weight * rank_tolerance(v.roundoff) ** 2 for v in of for _ in range(v.columns)], C)
+    roundoffs = float64s([v.roundoff for v in of for _ in range(v.columns)], C)
+    # Not from K itself: a direction in which two float64 clients differ by 1e-9 has an eigenvalue of 1e-18.
+    X, s, _ = torch.linalg.svd(votes, full_matrices=True)
+    s = torch.cat([s, s.new_zeros(len(X) - len(s))])
+    # Differences between clients that share a direction are made of rounding, so these clients' own noise counts there.
+    shares = (votes.mT @ X).square() / s.square().clamp(min=1e-300)
+    voted = (s.square() > noise @ shares) & (s > RESOLVED * s.amax())
+    X, rest, shares, values = X[:, voted], by_energy(X[:, ~voted], C), shares[:, voted], s[voted].square()
+    energy, of_rest = ((Y.mT @ C).square().sum(dim=1) for Y in (X, rest))
+    loud = of_rest.sqrt() > floor
+    first, union = len(values), len(values) + int(loud.sum())
+    gap, tied = math.inf, False
+    if rank < first:
+        gap = float(1 - values[rank] / values[rank - 1])
+        # An eigenvalue moves by the roundoff of its clients, each by its share, and a cut inside a gap g by u / g:
+        # below sqrt(u) it would keep fewer than half of the digits.
+        close = float((roundoffs @ shares[:, rank - 1 : rank + 1]).max().sqrt())
+        if tied := gap <= close:  # TopEig_R is not unique: of equal votes, the directions that hold most of the mean
+            block = (values / values[rank - 1] - 1).abs() <= close
+            X[:, block] = by_energy(X[:, block], C)
+            energy = (X.mT @ C).square().sum(dim=1)
+    elif rank < union:  # between a direction with votes and one without, any gap is wide
+        gap = 1.0 if rank == first else float(1 - of_rest[rank - first] / of_rest[rank - first - 1])
+    every, sound = torch.cat([energy, of_rest]), torch.cat([torch.ones_like(voted[voted]), loud])
+    return Cut(
+        basis=torch.cat([X, rest], dim=1)[:, :rank],
+        union_rank=union,
+        gap=gap,
+        tied=tied,
+        left_out=float(every[rank:].sum()),
+        quiet=float(every[rank:][~sound[rank:]].sum()),
+    )
+
+
+def by_energy(X: Tensor, C: Tensor) -> Tensor:
+    """The span of X (k, n), turned so that the directions that hold most of C come first."""
+    small = X.mT @ C
+    return X @ torch.linalg.svd(small, full_matrices=small.shape[1] < small.shape[0])[0]

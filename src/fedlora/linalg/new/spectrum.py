@@ -1,0 +1,114 @@
+"""An update in energy order: its SVD with every component, stored as the balanced pair that clients get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .basics import U64, unit_roundoff
+from .factored import Factored, panels
+
+# The share of an update's energy that readouts may leave out as rounding. A larger share is kept and reported.
+MOST_ROUNDING = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """An update Delta W = U diag(s) Vh = B A, s (l,) > 0 descending; U and Vh orthonormal.
+
+    Stored as B = U sqrt(s) (d_out, l) and A = sqrt(s) Vh (l, d_in): a readout is a choice of columns and rows, and
+    rounds nothing. Stored as U, s, Vh each readout would round every number once more.
+
+    sound: how many leading components exceed the rounding of the stored factors. Readouts use only these, because the
+    others point elsewhere in every gauge; the update keeps them all. rounding: the share of the energy in components
+    that rounding could have made, including those that count as sound because there is too much to leave out.
+    """
+
+    B: Tensor
+    s: Tensor
+    A: Tensor
+    sound: int
+    rounding: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """l, the number of all components."""
+        return self.s.shape[0]
+
+    @property
+    def U(self) -> Tensor:
+        """(d_out, l), orthonormal columns."""
+        return self.B / self.s.sqrt()
+
+    @property
+    def Vh(self) -> Tensor:
+        """(l, d_in), orthonormal rows."""
+        return self.A / self.s.sqrt()[:, None]
+
+    def balanced(self, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(B, A) of the chosen components (None: all), sqrt(s) on both."""
+        return (self.B, self.A) if chosen is None else (self.B.index_select(1, chosen), self.A.index_select(0, chosen))
+
+    def head(self, rank: int) -> Spectrum:
+        """The `rank` strongest components: the best approximation of that rank (Eckart-Young)."""
+        B, A = self.B[:, :rank].contiguous(), self.A[:rank]
+        return Spectrum(B, self.s[:rank], A, min(self.sound, rank), self.rounding)
+
+    def rank_of_energy(self, share: float) -> int:
+        """The least number of leading components whose squares make up `share` of all squares; 1: every component."""
+        if share == 1.0 or self.rank == 0:
+            return self.rank
+        s = self.s.double() / self.s[0].double()  # squares of tiny numbers are zero
+        left_out = s.square().flip(0).cumsum(0).flip(0)  # by a cut before each one; smallest summed first
+        # 1 - 0.8 is a little less than 0.2
+        return max(1, int((left_out > (1 - share) * (1 + 1e-9) * left_out[0]).sum()))
+
+
+def store(side: Factored, Y: Tensor, out: Tensor) -> Tensor:
+    """out (m, d, l) = Q Y in out's dtype. Returns the squared rounding error of each column (m, l), measured."""
+    inner, off = side.inner(Y), Y.new_zeros(len(Y), Y.shape[2])
+    for rows in panels(out.shape[1], side.tall.shape[2]):
+        panel = side.tall[:, rows].double()
+        # In the memory order of `out`: a transposing copy would cost as much as the product.
+        exact = panel @ inner if out.stride(2) == 1 else (inner.mT @ panel.mT).mT
+        out[:, rows] = exact
+        off += exact.sub_(out[:, rows]).square_().sum(dim=1)
+    return off
+
+
+class Counts(NamedTuple):
+    """keep: how many components to store. sound, rounding: as in `Spectrum`. trimmed: the energy of those not kept."""
+
+    keep: int
+    sound: int
+    rounding: float
+    trimmed: float
+
+
+def cut_by_rounding(s: Sequence[float], *, terms: float, floor: float, dtype: torch.dtype) -> Counts:
+    """What rounding leaves of the singular values s, descending, about 1.
+
+    Args:
+        terms: the norm of the sizes of the summed terms. floor: the largest size of a direction that rounding of the
+            stored factors can make. dtype: of the result.
+
+    The dropped tail is smaller, all together, than the result's dtype or float64's own sum can resolve. Everything is
+    dropped only if it is all rounding, as after exact cancellation.
+    """
+    tail = [*accumulate((x * x for x in reversed(s)), initial=0.0)][::-1]  # the energy from each one to the last
+    total = tail[0]
+    if total <= (64 * U64 * terms) ** 2:
+        return Counts(0, 0, 0.0, total)
+    invisible = max(0.25 * unit_roundoff(dtype) * total**0.5, 4 * U64 * terms)
+    keep = sum(x > invisible**2 for x in tail[:-1])
+    # Rounding of the factors, or of the float64 sum itself.
+    loud = sum(x > max(floor, 64 * U64 * terms) for x in s)
+    sound = max(loud, sum(x > MOST_ROUNDING * total for x in tail[:-1]))
+    while 0 < sound < len(s) and s[sound] > s[sound - 1] * (1 - 1e-6):  # never between two equal components
+        sound += 1
+    return Counts(keep, min(keep, sound), tail[loud] / total, tail[keep])
