@@ -9,20 +9,19 @@ then the rest of the space, by the mean's energy there. What R took is measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from .basics import float64s, rank_tolerance
 
 # A singular value of the votes below this share of the largest is float64's own rounding.
 RESOLVED = 1e-13
 
 
 class Cut(NamedTuple):
-    """basis (k, R): U_ref in coordinates; None if nothing is cut. union_rank: the directions beyond rounding that R
+    """Where R cut.
+
+    basis (k, R): U_ref in coordinates; None if nothing is cut. union_rank: the directions beyond rounding that R
     chose among; None if nothing is cut. gap: (x_R - x_R+1) / x_R at the cut, of eigenvalues of K or of energies; inf if
     nothing was lost. tied: rounding cannot tell the two apart. left_out: the mean's energy outside of the basis. quiet:
     the part of that in directions which rounding could have made."""
@@ -38,23 +37,14 @@ class Cut(NamedTuple):
 NO_CUT = Cut(None, None, math.inf, False, 0.0, 0.0)
 
 
-class Vote(NamedTuple):
-    """One client's k columns among the votes, its weight p_i, and the roundoff with which its factors were stored."""
-
-    columns: int
-    weight: float
-    roundoff: float
-
-
-def strongest(votes: Tensor, of: Sequence[Vote], C: Tensor, rank: int, floor: float) -> Cut:
+def strongest(votes: Tensor, noise: Tensor, roundoffs: Tensor, C: Tensor, rank: int, floor: float) -> Cut:
     """U_ref in coordinates.
 
     Args:
-        votes: (k, S_v), sqrt(p_i) U_i side by side. of: whose they are. C: (k, l), the mean.
+        votes: (k, S_v), sqrt(p_i) U_i side by side. noise, roundoffs: (S_v,), for each column's client p_i times its
+            squared tolerance, and the roundoff of its stored factors. C: (k, l), the mean.
         floor: the largest size that rounding of the stored factors can have in one direction of the mean.
     """
-    noise = float64s([v.weight * rank_tolerance(v.roundoff) ** 2 for v in of for _ in range(v.columns)], C)
-    roundoffs = float64s([v.roundoff for v in of for _ in range(v.columns)], C)
     # Not from K itself: a direction in which two float64 clients differ by 1e-9 has an eigenvalue of 1e-18.
     X, s, _ = torch.linalg.svd(votes, full_matrices=True)
     s = torch.cat([s, s.new_zeros(len(X) - len(s))])

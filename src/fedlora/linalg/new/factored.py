@@ -42,20 +42,19 @@ class Factored(NamedTuple):
         """For the stats."""
         return "qr" if self.small is None else "gram"
 
-    def one(self, k: int) -> Factored:
-        """Matrix k alone, as a stack of one."""
-        return Factored(self.R[k : k + 1], self.tall[k : k + 1], None if self.small is None else self.small[k : k + 1])
-
     def inner(self, Y: Tensor) -> Tensor:
-        """Z with Q Y = tall @ Z, for Y (m, k, l)."""
+        """Z with Q Y = tall @ Z, for Y (m, k, l): one product with the tall matrix for all l columns."""
         return Y if self.small is None else self.small @ Y
 
-    def coordinates(self, Y: Tensor) -> Tensor:
-        """Q^T Y (m, k, l), for Y (m, d, l)."""
-        along = self.tall.new_zeros(len(Y), self.tall.shape[2], Y.shape[2], dtype=torch.float64)
-        for rows in panels(*Y.shape[1:]):
-            along.baddbmm_(self.tall[:, rows].double().mT, Y[:, rows].double())
-        return along if self.small is None else self.small.mT @ along
+    def blocks(self, at: Tensor) -> Factored:
+        """Q R of the columns X[:, :, at_i] for each row of at (c, r), in coordinates of Q: R (m, c, r, r), tall
+        (m, c, k, r). Their condition is at most that of all columns, so what is sound for X is sound here."""
+        own = self.R.mT[:, at].mT
+        if self.small is None:
+            Q, R = torch.linalg.qr(own)
+            return Factored(R, Q, None)
+        R, inverse, _ = cholesky(own.mT @ own)
+        return Factored(R, own, inverse)
 
 
 def factored(X: Tensor) -> Factored | None:
@@ -85,15 +84,15 @@ def gram(X: Tensor) -> Tensor:
 
 
 def cholesky(G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(R, R^-1, whether it failed) of G = R^T R (m, n, n). Changes the zeros on G's diagonal."""
-    diagonal = G.diagonal(dim1=1, dim2=2)
+    """(R, R^-1, whether it failed) of G = R^T R (*, n, n). Changes the zeros on G's diagonal."""
+    diagonal = G.diagonal(dim1=-2, dim2=-1)
     # A zero column, of an idle client, gets R = 0 and Q = 0: nothing ever points there, so it needs no slower way.
     zero = diagonal == 0
     diagonal += zero
     R, failed = torch.linalg.cholesky_ex(G, upper=True)
-    eye = torch.eye(R.shape[1], dtype=R.dtype, device=R.device)
+    eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
     inverse = torch.linalg.solve_triangular(R, eye.expand_as(R), upper=True)
-    return R * ~zero[:, None, :], inverse, failed
+    return R * ~zero[..., None, :], inverse, failed
 
 
 def panels(d: int, n: int) -> list[slice]:

@@ -8,50 +8,44 @@ part of the clients' mean.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .basics import float64s, rank_tolerance
-from .factored import factored
-from .stacks import in_stacks, stacked
-
-Pair = tuple[Tensor, Tensor, float]  # B (d_out, r), A (r, d_in), and the roundoff with which they were stored
+from .factored import Factored
 
 
-def gauge(B: Tensor, A: Tensor, roundoff: float) -> Tensor:
-    """An orthonormal basis U (d_out, k) of col(B A), float64: the left singular vectors of B A, largest first.
+class Subspaces(NamedTuple):
+    """Orthonormal bases of col(B_i A_i) for c clients of one rank r in m matrices: its left singular vectors, largest
+    first. Of their r columns the first k count: the rank beyond rounding, 0 for a zero update; the others are zero.
 
-    k <= r is the rank of B A beyond rounding; 0 for a zero update. A direction counts if its singular value exceeds
-    what rounding of the stored columns can make of it, u ||(||b_j|| ||a_j||)_j||. So a direction of col(B) that A never
-    uses is none, and a diagonal gauge changes nothing. Rounding reaches 0.4 of it, for deficient factors in gauges of
-    condition 1e3.
+    coordinates (m, c, k, r): U_i = Q coordinates, with the Q of all clients' columns. inner (m, c, r, r): U_i = B_i
+    inner, where that is sound, for it costs a product of r columns instead of k. ranks: k of each.
+    """
+
+    coordinates: Tensor
+    inner: Tensor | None
+    ranks: list[list[int]]
+
+
+def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) -> Subspaces:
+    """The clients' bases, from the Q R of all their columns, so that no tall matrix is read again.
+
+    A direction counts if its singular value exceeds what rounding of the stored columns can make of it, tolerance
+    ||(||b_j|| ||a_j||)_j||. So a direction of col(B) that A never uses is none, and a diagonal gauge changes nothing.
+    Rounding reaches 0.4 of it, for deficient factors in gauges of condition 1e3.
+
+    Args:
+        left, right: of the columns of B and the rows of A. at: (c, r), the indices of each client's columns.
+        tolerance: (m, c), see `rank_tolerance`.
 
     Source: paper section 4.1, Eq. (gauge fixing), with its footnote: a rank-deficient B gives rank(B) columns. A plain
     QR would add arbitrary columns, which would enter the consensus with full weight.
     """
-    return gauges([(B, A, roundoff)])[0]
-
-
-def gauges(pairs: Sequence[Pair]) -> list[Tensor]:
-    """[gauge(B, A, u)]. Each depends on that client's pair alone, whoever else takes part."""
-    return in_stacks(_subspaces, pairs, _kind)
-
-
-def _kind(pair: Pair) -> tuple[Hashable, int]:
-    B, A, _ = pair
-    return (B.shape, A.shape, B.dtype, A.dtype, B.device), 8 * max(B.numel(), A.numel())
-
-
-def _subspaces(stack: list[Pair]) -> list[Tensor] | None:
-    B, A, roundoffs = zip(*stack, strict=True)
-    left, right = factored(stacked(B)), factored(stacked(A).mT)
-    if left is None or right is None:
-        return None
-    O, s, _ = torch.linalg.svd(left.R @ right.R.mT, full_matrices=False)
-    sizes = torch.linalg.vector_norm(left.R, dim=1) * torch.linalg.vector_norm(right.R, dim=1)
-    noise = float64s([rank_tolerance(u) for u in roundoffs], s) * torch.linalg.vector_norm(sizes, dim=1)
-    ranks = (s > noise[:, None]).sum(dim=1).tolist()
-    U = left.tall.double() @ left.inner(O)
-    return [basis[:, :k] for basis, k in zip(U, ranks, strict=True)]
+    B, A = left.blocks(at), right.blocks(at)
+    O, s, _ = torch.linalg.svd(B.R @ A.R.mT)
+    sizes = torch.linalg.vector_norm(B.R, dim=2) * torch.linalg.vector_norm(A.R, dim=2)
+    counts = s > (tolerance * torch.linalg.vector_norm(sizes, dim=2))[:, :, None]
+    inner = B.inner(O * counts[:, :, None])
+    return Subspaces(B.tall @ inner, None if B.small is None else inner, counts.sum(dim=2).tolist())

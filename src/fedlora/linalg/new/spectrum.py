@@ -90,7 +90,7 @@ class Counts(NamedTuple):
     trimmed: float
 
 
-def cut_by_rounding(s: Sequence[float], *, terms: float, floor: float, dtype: torch.dtype) -> Counts:
+def cut_by_rounding(s: Sequence[float], terms: float, floor: float, dtype: torch.dtype) -> Counts:
     """What rounding leaves of the singular values s, descending, about 1.
 
     Args:
