@@ -44,8 +44,11 @@ def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) ->
     QR would add arbitrary columns, which would enter the consensus with full weight.
     """
     B, A = left.blocks(at), right.blocks(at)
-    O, s, _ = torch.linalg.svd(B.R @ A.R.mT)
+    core = B.R @ A.R.mT
     sizes = torch.linalg.vector_norm(B.R, dim=2) * torch.linalg.vector_norm(A.R, dim=2)
-    counts = s > (tolerance * torch.linalg.vector_norm(sizes, dim=2))[:, :, None]
-    inner = B.inner(O * counts[:, :, None])
-    return Subspaces(B.tall @ inner, None if B.small is None else inner, counts.sum(dim=2).tolist())
+    noise = tolerance * torch.linalg.vector_norm(sizes, dim=2)
+    real = torch.linalg.svdvals(core) > noise[:, :, None]
+    if bool(real.all()):  # then any basis of col(B) will do
+        return Subspaces(B.tall @ B.small if B.small is not None else B.tall, B.small, real.sum(dim=2).tolist())
+    inner = B.inner(torch.linalg.svd(core)[0] * real[:, :, None])
+    return Subspaces(B.tall @ inner, None if B.small is None else inner, real.sum(dim=2).tolist())

@@ -23,7 +23,7 @@ from fedlora.errors import LostUpdate
 from .basics import U64, float64s, rank_tolerance
 from .consensus import NO_CUT, Cut, strongest
 from .product import Sums, Term, summed_in
-from .spectrum import Spectrum, cut_by_rounding, store
+from .spectrum import Spectrum, canonical_signs, cut_by_rounding, store
 from .stacks import in_stacks
 
 # The rounding of float64 arithmetic, relative to the summed terms: LAPACK's SVD of a graded matrix errs by some 50 u.
@@ -101,9 +101,8 @@ def _means(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch.dtype
     B = s.new_empty(len(s), sums.left.tall.shape[1], keep, dtype=dtype)
     A = s.new_empty(len(s), keep, sums.right.tall.shape[1], dtype=dtype)
     off_B = store(sums.left, directions * root[:, None], B)
-    # The entry of largest magnitude of each u_j is positive. A gets its sign before it is stored: one pass less.
-    sign = torch.where(B.amax(dim=1) >= -B.amin(dim=1), 1.0, -1.0) if B.numel() else torch.ones_like(s)
-    B.mul_(sign[:, None])
+    sign = canonical_signs(B) if B.numel() else torch.ones_like(s)
+    B.mul_(sign[:, None])  # A gets its sign before it is stored: one pass less
     off_A = store(sums.right, Wh.mT * (root * sign)[:, None], A.mT)
     # ||dB A|| from the columns of dB, for the rows of A are orthogonal. Two roundings by the triangle inequality: at
     # most sqrt(2) above the truth, for they are independent.

@@ -106,13 +106,13 @@ class Sums:
         return made.coordinates[:, place]
 
     def bases(self, voter: int, dtype: torch.dtype) -> list[Tensor]:
-        """Its U_i (d_out, k_i) in each matrix, each with memory of its own: histories keep it while a client is away."""
+        """Its U_i (d_out, k_i) in each matrix, in memory of its own: a history keeps it while the client is away."""
         made, place = self.subspaces[voter]
         if made.inner is None:
             U = self.left.tall @ made.coordinates[:, place]
         else:
             U = stacked([terms[voter].B for terms in self.terms]).double() @ made.inner[:, place]
-        return [u[:, : ranks[place]].to(dtype, copy=True).contiguous() for u, ranks in zip(U, made.ranks, strict=True)]
+        return [u[:, : ranks[place]].contiguous() for u, ranks in zip(U.to(dtype), made.ranks, strict=True)]
 
 
 def summed_in(terms: Sequence[Term]) -> torch.dtype:
