@@ -24,7 +24,7 @@ from .basics import U64, float64s, rank_tolerance
 from .consensus import NO_CUT, Cut, strongest
 from .product import Sums, Term, summed_in
 from .spectrum import Spectrum, canonical_signs, cut_by_rounding, store
-from .stacks import in_stacks
+from .stacks import CACHED, aligned, in_stacks
 
 # The rounding of float64 arithmetic, relative to the summed terms: LAPACK's SVD of a graded matrix errs by some 50 u.
 ARITHMETIC = 256 * U64
@@ -71,7 +71,8 @@ def mean_products(
         terms, rank = item
         d_out, d_in, columns = len(terms[0].B), terms[0].A.shape[1], tuple((t.rank, t.votes) for t in terms)
         nbytes = 8 * sum(t.rank for t in terms) * max(d_out, d_in)
-        return (d_out, d_in, columns, summed_in(terms), rank, terms[0].B.device), nbytes
+        alone = not aligned(d_out, d_in, *(t.rank for t in terms)) or (rank or 0) % 2
+        return (d_out, d_in, columns, summed_in(terms), rank, terms[0].B.device), CACHED if alone else nbytes
 
     def work(stack: list[tuple[Sequence[Term], int | None]]) -> list[Mean] | None:
         every, rank = [terms for terms, _ in stack], stack[0][1]
@@ -92,7 +93,7 @@ def _means(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch.dtype
     values, sizes, floors = s.tolist(), sums.sizes.tolist(), sums.floor.tolist()
     counts = [cut_by_rounding(*x, dtype) for x in zip(values, sizes, floors, strict=True)]
     keep = counts[0].keep
-    if any(count.keep != keep for count in counts):
+    if len(counts) > 1 and (keep % 2 or any(count.keep != keep for count in counts)):
         return None
     directions, s, Wh = (O if U_ref is None else U_ref @ O)[:, :, :keep], s[:, :keep], Wh[:, :keep]
     true = s * sums.unit[:, None]

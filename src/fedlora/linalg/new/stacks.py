@@ -49,6 +49,12 @@ def _worked(work: Callable[[list[X]], list[Y] | None], stack: list[X]) -> list[Y
     return made
 
 
+def aligned(*sides: int) -> bool:
+    """Whether matrices of these sides, and of an even number of columns, begin at a multiple of 64 bytes in a float64
+    stack, as torch lets a lone one begin. BLAS rounds differently where they do not."""
+    return all(side % 4 == 0 for side in sides)
+
+
 def stacked(matrices: Sequence[Tensor]) -> Tensor:
     """The matrices as one tensor (m, ...); a single one is not copied."""
     return torch.stack(list(matrices)) if len(matrices) > 1 else matrices[0][None]
