@@ -1,22 +1,22 @@
 """Thin-matrix numerics for the matrices of a round; no (d_out, d_in) matrix is formed.
 
 `factored` Q R of tall columns; `product` a sum of products in their coordinates; `gauge` each client's subspace;
-`consensus` what a budget keeps; `mean` the result as its SVD, its error measured; `spectrum` that SVD as it is stored;
-`stacks` many small matrices at once.
+`consensus` what a budget keeps; `projection` the result in energy order, its error measured; `spectrum` how that is
+stored; `stacks` many small matrices at once.
 """
 
 from .basics import norm, rank_tolerance, unit_roundoff, weighted_mean
-from .mean import Mean, mean_product, mean_products
 from .product import Term
+from .projection import ProjectedSum, projected_sum, projected_sums
 from .spectrum import Spectrum
 
 __all__ = [
-    "Mean",
+    "ProjectedSum",
     "Spectrum",
     "Term",
-    "mean_product",
-    "mean_products",
     "norm",
+    "projected_sum",
+    "projected_sums",
     "rank_tolerance",
     "unit_roundoff",
     "weighted_mean",

@@ -81,4 +81,5 @@ def strongest(votes: Tensor, noise: Tensor, roundoffs: Tensor, C: Tensor, rank: 
 def by_energy(X: Tensor, C: Tensor) -> Tensor:
     """The span of X (k, n), turned so that the directions that hold most of C come first."""
     small = X.mT @ C
-    return X @ torch.linalg.svd(small, full_matrices=small.shape[1] < small.shape[0])[0]
+    turn: Tensor = torch.linalg.svd(small, full_matrices=small.shape[1] < small.shape[0])[0]
+    return X @ turn

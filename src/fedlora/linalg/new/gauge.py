@@ -18,7 +18,7 @@ from .factored import Factored
 
 class Subspaces(NamedTuple):
     """Orthonormal bases of col(B_i A_i) for c clients of one rank r in m matrices. Of their r columns the first k
-    count: the rank beyond rounding, 0 for a zero update; the others are zero.
+    count, the rank beyond rounding (0 for a zero update); the others are zero.
 
     coordinates (m, c, k, r): U_i = Q coordinates, with the Q of all clients' columns. inner (m, c, r, r): U_i = B_i
     inner, where that is sound, for it costs a product of r columns instead of k. ranks: k of each.
@@ -47,9 +47,11 @@ def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) ->
     core = B.R @ A.R.mT
     sizes = torch.linalg.vector_norm(B.R, dim=2) * torch.linalg.vector_norm(A.R, dim=2)
     noise = tolerance * torch.linalg.vector_norm(sizes, dim=2)
-    real = torch.linalg.svdvals(core) > noise[:, :, None]
-    full, turn = real.all(dim=2)[:, :, None, None], torch.eye(at.shape[1], dtype=core.dtype, device=core.device)
-    if not bool(full.all()):  # of full rank any basis of col(B) will do, and the client's own costs nothing
-        turn = torch.where(full, turn, torch.linalg.svd(core)[0] * real[:, :, None])
-    inner = B.inner(turn.expand_as(core))
-    return Subspaces(B.tall @ inner, None if B.small is None else inner, real.sum(dim=2).tolist())
+    ranks = (torch.linalg.svdvals(core) > noise[:, :, None]).sum(dim=2)
+    full = core.shape[2]
+    turn = torch.eye(full, dtype=core.dtype, device=core.device)
+    if bool((ranks < full).any()):  # of full rank any basis of col(B) will do, and the client's own costs nothing
+        counts = torch.arange(full, device=core.device) < ranks[:, :, None, None]
+        turn = torch.where((ranks < full)[:, :, None, None], torch.linalg.svd(core)[0] * counts, turn)
+    inner = B.inner(turn.expand(*core.shape[:2], full, full))
+    return Subspaces(B.tall @ inner, None if B.small is None else inner, ranks.tolist())

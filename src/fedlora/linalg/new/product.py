@@ -89,7 +89,7 @@ class Sums:
     def subspaces(self) -> dict[int, tuple[Subspaces, int]]:
         """For each voter (the bases of all clients of its rank, its place among them)."""
         starts = [*accumulate((t.rank for t in self.terms[0]), initial=0)]
-        found = {}
+        found: dict[int, tuple[Subspaces, int]] = {}
         for r in sorted({self.terms[0][i].rank for i in self.voters}):
             some = [i for i in self.voters if self.terms[0][i].rank == r]
             at = torch.tensor([starts[i] for i in some], device=self.C.device)[:, None] + torch.arange(

@@ -1,4 +1,4 @@
-"""The mean update of a round, projected on the consensus subspace of its clients, in energy order: the aggregation.
+"""A round's mean update within the consensus subspace of its clients, in energy order: the aggregation.
 
     mean = sum_i p_i B_i A_i = Q C P^T     from the factors as stored (`product`)
     K    = sum_i p_i U_i U_i^T             the clients' votes (`gauge`)
@@ -31,13 +31,13 @@ ARITHMETIC = 256 * U64
 
 
 @dataclass(frozen=True, eq=False)
-class Mean:
+class ProjectedSum:
     """A sum of products, projected and in energy order, and how it was made.
 
     error: ||result - sum|| / ||sum||, from what was left out and from rounding together, as stored; never below the
     truth, and at most sqrt(2) above it plus the roundoff of float64. captured: the share of the sum's energy in the
-    result. dropped: the share lost for another reason than R. size: ||sum||. cut: where R cut.
-    how: "gram" or "qr", for the columns of B and the rows of A.
+    result. dropped: the share lost for another reason than R. size: ||sum||.
+    union_rank, gap, tied: as in `consensus.Cut`. factored: "gram" or "qr", how the columns of B and the rows of A were.
     bases, alignments: for each term with a vote, U_i (d_out, k_i) and ||U_i^T u_j||^2 (l,) with each component.
     """
 
@@ -46,26 +46,28 @@ class Mean:
     captured: float
     dropped: float
     size: float
-    cut: Cut
-    how: tuple[str, str]
+    union_rank: int | None
+    gap: float
+    tied: bool
+    factored: tuple[str, str]
     bases: tuple[Tensor, ...] = ()
     alignments: tuple[Tensor, ...] = ()
 
 
-def mean_product(terms: Sequence[Term], rank: int | None = None, dtype: torch.dtype | None = None) -> Mean:
+def projected_sum(terms: Sequence[Term], rank: int | None = None, dtype: torch.dtype | None = None) -> ProjectedSum:
     """The sum of the terms within R = `rank` directions (None: whole), stored in `dtype` (None: float32, or float64 if
     a factor is).
 
     Raises:
         LostUpdate, OverflowError: that dtype cannot hold the sum.
     """
-    return mean_products([terms], [rank], dtype)[0]
+    return projected_sums([terms], [rank], dtype)[0]
 
 
-def mean_products(
+def projected_sums(
     sums: Sequence[Sequence[Term]], ranks: Sequence[int | None], dtype: torch.dtype | None = None
-) -> list[Mean]:
-    """[mean_product(terms, rank, dtype)], with the bits that each would have alone."""
+) -> list[ProjectedSum]:
+    """[projected_sum(terms, rank, dtype)], with the bits that each would have alone."""
 
     def kind(item: tuple[Sequence[Term], int | None]) -> tuple[Hashable, int]:
         terms, rank = item
@@ -74,14 +76,14 @@ def mean_products(
         alone = not aligned(d_out, d_in, *(t.rank for t in terms)) or (rank or 0) % 2
         return (d_out, d_in, columns, summed_in(terms), rank, terms[0].B.device), CACHED if alone else nbytes
 
-    def work(stack: list[tuple[Sequence[Term], int | None]]) -> list[Mean] | None:
+    def work(stack: list[tuple[Sequence[Term], int | None]]) -> list[ProjectedSum] | None:
         every, rank = [terms for terms, _ in stack], stack[0][1]
-        return _means(every, rank, dtype or summed_in(every[0]))
+        return _projections(every, rank, dtype or summed_in(every[0]))
 
     return in_stacks(work, [*zip(sums, ranks, strict=True)], kind)
 
 
-def _means(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch.dtype) -> list[Mean] | None:
+def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch.dtype) -> list[ProjectedSum] | None:
     """None: the sums do not all go the same way."""
     sums = Sums.of(stack)
     if sums is None:
@@ -112,7 +114,7 @@ def _means(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch.dtype
     energies, units = sums.C.square().sum(dim=(1, 2)).tolist(), sums.unit.tolist()
     own = [sums.bases(i, dtype) for i in sums.voters]
     along = [(sums.coordinates(i).mT @ directions).square().sum(dim=1) for i in sums.voters]
-    stored, how = true.to(dtype), (sums.left.how, sums.right.how)
+    stored = true.to(dtype)
     made = []
     for k, (count, cut) in enumerate(zip(counts, cuts, strict=True)):
         error, dropped, size = 0.0, 0.0, 0.0  # of a sum that cancels exactly, whose shares are undefined
@@ -121,14 +123,16 @@ def _means(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch.dtype
             error = (math.sqrt(cut.left_out + count.trimmed) + off[k]) / size * (1 + 1e-12)
             dropped = min(((math.sqrt(cut.quiet + count.trimmed) + off[k]) / size) ** 2, 1.0)
         made.append(
-            Mean(
-                Spectrum(B[k], stored[k], A[k], count.sound, count.rounding),
-                error,
+            ProjectedSum(
+                spectrum=Spectrum(B[k], stored[k], A[k], count.sound, count.rounding),
+                error=error,
                 captured=max(1 - error**2, 0.0),
                 dropped=dropped,
                 size=size * units[k],
-                cut=cut,
-                how=how,
+                union_rank=cut.union_rank,
+                gap=cut.gap,
+                tied=cut.tied,
+                factored=(sums.left.how, sums.right.how),
                 bases=tuple(U[k] for U in own),
                 alignments=tuple(scores[k] for scores in along),
             )
