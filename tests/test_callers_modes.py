@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from fedlora.testing.comparing import differing, seen
 from torch import nn
 
-from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Server, build, read_adapter, write_adapter
+from fedlora import METHODS, Adapter, AdapterSpec, Client, Kept, LoRA, Server, build, read_adapter, write_adapter
 from fedlora.adapters import merge
 from fedlora.adapters.io import load_into_model
-from fedlora.server.robust_rules import GeometricMedian
-from fedlora.testing.comparing import differing, seen
+from fedlora.server.rules import GeometricMedian
 from fedlora.testing.federations import rounds
 
 RANKS = dict.fromkeys("abcd", 3)
@@ -60,7 +60,7 @@ def test_a_server_gives_the_same_bits(method: str, mode: str) -> None:
 
 @modes
 def test_so_does_a_robust_rule(mode: str) -> None:
-    server = Server(build("glora"), rule=GeometricMedian())
+    server = Server(build("glora"), round=Kept(GeometricMedian()))
     want = played(server)
     with MODES[mode]():
         assert not differing(played(server), want)

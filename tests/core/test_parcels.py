@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, Upload, build, keep, receive
+from fedlora import METHODS, Adapter, Client, Download, Kept, LoRA, Server, Upload, build, keep, receive
 from fedlora.core.base_change import BaseChange, compressed, moved
 from fedlora.core.lora import stack
 from fedlora.core.parcels import Cache, Parcel, held_after, pack, remember, unpack
@@ -32,10 +32,8 @@ AWAY = (("a", "b"), ("a", "b", "c"), ("b", "c"), ("b", "c"), ("a", "b", "c", "d"
 WHO = {"full": FULL, "partial": PARTIAL, "away": AWAY}  # away: `a` misses two rounds; `c` and `d` join late
 PARTLY: dict[str, Any] = {"a": {"attn.q": 4}, "b": 4, "c": {"attn.v": 4}, "d": 4}
 RANKS: dict[str, dict[str, Any]] = {"equal": EQUAL, "mixed": MIXED, "partly": PARTLY}
-ONE_RANK = {"fedex-lora", "fedit", "fedrot-lora", "fedsa-lora", "lora-fair"}
+ONE_RANK = {name for name, method in METHODS.items() if method.one_rank}
 OPTIONS = {name: build(name) for name in METHODS} | {
-    "flexlora-raflora": build("flexlora", preset="raflora"),
-    "glora-paper": build("glora", preset="paper"),
     "padded-subspace": build("padded-average", coordinates="subspace"),
 }
 every_method = pytest.mark.parametrize("label", OPTIONS)
@@ -330,7 +328,7 @@ def test_a_client_with_local_factors_can_take_on_a_module() -> None:
 def test_a_frozen_factor_that_the_server_changed_comes_again() -> None:
     """`d` (rank 4) misses round 1 and is refused in round 2: its slots 2, 3 die there, and get fresh rows of A."""
     who = (("a", "b", "d"), ("a", "b"), ("a", "b", "d"), ("d",))
-    *_, visit = play(server_of("rolora", quorum=1), {"a": 2, "b": 2, "d": 4}, who, broken=("d", 2))
+    *_, visit = play(server_of("rolora", round=Kept(quorum=1)), {"a": 2, "b": 2, "d": 4}, who, broken=("d", 2))
     visit.check()
 
 

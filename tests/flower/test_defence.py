@@ -12,12 +12,13 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fedlora.server.robust_rules import GeometricMedian, Krum, Mixing, MultiKrum
+
 from fedlora import Server, build
 from fedlora.errors import ConfigError, QuorumNotMet
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
-from fedlora.server.robust_rules import GeometricMedian, Krum, Mixing, MultiKrum
 from support.flower_grid import changed, federation, nan
 
 SAID = 'id = "f"\n[data]\nlabels = ["no", "yes"]\n[lora]\ntargets = ["q"]\n'

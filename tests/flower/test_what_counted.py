@@ -18,13 +18,13 @@ pytest.importorskip("flwr")
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedlora import Adapter, Client, LoRA, Server, build
+from fedlora import Adapter, Client, Kept, LoRA, Server, build
 from fedlora.core.trainer import Trained
 from fedlora.flower.messages.envelope import Receipt, receipt_of
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
-from fedlora.server.robust_rules import Krum
+from fedlora.server.rules import Krum
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from support.flower_grid import RANKS, LocalGrid, Watching, bits, fate_of, federation, seed_adapter
@@ -76,7 +76,7 @@ class Sick(Watching):
 
 
 def served(method: str) -> Server:
-    return Server(build(method), quorum=1, **KEEPING[method])  # type: ignore[arg-type]
+    return Server(build(method), round=Kept(quorum=1), **KEEPING[method])  # type: ignore[arg-type]
 
 
 def playing(folder: Path, method: str, trainer: Any, **more: Any) -> tuple[FedLoRA, LocalGrid]:
@@ -119,7 +119,7 @@ def test_refused_work_leaves_no_trace_at_a_site_as_in_the_engine(tmp_path: Path,
 def test_work_without_weight_stays_with_its_site_as_in_the_engine(tmp_path: Path, how: str) -> None:
     """A site that has 0 examples, or that Krum does not choose, goes on from its own state. Reference: the engine."""
     none: Harm = lambda done: replace(done, num_examples=0)  # noqa: E731
-    harm, rule = (none, None) if how == "abstains" else (None, Krum(liars=0))
+    harm, rule = (none, None) if how == "abstains" else (None, Krum(f=0))
     there, here = Sick(harm, (0, 2)), Sick(harm, (0, 2))
     server = Server(build("glora"), heads="local", quorum=1, rule=rule)
     strategy, grid = federation(tmp_path, server, EQUAL, trainer=there, policy=ALL)

@@ -19,7 +19,7 @@ import torch
 
 from fedlora import Server
 from fedlora.privacy import Geometry, Mechanism, epsilon
-from fedlora.server.private_round import PrivateRound
+from fedlora.server.private import PrivateRound
 from fedlora.testing.federations import seed_adapter, trained
 from support.private_servers import InMemory, private
 

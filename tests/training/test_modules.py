@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlora import Adapter, Client, LoRA, Server, build, write_adapter
+from fedlora import Adapter, Client, Kept, LoRA, Server, build, write_adapter
 from fedlora.core import checkpoint
 from fedlora.core.lora import named_tensors
 from fedlora.errors import ClientFailed, ConfigError, UploadRefused
@@ -313,7 +313,7 @@ def test_a_regular_expression_means_whole_paths() -> None:
 def test_a_loss_that_cannot_be_trained_on_is_told() -> None:
     """It stops the run, with or without a quorum: no client can do better. An exception is the client's failure, and
     the server refuses the upload of a model that diverged."""
-    model, server = tiny(), Server(build("fedit"), quorum=1)
+    model, server = tiny(), Server(build("fedit"), round=Kept(quorum=1))
     state = start(server, model.seed_adapter(3, seed=0)[0])
 
     def played(wrong: Any, server: Server = server) -> None:

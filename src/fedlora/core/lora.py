@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import FactorNotShared, ShapeError
@@ -94,6 +95,10 @@ class LoRA:
         R_B = torch.linalg.qr(B.double(), mode="r").R
         R_A = torch.linalg.qr(A.double().T, mode="r").R
         return float(norm(R_B @ R_A.T))
+
+    def first(self, rank: int) -> LoRA:
+        """The first `rank` slots."""
+        return LoRA(None if self.B is None else self.B[:, :rank], None if self.A is None else self.A[:rank])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LoRA:
         """The same pair with `change` (a cast, a move, a clone) applied to each factor present."""
@@ -209,18 +214,20 @@ def fresh_rows(count: int, d_in: int, *seed: str | int, like: Tensor) -> Tensor:
     return rows.mul_(2).sub_(1).div_(math.sqrt(d_in)).to(like)
 
 
-def revive(lora: LoRA, *seed: str | int) -> LoRA:
-    """The same update without dead slots: where B[:, k] and A[k, :] are both zero, A[k, :] becomes a fresh row.
+def filled(lora: LoRA, rank: int, rows: Callable[[], Tensor]) -> LoRA:
+    """The same update with exactly `rank` slots that a client can train.
 
-    A dead slot has a zero gradient in both factors, under every optimiser, for ever; B = 0 with a fresh A is LoRA's own
-    initialisation. `seed` makes the rows a deterministic function of (key, round, client).
+    A slot that is missing or dead (B[:, k] = 0 and A[k] = 0) gets B[:, k] = 0, A[k] = rows[k], as LoRA itself starts: a
+    dead slot has a zero gradient in both factors, under every optimizer, for ever.
+
+    Args:
+        rows: gives (rank, d_in) rows; called only if a slot needs one.
     """
     B, A = lora.factors
+    if lora.rank < rank:
+        B, A = pad(B, (0, rank - lora.rank)), pad(A, (0, 0, 0, rank - lora.rank))
     dead = (B == 0).all(dim=0) & (A == 0).all(dim=1)
-    if not bool(dead.any()):
-        return lora
-    rows = fresh_rows(lora.rank, A.shape[1], *seed, like=A)
-    return LoRA(B, torch.where(dead[:, None], rows, A))
+    return LoRA(B, torch.where(dead[:, None], rows().to(A), A)) if bool(dead.any()) else LoRA(B, A)
 
 
 def named_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:

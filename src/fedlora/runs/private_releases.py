@@ -31,7 +31,7 @@ from fedlora.privacy.ledger import Budget, Event, Ledger
 from fedlora.privacy.mechanism import Mechanism
 from fedlora.privacy.outside import Outside, elsewhere
 from fedlora.runs.folder import RunFolder
-from fedlora.server.private_options import Releases
+from fedlora.server.private import Releases
 
 
 class Planned(Releases):
