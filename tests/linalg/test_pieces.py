@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from fedlora.linalg.new import Spectrum, norm, rank_tolerance, unit_roundoff, weighted_mean
-from fedlora.linalg.new.factored import gram
-from fedlora.linalg.new.spectrum import canonical_signs, cut_by_rounding
+from fedlora.linalg import Spectrum, norm, rank_tolerance, unit_roundoff, weighted_mean
+from fedlora.linalg.factored import gram
+from fedlora.linalg.spectrum import canonical_signs, cut_by_rounding
 from support.federations import noise
 
 F64 = torch.float64

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora.linalg.new import ProjectedSum, Term, projected_sum, projected_sums, unit_roundoff
-from fedlora.linalg.new.stacks import in_stacks
+from fedlora.linalg import ProjectedSum, Term, projected_sum, projected_sums, unit_roundoff
+from fedlora.linalg.stacks import in_stacks
 
 
 def sent(

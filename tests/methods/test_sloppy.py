@@ -258,7 +258,7 @@ class AsksForWhatStaysHome(Sound):
 @dataclass(frozen=True)
 class MovesTheBaseSecretly(Sound):
     def readout(self, state: Any, client: str | None, rank: int) -> Readout:
-        return replace(super().readout(state, client, rank), base=moved(None, LoRA(*state.mean.factors)))
+        return replace(super().readout(state, client, rank), base=moved(None, [(1.0, LoRA(*state.mean.factors))]))
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class MovesAnotherBase(Sound):
 
     def readout(self, state: Any, client: str | None, rank: int) -> Readout:
         B, A = state.mean.factors
-        change = moved(None, LoRA(A.mT.contiguous(), B.mT.contiguous())) if state.round else None
+        change = moved(None, [(1.0, LoRA(A.mT.contiguous(), B.mT.contiguous()))]) if state.round else None
         return replace(super().readout(state, client, rank), base=change)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedlora.linalg.new import Term
+from fedlora.linalg import Term
 
 
 def dense(terms: Sequence[Term]) -> Tensor:

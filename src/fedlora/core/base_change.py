@@ -6,13 +6,13 @@ a new client, or one that was away, needs more of them or the total. Both are fa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from fedlora.core.lora import LoRA, stack
-from fedlora.linalg import svd_of_product
+from fedlora.core.lora import LoRA
+from fedlora.linalg import Spectrum, Term, projected_sum
 
 # The most that all recompressions together may cut, relative to the change: 1,000 steps stay within 1e-9 of their sum
 # even if every one cuts that much in the same direction. docs/decisions/0013-exact-means-exact.md
@@ -40,17 +40,20 @@ class BaseChange:
         return self.steps[len(self.steps) - behind :]
 
 
-def moved(base: BaseChange | None, step: LoRA, dtype: torch.dtype | None = None) -> BaseChange | None:
-    """`base` after one more step, both recompressed exactly; unchanged if the step is zero.
+def moved(
+    base: BaseChange | None, terms: Sequence[tuple[float, LoRA]], dtype: torch.dtype | None = None
+) -> BaseChange | None:
+    """`base` after one more step, sum_k w_k B_k A_k, both recompressed exactly; unchanged if the step is zero.
 
-    dtype: how the step is kept and sent; None: its own. The total adds the step in its original dtype.
+    dtype: how the step is kept and sent; None: as its first term. The total adds the step in float64.
     """
-    exact, step = step, compressed(step, dtype)
+    dtype, exact = dtype or terms[0][1].factors[0].dtype, _sum(terms)
+    step = _cut(exact, torch.finfo(dtype).eps / 8).map(lambda t: t.to(dtype))
     if step.rank == 0:
         return base
     if base is None:
-        return BaseChange(_balanced(exact.map(Tensor.double), _INVISIBLE), 1, (step,))
-    total = added(base.total, exact)
+        return BaseChange(_cut(exact, _INVISIBLE), 1, (step,))
+    total = added(base.total, LoRA(*exact.balanced()))
     steps = (*base.steps, step)
     while sum(kept.rank for kept in steps) > total.rank:
         steps = steps[1:]
@@ -59,19 +62,22 @@ def moved(base: BaseChange | None, step: LoRA, dtype: torch.dtype | None = None)
 
 def added(total: LoRA, step: LoRA) -> LoRA:
     """total + step as one balanced float64 pair with as many columns as its rank."""
-    return _balanced(stack([total.map(Tensor.double), step.map(Tensor.double)], [1.0, 1.0]), _INVISIBLE)
+    return _cut(_sum([(1.0, total), (1.0, step)]), _INVISIBLE)
 
 
 def compressed(lora: LoRA, dtype: torch.dtype | None = None) -> LoRA:
     """The same update as a balanced pair with as many columns as its rank, in `dtype` (None: its own)."""
     dtype = dtype or lora.factors[0].dtype
-    return _balanced(lora.map(Tensor.double), torch.finfo(dtype).eps / 8).map(lambda t: t.to(dtype))
+    return _cut(_sum([(1.0, lora)]), torch.finfo(dtype).eps / 8).map(lambda t: t.to(dtype))
 
 
-def _balanced(lora: LoRA, invisible: float) -> LoRA:
-    """`lora` (float64) less a tail whose norm is at most `invisible` of its own."""
-    B, A = lora.factors
-    spectrum = svd_of_product(B, A, tolerance=0.0)
+def _sum(terms: Sequence[tuple[float, LoRA]]) -> Spectrum:
+    """In float64, from factors as they were stored: narrow ones take the faster way."""
+    return projected_sum([Term(*lora.factors, w, 0.0) for w, lora in terms], dtype=torch.float64).spectrum
+
+
+def _cut(spectrum: Spectrum, invisible: float) -> LoRA:
+    """Less a tail whose norm is at most `invisible` of its own."""
     left_out = spectrum.s.square().flip(0).cumsum(0).flip(0)
     kept = spectrum.head(int((left_out > invisible**2 * left_out[:1]).sum()))
-    return LoRA(*kept.balanced)
+    return LoRA(*kept.balanced())

@@ -60,10 +60,10 @@ class FedExLoRA(Method[FedExLoRAState]):
         weights = [u.weight for u in updates]
         parts = [LoRA(lora.factors[0] - B, lora.factors[1] - A) for lora in loras]
         terms = float(norm(norm(B, dim=0) * norm(A, dim=1)))
-        if terms > _LARGE * stack(loras, weights).norm():
+        if terms > _LARGE * stack([u.lora for u in updates], weights).norm():
             B_s, A_s = stored.map(Tensor.double).factors
             parts, weights = [*parts, LoRA(B - B_s, A), LoRA(B_s, A - A_s)], [*weights, 1.0, 1.0]
-        return FedExLoRAState(stored, moved(state.moved, stack(parts, weights), like.dtype))
+        return FedExLoRAState(stored, moved(state.moved, list(zip(weights, parts, strict=True)), like.dtype))
 
     def readout(self, state: FedExLoRAState, client: str | None, rank: int) -> LoRA:
         return state.mean

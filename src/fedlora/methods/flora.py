@@ -14,10 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from fedlora.core.base_change import BaseChange, moved
-from fedlora.core.lora import LoRA, stack
+from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 
 
@@ -40,12 +38,10 @@ class FLoRA(Method[FLoRAState]):
     linear_in: ClassVar[LinearIn] = "products"
 
     def init(self, seed: LoRA) -> FLoRAState:
-        return FLoRAState(moved(None, seed), seed.first(0))
+        return FLoRAState(moved(None, [(1.0, seed)]), seed.first(0))
 
     def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:
-        mean = stack([u.lora.map(Tensor.double) for u in updates], [u.weight for u in updates])
-        empty = updates[0].lora.first(0)
-        return FLoRAState(moved(state.moved, mean, empty.factors[0].dtype), empty)
+        return FLoRAState(moved(state.moved, [(u.weight, u.lora) for u in updates]), updates[0].lora.first(0))
 
     def readout(self, state: FLoRAState, client: str | None, rank: int) -> LoRA:
         return state.empty  # the server fills every slot, as LoRA itself starts

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedlora.linalg.basics import norm
+
 # The largest ||R^-1||_F, for columns of norm 1, at which R may come from the Gram matrix. The Gram matrix squares the
 # condition: Q = X R^-1 is orthonormal to u64 CONDITION^2 = 1e-8, below the 6e-8 at which float32 stores Q. The product
 # Q R is exact at any condition, for R cancels. float64 would show every condition, so float64 columns never come here.
@@ -70,6 +72,14 @@ def factored(X: Tensor) -> Factored | None:
             return None
     Q, R = torch.linalg.qr(X.double())
     return Factored(R, Q, None)
+
+
+def norm_of_product(B: Tensor, A: Tensor) -> float:
+    """||B A||_F = ||R_B R_A^T||_F for B (d_out, r), A (r, d_in), in float64. The trace of (B^T B)(A A^T) would lose
+    half of the digits in bad gauges."""
+    left, right = factored(B[None]), factored(A.mT[None])
+    assert left is not None and right is not None, "one matrix always goes one way"
+    return float(norm(left.R @ right.R.mT))
 
 
 def gram(X: Tensor) -> Tensor:

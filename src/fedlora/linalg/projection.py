@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import LostUpdate
-
-from .basics import U64, float64s, rank_tolerance
-from .consensus import NO_CUT, Cut, strongest
-from .product import Sums, Term, summed_in
-from .spectrum import Spectrum, canonical_signs, cut_by_rounding, store
-from .stacks import CACHED, aligned, in_stacks
+from fedlora.linalg.basics import U64, float64s, rank_tolerance, unit_roundoff
+from fedlora.linalg.consensus import NO_CUT, Cut, strongest
+from fedlora.linalg.product import Sums, Term, summed_in
+from fedlora.linalg.spectrum import Spectrum, canonical_signs, cut_by_rounding, store
+from fedlora.linalg.stacks import CACHED, aligned, in_stacks
 
 # The rounding of float64 arithmetic, relative to the summed terms: LAPACK's SVD of a graded matrix errs by some 50 u.
 ARITHMETIC = 256 * U64
@@ -37,7 +36,8 @@ class ProjectedSum:
     error: ||result - sum|| / ||sum||, from what was left out and from rounding together, as stored; never below the
     truth, and at most sqrt(2) above it plus the roundoff of float64. captured: the share of the sum's energy in the
     result. dropped: the share lost for another reason than R. size: ||sum||.
-    union_rank, gap, tied: as in `consensus.Cut`. factored: "gram" or "qr", how the columns of B and the rows of A were.
+    union_rank, gap, tied: as in `consensus.Cut`. factored: how the columns of B and the rows of A were, as in
+    "gram/qr".
     bases, alignments: for each term with a vote, U_i (d_out, k_i) and ||U_i^T u_j||^2 (l,) with each component.
     """
 
@@ -49,9 +49,14 @@ class ProjectedSum:
     union_rank: int | None
     gap: float
     tied: bool
-    factored: tuple[str, str]
+    factored: str
     bases: tuple[Tensor, ...] = ()
     alignments: tuple[Tensor, ...] = ()
+
+
+def svd_of_product(B: Tensor, A: Tensor, roundoff: float | None = None) -> Spectrum:
+    """B A in energy order, in its own dtype. roundoff: of B and A as they were stored; None: of B's dtype."""
+    return projected_sum([Term(B, A, 1.0, unit_roundoff(B.dtype) if roundoff is None else roundoff)]).spectrum
 
 
 def projected_sum(terms: Sequence[Term], rank: int | None = None, dtype: torch.dtype | None = None) -> ProjectedSum:
@@ -132,7 +137,7 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
                 union_rank=cut.union_rank,
                 gap=cut.gap,
                 tied=cut.tied,
-                factored=(sums.left.how, sums.right.how),
+                factored=f"{sums.left.how}/{sums.right.how}",
                 bases=tuple(U[k] for U in own),
                 alignments=tuple(scores[k] for scores in along),
             )
