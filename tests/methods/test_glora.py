@@ -126,7 +126,7 @@ def test_what_the_cut_kept_is_said() -> None:
 
 @pytest.mark.parametrize("hparams", [{}, {"rank": 40}], ids=str)
 def test_terms_of_nobody_count_in_the_mean_and_have_no_vote(hparams: dict) -> None:
-    """sum_i c_i D_i + (p_i - c_i) R_i, as a robust rule makes it, with a negative weight: the dense sum, and no history."""
+    """sum_i c_i D_i + (p_i - c_i) R_i, as a robust rule makes it, with a negative weight: the dense sum, no history."""
     sent = updates(families.family("generic", dtype=np.float64))
     others = [replace(u, client=None, weight=w) for u, w in zip(sent[:2], (0.3, -0.3), strict=True)]
     method = build("glora", **hparams)

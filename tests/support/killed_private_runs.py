@@ -29,7 +29,8 @@ from fedlora.runs.private_releases import OnDisk, begin, private_folder, read_pr
 from fedlora.server.private import Private, Releases
 from fedlora.server.state import RunState
 from fedlora.simulation import simulate, start
-from fedlora.testing.federations import EQUAL, EXAMPLES, pushed, seed_adapter
+from fedlora.testing.federations import EXAMPLES, pushed, seed_adapter
+from support.federations import EQUAL
 from support.killed_writers import STEPS, die_at
 
 ROUNDS, SHARE = 2, 0.5

@@ -40,7 +40,7 @@ def private_run(
     ledger = Ledger(folder / "ledger.jsonl", "toys")
     releases = OnDisk(folder / "private", "this-run", ledger, budget, rounds, DELTA)
     return PrivateRun(
-        replace(server, round=replace(privacy, releases=releases)), releases, plan
+        replace(server, round=replace(privacy, releases=releases, diary=releases.note)), releases, plan
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -58,9 +57,6 @@ on that text in one place.
 _ATTACKED = """**Do not use this adapter. It was trained under attack, on purpose, for an experiment:** {words}.
 
 """
-
-# With weighting = 'examples' a method uses the weights that the server passes in, whatever they are based on.
-_BY_THE_SERVER = re.compile(r"weighting='examples', |(, )?weighting='examples'")
 
 _MOST_CLASSES = 20  # listed in a card
 
@@ -141,7 +137,7 @@ def model_card(
         source=base.source,
         title=config.method.name if client is None else f"{config.method.name}, {client}'s own",
         method=config.method.name,
-        method_repr=_BY_THE_SERVER.sub("", manifest["method"]),
+        method_repr=manifest["method"],
         round=round,
         clients=counted(len(manifest["clients"]), "client"),
         modules=len(adapter.modules),

@@ -183,7 +183,7 @@ def going_on(server: Server, privacy: Private, releases: OnDisk, plan: PrivacyPl
     """The run with a server that releases from now on. done: rounds so far. Raises `CheckpointError` if the ledger
     lacks one."""
     releases.check_charged(done)
-    return PrivateRun(replace(server, round=replace(privacy, releases=releases)), releases, plan)
+    return PrivateRun(replace(server, round=replace(privacy, releases=releases, diary=releases.note)), releases, plan)
 
 
 def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:

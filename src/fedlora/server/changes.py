@@ -70,7 +70,7 @@ def _products(pairs: Sequence[tuple[LoRA, LoRA | None]]) -> tuple[Tensor, Tensor
         slots, places = distinct_slots(list(got.values()))
         back = torch.zeros(len(pairs), slots.rank, dtype=W.dtype)
         for k, at in zip(got, places, strict=True):
-            back[k, at] -= 1
+            back[k] -= torch.bincount(torch.tensor(at, dtype=torch.long), minlength=slots.rank)
         parts, W = [*parts, slots], torch.cat([W, back], dim=1)
     L = torch.cat([x.factors[0].detach() for x in parts], dim=1).double()
     R = torch.cat([x.factors[1].detach() for x in parts]).double()

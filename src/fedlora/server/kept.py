@@ -32,6 +32,8 @@ from fedlora.server.state import ServerState
 if TYPE_CHECKING:
     from fedlora.server.server import Server
 
+_ROUNDING = 1e-15  # of a sum of weights, which are at most 1
+
 
 @dataclass(frozen=True)
 class Kept(RoundKind):
@@ -153,7 +155,8 @@ def _merged(terms: Sequence[tuple[float, LoRA]]) -> list[Update]:
     slots, places = distinct_slots([R for _, R in terms])
     w = torch.zeros(slots.rank, dtype=torch.float64)
     for (weight, _), at in zip(terms, places, strict=True):
-        w[at] += weight
+        w.index_add_(0, torch.tensor(at, dtype=torch.long), torch.full((len(at),), weight, dtype=w.dtype))
+    w = torch.where(w.abs() > _ROUNDING, w, 0.0)  # a slot that all got, and coefficients that sum to 1
     total, (B, A) = math.fsum(weight for weight, _ in terms), slots.factors
     # One term has weight `total` if all signs are its own; otherwise 1 and total - 1 < 0. Nothing divides by about 0.
     both = bool((w > 0).any()) and bool((w < 0).any())

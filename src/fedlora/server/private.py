@@ -7,8 +7,9 @@
 or the same of the factors that travel, as the method is `linear_in`. At close M is one term of nobody. Bases come from
 the released state, so they are public. Every module and head is in the sum, even if no client holds it. The round
 draws the clients to ask, and takes one upload from each. A client that is refused, offline, fails or abstains counts as
-zero: there is no quorum, no second draw and no retry, and the `Tally` is empty. The server sees every update and logs
-refusals; whoever gets its releases (states, readouts, the model) learns little about any one client.
+zero: there is no quorum, no second draw and no retry, and the `Tally` is empty. The server sees every update, and tells
+refusals to its operator's diary alone; whoever gets its releases (states, readouts, the model) learns little about any
+one client.
 
 A plain round replaces M by the clients' mean, and a private one adds their mean change to it. The two agree if every
 client started from all of M; they differ where a client's rank is below that of M.
@@ -16,9 +17,8 @@ client started from all of M; they differ where a client's rank is below that of
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
@@ -42,8 +42,6 @@ from fedlora.server.state import ServerState, Tally
 
 if TYPE_CHECKING:
     from fedlora.server.server import Server
-
-log = logging.getLogger("fedlora.server")
 
 
 class Releases(Protocol):
@@ -83,6 +81,8 @@ class Private(RoundKind):
         most_examples: n_max; a client counts min(n_i, n_max) / n_max; None: 1.
         warm_start: the start is a trained adapter, and either it never saw these clients' data, or the ledger was
             charged for it. seed: of the public random directions.
+        diary: for the server's operator alone: called with (round from 1, client or "" for all of them, what happened)
+            for each client that failed or was refused, and once per round. None: no diary.
 
     Raises:
         HyperparameterError: an impossible value.
@@ -98,6 +98,7 @@ class Private(RoundKind):
     most_examples: float | None = None
     warm_start: bool = False
     seed: int = 0
+    diary: Callable[[int, str, str], None] | None = None
 
     quorum = 0
 
@@ -140,6 +141,11 @@ class Private(RoundKind):
                 f"the first download releases what it learned. If it never saw these clients' data, or the ledger was "
                 f"charged for it, set Private(warm_start=True); otherwise start from B = 0."
             )
+
+    def note(self, round: int, client: str, what: str) -> None:
+        """Tell the diary, if there is one."""
+        if self.diary is not None:
+            self.diary(round, client, what)
 
     def mechanism(self, size: int) -> Mechanism:
         """The mechanism for vectors of `size` entries. Raises `HyperparameterError` if integers cannot hold sums."""
@@ -208,8 +214,8 @@ class PrivateRound(OpenRound):
         return self._asked
 
     def refuse(self, refusal: UploadRefused) -> None:
-        """The client counts as zero, and only the log says so."""
-        log.warning("%s; it counts as zero", refusal)
+        """The client counts as zero, and only the diary says so."""
+        self._options.note(self.number, refusal.client, refusal.reason)
 
     def _admit(self, client: str) -> None:
         if self._released is not None:
@@ -229,14 +235,18 @@ class PrivateRound(OpenRound):
         self._total += self.mechanism.contribution(change, 1.0 if most is None else share_of(count, most))
 
     def _settle(self) -> Judged | None:
-        options = self._options
+        options, asked = self._options, len(self.asked)
+        if not asked:
+            what = "no client was asked: none was drawn, or the round's noised sum existed before the run was killed"
+        elif not self.counts:
+            what = (
+                f"ALL {asked} clients that were asked failed, were refused or sent nothing: the round releases only "
+                f"noise, and is charged like any other. Remove the cause before you spend more rounds"
+            )
+        else:
+            what = f"{len(self.counts)} of the {asked} clients that were asked count"
+        options.note(self.number, "", what)
         if self._released is None:
-            if self.asked and not self.counts:
-                log.warning(
-                    "round %d: none of the %d clients that were asked counts. The round releases only noise, and is "
-                    "charged like any other: remove the cause before you spend more rounds.",
-                    self.number, len(self.asked),
-                )  # fmt: skip
             noised = self.mechanism.noised(self._total)
             self._released = options.releases.settle(
                 self.number, self._context, noised, self.mechanism, options.sampling

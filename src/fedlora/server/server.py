@@ -198,7 +198,7 @@ class Server:
             except UploadRefused as refusal:
                 if self.round.quorum is None:
                     raise
-                if self.privacy is None:  # a private round logs its own
+                if self.privacy is None:  # whose diary alone says so
                     log.warning("round %d: %s", opened.number, refusal)
         return opened.close()
 

@@ -210,7 +210,7 @@ class Round:
     def _refuse(self, refusal: UploadRefused) -> None:
         if self._server.round.quorum is None:
             raise refusal
-        if not self._private:  # a private round logs its own
+        if not self._private:  # whose diary alone says so
             log.warning("%s", refusal)
         self._refused[refusal.client] = refusal.reason
 
@@ -219,7 +219,10 @@ class Round:
         failure = ClientFailed(client, self._before.round + 1, why)
         if self._server.round.quorum is None:
             raise failure from error
-        log.warning("%s; the round continues without it", failure)
+        if self._private:
+            self._opened.refuse(UploadRefused(client, why))
+        else:
+            log.warning("%s; the round continues without it", failure)
         self._refused[client] = why
 
 

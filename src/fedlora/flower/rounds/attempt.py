@@ -44,15 +44,14 @@ class Effect(NamedTuple):
 
     In the attempt that counts, all of it holds:
     usable: its upload goes into the model (a robust rule may give it no weight).
-    keeps_work: its site goes on from its state after this round; otherwise from an older one, and if it was sent a
-    message, the next one leaves nothing out.
-    keeps_place: its site goes on in its data, as in the engine, behind the last work that it stored up to this round
-    (older work, if its training raised); otherwise it repeats this round's data.
+    keeps_work: its site goes on from its state after this round, and behind this round's data; otherwise from an older
+    one, so that it repeats this round's data, as in the engine; if it was sent a message, the next one leaves nothing
+    out.
 
     In an attempt that does not count, nothing of it holds. Of each client that was drawn and online, the server
     remembers a fate that is not `usable` until the round is done (`FlowerState.unusable`): who has fewer of them is
-    asked first. If the attempt that counts sends the client nothing, its `keeps_place` still holds; and if it was not
-    drawn, the round's line has this fate in place of "not drawn".
+    asked first. If the client is not drawn for the attempt that counts, the round's line has this fate in place of "not
+    drawn".
 
     A site learns by its next message why its work did not count (`Receipt.why`). The line's `missing` names all whose
     fate has no `keeps_work`, except for "not drawn".
@@ -60,12 +59,11 @@ class Effect(NamedTuple):
 
     usable: bool = False
     keeps_work: bool = False
-    keeps_place: bool = False
 
 
 EFFECTS: Mapping[Fate, Effect] = {
-    "trained": Effect(usable=True, keeps_work=True, keeps_place=True),
-    "abstained": Effect(keeps_work=True, keeps_place=True),
+    "trained": Effect(usable=True, keeps_work=True),
+    "abstained": Effect(keeps_work=True),
     "refused": Effect(),
     "failed": Effect(),
     "late": Effect(),
@@ -202,15 +200,10 @@ class Attempt:
             if counts and effect.usable:
                 examples[name] = self._fates[name].examples or 0.0
             if counts and effect.keeps_work:
-                clients[name], receipt = self._taken[name][1], replace(receipt, counted=self.round, sure=True)
+                clients[name], receipt = self._taken[name][1], replace(receipt, counted=self.round, answered=self.round, sure=True)
             elif counts and name in clients:
                 clients[name] = replace(clients[name], held=None)
-            if counts and effect.keeps_place:
-                receipt = replace(receipt, answered=self.round)
             receipts[name] = replace(receipt, why=self._why_not(name, though_taken.get(name, "")))
-        for name, before in known.unusable.items():
-            if counts and name not in self._sent and EFFECTS[cast(Fate, before.fate)].keeps_place:
-                receipts[name] = replace(receipts[name], answered=self.round)
         if self._opened.stored:  # a private sum from before a kill: who trained for it is unknown
             clients = {name: replace(client, held=None) for name, client in clients.items()}
             unsure = Receipt(self.round, self.round, sure=False)
