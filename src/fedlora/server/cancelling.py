@@ -15,7 +15,7 @@ import logging
 
 import torch
 
-from fedlora.core.lora import LoRA
+from fedlora.core.lora import LoRA, compute_dtype
 from fedlora.core.messages import Upload
 from fedlora.errors import UploadRefused
 from fedlora.linalg import unit_roundoff
@@ -49,10 +49,15 @@ def require_measured(upload: Upload) -> None:
 
 
 def terms_and_size(lora: LoRA) -> tuple[float, float]:
-    """(sum_j ||b_j|| ||a_j||, ||B A||), float64. Cost: r^2 (d_out + d_in), and two QRs if terms cancel."""
-    B, A = (t.detach().double() for t in lora.factors)
-    of_B, of_A = B.mT @ B, A @ A.mT
-    terms = float((of_B.diagonal() * of_A.diagonal()).sqrt().sum())
-    square = float((of_B * of_A).sum())
+    """(sum_j ||b_j|| ||a_j||, ||B A||), to 1 %. Cost: r^2 (d_out + d_in), and in float64 once more if terms cancel."""
+    for dtype in (compute_dtype(lora), torch.float64):
+        B, A = (t.detach().to(dtype) for t in lora.factors)
+        of_B, of_A = (B.mT @ B).double(), (A @ A.mT).double()
+        terms = float((of_B.diagonal() * of_A.diagonal()).sqrt().sum())
+        square = float((of_B * of_A).sum())
+        # The squares' own rounding, some 1e-6 of terms^2 in float32, is then below a hundredth of the square; and no
+        # square was too small for float32.
+        if square > 1e-3 * terms**2 and terms > 1e-12:
+            return terms, square**0.5
     # Squares lose the size below 1e-8 of the terms, so from 1e-5 on the QR form takes over.
     return terms, lora.norm() if square < (1e-5 * terms) ** 2 else square**0.5
