@@ -16,20 +16,21 @@ from torch import Tensor
 from fedlora.linalg.factored import Factored
 
 
-class Subspaces(NamedTuple):
-    """Orthonormal bases of col(B_i A_i) for c clients of one rank r in m matrices. Of their r columns the first k
-    count, the rank beyond rounding (0 for a zero update); the others are zero.
+class Subspace(NamedTuple):
+    """An orthonormal basis of one client's col(B_i A_i) in each of m matrices. Of its r columns the first k count, the
+    rank beyond rounding (0 for a zero update); the others are zero.
 
-    coordinates (m, c, k, r): U_i = Q coordinates, with the Q of all clients' columns. inner (m, c, r, r): U_i = B_i
-    inner, where that is sound, for it costs a product of r columns instead of k. ranks: k of each.
+    coordinates (m, k, r): U_i = Q coordinates, with the Q of all clients' columns. inner (m, r, r): U_i = B_i inner,
+    where that is sound, for it costs a product of r columns instead of k. columns: B_i's among all. ranks: k of each.
     """
 
     coordinates: Tensor
     inner: Tensor | None
-    ranks: list[list[int]]
+    columns: slice
+    ranks: list[int]
 
 
-def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) -> Subspaces:
+def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) -> list[Subspace]:
     """The clients' bases, from the Q R of all their columns, so that no tall matrix is read again.
 
     A direction counts if its singular value exceeds what rounding of the stored columns can make of it, tolerance
@@ -37,7 +38,7 @@ def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) ->
     Rounding reaches 0.4 of it, for deficient factors in gauges of condition 1e3.
 
     Args:
-        left, right: of the columns of B and the rows of A. at: (c, r), the indices of each client's columns.
+        left, right: of the columns of B and the rows of A. at: (c, r), each client's columns, which are neighbours.
         tolerance: (m, c), see `rank_tolerance`.
 
     Source: paper section 4.1, Eq. (gauge fixing), with its footnote: a rank-deficient B gives rank(B) columns. A plain
@@ -54,4 +55,13 @@ def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) ->
         counts = torch.arange(full, device=core.device) < ranks[:, :, None, None]
         turn = torch.where((ranks < full)[:, :, None, None], torch.linalg.svd(core)[0] * counts, turn)
     inner = B.inner(turn.expand(*core.shape[:2], full, full))
-    return Subspaces(B.tall @ inner, None if B.small is None else inner, ranks.tolist())
+    coordinates = B.tall @ inner
+    return [
+        Subspace(
+            coordinates[:, i],
+            None if B.small is None else inner[:, i],
+            slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0),
+            ranks[:, i].tolist(),
+        )
+        for i, columns in enumerate(at)
+    ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedlora.linalg.basics import float64s, rank_tolerance
 from fedlora.linalg.factored import Factored, factored
-from fedlora.linalg.gauge import Subspaces, subspaces
+from fedlora.linalg.gauge import Subspace, subspaces
 from fedlora.linalg.stacks import stacked
 
 
@@ -81,38 +81,25 @@ class Sums:
         return cls(sums, left, right, C / unit[:, None, None], unit, sizes, floor)
 
     @cached_property
-    def voters(self) -> list[int]:
-        """The places of the terms with a vote, in the order in which they stand in the sums."""
-        return [i for i, t in enumerate(self.terms[0]) if t.votes]
-
-    @cached_property
-    def subspaces(self) -> dict[int, tuple[Subspaces, int]]:
-        """For each voter (the bases of all clients of its rank, its place among them)."""
+    def subspaces(self) -> dict[int, Subspace]:
+        """For each term with a vote, by its place in the sums, in their order."""
         starts = [*accumulate((t.rank for t in self.terms[0]), initial=0)]
-        found: dict[int, tuple[Subspaces, int]] = {}
-        for r in sorted({self.terms[0][i].rank for i in self.voters}):
-            some = [i for i in self.voters if self.terms[0][i].rank == r]
-            at = torch.tensor([starts[i] for i in some], device=self.C.device)[:, None] + torch.arange(
-                r, device=self.C.device
-            )
+        voters = [i for i, t in enumerate(self.terms[0]) if t.votes]
+        found: dict[int, Subspace] = {}
+        for r in {self.terms[0][i].rank for i in voters}:
+            some = [i for i in voters if self.terms[0][i].rank == r]
+            at = torch.tensor([starts[i] for i in some]).to(self.C.device)[:, None] + torch.arange(r).to(self.C.device)
             tolerance = float64s([[rank_tolerance(terms[i].roundoff) for i in some] for terms in self.terms], self.C)
-            made = subspaces(self.left, self.right, at, tolerance)
-            found |= {i: (made, place) for place, i in enumerate(some)}
-        return found
+            found |= zip(some, subspaces(self.left, self.right, at, tolerance), strict=True)
+        return {i: found[i] for i in voters}
 
-    def coordinates(self, voter: int) -> Tensor:
-        """(m, k, r) of its U_i."""
-        made, place = self.subspaces[voter]
-        return made.coordinates[:, place]
-
-    def bases(self, voter: int, dtype: torch.dtype) -> list[Tensor]:
-        """Its U_i (d_out, k_i) in each matrix, in memory of its own: a history keeps it while the client is away."""
-        made, place = self.subspaces[voter]
-        if made.inner is None:
-            U = self.left.tall @ made.coordinates[:, place]
+    def bases(self, own: Subspace, dtype: torch.dtype) -> list[Tensor]:
+        """U_i (d_out, k_i) in each matrix, in memory of its own: a history keeps it while the client is away."""
+        if own.inner is None:
+            U = self.left.tall @ own.coordinates
         else:
-            U = stacked([terms[voter].B for terms in self.terms]).double() @ made.inner[:, place]
-        return [u[:, : ranks[place]].contiguous() for u, ranks in zip(U.to(dtype), made.ranks, strict=True)]
+            U = self.left.tall[:, :, own.columns].double() @ own.inner
+        return [u[:, :k].contiguous() for u, k in zip(U.to(dtype), own.ranks, strict=True)]
 
 
 def summed_in(terms: Sequence[Term]) -> torch.dtype:

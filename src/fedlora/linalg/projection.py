@@ -94,8 +94,8 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
     if sums is None:
         return None
     cuts = [NO_CUT] * len(stack) if rank is None or rank >= sums.C.shape[1] else _cuts(sums, rank)
-    bases = [cut.basis for cut in cuts if cut.basis is not None]
-    U_ref = torch.stack(bases) if bases else None
+    kept = [cut.basis for cut in cuts if cut.basis is not None]
+    U_ref = torch.stack(kept) if kept else None
     O, s, Wh = torch.linalg.svd(sums.C if U_ref is None else U_ref.mT @ sums.C, full_matrices=False)
     values, sizes, floors = s.tolist(), sums.sizes.tolist(), sums.floor.tolist()
     counts = [cut_by_rounding(*x, dtype) for x in zip(values, sizes, floors, strict=True)]
@@ -117,8 +117,8 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
     off_B, off_A = ((off * s / sums.unit[:, None]).sum(dim=1).sqrt() for off in (off_B, off_A))
     off = (off_B + off_A + ARITHMETIC * sums.sizes).tolist()
     energies, units = sums.C.square().sum(dim=(1, 2)).tolist(), sums.unit.tolist()
-    own = [sums.bases(i, dtype) for i in sums.voters]
-    along = [(sums.coordinates(i).mT @ directions).square().sum(dim=1) for i in sums.voters]
+    bases = [sums.bases(own, dtype) for own in sums.subspaces.values()]
+    along = [(own.coordinates.mT @ directions).square().sum(dim=1) for own in sums.subspaces.values()]
     stored = true.to(dtype)
     made = []
     for k, (count, cut) in enumerate(zip(counts, cuts, strict=True)):
@@ -138,7 +138,7 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
                 gap=cut.gap,
                 tied=cut.tied,
                 factored=f"{sums.left.how}/{sums.right.how}",
-                bases=tuple(U[k] for U in own),
+                bases=tuple(U[k] for U in bases),
                 alignments=tuple(scores[k] for scores in along),
             )
         )
@@ -150,9 +150,9 @@ def _cuts(sums: Sums, rank: int) -> list[Cut]:
     cuts = []
     for k, terms in enumerate(sums.terms):
         votes, noise, roundoffs = [sums.C[k, :, :0]], [], []
-        for i in sums.voters:
-            t, columns = terms[i], sums.subspaces[i][0].ranks[k][sums.subspaces[i][1]]
-            votes.append(math.sqrt(t.weight) * sums.coordinates(i)[k, :, :columns])
+        for i, own in sums.subspaces.items():
+            t, columns = terms[i], own.ranks[k]
+            votes.append(math.sqrt(t.weight) * own.coordinates[k, :, :columns])
             noise += [t.weight * rank_tolerance(t.roundoff) ** 2] * columns
             roundoffs += [t.roundoff] * columns
         of = float64s(noise, sums.C), float64s(roundoffs, sums.C)

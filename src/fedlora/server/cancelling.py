@@ -52,7 +52,7 @@ def terms_and_size(lora: LoRA) -> tuple[float, float]:
     """(sum_j ||b_j|| ||a_j||, ||B A||), to 1 %. Cost: r^2 (d_out + d_in), and in float64 once more if terms cancel."""
     for dtype in (compute_dtype(lora), torch.float64):
         B, A = (t.detach().to(dtype) for t in lora.factors)
-        of_B, of_A = (B.mT @ B).double(), (A @ A.mT).double()
+        of_B, of_A = B.mT @ B, A @ A.mT
         terms = float((of_B.diagonal() * of_A.diagonal()).sqrt().sum())
         square = float((of_B * of_A).sum())
         # The squares' own rounding, some 1e-6 of terms^2 in float32, is then below a hundredth of the square; and no
