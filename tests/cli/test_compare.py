@@ -97,7 +97,7 @@ def test_compare_as_json(compared: tuple[Path, Any], project: Path) -> None:
         del summary["diagnostics"]
         assert found["runs"] == {"0": summary}
         assert found["mean"] == summary["test"]["best"]["accuracy"] and (found["n"], found["sd"]) == (1, None)
-    assert list(said["refused"]) == ["fedit"] and "need one rank" in said["refused"]["fedit"]
+    assert list(said["refused"]) == ["fedit"] and "entry by entry" in said["refused"]["fedit"]
 
 
 def test_the_frame_is_of_the_runs_that_are_there(compared: tuple[Path, Any], project: Path, tmp_path: Path) -> None:

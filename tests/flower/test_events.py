@@ -98,7 +98,7 @@ def test_what_a_robust_rule_did_is_said() -> None:
     clients = {"acme": kept, "cork": {**kept, "coefficient": 0.0, "reason": "far from the others"}}
     line = {"defence": {"rule": "multi-krum (f = 1)", "clients": clients}}
     said = lines_of(Done(3, line))
-    assert any("multi-krum leaves out cork (1 of 2)" in one for one in said)
+    assert any("multi-krum left out cork (1 of 2 clients)" in one for one in said)
 
 
 def test_the_time_of_now_is_written() -> None:

@@ -552,8 +552,6 @@ def test_a_round_that_began_with_bad_sites_is_played_once_others_are_tried(tmp_p
         asked = {message.metadata.dst_node_id for message in grid.sent if message.metadata.group_id.startswith(begun)}
         told = {name for name, one in line["fates"].items() if one["fate"] != "not drawn"}
         assert told == {grid.nodes[node][0] for node in asked}
-        known = strategy.flower_state.receipts  # each of these has read its data, and goes on behind them
-        assert {name for name, one in known.items() if one.answered == number} == told
 
 
 def test_your_own_draw_and_a_loop_that_closes_early(tmp_path: Path) -> None:

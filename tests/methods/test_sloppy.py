@@ -7,6 +7,7 @@ says so, from what the class does; kind of evidence: negative control of `fedlor
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -229,7 +230,7 @@ def test_a_sloppy_method_is_caught_by_the_contract_that_it_breaks(cls: type[Soun
 def test_claims_that_do_not_hold_are_broken_contracts() -> None:
     found = {f.contract: f for f in check(Boasts())}
     assert [name for name, f in found.items() if f.holds is False] == ["exact", "gauge", "readouts"]
-    assert "sound breaks the contract 'exact': off the mean update by" in str(found["exact"].why)
+    assert re.match(r"sound breaks .*'exact': off the mean .*\d", str(found["exact"].why))
 
 
 @pytest.mark.parametrize("cls", FAULTS, ids=lambda c: c.__name__)
@@ -250,7 +251,7 @@ def test_a_claim_that_is_no_contract_is_refused() -> None:
     class Garbled(Sound):
         claims: ClassVar[Any] = frozenset({"fast"})
 
-    with pytest.raises(HyperparameterError, match="claims 'fast', but the contracts are rank, alive"):
+    with pytest.raises(HyperparameterError, match=r"'fast'.* rank, alive"):
         check(Garbled())
 
 

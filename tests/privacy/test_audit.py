@@ -107,12 +107,12 @@ def round_neighbours(z: float) -> tuple[Mechanism, torch.Tensor, torch.Tensor]:
 
     def server_of(noise: float, grid: float | None) -> Server:
         return private(
-            clip=0.5, noise_multiplier=noise, grid=grid, geometry=Geometry("two-sided", 1), server={"heads": "frozen"}
+            clip=0.5, noise_multiplier=noise, grid=grid, geometry=Geometry("two-sided", 1), heads="frozen"
         )
 
     server = server_of(z, None)
     state = server.init(seed_adapter(4))
-    uploads = trained(server, state, dict.fromkeys("abcd", 4), list("abcd"), {}).uploads
+    uploads = trained(server, state, dict.fromkeys("abcd", 4), list("abcd"), {})[1]
     canary = replace(uploads[3], adapter=uploads[3].adapter.map(lambda t: 1e2 * t))
     opened = server.open(state)
     assert isinstance(opened, PrivateRound) and opened.layout.size == 2

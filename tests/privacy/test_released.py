@@ -43,7 +43,7 @@ def keys_of(function: Any, name: str) -> set[str]:
 
 def a_record() -> RoundRecord:
     """With all that a round can have, attacked and judged."""
-    plain = {"clients": {"a": {"norm": 1.0, "after": 0.5}}}
+    plain = {"clients": {"a": {"norm": 1.0, "coefficient": 0.5}}}
     judged = SimpleNamespace(plain=lambda: plain)
     state: Any = SimpleNamespace(server=SimpleNamespace(tally=SimpleNamespace(judged=judged)))
     return RoundRecord(

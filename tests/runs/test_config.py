@@ -430,7 +430,7 @@ def test_a_configuration_is_frozen() -> None:
 
 
 def test_hyper_parameters_pass_through_to_the_method(tmp_path: Path) -> None:
-    text = MINIMAL + '[method]\nname = "glora"\nrho = 0.75\ntie = "error"\n'
+    text = MINIMAL + '[method]\nname = "glora"\nrho = 0.75\nhistory = 5\n'
     config = load_config(written(tmp_path, text), ["method.gamma=0.25", "method.rank=6"])
     method = config.method.build()
     assert method == GLoRA(rho=0.75, history=5, gamma=0.25, rank=6)

@@ -363,8 +363,7 @@ def test_killed_at_its_steps_it_releases_each_sum_once(
     tmp_path: Path, program: Callable[..., Program], stride: int
 ) -> None:
     """Every fourteenth step of a run's disk writes (every third in `make exhaustive`, all of them by hand): the
-    journal's bytes stay, each is charged once, who was drawn stays drawn, and the journal alone gives the same bits
-    with nobody trained."""
+    journal's bytes stay, each is charged once, and the journal alone gives the same bits with nobody trained."""
     done = program(TESTS / "support" / "killed_private_runs.py", tmp_path, stride).ended()
     assert done.returncode == 0, done.stderr
     entries = json.loads(done.stdout)
@@ -376,11 +375,6 @@ def test_killed_at_its_steps_it_releases_each_sum_once(
         assert entry["trained from the journal"] == [] and entry["charged from the journal"] == 2
         rounds = {f"{int(name.split('-')[1])}" for name in entry["journal"]}
         assert not [line for line in entry["trained"] if line[0] in rounds], "what was released is not trained again"
-        drawn = entry["sample"]
-        if drawn is not None and str(drawn["round"]) not in rounds:
-            again = [client for round, client in entry["trained"] if int(round) == drawn["round"]]
-            assert again == drawn["clients"], "who was drawn is not drawn anew"
-    assert any(entry["sample"] is not None for entry in entries)
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -457,7 +451,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"server__quorum": 2}, "quorum"),
     ({"server__weighting": "examples"}, "most_examples"),
     ({"server__stream": True}, "server.stream"),
-    ({"method__name": "hetlora"}, "weights or votes of its own"),
+    ({"method__name": "hetlora"}, "votes of its own"),
     ({"method__rho": 0.5}, "svd with that rank"),
 ]
 

@@ -154,7 +154,7 @@ def test_an_empty_round_changes_nothing_but_the_round_and_is_noted() -> None:
     state, _ = played(server, 1)
     after = server.aggregate(state, [])
     assert after.round == state.round + 1 and after.tally is not None and not after.tally.weights
-    assert diary[-1].startswith("ALL 4 clients that were asked failed")
+    assert diary[-1].startswith("ALL 4 clients")
     for module in SHAPES:
         torch.testing.assert_close(whole(server, after, module), whole(server, state, module), rtol=0, atol=1e-12)
 
@@ -401,7 +401,7 @@ def test_a_record_tells_nothing_of_single_clients_and_the_diary_does(caplog: pyt
         assert not caplog.text
         (refused, end) = diary
         assert refused[:2] == (1, name) and said in refused[2]
-        assert end == (1, "", "3 of the 4 clients that were asked count")
+        assert end[:2] == (1, "") and end[2].startswith("3 of the 4 ")
         quiet = private(rank=6)
         (same,) = simulate(quiet, people(), trainer, start(quiet, seed_adapter(6)), rounds=1)
         for module in SHAPES:

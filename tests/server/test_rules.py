@@ -108,6 +108,17 @@ def test_the_geometric_median_on_a_line_is_the_weighted_median() -> None:
     close(of(GeometricMedian(), line(2, 2, 2, 9), p), 2 / 11, 7 / 11, 2 / 11, 0)
 
 
+@pytest.mark.parametrize("far", [1e3, 1e8, 1e12])
+def test_a_change_that_is_the_median_is_found_beside_far_ones(far: float) -> None:
+    """Pulls of 0.2 at right angles sum to 0.346, below the weight 0.4 of the first change. Pulls of 0.2, 0.2 and 0.24
+    sum to 0.371, above 0.36: the median is elsewhere, where the slope is 0."""
+    X = torch.cat([torch.zeros(1, 3), torch.diag(torch.tensor([1.0, 2.0, far]))]).double() + 1
+    assert of(GeometricMedian(), X, weights([0.4, 0.2, 0.2, 0.2])).tolist() == [1.0, 0.0, 0.0, 0.0]
+    p = weights([0.36, 0.2, 0.2, 0.24])
+    z = of(GeometricMedian(), X, p) @ X
+    assert float((p @ torch.nn.functional.normalize(X - z, dim=1)).norm()) < 1e-6
+
+
 def test_the_iteration_starts_at_a_change_and_leaves_it() -> None:
     """The plain mean of these is the first of them, where Weiszfeld's iteration would divide by zero and stay."""
     X = torch.tensor([[0, 0], [4, 0], [4, 1], [-8, -1]]).double()

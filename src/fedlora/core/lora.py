@@ -220,10 +220,10 @@ def filled(lora: LoRA, rank: int, rows: Callable[[], Tensor]) -> LoRA:
     B, A = lora.factors
     if lora.rank < rank:
         B, A = pad(B, (0, rank - lora.rank)), pad(A, (0, 0, 0, rank - lora.rank))
-    dead = (B[0] == 0) & (A[:, 0] == 0)
-    if bool(dead.any()):  # usually no slot has even one zero in both, and no entry more needs a look
-        dead = (B == 0).all(dim=0) & (A == 0).all(dim=1)
-    return LoRA(B, torch.where(dead[:, None], rows().to(A), A)) if bool(dead.any()) else LoRA(B, A)
+    if not bool(((B[0] == 0) & (A[:, 0] == 0)).any()):  # usually, and then no other entry needs a look
+        return LoRA(B, A)
+    alive = B.any(dim=0) | A.any(dim=1)
+    return LoRA(B, torch.where(alive[:, None], A, rows().to(A)))
 
 
 def named_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:

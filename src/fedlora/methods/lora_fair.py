@@ -101,7 +101,8 @@ class LoRAFAIR(Method[LoRAFAIRState]):
         best = B + W @ scale
         # A cosine ignores length, so at the minimum dB is orthogonal to B + dB: take that point of its line.
         length = float((B * best).sum() / best.square().sum())
-        return best * length if length > 0 else best
+        corrected: Tensor = best * length if length > 0 else best
+        return corrected
 
     def _cosine(self, X: Tensor, Y: Tensor) -> tuple[float, Tensor]:
         """(the cosine of X and Y, its gradient in Y). A column that is zero on either side counts as 0."""

@@ -15,10 +15,10 @@ import logging
 
 import torch
 
-from fedlora.core.lora import LoRA, compute_dtype
+from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
 from fedlora.errors import UploadRefused
-from fedlora.linalg import unit_roundoff
+from fedlora.linalg import norm, unit_roundoff
 
 log = logging.getLogger("fedlora.server")
 
@@ -49,15 +49,15 @@ def require_measured(upload: Upload) -> None:
 
 
 def terms_and_size(lora: LoRA) -> tuple[float, float]:
-    """(sum_j ||b_j|| ||a_j||, ||B A||), to 1 %. Cost: r^2 (d_out + d_in), and in float64 once more if terms cancel."""
-    for dtype in (compute_dtype(lora), torch.float64):
-        B, A = (t.detach().to(dtype) for t in lora.factors)
-        of_B, of_A = B.mT @ B, A @ A.mT
-        terms = float((of_B.diagonal() * of_A.diagonal()).sqrt().sum())
-        square = float((of_B * of_A).sum())
-        # The squares' own rounding, some 1e-6 of terms^2 in float32, is then below a hundredth of the square; and no
-        # square was too small for float32.
-        if square > 1e-3 * terms**2 and terms > 1e-12:
-            return terms, square**0.5
-    # Squares lose the size below 1e-8 of the terms, so from 1e-5 on the QR form takes over.
-    return terms, lora.norm() if square < (1e-5 * terms) ** 2 else square**0.5
+    """(sum_j ||b_j|| ||a_j||, ||B A||). Cost: r^2 (d_out + d_in), and two QRs in float64 if terms cancel."""
+    B, A = (t.detach() for t in lora.factors)
+    if not (bool(B.any()) and bool(A.any())):
+        return 0.0, 0.0
+    wide = torch.promote_types(torch.promote_types(B.dtype, A.dtype), torch.float32)
+    B, A = B.to(wide), A.to(wide)
+    of_B, of_A = B.mT @ B, A @ A.mT
+    terms = float((of_B.diagonal() * of_A.diagonal()).sqrt().sum(dtype=torch.float64))
+    square = float((of_B * of_A).sum(dtype=torch.float64))
+    if 1e-15 < terms < 1e15 and square > (1e-2 * terms) ** 2:  # beyond, float32 loses the sum or overflows
+        return terms, square**0.5
+    return float((norm(B, dim=0) * norm(A, dim=1)).sum()), lora.norm()

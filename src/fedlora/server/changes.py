@@ -42,7 +42,7 @@ def gram_of_changes(uploads: Sequence[Upload], begun: Sequence[Adapter], heads: 
         G[torch.tensor(held)[:, None], held] += _module(sent, got)
     for name, head in heads.items():
         G += _entries([u.adapter.heads[name].detach().double() - head.double() for u in uploads])
-    return G
+    return (G + G.mT) / 2
 
 
 def _module(sent: Sequence[LoRA], got: Sequence[LoRA]) -> Tensor:

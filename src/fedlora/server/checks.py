@@ -85,8 +85,8 @@ def _check_counted(upload: Upload, examples: float, state: ServerState, roles: R
         )
         plain = tensor.layout == torch.strided and not tensor.is_meta
         require(plain, f"{name} is {tensor.layout} on {tensor.device.type}; adapters are plain dense tensors.")
-        least, most = torch.aminmax(tensor.detach()) if tensor.numel() else (0.0, 0.0)  # one pass; NaN if one is NaN
-        if not -_LARGEST <= float(least) <= float(most) <= _LARGEST:
+        low, high = torch.aminmax(tensor.detach()) if tensor.numel() else (0.0, 0.0)
+        if not (float(low) >= -_LARGEST and float(high) <= _LARGEST):  # also false for NaN
             bad = int((~torch.isfinite(tensor)).sum())
             require(
                 not bad,

@@ -43,6 +43,11 @@ class Kept(RoundKind):
         rule: a robust rule, or None; `Tally.judged` says what it made of each client. weighting: p_i by "examples" or
             "uniform"; None is "uniform" with a rule, because Byzantine clients may lie about their examples, otherwise
             "examples". quorum: None, or how many good uploads a round needs (`OpenRound`).
+
+    Example:
+        >>> from fedlora.server.rules import GeometricMedian
+        >>> Kept().weighs_by, Kept(GeometricMedian()).weighs_by
+        ('examples', 'uniform')
     """
 
     rule: Rule | None = None

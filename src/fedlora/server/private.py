@@ -86,6 +86,18 @@ class Private(RoundKind):
 
     Raises:
         HyperparameterError: an impossible value.
+
+    Example:
+        >>> class InMemory:
+        ...     def stored(self, round, context):
+        ...         return None
+        ...     def settle(self, round, context, noised, mechanism, sampling):
+        ...         return noised  # a real one stores it, and charges a ledger
+        >>> from fedlora.privacy import Geometry
+        >>> private = Private(1.0, 0.0, Geometry(), ("site-1", "site-2"), rank=4, releases=InMemory())
+        >>> server = Server(build("glora"), round=private)
+        >>> server.aggregate(server.init(seed_adapter), uploads).tally.weights
+        {}
     """
 
     clip: float

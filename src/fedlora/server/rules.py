@@ -51,8 +51,12 @@ class Rule(ABC):
         """c (n,) >= 0. gram (n, n): <X_i, X_j>, float64. p (n,): the clients' weights, float64."""
 
     def least(self, n: int) -> int:
-        """The fewest clients that it can do with in a round of n, of which f may be a share."""
-        return 2 * _number(self.f, n) + 1
+        """The fewest clients that it can do with in a round of n."""
+        return 2 * self.byzantine(n) + 1
+
+    def byzantine(self, n: int) -> int:
+        """f in a round of n clients, of which it may be a share."""
+        return self.f if isinstance(self.f, int) else math.ceil(self.f * n - 1e-9)
 
     def __post_init__(self) -> None:
         whole = isinstance(self.f, int) and not isinstance(self.f, bool) and self.f >= 0
@@ -121,10 +125,10 @@ class Krum(Rule):
     f: Count
 
     def least(self, n: int) -> int:
-        return 2 * _number(self.f, n) + 3
+        return 2 * self.byzantine(n) + 3
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
-        return _mean_of(_by_score(gram, _number(self.f, len(p)))[:1], p)
+        return _mean_of(_by_score(gram, self.byzantine(len(p)))[:1], p)
 
 
 @dataclass(frozen=True)
@@ -140,10 +144,10 @@ class MultiKrum(Rule):
     f: Count
 
     def least(self, n: int) -> int:
-        return 2 * _number(self.f, n) + 3
+        return 2 * self.byzantine(n) + 3
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
-        f = _number(self.f, len(p))
+        f = self.byzantine(len(p))
         return _mean_of(_by_score(gram, f)[: len(p) - f], p)
 
 
@@ -169,14 +173,14 @@ class GeometricMedian(Rule):
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         squares = _squared_distances(gram)
-        medians = [k for k in range(len(p)) if _is_median(k, squares, p)]
+        medians = [k for k in range(len(p)) if _is_median(k, gram, squares, p)]
         if medians:  # of several, every point between them is one, too
             return _mean_of((squares[medians] == 0).any(dim=0).nonzero()[:, 0].tolist(), p)
         c, step = p, 0.0
         for _ in range(self.iterations):
             apart = _distances_from(c, gram)
-            # A change that the iteration meets by chance is no median: this lets it go on from there.
-            pulls = p / apart.clamp(min=1e-8 * float(apart.median()))
+            # A change that the iteration meets by chance is no median: the clamp lets it go on from there.
+            pulls = p / apart.clamp(min=1e-8 * float(apart[apart > 0].median()))
             before, c = c, pulls / pulls.sum()
             step = float((c - before).abs().max())
             if step <= self.tolerance:
@@ -204,7 +208,7 @@ class NNM(Rule):
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         n = len(p)
         squares = _squared_distances(gram).fill_diagonal_(-1.0)  # its own nearest, before its twins
-        near = [_in_order(row)[: n - _number(self.f, n)] for row in squares.tolist()]
+        near = [_in_order(row)[: n - self.byzantine(n)] for row in squares.tolist()]
         W = torch.stack([_mean_of(one, p) for one in near])
         return W.mT @ self.rule.coefficients(W @ gram @ W.mT, p)
 
@@ -232,19 +236,11 @@ def verdicts(rule: Rule, gram: Tensor, p: Tensor, clients: Sequence[str]) -> dic
         raise ValueError(f"{rule} gave {c}; a rule gives each of {len(p)} clients a finite coefficient >= 0.")
     c = torch.where(c < _NOTHING * p, 0.0, c)
     apart = _distances_from(c, gram)
-    usual, norms = float(apart.median()), _norms(gram)
-    why = [
-        f"its change is {d:.4g} away from the robust one; the median client is {usual:.4g} away" for d in apart.tolist()
-    ]
-    return {
-        client: Verdict(float(p[k]), float(c[k]), float(norms[k]), why[k] if c[k] < FULL * p[k] else "")
-        for k, client in enumerate(clients)
-    }
-
-
-def _number(f: Count, n: int) -> int:
-    """f for n clients."""
-    return f if isinstance(f, int) else math.ceil(f * n - 1e-9)
+    found, norms, usual = {}, _norms(gram), float(apart.median())
+    for k, client in enumerate(clients):
+        far = f"its change is {float(apart[k]):.4g} away from the robust one; the median client is {usual:.4g} away"
+        found[client] = Verdict(float(p[k]), float(c[k]), float(norms[k]), far if c[k] < FULL * p[k] else "")
+    return found
 
 
 def _cut(sizes: Tensor, most: float | None, norms: Tensor) -> Tensor:
@@ -253,7 +249,7 @@ def _cut(sizes: Tensor, most: float | None, norms: Tensor) -> Tensor:
     return (most / sizes).nan_to_num(nan=1.0).clamp(max=1.0)
 
 
-def _is_median(k: int, squares: Tensor, p: Tensor) -> bool:
+def _is_median(k: int, gram: Tensor, squares: Tensor, p: Tensor) -> bool:
     """Whether X_k is a geometric median: the others pull with no more than the weight that lies at X_k.
 
     || sum_j p_j (X_j - X_k) / ||X_j - X_k|| || <= p_k, over all j that are apart from it.
@@ -261,9 +257,8 @@ def _is_median(k: int, squares: Tensor, p: Tensor) -> bool:
     here = squares[k] == 0
     pulls = torch.where(here, 0.0, p / torch.where(here, 1.0, squares[k].sqrt()))
     pulls[k] -= pulls.sum()
-    # Pulls sum to 0, so distances say the norm: with two clients exactly p, and G alone would blur it.
-    pull = float(-(pulls @ squares @ pulls) / 2)
-    return pull <= (1 + _EQUAL) * float(p[here].sum()) ** 2
+    # By G: a far change pulls with its small coefficient times a large product, and squared distances would blur that.
+    return float(pulls @ gram @ pulls) <= (1 + _EQUAL) * float(p[here].sum()) ** 2
 
 
 def _by_score(gram: Tensor, f: int) -> list[int]:

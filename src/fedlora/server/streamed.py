@@ -39,6 +39,12 @@ class Streamed(RoundKind):
 
     Args:
         weighting: p_i by "examples" or "uniform". quorum: None, or how many good uploads a round needs (`OpenRound`).
+
+    Example:
+        >>> server = Server(build("svd", rank=3), round=Streamed())
+        >>> after = server.aggregate(server.init(seed_adapter), uploads)  # each is added to a sum, and forgotten
+        >>> server.global_update(after)["q"].rank
+        3
     """
 
     weighting: Weighting = "examples"

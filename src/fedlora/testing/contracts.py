@@ -94,7 +94,12 @@ def check(method: Method[Any]) -> tuple[Finding, ...]:
 
 
 def sound(findings: Sequence[Finding]) -> bool:
-    """Whether everything that was claimed, and everything that is required, holds."""
+    """Whether everything that was claimed, and everything that is required, holds.
+
+    Example:
+        >>> sound((Finding("rank", claimed="always", measured="3 slots", holds=False),))
+        False
+    """
     return all(finding.holds is not False for finding in findings)
 
 
