@@ -1,6 +1,8 @@
 """A sum of products in orthonormal coordinates, where it is a small matrix.
 
-sum_i w_i B_i A_i = [B_1 B_2 ..] diag(w) [A_1; A_2; ..] = Q C P^T,     C = R_B diag(w) R_A^T
+    sum_i w_i B_i A_i = [B_1 B_2 ..] diag(w) [A_1; A_2; ..] = Q C P^T,     C = R_B diag(w) R_A^T
+
+The weights stand between the factors, so that these stay the numbers that were stored.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from fedlora.linalg.basics import float64s, rank_tolerance
 from fedlora.linalg.factored import Factored, factored
-from fedlora.linalg.gauge import Subspace, subspaces
+from fedlora.linalg.consensus import Subspace, subspaces
 from fedlora.linalg.stacks import stacked
 
 

@@ -1,8 +1,8 @@
 """A round's mean update within the consensus subspace of its clients, in energy order: the aggregation.
 
     mean = sum_i p_i B_i A_i = Q C P^T     from the factors as stored (`product`)
-    K    = sum_i p_i U_i U_i^T             the clients' votes (`gauge`)
-    U_ref = TopEig_R(K)                    which directions R keeps (`consensus`)
+    K    = sum_i p_i U_i U_i^T             the clients' votes (`consensus`)
+    U_ref = TopEig_R(K)                    which directions R keeps
     U_ref U_ref^T C = O diag(s) W^T,       B = Q O sqrt(s),   A = sqrt(s) W^T P^T
 
 If R cuts nothing, the result is the sum. What R or rounding took from it is measured, and no tolerance cuts it: only a
@@ -103,9 +103,9 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
     if len(counts) > 1 and (keep % 2 or any(count.keep != keep for count in counts)):
         return None
     directions, s, Wh = (O if U_ref is None else U_ref @ O)[:, :, :keep], s[:, :keep], Wh[:, :keep]
-    true = s * sums.unit[:, None]
-    _require_held(true, dtype)
-    root = true.sqrt()
+    sigma = s * sums.unit[:, None]
+    _require_held(sigma, dtype)
+    root = sigma.sqrt()
     B = s.new_empty(len(s), sums.left.tall.shape[1], keep, dtype=dtype)
     A = s.new_empty(len(s), keep, sums.right.tall.shape[1], dtype=dtype)
     off_B = store(sums.left, directions * root[:, None], B)
@@ -119,7 +119,7 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
     energies, units = sums.C.square().sum(dim=(1, 2)).tolist(), sums.unit.tolist()
     bases = [sums.bases(own, dtype) for own in sums.subspaces.values()]
     along = [(own.coordinates.mT @ directions).square().sum(dim=1) for own in sums.subspaces.values()]
-    stored = true.to(dtype)
+    stored = sigma.to(dtype)
     made = []
     for k, (count, cut) in enumerate(zip(counts, cuts, strict=True)):
         error, dropped, size = 0.0, 0.0, 0.0  # of a sum that cancels exactly, whose shares are undefined
