@@ -1,7 +1,7 @@
 """Thin-matrix numerics for the matrices of a round; no (d_out, d_in) matrix is formed.
 
-`factored` Q R of tall columns; `product` a sum of products in their coordinates; `consensus` each client's subspace, and
-what a budget keeps; `projection` the result in energy order, its error measured; `spectrum` how that is stored;
+`factored` Q R of tall columns; `product` a sum of products in their coordinates; `consensus` each client's subspace,
+and what a budget keeps; `projection` the result in energy order, its error measured; `spectrum` how that is stored;
 `stacks` many small matrices at once.
 """
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fedlora.linalg.basics import float64s, rank_tolerance
-from fedlora.linalg.factored import Factored, factored
 from fedlora.linalg.consensus import Subspace, subspaces
+from fedlora.linalg.factored import Factored, factored
 from fedlora.linalg.stacks import stacked
 
 
