@@ -78,16 +78,15 @@ def dense(loras: Sequence[LoRA]) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_a_base_change_is_the_dense_sum_of_its_steps_from_any_version(dtype: torch.dtype, tolerance: float) -> None:
-    """Expected: dense float64 sums, of that rank. What `since` no longer has would be larger than the total."""
+    """Expected: dense float64 sums, of at most that rank. What `since` no longer has would be larger than the total."""
     base: BaseChange | None = None
     steps: list[LoRA] = []
     for k, rank in enumerate(STEPS):
         steps.append(drawn(rank, k, dtype=dtype))
-        base = moved(base, [(1.0, stack([steps[-1], steps[-1]], [1.0, 0.0]))])  # with as many idle slots, to be dropped
+        base = moved(base, stack([steps[-1], steps[-1]], [1.0, 0.0]))  # with as many idle slots, to be dropped
         assert base is not None and base.version == k + 1
         B, A = base.total.factors
         assert len(A) == min(7, sum(STEPS[: k + 1])) and B.dtype == A.dtype == torch.float64  # whatever the steps are
-        assert relative(B.mT @ B, (A @ A.mT).double()) < tolerance, "balanced"
         assert relative(base.total.delta(), dense(steps)) < tolerance
         assert sum(step.rank for step in base.steps) <= base.total.rank, "the state stays under twice the total"
         for version in range(k + 2):
@@ -101,17 +100,17 @@ def test_a_base_change_is_the_dense_sum_of_its_steps_from_any_version(dtype: tor
 
 def test_a_step_of_zero_is_no_step() -> None:
     """x - x = 0 and 0 A = 0: no version, and the very same value. But x and then -x are two steps, to a total of 0."""
-    x, base = drawn(2, "x"), moved(None, [(1.0, drawn(2, "x"))])
+    x, base = drawn(2, "x"), moved(None, drawn(2, "x"))
     for zero in (LoRA(torch.zeros(9, 3).double(), drawn(3, 0).A), stack([x, x], [1.0, -1.0])):
-        assert compressed(zero).rank == 0
-        assert moved(None, [(1.0, zero)]) is None and moved(base, [(1.0, zero)]) is base
-    back = moved(base, [(-1.0, x)])
+        assert compressed(zero, torch.float64).rank == 0
+        assert moved(None, zero) is None and moved(base, zero) is base
+    back = moved(base, stack([x], [-1.0]))
     assert back is not None and (back.version, back.total.rank) == (2, 0)
 
 
 def test_steps_stay_no_larger_than_a_total_that_shrank() -> None:
     """Expected: the docstring's "under twice its size". Here the total is 0, and a step of rank 2 is kept."""
-    base = moved(moved(None, [(1.0, drawn(2, "x"))]), [(-1.0, drawn(2, "x"))])
+    base = moved(moved(None, drawn(2, "x")), stack([drawn(2, "x")], [-1.0]))
     assert base is not None and sum(step.rank for step in base.steps) <= base.total.rank
 
 

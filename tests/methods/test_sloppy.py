@@ -183,7 +183,7 @@ class MovesAnotherBase(Sound):
 
     def base(self, state: Any) -> Any:
         B, A = state.mean.factors
-        return moved(None, [(1.0, LoRA(A.mT.contiguous(), B.mT.contiguous()))])
+        return moved(None, LoRA(A.mT.contiguous(), B.mT.contiguous()))
 
 
 # Class -> the contract that says so, and words of what it says.

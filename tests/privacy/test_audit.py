@@ -106,9 +106,7 @@ def round_neighbours(z: float) -> tuple[Mechanism, torch.Tensor, torch.Tensor]:
     The canary sends 1e4 times what the others send. One entry a module, so that trials are cheap."""
 
     def server_of(noise: float, grid: float | None) -> Server:
-        return private(
-            clip=0.5, noise_multiplier=noise, grid=grid, geometry=Geometry("two-sided", 1), heads="frozen"
-        )
+        return private(clip=0.5, noise_multiplier=noise, grid=grid, geometry=Geometry("two-sided", 1), heads="frozen")
 
     server = server_of(z, None)
     state = server.init(seed_adapter(4))

@@ -53,8 +53,8 @@ def expect(got: Tensor, want: Tensor, rel: float) -> None:
 
 
 def a_federation(dtype: torch.dtype) -> tuple[list[Upload], list[Adapter]]:
-    """Five clients of mixed ranks; the third lacks v; readouts share slots, one has a dead slot, one has a slot
-    twice."""
+    """Five clients of mixed ranks; the third lacks v; readouts share slots, one has a dead slot and one column
+    beside another row, one has a slot twice."""
     common = {m: pair(shape, 6, "common", m, dtype=dtype) for m, shape in SHAPES.items()}
     sent, begun = [], []
     for k, r in enumerate(RANKS):
@@ -62,6 +62,7 @@ def a_federation(dtype: torch.dtype) -> tuple[list[Upload], list[Adapter]]:
         old = {m: common[m].first(r).map(Tensor.clone) for m in held}
         if k == 3:
             old["q"].B[:, 3] = 0  # type: ignore[index]
+            old["q"].A[2] *= 2  # type: ignore[index]
         if k == 4:
             old["q"].B[:, 1], old["q"].A[1] = old["q"].B[:, 0], old["q"].A[0]  # type: ignore[index]
         new = {m: pair(SHAPES[m], r, "new", m, k, dtype=dtype) for m in held}

@@ -72,11 +72,15 @@ def products(server: Server, before: ServerState, upload: Upload, module: str) -
     return sent.delta() + base, came.delta() + base
 
 
+@pytest.mark.parametrize("M", [M, dict(zip("abcd", (2.0, 1.0, 1.0, 1 / 3), strict=True))], ids=["less", "as much"])
 @pytest.mark.parametrize("name", [*PRODUCTS, "ffa-lora", "rolora", "fedsvd"])
-def test_the_next_update_is_the_sum_of_what_was_sent_out_and_c_times_each_change(name: str) -> None:
-    """sum_i p_i R_i + c_i (D_i - R_i) in dense float64, with c_i / p_i of 0, below 1, 1 and above; heads alike."""
+def test_the_next_update_is_the_sum_of_what_was_sent_out_and_c_times_each_change(
+    name: str, M: dict[str, float]
+) -> None:
+    """sum_i p_i R_i + c_i (D_i - R_i) in dense float64, with c_i / p_i of 0, below 1, 1 and above; heads alike. The c_i
+    sum to less than 1, or to 1."""
     for played in rounds(server_of(name, None), ranks_of(name), FOUR):
-        server = server_of(name, Given())
+        server = server_of(name, Given(tuple(M.values())))
         after, p = server.aggregate(played.before, played.uploads), played.weights()
         for module in SHAPES:
             pairs = {u.client.id: products(server, played.before, u, module) for u in played.uploads}
@@ -184,6 +188,7 @@ def test_who_is_left_out_reaches_no_method_and_leaves_no_history() -> None:
 
 def test_what_is_told_of_a_round(tmp_path: Path) -> None:
     """Norms against dense changes; weights; the one that was kept; and all of it comes back from a checkpoint."""
+    assert Kept(Krum(0)).weighs_by == "uniform" and Kept().weighs_by == "examples"
     server = Server(method("svd"), round=Kept(Krum(0), weighting="examples"))
     played = list(rounds(server_of("svd", None), MIXED, FOUR))[1]
     after = server.aggregate(played.before, played.uploads)

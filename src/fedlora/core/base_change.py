@@ -6,13 +6,13 @@ a new client, or one that was away, needs more of them or the total. Both are fa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from fedlora.core.lora import LoRA
-from fedlora.linalg import Spectrum, Term, projected_sum
+from fedlora.core.lora import LoRA, stack
+from fedlora.linalg import svd_of_product
 
 # The most that all recompressions together may cut, relative to the change: 1,000 steps stay within 1e-9 of their sum
 # even if every one cuts that much in the same direction. docs/decisions/0013-exact-means-exact.md
@@ -21,8 +21,8 @@ _INVISIBLE = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class BaseChange:
-    """total: the change since pre-training in float64, recompressed (rank <= min(d_out, d_in)), so that a thousand
-    steps do not drift from their sum.
+    """total: the change since pre-training in float64, of at most min(d_out, d_in) columns, so that a thousand steps do
+    not drift from their sum.
 
     version: the number of steps in it. steps: the newest steps, oldest first. Older steps are dropped once the kept
     ones would be larger than the total, so the state is at most twice the total's size.
@@ -40,21 +40,19 @@ class BaseChange:
         return self.steps[len(self.steps) - behind :]
 
 
-def moved(
-    base: BaseChange | None, terms: Sequence[tuple[float, LoRA]], dtype: torch.dtype | None = None
-) -> BaseChange | None:
-    """`base` after one more step, sum_k w_k B_k A_k, both recompressed exactly; unchanged if the step is zero.
+def moved(base: BaseChange | None, step: LoRA, dtype: torch.dtype | None = None) -> BaseChange | None:
+    """`base` after one more step; unchanged if the step is zero.
 
-    dtype: how the step is kept and sent; None: as its first term. The total adds the step in float64.
+    dtype: how the step is kept and sent; None: its own. The total adds the step in its original dtype.
     """
-    dtype, exact = dtype or terms[0][1].factors[0].dtype, _sum(terms)
-    step = _cut(exact, torch.finfo(dtype).eps / 8).map(lambda t: t.to(dtype))
-    if step.rank == 0:
+    exact = _balanced(step.map(Tensor.double), _INVISIBLE)  # one SVD serves both
+    sent = _stored(exact, dtype or step.factors[0].dtype)
+    if sent.rank == 0:
         return base
     if base is None:
-        return BaseChange(_cut(exact, _INVISIBLE), 1, (step,))
-    total = added(base.total, LoRA(*exact.balanced()))
-    steps = (*base.steps, step)
+        return BaseChange(exact, 1, (sent,))
+    total = _joined(base.total, exact)
+    steps = (*base.steps, sent)
     while sum(kept.rank for kept in steps) > total.rank:
         steps = steps[1:]
     return BaseChange(total, base.version + 1, steps)
@@ -62,22 +60,42 @@ def moved(
 
 def added(total: LoRA, step: LoRA) -> LoRA:
     """total + step as one balanced float64 pair with as many columns as its rank."""
-    return _cut(_sum([(1.0, total), (1.0, step)]), _INVISIBLE)
+    return _balanced(stack([total.map(Tensor.double), step.map(Tensor.double)], [1.0, 1.0]), _INVISIBLE)
 
 
-def compressed(lora: LoRA, dtype: torch.dtype | None = None) -> LoRA:
-    """The same update as a balanced pair with as many columns as its rank, in `dtype` (None: its own)."""
-    dtype = dtype or lora.factors[0].dtype
-    return _cut(_sum([(1.0, lora)]), torch.finfo(dtype).eps / 8).map(lambda t: t.to(dtype))
+def compressed(lora: LoRA, dtype: torch.dtype) -> LoRA:
+    """The same update as a balanced pair with as many columns as `dtype` can hold beside the largest, in `dtype`."""
+    return _stored(_balanced(lora.map(Tensor.double), _INVISIBLE), dtype)
 
 
-def _sum(terms: Sequence[tuple[float, LoRA]]) -> Spectrum:
-    """In float64, from factors as they were stored: narrow ones take the faster way."""
-    return projected_sum([Term(*lora.factors, w, 0.0) for w, lora in terms], dtype=torch.float64).spectrum
+def _joined(total: LoRA, step: LoRA) -> LoRA:
+    """total + step, float64: side by side; from min(d_out, d_in) columns on, as the matrix itself beside I.
+
+    Steps hardly ever share directions, so an SVD of all columns in each round would find nothing to leave out. Only
+    where they cancel, and a narrow dtype would round columns much larger than their sum, it is made.
+    """
+    pair = stack([total, step], [1.0, 1.0])
+    B, A = pair.factors
+    if pair.rank >= min(len(B), A.shape[1]):
+        one = torch.eye(min(len(B), A.shape[1])).to(B)
+        return LoRA(B @ A, one) if A.shape[1] <= len(B) else LoRA(one, B @ A)
+    products = (B.mT @ B) * (A @ A.mT)  # <b_j a_j, b_k a_k>
+    cancels = float(products.sum()) < float(products.diagonal().sum()) / 16
+    return _balanced(pair, _INVISIBLE) if cancels else pair
 
 
-def _cut(spectrum: Spectrum, invisible: float) -> LoRA:
-    """Less a tail whose norm is at most `invisible` of its own."""
-    left_out = spectrum.s.square().flip(0).cumsum(0).flip(0)
-    kept = spectrum.head(int((left_out > invisible**2 * left_out[:1]).sum()))
-    return LoRA(*kept.balanced())
+def _balanced(lora: LoRA, invisible: float) -> LoRA:
+    """`lora` (float64) as a balanced pair in energy order, less a tail whose norm is at most `invisible` of its own."""
+    B, A = lora.factors
+    return _cut(LoRA(*svd_of_product(B, A).balanced()), invisible)
+
+
+def _stored(balanced: LoRA, dtype: torch.dtype) -> LoRA:
+    return _cut(balanced, torch.finfo(dtype).eps / 8).map(lambda t: t.to(dtype).contiguous())
+
+
+def _cut(balanced: LoRA, invisible: float) -> LoRA:
+    """A balanced pair in energy order, less a tail whose norm is at most `invisible` of its own."""
+    s = balanced.factors[0].square().sum(dim=0)  # of the columns of U sqrt(s)
+    left_out = s.square().flip(0).cumsum(0).flip(0)
+    return balanced.first(int((left_out > invisible**2 * left_out[:1]).sum()))

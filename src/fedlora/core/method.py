@@ -61,7 +61,8 @@ class Roles:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """One term of a round's sum for one matrix: sum of weight * B A, or of weight * factor. The weights sum to 1.
+    """One term of a round's sum for one matrix: sum of weight * B A, or of weight * factor. The weights sum to 1;
+    in "products" a robust rule's rest may have them in B instead.
 
     client: whose it is; None for a term that the server adds itself: what a robust rule put in the place of a change, a
     streamed mean, a private mean. Such a term has no vote and no history, and its weight may be negative.

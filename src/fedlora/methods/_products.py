@@ -1,4 +1,4 @@
-"""A round's mean update over `fedlora.linalg`: as one SVD, and the same cut to the clients' consensus."""
+"""A round's mean update over `fedlora.linalg`: as one SVD, and the same within its clients' consensus."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def balanced(spectrum: Spectrum, chosen: Tensor | None = None) -> LoRA:
     return LoRA(*spectrum.balanced(chosen))
 
 
-def told(spectrum: Spectrum) -> dict[str, object]:
+def diagnostics_of(spectrum: Spectrum) -> dict[str, object]:
     """What a method that keeps its update as a `Spectrum` has to say of it."""
     return {
         "rank": spectrum.sound, "components": spectrum.rank, "rounding": spectrum.rounding,

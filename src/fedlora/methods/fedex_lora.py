@@ -3,8 +3,8 @@
     B <- sum_i p_i B_i     A <- sum_i p_i A_i     W0 <- W0 + ( sum_i p_i B_i A_i - B A )
 
 The server's update is exact and gauge-invariant, but the pair (B, A) that clients train is not. One common rank. The
-residuals add up in a `BaseChange`, so a client that missed rounds gets the steps that it lacks. Cost: thin SVDs of
-stacks of n r and of rank(base) + n r columns.
+residuals add up in a `BaseChange`, so a client that missed rounds gets the steps that it lacks. Cost: a thin SVD of n r
+columns; of rank(base) + r more to read the whole update.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ class FedExLoRA(Method[FedExLoRAState]):
         # weights sum to 1, it is sum_i p_i (B_i - B)(A_i - A).
         weights = [u.weight for u in updates]
         parts = [LoRA(lora.factors[0] - B, lora.factors[1] - A) for lora in loras]
-        terms = float(norm(norm(B, dim=0) * norm(A, dim=1)))
-        if terms > _LARGE * stack([u.lora for u in updates], weights).norm():
+        left, right = stack(loras, weights).factors
+        size = float(((left.mT @ left) * (right @ right.mT)).sum().clamp(min=0).sqrt())  # of the mean, to 1e-8 of terms
+        if float(norm(norm(B, dim=0) * norm(A, dim=1))) > _LARGE * size:
             B_s, A_s = stored.map(Tensor.double).factors
             parts, weights = [*parts, LoRA(B - B_s, A), LoRA(B_s, A - A_s)], [*weights, 1.0, 1.0]
-        return FedExLoRAState(stored, moved(state.moved, list(zip(weights, parts, strict=True)), like.dtype))
+        return FedExLoRAState(stored, moved(state.moved, stack(parts, weights), like.dtype))
 
     def readout(self, state: FedExLoRAState, client: str | None, rank: int) -> LoRA:
         return state.mean

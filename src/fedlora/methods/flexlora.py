@@ -16,7 +16,7 @@ from typing import ClassVar
 from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.linalg import Spectrum
-from fedlora.methods._products import balanced, mean_product, spectrum_of, told
+from fedlora.methods._products import balanced, diagnostics_of, mean_product, spectrum_of
 
 
 @dataclass(frozen=True)
@@ -43,4 +43,4 @@ class FlexLoRA(Method[Spectrum]):
         return balanced(state)
 
     def diagnostics(self, state: Spectrum) -> Mapping[str, object]:
-        return told(state)
+        return diagnostics_of(state)

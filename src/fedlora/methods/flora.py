@@ -4,8 +4,7 @@
 
 Exact and gauge-invariant: only products are used. Any ranks. The base weight changes in every round, so only the whole
 history of stacks is the model, and a client that was away gets everything that it missed (`BaseChange`). alpha / r is
-folded into each B_i, and stacks are recompressed to their rank. Cost: thin SVDs of stacks of sum r_i and of rank(base)
-+ sum r_i columns.
+folded into each B_i, and each round's stack is recompressed to its rank. Cost: a thin SVD of sum r_i columns.
 """
 
 from __future__ import annotations
@@ -14,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from fedlora.core.base_change import BaseChange, moved
-from fedlora.core.lora import LoRA
+from fedlora.core.lora import LoRA, stack
 from fedlora.core.method import LinearIn, Method, Update
 
 
@@ -38,10 +39,12 @@ class FLoRA(Method[FLoRAState]):
     linear_in: ClassVar[LinearIn] = "products"
 
     def init(self, seed: LoRA) -> FLoRAState:
-        return FLoRAState(moved(None, [(1.0, seed)]), seed.first(0))
+        return FLoRAState(moved(None, seed), seed.first(0))
 
     def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:
-        return FLoRAState(moved(state.moved, [(u.weight, u.lora) for u in updates]), updates[0].lora.first(0))
+        mean = stack([u.lora.map(Tensor.double) for u in updates], [u.weight for u in updates])
+        empty = updates[0].lora.first(0)
+        return FLoRAState(moved(state.moved, mean, empty.factors[0].dtype), empty)
 
     def readout(self, state: FLoRAState, client: str | None, rank: int) -> LoRA:
         return state.empty  # the server fills every slot, as LoRA itself starts

@@ -28,7 +28,7 @@ from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import ProjectedSum, Spectrum
-from fedlora.methods._products import balanced, consensus, spectrum_of, told
+from fedlora.methods._products import balanced, consensus, diagnostics_of, spectrum_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ class GLoRA(Method[GLoRAState]):
         return balanced(state.spectrum)
 
     def diagnostics(self, state: GLoRAState) -> Mapping[str, object]:
-        return told(state.spectrum) | ({} if state.cut is None else vars(state.cut))
+        return diagnostics_of(state.spectrum) | ({} if state.cut is None else vars(state.cut))
 
 
 def _share(rho: float, total: int) -> int:

@@ -21,7 +21,7 @@ import torch
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Method, Update
 from fedlora.linalg import Spectrum
-from fedlora.methods._products import balanced, mean_product, spectrum_of, told
+from fedlora.methods._products import balanced, diagnostics_of, mean_product, spectrum_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RaFLoRA(Method[Spectrum]):
         return balanced(state)
 
     def diagnostics(self, state: Spectrum) -> Mapping[str, object]:
-        return told(state)
+        return diagnostics_of(state)
 
 
 def _partitions(updates: Sequence[Update]) -> Iterator[Update]:

@@ -20,7 +20,7 @@ from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum
-from fedlora.methods._products import balanced, mean_product, spectrum_of, told
+from fedlora.methods._products import balanced, diagnostics_of, mean_product, spectrum_of
 
 
 @dataclass(frozen=True)
@@ -66,4 +66,4 @@ class SVD(Method[Spectrum]):
         return balanced(state)
 
     def diagnostics(self, state: Spectrum) -> Mapping[str, object]:
-        return told(state)
+        return diagnostics_of(state)

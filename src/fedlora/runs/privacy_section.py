@@ -111,9 +111,10 @@ class PrivacySection(Section):
         return own
 
     def excludes(self, server: Section) -> Iterator[str]:
-        """A line for each key of [server] that private rounds do not have."""
-        for key in ("weighting", "quorum", "stream"):
-            if (value := getattr(server, key)) not in (None, False):
+        """A line for each key of [server] that contradicts private rounds."""
+        weighting = "uniform" if self.most_examples is None else "examples"
+        for key, agrees in (("weighting", weighting), ("quorum", None), ("stream", False)):
+            if (value := getattr(server, key)) not in (None, agrees):
                 yield (
                     f"server.{key} = {value!r} is for rounds that are not private: these have one noised sum, count by "
                     f"privacy.most_examples, and never fail, because that would reveal who came. Leave it out"

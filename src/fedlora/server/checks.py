@@ -86,7 +86,7 @@ def _check_counted(upload: Upload, examples: float, state: ServerState, roles: R
         plain = tensor.layout == torch.strided and not tensor.is_meta
         require(plain, f"{name} is {tensor.layout} on {tensor.device.type}; adapters are plain dense tensors.")
         low, high = torch.aminmax(tensor.detach()) if tensor.numel() else (0.0, 0.0)
-        if not (float(low) >= -_LARGEST and float(high) <= _LARGEST):  # also false for NaN
+        if not (float(low) >= -_LARGEST and float(high) <= _LARGEST):  # NaN is neither
             bad = int((~torch.isfinite(tensor)).sum())
             require(
                 not bad,

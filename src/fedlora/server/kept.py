@@ -5,7 +5,8 @@ X_i = D_i - R_i (D_i sent back, R_i sent out), and
 
     sum_i p_i R_i + c_i X_i  =  sum_i c_i D_i  +  sum_i (p_i - c_i) R_i
 
-so D_i goes in with weight c_i, and R_i as a term of nobody with weight p_i - c_i. The weights still sum to 1.
+so D_i goes in with weight c_i, and R_i as a term of nobody with weight p_i - c_i. In methods of products all R_i are
+one term of weight 1, with their weights in B.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class _KeptRound(OpenRound):
 
 
 def _merged(terms: Sequence[tuple[float, LoRA]]) -> list[Update]:
-    """A sum of products as at most two terms of nobody, whose weights add up to those of `terms`.
+    """A sum of products as one term of nobody with weight 1: the terms' weights are in B, slot by slot.
 
     Readouts share slots, so that a stack of them all has equal columns, which cost the method time and conditioning.
     """
@@ -161,13 +162,7 @@ def _merged(terms: Sequence[tuple[float, LoRA]]) -> list[Update]:
     w = torch.zeros(slots.rank, dtype=torch.float64)
     for (weight, _), at in zip(terms, places, strict=True):
         w.index_add_(0, torch.tensor(at, dtype=torch.long), torch.full((len(at),), weight, dtype=w.dtype))
-    w = torch.where(w.abs() > _ROUNDING, w, 0.0)  # a slot that all got, and coefficients that sum to 1
-    total, (B, A) = math.fsum(weight for weight, _ in terms), slots.factors
-    # One term has weight `total` if all signs are its own; otherwise 1 and total - 1 < 0. Nothing divides by about 0.
-    both = bool((w > 0).any()) and bool((w < 0).any())
-    parts = [(w > 0, 1.0), (w < 0, total - 1.0)] if both else [(w != 0, total)]
-    return [
-        Update(None, weight, int(some.sum()), LoRA(B[:, some] * (w[some] / weight).to(B), A[some]), roundoff_of(slots))
-        for some, weight in parts
-        if bool(some.any())
-    ]
+    some = w.abs() > _ROUNDING  # coefficients that sum to 1 leave nothing of a slot that all got
+    B, A = slots.factors
+    rest = LoRA(B[:, some] * w[some].to(B), A[some])
+    return [Update(None, 1.0, rest.rank, rest, roundoff_of(rest))] if rest.rank else []

@@ -207,8 +207,7 @@ class NNM(Rule):
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         n = len(p)
-        squares = _squared_distances(gram).fill_diagonal_(-1.0)  # its own nearest, before its twins
-        near = [_in_order(row)[: n - self.byzantine(n)] for row in squares.tolist()]
+        near = [_in_order(row)[: n - self.byzantine(n)] for row in _squared_distances(gram).tolist()]
         W = torch.stack([_mean_of(one, p) for one in near])
         return W.mT @ self.rule.coefficients(W @ gram @ W.mT, p)
 

@@ -227,7 +227,7 @@ class Round:
 
 
 def _mean_rank(server: Server, state: ServerState) -> float:
-    """The rank of what the server holds, averaged over modules: as the method says, or its state's own if it is a pair."""
+    """The rank of what the server holds, averaged over modules: a pair's own, or as the method says."""
     found = [
         module.rank if isinstance(module, LoRA) else server.method.diagnostics(module).get("rank")
         for module in state.modules.values()

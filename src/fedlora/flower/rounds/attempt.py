@@ -200,10 +200,8 @@ class Attempt:
             if counts and effect.usable:
                 examples[name] = self._fates[name].examples or 0.0
             if counts and effect.keeps_work:
-                clients[name], receipt = (
-                    self._taken[name][1],
-                    replace(receipt, counted=self.round, answered=self.round, sure=True),
-                )
+                clients[name] = self._taken[name][1]
+                receipt = replace(receipt, counted=self.round, answered=self.round, sure=True)
             elif counts and name in clients:
                 clients[name] = replace(clients[name], held=None)
             receipts[name] = replace(receipt, why=self._why_not(name, though_taken.get(name, "")))
