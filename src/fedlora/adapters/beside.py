@@ -30,7 +30,7 @@ from fedlora.adapters.reader import AdapterFile
 from fedlora.core.messages import Missing
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
-from fedlora.linalg.weighted_mean import weighted_mean
+from fedlora.linalg import weighted_mean
 
 HeadRule = Literal["average", "first", "drop"]
 Held = list[tuple[AdapterFile, float, str]]  # an adapter, its weight, and its name for the tensor

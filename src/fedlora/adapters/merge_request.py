@@ -66,7 +66,7 @@ class Source:
     def cut(self, module: str, rule: RankRule) -> tuple[LoRA, ModuleReport]:
         """The pair and its report."""
         found = self.combined(module)
-        cut = found.cut(rule.keep(found.product))
+        cut = found.cut(rule.keep(found.spectrum))
         return cut if self.mean is None else against_mean(*cut, self.mean(module))
 
 

@@ -20,8 +20,7 @@ import torch
 from fedlora.core.lora import LoRA, stack
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, HyperparameterError, ShapeError
-from fedlora.linalg import rank_tolerance
-from fedlora.linalg.product import Product, product
+from fedlora.linalg import Spectrum, Term, norm, projected_sum, unit_roundoff
 
 _FLOAT64 = 8 * 2.0**-52  # bound on a sum's error relative to its terms; we measured up to 5 roundings
 _TOLD = 1e-9  # relative errors below this are not reported
@@ -56,7 +55,7 @@ class RankRule:
             f"got {text[:80]!r}."
         )
 
-    def keep(self, found: Product) -> int:
+    def keep(self, found: Spectrum) -> int:
         """The number of components this rule keeps."""
         if self.kind == "exact":
             return found.rank
@@ -83,23 +82,24 @@ class ModuleReport:
 
 @dataclass(frozen=True, eq=False)
 class Combined:
-    """One module's weighted sum in energy order, before truncation."""
+    """One module's weighted sum in energy order, before truncation. terms: the size of what was added up."""
 
     module: str
     stacked: int
-    product: Product
+    spectrum: Spectrum
+    terms: float
 
     def cut(self, rank: int) -> tuple[LoRA, ModuleReport]:
         """The best balanced pair of that rank, and its report."""
-        s = self.product.s
+        s = tuple(self.spectrum.s.double().tolist())
         kept, unit = min(rank, len(s)), s[0] if s else 1.0
         energy = [(x / unit) ** 2 for x in s]  # unscaled squares would underflow or overflow
         total = math.fsum(energy)
         error = math.sqrt(math.fsum(energy[kept:]) / total) if total else 0.0
-        lost = _FLOAT64 * self.product.terms / (math.sqrt(total) * unit) if total else 0.0
+        lost = _FLOAT64 * self.terms / (math.sqrt(total) * unit) if total else 0.0
         error = math.hypot(error, lost) if lost > _TOLD else error
         report = ModuleReport(self.module, self.stacked, len(s), kept, error, math.sqrt(total) * unit, s)
-        return LoRA(*self.product.balanced(kept)), report
+        return LoRA(*self.spectrum.head(kept).balanced()), report
 
 
 def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: torch.dtype | None = None) -> Combined:
@@ -117,15 +117,16 @@ def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: t
     if len(shapes) > 1:
         raise ShapeError(f"module {quoted(name)}: the updates belong to different matrices, {shapes}.")
     dtype = dtype or reduce(torch.promote_types, [t.dtype for pair in pairs for t in pair], torch.float32)
-    Bs, As = [B for B, _ in pairs], [A for _, A in pairs]
+    terms = [Term(B, A, w, unit_roundoff(dtype)) for (B, A), w in zip(pairs, weights, strict=True)]
+    sizes = [abs(t.weight) * norm(t.B, dim=0) * norm(t.A, dim=1) for t in terms]
     try:
-        found = product(Bs, As, weights, tolerance=rank_tolerance(dtype), dtype=dtype)
+        found = projected_sum(terms, dtype=dtype).spectrum
     except OverflowError as error:
         raise AdapterFormatError(
             f"module {quoted(name)}: the sum of its updates overflows ({error}). Training does "
             f"not produce such weights: a file is damaged, or a scaling is wrong."
         ) from error
-    return Combined(name, sum(lora.rank for lora in loras), found)
+    return Combined(name, sum(lora.rank for lora in loras), found, float(norm(torch.cat(sizes))))
 
 
 def against_mean(lora: LoRA, report: ModuleReport, mean: tuple[LoRA, ModuleReport]) -> tuple[LoRA, ModuleReport]:

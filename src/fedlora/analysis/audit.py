@@ -22,7 +22,7 @@ from fedlora.core.lora import Adapter, LoRA, stack
 from fedlora.core.messages import Upload
 from fedlora.core.method import Method
 from fedlora.errors import FedLoRAError, NoGlobalModel, ShapeError
-from fedlora.linalg import rank_tolerance, svd_of_product
+from fedlora.linalg import svd_of_product
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.seeds import derive_seed
 from fedlora.server.server import Server
@@ -259,8 +259,8 @@ def _common_start(uploads: Sequence[Upload]) -> Adapter:
             start[name] = LoRA(torch.as_tensor(B), widest.factors[1])
         else:
             B, A = mean.factors
-            spectrum = svd_of_product(B, A, tolerance=rank_tolerance(B.dtype))
-            B, A = spectrum.head(min(rank, spectrum.sound)).balanced
+            spectrum = svd_of_product(B, A)
+            B, A = spectrum.head(min(rank, spectrum.sound)).balanced()
             empty = rank - B.shape[1]  # the server fills these slots
             start[name] = LoRA(pad(B, (0, empty)), pad(A, (0, 0, 0, empty)))
     return Adapter(start)

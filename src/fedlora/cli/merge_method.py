@@ -153,7 +153,7 @@ def _measure(
 
 
 def _whole(found: Combined) -> tuple[LoRA, ModuleReport]:
-    return found.cut(found.product.rank)
+    return found.cut(found.spectrum.rank)
 
 
 def _apart(updates: Mapping[str, LoRA], plain: Against) -> float:

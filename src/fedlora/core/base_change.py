@@ -87,7 +87,7 @@ def _joined(total: LoRA, step: LoRA) -> LoRA:
 def _balanced(lora: LoRA, invisible: float) -> LoRA:
     """`lora` (float64) as a balanced pair in energy order, less a tail whose norm is at most `invisible` of its own."""
     B, A = lora.factors
-    return _cut(LoRA(*svd_of_product(B, A, tolerance=0.0).balanced), invisible)
+    return _cut(LoRA(*svd_of_product(B, A).balanced()), invisible)
 
 
 def _stored(balanced: LoRA, dtype: torch.dtype) -> LoRA:

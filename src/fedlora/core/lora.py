@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import FactorNotShared, ShapeError
-from fedlora.linalg import norm
+from fedlora.linalg import norm_of_product
 from fedlora.seeds import derive_seed
 
 
@@ -87,14 +87,8 @@ class LoRA:
         return B @ A
 
     def norm(self) -> float:
-        """||B @ A||_F without forming B @ A: ||R_B R_A^T||_F from two QR factorisations, in float64.
-
-        The trace form tr((B^T B)(A A^T)) loses digits in ill-conditioned gauges; this one does not.
-        """
-        B, A = self.factors
-        R_B = torch.linalg.qr(B.double(), mode="r").R
-        R_A = torch.linalg.qr(A.double().T, mode="r").R
-        return float(norm(R_B @ R_A.T))
+        """||B @ A||_F in float64, without forming B @ A."""
+        return norm_of_product(*self.factors)
 
     def first(self, rank: int) -> LoRA:
         """The first `rank` slots."""
@@ -226,8 +220,10 @@ def filled(lora: LoRA, rank: int, rows: Callable[[], Tensor]) -> LoRA:
     B, A = lora.factors
     if lora.rank < rank:
         B, A = pad(B, (0, rank - lora.rank)), pad(A, (0, 0, 0, rank - lora.rank))
+    if not bool(((B[0] == 0) & (A[:, 0] == 0)).any()):  # usually, and then no other entry needs a look
+        return LoRA(B, A)
     alive = B.any(dim=0) | A.any(dim=1)
-    return LoRA(B, A) if bool(alive.all()) else LoRA(B, torch.where(alive[:, None], A, rows().to(A)))
+    return LoRA(B, torch.where(alive[:, None], A, rows().to(A)))
 
 
 def named_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:

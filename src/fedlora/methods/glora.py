@@ -27,7 +27,7 @@ from torch import Tensor
 from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import ConsensusMean, Spectrum
+from fedlora.linalg import ProjectedSum, Spectrum
 from fedlora.methods._products import balanced, consensus, diagnostics_of, spectrum_of
 
 
@@ -45,15 +45,16 @@ class Trace:
 
 @dataclass(frozen=True)
 class Cut:
-    """What R kept of the last mean, as measured; each but `server_rank`, which is R, as in `linalg.ConsensusMean`."""
+    """What R kept of the last mean, as measured; each but `server_rank`, which is R, as in `linalg.ProjectedSum`."""
 
     server_rank: int
-    union_rank: int
+    union_rank: int | None
     gap: float
     tied: bool
     captured: float
     dropped: float
     error: float
+    factored: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,14 +125,14 @@ class GLoRA(Method[GLoRAState]):
         means = consensus(updates, ranks)
         return [self._after(*one) for one in zip(states, updates, ranks, means, strict=True)]
 
-    def _after(self, state: GLoRAState, updates: Sequence[Update], rank: int, mean: ConsensusMean) -> GLoRAState:
+    def _after(self, state: GLoRAState, updates: Sequence[Update], rank: int, mean: ProjectedSum) -> GLoRAState:
         voters = zip([u for u in updates if u.client is not None], mean.bases, mean.alignments, strict=True)
         # A client whose update is zero keeps its older trace: an empty subspace suits nothing.
         newest = {str(u.client): Trace(U, u.roundoff, a.to(U)) for u, U, a in voters if U.shape[1]}
         older = {c: replace(trace, alignment=None) for c, trace in state.history.items() if c not in newest}
         traces = list((older | newest).items())
         dropped = 0 if self.history is None else max(0, len(traces) - self.history)
-        cut = Cut(rank, mean.union_rank, mean.gap, mean.tied, mean.captured, mean.dropped, mean.error)
+        cut = Cut(rank, mean.union_rank, mean.gap, mean.tied, mean.captured, mean.dropped, mean.error, mean.factored)
         return GLoRAState(mean.spectrum, dict(traces[dropped:]), cut)
 
     def readout(self, state: GLoRAState, client: str | None, rank: int) -> LoRA:
@@ -150,12 +151,12 @@ class GLoRA(Method[GLoRAState]):
         alignment = trace.alignment
         if alignment is None:
             alignment = (trace.basis.mT.to(spectrum.U) @ spectrum.U).double().square().sum(dim=0)
-        scores = alignment[core : spectrum.sound].double().cpu()
+        scores = dict(enumerate(alignment[core : spectrum.sound].tolist(), start=core))
         # U_i moved by u in storing, so scores that differ by less than sqrt(u) are equal and go in spectral order. Then
         # the choice depends on subspaces alone, not on anyone's coordinates.
-        grid = math.sqrt(trace.roundoff) * max(float(scores.max()), 1e-300)
-        tail = torch.argsort(torch.round(scores / grid), descending=True, stable=True)[: budget - core]
-        return torch.cat([torch.arange(core), core + tail.sort().values])
+        grid = math.sqrt(trace.roundoff) * max(*scores.values(), 1e-300)
+        tail = sorted(scores, key=lambda j: -round(scores[j] / grid))[: budget - core]  # a stable sort
+        return torch.tensor([*range(core), *sorted(tail)])
 
     def effective(self, state: GLoRAState) -> LoRA:
         return balanced(state.spectrum)

@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
@@ -58,7 +56,7 @@ class SVD(Method[Spectrum]):
 
     def aggregate(self, state: Spectrum, updates: Sequence[Update]) -> Spectrum:
         mean = mean_product(updates)
-        return mean.head(self.rank if self.rank is not None else _rank_of_energy(mean.s.double(), self.energy))
+        return mean.head(self.rank if self.rank is not None else mean.rank_of_energy(self.energy))
 
     def readout(self, state: Spectrum, client: str | None, rank: int) -> LoRA:
         r = min(rank, state.sound)
@@ -69,13 +67,3 @@ class SVD(Method[Spectrum]):
 
     def diagnostics(self, state: Spectrum) -> Mapping[str, object]:
         return diagnostics_of(state)
-
-
-def _rank_of_energy(s: Tensor, share: float) -> int:
-    """The least number of leading components whose squares make up `share` of all squares, at least one of any."""
-    if share == 1 or not len(s):
-        return len(s)
-    squares = (s / s[0]).square()  # squares of tiny numbers are zero
-    left_out = squares.flip(0).cumsum(0).flip(0)  # by a cut before each one; smallest summed first
-    # 1 - 0.8 is a little less than 0.2 in floats.
-    return max(1, int((left_out > (1 - share) * (1 + 1e-9) * left_out[0]).sum()))

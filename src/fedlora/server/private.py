@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from fedlora.core.lora import Adapter, LoRA, change_of, stack
+from fedlora.core.lora import Adapter, LoRA, change_of
 from fedlora.core.messages import Upload
 from fedlora.core.method import Method, Roles, Update
 from fedlora.errors import HyperparameterError, UploadRefused
-from fedlora.linalg import svd_of_product, unit_roundoff
+from fedlora.linalg import Term, projected_sum, unit_roundoff
 from fedlora.linalg.stored import stored_bytes
 from fedlora.privacy.geometry import Bases, Geometry, Layout
 from fedlora.privacy.mechanism import Mechanism, share_of
@@ -338,6 +338,5 @@ class PrivateRound(OpenRound):
 
 def _sum(terms: Sequence[tuple[float, LoRA]], rank: int | None = None) -> LoRA:
     """sum_k w_k B_k A_k as one balanced float64 pair, largest first, of its own rank or at most `rank`."""
-    B, A = stack([lora.map(Tensor.double) for _, lora in terms], [w for w, _ in terms]).factors
-    spectrum = svd_of_product(B, A, tolerance=0.0)
-    return LoRA(*(spectrum if rank is None else spectrum.head(rank)).balanced)
+    spectrum = projected_sum([Term(*lora.factors, w, 0.0) for w, lora in terms], dtype=torch.float64).spectrum
+    return LoRA(*(spectrum if rank is None else spectrum.head(rank)).balanced())
