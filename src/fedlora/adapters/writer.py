@@ -63,7 +63,7 @@ def spec_of(config: Mapping[str, Any], scaling: float) -> AdapterSpec:
     if not isinstance(auto, Mapping) or not str(auto.get("parent_library")).startswith("transformers."):
         kept.pop("auto_mapping", None)  # peft would import the module that it names
     dropout = kept.get("lora_dropout")
-    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         kept.pop("lora_dropout", None)
     return AdapterSpec(ReadOnly(kept), scaling)
 

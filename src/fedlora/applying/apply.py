@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedlora.adapters import allocation
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.base_folder import CONFIG, BaseFiles, SideFile, copy_side_file
 from fedlora.applying.card import CARD, card_of, full_card
@@ -89,7 +88,7 @@ def apply_adapter(
         force: replace a model of the same files, with nothing else in its folder.
 
     Raises:
-        AdapterFormatError: the adapter does not fit the base model, or the work would exceed the memory limit.
+        AdapterFormatError: the adapter does not fit the base model.
         ConfigError: the base's files are invalid; `out` is not empty, is the base's folder, or cannot be
             written.
     """
@@ -97,7 +96,6 @@ def apply_adapter(
     how: Any = {"force": force, "kind": model_folder(kept), "inputs": [file.directory, base.directory]}
     check_target(out, **how)
     verdict = judged(file, base)
-    _check_memory(verdict)
     with replacing_folder(out, **how) as building:
         costs = _write(verdict, building, dtype, progress)
         for side in kept:
@@ -117,17 +115,6 @@ def model_folder(kept: Sequence[SideFile]) -> FolderKind:
     shards = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
     own = f"{shards}|{re.escape(CONFIG)}|{re.escape(CARD)}|generation_config\\.json"
     return FolderKind("a model that export writes for this base", CONFIG, f"{own}|{copied}")
-
-
-def _check_memory(verdict: Judged) -> None:
-    """Peak memory: the whole model in its widest type, twice if transformers stores its tensors differently in memory;
-    the adapter in float64; two float64 copies of the largest changed tensor."""
-    state, stored = verdict.built.model.state_dict(), set(verdict.base.stored) - set(verdict.built.unexpected)
-    whole = sum(tensor.numel() for tensor in state.values()) * torch.finfo(widest(verdict.base)).bits // 8
-    adapter = sum(math.prod(tensor.shape) for tensor in verdict.file.stored.values())
-    largest = max((state[name].numel() for name in verdict.changes), default=0)
-    needed = whole * (1 if stored <= set(state) else 2) + 8 * adapter + 16 * largest + 2**28
-    allocation.check(needed, f"loading the base model in {verdict.base.directory} whole", verdict.file.limits)
 
 
 def _applied(verdict: Judged, left_out: Sequence[str], costs: Mapping[str, Rounding] | None = None) -> Applied:
@@ -160,8 +147,7 @@ def _cost(costs: Mapping[str, Rounding]) -> Cost:
 def _write(verdict: Judged, folder: Path, dtype: torch.dtype | None, progress: Progress) -> dict[str, Rounding]:
     """Write the result's weights and config; return what rounding cost each changed tensor."""
     file, base, built = verdict.file, verdict.base, verdict.built
-    most = file.limits.tensors
-    model, _, _ = load(built.kind, built.config, base, meta=False, most=most)
+    model, _, _ = load(built.kind, built.config, base, meta=False)
     ties = ties_of(model)
     odd = next((n for n, group in ties_of(built.model).items() if ties.get(n) != group and n in verdict.changes), None)
     if odd is not None:
@@ -228,17 +214,10 @@ def _sum(
         if change.kind == "update":
             delta = update(file, change.source, layers[change.source], before.shape)
             continue
-        head = file.head(change.source)
         if change.kind == "magnitude":
-            magnitude = head.double()
-        elif change.kind == "bias":
-            delta = head.double().reshape(-1, 1)
-        elif change.kind == "rows":
-            whole = before if value is None else value  # the base's own copy, with a longer vocabulary
-            value = whole.to(torch.promote_types(whole.dtype, head.dtype), copy=True)
-            value[list(change.rows)] = head.to(value.dtype)
+            magnitude = file.tensor(file.magnitudes[change.source]).double()
         else:
-            value = head
+            value = file.head(change.source)
     return changed(name, before, kind, value=value, delta=delta, magnitude=magnitude)
 
 
@@ -264,8 +243,8 @@ def _check_written(verdict: Judged, folder: Path, digests: Mapping[str, tuple[to
         AdapterFormatError: a tensor differs, or would be made up on loading.
     """
     file, base, written = verdict.file, verdict.base, BaseFiles(folder)
-    kind, most = verdict.built.kind, file.limits.tensors
-    model, missing, unexpected = load(kind, config_of(written), written, meta=False, most=most)
+    kind = verdict.built.kind
+    model, missing, unexpected = load(kind, config_of(written), written, meta=False)
     state = model.state_dict()
     odd = [*missing, *unexpected, *(digests.keys() ^ state.keys())]
     odd += [n for n, (dtype, digest) in digests.items() if n in state and _digest(state[n].to(dtype)) != digest]

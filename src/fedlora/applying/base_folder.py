@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,15 +20,15 @@ from typing import Any
 
 from torch import Tensor
 
-from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import CONFIG_FILE as ADAPTER_CONFIG
-from fedlora.adapters.untrusted_files import FLOATS, Stored, StrangersFile, header_of, read_json, tensor_of
+from fedlora.adapters.untrusted_files import FLOATS, Stored, TensorFile, json_object
 from fedlora.core.text import quoted, shown
 from fedlora.data.hub_folders import repository_of
 from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.given_files import opened, read_given
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
-_LIMITS = Limits(total=2**45, tensors=1_000_000, header=2**28, json=2**28, values=16_000_000)
+_LARGEST_SHARD, _LARGEST_INDEX = 2**45, 2**28  # bytes
 _LARGEST_FILE = 2**28  # bytes in a file beside the weights; tokenizers have about 20 MB
 _LARGEST_WEIGHTS = 2**34  # bytes in an extra module's weights, such as a sentence encoder's dense layer
 _MOST_FILES = 10_000
@@ -72,12 +73,12 @@ class BaseFiles:
             raise ConfigError(f"{directory} is not a model directory but an adapter's: it has {ADAPTER_CONFIG}.")
         self.home = directory.resolve(strict=True)
         found = os.path.lexists(directory / CONFIG)
-        self.config: Mapping[str, Any] = read_json(directory / CONFIG, Limits()) if found else {}
-        self._files = {shard: StrangersFile(directory / shard) for shard in self._shards()}
+        self.config: Mapping[str, Any] = json_object(directory / CONFIG) if found else {}
+        self._files = {shard: TensorFile(directory / shard, _LARGEST_SHARD) for shard in self._shards()}
         self._of: dict[str, str] = {}
         self.stored: dict[str, Stored] = {}
         for shard, file in self._files.items():
-            for name, stored in header_of(file, _LIMITS).items():
+            for name, stored in file.tensors.items():
                 if name in self._of:
                     raise ConfigError(f"{directory}: {self._of[name]} and {shard} both hold {name!r}.")
                 self._of[name], self.stored[name] = shard, stored
@@ -87,7 +88,8 @@ class BaseFiles:
         """The weights files' names, all in the directory itself."""
         if os.path.lexists(self.directory / SINGLE):
             return [SINGLE]
-        listed = read_json(self.directory / INDEX, _LIMITS) if os.path.lexists(self.directory / INDEX) else {}
+        index = self.directory / INDEX
+        listed = json_object(index, _LARGEST_INDEX) if os.path.lexists(index) else {}
         found = listed.get("weight_map")
         names = sorted(set(map(str, found.values()))) if isinstance(found, dict) else []
         for shard in names:
@@ -126,7 +128,7 @@ class BaseFiles:
     def tensor(self, name: str) -> Tensor:
         """One tensor. Raises `ConfigError` if its file has changed since it was opened."""
         try:
-            return tensor_of(self._files[self._of[name]], self.stored[name])
+            return self._files[self._of[name]].tensor(name)
         except AdapterFormatError as error:
             raise ConfigError(f"the base model in {self.directory} cannot be read: {error}") from error
 
@@ -181,10 +183,9 @@ class BaseFiles:
         """Folders of sentence-transformers' extra modules (poolings, dense layers), from modules.json."""
         described = self._within(self.directory / "modules.json")
         try:
-            source = StrangersFile(described) if described else None
-            modules = json.loads(source.read(0, min(source.size, 2**20))) if source else []
+            modules = json.loads(read_given(described, 2**20)) if described else []
             names = [module["path"] for module in modules if isinstance(module["path"], str)]
-        except (ValueError, TypeError, KeyError, RecursionError, AdapterFormatError):
+        except (ValueError, TypeError, KeyError, RecursionError, OSError):
             return []
         names = [name for name in names if _NAME.fullmatch(name) and name.strip(".")]
         return sorted({name for name in names if (inside := self._within(self.directory / name)) and inside.is_dir()})
@@ -193,15 +194,18 @@ class BaseFiles:
 def copy_side_file(file: SideFile, to: Path) -> None:
     """Copy a side file, checking again that it is ordinary and of bounded size."""
     try:
-        source = StrangersFile(file.source)
-    except AdapterFormatError as error:
-        raise ConfigError(f"the base model cannot be read: {error}") from error
-    if source.size > _most(file.name):
-        raise ConfigError(f"{shown(file.name)} has grown to {source.size:,} bytes since it was checked.")
-    to.parent.mkdir(exist_ok=True)
-    with to.open("xb") as target:
-        for begin in range(0, source.size, _PIECE):
-            target.write(source.read(begin, min(_PIECE, source.size - begin)))
+        with opened(file.source) as source:
+            size = source.seek(0, 2)
+            if size > _most(file.name):
+                raise ConfigError(f"{shown(file.name)} has grown to {size:,} bytes since it was checked.")
+            source.seek(0)
+            to.parent.mkdir(exist_ok=True)
+            with to.open("xb") as target:
+                shutil.copyfileobj(source, target, _PIECE)
+    except OSError as error:
+        raise ConfigError(
+            f"the base model's {shown(file.name)} cannot be copied: {error.strerror or error}."
+        ) from error
 
 
 def _most(name: str) -> int:

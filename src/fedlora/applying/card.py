@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 
 from fedlora.adapters.base_names import is_path
-from fedlora.adapters.card_text import base_line, cell
+from fedlora.adapters.card import base_line, cell
 from fedlora.adapters.reader import AdapterFile
-from fedlora.adapters.untrusted_files import StrangersFile
 from fedlora.applying.base_folder import SideFile
 from fedlora.applying.model import Built
+from fedlora.given_files import read_given
 
 CARD = "README.md"
 _FRONT = re.compile(r"---\r?\n(.*?)\r?\n---\r?\n", re.DOTALL)
@@ -22,8 +22,7 @@ def card_of(kept: Sequence[SideFile]) -> str:
     """The base model's own card, "" if it has none."""
     for file in kept:
         if file.name == CARD:
-            source = StrangersFile(file.source)
-            return bytes(source.read(0, source.size)).decode(errors="replace")
+            return read_given(file.source, 2**28).decode(errors="replace")
     return ""
 
 

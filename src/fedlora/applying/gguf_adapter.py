@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlora.adapters import allocation
-from fedlora.adapters.card_text import base_line
-from fedlora.adapters.module_names import plain
-from fedlora.adapters.narrowing import TYPES, common_type, name_of, narrowed_pair
+from fedlora.adapters.card import base_line
 from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.truncation import TYPES, name_of, narrowed_pair
 from fedlora.applying.base_folder import BaseFiles
 from fedlora.applying.judge import Judged, judged
 from fedlora.applying.relation import relation
@@ -84,13 +82,12 @@ def write_gguf(
     place: dict[str, Any] = {"force": force, "kind": _KIND, "inputs": [file.directory, base.directory]}
     check_target(out, **place)
     try:
-        given, verdict = file, judged(file, base)
+        verdict = judged(file, base)
         file, served = verdict.file, _base_of(verdict)
-        names = _names(file, served)
-        _check_extras(given, base)
-        allocation.check(3 * allocation.bytes_to_read(file.stored.values()), "writing GGUF", file.limits)
+        names = {path: served.tensor(path) for path in file.modules}
+        _check_heads(file)
         alpha, folded = _alpha(file)
-        wide = common_type(each.dtype for path in names for each in file.pair(path))[0]
+        wide = file.dtype()
         wide = torch.float32 if folded or wide == torch.float64 else wide
         stored = GGUF_TYPES[dtype] if dtype else wide
         tensors, rounding = _tensors(file, served, names, alpha, folded, stored)
@@ -128,7 +125,7 @@ class _Base:
         arch = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch), None)
         if arch is None:
             raise ConfigError(f"the installed gguf does not know architecture {self.arch}: pip install --upgrade gguf.")
-        found = gguf.get_tensor_name_map(arch, self.blocks).get_name(plain(path))
+        found = gguf.get_tensor_name_map(arch, self.blocks).get_name(path)
         if found is None:
             raise AdapterFormatError(
                 f"llama.cpp has no tensor for {quoted(path)} in a model of architecture {self.arch} with "
@@ -167,53 +164,18 @@ def _base_of(verdict: Judged) -> _Base:
     return _Base(arch, config.num_hidden_layers, heads, tied)
 
 
-def _names(file: AdapterFile, base: _Base) -> dict[str, str]:
-    """Module of the adapter -> the base's tensor that it updates.
-
-    Raises:
-        AdapterFormatError: llama.cpp could not add one of the pairs to this base.
-    """
-    found = {}
-    for path, layout in file.layouts.items():
-        if layout.kind not in ("linear", "adalora"):
-            raise AdapterFormatError(
-                f"a GGUF adapter of fedlora has LoRA of linear layers only, not of kind {layout.kind}, such as "
-                f"{quoted(path)}. {_WAY}"
-            )
-        found[path] = base.tensor(path)
-    return found
-
-
-def _check_extras(file: AdapterFile, base: BaseFiles) -> None:
-    """Raise `AdapterFormatError` for tensors other than pairs, except mere copies of the base's own."""
-    added = next((name for name in file.heads if file.kind(name) == "added"), None)
-    if added is not None:
+def _check_heads(file: AdapterFile) -> None:
+    if file.heads:
         raise AdapterFormatError(
-            f"llama.cpp takes no biases of the update (lora_bias), such as {added!r}; "
-            f"`fedlora export --for merged` writes the whole"
+            f"llama.cpp would not get {len(file.heads)} tensors of saved modules, such as {file.heads[0]!r}. `fedlora "
+            f"export --for merged` writes the whole; `fedlora merge ADAPTER --heads drop` leaves them out, but the "
+            f"result is then another model"
         )
-    lost = [name for name in file.heads if not _is_copy(file, name, base)]
-    if lost:
-        kinds = Counter(map(file.kind, lost))
-        what = ", ".join(f"{count} of kind {kind}" for kind, count in sorted(kinds.items()))
-        raise AdapterFormatError(
-            f"llama.cpp would not get {len(lost)} tensors trained or stored beside the pairs ({what}), such as "
-            f"{lost[0]!r}. `fedlora export --for merged` writes the whole; `fedlora merge ADAPTER --heads drop` leaves "
-            f"them out, but the result is then another model"
-        )
-
-
-def _is_copy(file: AdapterFile, name: str, base: BaseFiles) -> bool:
-    """Whether a tensor beside the pairs is the base's own: peft stores a copy beside an adapted output layer."""
-    if file.kind(name) != "base" or name not in base.stored:
-        return False
-    copy, own = file.head(name), base.tensor(name)
-    return copy.shape == own.shape and torch.equal(copy, own.to(copy.dtype))
 
 
 def _alpha(file: AdapterFile) -> tuple[float, tuple[str, ...]]:
     """The alpha that is right for most modules, and the modules for which it is not."""
-    each = {path: file.scale(path) * file.ranks[path] for path in file.layouts}
+    each = {path: file.scales[path] * file.ranks[path] for path in file.modules}
     rounded = torch.tensor(list(each.values()), dtype=torch.float32).tolist()
     alpha: float = Counter(rounded).most_common(1)[0][0]
     return alpha, tuple(path for path, own in each.items() if not math.isclose(own, alpha, rel_tol=_EQUAL))

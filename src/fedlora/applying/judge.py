@@ -16,19 +16,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
-from fedlora.adapters.config_fields import is_adalora
-from fedlora.adapters.config_meaning import MAGNITUDE, extra_kind, resolve
-from fedlora.adapters.module_names import plain
 from fedlora.adapters.reader import PREFIX, AdapterFile
 from fedlora.applying.base_folder import BaseFiles
-from fedlora.applying.layers import NAME, asks_whether_tied, parameter_of, token_rows, within
+from fedlora.applying.layers import NAME, asks_whether_tied, parameter_of, within
 from fedlora.applying.model import WAY_OUT, Built, built, load, quiet, said
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, FedLoRAError, escaped
@@ -48,14 +44,12 @@ _ADAPTER = re.compile(rf"\.{NAME}(?=\.|$)")  # peft omits this from the names in
 class Change:
     """One change the adapter makes to one parameter or buffer.
 
-    kind: "update", W + s B A for the pair at path `source`; "value", replaced by the tensor `source`; "bias", W + the
-    added bias `source`; "rows", the given `rows` replaced by those of `source`; "magnitude", after the update, each row
-    rescaled to its norm in `source` (DoRA).
+    kind: "update", W + s B A for the module `source`; "value", replaced by the tensor `source`; "magnitude", after the
+    update, each row rescaled to its norm (DoRA) for the module `source`.
     """
 
     kind: str
     source: str
-    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,18 +80,15 @@ def judged(file: AdapterFile, base: BaseFiles) -> Judged:
 
 
 def _judged(file: AdapterFile, base: BaseFiles) -> Judged:
-    if file.config.get("layer_replication"):
-        raise AdapterFormatError("layer_replication makes another model, which fedlora does not write")
     found = built(file, base)
-    file = found.file
     beside = _beside(file, found)
     layers = {path: module for path, module in within(beside) if isinstance(module, LoraLayer)}
     _check_targets(file, found, layers)
     _check_keys(file, found, beside)
     _check_dora(file, layers)
     ties, wanted = ties_of(found.model), [(parameter_of(found, p, x), Change("update", p)) for p, x in layers.items()]
-    wanted += [*_heads(file, found, ties)]
-    wanted += [(name, Change("rows", source, rows)) for name, source, rows in token_rows(found, beside)]
+    wanted += [*_heads(file, found)]
+    wanted += [(f"{module}.weight", Change("magnitude", module)) for module in file.magnitudes]
     by_name: dict[str, list[Change]] = {}
     for name, change in wanted:
         by_name.setdefault(name, []).append(change)
@@ -117,56 +108,41 @@ def _judged(file: AdapterFile, base: BaseFiles) -> Judged:
 
 def _beside(file: AdapterFile, found: Built) -> Any:
     """peft's model: a copy of the base on the meta device, with the adapter's empty layers added."""
-    kind = PEFT_TYPE_TO_CONFIG_MAPPING[file.config["peft_type"]]
-    known = {field.name for field in fields(kind) if field.init} - _NEUTRAL
-    known -= {"rank_pattern"} if is_adalora(file.config) else set()  # holds masks, handled below
-    names = [name for name, _ in found.model.named_modules() if name]
-    resolve(file.config, names, seconds=file.limits.pattern_seconds)  # peft matches without a limit; this enforces ours
+    known = {field.name for field in fields(LoraConfig) if field.init} - _NEUTRAL
     given = {key: dict(x) if isinstance(x, Mapping) else copy.copy(x) for key, x in file.config.items() if key in known}
     with quiet():
         try:
-            config = kind(**given, inference_mode=True)
+            config = LoraConfig(**given | {"target_modules": list(file.modules)}, inference_mode=True)
             wrap = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)
-            beside = wrap(copy.deepcopy(found.model), config, NAME, low_cpu_mem_usage=True)
+            return wrap(copy.deepcopy(found.model), config, NAME, low_cpu_mem_usage=True)
         except (FedLoRAError, MemoryError):
             raise
         except Exception as error:
             raise AdapterFormatError(f"peft cannot load it beside {found}: {said(error)}") from error
-        for path, layer in within(beside) if is_adalora(file.config) else ():
-            if isinstance(layer, LoraLayer) and path in file.layouts:  # the pruned ranks, as peft sets them on loading
-                layer.update_layer(NAME, file.pair(path)[1].shape[0], config.lora_alpha, config=config)
-                began_with = torch.tensor([float(config.init_r)], dtype=torch.float64)
-                layer.ranknum[NAME] = nn.Parameter(began_with, requires_grad=False)
-    return beside
 
 
 def _check_targets(file: AdapterFile, found: Built, layers: Mapping[str, Any]) -> None:
     """Raise `AdapterFormatError` if peft would adapt other modules than the file has factors for, or scale them
     differently from what the file's own names imply."""
-    idle, absent = sorted(set(file.layouts) - set(layers)), sorted(set(layers) - set(file.layouts))
+    idle, absent = sorted(set(file.modules) - set(layers)), sorted(set(layers) - set(file.modules))
     if idle:
         raise AdapterFormatError(
-            f"it has factors of {quoted(idle[0])} ({len(idle):,} such modules), which peft would leave out with "
-            f"{found}: the config does not target them there. Name the modules in target_modules"
+            f"it has factors of {quoted(idle[0])} ({len(idle):,} such modules), which peft would leave out with {found}"
         )
     if absent:
         raise AdapterFormatError(
-            f"peft would also adapt {quoted(absent[0])} of {found} ({len(absent):,} such modules), but the file has no "
-            f"factors for it: it is damaged, or belongs to another model. Name in target_modules what was trained"
+            f"peft would also adapt {quoted(absent[0])} of {found} ({len(absent):,} such modules), whose name ends as "
+            f"one in the file, but the file has no factors for it. {WAY_OUT}"
         )
-    for path, layer in layers.items() if not is_adalora(file.config) else ():
-        peft, ours = float(layer.scaling[NAME]), file.scale(file.layouts[path].modules(path)[0])
+    for path, layer in layers.items():
+        peft, ours = float(layer.scaling[NAME]), file.scales[path]
         if not math.isclose(peft, ours, rel_tol=1e-9):
-            raise AdapterFormatError(
-                f"{quoted(path)} has scale {ours:g} by the file's names but {peft:g} by those of {found}: "
-                f"rank_pattern or alpha_pattern matches other modules there. Name them in full"
-            )
+            raise AdapterFormatError(f"{quoted(path)} has scale {ours:g} by the file, but {peft:g} with {found}")
 
 
 def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
     """Raise `AdapterFormatError` if peft would ask for tensors or shapes that the file lacks, or would load differing
-    tensors into one of its own. Exempt are tensors that peft saves but need not read: trained biases, for which it
-    keeps the base model's, and the contents of its wrapper around a saved module."""
+    tensors into one of its own."""
     with quiet():
         try:
             state = beside.state_dict(keep_vars=True)
@@ -175,9 +151,7 @@ def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
             raise AdapterFormatError(f"peft cannot list its tensors with {found}: {said(error)}") from error
     for key, tensor in sorted(peft.items()):
         path, stored = key.removeprefix(PREFIX), file.stored.get(key)
-        name, kind = quoted(path), extra_kind(path, file.config)
-        if stored is None and (kind in ("bias", "copy") or ".original_module." in path):
-            continue
+        name = quoted(path)
         if stored is None:
             raise AdapterFormatError(f"the file lacks {name}, which peft needs with {found}")
         if stored.shape != tuple(tensor.shape):
@@ -185,14 +159,13 @@ def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
                 f"{name} has shape {stored.shape}, but with {found} peft needs {tuple(tensor.shape)}: the adapter "
                 f"belongs to another model, or vocabulary or labels changed. Save such a base model, and apply to it"
             )
-    places = {_ADAPTER.sub("", key): tensor for key, tensor in state.items()} | peft
     loaded: dict[int, str] = {}  # a tensor of peft's -> the file's first key that loads into it
     for key in sorted(file.stored):
         name = quoted(key.removeprefix(PREFIX))
-        if key not in places:
+        if key not in peft:
             raise AdapterFormatError(f"{name} is in the file, but peft would leave it out with {found}")
-        first = loaded.setdefault(id(places[key]), key)
-        if not file.same(key, first):
+        first = loaded.setdefault(id(peft[key]), key)
+        if first != key and not torch.equal(file.tensor(key), file.tensor(first)):
             raise AdapterFormatError(
                 f"{quoted(first.removeprefix(PREFIX))} and {name} are one tensor in {found}, which ties them, but "
                 f"their numbers differ: peft keeps one of the two for both. Save the adapter again with peft, with "
@@ -210,44 +183,26 @@ def _check_dora(file: AdapterFile, layers: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------- other tensors
 
 
-def _heads(file: AdapterFile, found: Built, ties: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Change]]:
-    """The changes from tensors other than pairs and tokens."""
+def _heads(file: AdapterFile, found: Built) -> Iterator[tuple[str, Change]]:
+    """The changes from saved modules, each a separate copy in peft."""
     state = found.model.state_dict()
     for head in file.heads:
-        kind, shape = file.kind(head), file.stored_head(head).shape
-        if kind == "magnitude":
-            yield f"{plain(head.removesuffix(MAGNITUDE))}.weight", Change(kind, head)
-            continue
-        if kind == "added":
-            name = f"{plain(head.removesuffix('.lora_B.bias'))}.bias"
-            if name in state:
-                yield name, Change("bias", head)
-            elif file.head(head).any():  # a merge writes zeros for adapters without such biases
-                raise AdapterFormatError(f"it adds to {quoted(name)}, but {found} has no such bias")
-        elif kind != "tokens":
-            place = head.replace(".original_module.", ".")
-            wanted = tuple(state[place].shape) if place in state else None
-            if shape != wanted:
-                raise AdapterFormatError(
-                    f"{quoted(head)} has shape {shape}, but {found} has {wanted or 'no such tensor'}: the vocabulary "
-                    f"or the labels changed. Save such a base model, and apply to it"
-                )
-            # peft copies a bias or base weight into the parameter itself; a saved module is a separate copy.
-            for name in (place,) if kind == "head" else ties.get(place, (place,)):
-                yield name, Change("value", head)
+        shape, wanted = file.stored_head(head).shape, tuple(state[head].shape) if head in state else None
+        if shape != wanted:
+            raise AdapterFormatError(
+                f"{quoted(head)} has shape {shape}, but {found} has {wanted or 'no such tensor'}: the vocabulary "
+                f"or the labels changed. Save such a base model, and apply to it"
+            )
+        yield head, Change("value", head)
 
 
 def _in_order(file: AdapterFile, name: str, several: Sequence[Change]) -> tuple[Change, ...]:
-    """Replacements first, then additions or rows. A saved module replaces whatever happens to its original; a tied
-    duplicate counts once. Refused: two changes of one kind, and rows of a tensor that is also trained otherwise."""
+    """The update before its magnitude; a tied duplicate counts once. Refused: two changes of one kind."""
     changes = [c for k, c in enumerate(several) if not any(_same(file, c, other) for other in several[:k])]
-    saved = [c for c in changes if c.kind == "value" and file.kind(c.source) == "head"]
-    changes = [c for c in changes if c in saved or c.kind != "value"] if saved else changes
     kinds = [c.kind for c in changes]
-    alone = bool(saved) or ("rows" in kinds and set(kinds) != {"rows", "value"})
-    if len(set(kinds)) < len(kinds) or (len(kinds) > 1 and alone):
+    if len(set(kinds)) < len(kinds) or ("value" in kinds and len(kinds) > 1):
         raise AdapterFormatError(f"{quoted(name)} is changed in two ways that exclude each other")
-    return tuple(sorted(changes, key=lambda change: change.kind != "value"))
+    return tuple(sorted(changes, key=lambda change: change.kind == "magnitude"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- ties
@@ -293,7 +248,7 @@ def _must_untie(
             f"it changes one of {', '.join(map(repr, first[:4]))}, which {found} ties, and {kind} computes differently "
             f"without that tie (tie_word_embeddings): merged, it would answer differently. {WAY_OUT}"
         )
-    model, _, _ = load(found.kind, untied(found.config), base, most=file.limits.tensors)
+    model, _, _ = load(found.kind, untied(found.config), base)
     for group in split(ties_of(model)):
         raise AdapterFormatError(
             f"it changes one of {', '.join(map(repr, group[:4]))}, which are one tensor in {found} whatever "
@@ -310,9 +265,9 @@ def _same(file: AdapterFile, one: Change, other: Change) -> bool:
     """Whether two changes put the same numbers into a tensor."""
     if one == other or one.kind != other.kind:
         return one == other
-    if any(change.source in file.layouts and file.layouts[change.source].experts for change in (one, other)):
-        return False
-    if one.kind != "update":
-        return one.rows == other.rows and torch.equal(file.head(one.source), file.head(other.source))
+    if one.kind == "value":
+        return torch.equal(file.head(one.source), file.head(other.source))
+    if one.kind == "magnitude":
+        return torch.equal(*(file.tensor(file.magnitudes[change.source]) for change in (one, other)))
     ((b, a), s), ((d, c), t) = ((pair.factors, scale) for pair, scale in map(file.unscaled, (one.source, other.source)))
     return s == t and any(torch.equal(b, x) and torch.equal(a, y) for x, y in ((d, c), (c.mT, d.mT)))

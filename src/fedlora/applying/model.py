@@ -22,11 +22,9 @@ from torch.nn.modules.module import register_module_module_registration_hook as 
 from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter
 from transformers.utils import logging
 
-from fedlora.adapters.labels import labels_of
-from fedlora.adapters.module_names import plain
 from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.uploads import labels_of
 from fedlora.applying.base_folder import BaseFiles
-from fedlora.applying.old_names import by_new_names
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 
@@ -44,6 +42,7 @@ _NOT_FOLLOWED = ("transformers_weights", "fusion_config", "kernel_config", "dist
 _COUNT = re.compile(r"layer|block|depth|stage|expert|head|level", re.IGNORECASE)
 _SIZE = re.compile(r"size|vocab|position|dim|width|channel|length|embd|inner|d_", re.IGNORECASE)
 _MOST_LABELS = 100_000  # transformers makes two entries for each
+_MOST_PARTS = 200_000  # modules and parameters
 _MOST, _LARGEST = 10_000, 2**24  # for counts; for sizes: the longest contexts have ten million positions
 
 
@@ -76,9 +75,9 @@ def built(file: AdapterFile, base: BaseFiles) -> Built:
     Raises:
         AdapterFormatError: no class has. ConfigError: transformers cannot load the base's config or tensors.
     """
-    heads = {head: file.stored_head(head).shape for head in file.heads if file.kind(head) == "head"}
+    heads = {head: file.stored_head(head).shape for head in file.heads}
     rows = sorted({shape[0] for shape in heads.values() if len(shape) == 2})
-    labels = labels_of(file.directory, file.limits)
+    labels = labels_of(file.directory)
     task = file.config.get("task_type") or ("SEQ_CLS" if labels else None)
     classifies, notes = task in _CLASSIFYING and bool(rows), []
     if classifies and rows[-1] > _MOST_LABELS:
@@ -90,14 +89,14 @@ def built(file: AdapterFile, base: BaseFiles) -> Built:
         notes.append(f"the adapter names {len(labels)} classes, but its head has {rows} outputs: names are left out.")
         labels = ()
     brought = classifies and not any(head in base.stored for head in heads)
-    needed = {plain(path) for path in file.layouts} | set(heads)
+    needed = {*file.modules, *heads}
     first = None
     for kind in _classes(file, task, config_of(base)):
         for count in [len(labels)] if labels and brought else rows if brought else [None]:
             config = config_of(base, **({"num_labels": count} if count else {}))
             if classifies and labels and len(labels) == config.num_labels:
                 config.id2label, config.label2id = dict(enumerate(labels)), {n: k for k, n in enumerate(labels)}
-            model, missing, unexpected = load(kind, config, base, most=file.limits.tensors)
+            model, missing, unexpected = load(kind, config, base)
             state = model.state_dict()
             lacking = sorted(needed - {name for name, _ in model.named_modules()} - set(state))
             told = [*notes, *_told(config)] if classifies and (labels or brought) else notes
@@ -106,9 +105,6 @@ def built(file: AdapterFile, base: BaseFiles) -> Built:
             if not lacking and all(tuple(state[head].shape) == shape for head, shape in heads.items()):
                 return found
             first = first or (found, lacking)
-    renamed = by_new_names(file, first[0].model) if first is not None and first[1] else None
-    if renamed is not None:
-        return built(renamed, base)
     if first is None or first[1]:
         why = (
             f"transformers has no class of type {base.config.get('model_type')} for it"
@@ -119,14 +115,11 @@ def built(file: AdapterFile, base: BaseFiles) -> Built:
     return first[0]  # the judgement deals with its shapes
 
 
-def load(
-    kind: Any, config: Any, base: BaseFiles, *, meta: bool = True, most: int
-) -> tuple[Any, frozenset[str], tuple[str, ...]]:
+def load(kind: Any, config: Any, base: BaseFiles, *, meta: bool = True) -> tuple[Any, frozenset[str], tuple[str, ...]]:
     """(the model, missing names, unexpected names).
 
     Args:
         meta: shapes without numbers, in float64; otherwise all numbers, in the files' widest type.
-        most: limit on the tensors in a file; up to twice as many modules and parameters may be built.
 
     Raises:
         ConfigError: transformers cannot build it, or the files' shapes differ from the config's.
@@ -134,7 +127,7 @@ def load(
     where = f"the base model in {base.directory}"
     how = {"device_map": {"": "meta"}, "dtype": torch.float64} if meta else {"dtype": widest(base)}
     lazy = {name: _Lazy(base, name, meta) for name in base.stored}
-    with quiet(), _bounded(2 * most, where), _translated(f"{where} cannot be built by transformers"):
+    with quiet(), _bounded(where), _translated(f"{where} cannot be built by transformers"):
         model, told = kind.from_pretrained(
             None, config=copy.deepcopy(config), state_dict=lazy,
             attn_implementation="eager", ignore_mismatched_sizes=True, output_loading_info=True, **how,
@@ -217,17 +210,15 @@ class _Lazy:
 
 
 @contextmanager
-def _bounded(most: int, where: str) -> Iterator[None]:
-    """Allow at most `most` modules and parameters, whatever a config multiplies."""
+def _bounded(where: str) -> Iterator[None]:
+    """Bound the modules and parameters, whatever a config multiplies."""
     count = 0
 
     def counted(*_: object) -> None:
         nonlocal count
         count += 1
-        if count > most:
-            raise ConfigError(
-                f"{where} has more than {most:,} modules and parameters; --limit tensors={most} takes more."
-            )
+        if count > _MOST_PARTS:
+            raise ConfigError(f"{where} has more than {_MOST_PARTS:,} modules and parameters. {WAY_OUT}.")
 
     hooks = on_module(counted), on_parameter(counted)
     try:

@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 
-from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
-from fedlora.adapters.untrusted_files import StrangersFile, tensor_of
+from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.layers import NAME, within
 from fedlora.errors import AdapterFormatError
 from fedlora.linalg import norm
 
 BLOCK = 2**21  # numbers held in float64 at a time
-_FACTOR = re.compile(r"(\.lora_(?:embedding_)?[ABE])(\.weight)?$")
+_FACTOR = re.compile(r"(\.lora_[AB])(\.weight)$")
 
 
 @dataclass(frozen=True)
@@ -128,9 +126,8 @@ def _short(dtype: torch.dtype) -> str:
 
 def filled(file: AdapterFile, beside: Any) -> Mapping[str, Any]:
     """peft's layers by path, holding the file's factors in float64. The rest of peft's model stays on meta."""
-    weights = StrangersFile(file.directory / WEIGHTS_FILE)
     factors = {key: _FACTOR.sub(rf"\1.{NAME}\2", key) for key in file.stored if _FACTOR.search(key)}
-    state = {name: tensor_of(weights, file.stored[key]).double() for key, name in factors.items()}
+    state = {name: file.tensor(key).double() for key, name in factors.items()}
     told = beside.load_state_dict(state, strict=False, assign=True)
     if told.unexpected_keys:
         raise AdapterFormatError(f"{file.directory}: peft has no place for {told.unexpected_keys[0]!r}.")
@@ -145,23 +142,17 @@ def update(file: AdapterFile, path: str, layer: Any, shape: Sequence[int]) -> Te
     Raises:
         AdapterFormatError: the two differ.
     """
-    if isinstance(layer, ParamWrapper):  # it reads only dtype and device from the weight, which is on meta
-        layer.get_param = lambda: torch.empty(0, dtype=torch.float64)
     delta: Tensor = layer.get_delta_weight(NAME)
-    delta = delta[None] if delta.dim() + 1 == len(shape) and shape[0] == 1 else delta  # a single expert
-    layout = file.layouts[path]
-    parts = list(delta) if layout.experts and delta.dim() == 3 else [delta.flatten(1)]
-    same = tuple(delta.shape) == tuple(shape) and len(parts) == max(layout.experts, 1)
-    for module, part in zip(layout.modules(path), parts, strict=False) if same else ():
-        pair, scale = file.unscaled(module)
-        B, A = (factor.double() for factor in pair.factors)
-        same = same and any(_agrees(part, left * scale, right) for left, right in ((B, A), (A.mT, B.mT)))
+    pair, scale = file.unscaled(path)
+    B, A = (factor.double() for factor in pair.factors)
+    same = tuple(delta.shape) == tuple(shape)
+    same = same and any(_agrees(delta, left * scale, right) for left, right in ((B, A), (A.mT, B.mT)))
     if not same:
         raise AdapterFormatError(
             f"{file.directory}: peft's update of {path!r}, {tuple(delta.shape)} for a weight {tuple(shape)}, is not "
             f"the one in the file. Nothing is written; one of the two is wrong."
         )
-    return delta.flatten(1)
+    return delta
 
 
 def _agrees(part: Tensor, left: Tensor, right: Tensor) -> bool:
