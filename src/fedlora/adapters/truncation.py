@@ -22,11 +22,14 @@ from fedlora.adapters.merge_report import ModuleReport
 from fedlora.core.lora import LoRA, stack
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError, HyperparameterError, ShapeError
-from fedlora.linalg import Spectrum, norm, rank_tolerance, svd_of_product, unit_roundoff
+from fedlora.linalg import unit_roundoff
 
 TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _FLOAT64 = 8 * 2.0**-52  # bound on a sum's error relative to its terms; we measured up to 5 roundings
-_TOLD = 1e-9  # relative errors of float64 below this are not reported
+_TOLD = 1e-9  # relative errors of a sum below this are not reported
+# The Gram matrix squares the condition. Up to this one of unit columns, Q is orthonormal to 1e-10.
+_CONDITION = 1e3
+_PANEL, _STRIP = 512, 64  # rows in float64 at a time, which stay in a core's cache; columns of a Gram matrix
 
 
 @dataclass(frozen=True)
@@ -58,40 +61,63 @@ class RankRule:
             f"got {text[:80]!r}."
         )
 
+    def keep(self, energy: Sequence[float]) -> int:
+        """How many components to keep. energy: of each, descending."""
+        if self.kind == "exact" or (self.kind == "energy" and self.value == 1):
+            return len(energy)
+        if self.kind == "rank":
+            return min(int(self.value), len(energy))
+        left = [math.fsum(energy[k:]) for k in range(len(energy))]
+        most = (1 - self.value) * (1 + 1e-9) * left[0] if left else 0.0  # 1 - 0.8 is a little less than 0.2
+        return max(sum(x > most for x in left), min(1, len(energy)))
+
 
 @dataclass(frozen=True, eq=False)
 class Combined:
-    """One module's weighted sum in energy order, in float64, before truncation. stacked: the sum of the inputs' ranks.
-    lost: a bound on what summing has lost of it, absolute; 0 if that cannot be seen in the result."""
+    """One module's weighted sum, before truncation: Q_B O diag(s) W^T Q_A^T with orthonormal O and W, all in float64.
+
+    stacked: the sum of the inputs' ranks. s: descending. lost: a bound on what summing has lost, absolute; 0 if that
+    cannot be seen in the result.
+    """
 
     module: str
     stacked: int
-    spectrum: Spectrum
+    s: tuple[float, ...]
     lost: float
+    _left: _Side
+    _right: _Side
+    _O: Tensor
+    _W: Tensor
 
     def cut(self, rule: RankRule = RankRule("exact")) -> tuple[LoRA, ModuleReport]:
-        """The best balanced pair that the rule keeps, and its report."""
-        full = self.spectrum.rank
-        kept = {
-            "exact": full, "rank": min(int(rule.value), full),
-            "energy": self.spectrum.rank_of_energy(rule.value) if rule.kind == "energy" else 0,
-        }[rule.kind]  # fmt: skip
-        s = tuple(self.spectrum.s.tolist())
-        unit = s[0] if s else 1.0
-        energy = [(x / unit) ** 2 for x in s]  # unscaled squares would underflow or overflow
+        """The best pair of the rank that the rule keeps, with sqrt(s) on both sides, and its report."""
+        unit = self.s[0] if self.s else 1.0
+        energy = [(x / unit) ** 2 for x in self.s]  # unscaled squares would underflow or overflow
         total = math.fsum(energy)
+        kept = rule.keep(energy)
         error = math.sqrt(math.fsum(energy[kept:]) / total) if total else 0.0
         error = math.hypot(error, self.lost / (math.sqrt(total) * unit)) if total else error
-        report = ModuleReport(self.module, self.stacked, full, kept, error, math.sqrt(total) * unit, s)
-        return LoRA(*self.spectrum.head(kept).balanced), report
+        root = torch.tensor(self.s[:kept], dtype=torch.float64).sqrt()
+        B, A = self._left.times(self._O[:, :kept] * root), self._right.times(self._W[:, :kept] * root)
+        if kept:  # the largest entry of each column is positive, so that equal sums are stored as equal files
+            sign = torch.where(B.amax(dim=0) >= -B.amin(dim=0), 1.0, -1.0).double()
+            B, A = B * sign, A * sign
+        norm = math.sqrt(total) * unit
+        report = ModuleReport(self.module, self.stacked, len(self.s), kept, error, norm, self.s)
+        return LoRA(B, A.mT), report
 
 
 def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: torch.dtype | None = None) -> Combined:
     """The weighted sum of updates in energy order.
 
+    The stacked factors stay as they are stored; weights, products and the result are float64, so that nothing rounds
+    before the result is written:
+
+        [B_1 B_2 ..] = Q_B R_B,   [A_1; A_2; ..]^T = Q_A R_A,   R_B diag(w) R_A^T = O diag(s) W^T
+
     Args:
-        loras: of one matrix, any ranks and types. weights: one each; they need not sum to 1. dtype: the result's, for
-            the tail of components that it cannot tell from zero; None: float64 if a factor is, otherwise float32.
+        loras: of one matrix, any ranks and types. weights: one each; they need not sum to 1. dtype: the result's, which
+            cannot tell a tail of small components from zero; None: float64 if a factor is, otherwise float32.
 
     Raises:
         ShapeError: the updates belong to different matrices. AdapterFormatError: their sum overflows.
@@ -101,31 +127,60 @@ def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: t
     if len(shapes) > 1:
         raise ShapeError(f"module {quoted(name)}: the updates belong to different matrices, {shapes}.")
     wide = reduce(torch.promote_types, [t.dtype for pair in pairs for t in pair], torch.float32)
-    # A weight is folded into B, which rounds it in float32. The largest is a factor of the whole instead, so that equal
-    # weights round nothing; where signs differ, terms may cancel, and we sum in float64.
-    unit = max(map(abs, weights)) or 1.0
-    if any(w < 0 for w in weights):
-        wide = torch.float64
-    B = torch.cat([B.to(wide) * (w / unit) for (B, _), w in zip(pairs, weights, strict=True)], dim=1)
-    A = torch.cat([A.to(wide) for _, A in pairs])
-    stored = max(rank_tolerance(t.dtype) for pair in pairs for t in pair)
-    try:
-        found = svd_of_product(B, A, tolerance=stored, dtype=torch.float64)
-        if not math.isfinite(float(found.s.sum()) * unit):
-            raise OverflowError("float64 holds up to 1.8e308")
-    except OverflowError as error:
+    left = _side(torch.cat([B.to(wide) for B, _ in pairs], dim=1))
+    right = _side(torch.cat([A.to(wide) for _, A in pairs]).mT)
+    scales = [w for lora, w in zip(loras, weights, strict=True) for _ in range(lora.rank)]
+    w = torch.tensor(scales, dtype=torch.float64)
+    core = (left.R * w) @ right.R.mT
+    if not bool(torch.isfinite(core).all()):
         raise AdapterFormatError(
-            f"module {quoted(name)}: the sum of its updates overflows ({error}). Training does "
-            f"not produce such weights: a file is damaged, or a scaling is wrong."
-        ) from error
-    terms = float(norm(norm(B, dim=0).double() * norm(A, dim=1).double()))
-    tail = max(0.25 * unit_roundoff(dtype or wide) * float(norm(found.s)), _FLOAT64 * terms)
-    left_out = found.s.square().flip(0).cumsum(0).flip(0).sqrt()  # by a cut before each component
-    found = found.head(int((left_out > tail).sum()))
-    rounds = wide == torch.float32 and len(set(weights)) > 1
-    lost, told = (unit_roundoff(wide) * terms, 4 * unit_roundoff(wide)) if rounds else (_FLOAT64 * terms, _TOLD)
-    lost = lost * unit if lost > told * float(norm(found.s)) else 0.0
-    return Combined(name, sum(lora.rank for lora in loras), replace(found, s=found.s * unit), lost)
+            f"module {quoted(name)}: the sum of its updates overflows float64. Training does not produce such weights: "
+            f"a file is damaged, or a scaling is wrong."
+        )
+    O, s, Wh = torch.linalg.svd(core, full_matrices=False)
+    size, terms = (float(torch.linalg.vector_norm(x)) for x in (s, left.sizes * w * right.sizes))
+    tail = max(0.25 * unit_roundoff(dtype or wide) * size, _FLOAT64 * terms)
+    left_out = s.square().flip(0).cumsum(0).flip(0).sqrt()  # by a cut before each component
+    keep = int((left_out > tail).sum())
+    lost = _FLOAT64 * terms if _FLOAT64 * terms > _TOLD * size else 0.0
+    return Combined(name, len(w), tuple(s[:keep].tolist()), lost, left, right, O, Wh.mT)
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """One side of the stacked factors, X (d, n) = Q R. R (k, n), float64. sizes (n,): the columns' norms. Q is
+    `tall`, or tall @ small, which is never formed."""
+
+    R: Tensor
+    sizes: Tensor
+    tall: Tensor
+    small: Tensor | None
+
+    def times(self, Y: Tensor) -> Tensor:
+        """Q @ Y (d, l), in float64."""
+        inner = Y if self.small is None else self.small @ Y
+        return torch.cat([panel.double() @ inner for panel in self.tall.split(_PANEL)])
+
+
+def _side(X: Tensor) -> _Side:
+    """Q and R by Cholesky of the Gram matrix, which reads X once and never forms Q; where that loses digits, or X is
+    float64, which would show it, by Householder."""
+    if X.dtype != torch.float64 and X.shape[1] <= X.shape[0]:
+        G = torch.zeros(X.shape[1], X.shape[1], dtype=torch.float64)
+        for panel in X.split(_PANEL):
+            P = panel.double()
+            for at in range(0, len(G), _STRIP):  # its lower triangle: half of the work
+                G[at:, at : at + _STRIP].addmm_(P[:, at:].mT, P[:, at : at + _STRIP])
+        sizes = G.diagonal().sqrt()
+        unit = sizes + (sizes == 0)  # a padded slot, both here and in R
+        G = (G.tril() + G.tril(-1).mT) / unit / unit[:, None]
+        G.diagonal().fill_(1.0)
+        R, failed = torch.linalg.cholesky_ex(G, upper=True)
+        inverse = torch.linalg.solve_triangular(R, torch.eye(len(R)).to(R), upper=True)
+        if not failed and float(torch.linalg.matrix_norm(inverse)) <= _CONDITION:
+            return _Side(R * sizes, sizes, X, inverse / unit[:, None])
+    Q, R = torch.linalg.qr(X.double())
+    return _Side(R, torch.linalg.vector_norm(R, dim=0), Q, None)
 
 
 def against_mean(lora: LoRA, report: ModuleReport, mean: tuple[LoRA, ModuleReport]) -> tuple[LoRA, ModuleReport]:

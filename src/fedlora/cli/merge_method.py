@@ -79,7 +79,7 @@ def _check_method(method: Method[Any]) -> None:
 
 
 def _check_heads(given: Collection, heads: str) -> None:
-    """Raise `ConfigError` if tensors other than pairs would be averaged without the rule."""
+    """Raise `ConfigError` if saved modules would be averaged without the rule."""
     beside = sorted({name for file in given.files for name in file.heads})
     if beside and heads == "average":
         raise ConfigError(
