@@ -26,15 +26,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from fedlora.adapters.beside import averaged
+from fedlora.adapters.collection import Collection
+from fedlora.adapters.limits import Limits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from fedlora import read_adapter, write_adapter
 from fedlora.adapters import reader
-from fedlora.adapters.beside import averaged
-from fedlora.adapters.collection import Collection
-from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from support.command_line import Said

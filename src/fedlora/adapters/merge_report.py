@@ -44,7 +44,7 @@ class MergeReport:
     `dtype` (0 from 32 bits on); both over all modules. beside_rounding: the largest such error among the heads, each
     relative to its own size: these are whole weights, and how much training changed them is unknown here. modules: one
     by one. lacking: modules that some adapter lacks. dropped: heads that `--heads` left out. bytes, bytes_before: size
-    of the result's tensors and of the adapters' files. weighed: the robust rule's part (`--defence`); `weights` are
+    of the result's tensors and of the adapters'. weighed: the robust rule's part (`--defence`); `weights` are
     those before it, and `error` refers to the rule's mean.
 
     Example:

@@ -434,7 +434,7 @@ def write_result(
         beside_rounding=max(heads.rounding.values(), default=0.0), modules=reports,
         lacking=tuple(r.module for r in reports if any(r.module not in file.ranks for file in given.files)),
         dropped=heads.left, warnings=tuple(said), bytes=sum(map(_bytes, adapter.tensors())),
-        bytes_before=sum(file.size() for file in given.files), weighed=weighed,
+        bytes_before=sum(stored.size for file in given.files for stored in file.stored.values()), weighed=weighed,
     )  # fmt: skip
     if not wanted.dry_run:
         spec = given.spec(heads=bool(heads.tensors))

@@ -97,7 +97,7 @@ class AdapterFile:
                 pairs.setdefault(factor[1], {})[factor[2]] = key
             elif path.endswith(_MAGNITUDE) and self.config.get("use_dora"):
                 magnitudes[path.removesuffix(_MAGNITUDE)] = key
-            elif any(f".{name}." in f".{path}" for name in saved):
+            elif any(f"{name}." in path for name in saved):  # as in peft: modules whose names end with one of these
                 _check_name(path)
                 heads[path] = key
             else:
@@ -122,7 +122,7 @@ class AdapterFile:
                     f"module {quoted(name)} has rank {r}, but its config says {found.rank(name)}: rank_pattern must "
                     f"name such a module."
                 )
-        for path in (*self.heads, *(f"{name}." for name in saved)):
+        for path in self.heads:
             parts = path.split(".")
             inside = next((".".join(parts[:k]) for k in range(1, len(parts)) if ".".join(parts[:k]) in pairs), None)
             if inside:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.nn.functional import pad
 
 from fedlora.adapters.card import plain_card
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterFile, check_scaling
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, replacing_folder
-from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.lora import Adapter, LoRA, named_tensors
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError, escaped
 
@@ -85,27 +86,18 @@ def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: Ada
         >>> write_adapter("copy", adapter, spec)  # the same factors, bit for bit
     """
     check_scaling(spec.scaling)
+    whole = adapter.folded()
+    _check(whole)
     with replacing_folder(directory, force=True, kind=ADAPTER_FOLDER) as building:
-        fill_adapter(building, adapter.folded(), spec, card)
+        fill_adapter(building, whole, spec, card)
 
 
 def fill_adapter(folder: Path, adapter: Adapter, spec: AdapterSpec, card: str = "") -> None:
-    """Write an adapter's files into an existing folder, and read them back. Arguments as in `write_adapter`."""
-    if not adapter.modules:
-        raise AdapterFormatError("the adapter has no modules; nothing was written.")
-    tensors = {PREFIX + path: head.detach().clone() for path, head in adapter.heads.items()}
+    """Write a folded adapter's files into an existing folder, and read them back. Arguments as in `write_adapter`."""
+    tensors = {PREFIX + path: head for path, head in adapter.heads.items()}
     for name, lora in adapter.modules.items():
-        if lora.rank == 0:
-            raise AdapterFormatError(f"module {name!r} has rank 0, which PEFT cannot represent; pad it with pad_rank.")
-        B, A = lora.factors
-        tensors |= {f"{PREFIX}{name}.lora_A.weight": A.detach(), f"{PREFIX}{name}.lora_B.weight": B.detach()}
-    odd = next((key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
-    if odd is not None:
-        raise AdapterFormatError(f"{odd} holds NaN or Inf; nothing was written.")
-    save_file(
-        {key: tensor.to("cpu").contiguous() for key, tensor in tensors.items()},
-        folder / WEIGHTS_FILE, metadata={"format": "pt"},
-    )  # fmt: skip
+        tensors |= {f"{PREFIX}{name}.lora_{letter}.weight": tensor for letter, tensor in lora.tensors().items()}
+    save_file(_apart(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
     files.write(folder / "README.md", card or plain_card(spec.base_model))
     config = _config(spec, adapter.ranks, list(adapter.heads))
     files.write(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -114,6 +106,32 @@ def fill_adapter(folder: Path, adapter: Adapter, spec: AdapterSpec, card: str = 
     except AdapterFormatError as error:
         why = str(error).replace(f"{escaped(str(folder))}: ", "")
         raise AdapterFormatError(f"the result could not be loaded, so nothing was written: {why}") from error
+
+
+def _check(adapter: Adapter) -> None:
+    """Raise `AdapterFormatError` for what no file can hold, before anything is written."""
+    if not adapter.modules:
+        raise AdapterFormatError("the adapter has no modules; nothing was written.")
+    for name, lora in adapter.modules.items():
+        if lora.rank == 0:
+            raise AdapterFormatError(f"module {name!r} has rank 0, which PEFT cannot represent; pad it with pad_rank.")
+        lora.factors  # noqa: B018 - raises if one did not travel
+    odd = next((what for what, tensor in named_tensors(adapter) if not bool(torch.isfinite(tensor).all())), None)
+    if odd is not None:
+        raise AdapterFormatError(f"{odd} holds NaN or Inf; nothing was written.")
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that safetensors writes: on the CPU, contiguous, each in memory of its own."""
+    found, places = {}, set()
+    for key, tensor in tensors.items():
+        own = tensor.detach().to("cpu").contiguous()
+        memory = own.untyped_storage()
+        if memory.nbytes() != own.nbytes or memory.data_ptr() in places:
+            own = own.clone()
+        places.add(own.untyped_storage().data_ptr())
+        found[key] = own
+    return found
 
 
 def pad_rank(lora: LoRA, rank: int) -> LoRA:
@@ -127,7 +145,7 @@ def _config(spec: AdapterSpec, ranks: Mapping[str, int], heads: list[str]) -> di
     """adapter_config.json. It has no field that peft 0.2 does not know, unless the numbers need it."""
     largest = max(ranks.values())  # r: readers that ignore patterns then allocate enough
     names = spec.config.get("modules_to_save") or ()
-    saved = [name for name in names if any(f".{name}." in f".{path}" for path in heads)]  # peft asks for each
+    saved = [name for name in names if any(f"{name}." in path for path in heads)]  # peft asks for each
     task = spec.config.get("task_type")
     found: dict[str, Any] = {
         **{field: value for field, value in spec.config.items() if field in _KEPT and value is not None},
