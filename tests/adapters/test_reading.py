@@ -275,7 +275,7 @@ def test_names_of_a_wrapper_are_no_modules(wrapped, plain, main: Callable[..., S
     import safetensors.torch
 
     safetensors.torch.save_file(tensors, plain / "adapter_model.safetensors")
-    with pytest.raises(AdapterFormatError, match="inside a wrapper.*Unwrap the model"):
+    with pytest.raises(AdapterFormatError, match=r"inside a wrapper.*Unwrap the model"):
         read_adapter(plain)
     assert "wrapper" in main("validate", plain).complaint()
 

@@ -30,8 +30,8 @@ PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 _MAGNITUDE = ".lora_magnitude_vector"
 # Segments that no module of transformers has, and a wrapper adds: torch.compile, FSDP and checkpointing begin theirs
-# with an underscore; the others are peft's and DDP's. The same layer under two names would count as two modules.
-_WRAPPERS = frozenset(("base_layer", "base_model", "original_module", "modules_to_save", "default"))
+# with an underscore; the others are DDP's and peft's. The same layer under two names would count as two modules.
+_WRAPPER = re.compile(r"^module\.|(?:^|\.)(?:_[^.]*|base_layer|base_model|original_module|modules_to_save)(?:\.|$)")
 
 
 class AdapterFile:
@@ -132,7 +132,7 @@ class AdapterFile:
 
     def _shape(self, module: str) -> tuple[int, int]:
         B, A = (self._stored(module, factor).shape if factor in self._pairs[module] else () for factor in "BA")
-        if len(B) == len(A) == 2 and 0 in (*B, *A):
+        if 0 in (*B, *A):
             raise AdapterFormatError(
                 f"module {quoted(module)} is empty: B {B}, A {A}. DeepSpeed's ZeRO-3 saves parameters like this if it "
                 f"has not gathered them: convert its checkpoint with zero_to_fp32.py."
@@ -243,10 +243,9 @@ def check_scaling(scaling: float) -> None:
 
 
 def _check_name(module: str) -> None:
-    odd = next((part for part in module.split(".") if part.startswith("_") or part in _WRAPPERS), None)
-    if odd is not None or module.startswith("module."):
+    if odd := _WRAPPER.search(module):
         raise AdapterFormatError(
-            f"{quoted(module, 120)} is a name from inside a wrapper ({quoted(odd or 'module', 40)}: torch.compile, "
+            f"{quoted(module, 120)} is a name from inside a wrapper ({quoted(odd[0], 40)}: torch.compile, "
             f"FSDP, DDP or peft itself), and no module of the model. Unwrap the model, and save the adapter again."
         )
     if not is_name(module):

@@ -8,6 +8,7 @@ would end the process if somebody cut it off meanwhile.
 from __future__ import annotations
 
 import hashlib
+import json
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,8 +25,9 @@ from fedlora.given_files import opened, parse_json, read_given
 
 _MAX_BYTES = 64 * 2**30  # of a weights file; --max-bytes
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# The largest mixtures of experts have 90,000 factors, which take 13 MB of header and 1,100,000 values.
-_HEADER, _JSON, _DEPTH, _VALUES = 16 * 2**20, 4 * 2**20, 20, 1_500_000
+# The largest mixtures of experts have 90,000 factors, which take 13 MB of header; a config that names them, 2 MB.
+_HEADER, _TENSORS = 16 * 2**20, 100_000
+_JSON, _DEPTH, _VALUES = 3 * 2**20, 20, 500_000
 # Types of a base model's buffers; an adapter has none of them.
 _OTHERS = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -69,12 +71,17 @@ class TensorFile:
                         f"{self.size:,} in the file and {_HEADER:,} that a header may have."
                     )
                 raw = file.read(length)
-            header = parse_json(raw, depth=_DEPTH, values=_VALUES)
-            safe_open(self._real, framework="pt")  # checks types, shapes, overlaps and gaps
+            count = raw.count(b'"data_offsets"')
+            if count > _TENSORS:
+                raise AdapterFormatError(f"{path} names {count:,} tensors; adapters have up to {_TENSORS:,}.")
+            if raw.count(b",") > 10 * count + 1000:
+                raise ValueError("it has more values than its tensors need")
+            safe_open(self._real, framework="pt")  # checks the form, types, shapes, overlaps and gaps
+            header = json.loads(raw, object_hook=lambda entry: _stored(entry, 8 + length))
             header.pop("__metadata__", None)
-            self.tensors: Mapping[str, Stored] = ReadOnly(
-                {name: _stored(entry, 8 + length) for name, entry in header.items()}
-            )
+            if len(header) != count:
+                raise ValueError("a tensor occurs twice")
+            self.tensors: Mapping[str, Stored] = ReadOnly(header)
         except OSError as error:
             raise AdapterFormatError(f"{path} cannot be read: {error.strerror or error}.") from error
         except (ValueError, TypeError, AttributeError, LookupError, OverflowError, SafetensorError) as error:
@@ -140,7 +147,10 @@ def check_finite(name: str, numbers: Tensor) -> Tensor:
     return numbers
 
 
-def _stored(entry: Any, data: int) -> Stored:
+def _stored(entry: dict[str, Any], data: int) -> Any:
+    """A tensor's entry, from the JSON object of one; any other object as it is."""
+    if "data_offsets" not in entry:
+        return entry
     begin, end = entry["data_offsets"]
     return Stored(str(entry["dtype"]), tuple(entry["shape"]), data + begin, end - begin)
 
