@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class ModuleReport:
     """One module's result. stacked: the sum of the inputs' ranks. full: the rank of their sum. error: relative, from
     truncation, plus a bound on the sum's own error if terms nearly cancel. norm: of the sum. rounding: relative, from
-    writing it in a narrow type."""
+    writing it in the result's type."""
 
     module: str
     stacked: int
@@ -41,7 +41,7 @@ class MergeReport:
     out: the folder; written: False after a dry run. weights: each adapter's, as used; module_weights: for modules and
     heads whose weights differ from those. beside: the result's tensors of saved modules. rank: the result's r, which
     every module has. dtype: the result's. error: relative truncation error; rounding: relative error from writing in
-    `dtype` (0 from 32 bits on); both over all modules. beside_rounding: the largest such error among the heads, each
+    `dtype`; both over all modules. beside_rounding: the largest such error among the heads, each
     relative to its own size: these are whole weights, and how much training changed them is unknown here. modules: one
     by one. lacking: modules that some adapter lacks. dropped: heads that `--heads` left out. bytes, bytes_before: size
     of the result's tensors and of the adapters'. weighed: the robust rule's part (`--defence`); `weights` are

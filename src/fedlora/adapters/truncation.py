@@ -217,20 +217,20 @@ def narrowed(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
 
 
 def narrowed_pair(lora: LoRA, dtype: torch.dtype, module: str) -> tuple[LoRA, float]:
-    """A pair in `dtype`, and the norm of the resulting change in its update; 0 if `dtype` has 32 bits or more.
+    """A pair in `dtype`, and the norm of the resulting change in its update.
 
     B' A' - B A = dB A' + B dA with the roundings dB and dA, as one pair of twice the rank.
     """
     B, A = lora.factors
     what = f"module {quoted(module)}"
     stored = LoRA(narrowed(B, dtype, what), narrowed(A, dtype, what))
-    if dtype.itemsize >= 4 or torch.promote_types(dtype, B.dtype) == dtype:
+    if torch.promote_types(dtype, B.dtype) == dtype:
         return stored, 0.0
-    new_B, new_A = (t.double() for t in stored.factors)
-    left = torch.cat([new_B - B, B.double()], dim=1)
-    right = torch.cat([new_A, new_A - A])
+    units = [2.0 ** math.frexp(float(t.abs().max()))[1] for t in (B, A)]  # squares of tiny numbers are zero
+    B, A, new_B, new_A = (t.double() / u for t, u in zip((B, A, *stored.factors), units * 2, strict=True))
+    left, right = torch.cat([new_B - B, B], dim=1), torch.cat([new_A, new_A - A])
     square = float(((left.mT @ left) * (right @ right.mT)).sum())  # dB and dA are no part of B and A: nothing cancels
-    return stored, math.sqrt(max(square, 0.0))
+    return stored, math.sqrt(max(square, 0.0)) * units[0] * units[1]
 
 
 def overall(reports: Sequence[ModuleReport], errors: Sequence[float]) -> float:
