@@ -138,11 +138,12 @@ def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: t
             f"a file is damaged, or a scaling is wrong."
         )
     O, s, Wh = torch.linalg.svd(core, full_matrices=False)
-    size, terms = (float(torch.linalg.vector_norm(x)) for x in (s, left.sizes * w * right.sizes))
+    largest = float(s[0]) or 1.0  # squares of tiny numbers are zero
+    size, terms = (float(torch.linalg.vector_norm(x / largest)) for x in (s, left.sizes * w * right.sizes))
     tail = max(0.25 * unit_roundoff(dtype or wide) * size, _FLOAT64 * terms)
-    left_out = s.square().flip(0).cumsum(0).flip(0).sqrt()  # by a cut before each component
+    left_out = (s / largest).square().flip(0).cumsum(0).flip(0).sqrt()  # by a cut before each component
     keep = int((left_out > tail).sum())
-    lost = _FLOAT64 * terms if _FLOAT64 * terms > _TOLD * size else 0.0
+    lost = _FLOAT64 * terms * largest if _FLOAT64 * terms > _TOLD * size else 0.0
     return Combined(name, len(w), tuple(s[:keep].tolist()), lost, left, right, O, Wh.mT)
 
 
