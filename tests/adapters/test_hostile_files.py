@@ -346,7 +346,7 @@ def test_a_pickle_beside_the_weights_is_not_opened(good: Path, main: Callable[..
     shutil.rmtree(tmp_path / "again")
     assert main("merge", good, good, "-o", tmp_path / "m").code == 0
     (good / WEIGHTS_FILE).unlink()
-    refused(good, "is no PEFT adapter.*adapter_model.bin is a pickle", main)
+    refused(good, "is not a PEFT adapter.*adapter_model.bin is a pickle", main)
     shutil.copyfile(good / "adapter_model.bin", good / WEIGHTS_FILE)
     refused(good, DAMAGED, main)
     assert not (tmp_path / "sprung").exists()
@@ -398,7 +398,7 @@ PLACES: dict[str, tuple[Callable[[Path, str], None], str]] = {
     "a link to a pipe": (
         lambda f, n: (os.mkfifo(f / "pipe"), linked(f, n, "pipe"))[0], "not an ordinary file"),
     "a blob that is a link": (in_a_cache_of_links, "is a link to another place"),
-    "missing": (lambda f, n: (f / n).unlink(), "is no PEFT adapter, because it has no"),
+    "missing": (lambda f, n: (f / n).unlink(), "is not a PEFT adapter: it has no"),
 }  # fmt: skip
 
 
@@ -446,7 +446,7 @@ def test_a_place_that_is_no_adapter(what: str, main: Callable[..., Said], tmp_pa
         folder.write_bytes(WHOLE)
     elif what == "an empty directory":
         folder.mkdir()
-    refused(folder, "is no PEFT adapter", main)
+    refused(folder, "is not a PEFT adapter", main)
 
 
 # ---- configs ---------------------------------------------------------------------------------------------------------

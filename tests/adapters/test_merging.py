@@ -257,7 +257,7 @@ def test_a_module_that_one_lacks_is_zero_or_left_out_of_the_mean(tmp_path: Path,
         (["a", "--missing", "skip"], "--missing must be one of"),
         (["a", "--weights", "1", "--weights-from", "num_examples"], "not both"),
         (["a", "other"], "different base models"),
-        (["a", "nothing"], "is no PEFT adapter"),
+        (["a", "nothing"], "is not a PEFT adapter"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(

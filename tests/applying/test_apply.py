@@ -25,11 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fedlora.adapters.reader import AdapterFile
-from fedlora.applying.apply import apply_adapter
-from fedlora.applying.base_folder import BaseFiles
 from fedlora.data.demo import PACKAGED
-from fedlora.errors import ConfigError
 from support.bases import reconfigure, refused, rewrite, said, small
 from support.command_line import Said
 from support.peft_cases import CASES, TIED, Case, loaded, randomise, saved
@@ -39,9 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def read(model: nn.Module, folder: Path) -> nn.Module:
-    """The model in a folder, in the class of `model`, with its experts computed one by one."""
-    how = {"experts_implementation": "eager"} if "Mixtral" in type(model).__name__ else {}
-    return type(model).from_pretrained(folder, **how).eval()
+    """The model in a folder, in the class of `model`."""
+    return type(model).from_pretrained(folder).eval()
 
 
 OF_TRANSFORMERS = {build: isinstance(build(), PreTrainedModel) for build in {case.build for case in CASES.values()}}
@@ -54,31 +49,16 @@ def test_the_written_model_answers_as_peft_with_the_adapter_beside_it(
     name: str, tmp_path: Path, main: Callable[..., Said]
 ) -> None:
     """Every case of peft_cases.py on a model of transformers: equal logits in float64; `validate --base` judges the
-    same. Layers that are repeated make another model."""
+    same."""
     case: Case = CASES[name]
     adapter, base = saved(case, 0, tmp_path / "adapter"), tmp_path / "base"
     case.build().save_pretrained(base)
-    if name == "layers repeated":
-        return refused(main, adapter, base, "layer_replication")
     done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
     assert done.code == 0 and main("validate", adapter, "--base", base).code == 0, done.err
     want = said(loaded(case, adapter), case.inputs)
     got = said(read(case.build(), tmp_path / "full"), case.inputs)
     assert float((want - said(case.build(), case.inputs)).abs().max()) > 0.05
     torch.testing.assert_close(got, want, rtol=0, atol=max(1e-11, case.tolerance))
-
-
-@pytest.mark.parametrize("name", ["ConvNet", "TableNet", "AttentionNet"])
-def test_a_base_that_transformers_does_not_know_is_refused(
-    name: str, tmp_path: Path, main: Callable[..., Said]
-) -> None:
-    """A model of somebody's own class, stored without a config.json: who can build it can merge it, with peft."""
-    case = {"ConvNet": CASES["convolutions"], "TableNet": CASES["embedding of another name"],
-            "AttentionNet": CASES["attention"]}[name]  # fmt: skip
-    adapter = saved(case, 0, tmp_path / "adapter")
-    (tmp_path / "base").mkdir()
-    safetensors.torch.save_file(case.build().state_dict(), tmp_path / "base" / "model.safetensors")
-    refused(main, adapter, tmp_path / "base", r"model_type.*merge_and_unload")
 
 
 # ---- single decisions ------------------------------------------------------------------------------------------------
@@ -211,30 +191,6 @@ TOKENS_WRONG: Mapping[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", TOKENS_WRONG)
-def test_tokens_that_no_table_has_are_refused(what: str, tmp_path: Path, main: Callable[..., Said]) -> None:
-    adapter, base = small(tmp_path, trainable_token_indices=[1, 2])
-    indices, why = TOKENS_WRONG[what]
-    reconfigure(adapter, trainable_token_indices=indices)
-    refused(main, adapter, base, why)
-
-
-def test_shapes_of_biases_and_heads_must_be_the_bases(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """Another number of labels, a bias of another length."""
-    fields = {"target_modules": ["query"], "bias": "lora_only", "lora_bias": True, "task_type": "SEQ_CLS"}
-    adapter, base = small(tmp_path, build=bert, **fields)
-    for key, shape in (
-        ("classifier.weight", (4, 32)),
-        ("bert.encoder.layer.0.attention.self.query.base_layer.bias", (31,)),
-        ("bert.encoder.layer.0.attention.self.query.lora_B.bias", (1,)),
-    ):
-        before = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
-        rewrite(adapter, lambda tensors, k=key, s=shape: tensors.update({f"base_model.model.{k}": torch.ones(s)}))
-        refused(main, adapter, base, re.escape(f"has shape {shape}"))
-        rewrite(adapter, lambda tensors, old=before: tensors.update(old))
-    assert main("validate", adapter, "--base", base).code == 0
-
-
 @pytest.mark.parametrize("missing", ["classifier.weight", "classifier.bias"])
 def test_a_saved_module_is_saved_whole(missing: str, tmp_path: Path, main: Callable[..., Said]) -> None:
     """peft asks for each tensor of the base model's module, and fails on a file that lacks one."""
@@ -243,12 +199,6 @@ def test_a_saved_module_is_saved_whole(missing: str, tmp_path: Path, main: Calla
     with pytest.raises(KeyError, match=missing):
         PeftModel.from_pretrained(bert(), adapter)
     refused(main, adapter, base, f"the file lacks '{missing}'")
-
-
-def test_a_bias_that_the_base_lacks_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """Beside the model peft would compute with it; a llama's layers have no place for it."""
-    adapter, base = small(tmp_path, lora_bias=True)
-    refused(main, adapter, base, "q_proj.bias'.* no such bias")
 
 
 def test_a_head_on_an_encoder_stored_alone(tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -346,7 +296,7 @@ def test_sharded_and_tied(shards: str, tmp_path: Path, main: Callable[..., Said]
     model.save_pretrained(tmp_path / "base", max_shard_size=shards)
     peft_model = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
     randomise(peft_model, 1)
-    peft_model.save_pretrained(tmp_path / "adapter")
+    peft_model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     again = LlamaForCausalLM.from_pretrained(tmp_path / "base")
     want = said(PeftModel.from_pretrained(again, tmp_path / "adapter").eval(), {"input_ids": TOKENS})
     merged = ["export", tmp_path / "adapter", "--for", "merged"]
@@ -362,17 +312,7 @@ def test_two_different_weights_under_a_tie_are_refused(tmp_path: Path, main: Cal
     adapter, base = small(tmp_path, target_modules=["lm_head"])
     reconfigure(base, tie_word_embeddings=True)
     done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
-    assert done.code == 2 and re.search(r"embed_tokens.weight.* different numbers", done.err), done.err
-    assert not (tmp_path / "full").exists()
-
-
-def test_a_base_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
-    adapter, base = small(tmp_path)
-    opened = BaseFiles(base)
-    content = (base / "model.safetensors").read_bytes()
-    (base / "model.safetensors").write_bytes(content[:-4] + b"abcd")
-    with pytest.raises(ConfigError, match="has changed"):
-        apply_adapter(AdapterFile(adapter), opened, tmp_path / "full")
+    assert done.code == 2 and re.search(r"lm_head.weight.* different numbers", done.err), done.err
     assert not (tmp_path / "full").exists()
 
 

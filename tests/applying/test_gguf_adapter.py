@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.base_folder import BaseFiles
 from fedlora.applying.gguf_adapter import write_gguf
-from support.bases import reconfigure, rewrite, small
+from support.bases import reconfigure, small
 from support.command_line import Said
 from support.peft_cases import CASES, loaded, saved
 from support.tiny_models import VOCABULARY, gpt2
@@ -89,7 +89,7 @@ def same(got: dict[str, np.ndarray[Any, Any]], want: dict[str, np.ndarray[Any, A
 
 KINDS = {
     "linear": 1e-6, "all-linear": 1e-6, "rank and alpha patterns": 1e-6, "rsLoRA": 1e-6, "rsLoRA with patterns": 1e-6,
-    "lm_head": 1e-6, "AdaLoRA": 1e-6, "bfloat16": 1e-7,
+    "lm_head": 1e-6, "bfloat16": 1e-7,
 }  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def test_what_llama_cpp_would_leave_out_is_named_before(tmp_path: Path, main: Ma
     adapter, base = small(tmp_path, modules_to_save=["lm_head"])
     asked = ["export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g"]
     said = main(*asked).error()
-    assert "1 of kind head" in said and "'lm_head.weight'" in said and "--heads drop" in said
+    assert "1 tensors of saved modules" in said and "'lm_head.weight'" in said and "--heads drop" in said
     assert not (tmp_path / "g").exists()
     assert main("merge", adapter, "--heads", "drop", "-o", tmp_path / "less").code == 0
     asked[1] = tmp_path / "less"
@@ -161,9 +161,6 @@ def test_what_llama_cpp_would_leave_out_is_named_before(tmp_path: Path, main: Ma
     ("fields", "build", "why"),
     [
         ({"target_modules": ["lm_head"]}, tied, "one tensor"),
-        ({"target_modules": ["embed_tokens"]}, qwen, "not of kind embedding"),
-        ({"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]}, tied, "one tensor"),
-        ({"target_modules": ["q_proj"], "lora_bias": True}, qwen, "lora_bias"),
     ],
 )
 def test_pairs_that_it_cannot_add(
@@ -194,15 +191,3 @@ def test_from_python(tmp_path: Path) -> None:
     adapter, base = small(tmp_path)
     done = write_gguf(AdapterFile(adapter), BaseFiles(base), tmp_path / "g")
     assert done.alpha == 4 and done.folded == () and done.rounding == 0 and done.dtype == "float32"
-
-
-def test_a_copy_of_the_base_is_no_loss_and_a_changed_one_is(tmp_path: Path, main: Main) -> None:
-    """peft stores the output layer that a pair adapts; rows that were added or changed since are lost in GGUF."""
-    adapter, base = small(tmp_path, target_modules=["lm_head"])
-    asked = ["export", adapter, "--for", "gguf", "--base", base]
-    key = "base_model.model.lm_head.base_layer.weight"
-    seen: list[str] = []
-    rewrite(adapter, lambda tensors: seen.extend(tensors))
-    assert key in seen and main(*asked, "-o", tmp_path / "g").code == 0
-    rewrite(adapter, lambda tensors: tensors.update({key: tensors[key] + 1}))
-    assert "1 of kind base" in main(*asked, "-o", tmp_path / "h").error()

@@ -68,7 +68,9 @@ class AdapterFile:
         try:
             for name in (CONFIG_FILE, WEIGHTS_FILE):
                 if not os.path.lexists(self.directory / name):
-                    raise AdapterFormatError(f"it is no PEFT adapter, because it has no {name}.{_pickled(self)}")
+                    raise AdapterFormatError(
+                        f"{self.directory} is not a PEFT adapter: it has no {name}.{_pickled(self)}"
+                    )
             self.config: Mapping[str, Any] = ReadOnly(json_object(self.directory / CONFIG_FILE))
             check_config(self.config, dora=dora)
             self._file = TensorFile(self.directory / WEIGHTS_FILE, max_bytes)

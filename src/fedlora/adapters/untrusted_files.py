@@ -27,6 +27,7 @@ _MAX_BYTES = 64 * 2**30  # of a weights file; --max-bytes
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # The largest mixtures of experts have 90,000 factors, which take 13 MB of header; a config that names them, 2 MB.
 _HEADER, _TENSORS = 16 * 2**20, 100_000
+_ENTRY = b'"data_offsets"'  # once for each tensor
 _JSON, _DEPTH, _VALUES = 3 * 2**20, 20, 500_000
 # Types of a base model's buffers; an adapter has none of them.
 _OTHERS = {
@@ -71,15 +72,11 @@ class TensorFile:
                         f"{self.size:,} in the file and {_HEADER:,} that a header may have."
                     )
                 raw = file.read(length)
-            count = raw.count(b'"data_offsets"')
-            if count > _TENSORS:
-                raise AdapterFormatError(f"{path} names {count:,} tensors; adapters have up to {_TENSORS:,}.")
-            if raw.count(b",") > 10 * count + 1000:
-                raise ValueError("it has more values than its tensors need")
-            safe_open(self._real, framework="pt")  # checks the form, types, shapes, overlaps and gaps
+                _check_header(path, raw)
+                safe_open(f"/dev/fd/{file.fileno()}", framework="pt")  # checks form, types, shapes, overlaps and gaps
             header = json.loads(raw, object_hook=lambda entry: _stored(entry, 8 + length))
             header.pop("__metadata__", None)
-            if len(header) != count:
+            if len(header) != raw.count(_ENTRY):
                 raise ValueError("a tensor occurs twice")
             self.tensors: Mapping[str, Stored] = ReadOnly(header)
         except OSError as error:
@@ -145,6 +142,15 @@ def check_finite(name: str, numbers: Tensor) -> Tensor:
     if not bool(torch.isfinite(numbers).all()):
         raise AdapterFormatError(f"{quoted(name)} holds NaN or Inf.")
     return numbers
+
+
+def _check_header(path: Path, raw: bytes) -> None:
+    """Bound what parsing would take."""
+    count = raw.count(_ENTRY)
+    if count > _TENSORS:
+        raise AdapterFormatError(f"{path} names {count:,} tensors; adapters have up to {_TENSORS:,}.")
+    if raw.count(b",") > 10 * count + 1000:
+        raise ValueError("it has more values than its tensors need")
 
 
 def _stored(entry: dict[str, Any], data: int) -> Any:

@@ -69,7 +69,8 @@ def validate(
             console.print(f"{name}: {'sound' if reason is None else 'refused'}")
             if name in fits:
                 _tell(fits[name])
-            tell_remarks(remarks.get(name, ()))
+            if reason is None:
+                tell_remarks(remarks.get(name, ()))
     refused = [reason for reason in found.values() if reason is not None]
     if refused:
         more = f"; and {len(refused) - 3} more, with their reasons in --json" if len(refused) > 3 else ""
