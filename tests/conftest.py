@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # transformers starts threads for the dozen tensors of a model
-os.environ["FEDLORA_STATE_DIR"] = _STATE = tempfile.mkdtemp(prefix="fedlora-state-")  # nothing into this user's home
-os.environ["HF_HOME"] = f"{_STATE}/hub"  # nor a model out of this user's cache
+os.environ["HF_HOME"] = _STATE = tempfile.mkdtemp(prefix="fedlora-hub-")  # no model out of this user's cache
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 pytest.register_assert_rewrite("support")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background; tests interrupt

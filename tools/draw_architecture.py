@@ -26,7 +26,7 @@ SAID = {
     "testing": "the contracts", "training": "a client's work",
     "simulation": "the engine", "hf": "a script's trainer",
     "analysis": "audits", "workers": "processes", "server": "one round", "methods": "one paper a file",
-    "adapters": "PEFT files", "applying": "adapter into base", "client": "a client's round",
+    "adapters": "PEFT files", "export": "adapter into base", "client": "a client's round",
     "attacks": "clients that lie",
     "privacy": "noise and ledger",
     "core": "what travels", "linalg": "thin matrices", "data": "text, dealt out", "seeds": "random streams",

@@ -188,7 +188,7 @@ class WorkerDied(FedLoRAError, RuntimeError):
 
 
 class LedgerError(FedLoRAError, ValueError):
-    """A privacy ledger or journal is damaged, cut off, a copy, for another population, or cannot be written."""
+    """A privacy ledger or journal is damaged, for another population, or cannot be written."""
 
 
 class BudgetSpent(FedLoRAError, ValueError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from fedlora.data.hub_folders import ADAPTER_FILES, local_folder, repository_and_revision
+from fedlora.data.hub import ADAPTER_FILES, local_folder, repository_and_revision
 from fedlora.errors import ConfigError
 from fedlora.runs.config import load_config
 from fedlora.runs.sections import ModelSection

@@ -49,6 +49,16 @@ def test_methods_that_need_more_than_adapters_are_refused(
     assert not (tmp_path / "o").exists()
 
 
+def test_an_input_is_never_replaced(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """Not even with --force: whoever reads the same folder again would merge the result."""
+    folders = [saved(tmp_path, name, 2) for name in "ab"]
+    before = updates(folders[0])
+    for method in ("svd", "glora"):
+        done = main("merge", *folders, "--method", method, "-o", folders[0], "--force")
+        assert done.code == 2 and str(folders[0]) in done.err and done.err.count("\n") == 1
+    assert all(torch.equal(update, before[name]) for name, update in updates(folders[0]).items())
+
+
 @pytest.fixture
 def sites(tmp_path: Path) -> list[str]:
     """Six adapters of two modules; one pulls twenty times as far the other way."""

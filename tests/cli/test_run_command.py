@@ -136,6 +136,12 @@ def test_one_of_two_held_out_sets_is_shown_alone(
     assert re.search(rf"held-out {part} .*accuracy {score:.4f}", (tmp_path / "run/adapter/README.md").read_text())
 
 
+def test_resuming_where_no_run_is_says_that_it_begins(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
+    """A slip in --out would train again what stands elsewhere; said before the model is loaded, which fails here."""
+    done = main("run", project / "config.toml", "--out", tmp_path / "rnu", "--resume", "--set", "model.path=nowhere")
+    assert done.code == 2 and "rnu" in done.err.splitlines()[0] and "round 1" in done.err
+
+
 def test_a_missing_or_broken_config_is_one_line(tmp_path: Path, main: Callable[..., Said]) -> None:
     out = tmp_path / "run"
     assert "nowhere.toml cannot be read" in main("run", tmp_path / "nowhere.toml", "--out", out).complaint()

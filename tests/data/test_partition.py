@@ -164,24 +164,6 @@ def test_alpha_beyond_float_range_is_noticed():
         dirichlet(BALANCED, 4, 1e308, seed=0)
 
 
-def test_a_min_size_that_cannot_be_says_what_is_possible() -> None:
-    """What is recommended is accepted, and is never below 1."""
-    with pytest.raises(DataError, match=r"10 clients .*8 examples.* 80, .* 50"):
-        dirichlet(BALANCED[:50], 10, 0.5, seed=0)
-    for size, clients, min_size, advice in (
-        (50, 10, 8, "at most 6 clients.*min_size <= 5"), (9, 10, 8, r"at most 1 client\."), (9, 8, 10, "min_size <= 1"),
-        (5, 10, 8, "at most 5 clients.*min_size = 1"),
-    ):  # fmt: skip
-        with pytest.raises(DataError, match=advice):
-            dirichlet(BALANCED[:size], clients, 0.5, seed=0, min_size=min_size)
-    assert min(map(len, dirichlet(BALANCED[:50], 10, 100.0, seed=0, min_size=2))) >= 2
-
-
-def test_no_min_size_is_recommended_where_the_best_draw_leaves_a_client_nothing() -> None:
-    with pytest.raises(DataError, match=r"smallest client 0 of .* near zero\. Use fewer clients"):
-        dirichlet(BALANCED[:20], 20, 0.001, seed=0, min_size=1)
-
-
 def test_unreached_min_size_tells_the_best_draw() -> None:
     with pytest.raises(DataError, match=r"1000 draws of Dir\(0.5\) .* 8 clients 29 examples") as e:
         dirichlet(BALANCED[:240], 8, 0.5, seed=0, min_size=29)

@@ -7,11 +7,12 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import sys
 
 import pytest
 
 from fedlora.errors import HyperparameterError
-from fedlora.privacy import Mechanism, Spending, accounting, epsilon, epsilon_of, extras, noise_multiplier_for
+from fedlora.privacy import Mechanism, Spending, accounting, epsilon, epsilon_of, noise_multiplier_for
 from fedlora.privacy.accounting import discrete_noise
 from fedlora.privacy.mechanism import COARSEST_NOISE
 
@@ -46,7 +47,7 @@ def test_reference_figures(z: float, rounds: int, delta: float, sampling: float,
 def test_the_noise_for_an_epsilon() -> None:
     """epsilon 8 of 20 rounds at delta 1e-3 needs z = 2.147 (design notes); the inverse of `epsilon`, from above."""
     assert noise_multiplier_for(8.0, 20, 1e-3) == pytest.approx(2.147, abs=5e-4)
-    for eps in (1e9, 101.0, math.nan, math.inf, -1.0):
+    for eps in (1e9, 101.0, math.nan, math.inf, -1.0, 0, 1e-4):
         with pytest.raises(HyperparameterError, match=r"from 0\.01 to 100"):
             noise_multiplier_for(eps, 20, 1e-3)
     for eps, rounds, delta, sampling in ((0.5, 10, 1e-6, 1.0), (1.0, 5, 1e-5, 0.5)):
@@ -71,15 +72,6 @@ def test_events_compose_in_any_order_and_cost_more_together() -> None:
     assert max(epsilon_of([one], 1e-5), epsilon_of([other], 1e-5)) < together
     assert epsilon_of([], 1e-5) == 0.0 == epsilon_of([Spending(1.0, 0)], 1e-5)
     assert math.isinf(epsilon_of([one, Spending(0.0, 1)], 1e-5))
-
-
-@PLD
-def test_sampling_amplifies_and_large_epsilons_are_told_too() -> None:
-    """A coarser grid of losses serves them, still from above: zCDP's rho = T / (2 z^2) is the mean of the loss."""
-    assert epsilon(1.0, 50, 1e-5, 0.01) < epsilon(1.0, 50, 1e-5, 0.1) < epsilon(1.0, 50, 1e-5)
-    found = epsilon(0.05, 10, 1e-5)
-    rho = 10 / (2 * 0.05**2)
-    assert rho < found < rho + 2 * math.sqrt(rho * math.log(1e5))
 
 
 @pytest.mark.parametrize("scale", [3.0, 10.0, 40.0])
@@ -115,33 +107,13 @@ def test_what_the_discrete_noise_adds_is_small_and_counted() -> None:
 @PLD
 def test_an_outsider_with_dp_accounting_gets_the_same() -> None:
     """Oracle: dp-accounting alone, as its manual has it, to six digits."""
-    events, pld = extras.accounting(""), extras.accounting(".pld")
+    events, pld = pytest.importorskip("dp_accounting"), pytest.importorskip("dp_accounting.pld")
     accountant = pld.PLDAccountant(events.NeighboringRelation.ADD_OR_REMOVE_ONE)
     accountant.compose(events.GaussianDpEvent(1.3), 7)
     accountant.compose(events.PoissonSampledDpEvent(0.2, events.GaussianDpEvent(0.9)), 11)
     found = epsilon_of([Spending(1.3, 7), Spending(0.9, 11, 0.2)], 1e-5)
     assert found == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-6)
     assert found >= accountant.get_epsilon(1e-5)
-
-
-@PLD
-def test_the_relation_that_says_zero_is_the_one_in_use() -> None:
-    """dp-accounting has a relation by the words "replaced by zero"; it gives the same numbers as the one that every
-    version knows, which is used here. REPLACE_ONE costs more."""
-    events, pld = extras.accounting(""), extras.accounting(".pld")
-    found = {}
-    for name in ("ADD_OR_REMOVE_ONE", "REPLACE_SPECIAL", "REPLACE_ONE"):
-        accountant = pld.PLDAccountant(events.NeighboringRelation[name], 1e-3)
-        accountant.compose(events.GaussianDpEvent(1.0), 20)
-        found[name] = accountant.get_epsilon(1e-3)
-    assert found["ADD_OR_REMOVE_ONE"] == found["REPLACE_SPECIAL"]
-    assert found["REPLACE_ONE"] == pytest.approx(66.7, abs=0.5)  # "23 becomes 67"
-
-
-def test_only_a_large_epsilon_gets_a_remark() -> None:
-    """docs/how-to/privacy.md names the border."""
-    assert accounting.how_strong(accounting.SAYS_LITTLE) == ""
-    assert "privacy.md" in accounting.how_strong(accounting.SAYS_LITTLE + 0.1)
 
 
 @pytest.mark.parametrize("delta", [0, 1, -1e-5, math.nan, 1e-12, "1e-5", True])
@@ -160,18 +132,9 @@ def test_impossible_spendings(z: float, rounds: int, sampling: float) -> None:
         epsilon(z, rounds, 1e-5, sampling)
 
 
-@pytest.mark.parametrize("eps", [0, -1, math.nan, math.inf, 1e-4])
-def test_impossible_epsilons(eps: float) -> None:
-    with pytest.raises(HyperparameterError, match="epsilon"):
-        noise_multiplier_for(eps, 1, 1e-5)
-
-
 def test_without_dp_accounting_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(f"no module {name}")
-
     accounting._composed.cache_clear()
-    monkeypatch.setattr(extras.importlib, "import_module", missing)
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(HyperparameterError, match=r"dp-accounting.*fedlora\[privacy\]"):
         epsilon(1.0, 1, 1e-5)
 

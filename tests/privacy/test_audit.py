@@ -3,7 +3,7 @@
 Kind of evidence: statistical. The attacker knows everything but whether one client, whose whole vector lies along one
 direction, took part; it thresholds the release along that direction. From its counts follows a lower bound of epsilon
 with confidence 99.99 % (Clopper and Pearson, each rate 99.995 %): log((true positives - delta) / false positives). A
-correct mechanism fails one of the six tests once in 1,500 runs at most (in truth far more rarely: the bound is not
+correct mechanism fails one of the three tests once in 3,000 runs at most (in truth far more rarely: the bound is not
 tight). With the noise off the same audit must find far more than the ledger says, or it could see nothing at all.
 """
 
@@ -12,16 +12,11 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
-from fedlora import Server
-from fedlora.privacy import Geometry, Mechanism, epsilon
-from fedlora.server.private_round import PrivateRound
-from fedlora.testing.federations import seed_adapter, trained
-from support.private_servers import InMemory, private
+from fedlora.privacy import Mechanism, epsilon
 
 LIBRARIES = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("opendp", "dp_accounting")), reason="fedlora[privacy]"
@@ -99,43 +94,6 @@ def test_with_the_noise_off_it_finds_more() -> None:
     silent = Mechanism(mechanism.clip, 0.0, mechanism.grid)
     found = audited(silent.noised, *neighbours(mechanism))
     assert found > 1.3 * epsilon(1.0, 1, DELTA) > epsilon(3.0, 1, DELTA)
-
-
-def round_neighbours(z: float) -> tuple[Mechanism, torch.Tensor, torch.Tensor]:
-    """A whole private round with the canary, and with zero in its place: uploads, readouts, bases, one clip over all.
-    The canary sends 1e4 times what the others send. One entry a module, so that trials are cheap."""
-
-    def server_of(noise: float, grid: float | None) -> Server:
-        return private(
-            clip=0.5, noise_multiplier=noise, grid=grid, geometry=Geometry("two-sided", 1), server={"heads": "frozen"}
-        )
-
-    server = server_of(z, None)
-    state = server.init(seed_adapter(4))
-    uploads = trained(server, state, dict.fromkeys("abcd", 4), list("abcd"), {}).uploads
-    canary = replace(uploads[3], adapter=uploads[3].adapter.map(lambda t: 1e2 * t))
-    opened = server.open(state)
-    assert isinstance(opened, PrivateRound) and opened.layout.size == 2
-    mechanism = opened.mechanism
-    sums = []
-    for sent in ([*uploads[:3], canary], uploads[:3]):
-        silent = server_of(0.0, mechanism.grid)
-        silent.aggregate(state, sent)
-        assert silent.privacy is not None and isinstance(silent.privacy.releases, InMemory)
-        sums.append(silent.privacy.releases.kept[1])
-    return mechanism, sums[0], sums[1]
-
-
-@LIBRARIES
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("z", [0.6, 1.0, 3.0])
-def test_nor_does_an_attacker_of_a_whole_round(z: float) -> None:
-    mechanism, with_it, without = round_neighbours(z)
-    found, told = audited(mechanism.noised, with_it, without), epsilon(z, 1, DELTA)
-    assert found <= told
-    assert z > 1 or found > 0.15 * told
-    silent = Mechanism(mechanism.clip, 0.0, mechanism.grid)
-    assert audited(silent.noised, with_it, without) > 4.5, "with the noise off: log(0.98 / 0.0099) = 4.6"
 
 
 @LIBRARIES

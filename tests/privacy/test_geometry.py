@@ -30,7 +30,7 @@ def test_there_and_back_is_the_projection(shape: str, dims: int, a: int, b: int)
     """Oracle: Q Q^T X P P^T of the dense matrix. Q and P are orthonormal."""
     geometry = Geometry(shape, dims)  # type: ignore[arg-type]
     bases = geometry.bases(pair(9, 7, 2, 0), "q", round=3, seed=1)
-    assert bases.shape == (a, b) and bases.size == a * b == geometry.size(9, 7)
+    assert bases.shape == (a, b)
     X = pair(9, 7, 4, 1)
     Q = torch.eye(9, dtype=torch.float64) if bases.Q is None else bases.Q
     P = torch.eye(7, dtype=torch.float64) if bases.P is None else bases.P
@@ -75,14 +75,6 @@ def test_bases_are_a_function_of_what_is_public() -> None:
     assert moved.Q is not None and torch.allclose(first.Q @ first.Q.T, moved.Q @ moved.Q.T, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "released", [LoRA(torch.zeros(6, 2), torch.ones(2, 5)), LoRA(torch.zeros(6, 0), torch.zeros(0, 5))]
-)
-def test_before_anything_was_released_directions_are_random(released: LoRA) -> None:
-    bases = Geometry("two-sided", 3).bases(released, "q", round=0, seed=0)
-    assert bases.shape == (3, 3)
-
-
 def test_more_dims_than_the_module_has_are_all_of_it() -> None:
     """Nothing is lost then: the two-sided space is the whole one."""
     X = pair(6, 5, 3, 1)
@@ -111,9 +103,7 @@ def test_a_layout_holds_all_modules_and_heads_in_one_order() -> None:
     modules, heads = layout.parts(vector)
     assert torch.allclose(modules["v"].delta(), change.delta()) and not modules["k"].delta().any()
     assert heads["a"].tolist() == [0, 1, 2] and heads["b"].shape == (2, 2) and not heads["b"].any()
-    places = layout.slices()
-    assert list(places) == ["k", "v", "a", "b"]
-    assert torch.equal(vector[places["v"]], change.delta().reshape(-1))
+    assert torch.equal(vector[4:16], change.delta().reshape(-1))  # after the four of k
     assert vector.norm() == pytest.approx(math.hypot(change.norm(), float(head.norm())))
     with pytest.raises(ShapeError, match="entries"):
         layout.parts(vector[:-1])

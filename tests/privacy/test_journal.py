@@ -1,14 +1,12 @@
 """The journal: what leaves, leaves once and charged. Kinds of evidence: contract (a kill before every single step, and
-in the middle of writes; SIGKILL at any time), hostile files.
+in the middle of writes), hostile files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
-import random
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,6 @@ import torch
 import support
 from fedlora.errors import BudgetSpent, LedgerError, ShapeError
 from fedlora.privacy import Budget, Event, Journal, Ledger, Mechanism
-from fedlora.privacy.journal import _little
 from support.processes import Program
 
 ROUNDS = Path(support.__file__).parent / "privacy_rounds.py"
@@ -75,42 +72,22 @@ def test_a_kill_at_any_step_releases_once_and_charged(
         assert {(False, False, False), (True, False, False), (True, True, False)} <= set(seen), seen
 
 
-def test_sigkill_at_any_time(tmp_path: Path, program: Callable[..., Program]) -> None:
-    """A process that plays rounds is killed by the system, again and again. By definition: all that ever left of one
-    round is the same, and each round has one event, of its bytes."""
-    generator = random.Random(0)
-    for _ in range(5):
-        process = program(ROUNDS, "play", tmp_path, 400).process
-        began = time.monotonic()
-        while not (tmp_path / "ledger.jsonl").exists() and time.monotonic() - began < 60:
-            time.sleep(0.01)
-        time.sleep(0.2 + generator.random() * 0.3)
-        process.kill()
-        process.join(60)
-    left: dict[str, set[str]] = {}
-    for path in (tmp_path / "left").glob("*"):
-        left.setdefault(path.name.split("-")[0], set()).add(path.read_text())
-    assert left and all(len(shown - {""}) <= 1 for shown in left.values())  # "": killed while that was written
-    journal = Journal(tmp_path / "journal", Ledger(tmp_path / "ledger.jsonl", "some clients"))
-    events = [charged.event for charged in journal.ledger.events()]
-    assert len({event.round for event in events}) == len(events)
-    assert {int(round) for round in left} <= {event.round for event in events} == set(journal.charged())
-
-
 # ---- in one process --------------------------------------------------------------------------------------------------
 
 
 def test_what_left_is_given_again_bit_for_bit_and_charged_once(tmp_path: Path) -> None:
-    """The extremes of int64 included; another process's journal on the same folder gives the same."""
+    """The extremes of int64 included, little-endian in the file; another journal on the same folder gives the same."""
     journal = a_journal(tmp_path)
     assert journal.stored(1) is None and journal.ledger.events() == ()
     left = journal.store(1, TOTAL, an_event(), context="state")
     assert torch.equal(left, TOTAL)
+    body = the_file(tmp_path).read_bytes().partition(b"\n")[2]
+    assert body == b"".join(x.to_bytes(8, "little", signed=True) for x in TOTAL.tolist())
     for _ in range(3):
         again = a_journal(tmp_path).stored(1, context="state")
         assert again is not None and torch.equal(again, TOTAL)
     (charged,) = journal.ledger.events()
-    assert journal.charged() == {1: charged} and len(charged.event.released) == 64
+    assert hashlib.sha256(the_file(tmp_path).read_bytes()).hexdigest() == charged.event.released
     assert the_file(tmp_path).name == f"round-00001-{charged.event.released[:16]}.noised"
 
 
@@ -133,34 +110,8 @@ def test_a_sum_of_another_state_is_not_used(tmp_path: Path) -> None:
 def test_a_written_sum_that_was_not_charged_is_charged_before_it_leaves(tmp_path: Path) -> None:
     journal = a_journal(tmp_path)
     journal.store(1, TOTAL, an_event())
-    for name in ("ledger.jsonl", "ledger.jsonl.tip"):
-        (tmp_path / name).unlink()
+    (tmp_path / "ledger.jsonl").unlink()
     assert torch.equal(journal.stored(1), TOTAL)  # type: ignore[arg-type]
-    assert [charged.event.round for charged in journal.ledger.events()] == [1]
-
-
-def test_a_lost_ledger_gets_back_what_the_journal_knows(tmp_path: Path) -> None:
-    """Somebody begins the ledger anew; the run that goes on charges its earlier releases again, before the next."""
-    journal = a_journal(tmp_path)
-    for round in (1, 2):
-        journal.store(round, TOTAL, an_event(round))
-    for name in ("ledger.jsonl", "ledger.jsonl.tip"):
-        (tmp_path / name).unlink()
-    journal.store(3, TOTAL, an_event(3))
-    assert sorted(charged.event.round for charged in journal.ledger.events()) == [1, 2, 3]
-
-
-def test_what_may_have_left_is_charged_again_though_the_budget_is_spent(tmp_path: Path) -> None:
-    """Round 1 left, and its event was lost; now the population's budget has no room. It is charged all the same."""
-    pytest.importorskip("dp_accounting")
-    journal = a_journal(tmp_path)
-    journal.store(1, TOTAL, an_event(1))
-    for name in ("ledger.jsonl", "ledger.jsonl.tip"):
-        (tmp_path / name).unlink()
-    journal.ledger.set_budget(Budget(1e-3, 1e-3), "nothing is left")
-    with pytest.raises(BudgetSpent):
-        journal.store(2, TOTAL, an_event(2))
-    assert journal.stored(3) is None
     assert [charged.event.round for charged in journal.ledger.events()] == [1]
 
 
@@ -208,7 +159,7 @@ def test_what_is_no_sum_of_the_event_is_refused(tmp_path: Path) -> None:
     for bad in (TOTAL.double(), TOTAL[:-1], TOTAL.reshape(2, 3)):
         with pytest.raises(ShapeError, match="int64"):
             journal.store(1, bad, an_event())
-    with pytest.raises(LedgerError, match="round 2"):
+    with pytest.raises(ShapeError, match="round 2"):
         journal.store(1, TOTAL, an_event(2))
     assert not journal.folder.exists() and journal.ledger.events() == ()
 
@@ -224,12 +175,6 @@ def test_what_a_killed_writer_left_half_written_is_removed_and_nothing_else(tmp_
     assert {path.name for path in journal.folder.iterdir()} == {the_file(tmp_path).name, "notes.part"}
 
 
-def test_a_machine_of_the_other_order_of_bytes_writes_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each integer's eight bytes turned round, by hand."""
-    monkeypatch.setattr(sys, "byteorder", "big")
-    assert _little(bytes(range(16))) == bytes([*range(8)][::-1] + [*range(8, 16)][::-1])
-
-
 def test_a_disk_that_refuses_releases_nothing(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("no folder")
     with pytest.raises(LedgerError, match="nothing was released"):
@@ -242,7 +187,7 @@ def test_a_spent_budget_stops_before_anything_is_written(tmp_path: Path) -> None
     """20 rounds of z = 1 at delta 1e-3 are epsilon 23.06; one is about 3.3, two 5.1."""
     journal = a_journal(tmp_path, Budget(4.0, 1e-3))
     journal.store(1, TOTAL, an_event(1))
-    with pytest.raises(BudgetSpent, match="the budget is 4"):
+    with pytest.raises(BudgetSpent, match="is 4, and"):
         journal.store(2, TOTAL, an_event(2))
     assert len(list(journal.folder.iterdir())) == 1 and len(journal.ledger.events()) == 1
     assert journal.stored(1) is not None  # what was charged may leave again
@@ -253,8 +198,7 @@ def test_a_sum_whose_budget_was_spent_meanwhile_does_not_leave(tmp_path: Path) -
     """Written, killed before its charge, and another run spent the rest."""
     home = tmp_path / "x"
     a_journal(home).store(1, TOTAL, an_event())
-    for name in ("ledger.jsonl", "ledger.jsonl.tip"):
-        (home / name).unlink()
+    (home / "ledger.jsonl").unlink()
     other = Journal(home / "other", Ledger(home / "ledger.jsonl", "some clients"))
     other.store(1, TOTAL.flip(0), an_event(run="other"))
     with pytest.raises(BudgetSpent):

@@ -1,28 +1,25 @@
-"""The ledger of a population. Kinds of evidence: oracle (dp-accounting alone, on the file's lines), contract (processes
-at once), hostile files (torn, cut off, edited, copied, exchanged).
+"""The ledger of a population. Kinds of evidence: oracle (dp-accounting by `epsilon`, which has oracles of its own),
+contract (processes at once, a full or failing disk), hostile files (torn, edited, exchanged). And `fedlora privacy`.
 """
 
 from __future__ import annotations
 
-import copy
+import fcntl
+import hashlib
 import importlib.util
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import support
-from fedlora.errors import BudgetSpent, HyperparameterError, LedgerError
-from fedlora.privacy import Budget, Event, Ledger, Mechanism, chain, epsilon, ledger, locked_file, recompute
-from fedlora.privacy.decisions import Earlier
-from fedlora.privacy.outside import Outside
-from fedlora.privacy.released import fate_of, filtered, unlisted
+from fedlora.errors import BudgetSpent, FedLoRAError, HyperparameterError, LedgerError
+from fedlora.privacy import Budget, Event, Ledger, Mechanism, Spending, epsilon, recompute
 from support.processes import Program
 
 ROUNDS = Path(support.__file__).parent / "privacy_rounds.py"
@@ -30,13 +27,11 @@ PLD = pytest.mark.skipif(importlib.util.find_spec("dp_accounting") is None, reas
 SIZE = 100
 
 
-def an_event(
-    round: int = 1, *, z: float = 1.0, q: float = 1.0, run: str = "one", digest: str = "", **changed: Any
-) -> Event:
-    found = Event.of(
-        Mechanism.of(1.0, z, SIZE), SIZE, run=run, round=round, sampling=q, **{"rounds": 20, "delta": 1e-3, **changed}
-    )
-    return Event(**{**found.plain(), "released": digest or f"{round:032x}{abs(hash(run)) % 2**64:032x}"})
+def an_event(round: int = 1, *, z: float = 1.0, q: float = 1.0, run: str = "one", digest: str = "") -> Event:
+    return Event.of(
+        Mechanism.of(1.0, z, SIZE), SIZE, run=run, round=round, sampling=q, rounds=20, delta=1e-3,
+        released=digest or f"{round:032x}{sum(map(ord, run)):032x}",
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -52,72 +47,54 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+# ---- lines, and what they say ----------------------------------------------------------------------------------------
+
+
 def test_each_charge_is_a_line_that_follows_from_the_one_before(path: Path) -> None:
+    """SHA-256 of each line's bytes stands in the next one. No line has a time: of one run's times another one's would
+    follow."""
     assert of(path).events() == () and not path.exists()  # asking makes nothing
     for round in (1, 2, 3):
         charged = of(path).charge(an_event(round))
         assert (charged.number, charged.event) == (round, an_event(round))
-    header, *events = lines(path)
-    assert header["population"] == "some clients" and "dp-accounting" in header["meaning"]
-    assert [event["number"] for event in events] == [1, 2, 3]
+    of(path).charge_earlier(Spending(5.0, 2))
+    of(path).set_budget(Budget(50.0, 1e-3))
+    header, *others = lines(path)
+    assert set(header) == {"kind", "version", "population", "meaning"} and "dp-accounting" in header["meaning"]
+    assert [line["kind"] for line in others] == ["event"] * 3 + ["earlier", "budget"]
+    assert [line["number"] for line in others] == [1, 2, 3, 4, 5]
+    digests = [hashlib.sha256(line).hexdigest() for line in path.read_bytes().splitlines()]
+    assert [line["before"] for line in others] == digests[:-1]
+    assert recompute(path).newest == (5, digests[-1])
     assert [charged.event for charged in of(path).events()] == [an_event(round) for round in (1, 2, 3)]
-    assert {"sampling", "noise_multiplier", "clip", "size", "grid", "sensitivity", "rounds", "delta", "released", "run",
-            "round"} <= set(events[0])  # fmt: skip
+    assert set(others[0]) == {*an_event().plain(), "kind", "number", "before"}
 
 
-def test_an_event_has_all_its_fields_and_no_other() -> None:
-    plain = an_event(1).plain()
-    assert Event.from_plain(plain) == an_event(1)
-    for found in [{name: plain[name] for name in plain if name != left} for left in plain] + [plain | {"more": 1}]:
-        with pytest.raises(LedgerError, match="fields"):
-            Event.from_plain(found)
-
-
-def test_the_same_release_is_charged_once_and_any_other_again(path: Path) -> None:
+def test_the_same_release_is_charged_once(path: Path) -> None:
+    """And another one of the same round is another charge: it was released."""
     first = of(path).charge(an_event(1))
-    assert of(path).charge(an_event(1)) == first
-    of(path).charge(an_event(1, digest="f" * 64))  # a second draw of the round
-    of(path).charge(an_event(1, run="two"))  # another run
-    assert [charged.number for charged in of(path).events()] == [1, 2, 3]
+    assert of(path).charge(an_event(1)) == first and len(of(path).events()) == 1
+    for event in (an_event(1, digest="f" * 64), an_event(1, run="two")):
+        of(path).charge(event)
+    assert len(of(path).events()) == 3
 
 
 @PLD
-def test_an_outsider_recomputes_epsilon_from_the_lines(path: Path) -> None:
-    """Oracle: dp-accounting alone, on the JSON of the file, as its first line says; of the plan too."""
-    for k in range(4):
-        of(path).charge(an_event(k + 1, rounds=10))
-    of(path).charge(an_event(1, z=0.8, q=0.25, run="search, trial 1", rounds=3))
-    import dp_accounting
-    from dp_accounting.pld import PLDAccountant
-
-    def composed(events: list[tuple[float, float, int]]) -> float:
-        accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, 1e-3)
-        for q, z, count in events:
-            accountant.compose(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)), count)
-        return float(accountant.get_epsilon(1e-3))
-
-    counts = Counter((e["sampling"], e["noise_multiplier"]) for e in lines(path) if e["kind"] == "event")
-    told = [(q, z, count) for (q, z), count in counts.items()]
-    found = recompute(path)
-    assert found.delta == 1e-3 and found.population == "some clients" and len(found.events) == 5
-    assert found.epsilon == pytest.approx(composed(told), rel=1e-3)
-    assert found.planned == pytest.approx(composed([(1.0, 1.0, 10), (0.25, 0.8, 3)]), rel=1e-3)
-    assert of(path).spent(1e-3) == found.epsilon and of(path).planned(1e-3) == found.planned
-    facts = of(path).describe(1e-3)
-    assert (facts["epsilon"], facts["planned_epsilon"], facts["events"]) == (found.epsilon, found.planned, 5)
-    assert tuple(facts["tip"]) == found.tip and json.dumps(facts)
+def test_what_is_spent_and_planned(path: Path) -> None:
+    """Oracle: `epsilon`. Two releases of round 1 of 20 planned ones are 21; five earlier ones count as such."""
+    assert of(path).read(1e-3).planned == of(path).read(1e-3).epsilon == 0.0
+    for digest in ("e" * 64, "f" * 64):
+        of(path).charge(an_event(1, digest=digest))
+    assert of(path).read(1e-3).epsilon == epsilon(1.0, 2, 1e-3)
+    assert of(path).read(1e-3).planned == epsilon(1.0, 21, 1e-3)
+    of(path).charge_earlier(Spending(1.0, 5))
+    told, found = of(path).describe(1e-3), recompute(path)
+    assert told["epsilon"] == found.epsilon == epsilon(1.0, 7, 1e-3) and found.delta == 1e-3
+    assert told["planned_epsilon"] == found.planned == epsilon(1.0, 26, 1e-3)
+    assert told["earlier"] == [{"noise_multiplier": 1.0, "rounds": 5, "sampling": 1.0}] and told["events"] == 2
 
 
-@PLD
-def test_a_second_draw_of_a_round_is_beyond_the_plan(path: Path) -> None:
-    """Two events of round 1 of 20: 21 releases. Before the first event nothing is planned."""
-    assert of(path).planned(1e-3) == of(path).spent(1e-3) == 0.0
-    of(path).charge(an_event(1))
-    of(path).charge(an_event(1, digest="f" * 64))
-    other = of(path.with_name("other.jsonl"))
-    for round in range(1, 22):
-        other.charge(an_event(round))
-    assert of(path).planned(1e-3) == other.spent(1e-3)
+# ---- the budget ------------------------------------------------------------------------------------------------------
 
 
 @PLD
@@ -125,160 +102,129 @@ def test_an_event_that_would_pass_the_budget_is_refused_and_not_written(path: Pa
     """Reference: 20 rounds of z = 1 at delta 1e-3 are 23.06: within 23.1, and the 21st is not. Other runs count."""
     budget = Budget(23.1, 1e-3)
     of(path).check(an_event(1), budget, rounds=20)
-    with pytest.raises(BudgetSpent, match=r"21 more releases.*the budget is 23.1.*0 releases"):
+    with pytest.raises(BudgetSpent, match=r"21 more releases.*is 23.1, and 0\.000 of it"):
         of(path).check(an_event(1), budget, rounds=21)
     for round in range(1, 21):
         of(path).charge(an_event(round, run="first" if round < 11 else "second"))
     before = path.read_bytes()
-    with pytest.raises(BudgetSpent, match=r"20 releases have spent 23\.06"):
+    with pytest.raises(BudgetSpent, match=r"23\.06\d of it is spent"):
         of(path).charge(an_event(21, run="third"), budget)
     assert path.read_bytes() == before
     assert of(path).charge(an_event(20, run="second"), budget).number == 20  # charged already: free
 
 
+@PLD
+def test_the_first_budget_that_is_named_holds_for_everybody_until_another_is_set(path: Path) -> None:
+    """At delta 1e-3, 3 rounds of z = 1 are within 7.5 and 4 are not (asked of `epsilon`)."""
+    assert epsilon(1.0, 3, 1e-3) < 7.5 < epsilon(1.0, 4, 1e-3)
+    of(path).charge(an_event(1))
+    assert of(path).budget() is None
+    of(path).charge(an_event(2), Budget(7.5, 1e-3))
+    assert of(path).budget() == Budget(7.5, 1e-3)
+    with pytest.raises(BudgetSpent, match=r"own privacy\.budget is 2, "):
+        of(path).charge(an_event(3), Budget(2.0, 1e-3))
+    of(path).charge(an_event(3), Budget(50.0, 1e-3))  # which changes nothing of the ledger's
+    before = path.read_bytes()
+    for own in (Budget(50.0, 1e-3), Budget(50.0, 1e-5), None):
+        with pytest.raises(BudgetSpent, match=r"budget of ledger\.jsonl is 7\.5, .*--budget EPSILON"):
+            of(path).charge(an_event(4), own)
+    assert path.read_bytes() == before
+    of(path).set_budget(Budget(9.5, 1e-3))
+    assert of(path).charge(an_event(4)).number == 6
+    assert [b["epsilon"] for b in of(path).describe(1e-3)["budgets"]] == [7.5, 9.5]
+    of(path).set_budget(Budget(1.0, 1e-3))  # less: nothing more may be spent
+    with pytest.raises(BudgetSpent, match="is 1,"):
+        of(path).charge(an_event(5), Budget(50.0, 1e-3))
+
+
+@PLD
+@pytest.mark.parametrize(("z", "rounds", "q"), [(0.0, 5, 1.0), (1.0, 0, 1.0), (1e-3, 10**6, 1.0), (1e-3, 10**6, 1e-6)])
+def test_an_earlier_training_without_a_finite_epsilon_is_not_written(
+    path: Path, z: float, rounds: int, q: float
+) -> None:
+    """A line stays for good, so this one would end the ledger. A sane one counts, whatever the budget: it happened."""
+    of(path).set_budget(Budget(0.01, 1e-3))
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match="no finite epsilon"):
+        of(path).charge_earlier(Spending(z, rounds, q))
+    assert path.read_bytes() == before
+    assert of(path).charge_earlier(Spending(10.0, 3)) == 2
+    assert of(path).read(1e-3).epsilon == epsilon(10.0, 3, 1e-3)
+
+
+# ---- files that are not as they were ---------------------------------------------------------------------------------
+
+
 def test_a_torn_line_was_never_a_charge(path: Path) -> None:
-    """A writer killed in the middle of its line had released nothing. Every cut of the last line."""
+    """A writer killed in the middle of its line had released nothing. Every kind of cut of the last line."""
     for round in (1, 2):
         of(path).charge(an_event(round))
-    outside = Outside("ledgers", lines(path)[0]["id"]).path
-    whole, tip, known = path.read_bytes(), path.with_name("ledger.jsonl.tip").read_bytes(), outside.read_bytes()
+    whole = path.read_bytes()
     of(path).charge(an_event(3))
     added = path.read_bytes()[len(whole) :]
     for cut in (1, 2, len(added) // 2, len(added) - 1):
-        with path.open("r+b") as file:  # the same file: its inode is a part of what is known
-            file.truncate(len(whole) + cut) or file.seek(0) or file.write(whole + added[:cut])
-        path.with_name("ledger.jsonl.tip").write_bytes(tip)
-        outside.write_bytes(known)
-        assert len(of(path).events()) == 2 and len(recompute_events(path)) == 2
+        path.write_bytes(whole + added[:cut])
+        assert len(of(path).events()) == 2 == len(recompute(path).events)
         assert of(path).charge(an_event(4)).number == 3
         assert [charged.event.round for charged in of(path).events()] == [1, 2, 4]
 
 
-def recompute_events(path: Path) -> tuple[Any, ...]:
-    return ledger.chain.read(path.read_bytes(), "a ledger").charged  # type: ignore[union-attr]
-
-
-def test_a_torn_header_is_begun_anew(path: Path) -> None:
+def test_a_torn_header_is_begun_anew_and_no_other_file_is_touched(path: Path) -> None:
     path.write_bytes(b'{"kind": "led')
-    assert of(path).charge(an_event(1)).number == 1
-    assert len(lines(path)) == 2
-
-
-def rewritten(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
-    """In place: the same inode."""
-    raw = b"".join(change(path.read_bytes().splitlines(keepends=True)))
-    with path.open("r+b") as file:
-        file.truncate(0)
-        file.write(raw)
+    assert of(path).charge(an_event(1)).number == 1 and len(lines(path)) == 2
+    for notes in ("my notes", "my notes\n"):
+        path.write_text(notes)
+        for ask in (lambda: of(path).charge(an_event(1)), lambda: of(path).check(an_event(1), None)):
+            with pytest.raises(LedgerError, match="holds no ledger"):
+                ask()
+        assert path.read_text() == notes
+    with pytest.raises(LedgerError, match="cannot be"):
+        of(path.parent).charge(an_event(1))
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda found: found[:-1], "cut off"),
-        (lambda found: found[:1], "cut off"),
-        (lambda found: [], "missing or empty"),
         (lambda found: [*found[:2], *found[3:]], "does not follow"),
         (lambda found: [found[0], found[2], found[1], *found[3:]], "does not follow"),
-        (lambda found: [found[0], found[1].replace(b'"noise_multiplier": 1.0', b'"noise_multiplier": 9.0'), *found[2:]],
-         "sensitivity|does not follow"),
+        (lambda found: [found[0], found[1].replace(b'"round": 1', b'"round": 5'), *found[2:]], "does not follow"),
         (lambda found: [found[0].replace(b"some clients", b"some cliEnts"), *found[1:]], "does not follow"),
-        (lambda found: [*found[:-1], found[-1].replace(b'"round": 3', b'"round": 4')], "cut off, changed"),
-        (lambda found: [*found, b"\n"], "not JSON"),
-        (lambda found: [*found, b"[1]\n"], "not a table"),
-        (lambda found: [*found, b"\xff\xfe\n"], "not JSON"),
+        (lambda found: [*found, b"\n"], "no table"),
+        (lambda found: [*found, b"[1]\n"], "no table"),
+        (lambda found: [*found, b"\xff\xfe\n"], "no table"),
         (lambda found: [*found, b'{"number": 4, "before": null}\n'], "does not follow"),
-        (lambda found: [b"{}\n", *found], "not a ledger of this"),
+        (lambda found: [b"{}\n", *found], "holds no ledger"),
+        (lambda found: [found[0].replace(b': 2}', b': 1}'), *found[1:]], "version 1"),
     ],
 )  # fmt: skip
-def test_a_changed_ledger_is_refused(path: Path, change: Callable[[list[bytes]], list[bytes]], said: str) -> None:
+def test_a_broken_chain_is_refused(path: Path, change: Callable[[list[bytes]], list[bytes]], said: str) -> None:
     """Nothing is charged to it, and nothing is told from it."""
     for round in (1, 2, 3):
         of(path).charge(an_event(round))
-    rewritten(path, change)
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
     before = path.read_bytes()
-    for ask in (lambda: of(path).charge(an_event(9)), lambda: of(path).spent(1e-3), lambda: of(path).events()):
+    for ask in (lambda: of(path).charge(an_event(9)), lambda: of(path).events(), lambda: recompute(path)):
         with pytest.raises(LedgerError, match=said):
             ask()
     assert path.read_bytes() == before
 
 
-def test_a_chain_that_was_made_anew_is_told_by_the_tip(path: Path, tmp_path: Path) -> None:
-    """Somebody with the code rewrites the whole ledger, with a larger z, and all digests right."""
-    for round in (1, 2):
-        of(path).charge(an_event(round))
-    kept = recompute(path).tip
-    other = tmp_path / "other.jsonl"
-    for round in (1, 2, 3):
-        of(other).charge(an_event(round, z=50.0))
-    rewritten(path, lambda found: [found[0], *other.read_bytes().splitlines(keepends=True)[1:]])
-    with pytest.raises(LedgerError, match="does not follow"):  # the header's digest is another
-        of(path).events()
-    rewritten(path, lambda found: other.read_bytes().splitlines(keepends=True))
-    with pytest.raises(LedgerError, match="cut off, changed"):
-        of(path).events()
-    with pytest.raises(LedgerError):
-        of(path).charge(an_event(4))
-    assert tuple(kept) not in ledger.chain.read(path.read_bytes(), "").tips  # type: ignore[union-attr]
-
-
-def test_a_removed_ledger_is_not_begun_anew_beside_its_tip(path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [{"kind": "budget", "epsilon": -1.0, "delta": 1e-3}, {"kind": "budget", "epsilon": 1.0},
+     {"kind": "budget", "epsilon": 1.0, "delta": 1e-3, "more": 1}, {"kind": "budget", "epsilon": "8", "delta": 1e-3},
+     {"kind": "earlier", "noise_multiplier": [1], "rounds": 1}, {"kind": "earlier"}, {"kind": "gift", "epsilon": -5.0},
+     {**an_event(2).plain(), "kind": "event", "sensitivity": 0.5}, {"kind": "event"},
+     {**an_event(2).plain(), "kind": "event", "more": 1}, {**an_event(2).plain(), "kind": "event", "size": 10**400}],
+)  # fmt: skip
+def test_lines_that_cannot_have_been_are_refused(path: Path, line: dict[str, Any]) -> None:
+    """In a chain whose digests are right, so that it is the line itself that is refused."""
     of(path).charge(an_event(1))
-    path.unlink()
-    for ask in (lambda: of(path).charge(an_event(2)), lambda: of(path).events(), lambda: of(path).charge(an_event(2))):
-        with pytest.raises(LedgerError, match="missing or empty"):
+    with path.open("a") as file:
+        file.write(json.dumps({"number": 2, "before": recompute(path).newest[1], **line}) + "\n")
+    for ask in (lambda: of(path).events(), lambda: recompute(path), lambda: of(path).charge(an_event(2))):
+        with pytest.raises(LedgerError, match="line 2"):
             ask()
-
-
-def test_a_copy_is_refused_until_somebody_says_that_it_is_the_one(path: Path, tmp_path: Path) -> None:
-    of(path).charge(an_event(1))
-    (tmp_path / "elsewhere").mkdir()
-    copied = tmp_path / "elsewhere" / "ledger.jsonl"
-    shutil.copyfile(path, copied)
-    with pytest.raises(LedgerError, match=r"a copy.*adopt"):
-        of(copied).charge(an_event(2))
-    assert len(of(copied).events()) == 1  # reading is free
-    of(copied).adopt("a new disk")
-    assert of(copied).charge(an_event(2)).number == 3
-    assert [line.get("reason") for line in lines(copied)] == [None, None, "a new disk", None]
-    with pytest.raises(LedgerError, match="stays in the ledger"):
-        of(copied).adopt(" ")
-    (tmp_path / "empty.jsonl").touch()
-    for name in ("none", "empty"):
-        with pytest.raises(LedgerError, match="nothing to adopt"):
-            of(tmp_path / f"{name}.jsonl").adopt("why not")
-
-
-def test_adopting_mends_no_ledger_that_was_cut_off(path: Path) -> None:
-    for round in (1, 2):
-        of(path).charge(an_event(round))
-    rewritten(path, lambda found: found[:-1])
-    with pytest.raises(LedgerError, match="cut off"):
-        of(path).adopt("it is short")
-
-
-def test_a_missing_tip_is_refused_but_for_a_ledger_that_is_just_begun(path: Path) -> None:
-    """Killed between the header and the first tip, nothing was spent; later the tip is there before any event is."""
-    of(path).charge(an_event(1))
-    tip = path.with_name("ledger.jsonl.tip")
-    tip.unlink()
-    with pytest.raises(LedgerError, match="tip is missing"):
-        of(path).charge(an_event(2))
-    (line, header) = (path.read_bytes().splitlines(True)[0], json.loads(path.read_text().splitlines()[0]))
-    rewritten(path, lambda found: found[:1])
-    with pytest.raises(LedgerError, match="older than what"):  # it was not: line 1 is known
-        of(path).charge(an_event(2))
-    known = Outside("ledgers", header["id"])  # as it is before the first line
-    known.write(path, mark=header["mark"], number=0, digest=chain.digest_of(line))
-    assert of(path).charge(an_event(2)).number == 1 and tip.exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"nonsense", b"\xff"])
-def test_a_damaged_tip_is_refused(path: Path, content: bytes) -> None:
-    of(path).charge(an_event(1))
-    path.with_name("ledger.jsonl.tip").write_bytes(content)
-    with pytest.raises(LedgerError, match="tip cannot be read"):
-        of(path).charge(an_event(2))
 
 
 def test_another_population_has_another_ledger(path: Path) -> None:
@@ -288,28 +234,23 @@ def test_another_population_has_another_ledger(path: Path) -> None:
     for name in ("", "a\nb", "x" * 300, 5):
         with pytest.raises(LedgerError, match="population"):
             Ledger(path, name)  # type: ignore[arg-type]
+    with pytest.raises(LedgerError, match="does not exist"):
+        recompute(path.with_name("none.jsonl"))
 
 
-def test_no_line_has_a_time_and_each_field_was_decided_on(path: Path) -> None:
-    """A line of every kind. Of one run's times another one's would follow, so that it is all kinds and every q."""
-    of(path).charge(an_event(1), Budget(50.0, 1e-3))
-    of(path).charge(an_event(2, q=0.5))
-    of(path).charge_earlier(Earlier("the adapter of 2025", 5.0, rounds=2))
-    tip = path.with_name("ledger.jsonl.tip")
-    tip.unlink()
-    of(path).adopt("a new disk")
-    assert {line["kind"] for line in lines(path)} == {"ledger", "event", "budget", "earlier", "moved"}
-    for line in [*lines(path), json.loads(tip.read_text())]:
-        assert unlisted("ledger", line) == [] and filtered("ledger", line) == line
-    assert fate_of("ledger", "time") == "dropped"
-
-
-def test_its_time_of_change_is_the_number_of_its_newest_line(path: Path) -> None:
-    """A backup that goes by times of change takes each line; nobody learns when a round ended."""
-    for round in (1, 2, 3):
-        of(path).charge(an_event(round))
-        for file in (path, path.with_name("ledger.jsonl.tip")):
-            assert file.stat().st_mtime == datetime(1980, 1, 1, 12, 0, round, tzinfo=UTC).timestamp()
+@PLD
+def test_a_copy_spends_the_budget_again_and_only_a_kept_digest_tells(path: Path) -> None:
+    """What docs/how-to/privacy.md says plainly. Two copies accept what one ledger refuses."""
+    of(path).charge(an_event(1), Budget(5.5, 1e-3))  # room for two rounds
+    copied = shutil.copyfile(path, path.with_name("copy.jsonl"))
+    of(path).charge(an_event(2))
+    kept = recompute(path).newest[1]
+    of(copied).charge(an_event(2, digest="f" * 64))
+    for each in (path, copied):
+        with pytest.raises(BudgetSpent):
+            of(each).charge(an_event(3))
+    of(path).charge_earlier(Spending(9.0, 1))
+    assert kept in path.read_text() and kept not in copied.read_text()
 
 
 def test_a_link_to_the_ledger_is_the_ledger(path: Path, tmp_path: Path) -> None:
@@ -317,6 +258,9 @@ def test_a_link_to_the_ledger_is_the_ledger(path: Path, tmp_path: Path) -> None:
     (tmp_path / "link.jsonl").symlink_to(path)
     assert of(tmp_path / "link.jsonl").charge(an_event(2)).number == 2
     assert len(of(path).events()) == 2 and (tmp_path / "link.jsonl").is_symlink()
+
+
+# ---- processes at once, and disks ------------------------------------------------------------------------------------
 
 
 def test_two_processes_charge_at_once(path: Path, program: Callable[..., Program]) -> None:
@@ -337,27 +281,6 @@ def test_two_processes_cannot_spend_one_budget_twice(path: Path, program: Callab
     assert sum(found["spent"] for found in told) == 2 == len(of(path).events())
 
 
-def test_another_process_s_lock_is_waited_for_and_not_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locked_file, "PATIENCE", 0.1)
-    of(path).charge(an_event(1))
-    with locked_file.held(path), pytest.raises(LedgerError, match="another process has held"):
-        of(path).charge(an_event(2))
-    assert of(path).charge(an_event(2)).number == 2
-
-
-def test_a_system_without_locks_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(descriptor: int, how: int) -> None:
-        raise OSError(95, "Operation not supported")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(locked_file.fcntl, "flock", none)
-        with pytest.raises(LedgerError):
-            of(path).charge(an_event(1))
-    monkeypatch.setattr(locked_file, "fcntl", None)
-    with pytest.raises(LedgerError, match="needs file locks"):
-        of(path).charge(an_event(1))
-
-
 def test_a_full_disk_charges_nothing_and_leaves_the_ledger_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of(path).charge(an_event(1))
     before, whole = path.read_bytes(), os.pwrite
@@ -376,45 +299,97 @@ def test_a_full_disk_charges_nothing_and_leaves_the_ledger_whole(path: Path, mon
 
 
 def test_a_disk_that_does_not_keep_what_was_flushed_is_heard(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system without locks (flock fails) is heard as well."""
     of(path).charge(an_event(1))
 
-    def broken(descriptor: int) -> None:
+    def broken(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", broken)
-        for event in (an_event(2), an_event(1)):  # a new one, and one whose writer may not have flushed it
-            with pytest.raises(LedgerError, match="Input/output error"):
-                of(path).charge(event)
+    for owner, name in ((os, "fsync"), (fcntl, "flock")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, broken)
+            for event in (an_event(2), an_event(1)):  # a new one, and one whose writer may not have flushed it
+                with pytest.raises(LedgerError, match="Input/output error"):
+                    of(path).charge(event)
     assert len(of(path).events()) == 1
+
+
+# ---- events ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "changed",
-    [{"round": 0}, {"round": True}, {"rounds": 0}, {"rounds": 10**9}, {"sampling": 0.0}, {"sampling": 2.0}, {"run": ""},
+    [{"round": 0}, {"round": True}, {"rounds": 10**9}, {"sampling": 0.0}, {"sampling": 2.0}, {"run": ""},
      {"run": "a\nb"}, {"noise_multiplier": 0.0}, {"delta": 0.0}, {"released": "short"}, {"sensitivity": 1.0},
      {"size": 0}, {"clip": float("nan")}, {"grid": 0.5}, {"grid": 0.3}, {"noise_multiplier": 1e300}],
 )  # fmt: skip
-def test_impossible_events(changed: dict[str, Any], path: Path) -> None:
-    """Neither made nor read: a ledger with such a line is refused."""
+def test_impossible_events(changed: dict[str, Any]) -> None:
     with pytest.raises(HyperparameterError):
         Event(**{**an_event(1).plain(), **changed})
     with pytest.raises(LedgerError, match="impossible event"):
         Event.from_plain({**an_event(1).plain(), **changed})
 
 
-def test_what_is_no_event_is_refused(path: Path) -> None:
-    plain = an_event(1).plain()
-    for bad in ({}, {**plain, "more": 1}, {**plain, "round": "1"}, {**plain, "clip": [1]}, {**plain, "size": 10**400}):
-        with pytest.raises(LedgerError):
-            Event.from_plain(copy.deepcopy(bad))
+def test_an_event_without_its_release_and_impossible_budgets(path: Path) -> None:
     with pytest.raises(LedgerError, match="digest"):
-        of(path).charge(Event(**{**plain, "released": ""}))
+        of(path).charge(Event(**{**an_event(1).plain(), "released": ""}))
     for most, delta in ((0, 1e-5), (float("nan"), 1e-5), (1, 0)):
         with pytest.raises(HyperparameterError):
             Budget(most, delta)
-    with pytest.raises(LedgerError, match="cannot be read"):
-        recompute(path)
-    path.write_text("nothing")
-    with pytest.raises(LedgerError, match="holds no ledger"):
-        recompute(path)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def said(*args: Any, code: int = 0) -> str:
+    from fedlora.cli import app
+
+    found = CliRunner().invoke(app, ["privacy", *map(str, args)])
+    if found.exit_code != 0:  # what `main` turns into one line and exit code 2
+        assert isinstance(found.exception, FedLoRAError) and code == 2, found.output
+        return str(found.exception)
+    assert code == 0, found.output
+    return " ".join(found.output.split())
+
+
+@PLD
+def test_the_command_begins_charges_and_raises(path: Path) -> None:
+    charge = ["--charge", "--noise-multiplier", 1.0, "--rounds", 5]
+    assert "--population" in said(path, *charge, code=2) and not path.exists()
+    shown = said(path, *charge, "--population", "some clients")
+    assert f"epsilon {epsilon(1.0, 5, 1e-5):.1f}"[:10] in shown and "earlier" in shown
+    assert "--delta is missing" in said(path, "--budget", 9, code=2)
+    assert "budget: epsilon 9 at delta 0.001." in said(path, "--budget", 9, "--delta", 1e-3)
+    assert "epsilon 9 at delta 0.001, then epsilon 12 at delta 0.001." in said(path, "--budget", 12)
+    told = json.loads(said(path, "--json"))
+    assert [b["epsilon"] for b in told["budgets"]] == [9.0, 12.0] and told["earlier"][0]["rounds"] == 5
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--budget", 5, "--charge"], "one at a time"),
+        (["--rounds", 5], "--rounds goes with --charge"),
+        (["--charge"], "needs --noise-multiplier and --rounds"),
+        (["--charge", "--noise-multiplier", 0, "--rounds", 5], "no finite epsilon"),
+        (["--budget", -1, "--delta", 1e-3], "positive and finite"),
+        (["--budget", 1, "--delta", 2], "delta is a probability"),
+        (["--population", "x"], "--population goes with --budget"),
+        (["--budget", 1, "--delta", 1e-3, "--population", "others"], "belongs to the population"),
+    ],
+)
+def test_the_command_says_what_is_wrong_and_writes_nothing(path: Path, args: list[Any], words: str) -> None:
+    of(path).charge(an_event(1))
+    before = path.read_bytes()
+    assert words in said(path, *args, code=2)
+    assert path.read_bytes() == before
+
+
+def test_where_data_are_by_the_environment_says_nothing_of_a_ledger(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option counts as typed where it was typed: the variable is for the runs of the same shell."""
+    of(path).charge(an_event(1))
+    monkeypatch.setenv("FEDLORA_DATA_ROOT", str(path.parent))
+    assert "in 1 releases" in said(path)
+    assert "--data-root" in said(path, "--data-root", path.parent, code=2)

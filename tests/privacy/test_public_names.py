@@ -23,7 +23,6 @@ WITHOUT_EXAMPLE = {
     "Budget",
     "Event",
     "Charged",
-    "Item",
     "Layout",
     "Recomputed",
     "Spending",

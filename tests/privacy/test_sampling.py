@@ -26,13 +26,6 @@ def test_each_client_is_drawn_with_that_probability_and_independently() -> None:
     assert abs(both - q * q) < 6 * math.sqrt(q * q * (1 - q * q) * 3 / n)
 
 
-def test_an_empty_draw_is_a_draw() -> None:
-    """Six clients at q = 0.1: nobody is drawn in 53 % of rounds (0.9^6; the design notes say so). 2,000 rounds, six
-    standard errors."""
-    empty = sum(not poisson_sample(MANY[:6], 0.1) for _ in range(2000)) / 2000
-    assert abs(empty - 0.9**6) < 6 * math.sqrt(0.25 / 2000)
-
-
 def test_no_seed_repeats_a_draw() -> None:
     draws = []
     for _ in range(2):

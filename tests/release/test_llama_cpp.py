@@ -21,9 +21,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedlora.adapters.reader import AdapterFile
-from fedlora.applying.base_folder import BaseFiles
-from fedlora.applying.gguf_adapter import NAME, write_gguf
 from fedlora.data import smollm2_model
+from fedlora.export.gguf import NAME, write_gguf
 from fedlora.training.loading import dequantised
 from support.environments import Environment, uv
 from support.packaged import smollm2_tokenizer
@@ -95,7 +94,7 @@ def test_llama_cpp_says_what_peft_says(
     for parameter in (each for each in model.parameters() if each.requires_grad):
         torch.nn.init.normal_(parameter, std=0.02)
     model.save_pretrained(tmp_path / "adapter")
-    write_gguf(AdapterFile(tmp_path / "adapter"), BaseFiles(dequantised(file)), tmp_path / "g")
+    write_gguf(AdapterFile(tmp_path / "adapter"), dequantised(file), tmp_path / "g")
     for lora, want in ((tmp_path / "g" / NAME, with_adapter(model, ids)), ("", with_adapter(model, ids, off=True))):
         said = json.loads(
             llama_cpp.run("-c", GENERATES, base, lora, json.dumps(ids[0].tolist()), TOKENS).splitlines()[-1]

@@ -3,7 +3,7 @@
     python killed_private_runs.py FOLDER STRIDE
 
 prints a JSON list with one entry for each kill: before every STRIDE-th of some hundred steps. A kill is `os._exit`, as
-in `killed_writers`. The engine trains toys; journal, ledger, checkpoints and the drawn sample are the real ones. No
+in `killed_writers`. The engine trains toys; journal, ledger and checkpoints are the real ones. No
 budget: nothing is accounted, so it is fast. Steps that wait for the disk count, and do not wait.
 """
 
@@ -87,11 +87,6 @@ def journal(home: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.glob("*.noised"))}
 
 
-def sample(home: Path) -> Any:
-    path = home / "run" / "private" / "sample.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 def trained(log: Path) -> list[list[str]]:
     return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
 
@@ -126,7 +121,7 @@ def main(folder: Path, stride: int) -> None:
         code = forked(once)
         if code not in (0, 9):
             raise RuntimeError(f"step {step}: code {code}")
-        entry: dict[str, Any] = {"step": step, "journal": journal(home), "sample": sample(home)}
+        entry: dict[str, Any] = {"step": step, "journal": journal(home)}
         log.unlink(missing_ok=True)
 
         def again(home: Path = home, log: Path = log) -> None:

@@ -1,11 +1,9 @@
-"""Private rounds in processes that are killed. Run as a program of its own, since it forks, or is killed from outside:
+"""Private rounds in processes that are killed. Run as a program of its own, since it forks:
 
     python privacy_rounds.py kills FOLDER         one round, killed before each of its steps and then resumed: JSON
     python privacy_rounds.py torn FOLDER          likewise, and the step that dies writes half of its bytes first
-    python privacy_rounds.py play FOLDER ROUNDS   rounds one after the other, for whoever kills this process
     python privacy_rounds.py charge FOLDER RUN N  N charges to one ledger that others charge too
     python privacy_rounds.py spend FOLDER RUN EPSILON   charges until the budget is spent: prints how many
-    python privacy_rounds.py ask FOLDER           asks to charge and to check, in little memory: prints each refusal
 
 Noise here is any secret integers: what is drawn twice differs. What leaves is written to FOLDER/left/, one file each
 time that it leaves.
@@ -16,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import secrets
 import sys
 from pathlib import Path
@@ -24,8 +21,9 @@ from typing import Any
 
 import torch
 
-from fedlora.errors import BudgetSpent, LedgerError
+from fedlora.errors import BudgetSpent
 from fedlora.privacy import Budget, Event, Journal, Ledger, Mechanism
+from fedlora.privacy.journal import _read
 from support.killed_writers import killed
 
 SIZE = 40
@@ -64,8 +62,10 @@ def play(home: Path, round: int = 1) -> None:
 def look(home: Path) -> str:
     """What is in the journal, in the ledger, and what has left, as JSON."""
     journal = Journal(home / "journal", Ledger(home / "ledger.jsonl", "some clients"))
-    entries = {r: journal._entry(r) for r, _, _ in journal._listed()}
-    held = {r: [digest(e.released), e.event.released] for r, e in entries.items() if e is not None}
+    held = {}
+    for path in journal.folder.glob("*.noised"):
+        event, _, released = _read(path, round := int(path.name.split("-")[1]))
+        held[round] = [digest(released), event.released]
     charged = [[c.event.round, c.event.released] for c in journal.ledger.events()]
     left = (
         sorted(p.name.split("-")[0] + " " + p.read_text() for p in (home / "left").glob("*")) if home.exists() else []
@@ -106,27 +106,12 @@ def _whole_again(home: Path, whole: Any) -> Any:
     return after
 
 
-def ask(home: Path) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
-    ledger = Ledger(home / "ledger.jsonl", "some clients")
-    for question in (ledger.charge, lambda asked: ledger.check(asked, None)):
-        try:
-            question(event("one", 3, some_digest()))
-        except LedgerError:
-            print("refused", flush=True)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     what, folder = sys.argv[1], Path(sys.argv[2])
     if what in ("kills", "torn"):
         os.fsync = lambda descriptor: None
         print(json.dumps(kills(folder / "home", torn=what == "torn")))
-    elif what == "ask":
-        ask(folder)
-    elif what == "play":
-        for number in range(1, int(sys.argv[3]) + 1):
-            play(folder, number)
     elif what == "charge":
         for number in range(1, int(sys.argv[4]) + 1):
             Ledger(folder / "ledger.jsonl", "some clients").charge(event(sys.argv[3], number, some_digest()))

@@ -41,7 +41,7 @@ def private_run(
     ledger = Ledger(folder / "ledger.jsonl", "toys")
     releases = OnDisk(folder / "private", "this-run", ledger, budget, rounds, DELTA)
     return PrivateRun(
-        replace(server, privacy=replace(privacy, releases=releases, diary=releases.note)), releases, plan
+        replace(server, privacy=replace(privacy, releases=releases)), releases, plan
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """PEFT adapter files: reading them without trust, writing them atomically, merging and resizing them.
 
 alpha / r ends here: inside fedlora an update is B A. Only `untrusted_files` opens strangers' files, and only LoRA of
-linear layers with saved modules is read (`config`, `reader`). For operations that need the base model, see `applying`.
+linear layers with saved modules is read (`config`, `reader`). For operations that need the base model, see `export`.
 """
 
 from typing import TYPE_CHECKING

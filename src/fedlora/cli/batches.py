@@ -8,7 +8,6 @@ from functools import partial
 
 from rich.progress import TaskID
 
-from fedlora.cli.privacy_rows import where_to_look
 from fedlora.cli.screen import bar, notes, say
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
@@ -35,9 +34,6 @@ def run_batch(
     """Run them, and return the failures. An interrupt ends them at once. If the output is a pipe or file, so that
     nobody sees a bar, a line reports each run's start and end."""
     quiet_libraries()
-    if private := [run for run in todo if run.config.privacy is not None]:
-        place = places.folder(private[0]).path.parent / "*" / "private" / "log"
-        notes.warn(where_to_look(place))
     rows: dict[str, TaskID] = {}  # digest -> the line of a run that is running
     waited: list[bool] = []
     failed: list[Outcome] = []

@@ -24,10 +24,9 @@ from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
     from fedlora.adapters.reader import AdapterFile
-    from fedlora.applying.apply import Applied, Cost
-    from fedlora.applying.base_folder import BaseFiles
+    from fedlora.export.attached import Attached
+    from fedlora.export.merged import Cost
 
-_LISTED = 8  # names in a line; --json has all
 _NOTICEABLE = 0.01
 
 
@@ -42,11 +41,11 @@ def validate(
     from fedlora.adapters.uploads import labels_of, read_facts
 
     found: dict[str, str | None] = {}
-    fits: dict[str, Applied] = {}
+    fits: dict[str, Attached] = {}
     remarks: dict[str, list[str]] = {}
-    model = _base_files(base) if base is not None else None
+    model = _base_folder(base) if base is not None else None
     if model is not None:
-        from fedlora.applying.apply import check_adapter
+        from fedlora.export.attached import check
     for directory in tracked(adapters, "checking"):
         try:
             file = AdapterFile(directory, max_bytes=max_bytes, dora=model is not None)
@@ -54,7 +53,7 @@ def validate(
                 remarks[str(directory)] = ["its update is zero: in a mean it only shrinks the others'"]
             labels_of(file.directory), read_facts(file.directory)
             if model is not None:
-                fits[str(directory)] = check_adapter(file, model)
+                fits[str(directory)] = check(file, model)
             found[str(directory)] = None
         except FedLoRAError as error:
             found[str(directory)] = str(error)
@@ -67,8 +66,6 @@ def validate(
     else:
         for name, reason in found.items():
             console.print(f"{name}: {'sound' if reason is None else 'refused'}")
-            if name in fits:
-                _tell(fits[name])
             if reason is None:
                 tell_remarks(remarks.get(name, ()))
     refused = [reason for reason in found.values() if reason is not None]
@@ -112,32 +109,34 @@ def export(
 
 
 def _merged(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: bool, json: bool) -> None:
-    from fedlora.applying.apply import DTYPES, apply_adapter
+    from fedlora.export.merged import DTYPES, export_merged
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
-    done = apply_adapter(
-        file, _base_files(base), out, DTYPES[dtype] if dtype else None,
-        progress=lambda steps: tracked(steps, "writing"), force=force,
+    done = export_merged(
+        file, _base_folder(base), out, DTYPES[dtype] if dtype else None,
+        progress=lambda steps: tracked(steps, "merging"), force=force,
     )  # fmt: skip
     if json:
-        print_json({"out": str(out)} | _as_json(done))
+        print_json(
+            plain({"out": str(out), **_as_json(done.attached), "rounding": asdict(done.cost), "apart": done.apart})
+        )
         return
-    _tell(done)
-    loss = done.cost.loss if done.cost is not None else 0.0
+    notes.warn(*_costs(done.cost))
     console.print(
-        f"{out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {loss:.1e} of the update"
+        f"{out}: {len(done.attached.changed)} tensors changed, {len(done.attached.added)} added; rounding loses "
+        f"{done.cost.loss:.1e} of the update; answers to random tokens are {done.apart:.1e} of the adapter's effect "
+        f"off those of peft"
     )
 
 
 def _gguf(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: bool, json: bool) -> None:
-    from fedlora.applying.gguf_adapter import NAME, write_gguf
+    from fedlora.export.gguf import NAME, write_gguf
 
-    done = write_gguf(file, _base_files(base), out, dtype, force=force)
+    done = write_gguf(file, _base_folder(base), out, dtype, force=force)
     if json:
         print_json(plain({"out": str(out)} | asdict(done)))
         return
-    tell_remarks(done.notes)
     if done.folded:
         console.print(
             f"{len(done.folded)} modules have another scale than the file's alpha gives, such as "
@@ -152,13 +151,12 @@ def _gguf(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: 
 # ------------------------------------------------------------------------------------------------------------- inside
 
 
-def _base_files(base: str) -> BaseFiles:
+def _base_folder(base: str) -> Path:
     """The base model named by `--base`: a directory or a packaged model.
 
     Raises:
         ConfigError: there is no directory of safetensors weights. DataError: the package is not installed.
     """
-    from fedlora.applying.base_folder import BaseFiles
     from fedlora.data.demo import HUB_NAMES, model_location
 
     place = Path(model_location(base))
@@ -173,40 +171,18 @@ def _base_files(base: str) -> BaseFiles:
             f"the base model {quoted(base)} is one file, {place.name}, but this needs a directory of safetensors "
             f"weights.{original}"
         )
-    return BaseFiles(place)
+    return place
 
 
-def _as_json(done: Applied) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "changed": list(done.changed),
-        "added": list(done.added),
-        "left_out": list(done.left_out),
-        "notes": list(done.notes),
-    }
-    if (cost := done.cost) is not None:
-        rounding = {"lost": cost.loss, "most": cost.most, "where": cost.where, "vanished": list(cost.vanished)}
-        found["rounding"] = rounding
-    return found
-
-
-def _tell(done: Applied) -> None:
-    """Prints to stderr, one per line, what a reader should know before using the model."""
-    lines = [*done.notes[:_LISTED]]
-    if len(done.notes) > _LISTED:
-        lines.append(f"and {len(done.notes) - _LISTED} more notes; --json has all")
-    if done.left_out:
-        rest = f" and {len(done.left_out) - _LISTED} more" if len(done.left_out) > _LISTED else ""
-        lines.append(f"left out of the base model: {', '.join(done.left_out[:_LISTED])}{rest}")
-    if done.cost is not None:
-        lines += _costs(done.cost)
-    notes.warn(*lines)
+def _as_json(done: Attached) -> dict[str, Any]:
+    return {"changed": list(done.changed), "added": list(done.added)}
 
 
 def _costs(cost: Cost) -> list[str]:
     keeps = "; --dtype float32 keeps it" if cost.loss > _NOTICEABLE else ""
     if cost.vanished:
         return [
-            f"rounding loses all of the update in {len(cost.vanished)} tensors (such as {shown(cost.vanished[0])}): "
+            f"rounding loses all of the update in {len(cost.vanished)} layers (such as {shown(cost.vanished[0])}): "
             f"it is smaller than the precision of their type{keeps}"
         ]
     if cost.loss > _NOTICEABLE:

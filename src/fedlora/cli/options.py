@@ -29,7 +29,7 @@ def fetched(value: Path | list[Path] | None) -> Path | list[Path] | None:
     """Adapter folders, those written owner/name@revision in the hub's cache."""
     if "@" not in str(value):
         return value
-    from fedlora.data.hub_folders import ADAPTER_FILES, local_folder  # imports numpy
+    from fedlora.data.hub import ADAPTER_FILES, local_folder  # imports numpy
 
     if isinstance(value, list):
         return [local_folder(each, ADAPTER_FILES) for each in value]

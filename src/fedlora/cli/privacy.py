@@ -1,4 +1,4 @@
-"""`fedlora privacy`: plan a private run, recompute epsilon from a ledger, and write decisions into a ledger."""
+"""`fedlora privacy`: plan a private run, recompute epsilon from a ledger, and add a budget or a cost to a ledger."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from fedlora.runs.quiet import quiet_libraries
 if TYPE_CHECKING:
     from fedlora.runs.private_run import PrivacyPlan
 
-SECONDS_AN_ENTRY = 13e-6  # to draw exact noise, on one core (privacy.mechanism)
+SECONDS_AN_ENTRY = 13e-6  # to draw exact noise, on one core (privacy.exact)
 
-
-_DECISIONS = ("--budget", "--charge", "--adopt")
+_WRITE = ("--budget", "--charge")
 _GOES_WITH: dict[str, tuple[str, ...]] = {  # parameter -> the options that use it; "": showing a ledger
-    "set": ("--plan",), "data_root": ("--plan",), "delta": ("--budget", ""), "because": _DECISIONS,
-    "population": _DECISIONS, "noise_multiplier": ("--charge",), "rounds": ("--charge",), "sampling": ("--charge",),
+    "set": ("--plan",), "data_root": ("--plan",), "delta": ("--budget", ""), "population": _WRITE,
+    "noise_multiplier": ("--charge",), "rounds": ("--charge",), "sampling": ("--charge",),
 }  # fmt: skip
 
 
@@ -42,29 +41,17 @@ def privacy(
     noise_multiplier: Annotated[float | None, typer.Option(help="z of that training")] = None,
     rounds: Annotated[int | None, typer.Option(help="releases of that training")] = None,
     sampling: Annotated[float | None, typer.Option(help="q of that training (default: 1, all clients)")] = None,
-    adopt: Annotated[
-        bool,
-        typer.Option(
-            "--adopt",
-            help="continue with a ledger that was copied, moved or restored; never use the original again",
-        ),
-    ] = False,
-    because: Annotated[str | None, typer.Option(help="the reason: it stays in the ledger, for all to read")] = None,
     population: Annotated[str | None, typer.Option(help="begin the ledger of these clients, if there is none")] = None,
     data_root: DataRoot = None,
     json: AsJson = False,
 ) -> None:
     """Plan a private run (epsilon, and signal against noise), or compute the epsilon spent so far from a ledger.
 
-    With --budget, --charge or --adopt: a decision about a ledger, which writes one line with the reason.
+    --budget and --charge add one permanent line to a ledger. A copy or an old backup of a ledger spends the same budget
+    again, and fedlora cannot tell: use one file for all runs on the same clients."""
+    from fedlora.cli.privacy_ledger import show_ledger, write_line
 
-    fedlora recognises a copied ledger by its records in FEDLORA_STATE_DIR (default: ~/.local/state/fedlora). --adopt
-    renews them: from then on fedlora refuses this user's other copies on this machine. It cannot recognise a ledger
-    that was set back together with that folder (a snapshot of a whole virtual machine), nor an original on another
-    machine."""
-    from fedlora.cli.privacy_ledger import decide, show_ledger
-
-    asked = {"--plan": planned, "--budget": budget is not None, "--charge": charge, "--adopt": adopt}
+    asked = {"--plan": planned, "--budget": budget is not None, "--charge": charge}
     modes = [mode for mode, there in asked.items() if there]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)} are {len(modes)} different actions: give one at a time.")
@@ -75,8 +62,8 @@ def privacy(
         _plan(file, set or [], data_root, json)
         return
     if mode:
-        numbers = (noise_multiplier, rounds, 1.0 if sampling is None else sampling) if charge else None
-        decide(file, because, population, (budget, delta) if budget is not None else None, numbers)
+        earlier = noise_multiplier, rounds, 1.0 if sampling is None else sampling
+        write_line(file, population, None if budget is None else (budget, delta), earlier)
     show_ledger(file, None if mode else delta, json)
 
 

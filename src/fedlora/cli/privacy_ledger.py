@@ -1,37 +1,31 @@
-"""Show a ledger on the command line, and write people's decisions into it."""
+"""Show a ledger on the command line, and write a budget or an earlier training into it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from fedlora.cli.screen import Table, cell, console, print_json
 from fedlora.errors import ConfigError
-from fedlora.privacy.accounting import epsilon_up
-from fedlora.privacy.ledger import Budget, Earlier, Ledger, Recomputed, budget_facts, recompute
-from fedlora.runs.private_run import of_people
+from fedlora.privacy.accounting import Spending, epsilon_up
+from fedlora.privacy.events import Budget, recompute
+from fedlora.privacy.ledger import Ledger
 
 
-def decide(
+def write_line(
     file: Path,
-    because: str | None,
     population: str | None,
     budget: tuple[float, float | None] | None,
-    charged: tuple[float | None, int | None, float] | None,
+    earlier: tuple[float | None, int | None, float],
 ) -> None:
-    """Write one line: a budget (epsilon, delta), an earlier training (z, T, q), or, without both, a moved file."""
-    if because is None:
-        raise ConfigError("--because 'why' is missing: it stays in the ledger, and whoever gets a model can read it.")
-    if not file.is_file() and (population is None or (budget is None and charged is None)):
+    """Write one line: a budget (epsilon, delta), or without one an earlier training (z, T, q)."""
+    if not file.is_file() and population is None:
         raise ConfigError(
             f"{file} does not exist. To begin a ledger with this line, name its clients: --population 'the 200 clinics "
             f"of 2026', as privacy.population of the runs will."
         )
     whose = recompute(file).population if file.is_file() and file.stat().st_size else population
-    if whose is None or (population is not None and population != whose):
-        raise ConfigError(f"{file} belongs to the population {whose!r}, not {population!r}: leave --population out.")
-    ledger = Ledger(file, whose)
+    ledger = Ledger(file, population or whose or "")
     if budget is not None:
         delta = budget[1]
         if delta is None:
@@ -39,38 +33,27 @@ def decide(
             if before is None:
                 raise ConfigError("--delta is missing: a budget is an epsilon at a delta, far below 1 / clients.")
             delta = before.delta
-        ledger.set_budget(Budget(budget[0], delta), because)
-    elif charged is not None:
-        z, rounds, sampling = charged
-        if z is None or rounds is None:
-            raise ConfigError(
-                "--charge needs --noise-multiplier and --rounds (and --sampling, if clients were drawn secretly): "
-                "the noise that the training added to each sum, in units of one client's largest change, and how "
-                "many sums it released. A training without noise has no finite epsilon: do not start from its result."
-            )
-        ledger.charge_earlier(Earlier(because, z, rounds, sampling))
-    else:
-        ledger.adopt(because)
-
-
-def _people(found: Recomputed) -> dict[str, Any]:
-    """The decisions, in the form of `Ledger.describe`."""
-    return {
-        "earlier": [asdict(earlier) for earlier in found.earlier],
-        "budgets": [budget_facts(budget) for budget in found.budgets],
-        "moved": list(found.moves),
-    }
+        ledger.set_budget(Budget(budget[0], delta))
+        return
+    z, rounds, sampling = earlier
+    if z is None or rounds is None:
+        raise ConfigError(
+            "--charge needs --noise-multiplier and --rounds (and --sampling, if clients were drawn secretly): the "
+            "noise that the training added to each sum, in units of one client's largest change, and how many sums it "
+            "released. A training without noise has no finite epsilon: do not start from its result."
+        )
+    ledger.charge_earlier(Spending(z, rounds, sampling))
 
 
 def show_ledger(file: Path, delta: float | None, as_json: bool) -> None:
     """Print epsilon, recomputed from the file alone."""
     found = recompute(file, delta)
-    number, digest = found.tip
+    number, digest = found.newest
     if as_json:
         print_json({
             "population": found.population, "delta": found.delta, "epsilon": found.epsilon, "planned": found.planned,
-            "events": len(found.events), **_people(found), "has_tip": found.has_tip,
-            "tip": {"number": number, "digest": digest},
+            "events": len(found.events), "earlier": [asdict(one) for one in found.earlier],
+            "budgets": [asdict(budget) for budget in found.budgets], "newest": {"number": number, "digest": digest},
         })  # fmt: skip
         return
     table = Table("run", "rounds", "of", "noise multiplier", "sampling", "clip", title="Releases")
@@ -80,17 +63,15 @@ def show_ledger(file: Path, delta: float | None, as_json: bool) -> None:
             cell(run), str(len(of)), str(of[-1].rounds), f"{of[-1].noise_multiplier:.4g}", f"{of[-1].sampling:g}",
             f"{of[-1].clip:g}",
         )  # fmt: skip
+    for one in found.earlier:
+        table.add_row(
+            "earlier", str(one.rounds), str(one.rounds), f"{one.noise_multiplier:.4g}", f"{one.sampling:g}", ""
+        )
     console.print(table)
-    for what in of_people(_people(found)):
-        console.print(f"decided: {what}")
-    now = found.budgets[-1].budget if found.budgets else None
-    as_far = (
-        "" if found.has_tip else f" as far as it goes (no {file.name}.tip beside it shows whether lines were cut off)"
-    )
-    limit = f"budget: epsilon {now.epsilon:g} at delta {now.delta:g}. " if now else ""
+    budgets = ", then ".join(f"epsilon {budget.epsilon:g} at delta {budget.delta:g}" for budget in found.budgets)
     console.print(
-        f"{limit}population {found.population}: epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} in "
-        f"{len(found.events)} releases; {epsilon_up(found.planned)} when all planned rounds are played. The chain is "
-        f"whole{as_far}; its newest line is {number}, {digest}: whoever keeps that can detect later whether lines "
-        f"were removed."
+        f"{f'budget: {budgets}. ' if budgets else ''}population {found.population}: epsilon "
+        f"{epsilon_up(found.epsilon)} at delta {found.delta:g} in {len(found.events)} releases; "
+        f"{epsilon_up(found.planned)} when all planned rounds are played. The chain is whole as far as it goes; its "
+        f"newest line is {number}, {digest}: whoever keeps that can detect later whether lines were removed."
     )

@@ -6,21 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fedlora.privacy.accounting import epsilon_up
-from fedlora.runs.private_run import of_people
-
-
-def where_to_look(place: object, *, drawn: bool = False) -> str:
-    """The note before every private run: the screen must not depend on whether a round goes wrong. drawn: the choice of
-    clients is a secret draw."""
-    watched = (
-        " Clients are drawn secretly, and the time when a round ends reveals who was drawn: nobody else may watch "
-        "this screen."
-    )
-    return (
-        f"private: neither the screen nor a published file says whether clients failed or were refused. Even if all "
-        f"do, the round is released (as noise) and charged. As the operator, look into {place}, above all "
-        f"after the first round; nobody else may see it.{watched * drawn}"
-    )
 
 
 def privacy_rows(spent: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -37,6 +22,3 @@ def privacy_rows(spent: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "epsilon of the population, all runs",
         f"{epsilon_up(ledger['epsilon'])} in {ledger['events']} releases ({ledger['population']})",
     )
-    for what in of_people(ledger):
-        yield "decided in the ledger", what
-    yield "what became of single clients", "private/log in the run's folder, for the operator alone"

@@ -96,7 +96,7 @@ def show_run(folder: RunFolder) -> None:
         console.print(f"least recall on test, last: {least}")
     if s["gauge_drift"]:
         console.print(
-            "gauge check: the same updates in random coordinates (condition 10); the model should stay the same"
+            "gauge check: the same updates in coordinates of condition number 10; the model should stay the same"
         )
     _show_samples(folder)
     made = [name for name in ("adapter", "best", "clients", "plots", "samples.md") if (folder.path / name).exists()]

@@ -56,7 +56,6 @@ def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson
 
 
 def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None) -> None:
-    from fedlora.runs.private_outputs import without_times
     from fedlora.runs.resuming import changes, check_finished
 
     if not (resume and folder.exists() and folder.finished()) or changes(folder, config):
@@ -73,7 +72,6 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
             _rounds(config, folder, resume, config.method.name, data_root)
     if not (folder.plots / "metric.png").exists():  # also if the run was killed between the summary and the plots
         plotted(lambda: import_plots().plot_run(folder))
-    without_times(folder, config)
     if as_json:
         print_json(folder.read_json("summary.json"))
     else:
@@ -120,7 +118,6 @@ def _made_again(folder: RunFolder, lacking: Sequence[str]) -> str:
 
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data_root: Path | None) -> None:
     """Play all rounds, behind a progress bar."""
-    from fedlora.cli.privacy_rows import where_to_look
     from fedlora.core.checkpoint import newest_round
     from fedlora.runs.execution import execute_events
     from fedlora.runs.preparation import prepare
@@ -135,6 +132,8 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     folder.check_place()
     if folder.exists():
         changes(folder, config)  # report a run that cannot continue before reading anything
+    elif resume:
+        notes.warn(f"{folder.path} holds no run yet: it begins with round 1.")
     quiet_libraries()
     secret = config.privacy is not None
     with notes.status(f"{label}: reading data and model"), doing("reading data and model", closed=secret):
@@ -149,8 +148,10 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     if config.privacy is not None:
         if not folder.exists():
             check_affordable(prepared)  # a refusal needs neither a folder nor a progress bar
-        words = where_to_look(folder.path / "private" / "log", drawn=config.privacy.sampling == "poisson")
-        notes.warn(words)
+        notes.warn(
+            "private: this screen names clients that fail or are refused, so only the server's operator may see it. "
+            "Such a client counts as zero; even if all do, the round is released (as noise) and charged."
+        )
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
     done = (newest_round(folder.checkpoints) or 0) if folder.exists() else 0
     watch = _Watch(label, config.run.rounds, per_round, prepared.metric, done)

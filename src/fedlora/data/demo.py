@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
-from fedlora.data.hub_folders import MODEL_FILES, local_folder, repository_and_revision
+from fedlora.data.hub import MODEL_FILES, local_folder, repository_and_revision
 from fedlora.data.text import TextData
 from fedlora.errors import DataError
 

@@ -1,24 +1,89 @@
-"""Typed tables, from the extra `hub`: Parquet files, `datasets.Dataset` objects, data sets on the Hugging Face hub.
+"""The Hugging Face hub: data sets, written hf://owner/name?..., and folders, written owner/name@revision.
 
-A ClassLabel column is returned as class names.
+Both are downloaded into the hub's own cache, nothing else. A revision is a commit, a tag or a branch (`main` is the
+newest state). Without one a folder's name is a path on this machine, so that a mistyped path asks no server.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import urllib.parse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlora.data.tables import Table, check_memory, check_names, unreadable
-from fedlora.errors import DataError, repeated
-from fedlora.given_files import half_the_memory, opened, parse_json
+from fedlora.errors import ConfigError, DataError
 
 PREFIX = "hf://"
-_AT_ONCE = 256  # the most Parquet rows per batch: we check each batch's memory before reading the next
 _PARTS = ("config", "split", "revision")
-_Classes = Mapping[str, tuple[str, ...]]
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "labels.json", "upload.json")
+MODEL_FILES = (
+    "*.json", "*.jsonl", "*.safetensors", "*.model", "*.spm", "*.tiktoken", "*.txt", "*.jinja", "*.md", "LICENSE*",
+)  # fmt: skip
+_OTHER_COPIES = ("consolidated*", "original/*", "onnx/*", "openvino/*")  # the same weights for other programs
+_NAMED = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@(\w[\w.-]*(?:/\w[\w.-]*)*)", re.ASCII)
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?")
+
+
+def repository_and_revision(text: str) -> tuple[str, str] | None:
+    """The two parts of owner/name@revision; None for any other text.
+
+    Example:
+        >>> repository_and_revision("someone/some-adapter@main")
+        ('someone/some-adapter', 'main')
+    """
+    found = _NAMED.fullmatch(text)
+    return (found[1], found[2]) if found else None
+
+
+def repository_of(folder: str | os.PathLike[str]) -> str | None:
+    """owner/name for a folder in the hub's cache, models--OWNER--NAME/snapshots/REVISION; None for any other."""
+    found = _SNAPSHOT.fullmatch(os.fspath(folder))
+    return found[1].replace("--", "/", 1) if found else None
+
+
+def local_folder(given: str | os.PathLike[str], files: Sequence[str]) -> Path:
+    """The folder itself, if it is a path; for owner/name@revision, unless there is such a path, the hub's snapshot.
+
+    files: patterns of the files to download, such as `ADAPTER_FILES`.
+
+    Raises:
+        ConfigError: the hub has no such repository, revision or files, or cannot be reached and they are not cached.
+    """
+    named = repository_and_revision(os.fspath(given))
+    if named is None or os.path.lexists(given):
+        return Path(given)
+    from huggingface_hub import snapshot_download
+
+    repository, revision = named
+    try:
+        found = Path(snapshot_download(repository, revision=revision, allow_patterns=list(files),
+                                       ignore_patterns=list(_OTHER_COPIES)))  # fmt: skip
+    except Exception as error:  # the transport's exceptions change from version to version
+        raise ConfigError(_why(repository, revision, error)) from error
+    if not found.is_dir() or not any(found.iterdir()):
+        raise ConfigError(f"{repository} on the hub has none of {', '.join(files)} at revision {revision}.")
+    return found
+
+
+def _why(repository: str, revision: str, error: Exception) -> str:
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, RevisionNotFoundError):
+        return f"{repository} on the hub has no revision {revision!r}: give a commit, a tag or a branch, such as main."
+    cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
+    if isinstance(cause, RepositoryNotFoundError):
+        return f"the hub has no repository {repository}, or denies you access to it (`hf auth login`)."
+    reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+    return (
+        f"{repository} at revision {revision} is not cached here, and the hub cannot be reached ({reason}). Where it "
+        f"can, call hf download {repository} --revision {revision} --local-dir DIRECTORY, and give DIRECTORY."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- data sets
 
 
 def is_hub(source: object) -> bool:
@@ -26,63 +91,8 @@ def is_hub(source: object) -> bool:
     return isinstance(source, str | os.PathLike) and str(source).startswith(PREFIX)
 
 
-def parquet_table(file: Path, columns: Iterable[str]) -> Table:
-    """Those of these columns that a Parquet file has. Raises `DataError`."""
-    try:
-        import pyarrow.parquet  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise DataError(f"{file}: Parquet needs the library pyarrow: pip install 'fedlora[hub]'.") from error
-    try:
-        with opened(file) as stream:
-            found = pyarrow.parquet.ParquetFile(stream)
-            facts = found.metadata
-            groups = [facts.row_group(k) for k in range(facts.num_row_groups)]
-            size = sum(group.total_byte_size for group in groups)
-            needed = 6 * size + 70 * facts.num_rows * (5 + facts.num_columns)
-            check_memory(file, needed, f"{facts.num_rows:,} rows")
-            names = found.schema_arrow.names
-            check_names(file, names)
-            classes = _classes_written(file, found.schema_arrow.metadata or {})
-            values: dict[str, list[Any]] = {name: [] for name in names if name in set(columns)}
-            taken = 0  # a value that a dictionary stores once can take memory in every row,
-            # and a single row can be as large as everything its columns store in a group
-            row = max((group.total_byte_size for group in groups), default=0)
-            at_once = max(1, min(_AT_ONCE, half_the_memory() // (8 * row + 1)))
-            check_memory(file, 4 * row, "largest row")
-            for batch in found.iter_batches(at_once, columns=list(values)) if values else ():
-                for name in values:
-                    values[name] += (rows := batch.column(name).to_pylist())
-                    taken += sum(len(value) if isinstance(value, str | bytes) else 8 for value in rows)
-                check_memory(file, 4 * taken, f"first {len(values[name]):,} rows")
-    except pyarrow.ArrowException as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{file} cannot be read as Parquet: {reason}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} holds text that is not UTF-8 ({error}). Write it again.") from error
-    except OSError as error:
-        raise unreadable(file, error) from error
-    if any(len(cells) != facts.num_rows for cells in values.values()):
-        count = min(map(len, values.values()))
-        raise DataError(f"{file} announces {facts.num_rows:,} rows but holds {count:,}: it is damaged. Write it again.")
-    return _table(str(file), names, facts.num_rows, values, classes)
-
-
-def dataset_table(dataset: Any, columns: Iterable[str], name: str = "the data set") -> Table:
-    """Those of these columns that a `datasets.Dataset` has. Raises `DataError`."""
-    if isinstance(dataset, Mapping):
-        raise DataError(f"{name} is a dictionary of the splits {sorted(dataset)}; use one of them: data['train'].")
-    if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"{name} is a {type(dataset).__name__}, not a datasets.Dataset: the rows of a stream cannot be counted and "
-            f"distributed. Load it without streaming=True."
-        )
-    values = {c: [_plain(value) for value in dataset[c]] for c in dataset.column_names if c in columns}
-    classes = {c: tuple(getattr(dataset.features[c], "names", None) or ()) for c in values}
-    return _table(name, dataset.column_names, len(dataset), values, classes)
-
-
-def hub_table(address: str, columns: Iterable[str]) -> Table:
-    """These columns of "hf://owner/name?config=...&split=...&revision=..."; the split defaults to "train".
+def hub_data_set(address: str) -> tuple[Any, str]:
+    """The data set at "hf://owner/name?config=...&split=...&revision=...", and what to call it in messages.
 
     Raises:
         DataError: no such address, `datasets` is not installed, or the hub cannot be reached (reported within seconds).
@@ -95,14 +105,13 @@ def hub_table(address: str, columns: Iterable[str]) -> Table:
         raise DataError("data from the hub needs the library datasets: pip install 'fedlora[hub]'.") from error
     try:
         _reach_the_hub()
-        found = load_dataset(name, config, split=split, revision=revision)
+        return load_dataset(name, config, split=split, revision=revision), where
     except Exception as error:  # datasets passes on any transport exception
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"{where} cannot be loaded from the hub: {reason}. Offline, give local files instead (a .parquet file of "
             f"the data set will do), or set HF_HUB_OFFLINE=1 to read what was loaded here before."
         ) from error
-    return dataset_table(found, columns, where)
 
 
 def hub_source(address: str) -> tuple[str, str | None, str, str | None]:
@@ -128,50 +137,3 @@ def _reach_the_hub() -> None:
 
     if not constants.HF_HUB_OFFLINE:
         get_session().head(constants.ENDPOINT, timeout=5)
-
-
-def _table(
-    name: str, columns: Sequence[str], count: int, values: Mapping[str, Sequence[object]], classes: _Classes
-) -> Table:
-    """values: column -> its cells. classes: column -> class names; empty for a column without classes."""
-    rows = [(f"row {k + 1}", {c: cells[k] for c, cells in values.items()}) for k in range(count)]
-    named = {c: names for c, names in classes.items() if names and c in values}
-    for where, row in rows:
-        for column, names in named.items():
-            row[column] = _name_of_class(f"{name}, {where}: {column!r}", row[column], names)
-    return Table(name, tuple(columns), rows, named)
-
-
-def _name_of_class(place: str, value: object, names: tuple[str, ...]) -> str | None:
-    if value is None:
-        return None
-    if not (isinstance(value, int) and 0 <= value < len(names)):
-        raise DataError(
-            f"{place} is {value}, but its classes are 0..{len(names) - 1} ({', '.join(names[:5])}"
-            f"{', ...' if len(names) > 5 else ''}). Is it an unlabelled split?"
-        )
-    return names[value]
-
-
-def _classes_written(file: Path, metadata: Mapping[bytes, bytes]) -> _Classes:
-    """Column -> names by index, from the ClassLabel metadata that `datasets` writes into Parquet files."""
-    try:
-        features = parse_json(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features") or {}
-        kinds = {
-            column: kind["names"]
-            for column, kind in features.items()
-            if isinstance(kind, dict) and kind.get("_type") == "ClassLabel" and kind.get("names") is not None
-        }
-        for column, names in kinds.items():
-            if not isinstance(names, list) or not all(isinstance(n, str) for n in names) or repeated(names):
-                raise ValueError(f"the classes of {column!r} are {str(names)[:100]}, but must be distinct texts")
-    except (ValueError, AttributeError) as error:
-        raise DataError(
-            f"{file}: the library datasets' metadata on its columns cannot be read ({error}). Write it again."
-        ) from error
-    return {column: tuple(names) for column, names in kinds.items()}
-
-
-def _plain(value: Any) -> Any:
-    """A Python number or text, even if the data set returns NumPy or torch values."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 
@@ -88,17 +89,22 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(every))
 
 
-def one_number(names: Iterable[str]) -> tuple[str, str] | None:
-    """Two spellings of one integer, such as "1" and "+1", "01" or "1.0"; None if there are none."""
-    whole: dict[Decimal, str] = {}
-    others: list[str] = []
+def look_alike(names: Iterable[str]) -> tuple[str, str] | None:
+    """Two different names that a person would take for one class, such as "yes" and "Yes", or "1" and "01"; None if
+    there are none.
+
+    Equal are names after Unicode normalisation (NFKC), case folding, and removal of white space and of characters
+    without width; numbers, by their value.
+    """
+    seen: dict[str, str] = {}
     for name in names:
-        if not _WHOLE.fullmatch(name):
-            others += [name] if _NUMBER.fullmatch(name) else []
-        elif whole.setdefault(Decimal(name), name) != name:
-            return whole[Decimal(name)], name
-    rough = {float(number): name for number, name in whole.items()} if others else {}
-    return next(((rough[float(name)], name) for name in others if float(name) in rough), None)
+        wide = unicodedata.normalize("NFKC", name).casefold()
+        plain = "".join(c for c in wide if not c.isspace() and unicodedata.category(c) != "Cf")
+        if _NUMBER.fullmatch(plain):
+            plain = str(Decimal(plain).normalize() + 0)  # + 0: -0 is 0
+        if seen.setdefault(plain, name) != name:
+            return seen[plain], name
+    return None
 
 
 def _unknown(found: str, value: str, names: Sequence[str], agreed: bool, key: str) -> LabelError:
@@ -137,6 +143,12 @@ def _found_names(source: object, cells: Cells, raw: Sequence[str], key: str) -> 
             f"in one way (a number that is a name like 'grade 1'), or name every class in {key}."
         )
     names = in_order(rows)
+    if same := look_alike(rows):
+        places = [f"{label!r} ({cells[rows[label]][0]})" for label in same]
+        raise LabelError(
+            f"{source}: the labels {places[0]} and {places[1]} look alike: it is unclear whether they mean one class. "
+            f"Write them alike; if they are two classes, give {given(key, names)}."
+        )
     if "numbers" in kinds:
         _check_numbers(source, {text: cells[i][0] for text, i in rows.items()}, names, key)
     if len(names) > MAX_LABELS:
@@ -149,13 +161,6 @@ def _found_names(source: object, cells: Cells, raw: Sequence[str], key: str) -> 
 
 def _check_numbers(source: object, places: Mapping[str, str], names: Sequence[str], key: str) -> None:
     """Raise `LabelError` for numbers that are not classes. places: label -> its first row. names: all, in order."""
-    if same := one_number(places):
-        one, other = same
-        raise LabelError(
-            f"{source}: the labels {one!r} ({places[one]}) and {other!r} ({places[other]}) are the same number written "
-            f"in two ways, so it is unclear whether they mean one class. Write them alike; if they are two classes, "
-            f"give {given(key, names)}."
-        )
     broken = next((name for name in places if not _WHOLE.fullmatch(name)), None)
     if broken is not None:
         raise LabelError(

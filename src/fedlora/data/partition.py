@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlora.errors import DataError, counted
+from fedlora.errors import DataError
 from fedlora.seeds import derive_seed
 
 Indices = NDArray[np.int64]
@@ -61,7 +61,7 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
     if clients * min_size > y.size:
         raise DataError(
             f"{clients} clients with at least {min_size} examples each need {clients * min_size}, but there are only "
-            f"{y.size}. {_possible(y.size, clients, min_size)}"
+            f"{y.size}. Use fewer clients or a smaller min_size, or bring more examples."
         )
 
     rng = np.random.default_rng(derive_seed(seed, "partition", "dirichlet"))
@@ -84,11 +84,9 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
         best = max(best, smallest)
         if smallest >= min_size:
             return [rng.permutation(np.concatenate(mine)) for mine in pieces]
-    lower = f"Lower min_size (to {best} or less), use" if best >= 1 else "Use"
     raise DataError(
-        f"none of {_DRAWS} draws of Dir({alpha}) gave each of {clients} clients {min_size} examples: the best draw "
-        f"left the smallest client {best} of the {y.size}. With {len(classes)} classes and {clients} clients some "
-        f"client's shares of all classes come out near zero. {lower} fewer clients or a larger alpha."
+        f"none of {_DRAWS} draws of Dir({alpha}) gave each of {clients} clients {min_size} examples: the best left the "
+        f"smallest client {best} of the {y.size}. Use fewer clients, a smaller min_size or a larger alpha."
     )
 
 
@@ -170,14 +168,6 @@ def _as_labels(labels: Labels) -> NDArray[np.int64]:
             f"test sets with -1: use the validation set."
         )
     return y.astype(np.int64)
-
-
-def _possible(size: int, clients: int, min_size: int) -> str:
-    """Feasible numbers to suggest instead, none below 1."""
-    ways = [f"at most {counted(size // min_size, 'client')}"] * (size >= min_size)
-    ways += [f"min_size <= {size // clients}"] * (size >= clients)
-    ways = ways or ["more examples", f"at most {counted(size, 'client')} and min_size = 1"]
-    return f"Use {', or '.join(ways)}."
 
 
 def _check_clients(clients: int) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedlora.data.hub import dataset_table, hub_table, is_hub, parquet_table
 from fedlora.data.labels import decode_labels
-from fedlora.data.tables import Table, readable, text_table
+from fedlora.data.tables import open_table, readable
 from fedlora.data.text import ROLES, Message, TextData
 from fedlora.errors import DataError
 
@@ -128,22 +126,6 @@ def read_instructions(
         responses=tuple(turns[-1][1] for turns in found),
         history=history if any(history) else None,
     )
-
-
-def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str]) -> Table:
-    """A source's rows. columns: those to read, if the source need not be read whole. Raises `DataError`."""
-    if is_hub(source):
-        return hub_table(str(source), columns)
-    if not isinstance(source, str | os.PathLike):
-        return dataset_table(source, columns)
-    file = Path(source)
-    suffix = file.suffix.lower()
-    if suffix not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
-        raise DataError(
-            f"{file}: the suffix {suffix!r} is not known. Use .jsonl or .json (one object per line), .csv, .tsv or "
-            f".parquet."
-        )
-    return parquet_table(file, columns) if suffix == ".parquet" else text_table(file)
 
 
 def _conversation(where: str, value: object, column: str) -> tuple[Message, ...]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.data.readers import open_table
 from fedlora.data.splits import digests
+from fedlora.data.tables import open_table
 from fedlora.data.text import TextData
 
 

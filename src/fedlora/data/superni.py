@@ -105,9 +105,6 @@ def select_tasks(tasks: Mapping[str, str], train: int, unseen: int, *, seed: int
     least = max(0, len(categories) - train)  # number of categories that no client needs
     while categories and (len(aside) < least or sum(sizes[c] for c in aside) < unseen):
         aside.append(categories.pop())
-    if sum(sizes[c] for c in categories) < train:  # too much set aside: set aside as few tasks as possible
-        aside = _least_sum([*categories, *aside], sizes, unseen)
-        categories = [c for c in dict.fromkeys([*categories, *sorted(by_category)]) if c not in aside]
     others, mine = (
         [name for turn in range(len(tasks)) for c in chosen for name in by_category[c][turn : turn + 1]]
         for chosen in (aside, categories)
@@ -115,19 +112,9 @@ def select_tasks(tasks: Mapping[str, str], train: int, unseen: int, *, seed: int
     if len(others) < unseen or len(mine) < train:
         raise DataError(
             f"{len(tasks)} tasks in {len(by_category)} categories cannot give {train} clients and {unseen} unseen "
-            f"tasks of other categories. Ask for fewer, or bring more task files."
+            f"tasks of other categories by this draw. Ask for fewer, bring more task files, or take another seed."
         )
     return Selection(tuple(sorted(mine[:train])), tuple(sorted(others[:unseen])))
-
-
-def _least_sum(categories: Sequence[str], sizes: Mapping[str, int], target: int) -> list[str]:
-    """Categories whose sizes add up to the smallest sum that reaches the target (subset sums)."""
-    reached: dict[int, list[str]] = {0: []}
-    for category in categories:
-        for total, chosen in sorted(reached.items(), reverse=True):
-            reached.setdefault(total + sizes[category], [*chosen, category])
-    enough = [total for total in reached if total >= target]
-    return reached[min(enough)] if enough else list(categories)
 
 
 def read_selection(train: Path, unseen: Path) -> Selection:

@@ -1,31 +1,31 @@
-"""Reads CSV, TSV and JSONL files as text tables whose rows keep their place for error messages. It never guesses.
+"""Tables of text: CSV, TSV and JSONL files, Parquet files and objects of `datasets`, data sets of the hub.
 
-We use the standard library: pandas silently drops a surplus field, turns a missing one into "", skips blank lines,
-renames duplicate columns and reads on after a closing quote; `datasets` turns texts that look like times into times,
-and leaves a copy of all rows in its cache.
+Nothing is guessed. The csv module and our JSON parser read text files; pandas silently drops a surplus field, turns a
+missing one into "", skips blank lines, and renames columns. Each row keeps its place for error messages.
 """
 
 from __future__ import annotations
 
-import codecs
 import csv
 import difflib
-import errno
 import io
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from fedlora.data.hub import hub_data_set, is_hub
 from fedlora.errors import DataError, repeated
-from fedlora.given_files import half_the_memory, parse_json, read_given
+from fedlora.given_files import half_the_memory, opened, parse_json, read_given
 
-_TOO_LARGE = "Is it the right file? If so, split it, and give each client its part."
-_LINE = 2**24  # bytes of text in one row; a book has one million
+if TYPE_CHECKING:
+    from datasets import Dataset
 
-_QUOTED = re.compile(r'"[^"]*"')
-_LONE_RETURN = re.compile(r"\r(?!\n)")
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_FIELD = 2**24  # letters in one field; a book has one million
 
 Rows = list[tuple[str, dict[str, object]]]  # (where, {column: value})
 
@@ -36,12 +36,12 @@ class Table:
 
     Args:
         name: the source's, for error messages.
-        columns: all of the source's columns; for large sources, rows hold only the requested ones.
+        columns: all of the source's columns; a typed source's rows hold only the requested ones.
         rows: each row's (where, {column: value}); `where` is like "row 3, line 4".
         classes: column -> its classes by index, if the source names them. The column's values are then these names.
 
     Raises:
-        DataError: there are no rows.
+        DataError: there are no rows, or two columns have one name.
     """
 
     name: str
@@ -50,15 +50,18 @@ class Table:
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if twice := repeated(self.columns):
+            raise DataError(f"{self.name}: the header names {twice[:5]} more than once. Rename one of them.")
         if not self.rows:
             raise DataError(f"{self.name} holds no rows. Was it written completely?")
 
-    def having(self, columns: Iterable[str]) -> Table:
+    def having(self, columns: Sequence[str]) -> Table:
         """Itself. Raises `DataError` if a column is missing, or a row has no value in one of them."""
         for column in columns:
             if column not in self.columns:
-                there = list(self.columns[:20])
-                raise DataError(f"{self.name} has no column {column!r}; it has {there}.{self._hint(column)}")
+                near = difflib.get_close_matches(column, self.columns, n=1, cutoff=0.5)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise DataError(f"{self.name} has no column {column!r}; it has {list(self.columns[:20])}.{hint}")
         for where, row in self.rows:
             for column in columns:
                 value = row.get(column)
@@ -75,92 +78,74 @@ class Table:
         """A column's values. Raises `DataError` if one is not a string that a tokeniser can read."""
         return tuple(readable(f"{self.name}, {where}: {column!r}", row[column]) for where, row in self.rows)
 
-    def _hint(self, column: str) -> str:
-        marks = [mark for mark in ";\t|" if len(self.columns) == 1 and mark in self.columns[0]]
-        if marks:
-            return f" Is {marks[0]!r} meant to separate columns? A .csv has commas, a .tsv has tabs."
-        near = difflib.get_close_matches(column, self.columns, n=1, cutoff=0.5)
-        return f" Did you mean {near[0]!r}?" if near else ""
-
 
 def readable(place: str, value: object) -> str:
     """`value` as a string that a tokeniser can read. Raises `DataError`, whose message begins with `place`."""
     if not isinstance(value, str):
         raise DataError(f"{place} must be a string; got {type(value).__name__} {value!r}.")
     try:
-        if not value.isascii():
-            value.encode()
+        value.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place} holds half of a surrogate pair at character {error.start}, which no tokeniser can read. The text "
-            f"was cut inside an emoji or the like: repair the row."
+            f"{place} holds half of a surrogate pair at character {error.start}, which no tokeniser can read: the text "
+            f"was cut inside an emoji or the like. Repair the row."
         ) from error
     return value
 
 
-def text_table(file: Path) -> Table:
-    """The rows of a UTF-8 file (a byte order mark is dropped): .jsonl, .json, .csv or .tsv. Raises `DataError`."""
+def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str]) -> Table:
+    """A source's rows: a file by its suffix, "hf://..." or a `datasets.Dataset`.
+
+    Args:
+        columns: those to read of a typed source; text files are read whole.
+
+    Raises:
+        DataError: no such file, unknown suffix, not UTF-8, a malformed row, no rows. The message names row and line.
+    """
+    if is_hub(source):
+        data_set, name = hub_data_set(str(source))
+        return _dataset_table(data_set, columns, name)
+    if not isinstance(source, str | os.PathLike):
+        return _dataset_table(source, columns, "the data set")
+    file = Path(source)
+    suffix = file.suffix.lower()
+    if suffix not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
+        raise DataError(
+            f"{file}: the suffix {suffix!r} is not known. Use .jsonl or .json (one object per line), .csv, .tsv or "
+            f".parquet."
+        )
     try:
-        content = _content(file).decode("utf-8-sig")
+        if suffix == ".parquet":
+            return _parquet_table(file, columns)
+        content = read_given(file, half_the_memory() // 6).decode("utf-8-sig")
+    except FileNotFoundError as error:
+        begin = "" if file.is_absolute() else f" Relative paths start at the working directory, {Path.cwd()}."
+        raise DataError(f"{file} does not exist.{begin}") from error
     except UnicodeDecodeError as error:
-        wide = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        wide = error.object.startswith((b"\xff\xfe", b"\xfe\xff"))
         raise DataError(
             f"{file} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}. Convert it, for "
             f"example with `iconv -f {'utf-16' if wide else 'cp1252'} -t utf-8`."
         ) from error
-    separated = file.suffix.lower() in (".csv", ".tsv")
-    found = _csv_rows(file, content) if separated else _json_rows(file, content)
-    rows = [(f"row {k}, line {line}", row) for k, (line, row) in enumerate(found, start=1)]
-    return Table(str(file), tuple(dict.fromkeys(name for _, row in rows for name in row)), rows)
-
-
-def unreadable(file: Path, error: OSError) -> DataError:
-    """The error for a file that cannot be opened."""
-    if isinstance(error, FileNotFoundError):
-        begin = "" if file.is_absolute() else f" Relative paths start at the working directory, {Path.cwd()}."
-        return DataError(f"{file} does not exist.{begin}")
-    hint = f" {_TOO_LARGE}" if error.errno == errno.EFBIG else ""
-    return DataError(f"{file} cannot be read: {error.strerror or error}.{hint}")
-
-
-def check_names(file: Path, columns: Sequence[str]) -> None:
-    """Raise `DataError` if two columns have the same name."""
-    if twice := repeated(columns):
-        raise DataError(f"{file}: the header names {twice[:5]} more than once: {columns[:20]}. Rename one of them.")
-
-
-def check_memory(file: Path, needed: int, what: str) -> None:
-    """Raise `DataError` if a file's rows would take more than half of this machine's memory. needed: bytes."""
-    if needed > (most := half_the_memory()):
-        raise DataError(
-            f"{file}: its {what} would take about {needed:,} bytes of memory as rows; at most {most:,} are allowed "
-            f"(half of this machine's). {_TOO_LARGE}"
-        )
-
-
-def _content(file: Path) -> bytes:
-    """A text file's bytes, if its rows will fit into memory. Raises `DataError`."""
-    try:
-        raw = read_given(file, half_the_memory() // 6)
     except OSError as error:
-        raise unreadable(file, error) from error
-    lines, marks = raw.count(b"\n"), sum(map(raw.count, (b",", b"\t", b"[", b"{", b":")))
-    longest = max(map(len, raw.split(b"\n")))
-    if longest > _LINE:
-        raise DataError(
-            f"{file} has a line of {longest:,} bytes; at most {_LINE:,} are allowed, since no example is that long. Is "
-            f"it one JSON array (`jq -c '.[]'` makes lines of it), or not text?"
-        )
-    wide = 12 if file.suffix.lower() in (".csv", ".tsv") else 6  # the csv module keeps four bytes per letter, twice
-    check_memory(file, wide * len(raw) + 400 * lines + 70 * marks, f"{len(raw):,} bytes in {lines:,} lines")
-    return raw
+        raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
+    if suffix in _SEPARATORS:
+        header, found = _csv_rows(file, content, _SEPARATORS[suffix])
+    else:
+        found = _json_rows(file, content)
+        header = list(dict.fromkeys(name for _, row in found for name in row))
+    return Table(str(file), tuple(header), [(f"row {k}, line {n}", row) for k, (n, row) in enumerate(found, start=1)])
 
 
-def _json_rows(file: Path, content: str) -> Iterator[tuple[int, dict[str, object]]]:
-    """(line, object) for each non-blank line."""
+# ---------------------------------------------------------------------------------------------------------- text files
+
+
+def _json_rows(file: Path, content: str) -> list[tuple[int, dict[str, object]]]:
+    """(line, object) for each line that is not blank."""
     advice = 'Each line must be one example such as {"text": "...", "label": 0}: repair or drop that line.'
     if content.lstrip().startswith("["):
         advice = "The file is one JSON array: convert it with `jq -c '.[]'`."
+    rows = []
     for line, text in enumerate(content.split("\n"), start=1):  # splitlines() would also split at U+2028 and U+0085
         if not text.strip():
             continue
@@ -170,45 +155,29 @@ def _json_rows(file: Path, content: str) -> Iterator[tuple[int, dict[str, object
             raise DataError(f"{file}, line {line} is not a JSON object on one line: {error}. {advice}") from error
         if not isinstance(value, dict):
             raise DataError(f"{file}, line {line} holds a JSON {type(value).__name__}, not an object. {advice}")
-        yield line, value
+        rows.append((line, value))
+    return rows
 
 
-def _check_returns(file: Path, content: str) -> None:
-    """Raise `DataError` for a lone carriage return outside quotes in a file with other line ends: a csv writer that
-    ends lines with a line feed leaves it unquoted in a field, but a reader would end the row there."""
-    if content.count("\r") == content.count("\r\n"):
-        return
-    bare = _QUOTED.sub("", content)
-    at = _LONE_RETURN.search(bare)
-    if at is not None and "\n" in bare:
-        near = bare[max(at.start() - 20, 0) : at.end() + 20]
-        raise DataError(
-            f"{file} has a lone \\r outside quotes among lines that end with \\n, near {near!r}: it may or may not end "
-            f"a row. Put double quotes around the field, or remove the \\r."
-        )
-
-
-def _csv_rows(file: Path, content: str) -> Iterator[tuple[int, dict[str, object]]]:
-    """(first line, fields by header name) for each row; None for a missing field."""
-    dialect = "excel-tab" if file.suffix.lower() == ".tsv" else "excel"
-    _check_returns(file, content)
-    limit = csv.field_size_limit(_LINE)  # a process-wide setting, restored below
+def _csv_rows(file: Path, content: str, separator: str) -> tuple[list[str], list[tuple[int, dict[str, object]]]]:
+    """The header, and (first line, fields by header name) for each row; None for a missing field."""
+    _check_separator(file, content, separator)
+    limit = csv.field_size_limit(_FIELD)  # a process-wide setting, restored below
     header: list[str] = []
-    count, line = 0, 1
+    rows: list[tuple[int, dict[str, object]]] = []
+    line = 1
     try:
-        reader = csv.reader(io.StringIO(content, newline=""), dialect=dialect, strict=True)
+        reader = csv.reader(io.StringIO(content, newline=""), delimiter=separator, strict=True)
         for fields in reader:
             if fields and header:
-                count += 1
                 if len(fields) > len(header):
                     raise DataError(
-                        f"{file}, row {count}, line {line} has {len(fields)} fields, but the header has {len(header)}: "
-                        f"{header[:20]}. A field that contains the separator must be in double quotes."
+                        f"{file}, row {len(rows) + 1}, line {line} has {len(fields)} fields, but the header has "
+                        f"{len(header)}: {header[:20]}. A field that contains the separator must be in double quotes."
                     )
-                yield line, dict(zip_longest(header, fields))
+                rows.append((line, dict(zip_longest(header, fields))))
             elif fields:
                 header = fields
-                check_names(file, header)
             line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
@@ -217,3 +186,89 @@ def _csv_rows(file: Path, content: str) -> Iterator[tuple[int, dict[str, object]
         ) from error
     finally:
         csv.field_size_limit(limit)
+    return header, rows
+
+
+def _check_separator(file: Path, content: str, separator: str) -> None:
+    """Raises `DataError` if the header has more of another mark between its names: Excel writes semicolons where
+    numbers have decimal commas, and a first line `sep=;`."""
+    first = next((line for line in content.split("\n") if line.strip()), "").strip()
+    bare = re.sub(r'"[^"]*"', "", first)
+    counts = {mark: bare.count(mark) for mark in ",;\t|"}
+    mark = max(counts, key=lambda one: (counts[one], one == separator))
+    if first.startswith("sep=") or mark != separator:
+        raise DataError(
+            f"{file}: its first line, {first[:60]!r}, has {mark!r} between the columns; a .csv has commas, a .tsv has "
+            f"tabs. Save it with {separator!r}, and without a line that begins with sep=."
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- typed sources
+
+
+def _parquet_table(file: Path, columns: Sequence[str]) -> Table:
+    """Those of these columns that a Parquet file has."""
+    try:
+        import pyarrow.parquet  # type: ignore[import-untyped]
+        from datasets import Dataset
+        from datasets.table import InMemoryTable
+    except ImportError as error:
+        raise DataError(f"{file}: Parquet needs pyarrow and datasets: pip install 'fedlora[hub]'.") from error
+    try:
+        with opened(file) as stream:
+            found = pyarrow.parquet.ParquetFile(stream)
+            names = found.schema_arrow.names
+            if twice := repeated(names):
+                raise DataError(f"{file}: the header names {twice[:5]} more than once. Rename one of them.")
+            table = found.read(columns=[name for name in names if name in set(columns)])
+            table.validate(full=True)
+        if table.num_rows != found.metadata.num_rows:
+            raise ValueError(f"it announces {found.metadata.num_rows:,} rows but holds {table.num_rows:,}")
+        read = _dataset_table(Dataset(InMemoryTable(table)), columns, str(file))
+    except (DataError, FileNotFoundError):
+        raise
+    except OSError as error:
+        if error.strerror:
+            raise
+        raise DataError(f"{file} cannot be read as Parquet: {_first_line(error)}") from error
+    except Exception as error:  # pyarrow and datasets raise whatever a damaged file makes them stumble over
+        raise DataError(f"{file} cannot be read as Parquet: {_first_line(error)}") from error
+    return Table(read.name, tuple(names), read.rows, read.classes)
+
+
+def _dataset_table(dataset: Any, columns: Sequence[str], name: str) -> Table:
+    """Those of these columns that a `datasets.Dataset` has. A ClassLabel column is returned as class names."""
+    if isinstance(dataset, Mapping):
+        raise DataError(f"{name} is a dictionary of the splits {sorted(dataset)}; use one of them: data['train'].")
+    if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"{name} is a {type(dataset).__name__}, not a datasets.Dataset: the rows of a stream cannot be counted and "
+            f"distributed. Load it without streaming=True."
+        )
+    values = {c: [_plain(value) for value in dataset[c]] for c in dataset.column_names if c in columns}
+    classes = {c: tuple(names) for c in values if (names := getattr(dataset.features[c], "names", None))}
+    rows: Rows = [(f"row {k + 1}", {c: cells[k] for c, cells in values.items()}) for k in range(len(dataset))]
+    for where, row in rows:
+        for column, names in classes.items():
+            row[column] = _name_of_class(f"{name}, {where}: {column!r}", row[column], names)
+    return Table(name, tuple(dataset.column_names), rows, classes)
+
+
+def _name_of_class(place: str, value: object, names: tuple[str, ...]) -> str | None:
+    if value is None:
+        return None
+    if not (isinstance(value, int) and 0 <= value < len(names)):
+        raise DataError(
+            f"{place} is {value}, but its classes are 0..{len(names) - 1} ({', '.join(names[:5])}"
+            f"{', ...' if len(names) > 5 else ''}). Is it an unlabelled split?"
+        )
+    return names[value]
+
+
+def _plain(value: Any) -> Any:
+    """A Python number or text, even if the data set returns NumPy or torch values."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _first_line(error: Exception) -> str:
+    return f"{(str(error) or type(error).__name__).splitlines()[0].rstrip('.')}. Write it again."

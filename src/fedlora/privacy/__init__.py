@@ -1,7 +1,7 @@
 """Differential privacy of what a federation releases. The unit is one client; the server is trusted.
 
 `mechanism` clips, rounds, sums and adds noise; `geometry` defines the space for it; `accounting` computes the cost;
-`ledger` records spending on a population of clients; `journal` makes each noised sum leave at most once; `released`
+`ledger` records spending on a population of clients; `journal` makes each noised sum leave at most once; `releases`
 lists what may leave at all; `sampling` draws who takes part. None of it knows a method, a server or a network.
 
 Importing it needs only torch; noise needs `opendp` and epsilon `dp-accounting` (pip install 'fedlora[privacy]').
@@ -13,24 +13,24 @@ from fedlora._lazy import face
 
 if TYPE_CHECKING:
     from fedlora.privacy.accounting import Spending, epsilon, epsilon_of, noise_multiplier_for
-    from fedlora.privacy.events import Budget, Charged, Event
+    from fedlora.privacy.events import Budget, Charged, Event, Recomputed, recompute
     from fedlora.privacy.geometry import Bases, Geometry, Layout
     from fedlora.privacy.journal import Journal
-    from fedlora.privacy.ledger import Earlier, Ledger, Recomputed, recompute
+    from fedlora.privacy.ledger import Ledger
     from fedlora.privacy.mechanism import Mechanism, share_of
-    from fedlora.privacy.released import Item, fate_of, filtered, unlisted
+    from fedlora.privacy.releases import filtered
     from fedlora.privacy.sampling import poisson_sample
 
 __getattr__ = face(
     "fedlora.privacy",
     {
         "accounting": ("Spending", "epsilon", "epsilon_of", "noise_multiplier_for"),
-        "events": ("Budget", "Charged", "Event"),
+        "events": ("Budget", "Charged", "Event", "Recomputed", "recompute"),
         "geometry": ("Bases", "Geometry", "Layout"),
         "journal": ("Journal",),
-        "ledger": ("Earlier", "Ledger", "Recomputed", "recompute"),
+        "ledger": ("Ledger",),
         "mechanism": ("Mechanism", "share_of"),
-        "released": ("Item", "fate_of", "filtered", "unlisted"),
+        "releases": ("filtered",),
         "sampling": ("poisson_sample",),
     },
 )
@@ -39,10 +39,8 @@ __all__ = [
     "Bases",
     "Budget",
     "Charged",
-    "Earlier",
     "Event",
     "Geometry",
-    "Item",
     "Journal",
     "Layout",
     "Ledger",
@@ -51,11 +49,9 @@ __all__ = [
     "Spending",
     "epsilon",
     "epsilon_of",
-    "fate_of",
     "filtered",
     "noise_multiplier_for",
     "poisson_sample",
     "recompute",
     "share_of",
-    "unlisted",
 ]

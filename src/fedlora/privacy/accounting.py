@@ -7,10 +7,9 @@ directions it takes the worse. Its estimates are pessimistic: it rounds losses u
 cuts off as a certain breach. Substituting one client's data for another's is another relation and costs more (23
 becomes 67).
 
-Our noise is the *discrete* Gaussian, while the accountant assumes the continuous one. Its number holds nevertheless: a
-sum x of integers plus a Gaussian, rounded, is x plus a rounded Gaussian R. That is post-processing, so PLD's number
-holds for noise R. Discrete noise D of the same scale s has nearly R's probabilities. For each vector k of d integers,
-since cosh(x) <= exp(x^2 / 2),
+Our noise is the *discrete* Gaussian D of scale s, while the accountant assumes the continuous one. A sum of integers
+plus continuous noise, rounded, is the sum plus rounded noise R, so by post-processing PLD's number holds for R; and D
+has nearly R's probabilities. For each vector k of d integers, since cosh(x) <= exp(x^2 / 2),
 
     -d / (24 s^2)  <=  log P[R = k] - log P[D = k]  <=  |k|^2 / (8 s^4)  (+ d 3 exp(-2 pi^2 s^2), which is 0 here)
 
@@ -18,8 +17,7 @@ and |k| <= s (sqrt d + t) + sqrt d / 2 under R except with probability exp(-t^2 
 (epsilon, delta'), T rounds of D are (epsilon + T (lower + upper), delta) for a delta' a millionth smaller than delta.
 `Mechanism.check_room` ensures s >= 2^19 sqrt d, which makes T (lower + upper) about 1e-10 T; every number here includes
 it. (Canonne, Kamath and Steinke, "The Discrete Gaussian for Differential Privacy", 2020, theorem 4, prove that D has
-the Gaussian's zCDP, |v|^2 / (2 s^2), for integer v in any dimension; converted to (epsilon, delta) that is looser than
-PLD: 23.06 would be about 25. opendp's own map gives the same for its measurement, and a test compares it.)
+the Gaussian's zCDP, which converted to (epsilon, delta) is looser than PLD: 23.06 would be about 25.)
 """
 
 from __future__ import annotations
@@ -28,11 +26,12 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fedlora.core.text import quoted
 from fedlora.doing import doing
 from fedlora.errors import HyperparameterError
-from fedlora.privacy import extras
+from fedlora.privacy.exact import missing
 from fedlora.privacy.mechanism import COARSEST_NOISE
 
 _KEPT_DELTA = 1 - 2.0**-20  # the share of delta for PLD; the rest covers the discrete noise
@@ -60,16 +59,14 @@ class Spending:
 
     def __post_init__(self) -> None:
         z, q = self.noise_multiplier, self.sampling
-        if not (_number(z) and z >= 0):
-            raise HyperparameterError(f"privacy: a noise multiplier must be a finite number >= 0; got {z!r}.")
+        if not (_number(z) and 0 <= z <= MOST_NOISE):
+            raise HyperparameterError(
+                f"privacy: a noise multiplier is z, the noise's standard deviation divided by the clip, from 0 to "
+                f"{MOST_NOISE:g}; got {z!r}."
+            )
         if not isinstance(self.rounds, int) or isinstance(self.rounds, bool) or not 0 <= self.rounds <= MOST_ROUNDS:
             raise HyperparameterError(
                 f"privacy: rounds must be a whole number from 0 to {MOST_ROUNDS:,}; got {quoted(self.rounds)}."
-            )
-        if z > MOST_NOISE:
-            raise HyperparameterError(
-                f"privacy: a noise multiplier is at most {MOST_NOISE:g}; got {z!r}. A release under so much noise says "
-                f"nothing: is it z, the noise's standard deviation divided by the clip?"
             )
         if not (_number(q) and LEAST_SAMPLING <= q <= 1):
             raise HyperparameterError(
@@ -130,7 +127,7 @@ def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: fl
         )
     if Spending(1.0, rounds, sampling).rounds == 0:
         raise HyperparameterError("privacy: rounds = 0 releases nothing and needs no noise.")
-    library = extras.accounting("")
+    library, _ = _libraries()
 
     class Ours:
         """An accountant, as the search asks it, whose epsilon has the discrete noise in it. Its events are z alone."""
@@ -162,9 +159,7 @@ def epsilon_up(epsilon: float) -> str:
 
 def how_strong(epsilon: float) -> str:
     """A remark for people on a large epsilon; "" for others (docs/how-to/privacy.md)."""
-    return (
-        "" if epsilon <= SAYS_LITTLE else f" (above {SAYS_LITTLE:g} this guarantee says little: docs/how-to/privacy.md)"
-    )
+    return f" (above {SAYS_LITTLE:g} this guarantee says little: docs/how-to/privacy.md)" * (epsilon > SAYS_LITTLE)
 
 
 def check_delta(delta: float) -> None:
@@ -182,7 +177,7 @@ def _composed(kinds: tuple[tuple[float, float, int], ...], delta: float) -> floa
         return 0.0
     if any(z < LEAST_NOISE for z, _, _ in kinds) or (every := sum(rounds for _, _, rounds in kinds)) > MOST_ROUNDS:
         return math.inf
-    events, pld = extras.accounting(""), extras.accounting(".pld")
+    events, pld = _libraries()
     rough = _rough_epsilon(kinds, delta)
     accountant = pld.PLDAccountant(
         events.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=max(_FINEST, rough / _CELLS)
@@ -214,6 +209,16 @@ def _rough_epsilon(kinds: Sequence[tuple[float, float, int]], delta: float) -> f
         limit = q * q * rounds * math.expm1(1 / (z * z)) / 2 if z > 0.05 else math.inf
         rho += min(whole, max(limit, 1 / (2 * z * z)) if q < 1 else whole)
     return rho + 2 * math.sqrt(rho * math.log(1 / delta))
+
+
+def _libraries() -> tuple[Any, Any]:
+    """dp_accounting, and its module of privacy loss distributions. Raises `HyperparameterError` without it."""
+    try:
+        import dp_accounting
+        from dp_accounting import pld
+    except ImportError as error:
+        raise missing("dp-accounting, which computes epsilon", error) from error
+    return dp_accounting, pld
 
 
 def _number(value: float) -> bool:

@@ -1,19 +1,26 @@
-"""A release as the ledger records it, and the cost of many releases. All of it is public."""
+"""A ledger's lines: releases, and the budget that limits them; and what all lines together say. All of it is public."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from fedlora.core.text import quoted
 from fedlora.errors import HyperparameterError, LedgerError
-from fedlora.privacy.accounting import MOST_ROUNDS, Spending, check_delta, epsilon_of
+from fedlora.given_files import read_given
+from fedlora.privacy.accounting import LEAST_DELTA, MOST_ROUNDS, Spending, check_delta, epsilon_of
 from fedlora.privacy.mechanism import Mechanism
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+VERSION = 2  # of a ledger
+_BEGINNING = b'{"kind": "ledger", '
+_LARGEST = 2**28  # bytes; a hundred thousand rounds take a third of it
+_DIGEST = re.compile(r"([0-9a-f]{64})?")
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Event:
                 raise HyperparameterError(
                     f"privacy: an event's {name} must be a whole number from 1 to {MOST_ROUNDS:,}; got {quoted(value)}."
                 )
-        if not isinstance(self.released, str) or (self.released and not _DIGEST.fullmatch(self.released)):
+        if not isinstance(self.released, str) or not _DIGEST.fullmatch(self.released):
             raise HyperparameterError(f"an event's digest must be 64 hexadecimal letters; got {quoted(self.released)}.")
         check_delta(self.delta)
         self.spending(1)
@@ -70,17 +77,9 @@ class Event:
 
     @classmethod
     def of(
-        cls,
-        mechanism: Mechanism,
-        size: int,
-        *,
-        run: str,
-        round: int,
-        sampling: float,
-        rounds: int,
-        delta: float,
+        cls, mechanism: Mechanism, size: int, *, run: str, round: int, sampling: float, rounds: int, delta: float,
         released: str = "",
-    ) -> Event:
+    ) -> Event:  # fmt: skip
         """The event for one noised sum by that mechanism, over vectors of `size` entries."""
         return cls(
             run, round, sampling, mechanism.noise_multiplier, mechanism.clip, mechanism.grid, size,
@@ -98,11 +97,8 @@ class Event:
     @classmethod
     def from_plain(cls, found: dict[str, Any]) -> Event:
         """The inverse of `plain`. Raises `LedgerError` for anything else."""
-        names = [field.name for field in fields(cls)]
-        if sorted(found) != sorted(names):
-            raise LedgerError(f"an event has the fields {', '.join(names)}; found {quoted(sorted(found))}.")
         try:
-            return cls(**found)
+            return cls(**{"released": None, **found})
         except (HyperparameterError, TypeError, OverflowError) as error:
             raise LedgerError(f"an impossible event: {error}") from error
 
@@ -133,27 +129,124 @@ class Charged:
     event: Event
 
 
-class Before(Protocol):
-    """Something spent before: `decisions.Earlier`."""
+@dataclass(frozen=True)
+class Recomputed:
+    """What a ledger says: its chain verified, epsilon computed anew from its lines.
+
+    delta: for `epsilon` and `planned`. earlier: releases made elsewhere. budgets: in order, the newest last. newest:
+    (number, digest) of the last line. end: of the complete lines, in bytes; 0: there is none yet.
+    """
+
+    population: str
+    delta: float
+    events: tuple[Charged, ...] = ()
+    earlier: tuple[Spending, ...] = ()
+    budgets: tuple[Budget, ...] = ()
+    newest: tuple[int, str] = (0, "")
+    end: int = 0
 
     @property
-    def spending(self) -> Spending: ...
+    def epsilon(self) -> float:
+        """Epsilon of all lines."""
+        return self.with_more(())
+
+    @property
+    def planned(self) -> float:
+        """Epsilon of all lines plus the remaining rounds that their runs planned. Cards state this, since whether a run
+        stops early may depend on its data."""
+        runs: dict[str, list[Event]] = {}
+        for charged in self.events:
+            runs.setdefault(charged.event.run, []).append(charged.event)
+        left = {run: max(e.rounds for e in of) - len({e.round for e in of}) for run, of in runs.items()}
+        return self.with_more(runs[run][-1].spending(max(rounds, 0)) for run, rounds in left.items())
+
+    def with_more(self, more: Iterable[Spending]) -> float:
+        """Epsilon of all lines and of these releases. Each event counts, even two for one round."""
+        return epsilon_of([*(charged.event.spending(1) for charged in self.events), *self.earlier, *more], self.delta)
 
 
-def spent_on(events: Iterable[Event], delta: float, earlier: Iterable[Before] = ()) -> float:
-    """Epsilon of all of them. Each counts, even two for one round."""
-    return epsilon_of([*(event.spending(1) for event in events), *(one.spending for one in earlier)], delta)
+def recompute(path: Path, delta: float | None = None) -> Recomputed:
+    """Read a ledger, verify its chain, and recompute epsilon from its events.
+
+    Args:
+        path: the file. delta: None takes the smallest of its plans.
+
+    Raises:
+        LedgerError: it is missing or damaged. HyperparameterError: dp-accounting is missing.
+
+    Example:
+        >>> from fedlora.privacy import recompute
+        >>> found = recompute(Path("ledger.jsonl"))
+        >>> len(found.events), found.planned > found.epsilon > 0
+        (1, True)
+    """
+    found = read(Path(path))
+    if not found.end:
+        raise LedgerError(f"{path} does not exist, or holds no ledger.")
+    return found if delta is None else replace(found, delta=delta)
 
 
-def planned_on(events: Iterable[Event], delta: float, earlier: Iterable[Before] = ()) -> float:
-    """Epsilon of all of them plus the remaining rounds that their runs planned. Cards state this, since whether a run
-    stops early may depend on its data."""
-    by_run: dict[str, list[Event]] = {}
-    for event in events:
-        by_run.setdefault(event.run, []).append(event)
-    spendings = [one.spending for one in earlier]
-    for of_run in by_run.values():
-        spendings += [event.spending(1) for event in of_run]
-        left = max(event.rounds for event in of_run) - len({event.round for event in of_run})
-        spendings.append(of_run[-1].spending(max(left, 0)))
-    return epsilon_of(spendings, delta)
+def read(path: Path) -> Recomputed:
+    """A ledger's complete lines; a last one without its end was never finished. Without a complete line: no population,
+    nothing spent.
+
+    Raises:
+        LedgerError: it cannot be read; a line is not a ledger's, or does not follow from the one before.
+    """
+    try:
+        raw = read_given(path, _LARGEST)
+    except FileNotFoundError:
+        raw = b""
+    except OSError as error:
+        raise LedgerError(f"the ledger {path} cannot be read: {error.strerror or error}.") from error
+    end = raw.rfind(b"\n") + 1
+    if not _BEGINNING.startswith(raw[: len(_BEGINNING)]):  # a torn header is as good as none
+        raise LedgerError(f"{path} holds no ledger. Name the population's own, or a new file.")
+    if not end:
+        return Recomputed("", LEAST_DELTA)
+    first, *lines = raw[: end - 1].split(b"\n")
+    header = _table(first, path, 0)
+    population = header.get("population")
+    if header.get("version") != VERSION or not isinstance(population, str):
+        raise LedgerError(
+            f"{path} is a ledger of version {quoted(header.get('version'))}, and this fedlora reads version {VERSION}. "
+            f"Begin a new one, and charge what that one says (fedlora privacy NEW --charge ...)."
+        )
+    newest, events, earlier, budgets = (0, digest_of(first)), list[Charged](), list[Spending](), list[Budget]()
+    for number, line in enumerate(lines, start=1):
+        found = _table(line, path, number)
+        if (found.pop("number", None), found.pop("before", None)) != (number, newest[1]):
+            raise LedgerError(
+                f"{path} was changed: line {number} does not follow from line {number - 1} (each line repeats the "
+                f"digest of the one before). Restore the original ledger: this one does not show what was spent."
+            )
+        newest = number, digest_of(line)
+        try:
+            match found.pop("kind", None):
+                case "event":
+                    events.append(Charged(*newest, Event.from_plain(found)))
+                case "earlier":
+                    earlier.append(Spending(**found))
+                case "budget":
+                    budgets.append(Budget(**found))
+                case kind:
+                    raise LedgerError(f"it has an unknown kind {quoted(kind)}.")
+        except (HyperparameterError, LedgerError, TypeError, OverflowError) as error:
+            raise LedgerError(f"{path}, line {number}: {error}") from error
+    delta = min([*(charged.event.delta for charged in events), *(budget.delta for budget in budgets)], default=1e-5)
+    return Recomputed(population, delta, tuple(events), tuple(earlier), tuple(budgets), newest, end)
+
+
+def digest_of(line: bytes) -> str:
+    """SHA-256 of a line without its end."""
+    return hashlib.sha256(line.rstrip(b"\n")).hexdigest()
+
+
+def _table(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+        if not isinstance(found, dict):
+            raise ValueError("not a table")
+    except (ValueError, RecursionError) as error:
+        raise LedgerError(f"{path} is damaged: line {number} is no table of JSON ({type(error).__name__}).") from error
+    return found

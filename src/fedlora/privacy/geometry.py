@@ -9,9 +9,6 @@ signal; the bound on one client does not rely on it, because we compute the norm
 shape        a          b         price: noised entries, for a module of 768 x 768 and dims = 16
 full         d_out      d_in      589,824    nothing of the change is lost, and all of it is noised
 two-sided    dims       dims      256        least noise; what lies outside Q and P is lost
-
-The best choice depends on noise and clients. Error of the sum at relative noise 0.01 / 0.05 / 0.2 in a toy example:
-full, then SVD 0.05 / 0.51 / 5.4; two-sided 0.28 / 0.43 / 1.2 (design notes).
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from fedlora.seeds import derive_seed
 
 Shape = Literal["full", "two-sided"]
 
-FRESH = 0.25  # least share of random dims: without any, directions that were never released could never be learned
+_FRESH = 0.25  # least share of random dims: without any, directions that were never released could never be learned
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,38 +56,18 @@ class Bases:
         """(a, b), the shape of Q^T X P."""
         return (self.d_out if self.Q is None else self.Q.shape[1], self.d_in if self.P is None else self.P.shape[1])
 
-    @property
-    def size(self) -> int:
-        """a b: this module's entries in the private vector."""
-        a, b = self.shape
-        return a * b
-
     def project(self, change: LoRA) -> Tensor:
-        """Q^T (B A) P, float64 (a, b), for a pair B (d_out, r), A (r, d_in).
-
-        Raises:
-            ShapeError: the pair has another module's shape.
-        """
-        B, A = change.factors
+        """Q^T (B A) P, float64 (a, b), for a pair B (d_out, r), A (r, d_in). Raises `ShapeError` for another shape."""
+        B, A = (t.detach().to(device="cpu", dtype=torch.float64) for t in change.factors)
         if B.shape[0] != self.d_out or A.shape[1] != self.d_in:
             raise ShapeError(
                 f"a change of this module must be ({self.d_out}, {self.d_in}); got a pair of "
                 f"({B.shape[0]}, {A.shape[1]})."
             )
-        left = B.detach().to(device="cpu", dtype=torch.float64)
-        right = A.detach().to(device="cpu", dtype=torch.float64)
-        if self.Q is not None:
-            left = self.Q.T @ left
-        if self.P is not None:
-            right = right @ self.P
-        return left @ right
+        return (B if self.Q is None else self.Q.T @ B) @ (A if self.P is None else A @ self.P)
 
     def lift(self, projected: Tensor) -> LoRA:
-        """Q X P^T as a float64 pair of rank min(a, b).
-
-        Raises:
-            ShapeError: X is not (a, b).
-        """
+        """Q X P^T as a float64 pair of rank min(a, b). Raises `ShapeError` if X is not (a, b)."""
         a, b = self.shape
         if tuple(projected.shape) != (a, b):
             raise ShapeError(f"the tensor to lift must be ({a}, {b}); got {tuple(projected.shape)}.")
@@ -110,9 +87,12 @@ class Geometry:
         HyperparameterError: an unknown shape, or dims that do not fit it.
 
     Example:
+        >>> import torch
+        >>> from fedlora import LoRA
         >>> from fedlora.privacy import Geometry
-        >>> Geometry("two-sided", dims=16).size(768, 768), Geometry("full").size(768, 768)
-        (256, 589824)
+        >>> nothing = LoRA(torch.zeros(768, 0), torch.zeros(0, 768))
+        >>> Geometry("two-sided", dims=16).bases(nothing, "q", round=1, seed=0).shape
+        (16, 16)
     """
 
     shape: Shape = "full"
@@ -122,65 +102,45 @@ class Geometry:
         if self.shape not in get_args(Shape):
             raise HyperparameterError(f"privacy: shape must be one of {get_args(Shape)}; got {self.shape!r}.")
         whole = isinstance(self.dims, int) and not isinstance(self.dims, bool)
-        if self.shape == "full" and self.dims != 0:
-            raise HyperparameterError(f"privacy: the shape full has all dimensions; leave dims = {self.dims!r} out.")
-        if self.shape != "full" and (not whole or self.dims < 1):
+        if not whole or (self.dims < 1 if self.shape == "two-sided" else self.dims != 0):
             raise HyperparameterError(
-                f"privacy: the shape {self.shape} needs dims, how many directions of each module to keep (16, say); "
-                f"got {self.dims!r}."
+                f"privacy: dims is how many directions of each module the shape two-sided keeps (16, say), and the "
+                f"shape full has none; got {self.dims!r} for {self.shape}."
             )
 
-    def size(self, d_out: int, d_in: int) -> int:
-        """a b: entries in the private vector for a module (d_out, d_in)."""
-        return d_out * d_in if self.shape == "full" else min(self.dims, d_out) * min(self.dims, d_in)
-
     def bases(self, released: LoRA, module: str, round: int, seed: int) -> Bases:
-        """One module's bases for one round.
+        """One module's bases for one round. At least a quarter of the directions are random; the others are the
+        strongest of the released update.
 
         Args:
             released: the module's update as released before, B (d_out, r), A (r, d_in); of rank 0, or zero, if there is
                 none. Only its column and row spaces matter, not its gauge.
             seed: public. With the round and the module's name it determines the random directions.
 
-        At least a quarter of the directions are random; the others are the strongest of the released update.
-
         Raises:
             ShapeError: released values are not finite.
         """
-        B, A = released.factors
+        B, A = (t.detach().to(device="cpu", dtype=torch.float64) for t in released.factors)
         d_out, d_in = B.shape[0], A.shape[1]
         if self.shape == "full":
             return Bases(d_out, d_in)
-        left, right = strongest(released)
-        P = self._filled(right, d_in, "P", module, round, seed)
-        return Bases(d_out, d_in, self._filled(left, d_out, "Q", module, round, seed), P)
+        if not (bool(torch.isfinite(B).all()) and bool(torch.isfinite(A).all())):
+            raise ShapeError("a released update holds NaN or Inf, so no bases can be made from it.")
+        left, right = torch.linalg.qr(B), torch.linalg.qr(A.T)
+        U, s, Vh = torch.linalg.svd(left.R @ right.R.T)
+        count = int((s > 1e-12 * s.max()).sum()) if released.rank else 0  # those above rounding; none of zero
+        sides = (("Q", left.Q @ U[:, :count]), ("P", right.Q @ Vh[:count].T))
+        return Bases(d_out, d_in, *(self._filled(X, derive_seed("privacy-basis", seed, round, module, side))
+                                    for side, X in sides))  # fmt: skip
 
-    def _filled(self, known: Tensor, d: int, side: str, module: str, round: int, seed: int) -> Tensor:
+    def _filled(self, known: Tensor, seed: int) -> Tensor:
         """(d, min(dims, d)) orthonormal: the first of `known`, then random ones. The whole space if dims >= d."""
-        dims = min(self.dims, d)
-        kept = known[:, : min(known.shape[1], dims - math.ceil(FRESH * dims))]
-        generator = torch.Generator().manual_seed(derive_seed("privacy-basis", seed, round, module, side))  # public
+        d, dims = len(known), min(self.dims, len(known))
+        kept = known[:, : dims - math.ceil(_FRESH * dims)]
+        generator = torch.Generator().manual_seed(seed)  # public
         drawn = torch.randn(d, dims - kept.shape[1], generator=generator, dtype=torch.float64)
         found: Tensor = torch.linalg.qr(torch.cat([kept, drawn - kept @ (kept.T @ drawn)], dim=1)).Q
         return found
-
-
-def strongest(released: LoRA) -> tuple[Tensor, Tensor]:
-    """Left and right singular vectors of B A, (d_out, k) and (d_in, k) in float64, strongest first; k counts those
-    above rounding.
-
-    Raises:
-        ShapeError: values are not finite.
-    """
-    B, A = (t.detach().to(device="cpu", dtype=torch.float64) for t in released.factors)
-    if not (bool(torch.isfinite(B).all()) and bool(torch.isfinite(A).all())):
-        raise ShapeError("a released update holds NaN or Inf, so no bases can be made from it.")
-    if released.rank == 0:
-        return torch.zeros(len(B), 0, dtype=torch.float64), torch.zeros(A.shape[1], 0, dtype=torch.float64)
-    left, right = torch.linalg.qr(B), torch.linalg.qr(A.T)
-    U, s, Vh = torch.linalg.svd(left.R @ right.R.T)
-    count = int((s > 1e-12 * s[0]).sum()) if float(s[0]) > 0 else 0
-    return left.Q @ U[:, :count], right.Q @ Vh[:count].T
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +168,7 @@ class Layout:
     @property
     def size(self) -> int:
         """d: entries in the whole vector."""
-        return sum(bases.size for bases in self.modules.values()) + sum(map(math.prod, self.heads.values()))
+        return sum(map(math.prod, self._shapes().values()))
 
     def vector(self, changes: Mapping[str, LoRA], heads: Mapping[str, Tensor]) -> Tensor:
         """float64 (d,): the changes in their places, with zeros for missing modules and heads.
@@ -219,17 +179,14 @@ class Layout:
         extra = sorted((set(changes) - set(self.modules)) | (set(heads) - set(self.heads)))
         if extra:
             raise ShapeError(f"{len(extra)} modules or heads have no place in the private vector, {extra[0]!r} first.")
+        there = {name: self.modules[name].project(change) for name, change in changes.items()}
+        there |= {name: head.detach().to(device="cpu", dtype=torch.float64) for name, head in heads.items()}
         parts = []
-        for name, bases in self.modules.items():
-            there = name in changes
-            part = bases.project(changes[name]) if there else torch.zeros(bases.shape, dtype=torch.float64)
+        for name, shape in self._shapes().items():
+            part = there.get(name, torch.zeros(shape, dtype=torch.float64))
+            if tuple(part.shape) != shape:
+                raise ShapeError(f"the change of head {name!r} must be {shape}; got {tuple(part.shape)}.")
             parts.append(part.reshape(-1))
-        for name, shape in self.heads.items():
-            head = heads.get(name)
-            if head is not None and tuple(head.shape) != shape:
-                raise ShapeError(f"the change of head {name!r} must be {shape}; got {tuple(head.shape)}.")
-            head = torch.zeros(shape) if head is None else head.detach().cpu()
-            parts.append(head.to(torch.float64).reshape(-1))
         return torch.cat(parts)
 
     def parts(self, vector: Tensor) -> tuple[dict[str, LoRA], dict[str, Tensor]]:
@@ -240,15 +197,12 @@ class Layout:
         """
         if tuple(vector.shape) != (self.size,):
             raise ShapeError(f"a private vector must have ({self.size},) entries here; got {tuple(vector.shape)}.")
-        X, at = vector.to(torch.float64), self.slices()
-        modules = {name: bases.lift(X[at[name]].reshape(bases.shape)) for name, bases in self.modules.items()}
-        return modules, {name: X[at[name]].reshape(shape) for name, shape in self.heads.items()}
+        shapes = self._shapes()
+        pieces = torch.split(vector.to(torch.float64), [math.prod(shape) for shape in shapes.values()])
+        found = {name: piece.reshape(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)}
+        lifted = {name: bases.lift(found[name]) for name, bases in self.modules.items()}
+        return lifted, {name: found[name] for name in self.heads}
 
-    def slices(self) -> dict[str, slice]:
-        """Module or head -> its entries in the vector, for comparing signal and noise part by part."""
-        sizes = {name: b.size for name, b in self.modules.items()} | {n: math.prod(s) for n, s in self.heads.items()}
-        found, at = {}, 0
-        for name, size in sizes.items():
-            found[name] = slice(at, at + size)
-            at += size
-        return found
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Module or head -> the shape of its part, in the order of the vector."""
+        return {**{name: bases.shape for name, bases in self.modules.items()}, **self.heads}

@@ -11,12 +11,8 @@ two sums (it exists only within its sum), and everything released was charged. T
 
 A file is one line of JSON (round, event, context) and the sum as int64, little-endian; its name ends with the first 16
 letters of its SHA-256, and the ledger holds all 64. A charged file is private and may be shown; the folder stays with
-the server, because a kill can leave a draw in it that was never charged.
-
-If the ledger lost events that this journal has, they are charged again, because they were released.
-
-A damaged file is refused, never redrawn automatically: that would be a second release. Anyone who removes it does so
-knowingly, and the ledger then holds two events for the round.
+the server, because a kill can leave a draw in it that was never charged. A damaged file is refused, never redrawn: that
+would be a second release.
 """
 
 from __future__ import annotations
@@ -24,32 +20,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
-from dataclasses import dataclass, replace
+import struct
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedlora.core import files
-from fedlora.core.text import quoted
 from fedlora.errors import LedgerError, ShapeError
-from fedlora.privacy.events import Budget, Charged, Event
+from fedlora.privacy.events import Budget, Event
 from fedlora.privacy.ledger import Ledger
 
-_NAME = re.compile(r"round-(\d{5,})-([0-9a-f]{16})\.noised")
 _VERSION = 1
-
-
-@dataclass(frozen=True, eq=False)
-class _Entry:
-    """A journal file. event: including the digest of the file's bytes."""
-
-    round: int
-    context: str
-    event: Event
-    released: Tensor
 
 
 class Journal:
@@ -84,20 +67,25 @@ class Journal:
             LedgerError: the file is damaged, or has another context. BudgetSpent: the run was killed before the charge
                 and the budget was spent meanwhile, so the sum may no longer leave.
         """
-        self._sweep()
-        self._settle(round)
-        entry = self._entry(round)
-        if entry is None:
+        files.sweep(self.folder)  # half-written files of killed writers: draws that were neither charged nor used
+        paths = self._paths(round)
+        if not paths:
             return None
-        if entry.context != context:
+        if len(paths) > 1:
+            raise LedgerError(
+                f"the journal {self.folder} has {len(paths)} noised sums of round {round}: two runs wrote to it, or "
+                f"files were added. It is unknown which one was released. Start a run in a new folder."
+            )
+        event, known, released = _read(paths[0], round)
+        if known != context:
             raise LedgerError(
                 f"the journal {self.folder} holds a noised sum of round {round} that was made from another state or "
                 f"configuration than this one. It cannot be used here, and drawing another would be a second release. "
                 f"Continue from the checkpoints that belong to it, or start a run in a new folder (charged anew)."
             )
-        files.sync_folder(self.folder)
-        self.ledger.charge(entry.event, self.budget)
-        return entry.released
+        files.sync_folder(self.folder)  # its writer may have been killed before
+        self.ledger.charge(event, self.budget)
+        return released
 
     def store(self, round: int, released: Tensor, event: Event, context: str = "") -> Tensor:
         """Write the noised sum, then charge it. Returns the sum read back from the file, which may now leave.
@@ -109,106 +97,49 @@ class Journal:
             LedgerError: the round already has a sum, or the disk refuses. BudgetSpent: the budget would be exceeded;
                 calling `Ledger.check` before a round saves the work. ShapeError: not int64 of the event's size.
         """
-        if released.ndim != 1 or released.dtype != torch.int64 or len(released) != event.size:
+        if released.ndim != 1 or released.dtype != torch.int64 or len(released) != event.size or event.round != round:
             raise ShapeError(
-                f"this event's noised sum must be int64 ({event.size},); got {tuple(released.shape)} {released.dtype}."
+                f"the noised sum of round {round} must be int64 ({event.size},) with an event of that round; got "
+                f"{tuple(released.shape)} {released.dtype}, and an event of round {event.round}."
             )
-        if event.round != round:
-            raise LedgerError(f"an event of round {event.round} was passed for round {round}.")
-        if self._files(round):
+        if self._paths(round):
             raise LedgerError(
                 f"the journal {self.folder} already has a noised sum of round {round}; a round is released once. Call "
                 f"`stored` before playing the round."
             )
         self.ledger.check(event, self.budget)
-        raw = _encoded(round, released, replace(event, released=""), context)
+        head = {"journal": _VERSION, "round": round, "context": context, "event": replace(event, released="").plain()}
+        raw = json.dumps(head, sort_keys=True, allow_nan=False).encode() + b"\n"
+        raw += struct.pack(f"<{event.size}q", *released.tolist())
         path = self.folder / f"round-{round:05d}-{hashlib.sha256(raw).hexdigest()[:16]}.noised"
         try:
             files.write(path, raw)
         except OSError as error:
             raise LedgerError(f"{path} cannot be written ({error.strerror}); nothing was released.") from error
         found = self.stored(round, context)
-        if found is None or not torch.equal(found, released.cpu()):
-            raise LedgerError(f"{path} does not hold what was written to it; nothing may be released.")
+        assert found is not None, "it was written"
         return found
 
-    def _sweep(self) -> None:
-        """Remove half-written files of killed writers: draws that were neither charged nor used."""
-        files.sweep(self.folder)
-
-    def _settle(self, but: int) -> None:
-        """Charge other rounds that the ledger lacks, whatever the budget: their sums may have left."""
-        known = {charged.event.released[:16] for charged in self.ledger.events()}
-        for round, digest, _ in self._listed():
-            if round != but and digest not in known and (entry := self._entry(round)) is not None:
-                self.ledger.charge(entry.event, left=True)
-
-    def charged(self) -> dict[int, Charged]:
-        """Round -> its event in the ledger, for the sums in this folder. Raises `LedgerError`."""
-        in_ledger = {charged.event.released: charged for charged in self.ledger.events()}
-        found = {}
-        for round in sorted({round for round, _, _ in self._listed()}):
-            entry = self._entry(round)
-            if entry is not None and entry.event.released in in_ledger:
-                found[round] = in_ledger[entry.event.released]
-        return found
-
-    def _entry(self, round: int) -> _Entry | None:
-        """A round's file; None if there is none."""
-        named = self._files(round)
-        if len(named) > 1:
-            raise LedgerError(
-                f"the journal {self.folder} has {len(named)} noised sums of round {round}: two runs wrote to it, or "
-                f"files were added. It is unknown which one was released. Start a run in a new folder."
-            )
-        if not named:
-            return None
-        digest, path = named[0]
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise LedgerError(f"{path} cannot be read: {error.strerror or error}.") from error
-        whole = hashlib.sha256(raw).hexdigest()
-        entry = _decoded(raw, path.name) if whole[:16] == digest else None
-        if entry is None or entry.round != round:
-            raise LedgerError(
-                f"{path} is damaged: its content does not match its name. It was written whole, so the disk or a hand "
-                f"changed it. Restore it: its sum may be released already, and another draw would be a second release."
-            )
-        return replace(entry, event=replace(entry.event, released=whole))
-
-    def _files(self, round: int) -> list[tuple[str, Path]]:
-        return [(digest, path) for found, digest, path in self._listed() if found == round]
-
-    def _listed(self) -> list[tuple[int, str, Path]]:
-        """Each file's (round, digest, path)."""
-        named = [(_NAME.fullmatch(path.name), path) for path in sorted(self.folder.glob("round-*.noised"))]
-        return [(int(match[1]), match[2], path) for match, path in named if match]
+    def _paths(self, round: int) -> list[Path]:
+        named = re.compile(rf"round-{round:05d}-[0-9a-f]{{16}}\.noised")
+        return [path for path in self.folder.glob("round-*.noised") if named.fullmatch(path.name)]
 
 
-def _encoded(round: int, released: Tensor, event: Event, context: str) -> bytes:
-    head = {"journal": _VERSION, "round": round, "context": context, "event": event.plain()}
-    body = bytearray(8 * len(released))
-    torch.frombuffer(body, dtype=torch.int64).copy_(released.cpu())
-    return json.dumps(head, sort_keys=True, allow_nan=False).encode() + b"\n" + _little(bytes(body))
-
-
-def _decoded(raw: bytes, name: str) -> _Entry:
-    """Raises `LedgerError` if bytes match their digest but are not a journal entry."""
-    head, _, body = raw.partition(b"\n")
+def _read(path: Path, round: int) -> tuple[Event, str, Tensor]:
+    """The event with the digest of the file's bytes, the context, and the sum. Raises `LedgerError`."""
     try:
-        found: dict[str, Any] = json.loads(head)
-        event = Event.from_plain(found["event"])
-        if found["journal"] != _VERSION or not isinstance(found["context"], str) or len(body) != 8 * event.size:
-            raise ValueError(f"version {quoted(found['journal'])} with {len(body)} bytes")
-        released = torch.frombuffer(bytearray(_little(body)), dtype=torch.int64)
-        return _Entry(found["round"], found["context"], event, released)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise LedgerError(f"{name} is not an entry of a journal of this version: {error}.") from error
-
-
-def _little(raw: bytes) -> bytes:
-    """Convert 64-bit integers between this machine's byte order and the file's little-endian one."""
-    if sys.byteorder == "little":
-        return raw
-    return b"".join(raw[at : at + 8][::-1] for at in range(0, len(raw), 8))
+        raw = path.read_bytes()
+        digest = hashlib.sha256(raw).hexdigest()
+        head, _, body = raw.partition(b"\n")
+        found = json.loads(head)
+        event = replace(Event.from_plain(found["event"]), released=digest)
+        sound = path.stem.endswith(digest[:16]) and (found["journal"], found["round"]) == (_VERSION, round)
+        released = torch.tensor(struct.unpack(f"<{event.size}q", body), dtype=torch.int64)
+        if not sound or not isinstance(found["context"], str):
+            raise ValueError("its content does not match its name")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, struct.error) as error:
+        raise LedgerError(
+            f"{path} cannot be read, or is damaged ({error}). It was written whole, so the disk or a hand changed it. "
+            f"Restore it: its sum may be released already, and another draw would be a second release."
+        ) from error
+    return event, found["context"], released

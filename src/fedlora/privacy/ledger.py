@@ -1,48 +1,54 @@
-"""The ledger: spending on a population of clients, in a file that outlives every run.
+"""The ledger: what was spent on a population of clients, in one file that outlives every run.
 
-    ledger = Ledger(Path("hospitals.jsonl"), population="six hospitals, 2026")
-    ledger.charge(event, Budget(epsilon=8.0, delta=1e-3))      on disk before it returns, or refused
-    ledger.spent(delta=1e-3)
+    {"kind": "ledger", "version": 2, "population": ..., "meaning": ...}                          line 0
+    {"kind": "event", "number": 1, "before": SHA-256 of line 0, "run": ..., "round": ..., ...}
+    {"kind": "budget", "number": 2, "before": SHA-256 of line 1, "epsilon": ..., "delta": ...}
+    {"kind": "earlier", "number": 3, "before": ..., "noise_multiplier": ..., "rounds": ..., "sampling": ...}
 
-Use one file for all runs on the same people's data, whoever starts them: a second run, a rewound one, each trial of a
-hyper-parameter search, and an initial adapter trained on these clients all spend from it. A new file for the same
-clients hides past spending; this cannot be detected.
+A line is appended under a lock (flock) and flushed (fsync of file and folder) before its release may leave. A last line
+without its end was never finished, so nothing left for it, and the next line overwrites it. A changed, missing or
+swapped line breaks the chain, and a broken chain is refused.
 
-Decisions, and why:
-* A charge counts even without a release. The same release (run, round, digest of its bytes) is charged once, so
-  resuming is free.
-* The budget belongs to the population and is in the file, from the first charge that names one. Changing it is a
-  decision of people: `set_budget` writes a line with the reason, and cards report it.
-* Each line repeats the digest of the one before (`chain`); `ledger_file` protects the file itself.
-* It has no clock: lines are ordered by number (`chain`). People who want a date put it in their reason.
+A ledger relies on its owners' honesty: a copy, an old backup, lines cut off at the end or a second ledger for the same
+clients would spend the same budget again, and nothing here detects it. Whoever kept the digest of a line (summaries
+have the newest one) can tell that a later ledger lacks it.
+
+No line has a time. The end of a round reveals its duration, and thereby who was drawn for it; and one run's times would
+reveal those of another run in the same file.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fedlora.core import files
 from fedlora.core.text import quoted
 from fedlora.errors import BudgetSpent, LedgerError
-from fedlora.privacy import chain
-from fedlora.privacy.accounting import epsilon_of, epsilon_up
-from fedlora.privacy.chain import Book
-from fedlora.privacy.decisions import BudgetSet, Earlier, check_reason
-from fedlora.privacy.events import Budget, Charged, Event, spent_on
-from fedlora.privacy.ledger_file import LedgerFile
-from fedlora.privacy.recomputing import Recomputed, recompute
+from fedlora.privacy.accounting import Spending, epsilon_up
+from fedlora.privacy.events import VERSION, Budget, Charged, Event, Recomputed, digest_of, read
 
-__all__ = ["Budget", "BudgetSet", "Charged", "Earlier", "Event", "Ledger", "Recomputed", "recompute"]
-
+_MEANING = (
+    "each event is PoissonSampledDpEvent(sampling, GaussianDpEvent(noise_multiplier)) of dp-accounting, sampling = 1 "
+    "being the Gaussian alone; neighbours: one client's contribution present or zero; epsilon: PLDAccountant("
+    "ADD_OR_REMOVE_ONE), all events composed; a line of kind earlier is `rounds` such events, made elsewhere"
+)
 _SOME_DELTA = 1e-6  # for asking whether any epsilon is finite, if no budget names a delta
 
 
 class Ledger:
     """Spending on a population of clients. Nothing is cached: each call reads the file.
+
+    Use one file for all runs on the same people's data, whoever starts them: a second run, a rewound one, each trial of
+    a search, and an initial adapter trained on these clients all spend from it.
 
     Example:
         >>> from pathlib import Path
@@ -55,9 +61,8 @@ class Ledger:
         (1, 23.06)
     """
 
-    def __init__(self, path: Path, population: str, *, state: Path | None = None) -> None:
-        """path: the file; the first charge creates it. population: its name, chosen by the user, permanent. state:
-        where to keep what is known about it outside its folder; None: `outside.state_folder`.
+    def __init__(self, path: Path, population: str) -> None:
+        """path: the file; the first charge creates it. population: its name, chosen by the user, permanent.
 
         Raises:
             LedgerError: no name.
@@ -66,27 +71,15 @@ class Ledger:
             raise LedgerError(
                 f"a population's name must be 1 to 200 printable letters (whose data is it?); got {quoted(population)}."
             )
-        self._file = LedgerFile(Path(os.path.realpath(path)), population, state)
+        self.path, self.population = Path(os.path.realpath(path)), population
 
-    @property
-    def path(self) -> Path:
-        return self._file.path
-
-    @property
-    def population(self) -> str:
-        return self._file.population
-
-    @property
-    def state(self) -> Path | None:
-        return self._file.state
-
-    def charge(self, event: Event, budget: Budget | None = None, *, left: bool = False) -> Charged:
-        """Write the event: complete, and on disk when this returns. Only then may its release leave.
+    def charge(self, event: Event, budget: Budget | None = None) -> Charged:
+        """Write the event: complete, and on disk when this returns. Only then may its release leave. The same release
+        (run, round, digest of its bytes) is charged once, so resuming is free.
 
         Args:
             budget: the caller's own limit, besides the ledger's. The first one named becomes the ledger's. If neither
-                exists, nothing limits the charge. left: the release may already have left, so it is charged whatever
-                the budgets.
+                exists, nothing limits the charge.
 
         Raises:
             BudgetSpent: the population would exceed a budget; nothing is charged.
@@ -94,67 +87,46 @@ class Ledger:
         """
         if not event.released:
             raise LedgerError("an event is charged with the digest of its release: `Journal.store` does both.")
-        with self._file.opened() as (descriptor, book):
-            for other in book.charged:
-                if _same(other.event, event):
-                    self._file.flush(descriptor, book)  # its own writer may have been killed before flushing
+        with self._opened() as (descriptor, book):
+            for other in book.events:
+                if (other.event.run, other.event.round, other.event.released) == (
+                    event.run,
+                    event.round,
+                    event.released,
+                ):
+                    self._flush(descriptor)  # its writer may have been killed before flushing
                     return other
-            if not left:
-                self._require(book, event, budget, 1)
+            self._require(book, event, budget, 1)
+            newest = book.newest
             if budget is not None and not book.budgets:
-                first = chain.budget_line(budget, f"named by the run {event.run}", book.tip)
-                book = self._file.append(descriptor, book, first)
-            line = chain.event_line(event, book.tip)
-            self._file.append(descriptor, book, line)
-            return Charged(book.tip[0] + 1, chain.digest_of(line), event)
+                newest = self._append(descriptor, newest, "budget", asdict(budget))
+            return Charged(*self._append(descriptor, newest, "event", event.plain()), event)
 
-    def charge_earlier(self, earlier: Earlier) -> int:
-        """Record what these clients' data were used for outside this ledger, whatever the budget: it has happened.
-        Returns the line's number.
+    def charge_earlier(self, earlier: Spending) -> int:
+        """Record releases made from these clients' data outside this ledger, whatever the budget: they have happened.
+        An adapter to start from, say, or trials elsewhere. Returns the line's number.
 
         Raises:
-            LedgerError: it is already charged, no finite epsilon would be left, or the file cannot be used.
+            LedgerError: no finite epsilon would be left, or the file cannot be used.
         """
-        with self._file.opened() as (descriptor, book):
-            if earlier in book.earlier:
+        with self._opened() as (descriptor, book):
+            delta = book.budgets[-1].delta if book.budgets else _SOME_DELTA
+            if earlier.rounds < 1 or not math.isfinite(replace(book, delta=delta).with_more([earlier])):
                 raise LedgerError(
-                    f"the ledger {self.path} was already charged with {quoted(earlier.reason)} and these numbers. If "
-                    f"that was another training, give another reason."
+                    f"{earlier.rounds:,} releases of noise multiplier {earlier.noise_multiplier:g} and sampling "
+                    f"{earlier.sampling:g} leave no finite epsilon at delta {delta:g}; nothing was written. An "
+                    f"adapter that these clients trained without noise cannot start a private run."
                 )
-            delta = book.budget.delta if book.budget else _SOME_DELTA
-            together = epsilon_of([*(c.event.spending(1) for c in book.charged), *(e.spending for e in book.earlier),
-                                   earlier.spending], delta)  # fmt: skip
-            if not math.isfinite(together):
-                raise LedgerError(
-                    f"with that training no finite epsilon can be computed at delta {delta:g}, and the ledger "
-                    f"{self.path} could never pay for another round; nothing was written. Check the noise multiplier "
-                    f"({earlier.noise_multiplier:g}), rounds ({earlier.rounds:,}) and sampling ({earlier.sampling:g})."
-                )
-            return self._file.append(descriptor, book, chain.earlier_line(earlier, book.tip)).tip[0]
+            return self._append(descriptor, book.newest, "earlier", asdict(earlier))[0]
 
-    def set_budget(self, budget: Budget, reason: str) -> int:
+    def set_budget(self, budget: Budget) -> int:
         """Set what the population may spend in all, from now on: more than before, or less. Returns the line's number.
 
         Raises:
-            LedgerError: no reason, the same budget as now, or the file cannot be used.
+            LedgerError: the file cannot be used.
         """
-        check_reason(reason)
-        with self._file.opened() as (descriptor, book):
-            if book.budget == budget:
-                raise LedgerError(f"the budget of {self.path} is already epsilon {budget.epsilon:g}.")
-            return self._file.append(descriptor, book, chain.budget_line(budget, reason, book.tip)).tip[0]
-
-    def adopt(self, reason: str) -> None:
-        """Continue with a file that was moved to another disk or machine, or restored from a backup. A line in it
-        records this permanently. From then on this user's other copies on this machine are refused. Copies elsewhere
-        are unknown here: never use them again, or both spend one budget.
-
-        Raises:
-            LedgerError: no reason, or the file is missing, is no copy, is damaged or truncated, or is older than what
-                was written.
-        """
-        check_reason(reason)
-        self._file.adopt(reason)
+        with self._opened() as (descriptor, book):
+            return self._append(descriptor, book.newest, "budget", asdict(budget))[0]
 
     def check(self, event: Event, budget: Budget | None, rounds: int = 1) -> None:
         """Check before a round or a run; writes nothing. budget: as in `charge`.
@@ -163,80 +135,110 @@ class Ledger:
             BudgetSpent: with `rounds` more such events the population would exceed a budget.
             LedgerError: the file cannot be used.
         """
-        self._require(self._file.read_own(), event, budget, rounds)
+        self._require(self.read(), event, budget, rounds)
 
     def events(self) -> tuple[Charged, ...]:
         """All charged events; () if the file does not exist. Raises `LedgerError`."""
-        book = self._file.read()
-        return book.charged if book else ()
+        return self.read().events
 
     def budget(self) -> Budget | None:
         """The ledger's current budget; None if it has none. Raises `LedgerError`."""
-        book = self._file.read()
-        return book.budget if book else None
+        return next(reversed(self.read().budgets), None)
 
-    def spent(self, delta: float) -> float:
-        """Epsilon of all events, earlier ones included. Raises `LedgerError`."""
-        book = self._file.read()
-        return book.spent(delta) if book else 0.0
+    def read(self, delta: float | None = None) -> Recomputed:
+        """All lines, read without the lock: they only grow. delta: None takes the smallest of its plans.
 
-    def planned(self, delta: float) -> float:
-        """Epsilon of everything spent, plus the remaining rounds that runs planned. Raises `LedgerError`."""
-        book = self._file.read()
-        return book.planned(delta) if book else 0.0
+        Raises:
+            LedgerError: it cannot be read, is damaged, or belongs to another population.
+        """
+        found = read(self.path)
+        if found.end and found.population != self.population:
+            raise LedgerError(
+                f"the ledger {self.path} belongs to the population {quoted(found.population)}, not "
+                f"{quoted(self.population)}. Give each population its own file, and all runs on its clients the same "
+                f"one."
+            )
+        return found if delta is None else replace(found, delta=delta)
 
     def describe(self, delta: float) -> Mapping[str, Any]:
-        """Plain values for metrics and card, all public. budgets: in order, the newest last. tip: for comparison with a
-        later ledger."""
-        book = self._file.read()
+        """Plain values for metrics and card, all public. budgets: in order. newest: (number, digest) of the last line,
+        for comparison with a later ledger."""
+        book = self.read(delta)
         return {
-            "population": self.population,
-            "events": len(book.charged) if book else 0,
-            "delta": delta,
-            "epsilon": book.spent(delta) if book else 0.0,
-            "planned_epsilon": book.planned(delta) if book else 0.0,
-            "earlier": [asdict(earlier) for earlier in book.earlier] if book else [],
-            "budgets": [budget_facts(found) for found in book.budgets] if book else [],
-            "moved": list(book.moves) if book else [],
-            "tip": list(book.tip) if book else None,
-        }
+            "population": self.population, "events": len(book.events), "delta": delta, "epsilon": book.epsilon,
+            "planned_epsilon": book.planned, "earlier": [asdict(one) for one in book.earlier],
+            "budgets": [asdict(budget) for budget in book.budgets], "newest": list(book.newest),
+        }  # fmt: skip
 
-    def _require(self, book: Book | None, event: Event, own: Budget | None, rounds: int) -> None:
-        newest = book.budgets[-1] if book and book.budgets else None
-        for budget, of_ledger in ((newest.budget if newest else None, True), (own, False)):
+    def _require(self, book: Recomputed, event: Event, own: Budget | None, rounds: int) -> None:
+        for budget, whose in ((next(reversed(book.budgets), None), f"the budget of {self.path.name}"),
+                              (own, "this run's own privacy.budget")):  # fmt: skip
             if budget is None:
                 continue
-            before = [charged.event for charged in book.charged] if book else []
-            earlier = book.earlier if book else ()
-            after = spent_on([*before, *[event] * rounds], budget.delta, earlier)
+            at = replace(book, delta=budget.delta)
+            after = at.with_more([event.spending(rounds)])
             if after > budget.epsilon:
-                also = f", and {len(earlier)} earlier trainings," if earlier else ""
                 raise BudgetSpent(
                     f"{rounds} more release{'s' * (rounds > 1)} with noise multiplier {event.noise_multiplier:g} and "
                     f"sampling {event.sampling:g} would bring population {quoted(self.population)} to epsilon "
-                    f"{epsilon_up(after)} at delta {budget.delta:g}; the budget is {budget.epsilon:g}, and "
-                    f"{len(before)} releases{also} have spent "
-                    f"{epsilon_up(spent_on(before, budget.delta, earlier))} of it. {self._advice(newest, of_ledger)}"
+                    f"{epsilon_up(after)} at delta {budget.delta:g}; {whose} is {budget.epsilon:g}, and "
+                    f"{epsilon_up(at.epsilon)} of it is spent. Plan fewer rounds or more noise, or set "
+                    f"another budget (fedlora privacy {self.path.name} --budget EPSILON). A new file for the same "
+                    f"clients would only hide the past."
                 )
 
-    def _advice(self, newest: BudgetSet | None, of_ledger: bool) -> str:
-        if of_ledger and newest is not None:
-            return (
-                f"Line {newest.number} of {self.path.name} set that budget. Plan fewer rounds or more noise; or decide "
-                f"that these clients may lose more, and say why, in the ledger and on every card from then on: fedlora "
-                f"privacy {self.path.name} --budget EPSILON --delta {newest.budget.delta:g} --because '...'. The past "
-                f"cannot be taken back: a new file for the same clients would only hide it."
-            )
-        return (
-            "That is this run's own privacy.budget. Plan fewer rounds or more noise, or set another one. The past "
-            "cannot be taken back: a new file for the same clients would only hide it."
-        )
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[int, Recomputed]]:
+        """The file, locked, and its lines; begun if it is new. Raises `LedgerError`."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                try:
+                    yield descriptor, self._locked(descriptor)
+                finally:
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # even if a forked child still has it open
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise LedgerError(
+                f"the ledger {self.path} cannot be used (it needs a local disk with file locks): "
+                f"{error.strerror or error}."
+            ) from error
+
+    def _locked(self, descriptor: int) -> Recomputed:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or not self.path.exists() or not os.path.samestat(found, self.path.stat()):
+            raise LedgerError(f"{self.path} is not an ordinary file, or was replaced meanwhile. Nothing was charged.")
+        book = self.read()
+        if book.end:
+            os.ftruncate(descriptor, book.end)  # drops a killed writer's torn line
+            return book
+        header = _line({"kind": "ledger", "version": VERSION, "population": self.population, "meaning": _MEANING})
+        self._put(descriptor, header, 0)
+        return self.read()
+
+    def _append(self, descriptor: int, newest: tuple[int, str], kind: str, content: dict[str, Any]) -> tuple[int, str]:
+        """Append a line durably, or leave the file as it was. Returns its number and digest."""
+        line = _line({"kind": kind, "number": newest[0] + 1, "before": newest[1], **content})
+        self._put(descriptor, line, os.fstat(descriptor).st_size)
+        return newest[0] + 1, digest_of(line)
+
+    def _put(self, descriptor: int, line: bytes, at: int) -> None:
+        try:
+            written = 0
+            while written < len(line):
+                written += os.pwrite(descriptor, line[written:], at + written)
+            self._flush(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, at)
+            raise
+
+    def _flush(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+        files.sync_folder(self.path.parent)
 
 
-def budget_facts(found: BudgetSet) -> dict[str, Any]:
-    """A budget as plain values."""
-    return {"line": found.number, **asdict(found.budget), "reason": found.reason}
-
-
-def _same(one: Event, other: Event) -> bool:
-    return (one.run, one.round, one.released) == (other.run, other.round, other.released)
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, allow_nan=False).encode() + b"\n"

@@ -11,7 +11,7 @@ sensitivity recorded in the ledger, and z = s / K its noise multiplier. gamma is
 rounds nothing. By default gamma sqrt(d) is at most 2^-20 of C and of z C: the grid costs a millionth of the noise, and
 is fine enough for the accountant's continuous Gaussian to represent the discrete one (`accounting`).
 
-For the noise itself, see `exact_noise`.
+For the noise itself, see `exact`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError, ShapeError
-from fedlora.privacy.exact import LARGEST, held
-from fedlora.privacy.exact_noise import with_noise
+from fedlora.privacy.exact import LARGEST, held, with_noise
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +62,10 @@ class Mechanism:
     grid: float
 
     def __post_init__(self) -> None:
-        for name, least in (("clip", "positive"), ("noise_multiplier", "zero or positive"), ("grid", "positive")):
+        for name in ("clip", "noise_multiplier", "grid"):
             value = getattr(self, name)
-            sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not sound or value < 0 or (value == 0 and least == "positive"):
-                raise HyperparameterError(f"privacy: {name} must be a finite number, {least}; got {value!r}.")
+            if not _positive(value) and not (name == "noise_multiplier" and value == 0):
+                raise HyperparameterError(f"privacy: {name} must be a positive finite number; got {value!r}.")
         if math.frexp(self.grid)[0] != 0.5:
             raise HyperparameterError(
                 f"privacy: the grid must be a power of two, so that dividing by it rounds nothing; got {self.grid!r}. "
@@ -103,9 +101,7 @@ class Mechanism:
         return self.bound(size) * self.grid
 
     def scale(self, size: int) -> float:
-        """s >= z K, the noise's standard deviation in grid units, rounded up so that it is never below z K."""
-        if self.noise_multiplier == 0:
-            return 0.0
+        """s >= z K, the noise's standard deviation in grid units: rounded up, never below; 0 if z is 0."""
         wanted = Fraction(self.noise_multiplier) * self.bound(size)
         s = float(wanted)
         return s if Fraction(s) >= wanted else math.nextafter(s, math.inf)
@@ -123,9 +119,8 @@ class Mechanism:
         if bound > LARGEST or clients * bound + _DEVIATIONS * s > _ROOM:
             raise HyperparameterError(
                 f"privacy: sums of {clients} clients' vectors of norm {bound:.1e} steps, with noise of {s:.1e}, could "
-                f"leave 64-bit integers. The grid {self.grid:g} is too fine for the clip {self.clip:g}; choose a "
-                f"coarser one (the default for {size} entries is "
-                f"{Mechanism.of(self.clip, self.noise_multiplier, size).grid:g})."
+                f"leave 64-bit integers. The grid {self.grid:g} is too fine for the clip {self.clip:g}; "
+                f"`Mechanism.of` chooses a coarser one."
             )
         if s and s < COARSEST_NOISE * math.sqrt(size):
             raise HyperparameterError(
@@ -186,9 +181,7 @@ class Mechanism:
                 f"privacy: a sum of {largest:.1e} steps with noise of {s:.1e} could leave 64-bit integers. "
                 f"`check_room(size, clients)` refuses such a grid before a run."
             )
-        if s == 0:
-            return total.clone()
-        return with_noise(total, s)
+        return with_noise(total, s) if s else total.clone()
 
     def mean(self, released: Tensor, denominator: float) -> Tensor:
         """float64 (d,): gamma released / denominator. denominator: public (q n), never the number of those present.

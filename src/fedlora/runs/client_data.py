@@ -23,7 +23,7 @@ from fedlora.data import (
     split,
 )
 from fedlora.data.hub import is_hub
-from fedlora.data.labels import LabelError, given, in_order, one_number, shown
+from fedlora.data.labels import LabelError, given, in_order, look_alike, shown
 from fedlora.data.rows import Rows
 from fedlora.data.splits import Parts, inputs
 from fedlora.errors import ConfigError, DataError
@@ -299,11 +299,11 @@ def _all_classes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """The classes of several files. Raises `ConfigError` if they may be the same classes, written differently."""
     names = in_order(name for classes in found.values() for name in classes)
     cure = f"If they are separate classes, set {given('data.labels', names)}."
-    if same := one_number(names):
+    if same := look_alike(names):
         holders = [next(path for path, classes in found.items() if spelt in classes) for spelt in same]
         raise ConfigError(
-            f"the files write one number in two ways: {holders[0]} has the label {same[0]!r}, and {holders[1]} has "
-            f"{same[1]!r}. Write it the same way in all of them. {cure}"
+            f"two labels look alike: {holders[0]} has {same[0]!r}, and {holders[1]} has {same[1]!r}. Write them the "
+            f"same way in all files. {cure}"
         )
     widest, most = max(found.items(), key=lambda item: len(item[1]))
     for path, classes in found.items():

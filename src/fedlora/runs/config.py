@@ -16,8 +16,7 @@ from typing import Any
 from pydantic import BaseModel, model_validator
 
 from fedlora.data.demo import PACKAGED
-from fedlora.data.hub import is_hub
-from fedlora.data.hub_folders import ADAPTER_FILES, local_folder, repository_and_revision
+from fedlora.data.hub import ADAPTER_FILES, is_hub, local_folder, repository_and_revision
 from fedlora.errors import ConfigError
 from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection

@@ -13,7 +13,7 @@ from fedlora.errors import CheckpointError
 from fedlora.runs.exported import FOLDERS, Exports, clear_exports, client_adapter, export_folder, global_adapter
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.private_outputs import private_summary, without_times
+from fedlora.runs.private_outputs import private_summary
 from fedlora.runs.private_run import PrivateRun, told
 from fedlora.runs.samples import write_samples
 from fedlora.runs.stopping import Line, Ranking
@@ -101,9 +101,8 @@ def finish(
     }  # fmt: skip
     made = [path for place in exports.made for path in place.rglob("*") if path.is_file()]
     if spent is not None:
-        summary = private_summary(summary, spent, "manifest.json", "metrics.jsonl", "summary.json")
+        summary = private_summary(summary, spent, "summary.json")
     folder.finish(summary, [*samples, *made])
-    without_times(folder, prepared.config)
 
 
 def results(

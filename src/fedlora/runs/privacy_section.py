@@ -9,8 +9,9 @@ from pydantic import Field, model_validator
 
 from fedlora.errors import BudgetSpent
 from fedlora.privacy.accounting import LEAST_DELTA, LEAST_EPSILON, MOST_EPSILON
+from fedlora.privacy.events import Budget
 from fedlora.privacy.geometry import Geometry, Shape
-from fedlora.privacy.ledger import Budget, Ledger
+from fedlora.privacy.ledger import Ledger
 from fedlora.server.private_options import Privacy, Releases
 from fedlora.training.settings import Key, Positive, Section
 
@@ -104,9 +105,8 @@ class PrivacySection(Section):
         if own is not None and own.delta == recorded.delta and own.epsilon > recorded.epsilon:
             raise BudgetSpent(
                 f"privacy.budget = {own.epsilon:g}, but by the ledger {ledger.path.name} its population may "
-                f"spend {recorded.epsilon:g} in all. Raising that is a decision that stays in the ledger: fedlora "
-                f"privacy {ledger.path.name} --budget {own.epsilon:g} --delta {own.delta:g} --because '...'. Otherwise "
-                f"leave privacy.budget out: the ledger's own counts."
+                f"spend {recorded.epsilon:g} in all. Leave privacy.budget out, or raise the ledger's for good: fedlora "
+                f"privacy {ledger.path.name} --budget {own.epsilon:g} --delta {own.delta:g}"
             )
         return own
 

@@ -4,19 +4,14 @@ RUN/private/    for the server only (mode 700): none of it may be handed out
     run.json        the run's id in the ledger, and a secret for its files' identity
     config.json     the configuration with the paths of clients' data, which RUN/config.json lacks
     content.json    digests and sizes of clients' data, compared on resuming
-    sample.json     who was drawn for the round being played (privacy.sampling = "poisson"); valid only in this folder,
-                    as recorded by `fedlora.privacy.outside`
     journal/        the noised sums
-    log             events about single clients: who failed or was refused, and why
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +19,11 @@ from typing import Any
 from torch import Tensor
 
 from fedlora.core import files
-from fedlora.core.text import shown
-from fedlora.errors import CheckpointError, HyperparameterError, counted
+from fedlora.errors import CheckpointError, HyperparameterError
+from fedlora.privacy.events import Budget, Event
 from fedlora.privacy.journal import Journal
-from fedlora.privacy.ledger import Budget, Event, Ledger
+from fedlora.privacy.ledger import Ledger
 from fedlora.privacy.mechanism import Mechanism
-from fedlora.privacy.outside import Outside, elsewhere
 from fedlora.runs.folder import RunFolder
 from fedlora.server.private_options import Releases
 
@@ -67,57 +61,10 @@ class OnDisk(Releases):
 
     def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism, sampling: float) -> Tensor:
         _secret(self.folder)
-        kept = self.journal.store(round, noised, self.event(round, mechanism, len(noised), sampling), context)
-        self._forget_draw()
-        return kept
+        return self.journal.store(round, noised, self.event(round, mechanism, len(noised), sampling), context)
 
     def first_drawn(self, round: int, context: str, drawn: Sequence[str]) -> Sequence[str]:
-        path = self.folder / "sample.json"
-        if path.is_file():
-            try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-                was, draw = (found["round"], found["context"]), Outside("draws", str(found["draw"]), self.ledger.state)
-                names = [str(client) for client in found["clients"]]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{path} is damaged ({error}): it records whom round {round} drew, and must not change. Restore "
-                    f"it, or begin another run."
-                ) from error
-            if was == (round, context):
-                known = draw.read()
-                if known is None or elsewhere(known, self.folder):
-                    raise CheckpointError(
-                        f"{self.folder} is a copy: the clients of round {round} were drawn in another folder, or "
-                        f"{draw.path}, which records it, is missing. Two sums of one draw would cost more than the "
-                        f"ledger says. Continue in the original; if it is lost, begin another run."
-                    )
-                return names
-            self._forget_draw()
-        _secret(self.folder)
-        draw = Outside("draws", secrets.token_hex(8), self.ledger.state)
-        draw.write(self.folder)  # before storing the draw: if killed between, the draw was never used
-        files.write(path, json.dumps({"round": round, "context": context, "clients": list(drawn), "draw": draw.id}))
-        return drawn
-
-    def _forget_draw(self) -> None:
-        """The sum is made, so nothing needs its draw any more."""
-        path = self.folder / "sample.json"
-        if path.is_file():
-            draw = Outside("draws", str(json.loads(path.read_bytes())["draw"]), self.ledger.state)
-            path.unlink()
-            draw.remove()
-
-    def note(self, round: int, client: str, what: str) -> None:
-        """Append a line to the log: `Privacy.diary`. If writing fails, the run continues: stopping would reveal it."""
-        about = f"{shown(client)} does not count: " if client else ""
-        line = f"round {round}: {about}{shown(what, 1000)}\n".encode("utf-8", "backslashreplace")
-        with suppress(OSError):
-            _secret(self.folder)
-            descriptor = os.open(self.folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                os.write(descriptor, line)
-            finally:
-                os.close(descriptor)
+        return drawn  # a round that was killed before its sum was written draws anew
 
     def event(self, round: int, mechanism: Mechanism, size: int, sampling: float) -> Event:
         """The ledger's charge for one round."""
@@ -132,18 +79,18 @@ class OnDisk(Releases):
     def why_spent(self, done: int) -> str:
         """Why the budget cannot pay another round after `done` of this run: from the ledger alone, which is public."""
         more = sum(charged.event.run == self.run for charged in self.ledger.events()) - done
-        if more <= 0:
-            return "the budget of privacy.population cannot pay another round: others have charged its ledger meanwhile"
-        return (
-            f"the budget of privacy.population cannot pay another round. This folder has {counted(done, 'round')}, and "
-            f"the ledger has {counted(done + more, 'charge')} of this run: the folder is a copy or an old backup, and "
-            f"each round that is played again is charged again. Continue in the folder that has the other noised sums"
-        )
+        why = "others have charged its ledger meanwhile"
+        if more > 0:
+            why = (
+                f"the ledger has {more} more charges of this run than this folder has rounds, so the folder is a copy "
+                f"or an old backup, and each round that is played again is charged again"
+            )
+        return f"the budget of privacy.population cannot pay another round: {why}"
 
     def check_charged(self, done: int) -> None:
         """Raise `CheckpointError` unless the ledger holds every finished round."""
-        lacks = sorted(set(range(1, done + 1)) - set(self.journal.charged()))
-        if lacks:
+        charged = {charged.event.round for charged in self.ledger.events() if charged.event.run == self.run}
+        if lacks := sorted(set(range(1, done + 1)) - charged):
             raise CheckpointError(
                 f"{len(lacks)} released rounds of this run (such as round {lacks[0]}) are missing from the ledger "
                 f"that privacy.ledger names: it is another file, or an old copy. Name the one they were charged to."

@@ -10,14 +10,14 @@ perturbations of large rectangular random matrices" (2012).
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fedlora.core.text import markdown_cell
+from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 from fedlora.privacy.accounting import epsilon, epsilon_up
 from fedlora.privacy.geometry import Layout
@@ -31,6 +31,8 @@ from fedlora.server.private_options import Privacy
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,13 @@ def going_on(server: Server, privacy: Privacy, releases: OnDisk, plan: PrivacyPl
     """The run with a server that releases from now on. done: rounds so far. Raises `CheckpointError` if the ledger
     lacks one."""
     releases.check_charged(done)
-    return PrivateRun(replace(server, privacy=replace(privacy, releases=releases, diary=releases.note)), releases, plan)
+    return PrivateRun(replace(server, privacy=replace(privacy, releases=releases, diary=_warn)), releases, plan)
+
+
+def _warn(round: int, client: str, what: str) -> None:
+    """Warn the server's operator, whose screen is as secret as the folder, of a client that does not count."""
+    if client:
+        log.warning("round %d: %s does not count: %s", round, shown(client), shown(what, 1000))
 
 
 def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:
@@ -196,9 +204,7 @@ def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:
 
 def releases_of(section: PrivacySection, folder: Path, run: str, rounds: int, participation: float) -> OnDisk:
     """A private server's releases, stored in `folder` and charged as `run`."""
-    # a simulation spends nobody's budget, so its ledger's state stays with the run
-    state = folder / "state" if section.population == SIMULATED else None
-    ledger = Ledger(Path(section.ledger), section.population, state=state)
+    ledger = Ledger(Path(section.ledger), section.population)
     return OnDisk(folder, run, ledger, section.limit(ledger, rounds, participation), rounds, section.delta)
 
 
@@ -213,22 +219,4 @@ def told(spent: Mapping[str, Any]) -> str:
         f"{spent['clip']:g}, {who} of {spent['clients']} clients per round); unit: one client's contribution, against "
         f"anyone who gets what the server releases. All runs on these clients together, by their ledger and as "
         f"planned: epsilon {epsilon_up(ledger['planned_epsilon'])}"
-        + "".join(f"; {markdown_cell(what, 1000)}" for what in of_people(ledger))
     )
-
-
-def of_people(ledger: Mapping[str, Any]) -> Iterator[str]:
-    """People's decisions in `Ledger.describe`: budgets after the first, earlier trainings, and moves."""
-    for before, after in pairwise(ledger.get("budgets", [])):
-        raised = "raised" if after["epsilon"] > before["epsilon"] and after["delta"] >= before["delta"] else "set"
-        yield (
-            f"budget {raised} in line {after['line']} from epsilon {before['epsilon']:g} at delta {before['delta']:g} "
-            f"to {after['epsilon']:g} at {after['delta']:g}: {after['reason']}"
-        )
-    for earlier in ledger.get("earlier", []):
-        yield (
-            f"earlier training charged, {earlier['rounds']} rounds of noise multiplier "
-            f"{earlier['noise_multiplier']:g} and sampling {earlier['sampling']:g}: {earlier['reason']}"
-        )
-    for reason in ledger.get("moved", []):
-        yield f"ledger moved: {reason}"

@@ -19,7 +19,7 @@ from fedlora.core.messages import Client, Missing
 from fedlora.core.method import Method
 from fedlora.data import TextData
 from fedlora.data.demo import model_location
-from fedlora.data.hub_folders import repository_and_revision
+from fedlora.data.hub import repository_and_revision
 from fedlora.methods import build
 from fedlora.runs.stopping import Patience
 from fedlora.runs.tracking import TrackerName

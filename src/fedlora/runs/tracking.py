@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fedlora.errors import ConfigError
-from fedlora.privacy.released import filtered
+from fedlora.privacy.releases import RELEASED
 from fedlora.runs.reading import flat
 
 TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow"]
@@ -186,7 +186,7 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     if spent is None:
         return _finite(found)
     found |= {f"privacy/{name}": spent[name] for name in ("epsilon", "epsilon_planned")}
-    return _finite(filtered("tracker", found, public=True))
+    return _finite({name: value for name, value in found.items() if name.partition("/")[0] in RELEASED["tracker"]})
 
 
 def numbers_of_test(scores: Mapping[str, float], *, best: bool) -> dict[str, float]:

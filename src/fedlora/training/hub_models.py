@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.data.demo import HUB_NAMES
-from fedlora.data.hub_folders import repository_and_revision, repository_of
+from fedlora.data.hub import repository_and_revision, repository_of
 from fedlora.errors import ConfigError
 
 SECONDS = 5.0  # for the one request; transformers alone would try each file for half a minute

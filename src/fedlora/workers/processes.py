@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
+from multiprocessing import resource_tracker
 from traceback import format_exception
 from typing import Any, Generic, Self, TypeVar
 
@@ -144,14 +145,23 @@ class Processes(Generic[R]):
 
 
 def one_process(begin: Callable[..., None], *given: object, server: Sequence[str] | None = None) -> ProcessPoolExecutor:
-    """An executor of one process, which starts with the first work.
+    """An executor of one process, which starts with the first work; from a server, at once.
 
     begin: called first in it, with `given`; an exception there kills the process. server: as in `Processes`.
     """
     context = multiprocessing.get_context("fork" if server is None else "forkserver")
+    executor = ProcessPoolExecutor(1, context, initializer=_begun, initargs=(server is None, begin, given))
     if server is not None:
         context.set_forkserver_preload([*server])
-    return ProcessPoolExecutor(1, context, initializer=_begun, initargs=(server is None, begin, given))
+        resource_tracker.ensure_running()  # its start would unblock the signal
+        # The server imports for seconds, with Python's own handler, and then forks what it was asked for.
+        # So Ctrl-C waits until the process is there: it is its owner's business alone.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            executor.submit(os.getpid)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return executor
 
 
 def end(executor: ProcessPoolExecutor) -> None:
@@ -175,6 +185,7 @@ _resident: Any = None
 
 def _begun(forked: bool, begin: Callable[..., None], given: tuple[object, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a client's own program would inherit it
     owner = multiprocessing.parent_process()
     assert owner is not None and owner.pid is not None
     ends_with(owner.pid)

@@ -73,7 +73,7 @@ def finish(
         stopped = {"round": state.round, "of": settings.run.rounds, "best_round": None, "best": None, "why": why}
     summary = _summary(opening, strategy, best, at_sites, tested, judged, stopped)
     if spent is not None:
-        summary = private_summary(summary, spent, "federation summary.json")
+        summary = private_summary(summary, spent, "server/summary.json")
     files.write(home.summary, json.dumps(plain(summary), indent=2, sort_keys=True) + "\n")
     return dict(plain(summary))
 

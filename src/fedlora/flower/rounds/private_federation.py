@@ -1,7 +1,7 @@
 """A private federation's folder and ledger: its plan, its releases, and its spending.
 
 FED/server/private/    for the server alone (mode 700), as RUN/private of `fedlora run`
-    run.json    its id in the ledger         journal/    the noised sums         log    refused uploads
+    run.json    its id in the ledger         journal/    the noised sums
 """
 
 from __future__ import annotations

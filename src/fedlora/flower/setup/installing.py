@@ -5,7 +5,6 @@ file that the user, or code running as the user, could have changed in between.
 
 from __future__ import annotations
 
-import getpass
 import os
 import pwd
 import re
@@ -20,7 +19,6 @@ from fedlora.flower.setup import units
 from fedlora.flower.site.site_checks import is_site
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
-from fedlora.privacy.outside import state_folder
 
 UNITS = Path("/etc/systemd/system")
 
@@ -92,26 +90,17 @@ def _server(home: Path, user: str, memory: str | None, label: str) -> Made:
     settings = FederationSettings.load(there.settings)
     if settings.network.name is None:
         raise ConfigError(f"{home} is a trial on this machine, which `fedlora flower up` plays: it has no units.")
-    ledger, known = None, None
-    if settings.privacy is not None:
-        ledger, known = Path(settings.privacy.ledger), _known(user)
+    ledger = None if settings.privacy is None else Path(settings.privacy.ledger)
     mine = settings.at_server
     reads = [Path(path) for path in (mine.model, mine.validation, mine.test) if path and Path(path).is_absolute()]
     texts = {
         units.unit_name("proxy", label): units.proxy_unit(home, settings.network.port, user=user, label=label),
         units.unit_name("server", label): units.server_unit(
-            home, user=user, memory=memory, ledger=ledger, known=known, label=label, reads=reads
+            home, user=user, memory=memory, ledger=ledger, label=label, reads=reads
         ),
     }
-    outside = [ledger.parent, known] if ledger is not None and known is not None else []
+    outside = [] if ledger is None else [ledger.parent]
     return texts, [*there.written, there.proxy_state, *outside]
-
-
-def _known(user: str) -> Path:
-    """The user's own folder of known ledgers, which their programs use too."""
-    if os.environ.get("FEDLORA_STATE_DIR") or user == getpass.getuser():
-        return state_folder()
-    return Path(pwd.getpwnam(user).pw_dir) / ".local" / "state" / "fedlora"
 
 
 def _check_user(user: str) -> None:

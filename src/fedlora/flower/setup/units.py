@@ -53,24 +53,23 @@ def unit_name(kind: str, label: str = "") -> str:
 
 def server_unit(
     folder: Path, *, user: str, memory: str | None = None,
-    ledger: Path | None = None, known: Path | None = None, label: str = "", reads: Sequence[Path] = (),
+    ledger: Path | None = None, label: str = "", reads: Sequence[Path] = (),
 ) -> str:  # fmt: skip
     """The unit for `fedlora flower serve FOLDER`: restarted after a failure, but not after all rounds are played.
 
     Args:
         folder: the federation's. user: whose processes they are. memory: its limit.
-            ledger: a private federation's; a charge also writes files beside it.
-            known: the folder with facts about ledgers outside of theirs (`privacy.outside`). reads: its own
-            base model and data, if any.
+            ledger: a private federation's, in a folder of its own.
+            reads: its own base model and data, if any.
 
     Raises:
         ConfigError: a path or a user that a unit cannot name; root; a ledger beside files that must not be writable.
     """
     command = [*program(), "flower", "serve", str(folder)]
-    beside = [place for place in (ledger.parent if ledger else None, known) if place is not None]
+    beside = [] if ledger is None else [ledger.parent]
     return _unit(
         "server", "fedlora: a federation's server", folder, command, user=user, memory=memory or "8G", label=label,
-        writable=FederationFolder(folder).written, beside=beside, reads=reads, known=known,
+        writable=FederationFolder(folder).written, beside=beside, reads=reads,
     )  # fmt: skip
 
 
@@ -126,7 +125,7 @@ def _check_apart(folder: Path, own: Sequence[Path], beside: Sequence[Path]) -> N
 
 def _unit(
     kind: str, what: str, folder: Path, command: list[str], *, user: str, memory: str, label: str,
-    writable: Sequence[Path], beside: Sequence[Path] = (), reads: Sequence[Path] = (), known: Path | None = None,
+    writable: Sequence[Path], beside: Sequence[Path] = (), reads: Sequence[Path] = (),
     low_port: bool = False,
 ) -> str:  # fmt: skip
     """beside: what it writes outside of the folder. low_port: it opens a port that Linux keeps for root."""
@@ -152,7 +151,7 @@ def _unit(
     return filled(
         "unit.service", kind=kind, what=what, name=unit_name(kind, label), after=unit_name("server", label),
         folder=folder, command=command, user=user, memory=memory, writable=[*writable, *beside], needs=[folder, *reads],
-        shared=shared, known=known, low_port=low_port, files=FILES,
+        shared=shared, low_port=low_port, files=FILES,
     )  # fmt: skip
 
 

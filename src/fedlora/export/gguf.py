@@ -23,14 +23,12 @@ from torch import Tensor
 from fedlora.adapters.card import base_line
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import TYPES, name_of, narrowed_pair
-from fedlora.applying.base_folder import BaseFiles
-from fedlora.applying.judge import Judged, judged
-from fedlora.applying.relation import relation
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
 from fedlora.core.text import quoted
-from fedlora.errors import AdapterFormatError, ConfigError, escaped
+from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.export.attached import check
 
 NAME, CARD = "adapter.gguf", "README.md"
 GGUF_TYPES = {name: TYPES[name] for name in ("float16", "bfloat16", "float32")}
@@ -56,12 +54,11 @@ class WrittenGGUF:
     folded: tuple[str, ...]
     dtype: str
     rounding: float
-    notes: tuple[str, ...]
 
 
 def write_gguf(
     file: AdapterFile,
-    base: BaseFiles,
+    base: Path,
     out: Path,
     dtype: str | None = None,
     *,
@@ -79,26 +76,25 @@ def write_gguf(
     """
     if dtype is not None and dtype not in GGUF_TYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(GGUF_TYPES)}; got {dtype[:40]!r}.")
-    place: dict[str, Any] = {"force": force, "kind": _KIND, "inputs": [file.directory, base.directory]}
+    place: dict[str, Any] = {"force": force, "kind": _KIND, "inputs": [file.directory, base]}
     check_target(out, **place)
-    try:
-        verdict = judged(file, base)
-        file, served = verdict.file, _base_of(verdict)
-        names = {path: served.tensor(path) for path in file.modules}
-        _check_heads(file)
-        alpha, folded = _alpha(file)
-        wide = file.dtype()
-        wide = torch.float32 if folded or wide == torch.float64 else wide
-        stored = GGUF_TYPES[dtype] if dtype else wide
-        tensors, rounding = _tensors(file, served, names, alpha, folded, stored)
-    except AdapterFormatError as error:
-        known = escaped(str(file.directory)) in str(error)
-        raise error if known else AdapterFormatError(f"{file.directory}: {str(error).rstrip('.')}.") from error
+    if file.heads:
+        raise AdapterFormatError(
+            f"{file.directory}: llama.cpp takes no tensors trained beside the pairs, and the adapter has "
+            f"{len(file.heads)}, such as {file.heads[0]!r}. {_WAY}; `fedlora merge ADAPTER --heads drop` leaves them "
+            f"out, but the result is then another model."
+        )
+    served = _base_of(check(file, base).config, base)
+    names = {path: served.tensor(path, file) for path in file.modules}
+    alpha, folded = _alpha(file)
+    wide = file.dtype()
+    wide = torch.float32 if folded or wide == torch.float64 else wide
+    stored = GGUF_TYPES[dtype] if dtype else wide
+    tensors, rounding = _tensors(file, served, names, alpha, folded, stored)
     with replacing_folder(out, **place) as building:
         _write(building / NAME, served.arch, alpha, tensors)
         files.write(building / CARD, _card(file, served.arch, len(names)))
-    notes = (*relation(file, base), *verdict.built.notes)
-    return WrittenGGUF(served.arch, names, alpha, folded, name_of(stored), rounding, notes)
+    return WrittenGGUF(served.arch, names, alpha, folded, name_of(stored), rounding)
 
 
 # -------------------------------------------------------------------------------------------------------------- inside
@@ -114,7 +110,7 @@ class _Base:
     heads: tuple[int, int]
     tied: bool
 
-    def tensor(self, path: str) -> str:
+    def tensor(self, path: str, file: AdapterFile) -> str:
         """The base's tensor that a pair at `path` updates.
 
         Raises:
@@ -128,13 +124,13 @@ class _Base:
         found = gguf.get_tensor_name_map(arch, self.blocks).get_name(path)
         if found is None:
             raise AdapterFormatError(
-                f"llama.cpp has no tensor for {quoted(path)} in a model of architecture {self.arch} with "
-                f"{self.blocks} blocks. {_WAY}"
+                f"{file.directory}: llama.cpp has no tensor for {quoted(path)} in a model of architecture "
+                f"{self.arch} with {self.blocks} blocks. {_WAY}."
             )
         if self.tied and found == "output":
             raise AdapterFormatError(
-                f"it changes {quoted(path)}, but this base has one tensor for embeddings and output, and llama.cpp "
-                f"adds no update to one use of it. {_WAY}"
+                f"{file.directory}: it changes {quoted(path)}, but this base has one tensor for embeddings and output, "
+                f"and llama.cpp adds no update to one use of it. {_WAY}."
             )
         return f"{found}.weight"
 
@@ -146,31 +142,16 @@ class _Base:
         return B[torch.arange(len(B)).reshape(self.heads[which], 2, -1).transpose(1, 2).reshape(-1)]
 
 
-def _base_of(verdict: Judged) -> _Base:
-    """The base model against which the adapter was judged.
-
-    Raises:
-        ConfigError: its type is not one of those listed here.
-    """
-    config = verdict.built.config
+def _base_of(config: Any, base: Path) -> _Base:
+    """Raises `ConfigError` if the base is of none of the types listed here."""
     arch = _ARCHITECTURES.get(config.model_type)
     if arch is None:
         raise ConfigError(
-            f"the base model {verdict.base.directory} is of type {quoted(str(config.model_type), 60)}; fedlora writes "
-            f"GGUF adapters for {', '.join(_ARCHITECTURES)}. {_WAY}."
+            f"the base model {base} is of type {quoted(str(config.model_type), 60)}; fedlora writes GGUF adapters for "
+            f"{', '.join(_ARCHITECTURES)}. {_WAY}."
         )
     heads = (config.num_attention_heads, config.num_key_value_heads)
-    tied = bool(config.tie_word_embeddings) or "lm_head.weight" not in verdict.base.stored
-    return _Base(arch, config.num_hidden_layers, heads, tied)
-
-
-def _check_heads(file: AdapterFile) -> None:
-    if file.heads:
-        raise AdapterFormatError(
-            f"llama.cpp would not get {len(file.heads)} tensors of saved modules, such as {file.heads[0]!r}. `fedlora "
-            f"export --for merged` writes the whole; `fedlora merge ADAPTER --heads drop` leaves them out, but the "
-            f"result is then another model"
-        )
+    return _Base(arch, config.num_hidden_layers, heads, bool(config.tie_word_embeddings))
 
 
 def _alpha(file: AdapterFile) -> tuple[float, tuple[str, ...]]:

@@ -1,0 +1,194 @@
+"""Adapters merged into full models (`fedlora export --for merged`). Kinds of evidence: oracle (peft) and end to end.
+
+peft puts the adapter beside a fresh model and answers; the written model, loaded as anybody would load it, must answer
+the same. What peft would pass over in silence is refused, here and by `validate --base`, in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
+
+from support.bases import reconfigure, refused, rewrite, said, small
+from support.command_line import Said
+from support.peft_cases import CASES, loaded, saved
+from support.tiny_models import TOKENS, bert, gpt2
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+Main = Callable[..., Said]
+
+KINDS = (
+    "linear", "linear, no task type", "regex, list", "all-linear", "some layers", "excluded", "rank and alpha patterns",
+    "rsLoRA with patterns", "bfloat16", "Conv1D", "lm_head in full", "heads", "tied, linear",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_written_model_answers_as_peft_with_the_adapter_beside_it(name: str, tmp_path: Path, main: Main) -> None:
+    """Every kind that fedlora reads. peft computes the adapter in float32, hence the tolerance."""
+    case = CASES[name]
+    adapter, base = saved(case, 0, tmp_path / "adapter"), tmp_path / "base"
+    case.build().save_pretrained(base)
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
+    assert done.code == 0 and main("validate", adapter, "--base", base).code == 0, done.err
+    want = said(loaded(case, adapter), case.inputs)
+    model: Any = case.build()
+    got = said(type(model).from_pretrained(tmp_path / "full").eval(), case.inputs)
+    assert float((want - said(model.eval(), case.inputs)).abs().max()) > 0.05
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.parametrize("build", ["llama", "gpt2"])
+def test_dora_is_merged_with_its_base(build: str, tmp_path: Path, main: Main) -> None:
+    """m (W + s B A) / ||W + s B A||, by peft; weights stored as (d_out, d_in), and transposed (Conv1D)."""
+    fields: dict[str, Any] = {"use_dora": True, "target_modules": ["q_proj", "down_proj"]}
+    if build == "gpt2":
+        fields |= {"target_modules": ["c_attn"], "fan_in_fan_out": True}
+    how: dict[str, Any] = {"build": gpt2} if build == "gpt2" else {}
+    adapter, base = small(tmp_path, **how, **fields)
+    done = main("export", adapter, "--for", "merged", "--base", base, "-o", tmp_path / "full")
+    assert done.code == 0, done.err
+    kind: Any = type(gpt2()) if build == "gpt2" else LlamaForCausalLM
+    want = said(PeftModel.from_pretrained(kind.from_pretrained(base), adapter).eval(), {"input_ids": TOKENS})
+    got = said(kind.from_pretrained(tmp_path / "full").eval(), {"input_ids": TOKENS})
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+
+
+def test_a_classifier_brings_its_head_and_its_classes(tmp_path: Path, main: Main) -> None:
+    """A base of two labels without a head of three: the adapter's head and labels.json make the result's."""
+    adapter, base = small(tmp_path, build=bert, task_type="SEQ_CLS", target_modules=["query"])
+    (adapter / "labels.json").write_text(json.dumps({"num_labels": 3, "id2label": {"0": "a", "1": "b", "2": "c"}}))
+    rewrite_base(base, lambda t: [t.pop(key) for key in list(t) if key.startswith("classifier")])
+    reconfigure(base, id2label={"0": "x", "1": "y"}, label2id={"x": 0, "y": 1})
+    done = main("export", adapter, "--for", "merged", "--base", base, "-o", tmp_path / "full")
+    assert done.code == 0 and "2 added" in done.out, done.err
+    full = AutoModelForSequenceClassification.from_pretrained(tmp_path / "full").eval()
+    want = said(PeftModel.from_pretrained(bert(), adapter).eval(), {"input_ids": TOKENS})
+    torch.testing.assert_close(said(full, {"input_ids": TOKENS}), want, rtol=0, atol=1e-5)
+    assert full.config.id2label == {0: "a", 1: "b", 2: "c"}
+
+
+def rewrite_base(base: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = safetensors.torch.load_file(base / "model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+
+
+# ---- what rounding costs ---------------------------------------------------------------------------------------------
+
+
+def test_what_rounding_loses_is_measured(tmp_path: Path, main: Main) -> None:
+    """bfloat16 has 8 bits: what the written weights lack of W + s B A is recomputed here in float64."""
+    adapter, base = small(tmp_path, torch.bfloat16)
+    rewrite(adapter, lambda t: t.update({key: t[key] * 0.2 for key in t}))
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full", "--json")
+    assert done.code == 0, done.err
+    told = json.loads(done.out)["rounding"]
+    before, after = (safetensors.torch.load_file(tmp_path / k / "model.safetensors") for k in ("base", "full"))
+    pairs = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
+    lost = size = 0.0
+    for name in (f"model.layers.{k}.self_attn.q_proj" for k in range(2)):
+        B, A = (pairs[f"base_model.model.{name}.lora_{f}.weight"].double() for f in "BA")
+        update = 2 * B @ A  # lora_alpha 4, r 2
+        off = after[f"{name}.weight"].double() - before[f"{name}.weight"].double() - update
+        lost, size = lost + float(off.square().sum()), size + float(update.square().sum())
+    assert told["loss"] == pytest.approx((lost / size) ** 0.5, rel=1e-3) and lost > 0
+
+
+def test_an_update_that_rounding_swallows_is_told(tmp_path: Path, main: Main) -> None:
+    adapter, base = small(tmp_path, torch.bfloat16)
+    rewrite(adapter, lambda t: t.update({key: t[key] * 1e-3 for key in t}))
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "narrow")
+    assert done.code == 0 and "in 2 layers" in done.err, done.err
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "wide", "--dtype", "float32")
+    assert done.code == 0 and "2 layers" not in done.err, done.err
+
+
+def test_a_number_beyond_float16_is_refused_by_name(tmp_path: Path, main: Main) -> None:
+    """65504 is float16's largest; float32 holds what comes out."""
+    adapter, base = small(tmp_path, torch.float16)
+    key = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
+    rewrite(
+        adapter, lambda t: t.update({key.format("A"): torch.ones(2, 32), key.format("B"): torch.full((32, 2), 25e3)})
+    )
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
+    assert done.code == 2 and re.search(r"layers.1.self_attn.q_proj.weight.* 65504.*--dtype float32", done.err)
+    assert not (tmp_path / "full").exists()
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path, main: Main) -> None:
+    adapter, base = small(tmp_path)
+    _, other = small(tmp_path / "gpt2", build=gpt2, target_modules=["c_attn"])
+    refused(main, adapter, other, "has no module 'model.layers.0.self_attn.q_proj'.*merge_and_unload")
+    rewrite(adapter, lambda t: t.update({key: t[key][:, :8].contiguous() for key in t if "lora_A" in key}))
+    refused(main, adapter, base, r"q_proj.*\(2, 8\) in the file and \(2, 32\) in peft")
+
+
+def test_a_tied_weight_is_refused(tmp_path: Path, main: Main) -> None:
+    """The output layer is the table of embeddings: merged, both would change."""
+    case = CASES["tied, linear"]
+    adapter, base = small(tmp_path, build=case.build, target_modules=["lm_head"])
+    refused(main, adapter, base, "ties to 'model.embed_tokens.weight'.*tie_word_embeddings")
+
+
+def test_a_base_that_lacks_numbers_is_refused(tmp_path: Path, main: Main) -> None:
+    """transformers would make them up, with a warning that nobody reads."""
+    adapter, base = small(tmp_path)
+    rewrite_base(base, lambda t: t.pop("model.layers.0.mlp.down_proj.weight"))
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
+    assert done.code == 2 and "needs 'model.layers.0.mlp.down_proj.weight'" in done.err
+    assert done.err.count("\n") == 1 and not (tmp_path / "full").exists()
+
+
+def test_a_base_that_transformers_does_not_know_is_refused(tmp_path: Path, main: Main) -> None:
+    adapter, base = small(tmp_path)
+    reconfigure(base, model_type="somebodys", auto_map={"AutoModelForCausalLM": "theirs.Model"})
+    refused(main, adapter, base, "transformers cannot build the base model")
+    reconfigure(base, model_type="llama", auto_map={}, quantization_config={"quant_method": "gptq"})
+    refused(main, adapter, base, "is quantised")
+
+
+def test_a_wrong_merge_is_never_written(tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft's merge broken on purpose, for one layer of two: the answers differ, and no folder appears."""
+    adapter, base = small(tmp_path)
+    right = next(kind for kind in LoraLayer.__subclasses__() if kind.__name__ == "Linear").merge
+    calls: list[Any] = []
+
+    def broken(self: Any, **how: Any) -> None:
+        calls.append(self)
+        if len(calls) == 1:
+            right(self, **how)
+
+    monkeypatch.setattr(next(k for k in LoraLayer.__subclasses__() if k.__name__ == "Linear"), "merge", broken)
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
+    assert done.code == 2 and "answers to random tokens" in done.err and len(calls) == 2
+    assert not (tmp_path / "full").exists()
+
+
+def test_the_folder_is_complete_and_replaced_only_with_force(tmp_path: Path, main: Main) -> None:
+    """The tokenizer's files and the licence come along; a folder with anything else in it is never replaced."""
+    adapter, base = small(tmp_path)
+    (base / "tokenizer.json").write_text("{}")
+    (base / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
+    to = ["--base", base, "-o", tmp_path / "full"]
+    assert main("export", adapter, "--for", "merged", *to).code == 0
+    assert (tmp_path / "full" / "tokenizer.json").read_text() == "{}"
+    assert "license: mit" in (tmp_path / "full" / "README.md").read_text()
+    assert "--force" in main("export", adapter, "--for", "merged", *to).error()
+    assert main("export", adapter, "--for", "merged", *to, "--force").code == 0
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    assert "notes.txt" in main("export", adapter, "--for", "merged", *to, "--force").error()

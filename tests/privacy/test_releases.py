@@ -1,0 +1,97 @@
+"""The list of what may leave. Kind of evidence: contract, on what the code writes today."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fedlora import Adapter, Client, LoRA, Server, Upload, build, receive, send
+from fedlora.core.sent import Attacked
+from fedlora.privacy import filtered
+from fedlora.privacy.releases import EMPTY, RELEASED
+from fedlora.simulation import RoundRecord, Traffic
+
+
+def keys_of(function: Any, name: str) -> set[str]:
+    """The constant keys of the dictionary displays in a function: those that have the key `name`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    found = [
+        {key.value for key in node.keys if isinstance(key, ast.Constant)}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict)
+    ]
+    (keys,) = [one for one in found if name in one]
+    return keys
+
+
+def a_record() -> RoundRecord:
+    """With all that a round can have, attacked and judged."""
+    plain = {"clients": {"a": {"norm": 1.0, "after": 0.5}}}
+    state: Any = SimpleNamespace(
+        server=SimpleNamespace(tally=SimpleNamespace(judged=SimpleNamespace(plain=lambda: plain)))
+    )
+    return RoundRecord(
+        1, state, {"a": 0.5}, {"a": 1.0}, {"b": "why"}, {"accuracy": 1.0}, {"train": 1.0}, Traffic(), 2.0, (),
+        Attacked("scale", {"a": {"norm": 2.0}}),
+    )  # fmt: skip
+
+
+def test_of_a_round_only_these_values_are_written() -> None:
+    """Of `runs.observers.describe` itself; its other tables stay, empty, for readers of the file."""
+    observers = pytest.importorskip("fedlora.runs.observers")
+    line = {**observers.describe(a_record(), padded_error=0.1, gauge={"glora": 0.0}), "privacy": {}, "new": 1}
+    found = filtered("metrics.jsonl", line)
+    assert {name for name, value in found.items() if value not in ({}, None)} == {"round", "server_rank", "metrics"}
+    assert set(line) - set(found) == {"attack", "defence", "new"}
+
+
+def test_readers_find_every_name_that_they_expect() -> None:
+    """What the code writes for a run that is not private is there, with its value or empty."""
+    finishing = pytest.importorskip("fedlora.runs.finishing")
+    own = keys_of(finishing._own_results, "bytes") | keys_of(finishing.finish, "exports")
+    names = {"summary.json": keys_of(finishing.results, "metric") | own}
+    federated = pytest.importorskip("fedlora.flower.rounds.finishing")
+    names["server/summary.json"] = keys_of(finishing.results, "metric") | keys_of(federated._summary, "site_test")
+    preparation = pytest.importorskip("fedlora.runs.preparation")
+    names["manifest.json"] = keys_of(preparation, "evaluation_target")
+    for place, keys in names.items():
+        assert keys <= set(RELEASED[place]) | set(EMPTY[place]), place
+        assert not set(RELEASED[place]) & set(EMPTY[place])
+
+
+def test_a_tracker_of_a_private_round_gets_four_things() -> None:
+    tracking = pytest.importorskip("fedlora.runs.tracking")
+    observers = pytest.importorskip("fedlora.runs.observers")
+    sites = {"site_metrics": {"a": {"accuracy": 0.5}}, "site_mean": {"accuracy": 0.5}, "norms": {"a": 1.0}}
+    line = {**observers.describe(a_record()), **sites, "privacy": {"epsilon": 1.0, "epsilon_planned": 8.0}}
+    told = {"server_rank", "metrics/accuracy", "privacy/epsilon", "privacy/epsilon_planned"}
+    assert set(tracking.numbers(line)) == told
+
+
+def diagnostics(name: str) -> Mapping[str, Any]:
+    server = Server(build(name))
+    state = server.init(Adapter({"q": LoRA(torch.zeros(6, 2), torch.ones(2, 5) + torch.eye(2, 5))}))
+    uploads = []
+    for client in (Client("a", 2), Client("b", 2)):
+        adapter = receive(server.download(state, client), None).map(lambda t: t + 0.1 * torch.ones_like(t))
+        uploads.append(Upload(client, 5, send(adapter, server.roles(state))))
+    return server.diagnostics(server.aggregate(state, uploads))
+
+
+@pytest.mark.parametrize("name", ["glora", "svd", "flexlora", "ffa-lora"])
+def test_of_a_method_s_numbers_those_of_its_state_are_written(name: str) -> None:
+    """What was measured on uploads (captured, error, weights, ...) is not. A module's name with dots is one name."""
+    found = {"layer.0.q": diagnostics(name)["q"], "k": 5}
+    left = filtered("summary.json", {"diagnostics": found})["diagnostics"]
+    assert set(left) == {"layer.0.q"}
+    assert set(left["layer.0.q"]) <= {
+        "rank", "components", "server_rank", "singular_values", "approximation", "deviations",
+    }  # fmt: skip
+    assert filtered("summary.json", {"diagnostics": 5}) == EMPTY["summary.json"]
