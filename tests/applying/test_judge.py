@@ -3,7 +3,6 @@ computes beside the model) and example-based (bases and adapters that are wrong 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,14 +111,8 @@ def test_a_config_that_no_model_has_is_refused_soon(what: str, tmp_path: Path, m
     config, why = ABSURD[what]
     adapter, base = small(tmp_path)
     begun = time.process_time()
-    if config.pop("--", False):
-        reconfigure(base, **config)
-        done = main("validate", adapter, "--base", base, "--limit", "tensors=2000")
-        assert done.code == 2 and re.search(why, done.err), done.err
-        config["--"] = True
-    else:
-        reconfigure(base, **config)
-        refused(main, adapter, base, why)
+    reconfigure(base, **config)
+    refused(main, adapter, base, why)
     assert time.process_time() - begun < 20
 
 
@@ -176,28 +169,10 @@ def test_a_layer_that_the_code_reads_past_is_refused(tmp_path: Path, main: Calla
     refused(main, adapter, base, "q_proj.weight', which .* reads without calling its layer")
 
 
-@pytest.mark.parametrize("target", ["attention", "out_proj"])
-def test_pytorchs_attention_is_refused(target: str, tmp_path: Path, main: Callable[..., Said]) -> None:
-    """peft counts the update of out_proj twice, or, targeted by itself, not at all."""
-    name = r".*head\.attention" if target == "attention" else r".*head\.attention\.out_proj"
-    adapter, base = small(tmp_path, build=siglip, target_modules=name)
+def test_pytorchs_attention_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """peft counts the update of out_proj not at all."""
+    adapter, base = small(tmp_path, build=siglip, target_modules=r".*head\.attention\.out_proj")
     refused(main, adapter, base, "nn.MultiheadAttention")
-
-
-# ---- experts, and embeddings that scale ------------------------------------------------------------------------------
-
-_SIZES = {
-    "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "max_position_embeddings": 16, "head_dim": 8, "pad_token_id": 0,
-}  # fmt: skip
-EXPERTS: dict[str, Callable[[], Any]] = {
-    "gpt_oss": lambda: transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(**_SIZES, num_local_experts=3, num_experts_per_tok=2, intermediate_size=12)),
-    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(**_SIZES, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=10)),
-    "llama4": lambda: transformers.Llama4ForCausalLM(
-        transformers.Llama4TextConfig(**_SIZES, num_local_experts=3, intermediate_size=12, intermediate_size_mlp=24)),
-}  # fmt: skip
 
 
 def test_square_weights_and_a_head(tmp_path: Path, main: Callable[..., Said]) -> None:
