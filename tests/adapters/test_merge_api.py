@@ -210,7 +210,8 @@ def test_adapters_with_no_common_module_are_refused_until_one_says_what_lacking_
 
 
 @pytest.mark.parametrize(
-    ("longer", "common"), [("model.language_model.{}", True), ("model.{}", False), ("encoder.layer.{}", True)]
+    ("longer", "common"),
+    [("model.language_model.{}", True), ("model.{}", False), ("encoder.layer.{}", True), ("{}.linear", True)],
 )
 def test_the_same_modules_under_longer_names_are_no_other_modules(longer: str, common: bool, tmp_path: Path) -> None:
     """A wrapper or another class of model adds a segment: the mean would be of disjoint halves. Who says --missing may

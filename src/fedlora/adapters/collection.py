@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import combinations
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,6 +23,7 @@ from fedlora.errors import AdapterFormatError, ConfigError
 
 Missing = Literal["renormalise", "zero"]  # how a module averages over adapters that lack it
 _LARGEST, _SMALLEST = 1e12, 1e-12  # bounds on a weight, and relative to the largest: beyond these it is a typo
+_CANDIDATES = 32  # modules of one shape in one layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,37 +183,40 @@ def _examples_of(files: Sequence[AdapterFile]) -> list[float]:
 def _check_names(files: Sequence[AdapterFile]) -> None:
     """Raise `AdapterFormatError` for two adapters that have no module in common, or most of whose lone modules are the
     other's under longer names: a wrapper or another class of model has renamed them, and each would count twice."""
-    for k, one in enumerate(files):
-        for other in files[k + 1 :]:
-            mine, theirs = (set(a.modules) - set(b.modules) for a, b in ((one, other), (other, one)))
-            alike = _alike(one, mine, other, theirs)
-            if len(alike) * 2 > min(len(one.modules), len(other.modules)):
-                first, second = alike[0]
-                raise AdapterFormatError(
-                    f"{one.directory} and {other.directory} name the same modules differently, {quoted(first, 80)} and "
-                    f"{quoted(second, 80)} ({len(alike)} such pairs), so each would count as two. Load both with the "
-                    f"same class of model and save them again; --missing zero merges them as different modules."
-                )
-    _check_common(files)
+    unlike = list({file.modules: file for file in files}.values())
+    for one, other in combinations(unlike, 2):
+        alike = _alike(one, other)
+        if len(alike) * 2 > min(len(one.modules), len(other.modules)):
+            first, second = alike[0]
+            raise AdapterFormatError(
+                f"{one.directory} and {other.directory} name the same modules differently, {quoted(first, 80)} and "
+                f"{quoted(second, 80)} ({len(alike)} such pairs), so each would count as two. Load both with the "
+                f"same class of model and save them again; --missing zero merges them as different modules."
+            )
+    _check_common(unlike)
 
 
-def _alike(one: AdapterFile, mine: set[str], other: AdapterFile, theirs: set[str]) -> list[tuple[str, str]]:
-    """Pairs of modules of one shape whose names are equal but for segments that one of the two has in addition."""
+def _alike(one: AdapterFile, other: AdapterFile) -> list[tuple[str, str]]:
+    """Pairs of modules, each in only one of the two, of one shape, whose names are equal but for added segments."""
 
     def form(file: AdapterFile, module: str) -> tuple[Any, ...]:
-        parts = module.split(".")
-        return file.shapes[module], parts[-1], tuple(part for part in parts if part.isdigit())
+        return file.shapes[module], tuple(part for part in module.split(".") if part.isdigit())
 
-    by_form = {form(other, module): module for module in theirs}
+    by_form: dict[tuple[Any, ...], list[str]] = {}
+    for module in other.modules:
+        if module not in one.ranks:
+            by_form.setdefault(form(other, module), []).append(module)
     found = []
-    for module in sorted(mine):
-        match = by_form.get(form(one, module))
-        if match is not None:
-            short, long = sorted((module.split("."), match.split(".")), key=len)
-            rest = iter(long)
-            if all(part in rest for part in short):
-                found.append((module, match))
+    for module in one.modules:
+        if module not in other.ranks:
+            near = by_form.get(form(one, module), [])[:_CANDIDATES]
+            found += [(module, match) for match in near if _is_longer(module, match) or _is_longer(match, module)][:1]
     return found
+
+
+def _is_longer(short: str, long: str) -> bool:
+    rest = iter(long.split("."))
+    return all(part in rest for part in short.split("."))
 
 
 def _check_common(files: Sequence[AdapterFile]) -> None:

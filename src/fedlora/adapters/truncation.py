@@ -208,7 +208,7 @@ def parse_type(text: str) -> torch.dtype:
 
 def narrowed(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
     """The tensor in `dtype`. Raises `AdapterFormatError` if `dtype` cannot hold a value."""
-    found = tensor.to(dtype)
+    found = tensor.to(dtype).contiguous()
     if not bool(torch.isfinite(found).all()):
         raise AdapterFormatError(
             f"{what} has values up to {float(tensor.abs().max()):.3g}, but {name_of(dtype)} holds up to "
