@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedlora import read_adapter, write_adapter
-from fedlora.adapters.merging import Collection
+from fedlora.adapters.collection import Collection
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
 from fedlora.adapters.uploads import read_uploads
 from fedlora.errors import AdapterFormatError, FedLoRAError

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fedlora import LoRA, read_adapter
 from fedlora.adapters import merge
+from fedlora.adapters.collection import used_weights
 from fedlora.adapters.io import pad_rank
 from fedlora.adapters.merge_report import ModuleReport
-from fedlora.adapters.merging import used_weights
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import RankRule, combine, overall
 from fedlora.errors import AdapterFormatError, ConfigError, HyperparameterError, ShapeError

@@ -160,7 +160,7 @@ class _Side:
     def times(self, Y: Tensor) -> Tensor:
         """Q @ Y (d, l), in float64."""
         inner = Y if self.small is None else self.small @ Y
-        return torch.cat([panel.double() @ inner for panel in self.tall.split(_PANEL)])
+        return torch.cat([panel.double() @ inner for panel in torch.split(self.tall, _PANEL)])
 
 
 def _side(X: Tensor) -> _Side:
@@ -168,7 +168,7 @@ def _side(X: Tensor) -> _Side:
     float64, which would show it, by Householder."""
     if X.dtype != torch.float64 and X.shape[1] <= X.shape[0]:
         G = torch.zeros(X.shape[1], X.shape[1], dtype=torch.float64)
-        for panel in X.split(_PANEL):
+        for panel in torch.split(X, _PANEL):
             P = panel.double()
             for at in range(0, len(G), _STRIP):  # its lower triangle: half of the work
                 G[at:, at : at + _STRIP].addmm_(P[:, at:].mT, P[:, at : at + _STRIP])
@@ -208,7 +208,7 @@ def parse_type(text: str) -> torch.dtype:
 
 def narrowed(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
     """The tensor in `dtype`. Raises `AdapterFormatError` if `dtype` cannot hold a value."""
-    found = tensor.to(dtype)
+    found = tensor.to(dtype).contiguous()
     if not bool(torch.isfinite(found).all()):
         raise AdapterFormatError(
             f"{what} has values up to {float(tensor.abs().max()):.3g}, but {name_of(dtype)} holds up to "

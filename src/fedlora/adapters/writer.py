@@ -145,7 +145,8 @@ def _config(spec: AdapterSpec, ranks: Mapping[str, int], heads: list[str]) -> di
     """adapter_config.json. It has no field that peft 0.2 does not know, unless the numbers need it."""
     largest = max(ranks.values())  # r: readers that ignore patterns then allocate enough
     names = spec.config.get("modules_to_save") or ()
-    saved = [name for name in names if any(f"{name}." in path for path in heads)]  # peft asks for each
+    saved = [name for name in names if any(f"{name}." in path for path in heads)]  # peft asks for each, reads no other
+    unnamed = {h.rpartition(".")[0] for h in heads if not any(f"{name}." in h for name in saved)}
     task = spec.config.get("task_type")
     found: dict[str, Any] = {
         **{field: value for field, value in spec.config.items() if field in _KEPT and value is not None},
@@ -153,7 +154,7 @@ def _config(spec: AdapterSpec, ranks: Mapping[str, int], heads: list[str]) -> di
         "r": largest,
         "lora_alpha": _alpha(spec.scaling, largest),
         "target_modules": list(ranks),
-        "modules_to_save": saved or None,
+        "modules_to_save": [*saved, *sorted(unnamed)] or None,
         "task_type": None if not heads and task in _WITH_HEADS else task,
         "base_model_name_or_path": spec.base_model,
         "bias": "none",

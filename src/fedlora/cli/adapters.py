@@ -25,7 +25,7 @@ def inspect(
     json: AsJson = False,
 ) -> None:
     """Ranks, norms, spectra, dead slots, and how much the adapters' subspaces overlap."""
-    from fedlora.adapters.merging import collected
+    from fedlora.adapters.collection import collected
     from fedlora.analysis.inspection import facts, mean_overlap, overlaps
 
     if plot is not None:
@@ -77,7 +77,7 @@ def diff(
     json: AsJson = False,
 ) -> None:
     """Do two adapters hold the same update? Distances and angles for each module, and differences in saved modules."""
-    from fedlora.adapters.merging import collected
+    from fedlora.adapters.collection import collected
     from fedlora.analysis.inspection import difference, heads_apart
 
     a, b = collected([one, other], heads="drop", missing="zero", max_bytes=max_bytes).files

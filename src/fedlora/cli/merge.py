@@ -71,6 +71,8 @@ def merge(
 ) -> None:
     """Merge adapters into one: the exact weighted mean of their updates; with --rank its best approximation."""
     from fedlora.adapters import merging
+    from fedlora.adapters.collection import collected
+    from fedlora.adapters.merge_result import Wanted
     from fedlora.cli.merge_method import merge_round
     from fedlora.cli.method_names import parse_defence
 
@@ -86,9 +88,9 @@ def merge(
     else:
         if sum:
             raise ConfigError("--sum is for merges without --method and --defence.")
-        wanted = merging.Wanted(target, rank, heads, dtype, max_error, dry_run, force)
+        wanted = Wanted(target, rank, heads, dtype, max_error, dry_run, force)
         wanted.check(adapters)
-        given = merging.collected(
+        given = collected(
             adapters, counts, weights_from, missing, heads=heads, same_base=same_base, max_bytes=max_bytes
         )
         chosen, label = _method(method)

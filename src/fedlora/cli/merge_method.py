@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from fedlora.adapters.collection import Collection
 from fedlora.adapters.merge_report import MergeReport, Weighed
-from fedlora.adapters.merging import Collection, Part, Progress, Wanted, in_type, write_result
+from fedlora.adapters.merge_result import Part, Progress, Wanted, in_type, write_result
 from fedlora.adapters.truncation import against_mean, combine
 from fedlora.adapters.uploads import read_facts
 from fedlora.core.lora import Adapter, LoRA, stack
@@ -55,7 +56,7 @@ def merge_round(
     notes: list[str] = []
     if judged is not None:
         notes, label = _weighed(judged), f"{label}, weighed by {judged.rule}"
-    wide, dtype = given.type_for(wanted, wide=True), given.type_for(wanted)
+    wide, dtype = wanted.type_for(given, wide=True), wanted.type_for(given)
     of, against, weighed = _measure(given, clients, method, rule, judged, updates, wide)
     modules = [*(m for m in given.modules if m in updates), *(m for m in updates if m not in set(given.modules))]
     parts = {}

@@ -1,0 +1,244 @@
+"""Several adapters of one base model: do they belong together, and what is the weighted sum of each module?"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from itertools import combinations
+from typing import Any, Literal, get_args
+
+import torch
+
+from fedlora.adapters.base_names import Base, check_same_base, public_name
+from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.truncation import Combined, combine
+from fedlora.adapters.uploads import FILE, check_uploads, read_facts
+from fedlora.adapters.writer import AdapterSpec, spec_of
+from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import quoted
+from fedlora.errors import AdapterFormatError, ConfigError
+
+Missing = Literal["renormalise", "zero"]  # how a module averages over adapters that lack it
+_LARGEST, _SMALLEST = 1e12, 1e-12  # bounds on a weight, and relative to the largest: beyond these it is a typo
+_CANDIDATES = 32  # modules of one shape in one layer
+
+
+@dataclass(frozen=True, eq=False)
+class Collection:
+    """Adapters of one base model, and their weights as used. notes: what the user should know."""
+
+    files: Sequence[AdapterFile]
+    weights: tuple[float, ...]
+    missing: Missing = "zero"
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        files: Sequence[AdapterFile],
+        weights: Sequence[float] | None = None,
+        *,
+        sum: bool = False,
+        same_base: bool = False,
+        missing: Missing | None = "zero",
+    ) -> Collection:
+        """weights: None: all count alike. sum: use them as they are. same_base: treat the base models as one, whatever
+        their names. missing: None: refuse adapters whose modules look like the others' under other names.
+
+        Raises:
+            AdapterFormatError: different bases or matrices. ConfigError: impossible weights.
+        """
+        used = used_weights(len(files), weights, sum=sum)
+        notes = check_same_base((Base.of(file.config) for file in files), declared=same_base)
+        first: dict[str, AdapterFile] = {}
+        for file in files:
+            for module, shape in file.shapes.items():
+                other = first.setdefault(module, file)
+                if other.shapes[module] != shape:
+                    raise AdapterFormatError(
+                        f"module {quoted(module)} is a matrix of {other.shapes[module]} in {other.directory} and of "
+                        f"{shape} in {file.directory}: different models."
+                    )
+        if missing is None:
+            _check_names(files)
+        return cls(files, used, missing or "zero", tuple(notes))
+
+    @cached_property
+    def modules(self) -> Sequence[str]:
+        """Every module that any of them has."""
+        return sorted({module for file in self.files for module in file.modules})
+
+    def dtype(self) -> torch.dtype:
+        """The type that holds all their factors."""
+        return reduce(torch.promote_types, (file.dtype() for file in self.files))
+
+    def weights_of(self, module: str) -> tuple[float, ...]:
+        """Each adapter's weight in a module's sum; 0 for those that lack it.
+
+        Raises:
+            ConfigError: `missing` is "renormalise", and the adapters that have it have weight 0.
+        """
+        held = tuple(w if module in file.ranks else 0.0 for file, w in zip(self.files, self.weights, strict=True))
+        total = math.fsum(held) if self.missing == "renormalise" else 1.0
+        if not total:
+            raise ConfigError(f"module {quoted(module)} is only in adapters of weight 0.")
+        return tuple(w / total for w in held)
+
+    def combined(self, module: str, dtype: torch.dtype | None = None) -> Combined:
+        """One module of the weighted sum. Scales go into the weights, so that 16-bit factors are not rounded again."""
+        held = [(f, w) for f, w in zip(self.files, self.weights_of(module), strict=True) if module in f.ranks]
+        loras, scales = zip(*(file.unscaled(module) for file, _ in held), strict=True)
+        return combine(module, loras, [w * scale for (_, w), scale in zip(held, scales, strict=True)], dtype)
+
+    def spec(self, heads: bool) -> AdapterSpec:
+        """The first adapter's spec, with the base's public name and all saved modules."""
+        first = spec_of(self.files[0].config, 1.0)
+        saved = dict.fromkeys(name for file in self.files for name in file.config.get("modules_to_save") or ())
+        more: dict[str, Any] = {
+            "base_model_name_or_path": public_name(Base.of(file.config) for file in self.files),
+            "modules_to_save": list(saved) if heads else None,
+        }
+        return AdapterSpec(ReadOnly({**first.config, **more}))
+
+
+def collected(
+    adapters: Sequence[str | os.PathLike[str]],
+    weights: Sequence[float] | None = None,
+    weights_from: str | None = None,
+    missing: str | None = None,
+    *,
+    sum: bool = False,
+    heads: str = "average",
+    same_base: bool = False,
+    max_bytes: int | None = None,
+) -> Collection:
+    """The adapters and weights, checked to belong together. Arguments as in `merge`."""
+    one_of("--missing", missing, get_args(Missing))
+    one_of("--weights-from", weights_from, ("num_examples",))
+    if weights is not None and weights_from is not None:
+        raise ConfigError("give --weights or --weights-from, not both.")
+    if not adapters:
+        raise AdapterFormatError("at least 1 adapter is needed; got 0.")
+    files = [AdapterFile(directory, max_bytes=max_bytes) for directory in adapters]
+    said = check_uploads([file.directory for file in files], counted=weights_from is not None, labels=heads != "drop")
+    if weights_from is not None:
+        weights = _examples_of(files)
+    known: Any = missing
+    given = Collection.of(files, weights, sum=sum, same_base=same_base, missing=known)
+    idle = [str(file.directory) for file, weight in zip(files, given.weights, strict=True) if not weight]
+    if idle:
+        more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
+        names = ", ".join(quoted(name, 80) for name in idle[:8])
+        said.append(f"weight 0, so not part of the result: {names}{more}")
+    return replace(given, notes=(*said, *given.notes))
+
+
+def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: bool = False) -> tuple[float, ...]:
+    """The weights of `count` adapters as used: divided by their sum for a mean, unchanged for a sum.
+
+    Args:
+        weights: one each; None: all equal. sum: weights may be negative.
+
+    Raises:
+        ConfigError: wrong number of weights; one is not a finite number, or absurdly small beside the others, or
+            negative in a mean.
+
+    Example:
+        >>> used_weights(2, [1, 3]), used_weights(2, [1, -1], sum=True)
+        ((0.25, 0.75), (1.0, -1.0))
+    """
+    given = (1.0,) * count if weights is None else tuple(weights)
+    if len(given) != count:
+        raise ConfigError(f"there are {len(given)} weights for {count} adapters.")
+    if any(isinstance(w, bool) or not isinstance(w, int | float) or not -_LARGEST <= w <= _LARGEST for w in given):
+        raise ConfigError(f"weights must be numbers of up to {_LARGEST:g} in size; got {quoted(list(given))}.")
+    if not sum and any(w < 0 for w in given):
+        raise ConfigError(
+            f"weights of a mean cannot be negative; got {list(given)}. --sum (sum=True) uses them as they are."
+        )
+    sizes = [abs(w) for w in given if w]
+    if not sizes or min(sizes) < _SMALLEST * max(1.0, *sizes):
+        raise ConfigError(
+            f"weights must not all be zero, and none may be below {_SMALLEST:g} or that small beside the largest; got "
+            f"{list(given)}. Give an adapter that does not count weight 0."
+        )
+    total = 1.0 if sum else math.fsum(given)
+    return tuple(w / total for w in given)
+
+
+def _examples_of(files: Sequence[AdapterFile]) -> list[float]:
+    facts = [read_facts(file.directory) for file in files]
+    lacking = [str(one.directory) for one in facts if not one.there]
+    if lacking:
+        raise AdapterFormatError(
+            f"{lacking[0]} has no {FILE}, so its number of examples is unknown ({len(lacking)} of {len(files)} "
+            f"have none): give --weights instead."
+        )
+    return [one.examples for one in facts]
+
+
+def _check_names(files: Sequence[AdapterFile]) -> None:
+    """Raise `AdapterFormatError` for two adapters that have no module in common, or most of whose lone modules are the
+    other's under longer names: a wrapper or another class of model has renamed them, and each would count twice."""
+    unlike = list({file.modules: file for file in files}.values())
+    for one, other in combinations(unlike, 2):
+        alike = _alike(one, other)
+        if len(alike) * 2 > min(len(one.modules), len(other.modules)):
+            first, second = alike[0]
+            raise AdapterFormatError(
+                f"{one.directory} and {other.directory} name the same modules differently, {quoted(first, 80)} and "
+                f"{quoted(second, 80)} ({len(alike)} such pairs), so each would count as two. Load both with the "
+                f"same class of model and save them again; --missing zero merges them as different modules."
+            )
+    _check_common(unlike)
+
+
+def _alike(one: AdapterFile, other: AdapterFile) -> list[tuple[str, str]]:
+    """Pairs of modules, each in only one of the two, of one shape, whose names are equal but for added segments."""
+
+    def form(file: AdapterFile, module: str) -> tuple[Any, ...]:
+        return file.shapes[module], tuple(part for part in module.split(".") if part.isdigit())
+
+    by_form: dict[tuple[Any, ...], list[str]] = {}
+    for module in other.modules:
+        if module not in one.ranks:
+            by_form.setdefault(form(other, module), []).append(module)
+    found = []
+    for module in one.modules:
+        if module not in other.ranks:
+            near = by_form.get(form(one, module), [])[:_CANDIDATES]
+            found += [(module, match) for match in near if _is_longer(module, match) or _is_longer(match, module)][:1]
+    return found
+
+
+def _is_longer(short: str, long: str) -> bool:
+    rest = iter(long.split("."))
+    return all(part in rest for part in short.split("."))
+
+
+def _check_common(files: Sequence[AdapterFile]) -> None:
+    joined, waiting = set(files[0].modules), list(files[1:])
+    while waiting:
+        near = [file for file in waiting if not joined.isdisjoint(file.ranks)]
+        if not near:
+            one, other = files[0], waiting[0]
+            raise AdapterFormatError(
+                f"{one.directory} and {other.directory} have no module in common: the first has "
+                f"{_some(one.modules)}, the other {_some(other.modules)}. They belong to different models, or "
+                f"train different layers of one model. In the second case choose how to count a module that an "
+                f"adapter lacks: --missing zero or --missing renormalise."
+            )
+        waiting = [file for file in waiting if file not in near]
+        joined.update(*(file.ranks for file in near))
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(quoted(name, 80) for name in names[:2])}{', ...' if len(names) > 2 else ''}"
+
+
+def one_of(option: str, value: object, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        raise ConfigError(f"{option} must be one of {', '.join(known)}; got {str(value)[:80]!r}.")
