@@ -29,10 +29,6 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 _HEADER, _TENSORS = 16 * 2**20, 100_000
 _ENTRY = b'"data_offsets"'  # once for each tensor
 _JSON, _DEPTH, _VALUES = 3 * 2**20, 20, 500_000
-# Types of a base model's buffers; an adapter has none of them.
-_OTHERS = {
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 _PIECE = 8 * 2**20  # bytes of a large tensor to look at together
 
 
@@ -162,7 +158,7 @@ def _stored(entry: dict[str, Any], data: int) -> Any:
 
 
 def _type(name: str) -> torch.dtype:
-    found = FLOATS.get(name) or _OTHERS.get(name)
+    found = FLOATS.get(name)
     if found is None:
         raise AdapterFormatError(f"fedlora does not read tensors of type {shown(name, 20)}.")
     return found
