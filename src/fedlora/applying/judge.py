@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -35,9 +34,6 @@ _NEUTRAL = frozenset((
     "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "lora_dropout", "inference_mode",
     "megatron_config", "megatron_core", "peft_type",
 ))  # fmt: skip
-
-
-_ADAPTER = re.compile(rf"\.{NAME}(?=\.|$)")  # peft omits this from the names in files
 
 
 @dataclass(frozen=True)
@@ -108,11 +104,13 @@ def _judged(file: AdapterFile, base: BaseFiles) -> Judged:
 
 def _beside(file: AdapterFile, found: Built) -> Any:
     """peft's model: a copy of the base on the meta device, with the adapter's empty layers added."""
-    known = {field.name for field in fields(LoraConfig) if field.init} - _NEUTRAL
+    # The modules are those of the file: what chooses among them may be a stranger's regular expression.
+    choosing = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+    known = {field.name for field in fields(LoraConfig) if field.init} - _NEUTRAL - choosing
     given = {key: dict(x) if isinstance(x, Mapping) else copy.copy(x) for key, x in file.config.items() if key in known}
     with quiet():
         try:
-            config = LoraConfig(**given | {"target_modules": list(file.modules)}, inference_mode=True)
+            config = LoraConfig(**given, target_modules=list(file.modules), inference_mode=True)
             wrap = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)
             return wrap(copy.deepcopy(found.model), config, NAME, low_cpu_mem_usage=True)
         except (FedLoRAError, MemoryError):
