@@ -99,43 +99,39 @@ def is_name(text: object) -> bool:
 
 
 class Scales:
-    """The rank and the scale of each module, by a checked config.
-
-    peft compares a pattern's keys with a module's name in their order; the first that is the name or its end counts.
-    """
+    """The rank and the scale of each module, by a checked config."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
-        self._ranks, self._alphas = _by_end(config.get("rank_pattern")), _by_end(config.get("alpha_pattern"))
+        self._ranks, self._alphas = _ByName(config.get("rank_pattern")), _ByName(config.get("alpha_pattern"))
 
     def rank(self, module: str) -> int:
-        return int(_first(self._ranks, module, self._config["r"]))
+        return int(self._ranks.value(module, self._config["r"]))
 
     def scale(self, module: str, unit: float = 1.0) -> float:
         """alpha / r, or alpha / sqrt(r) with rsLoRA, over `unit`; exactly 1.0 if they are equal."""
-        r, alpha = self.rank(module), _first(self._alphas, module, self._config["lora_alpha"])
+        r, alpha = self.rank(module), self._alphas.value(module, self._config["lora_alpha"])
         if self._config.get("use_rslora"):
             return float(alpha / math.sqrt(r) / unit)
         return 1.0 if alpha == unit * r else float(alpha / r / unit)  # in floats (s r) / r may differ from s
 
 
-_Ends = Mapping[str, tuple[int, float]]  # a name's end -> (its place in the config, the value)
+class _ByName:
+    """rank_pattern or alpha_pattern. As in peft, the first name counts that is the module's name or its end; one that
+    begins with ^ is the whole name."""
 
+    def __init__(self, by_name: Mapping[str, Any] | None) -> None:
+        self._found: dict[str, tuple[int, float]] = {}  # name -> (its place in the config, the value)
+        for place, (name, value) in enumerate((by_name or {}).items()):
+            self._found.setdefault(("^" if name.startswith("^") else "") + _bare(name), (place, value))
+        self._parts = {name.count(".") + 1 for name in self._found}  # to look up only ends of these lengths
 
-def _by_end(by_name: Mapping[str, Any] | None) -> _Ends:
-    """Whole names keep their ^, so that they match no end."""
-    found: dict[str, tuple[int, float]] = {}
-    for place, (name, value) in enumerate((by_name or {}).items()):
-        found.setdefault(("^" if name.startswith("^") else "") + _bare(name), (place, value))
-    return found
-
-
-def _first(ends: _Ends, module: str, default: float) -> float:
-    if not ends:
-        return default
-    parts = module.split(".")
-    names = [f"^{module}", *(".".join(parts[k:]) for k in range(len(parts)))]
-    return min((ends[name] for name in names if name in ends), default=(0, default))[1]
+    def value(self, module: str, default: float) -> float:
+        if not self._found:
+            return default
+        parts = module.split(".")
+        names = [f"^{module}", *(".".join(parts[-count:]) for count in self._parts if count <= len(parts))]
+        return min((self._found[name] for name in names if name in self._found), default=(0, default))[1]
 
 
 def _bare(name: object) -> str:

@@ -109,7 +109,7 @@ def write_result(
         said.append(f"the factors are stored in different types; written as {name_of(dtype)}")
     if rounding > _MUCH_ROUNDING:
         said.append(f"{name_of(dtype)} is too narrow for these numbers: writing it moves the update by {rounding:.1%}; "
-                    f"--dtype float32 is wide enough")  # fmt: skip
+                    f"--dtype {_wider(dtype)} is wide enough")  # fmt: skip
     adapter = Adapter({name: pad_rank(lora, rank) for name, (lora, _) in parts.items()}, heads.tensors)
     report = MergeReport(
         out=str(wanted.out), written=not wanted.dry_run, adapters=tuple(str(file.directory) for file in given.files),
@@ -137,12 +137,11 @@ def _check_error(wanted: Wanted, of: str, cut: float, rounding: float, heads: He
     most, lost = wanted.max_error, math.hypot(cut, rounding)
     if most is None:
         return
-    wider = "float32" if dtype.itemsize < 4 else "float64"
     if not lost <= most:
         raise ConfigError(
             f"the result is off {of} by {lost:.2g} of its size ({cut:.2g} by the cut to rank {wanted.rank}, or by "
             f"terms that nearly cancel; {rounding:.2g} by writing {name_of(dtype)}): more than --max-error {most:g}; "
-            f"nothing was written. A higher rank cuts less, --rank exact nothing; --dtype {wider} rounds less."
+            f"nothing was written. A higher rank cuts less, --rank exact nothing; --dtype {_wider(dtype)} rounds less."
         )
     for path, moved in heads.rounding.items():
         raise ConfigError(
@@ -150,6 +149,10 @@ def _check_error(wanted: Wanted, of: str, cut: float, rounding: float, heads: He
             f"a whole weight, and only the base model shows how much training changed it, so --max-error {most:g} "
             f"cannot be guaranteed: --dtype float32 loses less, --heads drop leaves it out."
         )
+
+
+def _wider(dtype: torch.dtype) -> str:
+    return "float32" if dtype.itemsize < 4 else "float64"
 
 
 def _rank(wanted: Wanted, reports: Sequence[ModuleReport]) -> tuple[int, list[str]]:

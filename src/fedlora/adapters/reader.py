@@ -211,10 +211,9 @@ class AdapterFile:
         """
         some: set[str] = set()
         try:
-            for key in self.stored:
-                for piece in self._file.pieces(key):
-                    if bool(check_finite(key.removeprefix(PREFIX), piece).any()):
-                        some.add(key)
+            for key, piece in self._file.pieces():
+                if bool(check_finite(key.removeprefix(PREFIX), piece).any()):
+                    some.add(key)
         except AdapterFormatError as error:
             raise self._named(error) from error
         return any(some.issuperset(pair.values()) for pair in self._pairs.values())

@@ -11,6 +11,8 @@ import hashlib
 import json
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,33 +87,36 @@ class TensorFile:
     def tensor(self, name: str) -> Tensor:
         """One tensor, in memory of its own."""
         stored = self.tensors[name]
-        if not stored.size:
-            return torch.empty(stored.shape, dtype=_type(stored.dtype))
-        return torch.frombuffer(self._read(stored.begin, stored.size), dtype=_type(stored.dtype)).reshape(stored.shape)
+        with self._reading() as file:
+            return self._piece(file, stored, 0, stored.size).reshape(stored.shape)
 
-    def pieces(self, name: str) -> Iterator[Tensor]:
-        """One tensor's numbers, some millions at a time."""
-        stored = self.tensors[name]
-        for at in range(0, stored.size, _PIECE):
-            yield torch.frombuffer(
-                self._read(stored.begin + at, min(_PIECE, stored.size - at)), dtype=_type(stored.dtype)
-            )
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor's numbers, each some millions at a time."""
+        with self._reading() as file:
+            for name, stored in self.tensors.items():
+                for at in range(0, stored.size, _PIECE):
+                    yield name, self._piece(file, stored, at, min(_PIECE, stored.size - at))
 
     def sha256(self) -> str:
-        with opened(self._real, links=False) as file:
+        with self._reading() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def _read(self, begin: int, size: int) -> bytearray:
-        content = bytearray(size)
+    @contextmanager
+    def _reading(self) -> Iterator[BufferedReader]:
         try:
             with opened(self._real, links=False) as file:
-                file.seek(begin)
-                got = file.readinto(content)
+                yield file
         except OSError as error:
             raise AdapterFormatError(f"{self.path} cannot be read: {error.strerror or error}.") from error
-        if got != size:
+
+    def _piece(self, file: BufferedReader, stored: Stored, at: int, size: int) -> Tensor:
+        if not size:
+            return torch.empty(0, dtype=_type(stored.dtype))
+        content = bytearray(size)
+        file.seek(stored.begin + at)
+        if file.readinto(content) != size:
             raise AdapterFormatError(f"{self.path} has changed while being read.")
-        return content
+        return torch.frombuffer(content, dtype=_type(stored.dtype))
 
 
 def json_object(path: Path, most: int = _JSON) -> dict[str, Any]:
