@@ -26,8 +26,7 @@ from torch import Tensor
 import fedlora.runs.observers
 import fedlora.training.local
 from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Upload, read_adapter, write_adapter
-from fedlora.adapters.agreement import read_uploads
-from fedlora.adapters.uploads import write_upload
+from fedlora.adapters.uploads import read_uploads, write_upload
 from fedlora.analysis.audit import regauge
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from fedlora.runs.folder import RunFolder
@@ -711,7 +710,7 @@ REFUSED: dict[str, Any] = {
     "a comparison": (["--from-run", "compared"], "compared holds a comparison; name one of its 2 runs:"),
     "a round of one": (["--from-run", "lonely"], "at least two adapters; got 1"),
     "damaged upload.json": (["a", "damaged"], "upload.json is not JSON"),
-    "cut off": (["a", "cut"], "is damaged: its header announces"),
+    "cut off": (["a", "cut"], "is damaged"),
     "class without module": (["a", "b", "--methods", ":Method"], "':Method' cannot be made"),
     "class that is no method": (["a", "b", "--methods", "os:getcwd"], "os:getcwd"),
     "hopeless condition": (["a", "b", "--methods", "fedit", "--conditions", "1e300"], "condition"),
