@@ -73,8 +73,8 @@ class SVD(Method[Spectrum]):
 
 def _rank_of_energy(s: Tensor, share: float) -> int:
     """The least number of leading components whose squares make up `share` of all squares, at least one of any."""
-    if share == 1 or not len(s):
-        return len(s)
+    if not len(s):
+        return 0
     squares = (s / s[0]).square()  # squares of tiny numbers are zero
     left_out = squares.flip(0).cumsum(0).flip(0)  # by a cut before each one; smallest summed first
     # 1 - 0.8 is a little less than 0.2 in floats.
