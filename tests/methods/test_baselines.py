@@ -196,7 +196,7 @@ def test_a_rank_above_the_common_start_is_refused_by_name(name: str) -> None:
     for ask in (partial(server.download, state, big), partial(server.aggregate, state, [upload])):
         with pytest.raises((RankMismatch, UploadRefused), match=rf"big.*{name}.* rank 2.* 3 is larger"):
             ask()
-    with pytest.raises(RankMismatch, match="rank 3 .* 2 slots"):  # torch's own padding would cut in silence
+    with pytest.raises(RankMismatch, match=r"rank 3 .* 2 slots"):  # torch's own padding would cut in silence
         padded(upload.adapter.modules["m"], 2)
 
 
