@@ -22,6 +22,7 @@ from fedlora import Adapter, Client, LoRA, Server, ServerState, Update, Upload, 
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from fedlora.errors import HyperparameterError, LostUpdate, RankMismatch, UploadRefused
 from fedlora.linalg import unit_roundoff
+from fedlora.methods._slots import padded
 from fedlora.methods.rolora import _alive
 from support.formulas import (
     ROWS,
@@ -195,6 +196,8 @@ def test_a_rank_above_the_common_start_is_refused_by_name(name: str) -> None:
     for ask in (partial(server.download, state, big), partial(server.aggregate, state, [upload])):
         with pytest.raises((RankMismatch, UploadRefused), match=rf"big.*{name}.* rank 2.* 3 is larger"):
             ask()
+    with pytest.raises(RankMismatch, match=r"rank 3 .* 2 slots"):  # torch's own padding would cut in silence
+        padded(upload.adapter.modules["m"], 2)
 
 
 @pytest.mark.parametrize(("part", "stretch", "moves"), [(1.5, 1.0, False), (1.5, 3.0, True), (0.4, 1.0, True)])

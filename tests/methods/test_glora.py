@@ -210,7 +210,7 @@ def test_tolerances_follow_the_stored_dtype() -> None:
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.25, 0.5, 1.0])
-@pytest.mark.parametrize("name", ["generic", "zero_B", "wide", "deficient_A"])
+@pytest.mark.parametrize("name", ["generic", "zero_B", "wide", "deficient_A", "duplicated_column", "cancelling"])
 def test_glora_paper_is_algorithms_1_to_3_over_two_rounds(name: str, gamma: float) -> None:
     """Against `executable_paper.glora_round`: state, selected components and readouts, with history.
 
@@ -259,8 +259,13 @@ def test_equal_alignment_scores_go_in_spectral_order() -> None:
     """One client that reads out at half its rank: every score is 1 up to round-off, so the strongest must be chosen."""
     for seed in range(5):
         case = families.family("one_client", seed=seed, dtype=np.float64)
-        method, state = aggregated(families.regauge(case, 10.0, seed=seed), gamma=0.0)
+        other = families.regauge(case, 10.0, seed=seed)
+        method, state = aggregated(other, gamma=0.0)
         assert method.selected(state, "c0", 3).tolist() == [0, 1, 2]
+        letter, state = aggregated(other, "glora-paper", gamma=0.0)
+        state = letter.aggregate(state, updates(other))  # its readouts go by the round before
+        U, s, Vt = np.linalg.svd(families.mean_update(other))
+        assert relative(letter.readout(state, "c0", 3).delta().numpy(), (U[:, :3] * s[:3]) @ Vt[:3]) < 1e-9
 
 
 @pytest.mark.parametrize("limit", [None, 0, 2, 3])
