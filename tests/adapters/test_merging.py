@@ -36,7 +36,7 @@ pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
 def merged_by(loras: Sequence[LoRA], weights: Sequence[float], rule: RankRule) -> tuple[LoRA, ModuleReport]:
     found = combine("m", loras, weights)
-    return found.cut(rule.keep(found.product))
+    return found.cut(rule.keep(found.spectrum))
 
 
 @pytest.mark.parametrize("ranks", [(2,), (3, 5), (4, 4, 6)])
