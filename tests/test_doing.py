@@ -20,7 +20,7 @@ from fedlora import doing
 from fedlora.adapters import AdapterSpec, write_adapter
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.read_only import ReadOnly
-from fedlora.training.local import LocalTrainer
+from fedlora.training.loop import LocalTrainer
 
 
 @pytest.fixture

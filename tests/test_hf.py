@@ -33,8 +33,8 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from fedlora.training.encoding import encode
-from fedlora.training.local import LocalTrainer
+from fedlora.training.encode import encode
+from fedlora.training.loop import LocalTrainer
 from fedlora.training.models import AdaptedModel
 from fedlora.training.round_folder import VARIABLE, RoundFacts, RoundFolder
 from fedlora.training.settings import LoRASettings, TrainSettings

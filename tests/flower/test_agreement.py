@@ -32,7 +32,8 @@ from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.preparation import prepare
 from fedlora.training import content
-from fedlora.training.content import base_digest, template_digest, tokenizer_digest, tokenizer_of
+from fedlora.training.digests import base_digest, template_digest, tokenizer_digest
+from fedlora.training.load import tokenizer_of
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
 from support.training_data import save_model

@@ -22,8 +22,8 @@ from fedlora.errors import ConfigError
 from fedlora.runs.config import RunConfig, parse_config
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from fedlora.training.encoding import collate
-from fedlora.training.local import LocalTrainer
+from fedlora.training.encode import collate
+from fedlora.training.loop import LocalTrainer
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import TrainSettings
 from support.known_warnings import FUTURE_NAMES

@@ -18,7 +18,7 @@ from fedlora.client import receive
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.spec import load_experiment
 from fedlora.server.server import Server
-from fedlora.training.local import LocalTrainer
+from fedlora.training.loop import LocalTrainer
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB

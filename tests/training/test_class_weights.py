@@ -14,8 +14,8 @@ from torch import nn
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
-from fedlora.training.encoding import encode
-from fedlora.training.local import LocalTrainer, weigh_classes
+from fedlora.training.encode import encode
+from fedlora.training.loop import LocalTrainer, weigh_classes
 from fedlora.training.settings import TrainSettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Loader, dense, distance, download, drawn

@@ -15,7 +15,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from fedlora.errors import ConfigError
 from fedlora.runs.sections import ModelSection
 from fedlora.training import content
-from fedlora.training.content import check_weights, file_digest, model_commit, model_content, model_place
+from fedlora.training.digests import check_weights, file_digest, model_commit, model_content, model_place
 
 FILES = (
     "model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, DataError
-from fedlora.training.encoding import IGNORED, Cut, collate, cut_of, encode
+from fedlora.training.encode import IGNORED, Cut, collate, cut_of, encode
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader
 from support.training_data import CLS, EOS, LABELS, PAD, SEP, UNK, classification, tokenizer, word

@@ -23,9 +23,9 @@ from fedlora.errors import NoGlobalModel
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.simulation import RoundRecord, simulate
-from fedlora.training.encoding import IGNORED, encode
-from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.local import LocalTrainer
+from fedlora.training.encode import IGNORED, encode
+from fedlora.training.loop import LocalTrainer
+from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES

@@ -40,10 +40,10 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.server.state import RunState
-from fedlora.training.encoding import IGNORED, encode
-from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.generation import greedy, teacher_forced
-from fedlora.training.local import LocalTrainer
+from fedlora.training.encode import IGNORED, encode
+from fedlora.training.generate import greedy, teacher_forced
+from fedlora.training.loop import LocalTrainer
+from fedlora.training.measure import ModelEvaluator
 from fedlora.training.metrics import _scorer, rouge_l
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedlora.training.local
+import fedlora.training.loop
 from fedlora import Adapter, Client, LoRA, Roles, Server, build
 from fedlora.client import receive
 from fedlora.core.base_change import BaseChange
@@ -24,8 +24,8 @@ from fedlora.data import TextData
 from fedlora.errors import ConfigError
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from fedlora.training.encoding import collate, encode
-from fedlora.training.local import LocalTrainer, micro_batch
+from fedlora.training.encode import collate, encode
+from fedlora.training.loop import LocalTrainer, micro_batch
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import CONV1D, FUTURE_NAMES
@@ -130,7 +130,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         examples.extend(tuple(row["input_ids"]) for row in rows)
         return collate(rows, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fedlora.training.local, "collate", recording)
+    monkeypatch.setattr(fedlora.training.loop, "collate", recording)
     return examples
 
 

@@ -23,10 +23,10 @@ from torch import nn
 from fedlora.core.lora import LoRA, named_tensors
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.facts import architecture
-from fedlora.training.content import base_digest, model_content
-from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.loading import longest_of_files
-from fedlora.training.local import LocalTrainer
+from fedlora.training.digests import base_digest, model_content
+from fedlora.training.load import longest_of_files
+from fedlora.training.loop import LocalTrainer
+from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
 from fedlora.training.skeleton import Skeleton

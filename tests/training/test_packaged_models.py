@@ -27,7 +27,7 @@ from fedlora.data import demo, smollm2_model
 from fedlora.data.demo import PACKAGED
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.config import load_config
-from fedlora.training.generation import greedy
+from fedlora.training.generate import greedy
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings
 from support.known_warnings import FUTURE_NAMES

@@ -13,8 +13,8 @@ from tokenizers.processors import TemplateProcessing
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, DataError
-from fedlora.training.encoding import IGNORED, cut_of, encode
-from fedlora.training.prompting import Template, check_template, converse, end_tokens, find_template, render
+from fedlora.training.encode import IGNORED, cut_of, encode
+from fedlora.training.templates import Template, check_template, converse, end_tokens, find_template, render
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.packaged import smollm2_tokenizer
 from support.training_data import EOS, SEP, UNK, encode_prompts, tokenizer, word

@@ -15,7 +15,7 @@ import fedlora.runs.preparation
 from fedlora.errors import ConfigError
 from fedlora.runs.config import parse_config
 from fedlora.runs.preparation import prepare
-from fedlora.training.hub_models import _on_hub
+from fedlora.training.load import _on_hub
 from fedlora.training.models import AdaptedModel
 from fedlora.training.targets import adapted
 from support.command_line import Said

@@ -10,10 +10,8 @@ from rich.text import Text
 
 from fedlora.cli.measures import (
     byte_size,
-    confusion_table,
     label_cell,
     label_title,
-    least_recalled,
     number,
     other_scores,
     worst_client,
@@ -70,7 +68,7 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
 
 
 def _short(responses: int) -> str:
-    """In how many of them the answer itself was cut (data.long_responses)."""
+    """In how many of them the answer itself was cut (it alone fills data.max_length)."""
     return f", {counted(responses, 'response')} among them" if responses else ""
 
 
@@ -90,10 +88,6 @@ def show_run(folder: RunFolder) -> None:
         console.print(_weighed(s["defence"]["clients"]))
         for remark in remarks(s["defence"], manifest["clients"]):
             notes.warn(f"note: {remark}")
-    if (matrix := confusion_table(s.get("confusion"), "last")) is not None:
-        console.print(matrix)
-    elif least := least_recalled(s["test"]["last"]):
-        console.print(f"least recall on test, last: {least}")
     if s["gauge_drift"]:
         console.print(
             "gauge check: the same updates in coordinates of condition number 10; the model should stay the same"

@@ -22,7 +22,7 @@ from fedlora.runs.preparation import Prepared, prepare
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
 from fedlora.simulation import RoundRecord, simulate
-from fedlora.training.local import LocalTrainer
+from fedlora.training.loop import LocalTrainer
 
 _STEPS = 3
 _NO_COST = {  # what does not change how long a step, a text or a round takes
