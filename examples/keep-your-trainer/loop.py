@@ -30,7 +30,7 @@ def collate(rows):
 
 lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 model = get_peft_model(AutoModelForCausalLM.from_pretrained(asked.model), lora)
-federate(model, examples=len(data))
+federate(model)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
 model.train()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fedlora.data.labels import decode_labels
-from fedlora.data.tables import open_table, readable
+from fedlora.data.tables import Table, open_table, readable
 from fedlora.data.text import ROLES, Message, TextData
 from fedlora.errors import DataError
 

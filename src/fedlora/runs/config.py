@@ -69,8 +69,8 @@ class RunConfig(Section):
         """SHA-256 (first 16 hex digits) of the non-default values, so that new keys and new defaults leave old digests
         unchanged.
 
-        It includes a language model's template unless that is "{prompt}", which all runs used before the key existed. Some
-        keys do not count (`Key.counts`): run.workers changes no bit.
+        It includes a language model's template unless that is "{prompt}", which all runs used before the key existed.
+        Some keys do not count (`Key.counts`): run.workers changes no bit.
         """
         fields = self.model_dump(mode="json", exclude_defaults=True)
         if self.model.task == "causal-lm":

@@ -110,7 +110,8 @@ def results(
 ) -> dict[str, Any]:  # fmt: skip
     """What the summaries of a run and of a federation have in common.
 
-    validation, test: scores of the "last" round and the "best" one. classes: none for a language model. stopped_early: where and why; None if all rounds were played. defence: only with a robust rule.
+    validation, test: scores of the "last" round and the "best" one. classes: none for a language model.
+    stopped_early: where and why; None if all rounds were played. defence: only with a robust rule.
 
     Args:
         best: the best round's line. tested: "last", and "best" if there is one. scores: the table of a line by which

@@ -98,12 +98,13 @@ class ModelSection(Section):
 
     path: a local directory or GGUF file, a hub id, which may be "owner/name@revision", or a packaged model, "demo"
     (MiniLM) or "smollm2". task: "classification", or "causal-lm" for a language model. device: "cpu", "cuda" or another
-    torch device; "auto" is a GPU if there is one. adapter: a PEFT folder to start from, also another run's or "owner/name@revision" on the hub, instead
-    of a fresh adapter. revision: the commit, tag or branch of a hub id; not set: the newest. dtype: of the base weights
-    in memory, "float32" or "bfloat16", which halves them and needs bf16; adapters and heads stay float32. bf16: compute
-    in bfloat16; a CPU without instructions for it takes many times as long. checkpointing: recompute activations in the backward pass, which saves
-    memory and costs time. dropout: overrides the model's own dropout if given. four_bit: load the base in 4 bits
-    (QLoRA; needs a GPU and the library bitsandbytes), on which fedex-lora and flora cannot run.
+    torch device; "auto" is a GPU if there is one. adapter: a PEFT folder to start from, also another run's or
+    "owner/name@revision" on the hub, instead of a fresh adapter. revision: the commit, tag or branch of a hub id; not
+    set: the newest. dtype: of the base weights in memory, "float32" or "bfloat16", which halves them and needs bf16;
+    adapters and heads stay float32. bf16: compute in bfloat16; a CPU without instructions for it takes many times as
+    long. checkpointing: recompute activations in the backward pass, which saves memory and costs time. dropout:
+    overrides the model's own dropout if given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library
+    bitsandbytes), on which fedex-lora and flora cannot run.
     """
 
     path: Annotated[str, Key("each site names its own copy in its site.toml, and the server its own in [at_server]")]

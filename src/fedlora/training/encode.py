@@ -27,8 +27,6 @@ Encoded = list[Example]
 IGNORED = -100  # the loss skips this label
 Made = TypeVar("Made")
 
-# -------------------------------------------------------------------------------------------------------------- encoding
-
 
 def encode(data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None) -> Encoded:
     """One dict per example: input_ids, labels, and token_type_ids if the tokenizer marks the parts of a pair.
@@ -180,9 +178,6 @@ def _unended(tokenizer: Any, text: str) -> list[int]:
     return ids[:-1] if ends else ids
 
 
-# --------------------------------------------------------------------------------------------------------------- lengths
-
-
 @dataclass(frozen=True)
 class Cut:
     """What did not fit into max_length: how many of `examples` were cut, the tokens lost in total, and in how many
@@ -208,9 +203,6 @@ def check_length(most: int, longest: int | None) -> None:
             f"{longest} or less (in Python: max_length of TrainSettings and the evaluator; on several machines: "
             f"the server's setting); longer examples are then cut."
         )
-
-
-# --------------------------------------------------------------------------------------------------------------- batches
 
 
 def collate(examples: Sequence[Example], tokenizer: Any, device: torch.device) -> dict[str, Tensor]:

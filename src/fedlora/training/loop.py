@@ -186,8 +186,9 @@ class LocalTrainer:
                 self._unreached.add(path)
                 log.warning(
                     "the loss does not depend on the LoRA of %r: its layer was not called in a step. Code that reads "
-                    "`layer.weight` itself, as nn.MultiheadAttention does, bypasses LoRA; leave such a layer out.", path,
-                )  # fmt: skip
+                    "`layer.weight` itself, as nn.MultiheadAttention does, bypasses LoRA; leave such a layer out.",
+                    path,
+                )
 
 
 def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, ...] | None:

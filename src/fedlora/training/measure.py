@@ -134,13 +134,12 @@ class ModelEvaluator:
         scores = self.measure_clients(server, state)
         names = [name for name in next(iter(scores.values())) if "/" not in name]
         means = {name: math.fsum(score[name] for score in scores.values()) / len(scores) for name in names}
-        main = [self.metric] if self.metric in names else names
-        worst = {"worst": worst_of(self.metric, [s[self.metric] for s in scores.values()], lambda value: value)}
-        each = {
-            f"client/{client}" if self.metric in names else f"client/{client}/{name}": score[name]
-            for client, score in scores.items() for name in main
-        }  # fmt: skip
-        return means | (worst if self.metric in names else {}) | each
+        if self.metric not in names:  # of the caller's own
+            return means | {f"client/{c}/{name}": score[name] for c, score in scores.items() for name in names}
+        mine = {client: score[self.metric] for client, score in scores.items()}
+        worst = worst_of(self.metric, list(mine), mine.__getitem__)
+        assert worst is not None
+        return {**means, "worst": mine[worst], **{f"client/{client}": score for client, score in mine.items()}}
 
     def measure_clients(self, server: Server, state: RunState, *, common: bool = False) -> dict[str, Scores]:
         """Client -> scores of the model it would start its next round with, on its own held-out text if it has some.

@@ -112,7 +112,8 @@ def rendered(template: Template, messages: Sequence[Message], *, ask: bool = Fal
     try:
         text: str = template.tokenizer.apply_chat_template(
             [{"role": role, "content": content} for role, content in messages], chat_template=template.text,
-            tokenize=False, add_generation_prompt=ask, date_string=_DAY.strftime("%d %b %Y"), strftime_now=_DAY.strftime,
+            tokenize=False, add_generation_prompt=ask,
+            date_string=_DAY.strftime("%d %b %Y"), strftime_now=_DAY.strftime,
         )  # fmt: skip
     except (TemplateError, TypeError) as error:
         said = (str(error) or type(error).__name__).splitlines()[0]

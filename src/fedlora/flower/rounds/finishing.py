@@ -93,8 +93,8 @@ def _tested(opening: Opening, chosen: Mapping[str, RunState]) -> dict[str, Mappi
 
 
 def _summary(
-    opening: Opening, strategy: FedLoRA, best: Line | None, at_sites: SiteRound, tested: Mapping[str, Mapping[str, float]],
-    judged: Mapping[str, Any] | None, stopped: Mapping[str, Any] | None,
+    opening: Opening, strategy: FedLoRA, best: Line | None, at_sites: SiteRound,
+    tested: Mapping[str, Mapping[str, float]], judged: Mapping[str, Any] | None, stopped: Mapping[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Any federation's summary; `private_summary` removes what a private one may not release."""
     settings, choosing, lines = opening.settings, opening.choosing, strategy.lines.finished()
