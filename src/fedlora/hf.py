@@ -5,8 +5,8 @@
     trainer.train()
 
 Run alone, the script does what it did before. Started by a federation as `train.command`, it trains the round's adapter
-and hands it back. `HFTrainer` lets the engine play several trainers in one process. A trainer keeps all its methods: its
-model becomes the round's, and one `TrainerCallback` hands it back.
+and hands it back. `HFTrainer` lets the engine play several trainers in one process. A trainer keeps all its methods:
+its model becomes the round's, and one `TrainerCallback` hands it back.
 """
 
 from __future__ import annotations

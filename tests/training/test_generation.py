@@ -198,24 +198,24 @@ class TestCuts:
         generation it is the same prompt."""
         data = chat(ASK, "w6 w7", INPUT)
         for room, left in CUTS.items():
-            (example,) = encode(data, READER, max_length=room + 3, template="none")
+            (example,) = encode(data, READER, max_length=room + 3, template="{prompt}")
             assert example["input_ids"] == [*words(*left), *words(6, 7), EOS]
             assert example["labels"] == [IGNORED] * len(left) + [*words(6, 7), EOS]
-            assert encode_prompts(data, READER, max_length=room, template="none") == [words(*left)]
+            assert encode_prompts(data, READER, max_length=room, template="{prompt}") == [words(*left)]
 
     def test_without_an_input_the_front_goes(self) -> None:
         """What stands nearest to the answer stays: w3 w4 w5 of six words in three places."""
         for span in (None, (0, 0), (5, 5)):
             data = chat(ASK, "w6 w7", span)
-            assert encode_prompts(data, READER, max_length=3, template="none") == [words(3, 4, 5)]
-            assert encode(data, READER, max_length=6, template="none")[0]["input_ids"] == [*words(3, 4, 5, 6, 7), EOS]
+            assert encode_prompts(data, READER, max_length=3, template="{prompt}") == [words(3, 4, 5)]
+            assert encode(data, READER, max_length=6, template="{prompt}")[0]["input_ids"] == [*words(3, 4, 5, 6, 7), EOS]
 
     def test_a_word_that_lies_half_inside_the_input_stays(self) -> None:
         """Only whole tokens of the input may go: of "w10 w11" the span holds "10 w1"."""
         data = chat("w10 w11 w12", "w6", (1, 6))
-        assert encode_prompts(data, READER, max_length=2, template="none") == [words(11, 12)]
+        assert encode_prompts(data, READER, max_length=2, template="{prompt}") == [words(11, 12)]
         data = chat("w10 w11 w12", "w6", (1, 7))
-        assert encode_prompts(data, READER, max_length=2, template="none") == [words(10, 12)]
+        assert encode_prompts(data, READER, max_length=2, template="{prompt}") == [words(10, 12)]
 
     def test_a_start_token_stays(self) -> None:
         """A tokenizer that opens each text with one: the front is cut behind it; with one place left it goes too."""
@@ -226,17 +226,17 @@ class TestCuts:
         )
         data = chat(ASK, "w6", INPUT)
         for room, left in ((7, [0, 1, 2, 3, 4, 5]), (5, [0, 1, 2, 5]), (4, [0, 1, 5]), (3, [1, 5]), (2, [5])):
-            assert encode_prompts(data, opening, max_length=room, template="none") == [[CLS, *words(*left)]]
-            (example,) = encode(data, opening, max_length=room + 2, template="none")
+            assert encode_prompts(data, opening, max_length=room, template="{prompt}") == [[CLS, *words(*left)]]
+            (example,) = encode(data, opening, max_length=room + 2, template="{prompt}")
             assert example["input_ids"] == [CLS, *words(*left), *words(6), EOS], "and none before the response"
-        assert encode_prompts(data, opening, max_length=1, template="none") == [words(5)]
+        assert encode_prompts(data, opening, max_length=1, template="{prompt}") == [words(5)]
 
     def test_a_response_that_leaves_no_room_is_refused(self) -> None:
         """Two words and the end token are three places; a prompt needs one more."""
         data = TextData.concat([chat("w0", "w1", (0, 2)), chat("w0", "w1 w2", (0, 2))])
-        assert len(encode(data, READER, max_length=4, template="none")) == 2
+        assert len(encode(data, READER, max_length=4, template="{prompt}")) == 2
         with pytest.raises(DataError, match=r"example 1: .*3 tokens .*no room") as error:
-            encode(data, READER, max_length=3, template="none")
+            encode(data, READER, max_length=3, template="{prompt}")
         assert "\n" not in str(error.value)
 
     def test_an_alpaca_prompt_keeps_its_instruction(self, tmp_path: Path) -> None:
@@ -247,9 +247,9 @@ class TestCuts:
         }  # fmt: skip
         (tmp_path / "task1_a.json").write_text(json.dumps(raw))
         data = read_tasks(tmp_path, ["task1_a"])["task1_a"].data
-        whole = encode_prompts(data, READER, max_length=10**6, template="none")[0]
+        whole = encode_prompts(data, READER, max_length=10**6, template="{prompt}")[0]
         assert whole == READER(data.text[0])["input_ids"]
-        (short,) = encode_prompts(data, READER, max_length=len(whole) - 3, template="none")
+        (short,) = encode_prompts(data, READER, max_length=len(whole) - 3, template="{prompt}")
         place = whole.index(word(12))
         assert short == whole[:place] + whole[place + 3 :]
 
@@ -271,7 +271,7 @@ class TestCuts:
         kept = min(inside, max(0, room - before - behind))
         left = [*range(before + kept), *range(before + inside, total)][-room:]
         (example,) = encode(
-            chat(text, " ".join(WORDS[20 : 20 + answer]), span), READER, max_length=room + answer + 1, template="none"
+            chat(text, " ".join(WORDS[20 : 20 + answer]), span), READER, max_length=room + answer + 1, template="{prompt}"
         )  # fmt: skip
         assert example["input_ids"] == [*words(*left), *words(*range(20, 20 + answer)), EOS]
         assert [y for y in example["labels"] if y != IGNORED] == example["input_ids"][len(left) :]
@@ -282,8 +282,8 @@ class TestLossOn:
         """The same tokens, cut alike; the labels are the tokens themselves."""
         for max_length in (20, 7):
             data = chat(ASK, "w6 w7", INPUT)
-            (plain,) = encode(data, READER, max_length=max_length, template="none")
-            (everything,) = encode(data, READER, max_length=max_length, loss_on="all", template="none")
+            (plain,) = encode(data, READER, max_length=max_length, template="{prompt}")
+            (everything,) = encode(data, READER, max_length=max_length, loss_on="all", template="{prompt}")
             assert everything["input_ids"] == everything["labels"] == plain["input_ids"]
 
     @pytest.mark.parametrize("loss_on", ["response", "all"])
@@ -292,7 +292,7 @@ class TestLossOn:
         data = instructions(6, 3)
         model = loaded(talking)
         adapter, _ = model.seed_adapter(2, seed=0)
-        settings = TrainSettings(steps=1, batch_size=6, loss_on=loss_on, template="none")
+        settings = TrainSettings(steps=1, batch_size=6, loss_on=loss_on, template="{prompt}")
         trained = LocalTrainer(model, {"a": data}, settings, seed=0).train(download(adapter), adapter, 0)
         network = dense(talking, llama, {}, {})
         losses = []
@@ -383,16 +383,16 @@ class TestTeacherForced:
             best = logits(network, [*asked, *wanted, EOS]).argmax(-1).tolist()
             want.append(said([best[k - 1] for k in range(len(asked), len(asked) + len(wanted) + 1)]))
         assert len(set(want)) > 15
-        examples = encode(data, READER, max_length=64, template="none")
+        examples = encode(data, READER, max_length=64, template="{prompt}")
         for batch_size in (1, 4, 64):
             assert teacher_forced(model, examples, batch_size=batch_size) == want
 
     def test_it_is_not_generation(self, model: AdaptedModel) -> None:
         """Why it is another measure: given a response that the model would not say, both differ."""
         data = instructions(25, 5)
-        forced = teacher_forced(model, encode(data, READER, max_length=64, template="none"), batch_size=8)
+        forced = teacher_forced(model, encode(data, READER, max_length=64, template="{prompt}"), batch_size=8)
         free = greedy(
-            model, encode_prompts(data, READER, max_length=64, template="none"), max_new_tokens=5, batch_size=8
+            model, encode_prompts(data, READER, max_length=64, template="{prompt}"), max_new_tokens=5, batch_size=8
         )
         assert sum(a != b for a, b in zip(forced, free, strict=True)) > 10
 
@@ -464,8 +464,8 @@ def scored(network: nn.Module, data: TextData, metric: str, max_length: int, new
     """Accuracy and loss of the response's tokens, and ROUGE-L, example by example."""
     right, losses, fits = [], [], []
     references = data.references or tuple((response,) for response in data.responses or ())
-    prompts = encode_prompts(data, READER, max_length=max_length - new, template="none")
-    for k, example in enumerate(encode(data, READER, max_length=max_length, template="none")):
+    prompts = encode_prompts(data, READER, max_length=max_length - new, template="{prompt}")
+    for k, example in enumerate(encode(data, READER, max_length=max_length, template="{prompt}")):
         rows = logits(network, example["input_ids"]).double().log_softmax(-1)
         places = [place for place, y in enumerate(example["labels"]) if y != IGNORED]
         best = [int(rows[place - 1].argmax()) for place in places]
@@ -526,7 +526,7 @@ class TestSeveralSets:
         key = metric.replace("-", "_")
         want = mean(list(each.values())) | {f"group/{name}": scores[key] for name, scores in each.items()}
         assert len(set(want.values())) == len(want), "all of them differ"
-        evaluator = ModelEvaluator(model, SETS, [], metric=metric, batch_size=4, template="none", **LIMITS)
+        evaluator = ModelEvaluator(model, SETS, [], metric=metric, batch_size=4, template="{prompt}", **LIMITS)
         assert evaluator.metric == key
         assert evaluator.evaluate(played.server, played.state) == pytest.approx(want, rel=1e-4)
 
@@ -535,7 +535,7 @@ class TestSeveralSets:
         played = federation(model, "glora")
         want = scored(updated(talking, played.adapters["a"]), SETS["one"], "rouge-l", 9, 5)
         for sets in (SETS["one"], {"": SETS["one"]}, {"one": SETS["one"]}):
-            evaluator = ModelEvaluator(model, sets, [], metric="rouge-l", template="none", **LIMITS)
+            evaluator = ModelEvaluator(model, sets, [], metric="rouge-l", template="{prompt}", **LIMITS)
             assert evaluator.evaluate(played.server, played.state) == pytest.approx(want, rel=1e-4)
 
     @pytest.mark.parametrize("metric", ["rouge-l", "rouge-l-teacher-forced"])
@@ -561,7 +561,7 @@ class TestSeveralSets:
             target="clients",
             metric=metric,
             own=own,
-            template="none",
+            template="{prompt}",
             **LIMITS,
         )
         want = mean(list(scores.values())) | {"worst": min(mine.values())}

@@ -220,7 +220,7 @@ def _trainer(
         return LocalTrainer(model, parts, _train_settings(config, template), seed=config.run.seed)
     return ProgramTrainer(
         program, spec, model.settings, programs or Path("programs"),
-        data=training_rows(config, parts), labels=next(iter(parts.values())).label_names or (), rounds=config.run.rounds,
+        data=training_rows(config, parts), labels=next(iter(parts.values())).label_names, rounds=config.run.rounds,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ tokenizer. Nothing is loaded, and a file is read again only if its size or times
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -15,20 +14,7 @@ from typing import Any
 
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
-from fedlora.training.load import TEXTS, hub_name, model_place, weight_files
-
-
-def file_digest(file: Path) -> str:
-    """SHA-256 (hex) of a file. Raises `OSError`."""
-    real = file.resolve()
-    found = real.stat()
-    return _of_file(str(real), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-
-
-@functools.cache
-def _of_file(path: str, *_: int) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+from fedlora.training.load import TEXTS, file_digest, hub_name, model_place, weight_files
 
 
 @doing("hashing the base model")
@@ -73,9 +59,9 @@ def base_digest(path: str | os.PathLike[str]) -> str:
     Raises:
         ConfigError: no such model, or its files are not weights.
     """
+    if (file := Path(path)).is_file():
+        return file_digest(file)
     found = weight_files(model_place(path))
-    if found[0].suffix == ".gguf":
-        return file_digest(found[0])
     tensors: dict[str, str] = {}
     for file in found:
         for name, line in _tensors(file):

@@ -8,6 +8,8 @@ snapshot on this machine: the hub is asked once, and where it cannot be reached 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedlora.core.folders import replacing_folder
 from fedlora.data.demo import HUB_NAMES
 from fedlora.data.hub import repository_and_revision, repository_of
 from fedlora.doing import doing
@@ -40,7 +43,8 @@ def hub_name(model: str) -> str | None:
 
 @doing("looking for the base model")
 def model_place(path: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Path:
-    """A model's directory or GGUF file; for a hub id, its snapshot on this machine, downloaded if missing.
+    """A model's directory, of a GGUF file an unpacked one; for a hub id, its snapshot on this machine, downloaded if
+    missing.
 
     Args:
         revision: of a hub id, a commit, tag or branch; by default the main branch. weights: False: only the small
@@ -51,7 +55,7 @@ def model_place(path: str | os.PathLike[str], revision: str | None = None, *, we
     """
     found = Path(path)
     if found.exists():
-        return found
+        return dequantised(found) if found.suffix == ".gguf" and found.is_file() else found
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -80,8 +84,6 @@ def weight_files(place: Path) -> list[Path]:
     Raises:
         ConfigError: there are none.
     """
-    if place.is_file():
-        return [place]
     for kind in ("model.safetensors", "model-*.safetensors", PICKLED, "pytorch_model-*.bin"):
         if found := sorted(place.glob(kind)):
             return found
@@ -101,22 +103,55 @@ def readable(otherwise: str, hint: str = "") -> Iterator[None]:
         raise ConfigError(f"{otherwise}: {reason}{hint}") from error
 
 
-def _found(place: Path) -> tuple[Path, dict[str, Any]]:
-    """A model's directory, and how `from_pretrained` is told of a GGUF file in it."""
-    return (place.parent, {"gguf_file": place.name}) if place.suffix == ".gguf" else (place, {})
+@doing("unpacking the GGUF model, once")
+def dequantised(file: Path) -> Path:
+    """A GGUF language model as a float32 model directory, made once and kept in the cache ($FEDLORA_CACHE): to parse
+    the words of such a file takes most of a minute."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    cache = Path(os.environ.get("FEDLORA_CACHE", Path.home() / ".cache" / "fedlora"))
+    target = cache / f"{file.stem}-{file_digest(file)[:16]}"
+    if target.is_dir():
+        return target
+    with readable(f"the model {file.name} cannot be read as GGUF"):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+    try:
+        with replacing_folder(target) as building:
+            model.save_pretrained(building)
+            tokenizer.save_pretrained(building)
+    except ConfigError as error:
+        if not target.is_dir():  # otherwise another process was faster
+            raise ConfigError(f"the unpacked model {error} FEDLORA_CACHE may name another folder.") from error
+    return target
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 (hex) of a file, read again only if its size or times change. Raises `OSError`."""
+    real = file.resolve()
+    found = real.stat()
+    return _of_file(str(real), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+
+@functools.cache
+def _of_file(path: str, *_: int) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def tokenizer_of(path: str | os.PathLike[str], revision: str | None = None) -> Any:
     """A model's tokenizer, without the model. Raises `ConfigError`."""
     from transformers import AutoTokenizer
 
-    folder, gguf = _found(model_place(path, revision, weights=False))
-    if not gguf and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    folder = model_place(path, revision, weights=False)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ConfigError(  # transformers would make up an empty vocabulary
             f"the model {os.fspath(path)!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there."
         )
     with readable(f"the tokenizer of {os.fspath(path)!r} cannot be loaded"):
-        return AutoTokenizer.from_pretrained(folder, **gguf)
+        return AutoTokenizer.from_pretrained(folder)
 
 
 def config_of(
@@ -125,9 +160,9 @@ def config_of(
     """A model's configuration. dropout: if given, replaces every rate in it. Raises `ConfigError`."""
     from transformers import AutoConfig
 
-    folder, gguf = _found(model_place(path, revision, weights=False))
+    folder = model_place(path, revision, weights=False)
     with readable(f"the model {os.fspath(path)!r} cannot be loaded"):
-        config = AutoConfig.from_pretrained(folder, **gguf, **({"num_labels": classes} if classes else {}))
+        config = AutoConfig.from_pretrained(folder, **({"num_labels": classes} if classes else {}))
     rates = [name for name in config.to_dict() if "dropout" in name or name.endswith("pdrop")]
     if dropout and not rates:
         raise ConfigError(f"model.dropout = {dropout:g} has no effect: the model's config.json has no dropout.")
@@ -142,7 +177,7 @@ def load_base(
     four_bit: bool, dtype: DType = "float32",
 ) -> tuple[Any, Any]:  # fmt: skip
     """The model, on its device, and its tokenizer; arguments as in `AdaptedModel.load`. Raises `ConfigError`."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
     if task == "classification" and len(labels) < 2:  # for one class, transformers would silently build a regression
         raise ConfigError(
@@ -154,9 +189,7 @@ def load_base(
     tokenizer = tokenizer_of(place)
     config = config_of(place, classes=len(labels) if task == "classification" else 0, dropout=dropout)
     kind: Any = AutoModelForCausalLM if task == "causal-lm" else AutoModelForSequenceClassification
-    folder, more = _found(place)
-    if more:
-        more["quantization_config"] = GgufConfig(dequantize=True)
+    more: dict[str, Any] = {}
     if four_bit:
         from transformers import BitsAndBytesConfig
 
@@ -172,7 +205,7 @@ def load_base(
         ):
             torch.manual_seed(derive_seed(seed, "head"))
             network, found = kind.from_pretrained(
-                folder, config=config, dtype=getattr(torch, dtype), ignore_mismatched_sizes=True,
+                place, config=config, dtype=getattr(torch, dtype), ignore_mismatched_sizes=True,
                 output_loading_info=True, **more,
             )  # fmt: skip
     except ConfigError as error:
@@ -255,6 +288,6 @@ def positions_of(config: Any) -> int | None:
 
 
 __all__ = [
-    "PICKLED", "TEXTS", "check_device", "config_of", "hub_name", "load_base", "longest_input", "model_place",
+    "PICKLED", "TEXTS", "check_device", "config_of", "dequantised", "file_digest", "hub_name", "load_base", "longest_input", "model_place",
     "positions_of", "readable", "tokenizer_of", "weight_files",
 ]  # fmt: skip

@@ -20,6 +20,12 @@ from fedlora.errors import ConfigError, DataError
 CHAT = "chat"  # data.template: the tokenizer's own
 BARE = "{prompt}"  # data.template: nothing around the prompt
 _DAY = datetime(2024, 7, 26)  # for templates that ask for the date: the same at every client, in every round
+# transformers' own function of this name says today's; a macro replaces it, since functions cannot be given.
+_CLOCK = (
+    "{%- macro strftime_now(format) -%}{{ format"
+    + "".join(f"|replace('%{code}', {_DAY.strftime('%' + code)!r})" for code in "aAbBdHIjmMpSyYcxXZ")
+    + " }}{%- endmacro -%}"
+)
 _WORDS = {"system": "Zebra7system", "user": "Zebra7question", "assistant": "Zebra7answer"}  # to see what one does
 
 
@@ -111,9 +117,8 @@ def rendered(template: Template, messages: Sequence[Message], *, ask: bool = Fal
 
     try:
         text: str = template.tokenizer.apply_chat_template(
-            [{"role": role, "content": content} for role, content in messages], chat_template=template.text,
-            tokenize=False, add_generation_prompt=ask,
-            date_string=_DAY.strftime("%d %b %Y"), strftime_now=_DAY.strftime,
+            [{"role": role, "content": content} for role, content in messages], chat_template=_CLOCK + template.text,
+            tokenize=False, add_generation_prompt=ask, date_string=_DAY.strftime("%d %b %Y"),
         )  # fmt: skip
     except (TemplateError, TypeError) as error:
         said = (str(error) or type(error).__name__).splitlines()[0]

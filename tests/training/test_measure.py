@@ -64,7 +64,7 @@ def by_hand(network: nn.Module, data: TextData, *, max_length: int = 128) -> dic
     what scikit-learn makes of the answers."""
     right, losses, said = [], [], []
     for example in encode(
-        data, tokenizer(classifies=data.kind == "classification"), max_length=max_length, template="none"
+        data, tokenizer(classifies=data.kind == "classification"), max_length=max_length, template="{prompt}"
     ):
         scores = logits(network, example["input_ids"]).double().log_softmax(-1)
         if data.kind == "classification":
@@ -189,7 +189,7 @@ def test_a_language_model_is_measured_on_the_tokens_of_its_responses(language_mo
     updates = {name: SCALING * lora.delta() for name, lora in trained.modules.items()}
     want = by_hand(dense(language_model, llama, updates, {}), data, max_length=16)
     for batch_size in (1, 8):
-        evaluator = ModelEvaluator(model, data, [], max_length=16, batch_size=batch_size, template="none")
+        evaluator = ModelEvaluator(model, data, [], max_length=16, batch_size=batch_size, template="{prompt}")
         assert evaluator.evaluate(server, state) == pytest.approx(want, rel=1e-3)
 
 

@@ -401,7 +401,7 @@ def test_the_loss_of_a_language_model_is_on_the_responses_only(
     model = load_language_model()
     adapter, _ = model.seed_adapter(4, seed=0)
     trainer = LocalTrainer(
-        model, {"a": data}, TrainSettings(steps=1, batch_size=5, max_length=16, template="none"), seed=0
+        model, {"a": data}, TrainSettings(steps=1, batch_size=5, max_length=16, template="{prompt}"), seed=0
     )
     loss = trainer.train(download(adapter), adapter, 0).loss
     plain, losses = dense(language_model, llama, {}, {}), []
@@ -444,7 +444,7 @@ def test_accumulation_equals_one_big_batch_for_a_language_model_too(load_languag
             model,
             data,
             TrainSettings(
-                lr=0.1, optimizer="sgd", steps=1, batch_size=8, accumulation=k, clip=0.0, max_length=16, template="none"
+                lr=0.1, optimizer="sgd", steps=1, batch_size=8, accumulation=k, clip=0.0, max_length=16, template="{prompt}"
             ),
             seed=0,
         ).train(download(adapter), adapter, 0)
