@@ -43,11 +43,11 @@ def test_balanced_is_by_the_clients_own_counts() -> None:
 
 
 def test_a_language_model_has_no_classes_to_weigh(load_language_model: Loader) -> None:
-    with pytest.raises(ConfigError, match="instruction data has none"):
+    with pytest.raises(ConfigError, match="instructions have none"):
         LocalTrainer(
             load_language_model(),
             {"a": instructions(4, 0)},
-            SETTINGS.model_copy(update={"class_weights": "balanced", "template": "none"}),
+            SETTINGS.model_copy(update={"class_weights": "balanced", "template": "{prompt}"}),
             seed=0,
         )
 

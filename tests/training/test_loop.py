@@ -101,17 +101,6 @@ def test_training_leaves_torchs_global_generator_alone(load: Loader) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_training_at_a_rank_seen_for_the_first_time_leaves_torchs_global_generator_alone(load: Loader) -> None:
-    """peft draws a fresh adapter for every new rank; the draw is thrown away, and must not show outside either."""
-    model = load(**DROPOUT)
-    adapter, _ = model.seed_adapter(4, seed=0)
-    smaller = drawn(adapter, 2, 1)
-    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=2, batch_size=4), seed=0)
-    before = torch.random.get_rng_state()
-    trainer.train(download(smaller), smaller, 0)
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
 def test_loading_and_seeding_leave_torchs_global_generator_alone(load: Loader, encoder: Path) -> None:
     before = torch.random.get_rng_state()
     load(encoder).seed_adapter(4, seed=0)
@@ -218,16 +207,6 @@ def test_frozen_parts_keep_their_bits_and_all_others_train(load: Loader, roles: 
     assert all(any(mark in name for mark in (".lora_B.", ".lora_A.", ".modules_to_save.")) for name in on)
 
 
-def test_frozen_in_one_round_is_not_frozen_in_the_next(load: Loader) -> None:
-    """Alternating methods change roles from round to round; the same peft adapter serves both."""
-    model = load()
-    adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
-    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(lr=1e-2, steps=1, batch_size=8), seed=0)
-    fresh = trainer.train(download(adapter), adapter, 0)
-    trainer.train(download(adapter, roles=Roles(A="frozen", heads="frozen")), adapter, 0)
-    assert bits(trainer.train(download(adapter), adapter, 0).adapter) == bits(fresh.adapter)
-
-
 def test_ranks_really_differ_in_the_model_and_alpha_over_r_does_not(load: Loader) -> None:
     model = load()
     seed_adapter, _ = model.seed_adapter(8, seed=0)
@@ -242,22 +221,6 @@ def test_ranks_really_differ_in_the_model_and_alpha_over_r_does_not(load: Loader
         layers = [m for m in model.network.modules() if hasattr(m, "lora_A")]
         assert {layer.scaling[layer.active_adapters[0]] for layer in layers} == {2.0}
         assert all(len(layer.active_adapters) == 1 for layer in layers)
-
-
-def test_there_is_one_peft_adapter_for_each_distinct_rank(load: Loader) -> None:
-    """Fifty clients of three ranks cost three adapters, however often and in whatever order they train."""
-    model = load()
-    seed_adapter, _ = model.seed_adapter(8, seed=0)
-    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=1, batch_size=2), seed=0)
-    base = sum(p.numel() for p in base_weights(model).values())
-    for rank in (8, 2, 4, 2, 8, 4, 4, 2):
-        adapter = drawn(seed_adapter, rank, rank)
-        trainer.train(download(adapter), adapter, 0)
-    assert len(model.network.peft_config) == 3  # type: ignore[arg-type]
-    assert sum(p.numel() for p in base_weights(model).values()) == base
-    d = 32  # of tiny_models.bert; query and value
-    lora = sum(p.numel() for n, p in model.network.named_parameters() if ".lora_" in n)
-    assert lora == (8 + 2 + 4) * 2 * (d + d)
 
 
 def test_ranks_can_differ_by_module(load: Loader, classifier: Path) -> None:
@@ -444,7 +407,14 @@ def test_accumulation_equals_one_big_batch_for_a_language_model_too(load_languag
             model,
             data,
             TrainSettings(
-                lr=0.1, optimizer="sgd", steps=1, batch_size=8, accumulation=k, clip=0.0, max_length=16, template="{prompt}"
+                lr=0.1,
+                optimizer="sgd",
+                steps=1,
+                batch_size=8,
+                accumulation=k,
+                clip=0.0,
+                max_length=16,
+                template="{prompt}",
             ),
             seed=0,
         ).train(download(adapter), adapter, 0)

@@ -209,7 +209,9 @@ def test_a_template_that_keeps_all_texts_is_taken(template: str) -> None:
     (example,) = encode(CHAT, reader, max_length=512)
     learned = reader.decode([label for label in example["labels"] if label != IGNORED])
     assert learned.endswith("Jane Austen,\nin 1815.<|im_end|>")
-    assert "Who wrote Emma?" in reader.decode(example["input_ids"]) and "Be brief." in reader.decode(example["input_ids"])
+    assert "Who wrote Emma?" in reader.decode(example["input_ids"]) and "Be brief." in reader.decode(
+        example["input_ids"]
+    )
 
 
 # ---- borders of turns: special tokens and those that the template writes around turns --------------------------------

@@ -288,6 +288,6 @@ def positions_of(config: Any) -> int | None:
 
 
 __all__ = [
-    "PICKLED", "TEXTS", "check_device", "config_of", "dequantised", "file_digest", "hub_name", "load_base", "longest_input", "model_place",
-    "positions_of", "readable", "tokenizer_of", "weight_files",
+    "PICKLED", "TEXTS", "check_device", "config_of", "dequantised", "file_digest", "hub_name", "load_base",
+    "longest_input", "model_place", "positions_of", "readable", "tokenizer_of", "weight_files",
 ]  # fmt: skip

@@ -112,6 +112,10 @@ class LocalTrainer:
             )
         return data
 
+    def order(self, client: str, position: int) -> Iterator[int]:
+        """Endless indices of a client's examples, from `position` on: a new permutation each epoch."""
+        return _stream(len(self.examples(client)), position, self._seed, client)
+
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
         """Train `adapter`, starting at example `position` of the client's data stream.
 
@@ -131,7 +135,7 @@ class LocalTrainer:
                 module.eval()
         batch = min(s.batch_size, len(data))
         steps = s.steps or math.ceil(s.epochs * len(data) / batch)
-        order = _stream(len(data), position, self._seed, client)
+        order = self.order(client, position)
         optimizer = optimizer_for(parameters, s, download.round)
         total, seen = 0.0, 0
         cuda = [device] if device.type == "cuda" else []

@@ -62,9 +62,9 @@ def architecture(model: str | Path) -> dict[str, Any]:
     """The plain values of a model's configuration, by key. {} for a GGUF file: its digest covers everything in it."""
     from transformers import AutoConfig
 
-    place = model_place(model)
-    if place.is_file():
+    if Path(model).is_file():
         return {}
+    place = model_place(model)
     with readable(f"the configuration of {str(model)!r} cannot be read"):
         found = AutoConfig.from_pretrained(place).to_dict()
     return dict(sorted(_plain(found, "")))

@@ -7,32 +7,24 @@ with the dense update in its weights: no peft, no cache, no batch; ROUGE-L by a 
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 import random
-import re
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import processors
 from torch import nn
-from transformers import PreTrainedTokenizerFast
 
 from fedlora import Adapter, Client, Server, build
 from fedlora.adapters.io import read_adapter
 from fedlora.core.messages import ClientMemory
-from fedlora.data import TextData, read_tasks
-from fedlora.errors import CheckpointError, ConfigError, DataError
+from fedlora.data import TextData
+from fedlora.errors import ConfigError
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import load_config
 from fedlora.runs.execution import execute
@@ -42,16 +34,14 @@ from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.training.encode import IGNORED, encode
 from fedlora.training.generate import greedy, teacher_forced
-from fedlora.training.loop import LocalTrainer
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.metrics import _scorer, rouge_l
 from fedlora.training.models import AdaptedModel
-from fedlora.training.settings import LoRASettings, TrainSettings
+from fedlora.training.settings import LoRASettings
 from support.known_warnings import CONV1D, FUTURE_NAMES, NOT_ON_THE_HUB
-from support.local_training import dense, download, drawn, logits
+from support.local_training import dense, drawn, logits
 from support.tiny_models import gpt2, llama
 from support.training_data import (
-    CLS,
     EOS,
     PAD,
     SPECIAL,
@@ -65,11 +55,6 @@ from support.training_data import (
     tokenizer,
     word,
 )
-
-with warnings.catch_warnings():
-    # typer < 0.21 asks click 8.3 for names that click 9 will drop, when it is imported.
-    warnings.filterwarnings("ignore", r"'click\..* is deprecated", DeprecationWarning)
-    import fedlora.cli
 
 pytestmark = [FUTURE_NAMES, CONV1D, NOT_ON_THE_HUB]
 
@@ -165,144 +150,6 @@ def updated(path: Path, adapter: Adapter, kind: Callable[[], nn.Module] = llama)
     """The plain model with the adapter's update in its weights."""
     updates = {name: SCALING * lora.delta() for name, lora in adapter.modules.items()}
     return dense(path, kind, updates, {})
-
-
-# ---- what is cut -----------------------------------------------------------------------------------------------------
-
-
-def chat(text: str, response: str, span: tuple[int, int] | None) -> TextData:
-    return TextData("instruction", (text,), responses=(response,), droppable=None if span is None else (span,))
-
-
-def words(*numbers: int) -> list[int]:
-    return [word(k) for k in numbers]
-
-
-ASK = "w0 w1 w2 w3 w4 w5"
-INPUT = (ASK.index("w2"), ASK.index("w5") - 1)  # "w2 w3 w4": the instruction is w0 w1 before it, and w5 behind it
-
-CUTS: dict[int, list[int]] = {  # places left for the prompt -> which words stay
-    9: [0, 1, 2, 3, 4, 5],
-    6: [0, 1, 2, 3, 4, 5],
-    5: [0, 1, 2, 3, 5],
-    4: [0, 1, 2, 5],
-    3: [0, 1, 5],
-    2: [1, 5],
-    1: [5],
-}
-
-
-class TestCuts:
-    def test_the_end_of_the_input_goes_first_then_the_front_and_never_the_response(self) -> None:
-        """By hand: w4, w3, w2 of the input in that order; only when it is gone the instruction, from the front. For
-        generation it is the same prompt."""
-        data = chat(ASK, "w6 w7", INPUT)
-        for room, left in CUTS.items():
-            (example,) = encode(data, READER, max_length=room + 3, template="{prompt}")
-            assert example["input_ids"] == [*words(*left), *words(6, 7), EOS]
-            assert example["labels"] == [IGNORED] * len(left) + [*words(6, 7), EOS]
-            assert encode_prompts(data, READER, max_length=room, template="{prompt}") == [words(*left)]
-
-    def test_without_an_input_the_front_goes(self) -> None:
-        """What stands nearest to the answer stays: w3 w4 w5 of six words in three places."""
-        for span in (None, (0, 0), (5, 5)):
-            data = chat(ASK, "w6 w7", span)
-            assert encode_prompts(data, READER, max_length=3, template="{prompt}") == [words(3, 4, 5)]
-            assert encode(data, READER, max_length=6, template="{prompt}")[0]["input_ids"] == [*words(3, 4, 5, 6, 7), EOS]
-
-    def test_a_word_that_lies_half_inside_the_input_stays(self) -> None:
-        """Only whole tokens of the input may go: of "w10 w11" the span holds "10 w1"."""
-        data = chat("w10 w11 w12", "w6", (1, 6))
-        assert encode_prompts(data, READER, max_length=2, template="{prompt}") == [words(11, 12)]
-        data = chat("w10 w11 w12", "w6", (1, 7))
-        assert encode_prompts(data, READER, max_length=2, template="{prompt}") == [words(10, 12)]
-
-    def test_a_start_token_stays(self) -> None:
-        """A tokenizer that opens each text with one: the front is cut behind it; with one place left it goes too."""
-        backend = tokenizer(classifies=False).backend_tokenizer
-        backend.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", CLS)])
-        opening = PreTrainedTokenizerFast(
-            tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", eos_token="[EOS]", bos_token="[CLS]"
-        )
-        data = chat(ASK, "w6", INPUT)
-        for room, left in ((7, [0, 1, 2, 3, 4, 5]), (5, [0, 1, 2, 5]), (4, [0, 1, 5]), (3, [1, 5]), (2, [5])):
-            assert encode_prompts(data, opening, max_length=room, template="{prompt}") == [[CLS, *words(*left)]]
-            (example,) = encode(data, opening, max_length=room + 2, template="{prompt}")
-            assert example["input_ids"] == [CLS, *words(*left), *words(6), EOS], "and none before the response"
-        assert encode_prompts(data, opening, max_length=1, template="{prompt}") == [words(5)]
-
-    def test_a_response_that_leaves_no_room_is_refused(self) -> None:
-        """Two words and the end token are three places; a prompt needs one more."""
-        data = TextData.concat([chat("w0", "w1", (0, 2)), chat("w0", "w1 w2", (0, 2))])
-        assert len(encode(data, READER, max_length=4, template="{prompt}")) == 2
-        with pytest.raises(DataError, match=r"example 1: .*3 tokens .*no room") as error:
-            encode(data, READER, max_length=3, template="{prompt}")
-        assert "\n" not in str(error.value)
-
-    def test_an_alpaca_prompt_keeps_its_instruction(self, tmp_path: Path) -> None:
-        """A task file through the reader: of the template everything is there, of the input the first two words."""
-        raw = {
-            "Definition": ["w1 w2"], "Categories": ["c"],
-            "Instances": [{"input": "w10 w11 w12 w13 w14", "output": ["w20"]}],
-        }  # fmt: skip
-        (tmp_path / "task1_a.json").write_text(json.dumps(raw))
-        data = read_tasks(tmp_path, ["task1_a"])["task1_a"].data
-        whole = encode_prompts(data, READER, max_length=10**6, template="{prompt}")[0]
-        assert whole == READER(data.text[0])["input_ids"]
-        (short,) = encode_prompts(data, READER, max_length=len(whole) - 3, template="{prompt}")
-        place = whole.index(word(12))
-        assert short == whole[:place] + whole[place + 3 :]
-
-    @settings(max_examples=60, deadline=None)
-    @given(
-        before=st.integers(0, 4), inside=st.integers(0, 6), behind=st.integers(0, 3),
-        answer=st.integers(1, 3), room=st.integers(1, 14),
-    )  # fmt: skip
-    def test_any_prompt(self, before: int, inside: int, behind: int, answer: int, room: int) -> None:
-        """What stays, counted by hand: all but the input's last words; of the rest the last ones, where all is gone."""
-        total = before + inside + behind
-        if not total:
-            return
-        text = " ".join(f"w{k}" for k in range(total))
-        ends = [0]
-        for k in range(total):
-            ends.append(ends[-1] + len(f"w{k}") + 1)
-        span = (ends[before], ends[before + inside] - 1) if inside else (0, 0)
-        kept = min(inside, max(0, room - before - behind))
-        left = [*range(before + kept), *range(before + inside, total)][-room:]
-        (example,) = encode(
-            chat(text, " ".join(WORDS[20 : 20 + answer]), span), READER, max_length=room + answer + 1, template="{prompt}"
-        )  # fmt: skip
-        assert example["input_ids"] == [*words(*left), *words(*range(20, 20 + answer)), EOS]
-        assert [y for y in example["labels"] if y != IGNORED] == example["input_ids"][len(left) :]
-
-
-class TestLossOn:
-    def test_all_puts_a_label_on_every_token(self) -> None:
-        """The same tokens, cut alike; the labels are the tokens themselves."""
-        for max_length in (20, 7):
-            data = chat(ASK, "w6 w7", INPUT)
-            (plain,) = encode(data, READER, max_length=max_length, template="{prompt}")
-            (everything,) = encode(data, READER, max_length=max_length, loss_on="all", template="{prompt}")
-            assert everything["input_ids"] == everything["labels"] == plain["input_ids"]
-
-    @pytest.mark.parametrize("loss_on", ["response", "all"])
-    def test_the_trainer_learns_on_what_it_is_told(self, talking: Path, loss_on: Any) -> None:
-        """The loss of one full batch: mean cross entropy by hand, over the response's tokens or all but the first."""
-        data = instructions(6, 3)
-        model = loaded(talking)
-        adapter, _ = model.seed_adapter(2, seed=0)
-        settings = TrainSettings(steps=1, batch_size=6, loss_on=loss_on, template="{prompt}")
-        trained = LocalTrainer(model, {"a": data}, settings, seed=0).train(download(adapter), adapter, 0)
-        network = dense(talking, llama, {}, {})
-        losses = []
-        for prompt, response in zip(data.text, data.responses or (), strict=True):
-            asked, wanted = ([READER.convert_tokens_to_ids(w) for w in text.split()] for text in (prompt, response))
-            ids = [*asked, *wanted, EOS]
-            scores = logits(network, ids).double().log_softmax(-1)
-            first = 1 if loss_on == "all" else len(asked)
-            losses += [-float(scores[k - 1, ids[k]]) for k in range(first, len(ids))]
-        assert trained.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------
@@ -429,16 +276,6 @@ class TestRougeL:
         by_the_library = [rouge_l(told, right) for told, right, _ in FITS.values()]
         assert by_the_library == pytest.approx([counted for *_, counted in FITS.values()], abs=1e-12)
 
-    @settings(max_examples=80, deadline=None)
-    @given(
-        answer=st.lists(st.sampled_from("abcde"), max_size=9),
-        references=st.lists(st.lists(st.sampled_from("abcde"), max_size=9), min_size=1, max_size=3),
-    )
-    def test_against_a_subsequence_of_our_own(self, answer: list[str], references: list[list[str]]) -> None:
-        """`fit` above, by the recurrence of the longest common subsequence."""
-        right = [" ".join(reference) for reference in references]
-        assert rouge_l(" ".join(answer), right) == pytest.approx(fit(" ".join(answer), right), abs=1e-12)
-
     def test_without_the_library_it_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """None in sys.modules is how Python spells a module that cannot be imported."""
         _scorer.cache_clear()
@@ -529,14 +366,6 @@ class TestSeveralSets:
         evaluator = ModelEvaluator(model, SETS, [], metric=metric, batch_size=4, template="{prompt}", **LIMITS)
         assert evaluator.metric == key
         assert evaluator.evaluate(played.server, played.state) == pytest.approx(want, rel=1e-4)
-
-    def test_one_set_has_no_groups(self, talking: Path, model: AdaptedModel) -> None:
-        """By name or not, it is the mean over its examples."""
-        played = federation(model, "glora")
-        want = scored(updated(talking, played.adapters["a"]), SETS["one"], "rouge-l", 9, 5)
-        for sets in (SETS["one"], {"": SETS["one"]}, {"one": SETS["one"]}):
-            evaluator = ModelEvaluator(model, sets, [], metric="rouge-l", template="{prompt}", **LIMITS)
-            assert evaluator.evaluate(played.server, played.state) == pytest.approx(want, rel=1e-4)
 
     @pytest.mark.parametrize("metric", ["rouge-l", "rouge-l-teacher-forced"])
     def test_clients_on_their_own_sets(self, talking: Path, model: AdaptedModel, metric: Any) -> None:
@@ -645,22 +474,6 @@ def write_root(root: Path, seed: int = 0) -> Path:
     return root
 
 
-@pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """The entry point `fedlora ARGS`, in this process: exit code, stdout, stderr."""
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedlora", *(str(a) for a in args)])
-        monkeypatch.delenv("FEDLORA_DATA_ROOT", raising=False)
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            fedlora.cli.main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, err
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model, a config, and tasks under its folder root."""
@@ -675,20 +488,15 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Federation:
     folder: RunFolder
     data: Dealt
-    stdout: str
 
 
 @pytest.fixture(scope="module")
 def finished(project: Path) -> Federation:
-    """`fedlora run`, once for the tests below."""
-    out, printed = project / "run", io.StringIO()
-    args = ["run", project / "config.toml", "--out", out, "--data-root", project / "root", "--json"]
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(sys, "argv", ["fedlora", *map(str, args)])
-        with pytest.raises(SystemExit) as stopped:
-            fedlora.cli.main()
-    assert not stopped.value.code
-    return Federation(RunFolder(out), deal(load_config(project / "config.toml"), project / "root"), printed.getvalue())
+    """A run of it, once for the tests below."""
+    config, folder = load_config(project / "config.toml"), RunFolder(project / "run")
+    for _ in execute(prepare(config, project / "root"), folder):
+        pass
+    return Federation(folder, deal(config, project / "root"))
 
 
 def of_sets(network: nn.Module, sets: Mapping[str, TextData]) -> dict[str, float]:
@@ -704,17 +512,6 @@ def written_model(project: Path, adapter: Path) -> Any:
 
 
 class TestFederationOfTasks:
-    def test_each_task_is_a_client(self, finished: Federation) -> None:
-        """The manifest against `deal`: names, sizes, categories; two tasks of other categories are left over."""
-        manifest = finished.folder.read_json("manifest.json")
-        parts = {name: len(part) for name, part in finished.data.parts.items()}
-        assert {name: facts["examples"] for name, facts in manifest["data"]["train"].items()} == parts
-        assert list(parts.values()) == [24, 24, 24] and set(manifest["clients"]) == set(parts)
-        assert manifest["data"]["probes"]["unseen"]["examples"] == 12
-        assert manifest["data"]["categories"] == {
-            name: f"category {int(name[4]) % 5}" for name in (*parts, *finished.data.probes["unseen"])
-        }
-
     def test_the_summary_is_the_written_models_rouge(self, finished: Federation, project: Path) -> None:
         """adapter/ and best/ put into a plain model's weights: greedy answers and ROUGE-L by hand, set by set."""
         summary = finished.folder.read_json("summary.json")
@@ -726,44 +523,6 @@ class TestFederationOfTasks:
             assert unseen == pytest.approx(of_sets(network, finished.data.probes["unseen"]), rel=1e-3)
             assert 0 < unseen["rouge_l"] < summary["test"][name]["rouge_l"] < 1, "nothing here is trivial"
             assert {key for key in unseen if "/" in key} == {f"group/{t}" for t in finished.data.probes["unseen"]}
-        assert json.loads(finished.stdout) == summary
-
-    def test_it_learns_to_answer(self, finished: Federation, project: Path) -> None:
-        """The untrained model's ROUGE-L on the clients' tasks, by hand, is less than half of the best one's."""
-        before = of_sets(dense(project / "model", llama, {}, {}), finished.data.test)["rouge_l"]
-        assert 2 * before < finished.folder.read_json("summary.json")["test"]["best"]["rouge_l"]
-
-    def test_best_is_chosen_by_rouge_on_validation(self, finished: Federation, project: Path) -> None:
-        """The first line of metrics.jsonl with the highest rouge_l; best/ is the model that was measured then."""
-        lines, summary = finished.folder.metrics(), finished.folder.read_json("summary.json")
-        best = max(lines, key=lambda line: line["metrics"]["rouge_l"])
-        assert summary["best_round"] == best["round"]
-        assert summary["validation"]["best"] == best["metrics"]
-        assert set(best["metrics"]) == {
-            "accuracy",
-            "loss",
-            "perplexity",
-            "rouge_l",
-            *(f"group/{t}" for t in finished.data.parts),
-        }
-        network = written_model(project, finished.folder.path / "best")
-        assert best["metrics"] == pytest.approx(of_sets(network, finished.data.validation), rel=1e-3)
-
-    def test_neither_accuracy_nor_loss_chooses(self, project: Path, tmp_path: Path) -> None:
-        """Validation by a script in which ROUGE-L is best in round 2, accuracy in round 1 and loss in round 3."""
-        script = iter([(0.9, 0.5, 0.1), (0.1, 0.9, 0.4), (0.2, 0.1, 0.2)])
-
-        class Scripted:
-            def evaluate(self, server: Server, state: RunState) -> dict[str, float]:
-                return dict(zip(("accuracy", "loss", "rouge_l"), next(script), strict=True))
-
-        config = load_config(project / "config.toml", ["run.rounds=3", "train.steps=1", "data.max_test=1"])
-        prepared = replace(prepare(config, project / "root"), validation=Scripted())  # type: ignore[arg-type]
-        folder = RunFolder(tmp_path / "run")
-        assert len(list(execute(prepared, folder))) == 3
-        summary = folder.read_json("summary.json")
-        assert summary["best_round"] == 2
-        assert summary["validation"]["best"] == {"accuracy": 0.1, "loss": 0.9, "rouge_l": 0.4}
 
     def test_each_client_at_the_end_is_measured_on_its_own_task(self, finished: Federation, project: Path) -> None:
         """The readouts that were written, on the test set of the client's task alone, by hand."""
@@ -772,82 +531,6 @@ class TestFederationOfTasks:
         for name, scores in at_end.items():
             network = written_model(project, finished.folder.path / "clients" / name)
             assert scores == pytest.approx(scored(network, finished.data.test[name], "rouge-l", 48, 4), rel=1e-3)
-
-    @pytest.mark.exhaustive
-    def test_stopped_and_resumed_it_is_the_same_run(self, finished: Federation, project: Path, tmp_path: Path) -> None:
-        """After two of three rounds, in a fresh preparation: the same lines and the same result, but for wall times.
-
-        With other tasks under the root it is another run, though the configuration is the same.
-        """
-        config, folder = load_config(project / "config.toml"), RunFolder(tmp_path / "run")
-        playing = execute(prepare(config, project / "root"), folder)
-        assert [next(playing).round for _ in range(2)] == [1, 2]
-        playing.close()  # type: ignore[attr-defined]
-        other = write_root(tmp_path / "root", seed=1)
-        with pytest.raises(CheckpointError, match="another content of: the data"):
-            next(execute(prepare(config, other), folder, resume=True))
-        assert [record.round for record in execute(prepare(config, project / "root"), folder, resume=True)] == [3]
-
-        def timeless(folder: RunFolder) -> list[dict[str, Any]]:
-            whole = [*folder.metrics(), folder.read_json("summary.json")]
-            return [{key: value for key, value in part.items() if key != "seconds"} for part in whole]
-
-        assert timeless(folder) == timeless(finished.folder)
-
-    def test_the_card_names_rouge(self, finished: Federation) -> None:
-        """The number of the summary, to four digits."""
-        value = finished.folder.read_json("summary.json")["test"]["last"]["rouge_l"]
-        assert f"rouge_l {value:.4f}" in (finished.folder.path / "adapter" / "README.md").read_text()
-
-    def test_tables_and_resume(
-        self, finished: Federation, project: Path, main: Callable[..., tuple[int, str, str]]
-    ) -> None:
-        """The finished run shown again: the best round's ROUGE-L stands in the table, and nothing is computed."""
-        code, out, _ = main(
-            "run", project / "config.toml", "--out", finished.folder.path, "--data-root", project / "root", "--resume"
-        )
-        summary = finished.folder.read_json("summary.json")
-        assert code == 0 and "rouge_l, best" in out
-        assert f"{summary['test']['best']['rouge_l']:.3f}" in out
-
-    REFUSALS: Mapping[str, tuple[list[str], str]] = {
-        "no room for a prompt": (["evaluate.max_new_tokens=48"], "no room for a prompt"),
-        "a classifier": (["model.task=classification", "evaluate.max_new_tokens=64"], "set model.task = 'causal-lm'"),
-        "too many tasks": (["data.tasks=6"], "6 tasks in 5 categories"),
-        "ranks for another number": (["clients.ranks=[2, 4]"], "clients.ranks has 2 entries"),
-        "no root": ([], "needs --data-root"),
-        "a response that is too long": (["data.max_length=4", "evaluate.max_new_tokens=2"], "leaves no room"),
-    }
-
-    def test_what_cannot_run_is_one_line(
-        self, project: Path, tmp_path: Path, main: Callable[..., tuple[int, str, str]]
-    ) -> None:
-        """Code 2, one line that begins with "error: ", and no folder; also without --data-root."""
-        for sets, says in self.REFUSALS.values():
-            changes = [arg for change in sets for arg in ("--set", change)]
-            root = () if says == "needs --data-root" else ("--data-root", project / "root")
-            code, out, err = main("run", project / "config.toml", "--out", tmp_path / "run", *root, *changes)
-            lines = [line for line in err.splitlines() if line.strip()]
-            assert (code, out, [line.startswith("error: ") for line in lines]) == (2, "", [True])
-            assert says in lines[0]
-            assert not (tmp_path / "run").exists()
-
-    def test_rouge_of_classes_is_refused(self, tmp_path: Path, main: Callable[..., tuple[int, str, str]]) -> None:
-        """A classifier says no words: one line and code 2 before anything is written."""
-        metric = "rouge-l-teacher-forced"
-        save_encoder(tmp_path / "model")
-        data = classification(40, 0)
-        pairs = zip(data.text, data.labels or (), strict=True)
-        (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": t, "label": y}) + "\n" for t, y in pairs))
-        (tmp_path / "config.toml").write_text(
-            '[model]\npath = "model"\n[data]\ntrain = "d.jsonl"\n[clients]\ncount = 2\nmin_size = 1\n'
-            f'[evaluate]\nmetric = "{metric}"\n'
-        )
-        code, out, err = main("run", tmp_path / "config.toml", "--out", tmp_path / "run")
-        lines = [line for line in err.splitlines() if line.strip()]
-        assert (code, out, len(lines)) == (2, "", 1)
-        assert re.search(f"evaluate.metric = '{metric}' .*model.task is 'classification'", lines[0])
-        assert not (tmp_path / "run").exists()
 
 
 def test_clients_are_measured_on_their_own_task(project: Path, tmp_path: Path) -> None:
