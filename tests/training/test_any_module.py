@@ -240,7 +240,7 @@ def test_a_layer_whose_weight_is_read_past_lora_is_told_of(caplog: pytest.LogCap
 
     model = AdaptedModel(seeded(Attending), LoRASettings(targets=["out_proj", "head"]))
     with caplog.at_level(logging.WARNING):
-        trained(model, model.seed_adapter(2, seed=0)[0])
+        trained(model, model.seed_adapter(3, seed=0)[0])
     assert [r.args for r in caplog.records] == [("attention.out_proj",)]
 
 

@@ -118,7 +118,7 @@ def test_what_is_no_template(wrong: str) -> None:
         (None, r"no chat template.*data\.template.*'\{prompt\}'"),
         (PLAIN.replace("'w7' }}", "'w7' if loop.last else 'w8' }}"), "renders the first 4 of 5 messages differently"),
         (PLAIN.replace("{% if add_generation_prompt %}w9 {% endif %}", ""), "puts 'w9' before an answer"),
-        ("{{ raise_exception('no system') if messages[0].role == 'system' }}" + PLAIN, "example 0: .* refuses .*no sys"),
+        ("{{ raise_exception('no system') if messages[0].role == 'system' }}" + PLAIN, "example 0: .* refuses .*no s"),
         (PLAIN.replace("[EOS] w8", "w8"), "no special token"),
     ],
     ids=["none", "rewrites", "opens nothing", "refuses", "does not end"],
@@ -135,9 +135,8 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-THINKING = CHATML.replace("{{ m.content | trim }}", (
-    "{% if m.role == 'assistant' and '<think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}{{ m.content | trim }}"
-))  # fmt: skip
+THOUGHTS = "{% if m.role == 'assistant' and '<think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
+THINKING = CHATML.replace("{{ m.content", THOUGHTS + "{{ m.content")
 
 
 def letters(template: str, *, special: tuple[str, ...] = (), plain: tuple[str, ...] = ()) -> Any:
@@ -156,9 +155,9 @@ def letters(template: str, *, special: tuple[str, ...] = (), plain: tuple[str, .
 MARKS = ("<|im_start|>", "<|im_end|>")
 CHAT = asked(("system", "Be brief."), ("user", "  Who wrote Emma?\n"), ("assistant", "Jane Austen,\nin 1815."))
 LOSING = {
-    "a typo of the answer's field": ("{{ m.content | trim }}", "{{ (m.contents if m.role == 'assistant' else m.content) }}",
+    "a typo of the answer's field": ("m.content | trim", "m.contents if m.role == 'assistant' else m.content",
                                      "assistant", "Jane Austen"),
-    "a typo of the user's": ("{{ m.content | trim }}", "{{ m.text if m.role == 'user' else m.content }}", "user", "Who"),
+    "a typo of the user's": ("m.content | trim", "m.text if m.role == 'user' else m.content", "user", "Who"),
     "no system messages": ("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}", "system", "Be"),
     "only the first line": ("m.content | trim", "(m.content | trim).split('\n')[0]", "assistant", "Jane"),
     "cut at 12 letters": ("m.content | trim", "(m.content | trim)[:12]", "user", "Who wrote"),
