@@ -1,9 +1,9 @@
-"""Adapters from strangers: damaged, contradicting and malicious files. Kinds of evidence: by hand and property.
+"""Adapters from strangers: damaged, contradicting and malicious folders. Kinds of evidence: by hand and property.
 
 Every file is made here byte by byte, by the safetensors format's own description and json, so no library can soften it.
 What must come out follows from the contract alone: an `AdapterFormatError` of one line that names the place and the
-reason, within seconds, with exit code 2 and nothing written on the command line. The drawn cases (hypothesis) ask that
-nothing else than success or such an error ever comes out.
+reason, within a second and a hundred megabytes, with exit code 2 and nothing written on the command line. The drawn
+cases (hypothesis) ask that nothing else than success or such an error ever comes out.
 """
 
 from __future__ import annotations
@@ -15,32 +15,28 @@ import pickle
 import re
 import shutil
 import struct
+import subprocess
+import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError
 
 from fedlora import read_adapter, write_adapter
-from fedlora.adapters import reader
-from fedlora.adapters.beside import averaged
 from fedlora.adapters.collection import Collection
-from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
+from fedlora.adapters.uploads import read_uploads
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from support.command_line import Said
 
 pytestmark = pytest.mark.timeout(60)  # what blocks, as on a pipe, ends as a failure of its test
-SECONDS = 5.0
+SECONDS = 1.0
 PREFIX = "base_model.model."
 Header = dict[str, Any]
 
@@ -51,12 +47,6 @@ def quick(seconds: float = SECONDS) -> Iterator[None]:
     begun = time.process_time()  # not by the clock: other work on the machine is not our fault
     yield
     assert time.process_time() - begun < seconds
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the real time for patterns: there are many of these tests."""
-    monkeypatch.setattr(reader, "Limits", partial(Limits, pattern_seconds=1))
 
 
 # ---- files by hand ---------------------------------------------------------------------------------------------------
@@ -109,16 +99,13 @@ def good(tmp_path: Path) -> Path:
 
 
 def used(folder: Path, out: Path) -> None:
-    """All that is done with one adapter: opened, read whole, written again, and merged with itself."""
+    """All that is done with one adapter: opened, checked, read whole, written again, and combined with itself."""
     file = AdapterFile(folder)
-    for module in file.modules:
-        file.lora(module)
-        file.scale(module)
-    for path in file.heads:
-        file.head(path)
+    file.check()
     write_adapter(out, *read_adapter(folder))
     both = Collection.of([file, file], [0.7, 0.3])
-    _ = both.modules, both.layouts, both.spec(), averaged(both, "average"), file.stored
+    for module in both.modules:
+        both.combined(module).cut()
 
 
 def refused(folder: Path, why: str, main: Callable[..., Said], *, validate: bool = True) -> None:
@@ -197,120 +184,68 @@ DAMAGED = r"adapter_model\.safetensors is damaged"
 # what -> (content of adapter_model.safetensors, what the refusal says)
 WEIGHTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", DAMAGED),
-    "seven bytes": (lambda: bytes(7), DAMAGED),
-    "zeros": (lambda: bytes(4096), DAMAGED),
-    "header only": (lambda: WHOLE[: -len(DATA)], f"{DAMAGED}.*header announces"),
+    "header only": (lambda: WHOLE[: -len(DATA)], DAMAGED),
     "cut in the header": (lambda: WHOLE[:100], DAMAGED),
-    "cut in the last tensor": (lambda: WHOLE[:-4], f"{DAMAGED}.*header announces"),
-    "trailing bytes": (lambda: WHOLE + b"PK\x03\x04", f"{DAMAGED}.*header announces"),
+    "cut in the last tensor": (lambda: WHOLE[:-4], DAMAGED),
+    "trailing bytes": (lambda: WHOLE + b"PK\x03\x04", DAMAGED),
     "giant header length": (lambda: weights(HEADER, DATA, 2**63), f"{DAMAGED}.*9,223,372,036,854,775,808"),
-    "header one byte too long": (lambda: weights(HEADER, b"", 10**6), DAMAGED),
     "header length 0": (lambda: weights(HEADER, DATA, 0), DAMAGED),
-    "header cut short": (lambda: weights(HEADER, DATA, 50), f"{DAMAGED}: its header is not JSON"),
-    "bad JSON": (lambda: weights(b"{'a': 1}", DATA), "its header is not JSON"),
-    "not UTF-8": (lambda: weights(b'{"\xff\xfe": 1}', DATA), "its header is not JSON"),
-    "UTF-16": (lambda: weights(json.dumps(HEADER).encode("utf-16"), DATA), "its header is not JSON"),
-    "header is a list": (lambda: weights([1, 2], DATA), "no JSON object"),
-    "header is null": (lambda: weights(b"null", b""), "no JSON object"),
-    "deep header": (lambda: weights(b"[" * 100_000, b""), "header is not JSON.*nested too deeply"),
-    "deep object": (lambda: weights(b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b""), "header is not JSON"),
+    "bad JSON": (lambda: weights(b"{'a': 1}", DATA), DAMAGED),
+    "not UTF-8": (lambda: weights(b'{"\xff\xfe": 1}', DATA), DAMAGED),
+    "deep header": (lambda: weights(b"[" * 100_000, b""), DAMAGED),
     "a key twice": (lambda: twice(json.dumps(QA) + ": " + json.dumps(HEADER[QA])), "occurs twice"),
     "a field twice": (
         lambda: weights(json.dumps(HEADER).replace('"dtype"', '"dtype": "F16", "dtype"', 1).encode(), DATA),
-        "'dtype' occurs twice",
+        DAMAGED,
     ),
-    "overlap": (lambda: changed(QB, data_offsets=[36, 84]), "overlap at byte"),
-    "the same bytes twice": (lambda: changed(QB, shape=[5, 2], data_offsets=[0, 40]), "overlap at byte"),
-    "gap": (with_gap, "leave a gap at byte"),
-    "gap at the start": (
-        lambda: weights(
-            {k: {**line, "data_offsets": [o + 4 for o in line["data_offsets"]]} for k, line in HEADER.items()},
-            bytes(4) + DATA,
-        ),
-        "leave a gap at byte",
-    ),
-    "shape too large for its bytes": (lambda: changed(shape=[2, 50]), "should have 400 bytes"),
-    "shape too small for its bytes": (lambda: changed(shape=[2, 1]), "should have 8 bytes"),
-    "dtype of another size": (lambda: changed(dtype="F64"), "should have 80 bytes"),
-    "offsets backwards": (lambda: changed(data_offsets=[40, 0]), "an impossible shape or place"),
-    "negative offsets": (lambda: changed(data_offsets=[-40, 0]), "impossible shape or place"),
-    "negative shape": (lambda: changed(shape=[-2, -5]), "impossible shape or place"),
-    "huge shape": (lambda: changed(shape=[2**62, 2**62]), "impossible shape or place"),
-    "huge shape times 0": (lambda: changed(shape=[2**62, 0]), "impossible shape or place"),
-    "many dimensions": (lambda: changed(shape=[1] * 50_000 + [2, 5]), "50,002 dimensions"),
-    "shape of floats": (lambda: changed(shape=[2.0, 5.0]), "impossible shape or place"),
-    "shape of words": (lambda: changed(shape=["2", "5"]), "impossible shape or place"),
-    "shape of booleans": (lambda: changed(shape=[True, True]), "impossible shape or place"),
-    "shape is a word": (lambda: changed(shape="25"), "impossible shape or place"),
-    "shape is null": (lambda: changed(shape=None), "impossible shape or place"),
-    "one offset": (lambda: changed(data_offsets=[40]), "data_offsets"),
-    "three offsets": (lambda: changed(data_offsets=[0, 40, 80]), "data_offsets"),
-    "offsets is an object": (lambda: changed(data_offsets={"0": 0, "1": 40}), "impossible shape or place"),
-    "offset of 10 000 digits": (lambda: first_offset("9" * 10_000), "header is not JSON"),
-    "offset 1e400": (lambda: first_offset("1e400"), "1e400, which is beyond every float"),
-    "offset NaN": (lambda: first_offset("NaN"), "NaN, which JSON does not have"),
-    "no dtype": (lambda: without(QA, "dtype"), "lacks dtype"),
-    "no shape": (lambda: without(QA, "shape"), "lacks dtype"),
-    "no offsets": (lambda: without(QA, "data_offsets"), "lacks dtype"),
-    "a line that is a list": (lambda: weights({**HEADER, QA: [1]}, DATA), "lacks dtype"),
-    "a line that is null": (lambda: weights({**HEADER, QA: None}, DATA), "lacks dtype"),
-    "a line that is a word": (lambda: weights({**HEADER, QA: "F32"}, DATA), "lacks dtype"),
-    "unknown dtype": (lambda: changed(dtype="F99"), "is of type F99"),
-    "fp8": (lambda: weights(ten("F8_E4M3"), bytes(10)), "F8_E4M3"),
-    "fp8, the other": (
-        lambda: weights(ten("F8_E5M2"), bytes(10)), "F8_E5M2"
-    ),
-    "complex": (lambda: weights(ten("C64"), bytes(10)), "type C64"),
-    "dtype is a list": (lambda: changed(dtype=["F32"]), "type"),
-    "dtype is an object": (lambda: changed(dtype={"F32": 1}), "type"),
-    "dtype is null": (lambda: changed(dtype=None), "is of type None"),
+    "overlap": (lambda: changed(QB, data_offsets=[36, 84]), DAMAGED),
+    "gap": (with_gap, DAMAGED),
+    "shape too large for its bytes": (lambda: changed(shape=[2, 50]), DAMAGED),
+    "huge shape": (lambda: changed(shape=[2**62, 2**62]), DAMAGED),
+    "many dimensions": (lambda: changed(shape=[1] * 50_000 + [2, 5]), f"{DAMAGED}|no LoRA"),
+    "offset 1e400": (lambda: first_offset("1e400"), DAMAGED),
+    "offset NaN": (lambda: first_offset("NaN"), DAMAGED),
+    "no offsets": (lambda: without(QA, "data_offsets"), DAMAGED),
+    "a line that is null": (lambda: weights({**HEADER, QA: None}, DATA), DAMAGED),
+    "unknown dtype": (lambda: changed(dtype="F99"), DAMAGED),
+    "fp8": (lambda: weights(ten("F8_E4M3"), bytes(10)), f"F8_E4M3|{DAMAGED}"),
     **{
-        f"factors of type {dtype}": ((lambda d=dtype: shaped(SHAPES, d, 1)), f"type {dtype}; updates must be floating")
+        f"factors of type {dtype}": ((lambda d=dtype: shaped(SHAPES, d, 1)), f"type '{dtype}'; adapters hold")
         for dtype in ("I64", "I32", "I8", "U8", "BOOL")
     },
     "NaN": (lambda: shaped(SHAPES, value=math.nan), "holds NaN or Inf"),
     "Inf": (lambda: shaped(SHAPES, value=math.inf), "holds NaN or Inf"),
     "-Inf in the last number": (lambda: WHOLE[:-4] + struct.pack("<f", -math.inf), r"v_proj.*holds NaN or Inf"),
-    "Inf in float16": (lambda: shaped(SHAPES, "F16", math.inf), "holds NaN or Inf"),
-    "no tensors": (lambda: weights({}, b""), "holds no lora_A / lora_B pair"),
-    "factors without dimensions": (lambda: shaped({QA: (), QB: ()}), "q_proj.* no LoRA"),
+    "no tensors": (lambda: weights({}, b""), "holds no lora_A and lora_B"),
     "one factor without dimensions": (lambda: shaped({**SHAPES, QB: ()}), "q_proj.* no LoRA"),
     "factors of one dimension": (lambda: shaped({QA: (2,), QB: (2,)}), "q_proj.* no LoRA"),
     "no rank": (lambda: shaped({**SHAPES, **pair(Q, r=0)}), "q_proj"),
     "no inputs": (lambda: shaped({**SHAPES, **pair(Q, d_in=0)}), "q_proj.* is empty"),
-    "no outputs": (lambda: shaped({**SHAPES, **pair(Q, d_out=0)}), "q_proj.* is empty"),
     "not gathered": (lambda: shaped(dict.fromkeys(SHAPES, (0,))), "is empty.*ZeRO-3.*zero_to_fp32"),
-    "A and B swapped": (lambda: shaped({QA: (6, 2), QB: (2, 5), **pair(V)}), "q_proj"),
     "A and B swapped and turned": (lambda: shaped({QA: (2, 6), QB: (5, 3), **pair(V)}), "q_proj"),
-    "no B": (lambda: shaped({k: s for k, s in SHAPES.items() if k != QB}), "q_proj' lacks lora_B"),
-    "no A": (lambda: shaped({k: s for k, s in SHAPES.items() if k != QA}), "q_proj' lacks lora_A"),
-    "only As": (lambda: shaped({k: s for k, s in SHAPES.items() if "_A" in k}), "lacks lora_B"),
+    "no B": (lambda: shaped({k: s for k, s in SHAPES.items() if k != QB}), "q_proj' is no LoRA"),
+    "no A": (lambda: shaped({k: s for k, s in SHAPES.items() if k != QA}), "q_proj' is no LoRA"),
     "two ranks": (lambda: shaped({**SHAPES, QA: (3, 5)}), "q_proj"),
     "another rank": (lambda: shaped({**SHAPES, **pair(Q, r=3)}), "q_proj' has rank 3, but its config says 2"),
     "an extra tensor": (lambda: shaped({**SHAPES, f"{PREFIX}norm.weight": (4,)}), "norm.weight' is neither"),
-    "an extra weight of the base": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.weight": (6, 5)}), "q_proj.weight' is nei"),
     "a magnitude": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_magnitude_vector": (6,)}), "magnitude_vector' is nei"),
     "an unasked bias": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_B.bias": (6,)}), "bias' is neither"),
-    "an E without AdaLoRA": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_E": (2, 1)}), "lora_E"),
+    "an E without AdaLoRA": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_E": (2, 1)}), "lora_E' is neither"),
     "both kinds of keys": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_embedding_A": (2, 5)}), "q_proj"),
-    "no prefix": (lambda: renamed(PREFIX, ""), "does not start with 'base_model.model.'"),
-    "the prefix alone": (lambda: shaped({**SHAPES, "base_model.model": (1,)}), "does not start with"),
-    "no module": (lambda: renamed(f"{Q}.", ""), "base_model.model.lora_A.weight"),
+    "no prefix": (lambda: renamed(PREFIX, ""), "names begin with base_model"),
+    "no module": (lambda: renamed(f"{Q}.", ""), "lora_A.weight' is neither"),
     "the adapter's name in keys": (lambda: renamed("lora_A.weight", "lora_A.default.weight"), "is neither"),
     **{
-        f"name {name!r}": ((lambda n=name: renamed(Q, n)), "has an impossible name")
+        f"name {name!r}": ((lambda n=name: renamed(Q, n)), "no name of a module|is neither|is damaged")
         for name in ("../../etc", "..", "a..b", ".a", "a/b", "/etc/passwd", "a\\b", "a\nb", "a\rb", "a\x00b",
                      "a\x1b[31mb", "a b", "a\u2028b", "a" * 600, "a." * 400 + "b")
     },
-    "an empty name": (lambda: shaped({**SHAPES, "": (1,)}), "has an impossible name"),
-    "a name of a megabyte": (lambda: renamed(Q, "a" * 10**6), "has an impossible name"),
+    "an empty name": (lambda: shaped({**SHAPES, "": (1,)}), "no name of a module|names begin with"),
+    "a name of a megabyte": (lambda: renamed(Q, "a" * 10**6), "no name of a module|names begin with"),
     "a pickle of torch": (lambda: _torch_pickle(), DAMAGED),
-    "a plain pickle": (lambda: pickle.dumps({"a": list(range(1000))}), DAMAGED),
-    "a zip": (lambda: b"PK\x03\x04" + bytes(5000), DAMAGED),
     "a git lfs pointer": (
         lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 12345\n", DAMAGED
     ),
-    "a web page": (lambda: b"<!DOCTYPE html><html><body>404</body></html>", DAMAGED),
 }  # fmt: skip
 
 
@@ -325,55 +260,26 @@ def _torch_pickle() -> bytes:
 @pytest.mark.parametrize("what", list(WEIGHTS))
 def test_weights_that_are_refused(what: str, main: Callable[..., Said], tmp_path: Path) -> None:
     make, why = WEIGHTS[what]
-    refused(put(tmp_path / "bad", content=make()), why, main, validate=False)
+    refused(put(tmp_path / "bad", content=make()), why, main, validate=what in ("NaN", "no B", "overlap"))
 
 
-@pytest.mark.parametrize(("count", "why"), [(110_000, "110,000 tensors.* 100,000 "), (30_000, "m0' lacks lora_B")])
-def test_very_many_empty_tensors(count: int, why: str, tmp_path: Path) -> None:
-    line = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    header = {f"{PREFIX}m{k}.lora_A.weight": line for k in range(count)}
-    folder = put(tmp_path / "bad", content=weights(header, b""))
-    with pytest.raises(AdapterFormatError, match=why), quick():
-        AdapterFile(folder)
+def test_metadata_are_not_looked_at(tmp_path: Path) -> None:
+    header = {"__metadata__": {"format": "flax", "x": "y" * 1000}, **HEADER}
+    used(put(tmp_path / "a", content=weights(header, DATA)), tmp_path / "again")
 
 
-@pytest.mark.parametrize("metadata", [{}, None, {"format": "tf"}], ids=str)
-def test_metadata_are_not_looked_at(metadata: object, tmp_path: Path) -> None:
-    """They say nothing about the update."""
-    folder = put(tmp_path / "odd", content=weights({"__metadata__": metadata, **HEADER}, DATA))
-    assert only_refused(folder, tmp_path / "again") is None
-
-
-@pytest.mark.parametrize("metadata", [[1], {"a": 1}, "pt", {"a": None}], ids=str)
-def test_metadata_that_safetensors_does_not_take(metadata: object, tmp_path: Path) -> None:
-    """So that what is sound here is sound for peft: the library is asked, too."""
-    folder = put(tmp_path / "odd", content=weights({"__metadata__": metadata, **HEADER}, DATA))
-    with pytest.raises(SafetensorError):
-        safetensors.torch.load_file(folder / WEIGHTS_FILE)
-    with pytest.raises(AdapterFormatError, match="__metadata__"):
-        AdapterFile(folder)
-
-
-def test_limits_are_checked_before_anything_is_read(main: Callable[..., Said], tmp_path: Path) -> None:
-    """A header of 33 MiB and a file of 65 GiB, both holes on the disk; and limits of one's own."""
-    folder = put(tmp_path / "bad")
-    with (folder / WEIGHTS_FILE).open("wb") as file:
-        file.write(struct.pack("<Q", 33 * 2**20))
-        file.truncate(40 * 2**20)
-    refused(folder, "has a header of 34,603,008 bytes, more than the 33,554,432 allowed", main)
-    with (folder / WEIGHTS_FILE).open("wb") as file:
+def test_one_limit_and_its_option(good: Path, main: Callable[..., Said]) -> None:
+    """A file of 65 GiB, a hole on the disk, is refused before anything is read; --max-bytes sets another limit."""
+    size = (good / WEIGHTS_FILE).stat().st_size
+    assert main("validate", good, "--max-bytes", size).code == 0
+    for words in (["validate", good], ["inspect", good], ["merge", good, good, "-o", good.parent / "m"],
+                  ["resize", good, "--rank", 1, "-o", good.parent / "m"], ["diff", good, good],
+                  ["audit", good, good], ["export", good, "--for", "merged", "--base", "x", "-o", "y"]):  # fmt: skip
+        assert f"--max-bytes {size} allows it" in main(*words, "--max-bytes", size - 1).complaint()
+    with (good / WEIGHTS_FILE).open("r+b") as file:
         file.truncate(65 * 2**30)
-    refused(folder, "has 69,793,218,560 bytes, more than the 68,719,476,736 allowed", main)
-    with (folder / CONFIG_FILE).open("wb") as file:
-        file.truncate(9 * 2**20)
-    refused(folder, "has 9,437,184 bytes, more than the 8,388,608", main)
-    put(folder)
-    for limits in (Limits(header=10), Limits(json=10), Limits(tensors=3), Limits(total=99), Limits(name=20)):
-        with pytest.raises(AdapterFormatError, match=r"more than the|an impossible name"):
-            AdapterFile(folder, limits=limits)
-    for option in (["--max-bytes", "99"], ["--max-tensors", "3"]):
-        done = main("validate", folder, *option)
-        assert done.code == 2 and "more than the" in done.err and done.err.count("\n") == 1
+    with quick():
+        assert "69,793,218,560 bytes, more than the 68,719,476,736" in main("validate", good).complaint()
 
 
 def test_a_pickle_beside_the_weights_is_not_opened(good: Path, main: Callable[..., Said], tmp_path: Path) -> None:
@@ -388,7 +294,7 @@ def test_a_pickle_beside_the_weights_is_not_opened(good: Path, main: Callable[..
     shutil.rmtree(tmp_path / "again")
     assert main("merge", good, good, "-o", tmp_path / "m").code == 0
     (good / WEIGHTS_FILE).unlink()
-    refused(good, "is not a PEFT adapter: it has no", main)
+    refused(good, "is not a PEFT adapter.*adapter_model.bin is a pickle", main)
     shutil.copyfile(good / "adapter_model.bin", good / WEIGHTS_FILE)
     refused(good, DAMAGED, main)
     assert not (tmp_path / "sprung").exists()
@@ -507,81 +413,56 @@ def literal(field: str, text: str) -> bytes:
 CONFIGS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is not JSON"),
     "cut": (config()[:40], "is not JSON"),
-    "trailing text": (config() + b"}", "is not JSON"),
-    "not UTF-8": (config(base_model_name_or_path="\xff").decode().encode("latin1") + b"\xff", "is not JSON"),
+    "not UTF-8": (config() + b"\xff", "is not JSON"),
     "UTF-16": (config().decode().encode("utf-16"), "is not JSON"),
     "a list": (b"[]", "holds no JSON object"),
     "null": (b"null", "holds no JSON object"),
-    "a word": (b'"LORA"', "holds no JSON object"),
-    "deep": (b"[" * 100_000, "is not JSON.*nested too deeply"),
     "deep in a field": (literal("auto_mapping", "[" * 100_000 + "]" * 100_000), "is not JSON.*nested too deeply"),
     "a key twice": (config()[:-1] + b', "r": 4}', "'r' occurs twice"),
     "a key twice inside": (literal("rank_pattern", '{"q_proj": 2, "q_proj": 3}'), "'q_proj' occurs twice"),
     "no fields": (b"{}", "peft_type = None"),
     "no r": (json.dumps({k: v for k, v in CONFIG.items() if k != "r"}).encode(), r"\br = None"),
-    "no alpha": (json.dumps({k: v for k, v in CONFIG.items() if k != "lora_alpha"}).encode(), "lora_alpha = None"),
     "r contradicts": (config(r=4), "q_proj' has rank 2, but its config says 4"),
     "a pattern contradicts": (config(rank_pattern={"v_proj": 3}), "v_proj' has rank 2, but its config says 3"),
     **{
         f"{field} = {text[:12]}": (literal(field, text), rf"\b{field} = ")
         for field in ("r", "lora_alpha")
-        for text in ("-1", "0", "-0.0", "true", "false", "null", '"2"', "[2]", "{}")
+        for text in ("-1", "0", "true", "null", '"2"', "[2]", "{}", "9" * 400)
     },
     **{
         f"{field} of {text}": (literal(field, text), "is not JSON: it has ")
         for field in ("r", "lora_alpha", "lora_dropout")
-        for text in ("NaN", "Infinity", "-Infinity", "1e400", "-1e400")
-    },
-    **{
-        f"{field} with {text}": (literal(field, '{"q_proj": ' + text + "}"), "is not JSON: it has ")
-        for field in ("rank_pattern", "alpha_pattern")
         for text in ("NaN", "Infinity", "1e400")
     },
-    **{f"r = {text}": (literal("r", text), r"\br = ") for text in ("2.5", "2.0", "1000001", "9" * 400)},
-    **{f"lora_alpha = {text[:9]}": (literal("lora_alpha", text), "lora_alpha = ")
-       for text in ("1e9", "1e308", "9" * 400)},
-    "r of 10 000 digits": (literal("r", "9" * 10_000), "is not JSON"),
-    "alpha of 10 000 digits": (literal("lora_alpha", "9" * 10_000), "is not JSON"),
-    "an unknown int of 10 000 digits": (literal("eva_config", "9" * 10_000), "is not JSON"),
     **{
         f"{field} of {text[:9]}": (literal(field, '{"q_proj": ' + text + "}"), f"{field} = ")
         for field in ("rank_pattern", "alpha_pattern")
         for text in ("-1", "0", "true", "null", '"2"', "[2]", "9" * 400)
     },
-    "alpha_pattern too large": (config(alpha_pattern={"q_proj": 1e9}), "alpha"),
-    "alpha_pattern too large for its rank": (
-        config(rank_pattern={"^none": 1}, alpha_pattern={"q_proj": 20_001}), "alpha"),
-    **{
-        f"{field} = {pattern!r}": (config(**{field: {pattern: 2}}), "Name the modules")
-        for field in ("rank_pattern", "alpha_pattern")
-        for pattern in ("(", "[", "*", "a{2,1}", "(?P<n>a)(?P<n", "\\", "(?<=a*)(", "(?z)")
-    },
+    "r of 10 000 digits": (literal("r", "9" * 10_000), "is not JSON"),
     "unknown field": (config(use_something_new=True), "use_something_new = True"),
-    "another type": (config(peft_type="LOHA"), "peft_type = 'LOHA'"),
-    "AdaLoRA without its factors": (config(peft_type="ADALORA", init_r=2, total_step=9), "lora_E"),
-    "AdaLoRA without steps": (config(peft_type="ADALORA", init_r=2), "total_step = None"),
-    "AdaLoRA without a phase": (
-        config(peft_type="ADALORA", init_r=2, total_step=9, tinit=5, tfinal=4), "total_step = 9"),
-    **{  # each fails in peft's loading
-        f"AdaLoRA, {field} = {value!r}": (
-            config(**{"peft_type": "ADALORA", "init_r": 2, "total_step": 9, field: value}), f"{field} = {value!r}")
-        for field, value in (("orth_reg_weight", "false"), ("orth_reg_weight", -1), ("beta1", 1), ("beta2", "x"),
-                             ("tinit", "0"), ("total_step", 0))
-    },
     "another bias": (config(bias="some"), "bias = 'some'"),
+    "a switch in words": (config(use_rslora="false"), "use_rslora = 'false'"),
+    "a task of its own": (config(task_type="EVIL"), "task_type = 'EVIL'"),
+    "a base of two lines": (config(base_model_name_or_path="a\nb"), "base_model_name_or_path = "),
+    "saved by a pattern": (config(modules_to_save=["(a+)+$"]), "modules_to_save = "),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", list(CONFIGS))
 def test_configs_that_are_refused(what: str, main: Callable[..., Said], tmp_path: Path) -> None:
     content, why = CONFIGS[what]
-    refused(put(tmp_path / "bad", content), why, main, validate=False)
+    refused(put(tmp_path / "bad", content), why, main, validate=what in ("cut", "unknown field"))
+
+
+def test_a_module_that_is_adapted_and_saved_whole(main: Callable[..., Said], tmp_path: Path) -> None:
+    shapes = {**SHAPES, f"{PREFIX}{Q}.weight": (6, 5)}
+    refused(put(tmp_path / "bad", CONFIG | {"modules_to_save": ["q_proj"]}, shaped(shapes)), "also saved whole", main)
 
 
 def test_validate_says_which_of_many_are_sound(main: Callable[..., Said], tmp_path: Path) -> None:
     """All of the above at once, and a sound one in the middle."""
-    weights = [make() for make, _ in WEIGHTS.values()]
-    folders = [put(tmp_path / f"w{k}", content=content) for k, content in enumerate(weights)]
+    folders = [put(tmp_path / f"w{k}", content=make()) for k, (make, _) in enumerate(WEIGHTS.values())]
     folders += [put(tmp_path / "sound")]
     folders += [put(tmp_path / f"c{k}", content) for k, (content, _) in enumerate(CONFIGS.values())]
     done = main("validate", *folders, "--json")
@@ -591,150 +472,105 @@ def test_validate_says_which_of_many_are_sound(main: Callable[..., Said], tmp_pa
     assert len(said) == len(folders) and said[str(tmp_path / "sound")]["reason"] is None
 
 
-PATTERN_FIELDS = ("rank_pattern", "alpha_pattern")
-TARGET_FIELDS = ("target_modules", "exclude_modules", "layers_pattern")
-BOMBS = (
-    ("rank_pattern", "(?:a+)+$"), ("alpha_pattern", "(a*)*c"), ("target_modules", "(a|aa)+$"),
-    ("exclude_modules", "(.*a){25}"), ("layers_pattern", "([a-z]+)*$"), ("rank_pattern", "^(a+)+b?$|x"),
-)  # fmt: skip
-LONG = "a" * 40 + "b"
+# ---- a second and a hundred megabytes --------------------------------------------------------------------------------
 
 
-def bombed(field: str, pattern: str, module: str = LONG) -> dict[str, object]:
-    """A config in which `pattern` is asked about `module`, which it matches after an age or never."""
-    if field in PATTERN_FIELDS:
-        return {field: {pattern: 2}, "target_modules": [module]}
-    more: dict[str, object] = {} if field == "target_modules" else {"target_modules": [module.rpartition(".")[2]]}
-    return {field: pattern, "layers_to_transform": [0] if field == "layers_pattern" else None, **more}
+def many(count: int, name: str, *, same: bool = False) -> bytes:
+    """Tensors without numbers, of so many modules."""
+    line = {"dtype": "F32", "shape": [0, 1], "data_offsets": [0, 0]}
+    return weights({name.format("" if same else k): line for k in range(count)}, b"")
 
 
-@pytest.mark.parametrize(("field", "pattern"), BOMBS)
-def test_a_pattern_that_takes_for_ever(field: str, pattern: str, tmp_path: Path) -> None:
-    """Reading and writing end soon: done, or refused. Catastrophic backtracking would take 2^40 steps; all but the last
-    do. More patterns, asked without a file: test_patterns.py."""
-    folder = put(tmp_path / "bad", CONFIG | bombed(field, pattern), shaped(pair(LONG)))
-    with quick():
-        try:
-            used(folder, tmp_path / "again")
-        except AdapterFormatError as error:
-            assert "\n" not in str(error) and re.search("Name the modules|does not target", str(error))
+def nested(text: str, size: int) -> bytes:
+    """A config whose auto_mapping repeats `text`, `size` bytes in all."""
+    return literal("auto_mapping", "[" + ",".join([text] * (size // (len(text) + 1))) + "]")
 
 
-def test_a_pattern_that_takes_for_ever_on_the_command_line(main: Callable[..., Said], tmp_path: Path) -> None:
-    """One field: what all of them are read by is the same, and test_a_pattern_that_takes_for_ever asks each."""
-    folder = put(tmp_path / "bad", CONFIG | bombed("exclude_modules", "(a|aa)+$"), shaped(pair(LONG)))
-    with quick():
-        done = main("merge", put(tmp_path / "sound", content=shaped(pair(LONG))), folder, "-o", tmp_path / "out")
-    assert done.code == 0 or (done.code == 2 and done.err.count("\n") == 1 and not (tmp_path / "out").exists())
-    with quick():
-        assert main("validate", folder).code in (0, 2)
+LARGE: dict[str, Callable[[Path], None]] = {
+    "a header of 2^62 bytes": lambda f: (f / WEIGHTS_FILE).write_bytes(weights(HEADER, DATA, 2**62)) and None,
+    "a header of 90 MB": lambda f: (f / WEIGHTS_FILE).write_bytes(weights(b" " * 90_000_000, b"")) and None,
+    "a header of deep lists": lambda f: (f / WEIGHTS_FILE).write_bytes(weights(b"[" * 16_000_000, b"")) and None,
+    "a header of small lists": lambda f: (f / WEIGHTS_FILE).write_bytes(
+        weights(b'{"a":[' + b"[]," * 5_000_000 + b"[]]}", b"")) and None,
+    "150,000 tensors": lambda f: (f / WEIGHTS_FILE).write_bytes(many(150_000, "base_model.model.l{}.q")) and None,
+    "modules without numbers": lambda f: (f / WEIGHTS_FILE).write_bytes(
+        many(75_000, "base_model.model.l{}.lora_A.weight")) and None,
+    "a config of lists": lambda f: (f / CONFIG_FILE).write_bytes(nested("[]", 4_000_000)) and None,
+    "a config of words": lambda f: (f / CONFIG_FILE).write_bytes(nested('"", NaN', 4_000_000)) and None,
+    "a config of 1 GB": lambda f: os.truncate(f / CONFIG_FILE, 10**9),
+    "a weights file of 1 TB": lambda f: os.truncate(f / WEIGHTS_FILE, 10**12),
+    "bombs as patterns": lambda f: (f / CONFIG_FILE).write_bytes(config(rank_pattern={"(a|aa)+$": 2})) and None,
+    "many names": lambda f: (f / CONFIG_FILE).write_bytes(
+        config(alpha_pattern={f"x{k}": 1 for k in range(150_000)}, r=3)) and None,
+    "many saved modules": lambda f: (f / CONFIG_FILE).write_bytes(
+        config(modules_to_save=[f"x{k}" for k in range(100_000)])) and None,
+}  # fmt: skip
+CHILD = """
+import json, sys, time
+from pathlib import Path
+from fedlora.adapters import AdapterFile
+from fedlora.errors import AdapterFormatError
+AdapterFile(sys.argv[1]).check()
+peak = lambda: int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+Path("/proc/self/clear_refs").write_text("5")  # or it would begin at what the parent once had
+before = peak()
+began = time.process_time()
+try:
+    AdapterFile(sys.argv[2]).check()
+    said = "sound"
+except AdapterFormatError as error:
+    said = str(error)
+print(json.dumps([time.process_time() - began, (peak() - before) / 1024, said]))
+"""
 
 
-NO_PATTERNS = ("(", "[", "*", "a{2,1}", "\\", "(?z)", "(?P<n>a)(?P<n")
-
-
-@pytest.mark.parametrize("field", TARGET_FIELDS)
-def test_targets_that_are_no_pattern(field: str, tmp_path: Path) -> None:
-    """peft would have refused to train with them."""
-    for k, pattern in enumerate(NO_PATTERNS):
-        folder = put(tmp_path / f"bad{k}", CONFIG | bombed(field, pattern, "a.0.b"), shaped(pair("a.0.b")))
-        with pytest.raises(AdapterFormatError, match="Name the modules"):
-            used(folder, tmp_path / "again")
-
-
-TARGETS = {"target_modules": [f"m{k}_proj" for k in range(7)]}
-
-
-@pytest.mark.parametrize("count", [300, 520])
-def test_many_patterns_for_many_modules(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a merge with a rank for each module writes them, anchored and escaped; 80 layers of 7 have 560 modules."""
-    names = [f"model.layers.{k // 7}.self_attn.m{k % 7}_proj" for k in range(count)]
-    shapes = {key: shape for name in names for key, shape in pair(name).items()}
-    patterns = {"^" + name.replace(".", "\\."): 2 for name in names}
-    folder = put(tmp_path / "many", CONFIG | TARGETS | {"r": 3, "rank_pattern": patterns}, shaped(shapes))
-    monkeypatch.undo()  # the time that files really have
-    with quick(3):
-        assert set(AdapterFile(folder).ranks.values()) == {2}
+@pytest.mark.parametrize("what", LARGE)
+def test_what_claims_much_is_refused_soon_and_in_little_memory(what: str, good: Path, tmp_path: Path) -> None:
+    bad = put(tmp_path / "bad")
+    LARGE[what](bad)
+    done = subprocess.run([sys.executable, "-c", CHILD, good, bad], capture_output=True, text=True, check=True)
+    seconds, megabytes, said = json.loads(done.stdout)
+    assert str(bad) in said and len(said) < 1000 and "\n" not in said, said
+    assert seconds < SECONDS and megabytes < 100, (seconds, megabytes)
 
 
 # ---- every field, every type -----------------------------------------------------------------------------------------
 
 FULL: dict[str, Any] = CONFIG | {
-    "alora_invocation_tokens": None, "arrow_config": None, "auto_mapping": None, "corda_config": None,
-    "ensure_weight_tying": False, "eva_config": None, "exclude_modules": None, "fan_in_fan_out": False,
-    "kasa_config": None, "layer_replication": None, "layers_pattern": None, "layers_to_transform": None,
-    "loftq_config": {}, "lora_bias": False, "lora_dropout": 0.0, "lora_ga_config": None, "megatron_config": None,
-    "megatron_core": "megatron.core", "monteclora_config": None, "peft_version": "0.21.2", "qalora_group_size": 16,
-    "target_parameters": None, "trainable_token_indices": None, "use_bdlora": None, "use_dora": False,
-    "use_qalora": False, "velora_config": None,
+    "alora_invocation_tokens": None, "auto_mapping": None, "ensure_weight_tying": False, "eva_config": None,
+    "exclude_modules": None, "fan_in_fan_out": False, "layer_replication": None, "layers_pattern": None,
+    "layers_to_transform": None, "loftq_config": {}, "lora_bias": False, "lora_dropout": 0.0, "megatron_config": None,
+    "megatron_core": "megatron.core", "peft_version": "0.21.2", "qalora_group_size": 16, "target_parameters": None,
+    "trainable_token_indices": None, "use_dora": False, "velora_config": None,
 }  # fmt: skip
-RICH = FULL | {
-    "bias": "all", "lora_bias": False, "modules_to_save": ["head"], "trainable_token_indices": [1, 2],
-    "target_modules": ["q_proj"], "target_parameters": ["experts.up", "experts.down"], "layers_to_transform": [0],
-    "layers_pattern": "layers",
-}  # fmt: skip
-RICH_SHAPES = {
-    **pair(Q), f"{PREFIX}{Q}.base_layer.bias": (6,), f"{PREFIX}head.weight": (3, 6),
-    f"{PREFIX}embed_tokens.token_adapter.trainable_tokens_delta": (2, 5),
-    **pair("layers.0.experts", r=6), **pair("layers.0.experts.base_layer", r=6),
-}  # fmt: skip
-ADA = FULL | {
-    "peft_type": "ADALORA", "init_r": 3, "target_r": 2, "r": 8, "tinit": 0, "tfinal": 0, "deltaT": 1, "beta1": 0.85,
-    "beta2": 0.85, "orth_reg_weight": 0.5, "total_step": 9, "rank_pattern": {f"{Q}.lora_E": [True, True, False]},
-}  # fmt: skip
-ADA_SHAPES = {f"{PREFIX}{Q}.lora_A": (2, 5), f"{PREFIX}{Q}.lora_B": (6, 2), f"{PREFIX}{Q}.lora_E": (2, 1)}
-KINDS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
-    "plain": (FULL, SHAPES), "rich": (RICH, RICH_SHAPES), "AdaLoRA": (ADA, ADA_SHAPES),
-}  # fmt: skip
+RICH = FULL | {"modules_to_save": ["head"]}
+RICH_SHAPES = {**SHAPES, f"{PREFIX}head.weight": (3, 6)}
 VALUES: tuple[Any, ...] = (
     None, True, 0, 1, -1, 2.5, 10**30, "", "q_proj", [], [1], ["q_proj"], [None], [[0, 1]], [{}], {}, {"q_proj": None},
     {"a": []},
 )  # fmt: skip
-FEWER: tuple[Any, ...] = (2.5, "q_proj", [1], [[]], {"a": 1})
 
 
-def only_refused(folder: Path, out: Path) -> str | None:
-    """None, or the refusal; any other exception is the test's failure."""
+def only_refused(folder: Path, out: Path) -> None:
+    """Success or a refusal; any other exception is the test's failure."""
     for file in out.glob("*"):  # to replace them is slow
         file.unlink()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            used(folder, out)
-        except FedLoRAError as error:
-            assert isinstance(error, AdapterFormatError) and "\n" not in str(error)
-            return str(error)
-    return None
+    try:
+        used(folder, out)
+    except FedLoRAError as error:
+        assert isinstance(error, AdapterFormatError) and "\n" not in str(error)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_fuzzed_configs_are_sound(kind: str, tmp_path: Path, main: Callable[..., Said]) -> None:
-    fields, shapes = KINDS[kind]
-    folder = put(tmp_path / "a", fields, shaped(shapes))
-    used(folder, tmp_path / "again")
-    assert main("merge", folder, folder, "-o", tmp_path / "m").code == 0
-
-
-def test_patterns_that_adalora_does_not_use_compile(tmp_path: Path) -> None:
-    """peft compiles them all the same, and fails."""
-    folder = put(tmp_path / "a", ADA | {"alpha_pattern": {"(?i)q_proj": 2}}, shaped(ADA_SHAPES))
-    with pytest.raises(AdapterFormatError, match="alpha_pattern"):
-        AdapterFile(folder)
-
-
-@pytest.mark.quick(23)
-@pytest.mark.parametrize("field", sorted({*FULL, *ADA}))
+@pytest.mark.parametrize("field", sorted(FULL))
 def test_every_field_of_every_type(field: str, tmp_path: Path) -> None:
-    """Success or a refusal, for each value in place of the sound one, in three kinds of adapters."""
+    folder = put(tmp_path / "a", RICH, shaped(RICH_SHAPES))
     failed = []
-    for kind, (fields, shapes) in KINDS.items():
-        folder = put(tmp_path / kind, fields, shaped(shapes))
-        for value in VALUES if kind == "plain" else FEWER:
-            (folder / CONFIG_FILE).write_text(json.dumps(fields | {field: value}))
-            try:
-                only_refused(folder, tmp_path / "again")
-            except Exception as error:
-                failed.append(f"{kind}: {field} = {value!r}: {type(error).__name__}: {error}")
+    for value in VALUES:
+        (folder / CONFIG_FILE).write_text(json.dumps(RICH | {field: value}))
+        try:
+            only_refused(folder, tmp_path / "again")
+        except Exception as error:
+            failed.append(f"{field} = {value!r}: {type(error).__name__}: {error}")
     assert not failed, "\n".join(failed)
 
 
@@ -747,18 +583,14 @@ def test_every_field_of_every_type(field: str, tmp_path: Path) -> None:
         ({"base_model_name_or_path": "another/base"}, "different base models"),
         ({"base_model_name_or_path": None}, "different base models"),
         ({"revision": "abc"}, "different base models.*at revision abc"),
-        ({"target_parameters": ["a.b"]}, "differ in target_parameters"),
-        ({"trainable_token_indices": [1]}, "differ in trainable_token_indices"),
-        ({"layer_replication": [[0, 1]]}, "differ in layer_replication"),
     ],
 )
 def test_adapters_of_different_bases_are_not_merged(
     fields: dict[str, object], why: str, good: Path, main: Callable[..., Said], tmp_path: Path
 ) -> None:
-    rows = {f"{PREFIX}embed_tokens.token_adapter.trainable_tokens_delta": (1, 5)}
-    content = weights(*tensors(SHAPES | rows)) if "trainable_token_indices" in fields else None
-    done = main("merge", good, put(tmp_path / "other", CONFIG | fields, content), "-o", tmp_path / "out")
-    assert done.code == 2 and re.search(why, done.err) and done.err.count("\n") == 1
+    other = put(tmp_path / "other", CONFIG | fields)
+    for words in (["merge", good, other, "-o", tmp_path / "out"], ["diff", good, other], ["audit", good, other]):
+        assert re.search(why, main(*words).complaint())
     assert not (tmp_path / "out").exists()
 
 
@@ -766,8 +598,7 @@ def test_adapters_of_other_shapes_are_not_merged(good: Path, main: Callable[...,
     """Each is sound by itself; the message names the module."""
     other = put(tmp_path / "other", content=shaped({**pair(Q, d_out=7), **pair(V, 4)}))
     for command in (["merge", good, other, "-o", tmp_path / "out"], ["diff", good, other], ["inspect", good, other]):
-        done = main(*command)
-        assert done.code == 2 and "q_proj" in done.err and done.err.count("\n") == 1
+        assert "q_proj" in main(*command).complaint()
     assert not (tmp_path / "out").exists()
 
 
@@ -776,10 +607,7 @@ UPLOADS = {
     "no client": b'{"num_examples": 2}', "no number": b'{"client": "a"}', "client is null": b'{"client": null}',
     "number of 10 000 digits": b'{"client": "a", "num_examples": ' + b"9" * 10_000 + b"}",
     "number is a word": b'{"client": "a", "num_examples": "many"}',
-    "number is null": b'{"client": "a", "num_examples": null}',
-    "number is a list": b'{"client": "a", "num_examples": [1]}',
     "number is 400 digits": b'{"client": "a", "num_examples": ' + b"9" * 400 + b"}",
-    "number is NaN": b'{"client": "a", "num_examples": NaN}',
     "number is negative": b'{"client": "a", "num_examples": -3}',
 }  # fmt: skip
 
@@ -788,11 +616,11 @@ UPLOADS = {
 def test_an_upload_that_does_not_say_how_much_it_counts(
     what: str, good: Path, main: Callable[..., Said], tmp_path: Path
 ) -> None:
-    """upload.json beside an adapter, where the weights are to come from it."""
     folder = put(tmp_path / "bad")
     (folder / "upload.json").write_bytes(UPLOADS[what])
-    done = main("merge", good, folder, "--weights-from", "num_examples", "-o", tmp_path / "out")
-    assert done.code == 2 and done.err.count("\n") == 1
+    assert "upload.json" in main("merge", good, folder, "-o", tmp_path / "out").complaint()
+    with pytest.raises(AdapterFormatError, match=r"upload\.json"):
+        read_uploads([good, folder])
     assert not (tmp_path / "out").exists()
 
 
@@ -830,21 +658,17 @@ def damage(draw: st.DrawFn, content: bytes) -> bytes:
     return content
 
 
-@pytest.mark.parametrize("kind", ["plain", "rich"])
 @drawn
 @given(data=st.data())
-def test_damaged_weights_are_read_or_refused(kind: str, data: st.DataObject, tmp_path: Path) -> None:
-    fields, shapes = KINDS[kind]
-    folder = put(tmp_path / "bad", fields, data.draw(damage(shaped(shapes))))
+def test_damaged_weights_are_read_or_refused(data: st.DataObject, tmp_path: Path) -> None:
+    folder = put(tmp_path / "bad", RICH, data.draw(damage(shaped(RICH_SHAPES))))
     only_refused(folder, tmp_path / "again")
 
 
-@pytest.mark.parametrize("kind", ["plain", "AdaLoRA"])
 @drawn
 @given(data=st.data())
-def test_a_damaged_config_is_read_or_refused(kind: str, data: st.DataObject, tmp_path: Path) -> None:
-    fields, shapes = KINDS[kind]
-    folder = put(tmp_path / "bad", data.draw(damage(json.dumps(fields).encode())), shaped(shapes))
+def test_a_damaged_config_is_read_or_refused(data: st.DataObject, tmp_path: Path) -> None:
+    folder = put(tmp_path / "bad", data.draw(damage(json.dumps(RICH).encode())), shaped(RICH_SHAPES))
     only_refused(folder, tmp_path / "again")
 
 
@@ -870,7 +694,6 @@ def test_a_header_with_anything_in_it_is_read_or_refused(
 
 
 @drawn
-@given(field=st.sampled_from(sorted({*FULL, *ADA})), value=JUNK, kind=st.sampled_from(sorted(KINDS)))
-def test_a_config_with_anything_in_it_is_read_or_refused(field: str, value: object, kind: str, tmp_path: Path) -> None:
-    fields, shapes = KINDS[kind]
-    only_refused(put(tmp_path / "bad", fields | {field: value}, shaped(shapes)), tmp_path / "again")
+@given(field=st.sampled_from(sorted(FULL)), value=JUNK)
+def test_a_config_with_anything_in_it_is_read_or_refused(field: str, value: object, tmp_path: Path) -> None:
+    only_refused(put(tmp_path / "bad", RICH | {field: value}, shaped(RICH_SHAPES)), tmp_path / "again")

@@ -26,8 +26,7 @@ from torch import Tensor
 import fedlora.runs.observers
 import fedlora.training.loop
 from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Upload, read_adapter, write_adapter
-from fedlora.adapters.agreement import read_uploads
-from fedlora.adapters.uploads import write_upload
+from fedlora.adapters.uploads import read_uploads, write_upload
 from fedlora.analysis.audit import regauge
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from fedlora.runs.folder import RunFolder
@@ -732,7 +731,7 @@ REFUSED: dict[str, Any] = {
     "a comparison": (["--from-run", "compared"], "compared holds a comparison; name one of its 2 runs:"),
     "a round of one": (["--from-run", "lonely"], "at least two adapters; got 1"),
     "damaged upload.json": (["a", "damaged"], "upload.json is not JSON"),
-    "cut off": (["a", "cut"], "is damaged: its header announces"),
+    "cut off": (["a", "cut"], "is damaged"),
     "preset that is a number": (["a", "b", "--methods", "glora preset=1"], "preset"),
     "class without module": (["a", "b", "--methods", ":Method"], "':Method' cannot be made"),
     "class that is no method": (["a", "b", "--methods", "os:getcwd"], "os:getcwd"),

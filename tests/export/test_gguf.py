@@ -159,7 +159,7 @@ def test_what_llama_cpp_would_leave_out_is_named_before(tmp_path: Path, main: Ma
 @pytest.mark.parametrize(
     ("fields", "build", "why"),
     [
-        ({"target_modules": ["embed_tokens"]}, qwen, "takes no tensors"),
+        ({"target_modules": ["embed_tokens"]}, qwen, "embed_tokens"),
         (
             {"target_modules": ["q_proj"], "use_rslora": True, "modules_to_save": ["embed_tokens"]},
             tied,

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 Main = Callable[..., Said]
 
 KINDS = (
-    "linear", "linear, no task type", "regex, list", "all-linear", "some layers", "excluded", "rank and alpha patterns",
+    "linear", "linear, no task type", "all-linear", "some layers", "rank and alpha patterns",
     "rsLoRA with patterns", "bfloat16", "Conv1D", "lm_head in full", "heads", "tied, linear",
 )  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""Any nn.Module with a loss of its own: against hand-made autograd, every method to the bit, and refusals. Kind: oracle,
-contract.
+"""Any nn.Module with a loss of its own: against hand-made autograd, every method to the bit, and refusals. Kind:
+oracle, contract.
 
 The oracles are dense: W0 + scaling * B @ A written out and differentiated by torch itself, in float64.
 """
@@ -256,7 +256,7 @@ def test_what_a_loss_of_ones_own_cannot_be() -> None:
     for one in wrong:
         with pytest.raises(ConfigError, match="must return the batch's mean loss as one number with a gradient"):
             LocalTrainer(model, data, SGD, loss=one, seed=0).train(download, adapter, 0)
-    with pytest.raises(ConfigError, match="TrainSettings.max_length is for text"):
+    with pytest.raises(ConfigError, match=r"TrainSettings\.max_length is for text"):
         LocalTrainer(model, data, TrainSettings(max_length=7), loss=loss, seed=0)
     with pytest.raises(ConfigError, match=r"data of 'a' are a list, .* give loss="):
         LocalTrainer(model, data, SGD, seed=0)

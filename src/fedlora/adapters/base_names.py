@@ -9,9 +9,10 @@ no revision            main        the default
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 from fedlora.core.text import shown
 from fedlora.errors import AdapterFormatError
@@ -25,6 +26,11 @@ class Base:
 
     name: str | None
     revision: str | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Base:
+        """From a checked adapter_config.json."""
+        return cls(config.get("base_model_name_or_path"), config.get("revision"))
 
     def __str__(self) -> str:
         at = f" at revision {shown(self.revision)}" if self.revision else ""

@@ -1,48 +1,39 @@
-"""Several adapter files as one collection: their modules, which file holds each, and their weighted sum.
-
-It works module by module, so memory holds one module of each file. `reader` has already refused whatever is not linear
-in the update; the rest adds up. For tensors other than pairs, see `beside`.
-"""
+"""Several adapters of one base model: do they belong together, and what is the weighted sum of each module?"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import Any
+from itertools import combinations
+from typing import Any, Literal, get_args
 
 import torch
 
-from fedlora.adapters import allocation
 from fedlora.adapters.base_names import Base, check_same_base, public_name
-from fedlora.adapters.io import AdapterSpec, spec_of
-from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import Combined, combine
-from fedlora.core.messages import Missing
+from fedlora.adapters.uploads import FILE, check_uploads, read_facts
+from fedlora.adapters.writer import AdapterSpec, spec_of
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 
-# Fields that describe the file's other content or its base; all adapters must agree on them.
-_AGREED = ("layer_replication", "target_parameters", "fan_in_fan_out", "trainable_token_indices")
-TIED = ("base", "tokens")  # kinds of tensors that peft stores once per tied name
-_NOTHING: tuple[Any, ...] = (None, False, "", "none", [], {}, ())
+Missing = Literal["renormalise", "zero"]  # how a module averages over adapters that lack it
 _LARGEST, _SMALLEST = 1e12, 1e-12  # bounds on a weight, and relative to the largest: beyond these it is a typo
+_CANDIDATES = 32  # modules of one shape in one layer
 
 
 @dataclass(frozen=True, eq=False)
 class Collection:
-    """Adapters of one base model, and their weights.
-
-    weights: as used. sum: the weights belong to a sum and need not add up to 1. notes: assumptions made.
-    """
+    """Adapters of one base model, and their weights as used. notes: what the user should know."""
 
     files: Sequence[AdapterFile]
     weights: tuple[float, ...]
-    sum: bool = False
-    notes: Sequence[str] = ()
+    missing: Missing = "zero"
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -52,148 +43,97 @@ class Collection:
         *,
         sum: bool = False,
         same_base: bool = False,
-        tokens: bool = True,
+        missing: Missing | None = "zero",
     ) -> Collection:
-        """weights: None: all count alike. same_base: treat the base models as one, whatever their names. tokens:
-        trained tokens are merged, so all must agree on them.
+        """weights: None: all count alike. sum: use them as they are. same_base: treat the base models as one, whatever
+        their names. missing: None: refuse adapters whose modules look like the others' under other names.
 
         Raises:
-            AdapterFormatError: different bases, or contradicting configs. ConfigError: impossible weights.
+            AdapterFormatError: different bases or matrices. ConfigError: impossible weights.
         """
         used = used_weights(len(files), weights, sum=sum)
-        notes = check_same_base((base_of(file) for file in files), declared=same_base)
-        for field in _AGREED if tokens else _AGREED[:-1]:
-            values = {str(file.directory): file.config.get(field) or None for file in files}
-            if len({repr(value) for value in values.values()}) > 1:
-                told = ", ".join(f"{where}: {quoted(value, 80)}" for where, value in values.items())[:600]
-                way = " --heads drop leaves out all fully trained tensors." if field == _AGREED[-1] else ""
-                raise AdapterFormatError(f"the adapters differ in {field}, so they do not add up: {told}.{way}")
-        held: dict[str, list[allocation.Pair]] = {}
+        notes = check_same_base((Base.of(file.config) for file in files), declared=same_base)
+        first: dict[str, AdapterFile] = {}
         for file in files:
-            for path in file.layouts:
-                held.setdefault(path, []).append(file.pair(path))
-        allocation.check_work(held.values(), files[0].limits)
-        return cls(files, used, sum, notes)
+            for module, shape in file.shapes.items():
+                other = first.setdefault(module, file)
+                if other.shapes[module] != shape:
+                    raise AdapterFormatError(
+                        f"module {quoted(module)} is a matrix of {other.shapes[module]} in {other.directory} and of "
+                        f"{shape} in {file.directory}: different models."
+                    )
+        if missing is None:
+            _check_names(files)
+        return cls(files, used, missing or "zero", tuple(notes))
 
     @cached_property
     def modules(self) -> Sequence[str]:
-        """Every module that any of them has; experts of one tensor are listed together."""
-        return sorted({module for file in self.files for module in file.modules}, key=_in_order)
+        """Every module that any of them has."""
+        return sorted({module for file in self.files for module in file.modules})
 
-    @cached_property
-    def layouts(self) -> Mapping[str, Layout]:
-        """Path -> layout, over all files. Raises `AdapterFormatError` if two files store a path differently."""
-        found: dict[str, Layout] = {}
-        for file in self.files:
-            for path, layout in file.layouts.items():
-                # Files may name nested parameters by different patterns: the path already identifies them.
-                layout = Layout() if layout.kind == "adalora" else replace(layout, pattern="")
-                if found.setdefault(path, layout) != layout:
-                    raise AdapterFormatError(
-                        f"{file.directory}: module {quoted(path)} is stored as {layout}, in another adapter as "
-                        f"{found[path]}."
-                    )
-        return ReadOnly(found)
+    def dtype(self) -> torch.dtype:
+        """The type that holds all their factors."""
+        return reduce(torch.promote_types, (file.dtype() for file in self.files))
 
-    @cached_property
-    def same(self) -> Mapping[str, Sequence[str]]:
-        """Name of a possibly tied tensor -> all its names, found by comparing one row in the middle: rows for a grown
-        vocabulary are at the end, and nobody trained the copies."""
-        by_row: dict[tuple[Any, ...], dict[str, None]] = {}
-        for file in self.files:
-            for head in file.heads:
-                if file.kind(head) in TIED and len(shape := file.stored_head(head).shape) == 2 and all(shape):
-                    row = file.row(head, shape[0] // 2).tolist()
-                    if any(row):
-                        by_row.setdefault((file.kind(head), shape, *row), {})[head] = None
-        return ReadOnly({head: [*names] for names in by_row.values() for head in names})
-
-    def outputs(self, module: str) -> int:
-        """d_out of a module that some adapter has."""
-        return next(file.pair(module)[0].shape[0] for file in self.files if module in file.ranks)
-
-    def check_common(self) -> None:
-        """Raise `AdapterFormatError` if some adapters share no module with the others."""
-        joined, waiting = set(self.files[0].modules), list(self.files[1:])
-        while waiting:
-            near = [file for file in waiting if not joined.isdisjoint(file.ranks)]
-            if not near:
-                one, other = self.files[0], waiting[0]
-                raise AdapterFormatError(
-                    f"{one.directory} and {other.directory} have no module in common: the first has "
-                    f"{_some(one.modules)}, the other {_some(other.modules)}. They belong to different models, or "
-                    f"train different layers of one model. In the second case choose how to count a module that an "
-                    f"adapter lacks: --missing zero or --missing renormalise."
-                )
-            waiting = [file for file in waiting if file not in near]
-            joined.update(*(file.ranks for file in near))
-
-    def spec(self, saved: Sequence[str] = ()) -> AdapterSpec:
-        """The first adapter's spec, with every module's layout, these saved modules, and scaling 1.
-
-        A field that some files lack is kept only if it has an effect, so that old peft versions can read the result.
-        """
-        first = spec_of(self.files[0].config, 1.0, self.layouts)
-        biases = {file.config.get("bias") or "none" for file in self.files}
-        more: dict[str, Any] = {
-            "modules_to_save": list(saved) or None,
-            "bias": "all" if "all" in biases else "lora_only" if "lora_only" in biases else "none",
-            "lora_bias": any(file.config.get("lora_bias") for file in self.files),
-            "base_model_name_or_path": public_name(base_of(file) for file in self.files),
-        }
-        if len({bool(file.config.get("ensure_weight_tying")) for file in self.files}) > 1:
-            more["ensure_weight_tying"] = False  # only some files tie, so the result names and stores each tied tensor
-        fields: dict[str, Any] = {**first.config, **more}
-        common = set.intersection(*(set(file.config) for file in self.files))
-        kept = {key: value for key, value in fields.items() if key in common or value not in _NOTHING}
-        return replace(first, config=ReadOnly(kept), fields=frozenset(common))
-
-    def holders(self, module: str, missing: Missing) -> list[tuple[AdapterFile, float]]:
-        """The files that have a module, with their weights in its sum.
+    def weights_of(self, module: str) -> tuple[float, ...]:
+        """Each adapter's weight in a module's sum; 0 for those that lack it.
 
         Raises:
-            ConfigError: `missing` is "renormalise", and the files that have it have weight 0.
+            ConfigError: `missing` is "renormalise", and the adapters that have it have weight 0.
         """
-        held = [(file, w) for file, w in zip(self.files, self.weights, strict=True) if module in file.ranks]
-        total = math.fsum(w for _, w in held) if missing == "renormalise" else 1.0
+        held = tuple(w if module in file.ranks else 0.0 for file, w in zip(self.files, self.weights, strict=True))
+        total = math.fsum(held) if self.missing == "renormalise" else 1.0
         if not total:
             raise ConfigError(f"module {quoted(module)} is only in adapters of weight 0.")
-        return [(file, w / total) for file, w in held]
+        return tuple(w / total for w in held)
 
-    def effective(self, held: Iterable[tuple[AdapterFile, float]]) -> tuple[float, ...]:
-        """Each adapter's weight; 0 if it is not a holder."""
-        by_file = {id(file): w for file, w in held}
-        return tuple(by_file.get(id(file), 0.0) for file in self.files)
-
-    def combined(self, module: str, missing: Missing, dtype: torch.dtype = torch.float32) -> Combined:
-        """One module of the weighted sum, in energy order, in `dtype` or wider."""
-        held = self.holders(module, missing)
-        needed = allocation.bytes_to_merge([file.pair(module) for file, _ in held])
-        allocation.check(needed, f"merging {quoted(module)}", self.files[0].limits)
+    def combined(self, module: str, dtype: torch.dtype | None = None) -> Combined:
+        """One module of the weighted sum. Scales go into the weights, so that 16-bit factors are not rounded again."""
+        held = [(f, w) for f, w in zip(self.files, self.weights_of(module), strict=True) if module in f.ranks]
         loras, scales = zip(*(file.unscaled(module) for file, _ in held), strict=True)
-        shapes = {(len(B), A.shape[1]) for B, A in (lora.factors for lora in loras)}
-        if len(shapes) > 1:
-            where = ", ".join(str(file.directory) for file, _ in held)
-            raise AdapterFormatError(
-                f"module {quoted(module)} has different shapes {sorted(shapes)} in {where}: these are different models."
-            )
-        weights = [w * scale for (_, w), scale in zip(held, scales, strict=True)]
-        return combine(module, loras, weights, reduce(torch.promote_types, (f.wide(module) for f, _ in held), dtype))
+        return combine(module, loras, [w * scale for (_, w), scale in zip(held, scales, strict=True)], dtype)
+
+    def spec(self, heads: bool) -> AdapterSpec:
+        """The first adapter's spec, with the base's public name and all saved modules."""
+        first = spec_of(self.files[0].config, 1.0)
+        saved = dict.fromkeys(name for file in self.files for name in file.config.get("modules_to_save") or ())
+        more: dict[str, Any] = {
+            "base_model_name_or_path": public_name(Base.of(file.config) for file in self.files),
+            "modules_to_save": list(saved) if heads else None,
+        }
+        return AdapterSpec(ReadOnly({**first.config, **more}))
 
 
-def base_of(file: AdapterFile) -> Base:
-    """The base model that an adapter's config names."""
-    revision = file.config.get("revision")
-    return Base(file.base_model, str(revision) if revision else None)
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(quoted(name, 80) for name in names[:2])}{', ...' if len(names) > 2 else ''}"
-
-
-def _in_order(module: str) -> tuple[str, int]:
-    path = stored_path(module)
-    return path, int(module[len(path) + 1 : -1]) if module != path else 0
+def collected(
+    adapters: Sequence[str | os.PathLike[str]],
+    weights: Sequence[float] | None = None,
+    weights_from: str | None = None,
+    missing: str | None = None,
+    *,
+    sum: bool = False,
+    heads: str = "average",
+    same_base: bool = False,
+    max_bytes: int | None = None,
+) -> Collection:
+    """The adapters and weights, checked to belong together. Arguments as in `merge`."""
+    one_of("--missing", missing, get_args(Missing))
+    one_of("--weights-from", weights_from, ("num_examples",))
+    if weights is not None and weights_from is not None:
+        raise ConfigError("give --weights or --weights-from, not both.")
+    if not adapters:
+        raise AdapterFormatError("at least 1 adapter is needed; got 0.")
+    files = [AdapterFile(directory, max_bytes=max_bytes) for directory in adapters]
+    said = check_uploads([file.directory for file in files], counted=weights_from is not None, labels=heads != "drop")
+    if weights_from is not None:
+        weights = _examples_of(files)
+    known: Any = missing
+    given = Collection.of(files, weights, sum=sum, same_base=same_base, missing=known)
+    idle = [str(file.directory) for file, weight in zip(files, given.weights, strict=True) if not weight]
+    if idle:
+        more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
+        names = ", ".join(quoted(name, 80) for name in idle[:8])
+        said.append(f"weight 0, so not part of the result: {names}{more}")
+    return replace(given, notes=(*said, *given.notes))
 
 
 def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: bool = False) -> tuple[float, ...]:
@@ -203,41 +143,102 @@ def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: boo
         weights: one each; None: all equal. sum: weights may be negative.
 
     Raises:
-        ConfigError: wrong number of weights; a weight is not a number, or absurdly small beside the others; in a mean,
-            a weight is negative.
+        ConfigError: wrong number of weights; one is not a finite number, or absurdly small beside the others, or
+            negative in a mean.
 
     Example:
         >>> used_weights(2, [1, 3]), used_weights(2, [1, -1], sum=True)
         ((0.25, 0.75), (1.0, -1.0))
     """
-    given = (1.0,) * count if weights is None else _numbers(weights)
+    given = (1.0,) * count if weights is None else tuple(weights)
     if len(given) != count:
         raise ConfigError(f"there are {len(given)} weights for {count} adapters.")
-    if not all(math.isfinite(w) for w in given):
-        raise ConfigError(f"weights must be finite numbers; got {list(given)}.")
+    if any(isinstance(w, bool) or not isinstance(w, int | float) or not -_LARGEST <= w <= _LARGEST for w in given):
+        raise ConfigError(f"weights must be numbers of up to {_LARGEST:g} in size; got {quoted(list(given))}.")
     if not sum and any(w < 0 for w in given):
         raise ConfigError(
             f"weights of a mean cannot be negative; got {list(given)}. --sum (sum=True) uses them as they are."
         )
     sizes = [abs(w) for w in given if w]
-    if not sizes:
-        raise ConfigError(f"not all weights may be zero; got {list(given)}.")
-    if max(sizes) > _LARGEST or min(sizes) < _SMALLEST:
-        raise ConfigError(f"weights must be from {_SMALLEST:g} to {_LARGEST:g} in size, or 0; got {list(given)}.")
-    if min(sizes) < _SMALLEST * max(sizes):
+    if not sizes or min(sizes) < _SMALLEST * max(1.0, *sizes):
         raise ConfigError(
-            f"the weights are too far apart: {min(sizes):g} beside {max(sizes):g} would count for nothing. Leave "
-            f"that adapter out, or give it weight 0."
+            f"weights must not all be zero, and none may be below {_SMALLEST:g} or that small beside the largest; got "
+            f"{list(given)}. Give an adapter that does not count weight 0."
         )
     total = 1.0 if sum else math.fsum(given)
     return tuple(w / total for w in given)
 
 
-def _numbers(values: Sequence[float]) -> tuple[float, ...]:
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"weights must be numbers; got {str(value)[:80]!r}.")
-    try:
-        return tuple(map(float, values))
-    except OverflowError as error:  # an integer too large for a float
-        raise ConfigError(f"weights must be from {_SMALLEST:g} to {_LARGEST:g} in size, or 0.") from error
+def _examples_of(files: Sequence[AdapterFile]) -> list[float]:
+    facts = [read_facts(file.directory) for file in files]
+    lacking = [str(one.directory) for one in facts if not one.there]
+    if lacking:
+        raise AdapterFormatError(
+            f"{lacking[0]} has no {FILE}, so its number of examples is unknown ({len(lacking)} of {len(files)} "
+            f"have none): give --weights instead."
+        )
+    return [one.examples for one in facts]
+
+
+def _check_names(files: Sequence[AdapterFile]) -> None:
+    """Raise `AdapterFormatError` for two adapters that have no module in common, or most of whose lone modules are the
+    other's under longer names: a wrapper or another class of model has renamed them, and each would count twice."""
+    unlike = list({file.modules: file for file in files}.values())
+    for one, other in combinations(unlike, 2):
+        alike = _alike(one, other)
+        if len(alike) * 2 > min(len(one.modules), len(other.modules)):
+            first, second = alike[0]
+            raise AdapterFormatError(
+                f"{one.directory} and {other.directory} name the same modules differently, {quoted(first, 80)} and "
+                f"{quoted(second, 80)} ({len(alike)} such pairs), so each would count as two. Load both with the "
+                f"same class of model and save them again; --missing zero merges them as different modules."
+            )
+    _check_common(unlike)
+
+
+def _alike(one: AdapterFile, other: AdapterFile) -> list[tuple[str, str]]:
+    """Pairs of modules, each in only one of the two, of one shape, whose names are equal but for added segments."""
+
+    def form(file: AdapterFile, module: str) -> tuple[Any, ...]:
+        return file.shapes[module], tuple(part for part in module.split(".") if part.isdigit())
+
+    by_form: dict[tuple[Any, ...], list[str]] = {}
+    for module in other.modules:
+        if module not in one.ranks:
+            by_form.setdefault(form(other, module), []).append(module)
+    found = []
+    for module in one.modules:
+        if module not in other.ranks:
+            near = by_form.get(form(one, module), [])[:_CANDIDATES]
+            found += [(module, match) for match in near if _is_longer(module, match) or _is_longer(match, module)][:1]
+    return found
+
+
+def _is_longer(short: str, long: str) -> bool:
+    rest = iter(long.split("."))
+    return all(part in rest for part in short.split("."))
+
+
+def _check_common(files: Sequence[AdapterFile]) -> None:
+    joined, waiting = set(files[0].modules), list(files[1:])
+    while waiting:
+        near = [file for file in waiting if not joined.isdisjoint(file.ranks)]
+        if not near:
+            one, other = files[0], waiting[0]
+            raise AdapterFormatError(
+                f"{one.directory} and {other.directory} have no module in common: the first has "
+                f"{_some(one.modules)}, the other {_some(other.modules)}. They belong to different models, or "
+                f"train different layers of one model. In the second case choose how to count a module that an "
+                f"adapter lacks: --missing zero or --missing renormalise."
+            )
+        waiting = [file for file in waiting if file not in near]
+        joined.update(*(file.ranks for file in near))
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(quoted(name, 80) for name in names[:2])}{', ...' if len(names) > 2 else ''}"
+
+
+def one_of(option: str, value: object, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        raise ConfigError(f"{option} must be one of {', '.join(known)}; got {str(value)[:80]!r}.")

@@ -3,37 +3,27 @@
 Only this package knows alpha and r, key names and patterns. Inside the library an update is W0 + scaling * B @ A with
 one `scaling` for all modules and clients; this module folds each module's own alpha / r (or alpha / sqrt(r)), relative
 to that scaling, into B. If they are equal, B stays the same bit for bit. A is never touched.
-
-It reads the files itself (with torch alone) and refuses by name whatever would change the update; see
-docs/decisions/0006-peft-boundary.md for the table.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedlora.adapters import allocation
-from fedlora.adapters.config_fields import ADALORA_FIELDS, check_config, check_scaling, is_adalora, is_carried
-from fedlora.adapters.layouts import Layout
-from fedlora.adapters.limits import Limits
-from fedlora.adapters.reader import PREFIX, AdapterFile, scaled
-from fedlora.adapters.writer import AdapterSpec, AdapterWriter, pad_rank
+from fedlora.adapters.config import check_config
+from fedlora.adapters.reader import PREFIX, AdapterFile, check_scaling, scaled
+from fedlora.adapters.writer import AdapterSpec, pad_rank, spec_of, write_adapter
 from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError, ConfigError, ShapeError
 from fedlora.linalg.own_modes import own_modes
 
-# ------------------------------------------------------------------------------------------------------ directories
-
 
 def read_adapter(
-    directory: str | os.PathLike[str], *, scaling: float = 1.0, limits: Limits | None = None
+    directory: str | os.PathLike[str], *, scaling: float = 1.0, max_bytes: int | None = None
 ) -> tuple[Adapter, AdapterSpec]:
     """A PEFT LoRA directory as an `Adapter` in units of `scaling`, and its spec.
 
@@ -41,7 +31,7 @@ def read_adapter(
         directory: holds adapter_config.json and adapter_model.safetensors.
         scaling: with the default 1.0, B @ A is the update itself. Pass a run's common alpha / r to get the stored
             factors back bit for bit.
-        limits: what the files may claim, and how much memory the whole adapter may take.
+        max_bytes: the largest weights file.
 
     Raises:
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that
@@ -52,37 +42,9 @@ def read_adapter(
         >>> adapter.ranks
         {'q': 4, 'v': 4}
     """
-    file = AdapterFile(directory, scaling=scaling, limits=limits)
-    for note in file.notes:
-        warnings.warn(f"{file.directory}: {note}", stacklevel=2)
-    allocation.check(
-        allocation.bytes_to_read(file.stored.values()), f"{file.directory}: reading all modules at once", file.limits
-    )
+    file = AdapterFile(directory, scaling=scaling, max_bytes=max_bytes)
     modules = {name: file.lora(name) for name in file.modules}
-    heads = {path: file.head(path) for path in file.heads}
-    return Adapter(modules, heads), spec_of(file.config, scaling, file.layouts)
-
-
-def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: AdapterSpec, *, card: str = "") -> None:
-    """Write a PEFT directory that `PeftModel.from_pretrained` loads as base + spec.scaling * B @ A, rank by rank.
-
-    Modules of different ranks become rank_pattern and alpha_pattern. If the base weights have moved, the factors
-    include that change (`Adapter.folded`), since users of the directory load the pre-trained weights. `card` is the
-    text of README.md. The directory appears whole, by one rename. It must be new, empty, or contain only an adapter,
-    which is replaced.
-
-    Raises:
-        AdapterFormatError: a factor is missing, or values are not finite. ConfigError: the directory cannot be written,
-            or holds other files.
-
-    Example:
-        >>> adapter, spec = read_adapter("adapter", scaling=2.0)
-        >>> write_adapter("copy", adapter, spec)  # the same factors, bit for bit
-    """
-    with AdapterWriter(directory, spec) as writer:
-        for name, lora in adapter.folded().modules.items():
-            writer.add(name, lora)
-        writer.finish(adapter.heads, card)
+    return Adapter(modules, {path: file.head(path) for path in file.heads}), spec_of(file.config, scaling)
 
 
 # ----------------------------------------------------------------------------------------------------------- models
@@ -200,7 +162,10 @@ def _model_config(model: Any, name: str) -> dict[str, Any]:
     if name not in configs:
         raise AdapterFormatError(f"the model has no adapter {name!r}; it has {sorted(configs) or 'none'}.")
     config = {key: _plain(value) for key, value in configs[name].to_dict().items()}
-    check_config(config, where=f"adapter {name!r} of the model", in_model=True)
+    try:
+        check_config(config)
+    except AdapterFormatError as error:
+        raise AdapterFormatError(f"adapter {name!r} of the model: {error}") from error
     return config
 
 
@@ -209,17 +174,6 @@ def _pair(name: str, B: Tensor, A: Tensor) -> LoRA:
         return LoRA(B, A)
     except ShapeError as error:
         raise AdapterFormatError(f"module {name!r} is not a LoRA of a linear layer: {error}") from error
-
-
-def spec_of(config: Mapping[str, Any], scaling: float, layouts: Mapping[str, Layout] | None = None) -> AdapterSpec:
-    """Everything in a config except ranks and scaling, which follow from the adapter. AdaLoRA becomes LoRA."""
-    gone = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", *(ADALORA_FIELDS if is_adalora(config) else ())}
-    kept = {k: v for k, v in sorted(config.items()) if k not in gone and is_carried(k, v)}
-    for name in ("target_modules", "exclude_modules"):  # sets in memory, so their order on disk is arbitrary
-        if isinstance(kept.get(name), list):
-            kept[name] = sorted(kept[name])
-    special = {path: layout for path, layout in (layouts or {}).items() if layout.kind not in ("linear", "adalora")}
-    return AdapterSpec(ReadOnly(kept), scaling, ReadOnly(special), frozenset(config))
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedlora.adapters.truncation import ModuleReport
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """One module's result. stacked: the sum of the inputs' ranks. full: the rank of their sum. error: relative, from
+    truncation, plus a bound on the sum's own error if terms nearly cancel. norm: of the sum. rounding: relative, from
+    writing it in the result's type."""
+
+    module: str
+    stacked: int
+    full: int
+    kept: int
+    error: float
+    norm: float
+    singular_values: tuple[float, ...]
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -25,13 +39,13 @@ class MergeReport:
     """What a merge or a resize did.
 
     out: the folder; written: False after a dry run. weights: each adapter's, as used; module_weights: for modules and
-    other tensors whose weights differ from those. beside: the result's tensors other than pairs. rank: the result's r,
-    which every module has. dtype: the result's. error: relative truncation error; rounding: relative
-    error from writing in `dtype` (0 if that is as wide as the computation); both over all modules. beside_rounding: the
-    largest such error among the other tensors, each relative to its own size: these are whole weights, and how much
-    training changed them is unknown here. modules: one by one. lacking: modules that some adapter lacks. dropped: what
-    `--heads` left out, by kind. bytes, bytes_before: size of the result's and of the adapters' tensors. weighed:
-    the robust rule's part (`--defence`); `weights` are those before it, and `error` refers to the rule's mean.
+    heads whose weights differ from those. beside: the result's tensors of saved modules. rank: the result's r, which
+    every module has. dtype: the result's. error: relative truncation error; rounding: relative error from writing in
+    `dtype`; both over all modules. beside_rounding: the largest such error among the heads, each
+    relative to its own size: these are whole weights, and how much training changed them is unknown here. modules: one
+    by one. lacking: modules that some adapter lacks. dropped: heads that `--heads` left out. bytes, bytes_before: size
+    of the result's tensors and of the adapters'. weighed: the robust rule's part (`--defence`); `weights` are
+    those before it, and `error` refers to the rule's mean.
 
     Example:
         >>> report = resize("adapter", "of-rank-2", rank=2, dry_run=True)
@@ -52,7 +66,7 @@ class MergeReport:
     beside_rounding: float
     modules: tuple[ModuleReport, ...]
     lacking: tuple[str, ...]
-    dropped: Mapping[str, tuple[str, ...]]
+    dropped: tuple[str, ...]
     warnings: tuple[str, ...]
     bytes: int
     bytes_before: int

@@ -1,142 +1,153 @@
-"""Writes a merge's result, whatever the source of its modules: cut, narrow, check, report.
+"""A merge's result, whoever made its modules: narrowed, checked, reported, written.
 
-One module is in memory at a time. Nothing is written until everything has been computed and checked.
+It is held in memory until then, so that nothing is written unless everything is right.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from typing import cast
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
 
 import torch
+from torch import Tensor
 
-from fedlora.adapters.beside import Beside, HeadRule, averaged
-from fedlora.adapters.collection import Collection
-from fedlora.adapters.labels import labels_of, write_labels
-from fedlora.adapters.merge_card import merge_card
-from fedlora.adapters.merge_report import MergeReport
-from fedlora.adapters.merge_request import Place, Progress, Result, Source
-from fedlora.adapters.narrowing import common_type, name_of, narrowed_pair, parse_type
-from fedlora.adapters.truncation import (
-    ModuleReport,
-    RankRule,
-    total_error,
-    total_rounding,
-)
-from fedlora.adapters.writer import AdapterWriter, pad_rank
-from fedlora.core.messages import Missing
+from fedlora.adapters.card import merge_card
+from fedlora.adapters.collection import Collection, one_of
+from fedlora.adapters.heads import HeadRule, Heads, heads_by
+from fedlora.adapters.merge_report import MergeReport, ModuleReport, Weighed
+from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.truncation import RankRule, name_of, narrowed_pair, overall, parse_type
+from fedlora.adapters.uploads import labels_of, write_labels
+from fedlora.adapters.writer import ADAPTER_FOLDER, fill_adapter, pad_rank
+from fedlora.core.folders import check_target, replacing_folder
+from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 
+Progress = Callable[[Sequence[str], str], Iterable[str]]  # (steps, activity) -> the steps
+Part = tuple[LoRA, ModuleReport]  # one module of a result
 _MUCH_ROUNDING = 0.02  # bfloat16 rounds numbers in its range by 0.003
-_LEFT_AS = {"head": "heads", "bias": "bias", "tokens": "tokens", "base": "base"}  # kind -> its name in reports
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The desired result, however it is made. Fields as in `merge`. padded: every module gets the requested rank."""
+
+    out: Path
+    rank: str | int = "exact"
+    heads: str = "average"
+    dtype: str | None = None
+    max_error: float | None = None
+    dry_run: bool = False
+    force: bool = False
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        RankRule.parse(self.rank)
+        one_of("--heads", self.heads, get_args(HeadRule))
+        if self.dtype is not None:
+            parse_type(self.dtype)
+        if self.max_error is not None and not 0 <= self.max_error < math.inf:
+            raise ConfigError(f"--max-error must be a number from 0; got {self.max_error}.")
+
+    def check(self, inputs: Sequence[str | os.PathLike[str]]) -> None:
+        """Raise `ConfigError` if the result may not be written; call it before long work."""
+        check_target(self.out, force=self.force, kind=ADAPTER_FOLDER, inputs=inputs)
+
+    @property
+    def rule(self) -> RankRule:
+        return RankRule.parse(self.rank)
+
+    def type_for(self, given: Collection, *, wide: bool = False) -> torch.dtype:
+        """The result's type. wide: of its numbers before they are narrowed, at least float32."""
+        dtype = parse_type(self.dtype) if self.dtype else given.dtype()
+        return torch.promote_types(dtype, torch.float32) if wide else dtype
+
+
+def cut_parts(given: Collection, wanted: Wanted, progress: Progress | None = None) -> dict[str, Part]:
+    """Module -> its cut sum in the result's type, and its report."""
+    wide, dtype = wanted.type_for(given, wide=True), wanted.type_for(given)
+    steps = progress(given.modules, "merging") if progress else given.modules
+    return {name: in_type(given.combined(name, wide).cut(wanted.rule), dtype) for name in steps}
+
+
+def in_type(part: Part, dtype: torch.dtype) -> Part:
+    """The pair in the result's type, of rank 1 at least, and what rounding to it costs."""
+    lora, report = part
+    pair, moved = narrowed_pair(pad_rank(lora, 1), dtype, report.module)
+    return pair, replace(report, rounding=moved / report.norm if report.norm else 0.0)
 
 
 def write_result(
     given: Collection,
-    place: Place,
-    wanted: Result,
-    source: Source,
-    missing: Missing,
-    said: Sequence[str] = (),
-    progress: Progress | None = None,
+    wanted: Wanted,
+    parts: Mapping[str, Part],
+    made: str,
+    of: str,
+    *,
+    weighed: Weighed | None = None,
+    notes: Sequence[str] = (),
 ) -> MergeReport:
-    """Cut, narrow, check and write what `source` yields; return the report. said: warnings so far."""
-    progress = progress or (lambda steps, what: steps)
-    rule, heads = RankRule.parse(wanted.rank), cast("HeadRule", wanted.heads)
-    stored = sorted({each.dtype for file in given.files for path in file.layouts for each in file.pair(path)})
-    dtype, remark = common_type(stored)
-    dtype = parse_type(wanted.dtype) if wanted.dtype else dtype
-    notes = [*said, *given.notes, *([remark] if remark and not wanted.dtype else []), *_far_apart(given, dtype)]
-    extras = averaged(given, heads, dtype if wanted.dtype else None, missing, added=dtype)
-    notes += _of_first(wanted, given, extras)
-    labels, more = _labels(wanted, given, extras)
-    notes += more
-    spec = given.spec(extras.saved)
-    with ExitStack() as stack:
-        building = None if wanted.dry_run else stack.enter_context(place.building())
-        limits = given.files[0].limits
-        writer = None
-        if building is not None:
-            writer = stack.enter_context(AdapterWriter(building, spec, limits=limits))
-        reports, width = _cut_each(source, rule, dtype, writer, progress)
-        _check_error(wanted, source, reports, extras, dtype)
-        rank, more = _rank(wanted, rule, reports)
-        size = rank * width * dtype.itemsize
-        if size > limits.total:
-            raise ConfigError(f"the result would have {size:,} bytes: choose a lower --rank.")
-        notes += more
-        if total_rounding(reports) > _MUCH_ROUNDING:
-            notes.append(f"{name_of(dtype)} is too narrow for these numbers: writing it moves the update by "
-                         f"{total_rounding(reports):.1%}; --dtype float32 is wide enough")  # fmt: skip
-        if not any(report.norm for report in reports):
-            notes.append(_why_zero(given, missing))
-        size += sum(t.numel() * t.element_size() for t in extras.tensors.values())
-        done = _report(given, place, wanted, source, missing, extras, reports, rank, dtype, notes, size)
-        if building is not None and writer is not None:
-            writer.finish(extras.tensors, merge_card(given, done, source.made, str(wanted.rank)), rank=rank)
+    """Check and write a result, whoever made its parts; return the report.
+
+    Args:
+        parts: in the result's type. made: what the result is, in words, for its card. of: what errors are relative to.
+        weighed: the robust rule's part. notes: for the user, more of them.
+    """
+    dtype, reports = wanted.type_for(given), tuple(report for _, report in parts.values())
+    heads = heads_by(given.files, given.weights, wanted.heads, dtype if wanted.dtype else None)
+    labels, more = _labels(wanted, given, heads)
+    error, rounding = (overall(reports, [getattr(r, what) for r in reports]) for what in ("error", "rounding"))
+    _check_error(wanted, of, error, rounding, heads, dtype)
+    rank, remark = _rank(wanted, reports)
+    said = [*notes, *given.notes, *more, *remark, *_zeros(given, reports)]
+    if not wanted.dtype and len({file.dtype(m) for file in given.files for m in file.modules}) > 1:
+        said.append(f"the factors are stored in different types; written as {name_of(dtype)}")
+    if rounding > _MUCH_ROUNDING:
+        said.append(f"{name_of(dtype)} is too narrow for these numbers: writing it moves the update by {rounding:.1%}; "
+                    f"--dtype {_wider(dtype)} is wide enough")  # fmt: skip
+    adapter = Adapter({name: pad_rank(lora, rank) for name, (lora, _) in parts.items()}, heads.tensors)
+    report = MergeReport(
+        out=str(wanted.out), written=not wanted.dry_run, adapters=tuple(str(file.directory) for file in given.files),
+        weights=given.weights, module_weights=_other_weights(given, parts, wanted, heads),
+        beside=tuple(heads.tensors), rank=rank, dtype=name_of(dtype), error=error, rounding=rounding,
+        beside_rounding=max(heads.rounding.values(), default=0.0), modules=reports,
+        lacking=tuple(r.module for r in reports if any(r.module not in file.ranks for file in given.files)),
+        dropped=heads.left, warnings=tuple(said), bytes=sum(map(_bytes, adapter.tensors())),
+        bytes_before=sum(stored.size for file in given.files for stored in file.stored.values()), weighed=weighed,
+    )  # fmt: skip
+    if not wanted.dry_run:
+        spec = given.spec(heads=bool(heads.tensors))
+        inputs = [(file.directory.resolve().name, file.sha256()) for file in given.files]
+        card = merge_card(report, inputs, spec.base_model, made, str(wanted.rank))
+        sources = [file.directory for file in given.files]
+        with replacing_folder(wanted.out, force=wanted.force, kind=ADAPTER_FOLDER, inputs=sources) as building:
+            fill_adapter(building, adapter, spec, card)
             if labels:
                 write_labels(building, labels)
-    return done
+    return report
 
 
-# -------------------------------------------------------------------------------------------------------- ranks, losses
-
-
-def _cut_each(
-    source: Source, rule: RankRule, dtype: torch.dtype, writer: AdapterWriter | None, progress: Progress
-) -> tuple[list[ModuleReport], int]:
-    """Cut and narrow every module, and pass it to the writer, if any; the reports, and the numbers in one slot of all
-    modules together."""
-    reports, width = [], 0
-    for module in progress(source.modules, "merging"):
-        lora, report = source.cut(module, rule)
-        lora, moved = narrowed_pair(pad_rank(lora, 1), dtype, module)
-        reports.append(replace(report, rounding=moved / report.norm if report.norm else 0.0))
-        width += len(lora.factors[0]) + lora.factors[1].shape[1]
-        if writer is not None:
-            writer.add(module, lora)
-    return reports, width
-
-
-def _check_error(
-    wanted: Result, source: Source, reports: Sequence[ModuleReport], extras: Beside, dtype: torch.dtype
-) -> None:
+def _check_error(wanted: Wanted, of: str, cut: float, rounding: float, heads: Heads, dtype: torch.dtype) -> None:
     """Raise `ConfigError` if the loss exceeds --max-error, naming its parts and how to reduce each."""
-    most = wanted.max_error
+    most, lost = wanted.max_error, math.hypot(cut, rounding)
     if most is None:
         return
-    cut, rounding = total_error(reports), total_rounding(reports)
-    lost = math.hypot(cut, rounding)
     if not lost <= most:
-        parts, ways = [], []
-        if cut and source.mean is not None:
-            parts.append(f"{cut:.2g} by the method and rank {wanted.rank}")
-            ways.append("Another method, or a higher rank, may be nearer.")
-        elif cut and wanted.rank == "exact":
-            parts.append(f"{cut:.2g} by terms that nearly cancel, beyond what float64 can hold")
-            ways.append("Check the weights: the sum of these adapters is hardly larger than its rounding error.")
-        elif cut:
-            parts.append(f"{cut:.2g} by the cut to rank {wanted.rank}")
-            ways.append("A higher rank or --rank energy=0.99 cuts less; --rank exact cuts nothing.")
-        if rounding:
-            parts.append(f"{rounding:.2g} by writing {name_of(dtype)}")
-            ways.append(f"--dtype {_wider(dtype)} rounds less.")
         raise ConfigError(
-            f"the result is off {source.of} by {lost:.2g} of its size ({', '.join(parts)}): more than --max-error "
-            f"{most:g}; nothing was written. {' '.join(ways)}"
+            f"the result is off {of} by {lost:.2g} of its size ({cut:.2g} by the cut to rank {wanted.rank}, or by "
+            f"terms that nearly cancel; {rounding:.2g} by writing {name_of(dtype)}): more than --max-error {most:g}; "
+            f"nothing was written. A higher rank cuts less, --rank exact nothing; --dtype {_wider(dtype)} rounds less."
         )
-    for path, moved in extras.rounding.items():
-        if path.endswith(".lora_B.bias") and moved <= most:
-            continue  # part of the update, so its own size is the right measure
-        narrow = extras.tensors[path].dtype
+    for path, moved in heads.rounding.items():
         raise ConfigError(
-            f"writing {name_of(narrow)} moves {quoted(path, 80)} by {moved:.2g} of its size. It is a whole weight, "
-            f"and only the base model shows how much training changed it, so --max-error {most:g} "
-            f"cannot be guaranteed: --dtype {_wider(narrow)} loses less, --heads drop leaves it out."
+            f"writing {name_of(heads.tensors[path].dtype)} moves {quoted(path, 80)} by {moved:.2g} of its size. It is "
+            f"a whole weight, and only the base model shows how much training changed it, so --max-error {most:g} "
+            f"cannot be guaranteed: --dtype float32 loses less, --heads drop leaves it out."
         )
 
 
@@ -144,113 +155,67 @@ def _wider(dtype: torch.dtype) -> str:
     return "float32" if dtype.itemsize < 4 else "float64"
 
 
-def _rank(wanted: Result, rule: RankRule, reports: Sequence[ModuleReport]) -> tuple[int, list[str]]:
-    """The rank to which all modules are padded, and notes for the user."""
-    own = max(1, *(report.kept for report in reports))
-    if wanted.least > own:
-        return wanted.least, [
-            f"rank {wanted.least} is more than the update has ({own}): the additional slots are zero in both factors; "
-            f"they change nothing and cannot train"
+def _rank(wanted: Wanted, reports: Sequence[ModuleReport]) -> tuple[int, list[str]]:
+    """The rank to which all modules are padded, and a note if it is not the one asked for."""
+    own, rule = max(1, *(report.kept for report in reports)), wanted.rule
+    if rule.kind != "rank" or rule.value <= own:
+        return own, []
+    if wanted.padded:
+        return int(rule.value), [
+            f"rank {rule.value:.0f} is more than the update has ({own}): the additional slots are zero in both "
+            f"factors; they change nothing and cannot train"
         ]
-    if rule.kind == "rank" and rule.value > own:
-        return own, [f"you asked for rank {rule.value:.0f}, but the update has only {own}: nothing is cut"]
-    return own, []
+    return own, [f"you asked for rank {rule.value:.0f}, but the update has only {own}: nothing is cut"]
 
 
-# ------------------------------------------------------------------------------------------------------------- reports
+def _zeros(given: Collection, reports: Sequence[ModuleReport]) -> list[str]:
+    """Notes on updates that are zero: of an adapter, which only shrinks a mean, or of the result."""
+    idle = [file for file in given.files if not any(_some_update(file, module) for module in file.modules)]
+    notes = [f"the update of {quoted(str(file.directory), 80)} is zero in every module, yet it counts" for file in idle]
+    if any(report.norm for report in reports):
+        return notes if len(given.files) > 1 else []
+    every = len(idle) == len(given.files)
+    return [*notes, "the update is zero, and so is the result" if every else "the updates cancel: the result is zero"]
 
 
-def _report(
-    given: Collection, place: Place, wanted: Result, source: Source, missing: Missing, extras: Beside,
-    reports: Sequence[ModuleReport], rank: int, dtype: torch.dtype, notes: Sequence[str], size: int,
-) -> MergeReport:  # fmt: skip
-    return MergeReport(
-        out=str(place.out), written=not wanted.dry_run, adapters=tuple(str(file.directory) for file in given.files),
-        weights=given.weights, module_weights=_other_weights(given, reports, missing, extras),
-        beside=tuple(extras.tensors), rank=rank, dtype=name_of(dtype), error=total_error(reports),
-        rounding=total_rounding(reports),
-        beside_rounding=max(extras.rounding.values(), default=0.0), modules=tuple(reports),
-        lacking=tuple(r.module for r in reports if any(r.module not in file.ranks for file in given.files)),
-        dropped=_dropped(extras), warnings=tuple(notes), bytes=size,
-        bytes_before=sum(file.tensor_bytes() for file in given.files), weighed=source.weighed,
-    )  # fmt: skip
+def _some_update(file: AdapterFile, module: str) -> bool:
+    B, A = file.unscaled(module)[0].factors
+    return bool(B.any()) and bool(A.any())
 
 
-def _of_first(wanted: Result, given: Collection, extras: Beside) -> list[str]:
-    """Notes on side effects of `--heads first`."""
-    notes = []
-    if wanted.heads == "first" and extras.left:
-        notes.append(
-            f"--heads first: the first adapter has no {quoted(next(iter(extras.left)), 80)}, so the result leaves "
-            f"out what others trained there ({len(extras.left)} tensors)"
-        )
-    whole = [path for path in extras.tensors if not path.endswith(".lora_B.bias")]
-    if wanted.heads == "first" and whole and given.sum:
-        notes.append(
-            f"--heads first under --sum: {len(whole)} tensors that were trained in full, such as "
-            f"{quoted(whole[0], 80)}, are the first adapter's own, not a sum"
-        )
-    return notes
-
-
-def _dropped(extras: Beside) -> dict[str, tuple[str, ...]]:
-    """Tensors left out, by kind."""
-    found: dict[str, list[str]] = {}
-    for path, kind in extras.left.items():
-        found.setdefault(_LEFT_AS[kind], []).append(path)
-    return {kind: tuple(names) for kind, names in found.items()}
-
-
-def _labels(wanted: Result, given: Collection, extras: Beside) -> tuple[tuple[str, ...], list[str]]:
+def _labels(wanted: Wanted, given: Collection, heads: Heads) -> tuple[tuple[str, ...], list[str]]:
     """The class names for the result's head, if the adapters that name them agree, and notes on why there are none."""
-    rows = {tensor.shape[0] for tensor in extras.tensors.values() if tensor.ndim == 2}
+    rows = {tensor.shape[0] for tensor in heads.tensors.values() if tensor.ndim == 2}
     files = given.files[:1] if wanted.heads == "first" else given.files
-    said = {file.directory: names for file in files if (names := labels_of(file.directory, file.limits))}
+    said = {file.directory: names for file in files if (names := labels_of(file.directory))}
     if not rows or not said:
         return (), []
     first, names = next(iter(said.items()))
     other = next((where for where in said if said[where] != names), None)
-    if other is not None and wanted.heads == "average" and len(names) in rows:
+    if other is not None:
         raise AdapterFormatError(
             f"{first} and {other} number their classes differently, {quoted(list(names))} and "
             f"{quoted(list(said[other]))} in labels.json, so a mean of their heads would mix classes. --heads first "
             f"takes the first adapter's, --heads drop leaves them out."
         )
-    if other is not None:
-        return (), [f"{first} and {other} name their classes differently, so the result has no labels.json"]
     if len(names) not in rows:
         return (), [f"{len(names)} label names, but no trained head has as many rows, so the result has no labels.json"]
     return names, []
 
 
 def _other_weights(
-    given: Collection, reports: Sequence[ModuleReport], missing: Missing, extras: Beside
+    given: Collection, parts: Mapping[str, Part], wanted: Wanted, heads: Heads
 ) -> dict[str, tuple[float, ...]]:
-    """Weights of modules and other tensors that differ from the overall ones by more than rounding."""
-    known = set(given.modules)
-    found = {r.module: given.effective(given.holders(r.module, missing)) for r in reports if r.module in known}
+    """Weights of modules and heads that differ from the overall ones by more than rounding."""
+    found = {name: given.weights_of(name) for name in parts if any(name in file.ranks for file in given.files)}
+    if wanted.heads == "first":
+        found |= dict.fromkeys(heads.tensors, (1.0, *(0.0 for _ in given.files[1:])))
     return {
         name: weights
-        for name, weights in {**found, **extras.weights}.items()
+        for name, weights in found.items()
         if any(not math.isclose(a, b, rel_tol=1e-9) for a, b in zip(weights, given.weights, strict=True))
     }
 
 
-def _far_apart(given: Collection, dtype: torch.dtype) -> list[str]:
-    """A note if some weights are so small that the computation's dtype rounds them away beside others."""
-    wide = torch.promote_types(dtype, torch.float32)
-    sizes = sorted(abs(w) for w in given.weights if w)
-    if sizes[0] >= 10 * torch.finfo(wide).eps * sizes[-1]:
-        return []
-    keeps = "; --dtype float64 keeps it" if wide == torch.float32 else ""
-    return [
-        f"beside a weight of {sizes[-1]:g} one of {sizes[0]:g} is lost in the last digits of {name_of(wide)}{keeps}"
-    ]
-
-
-def _why_zero(given: Collection, missing: Missing) -> str:
-    """Why the result has no update: the updates cancel, or all were zero."""
-    for module in given.modules:
-        if any(w and float(file.lora(module).norm()) for file, w in given.holders(module, missing)):
-            return "the updates cancel: the result is zero"
-    return "the update is zero (B A = 0 in every module), and so is the result"
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,28 +1,32 @@
-"""Uploads as folders: a PEFT directory with a small `upload.json` that names its client and its number of examples.
+"""Small files beside an adapter: upload.json names its client and its examples, labels.json its classes.
 
-A run leaves them on request; `fedlora audit`, merges, and anything else that reads PEFT adapters can read them.
+A run leaves uploads on request; `fedlora audit`, merges, and anything else that reads PEFT adapters can read them.
+labels.json has num_labels and id2label as in a model's config.json: a head of three classes does not fit a base loaded
+for two, and none of peft's files records the number. It is not called config.json because transformers takes a folder
+with one for a whole model.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.adapters.io import AdapterSpec, write_adapter
-from fedlora.adapters.limits import Limits
-from fedlora.adapters.untrusted_files import read_json
-from fedlora.adapters.writer import UPLOAD_FOLDER
+from fedlora.adapters.base_names import Base, check_same_base
+from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.untrusted_files import json_object
+from fedlora.adapters.writer import UPLOAD_FOLDER, AdapterSpec, fill_adapter, spec_of
 from fedlora.core import files
 from fedlora.core.folders import replacing_folder
-from fedlora.core.messages import Upload
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import Client, Upload, checked_examples
 from fedlora.core.text import quoted
-from fedlora.errors import AdapterFormatError
+from fedlora.errors import AdapterFormatError, repeated
 
-FILE = "upload.json"
+FILE, LABELS_FILE = "upload.json", "labels.json"
 _LONGEST_NAME = 200
 _MOST_EXAMPLES = 1e15  # keeps sums over any number of clients finite and accurate
 
@@ -40,7 +44,7 @@ class Facts:
     there: bool = True
 
 
-def read_facts(directory: Path, limits: Limits | None = None) -> Facts:
+def read_facts(directory: Path) -> Facts:
     """The facts of an adapter's directory. If upload.json exists but is not an ordinary file, it is refused, not
     ignored.
 
@@ -50,7 +54,7 @@ def read_facts(directory: Path, limits: Limits | None = None) -> Facts:
     path = directory / FILE
     if not os.path.lexists(path):
         return Facts(directory, str(directory), there=False)
-    said = read_json(path, limits or Limits())
+    said = json_object(path)
 
     def known(key: str, fits: Callable[[Any], bool], what: str) -> Any:
         found = said.get(key)
@@ -83,5 +87,116 @@ def write_upload(
     `more`: how it came about. An existing upload is replaced."""
     facts = {"client": upload.client.id, "num_examples": upload.num_examples, "round": round, **(more or {})}
     with replacing_folder(directory, force=True, kind=UPLOAD_FOLDER) as building:
-        write_adapter(building, upload.adapter, spec)
+        fill_adapter(building, upload.adapter.folded(), spec)
         files.write(building / FILE, json.dumps(facts, indent=2) + "\n")
+
+
+def read_uploads(
+    directories: Sequence[str | os.PathLike[str]], *, max_bytes: int | None = None
+) -> tuple[list[Upload], AdapterSpec]:
+    """The adapters in PEFT directories as one round's uploads, and the first one's spec.
+
+    An adapter without upload.json is a client named by its path, with one example, so all of these count alike.
+
+    Raises:
+        AdapterFormatError: a directory cannot be read, there are fewer than two, or the base models have different
+            names.
+    """
+    if len(directories) < 2:
+        raise AdapterFormatError(f"give at least two adapters; got {len(directories)}.")
+    given = [AdapterFile(directory, max_bytes=max_bytes) for directory in directories]
+    check_same_base(Base.of(file.config) for file in given)
+    uploads = []
+    for file in given:
+        adapter = Adapter(
+            {name: file.lora(name) for name in file.modules}, {path: file.head(path) for path in file.heads}
+        )
+        facts = read_facts(file.directory)
+        upload = Upload(Client(facts.client, adapter.ranks), facts.examples, adapter)
+        checked_examples(upload)
+        uploads.append(upload)
+    twice = repeated(upload.client.id for upload in uploads)
+    if twice:
+        raise AdapterFormatError(
+            f"two of the adapters belong to client {quoted(twice[0])}: give one per client, all of one round."
+        )
+    return uploads, spec_of(given[0].config, 1.0)
+
+
+def check_uploads(directories: Sequence[Path], *, counted: bool, labels: bool = True) -> list[str]:
+    """Notes for the user about uploads that are merged. Only stated facts are compared.
+
+    Args:
+        counted: their examples are their weights. labels: classes matter, because trained heads are merged.
+
+    Raises:
+        AdapterFormatError: facts conflict: different classes or class order, or, where examples count, two uploads from
+            one client.
+    """
+    said = [facts for directory in directories if (facts := read_facts(directory)).there]
+    notes = _of_labels(said, labels) + _of_clients(said, counted)
+    rounds = {one.client: one.round for one in said if one.round is not None}
+    if len(set(rounds.values())) > 1:
+        told = ", ".join(f"{quoted(name, 80)} {number}" for name, number in list(rounds.items())[:4])
+        notes.append(f"the uploads belong to different rounds: {told}{', ...' if len(rounds) > 4 else ''}")
+    return notes
+
+
+def labels_of(directory: Path) -> tuple[str, ...]:
+    """The class names, in order, from labels.json or upload.json; empty if no file names them.
+
+    Raises:
+        AdapterFormatError: a file has them in another form.
+    """
+    where: Path = directory / LABELS_FILE
+    found: Any
+    if os.path.lexists(where):
+        found = json_object(where).get("id2label")
+        if isinstance(found, dict) and set(found) == {str(k) for k in range(len(found))}:
+            found = [found[str(k)] for k in range(len(found))]
+        else:
+            found = None
+    else:
+        where, found = directory / FILE, list(read_facts(directory).labels or ())
+    if not isinstance(found, list) or not all(isinstance(n, str) for n in found) or len(set(found)) < len(found):
+        raise AdapterFormatError(f"{where} must give classes 0, 1, 2, ... distinct names; got {quoted(found)}.")
+    return tuple(found)
+
+
+def write_labels(folder: Path, labels: Sequence[str]) -> None:
+    """Write labels.json for these classes."""
+    facts = {"num_labels": len(labels), "id2label": dict(enumerate(labels))}
+    files.write(folder / LABELS_FILE, json.dumps(facts, indent=2) + "\n")
+
+
+# -------------------------------------------------------------------------------------------------------------- inside
+
+
+def _of_labels(said: Sequence[Facts], matter: bool) -> list[str]:
+    known = [one for one in said if one.labels is not None]
+    other = next((one for one in known if one.labels != known[0].labels), None)
+    if other is None:
+        return []
+    mine, theirs = (quoted(list(one.labels or ())) for one in (known[0], other))
+    both = f"{known[0].directory} has {mine} and {other.directory} {theirs}"
+    if not matter:
+        return [f"the uploads' classes differ ({both}); their heads are left out"]
+    raise AdapterFormatError(
+        f"the uploads number their classes differently, so a mean would mix them: label_names of {both} in {FILE}. "
+        f"Train with the same classes at every site; --heads drop merges the rest."
+    )
+
+
+def _of_clients(said: Sequence[Facts], counted: bool) -> list[str]:
+    """Notes on several uploads from one client; raises if their examples count."""
+    notes = []
+    by_client: dict[str, list[Facts]] = {}
+    for one in said:
+        by_client.setdefault(one.client, []).append(one)
+    for client, uploads in by_client.items():
+        if len(uploads) > 1:
+            both = f"{uploads[0].directory} and {uploads[1].directory} both belong to client {quoted(client, 80)}"
+            if counted:
+                raise AdapterFormatError(f"{both}: its examples would count twice. Give one per client, or --weights.")
+            notes.append(f"{both}: it counts {len(uploads)} times")
+    return notes

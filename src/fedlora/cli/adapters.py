@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from fedlora.cli.measures import byte_size
-from fedlora.cli.options import Adapters, AllowUnknown, AsJson, Limit, OneAdapter, limits_of
-from fedlora.cli.screen import Table, cell, console, import_plots, plotted, print_json, tell_remarks
+from fedlora.cli.options import Adapters, AsJson, MaxBytes, OneAdapter
+from fedlora.cli.screen import Table, cell, console, import_plots, plotted, print_json
 from fedlora.core.text import shown
 from fedlora.errors import AdapterFormatError
 from fedlora.runs.drawing import check_picture
@@ -21,19 +21,16 @@ from fedlora.runs.folder import plain
 def inspect(
     adapters: Adapters,
     plot: Annotated[Path | None, typer.Option(help="draw the overlap, module by module, into this file")] = None,
-    allow_unknown: AllowUnknown = None,
-    limit: Limit = None,
+    max_bytes: MaxBytes = None,
     json: AsJson = False,
 ) -> None:
     """Ranks, norms, spectra, dead slots, and how much the adapters' subspaces overlap."""
-    from fedlora.adapters.merging import open_adapters
-    from fedlora.analysis.inspection import comparable, facts, mean_overlap, overlaps
+    from fedlora.adapters.collection import collected
+    from fedlora.analysis.inspection import facts, mean_overlap, overlaps
 
     if plot is not None:
         check_picture(plot)
-    files, said = open_adapters(adapters, allow_unknown or (), limits_of(limit), dora=True)
-    tell_remarks(said)
-    files = comparable(files)
+    files = collected(adapters, heads="drop", missing="zero", max_bytes=max_bytes).files
     found = {str(f.directory): {m: facts(f.lora(m)) for m in f.modules} for f in files}
     shared = [[mean_overlap(a, b) for b in files] for a in files] if len(files) > 1 else []
     if plot is not None:
@@ -44,7 +41,7 @@ def inspect(
     if json:
         each = {
             str(file.directory): {
-                m: asdict(x) | {"scale": file.scale(m)} for m, x in found[str(file.directory)].items()
+                m: asdict(x) | {"scale": file.scales[m]} for m, x in found[str(file.directory)].items()
             }
             for file in files
         }
@@ -57,7 +54,7 @@ def inspect(
         for module, x in found[str(file.directory)].items():
             used = f"{x.numerical} of {x.rank}{f', {x.dead} dead' if x.dead else ''}"
             values = " ".join(f"{s:.2g}" for s in x.singular_values[:2]) + (" ..." if x.numerical > 2 else "")
-            scale = f"{file.scale(module):.3g}"
+            scale = f"{file.scales[module]:.3g}"
             table.add_row(cell(module), used, f"{x.effective:.1f}", scale, f"{x.norm:.3g}", values, f"{x.balance:.2g}")
         console.print(table)
         base = shown(file.base_model or "not named")
@@ -76,18 +73,14 @@ def inspect(
 def diff(
     one: OneAdapter,
     other: OneAdapter,
-    limit: Limit = None,
+    max_bytes: MaxBytes = None,
     json: AsJson = False,
 ) -> None:
-    """Do two adapters hold the same update? Distances and angles for each module, and differences in other tensors.
+    """Do two adapters hold the same update? Distances and angles for each module, and differences in saved modules."""
+    from fedlora.adapters.collection import collected
+    from fedlora.analysis.inspection import difference, heads_apart
 
-    Other tensors are trained heads and copies of the base model's tensors."""
-    from fedlora.adapters.merging import open_adapters
-    from fedlora.analysis.inspection import comparable, difference, heads_apart
-
-    files, said = open_adapters([one, other], (), limits_of(limit), dora=True)
-    tell_remarks(said)
-    a, b = comparable(files)
+    a, b = collected([one, other], heads="drop", missing="zero", max_bytes=max_bytes).files
     common = sorted(set(a.modules) & set(b.modules))
     found = {module: difference(a.lora(module), b.lora(module)) for module in common}
     lone = {str(f.directory): sorted(set(f.modules) - set(common)) for f in (a, b)}
@@ -107,7 +100,7 @@ def diff(
         how = (
             "is in only one of the two, or has another shape" if isinf(apart) else f"differs by {apart:.1e} of its size"
         )
-        console.print(f"beside the pairs: {shown(name)} {how}")
+        console.print(f"saved module: {shown(name)} {how}")
     for where, only in lone.items():
         if only:
             console.print(f"only in {where}: {', '.join(map(shown, only[:3]))} ({len(only)} in all)")

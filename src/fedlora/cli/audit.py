@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from fedlora.adapters.limits import Limits
-from fedlora.cli.options import AsJson, Limit, fetched, limits_of, numbers
+from fedlora.cli.options import AsJson, MaxBytes, fetched, numbers
 from fedlora.cli.run_words import tell_attack
 from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red, tracked
 from fedlora.errors import ConfigError
@@ -41,7 +40,7 @@ def audit(
     conditions: Annotated[str, typer.Option(help="condition numbers of the random coordinates")] = CONDITIONS,
     draws: Annotated[int, typer.Option(min=1, help="random coordinates for each condition")] = 3,
     plot: Annotated[Path | None, typer.Option(help="where to write the picture (default: audit.png)")] = None,
-    limit: Limit = None,
+    max_bytes: MaxBytes = None,
     json: AsJson = False,
 ) -> None:
     """Rewrite adapters with random Q: which methods' results change, and which equal the true mean?"""
@@ -51,7 +50,7 @@ def audit(
 
     if plot is not None or from_run is None:
         check_picture(plot or Path("audit.png"))
-    uploads = _uploads([*(adapters or []), *(more or [])], from_run, weights, limits_of(limit))
+    uploads = _uploads([*(adapters or []), *(more or [])], from_run, weights, max_bytes)
     if from_run is not None and (run := RunFolder(from_run)).exists():
         tell_attack(run.read_json("manifest.json"))
         _tell_round(run)
@@ -69,10 +68,10 @@ def audit(
     plotted(lambda: [import_plots().plot_audit(found, target)])
 
 
-def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | None, limits: Limits) -> list[Upload]:
-    from fedlora.adapters.agreement import read_uploads
-    from fedlora.adapters.reader import AdapterFile
-    from fedlora.analysis.inspection import comparable
+def _uploads(
+    adapters: Sequence[Path], from_run: Path | None, weights: str | None, max_bytes: int | None
+) -> list[Upload]:
+    from fedlora.adapters.uploads import read_uploads
     from fedlora.core.messages import Upload
 
     if bool(adapters) == (from_run is not None):
@@ -89,8 +88,7 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
                 f"{from_run} holds no uploads; run it with --set run.keep_uploads=last to store those of the last "
                 f"round."
             )
-    uploads, _ = read_uploads(adapters, limits=limits)
-    comparable([AdapterFile(path, limits=limits) for path in adapters])
+    uploads, _ = read_uploads(adapters, max_bytes=max_bytes)
     if weights is None:
         return uploads
     given = numbers(weights, "--weights", least=0.0)

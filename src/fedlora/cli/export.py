@@ -10,16 +10,12 @@ import typer
 
 from fedlora.cli.options import (
     Adapters,
-    AllowUnknown,
     AsJson,
     BaseModel,
     DType,
     Force,
-    Limit,
     MaxBytes,
-    MaxTensors,
     OneAdapter,
-    limits_of,
 )
 from fedlora.cli.screen import complain, console, notes, print_json, tell_remarks, tracked
 from fedlora.core.text import quoted, shown
@@ -37,19 +33,14 @@ _NOTICEABLE = 0.01
 def validate(
     adapters: Adapters,
     base: BaseModel = None,
-    allow_unknown: AllowUnknown = None,
     max_bytes: MaxBytes = None,
-    max_tensors: MaxTensors = None,
-    limit: Limit = None,
     json: AsJson = False,
 ) -> None:
     """Check adapters without using them. Exit code 0: all are sound; 2: at least one is refused."""
-    from fedlora.adapters.labels import labels_of
-    from fedlora.adapters.merging import open_adapters
-    from fedlora.adapters.uploads import read_facts
+    from fedlora.adapters.reader import AdapterFile
+    from fedlora.adapters.uploads import labels_of, read_facts
 
     found: dict[str, str | None] = {}
-    limits = limits_of(limit, max_bytes, max_tensors)
     fits: dict[str, Attached] = {}
     remarks: dict[str, list[str]] = {}
     model = _base_folder(base) if base is not None else None
@@ -57,12 +48,10 @@ def validate(
         from fedlora.export.attached import check
     for directory in tracked(adapters, "checking"):
         try:
-            (file,), said = open_adapters(
-                [directory], allow_unknown or (), limits, with_base=model is not None, dora=True
-            )
-            file.check()
-            labels_of(file.directory, limits), read_facts(file.directory, limits)
-            remarks[str(directory)] = said
+            file = AdapterFile(directory, max_bytes=max_bytes, dora=model is not None)
+            if not file.check():
+                remarks[str(directory)] = ["its update is zero: in a mean it only shrinks the others'"]
+            labels_of(file.directory), read_facts(file.directory)
             if model is not None:
                 fits[str(directory)] = check(file, model)
             found[str(directory)] = None
@@ -77,7 +66,8 @@ def validate(
     else:
         for name, reason in found.items():
             console.print(f"{name}: {'sound' if reason is None else 'refused'}")
-            tell_remarks(remarks.get(name, ()))
+            if reason is None:
+                tell_remarks(remarks.get(name, ()))
     refused = [reason for reason in found.values() if reason is not None]
     if refused:
         more = f"; and {len(refused) - 3} more, with their reasons in --json" if len(refused) > 3 else ""
@@ -98,8 +88,7 @@ def export(
     base: BaseModel,
     dtype: DType = None,
     force: Force = False,
-    allow_unknown: AllowUnknown = None,
-    limit: Limit = None,
+    max_bytes: MaxBytes = None,
     json: AsJson = False,
 ) -> None:
     """Write what a program serves: the merged model, or an adapter for llama.cpp (GGUF).
@@ -107,12 +96,9 @@ def export(
     What the program would refuse or leave out is named before anything is written."""
     if serve not in ("merged", "gguf"):
         raise ConfigError(f"--for must be one of merged, gguf; got {serve[:40]!r}.")
-    from fedlora.adapters.merging import open_adapters
+    from fedlora.adapters.reader import AdapterFile
 
-    (file,), said = open_adapters(
-        [adapter], allow_unknown or (), limits_of(limit), with_base=True, dora=serve == "merged"
-    )
-    tell_remarks(said)
+    file = AdapterFile(adapter, max_bytes=max_bytes, dora=serve == "merged")
     if serve == "merged":
         _merged(file, str(base), out, dtype, force=force, json=json)
     else:

@@ -13,15 +13,11 @@ import typer
 from fedlora.cli.measures import byte_size
 from fedlora.cli.options import (
     Adapters,
-    AllowUnknown,
     AsJson,
     DType,
     Force,
-    Limit,
     MaxBytes,
-    MaxTensors,
     OneAdapter,
-    limits_of,
     numbers,
 )
 from fedlora.cli.screen import Table, cell, console, print_json, tell_remarks, tracked
@@ -70,45 +66,35 @@ def merge(
     ] = None,
     dry_run: DryRun = False,
     force: Force = False,
-    allow_unknown: AllowUnknown = None,
-    limit: Limit = None,
     max_bytes: MaxBytes = None,
-    max_tensors: MaxTensors = None,
     json: AsJson = False,
 ) -> None:
     """Merge adapters into one: the exact weighted mean of their updates; with --rank its best approximation."""
     from fedlora.adapters import merging
-    from fedlora.adapters.merge_request import Place, Result
+    from fedlora.adapters.collection import collected
+    from fedlora.adapters.merge_result import Wanted
     from fedlora.cli.merge_method import merge_round
     from fedlora.cli.method_names import parse_defence
 
     target = _target(out, dry_run)
     counts = numbers(weights, "--weights") if weights is not None else None
-    limits = limits_of(limit, max_bytes, max_tensors)
-    allowed = allow_unknown or ()
     rule = parse_defence(defence) if defence is not None else None
     if method == "svd" and rule is None:
         report = merging.merge(
             adapters, target, rank=rank, weights=counts, weights_from=cast("Any", weights_from), sum=sum,
             missing=cast("Any", missing), heads=cast("Any", heads), dtype=dtype, max_error=max_error,
-            same_base=same_base, dry_run=dry_run, force=force, allow_unknown=allowed,
-            limits=limits, progress=tracked,
+            same_base=same_base, dry_run=dry_run, force=force, max_bytes=max_bytes, progress=tracked,
         )  # fmt: skip
     else:
         if sum:
             raise ConfigError("--sum is for merges without --method and --defence.")
-        wanted = Result(rank, heads, dtype, max_error, dry_run)
-        place = Place(target, force, adapters)
-        place.check()
-        given, said = merging.collected(
-            adapters, counts, weights_from, missing, heads=heads, same_base=same_base, allow_unknown=allowed,
-            limits=limits,
-        )  # fmt: skip
+        wanted = Wanted(target, rank, heads, dtype, max_error, dry_run, force)
+        wanted.check(adapters)
+        given = collected(
+            adapters, counts, weights_from, missing, heads=heads, same_base=same_base, max_bytes=max_bytes
+        )
         chosen, label = _method(method)
-        report = merge_round(
-            given, place, chosen, label, wanted, missing=cast("Any", missing or "zero"),
-            rule=rule, said=said, progress=tracked,
-        )  # fmt: skip
+        report = merge_round(given, chosen, label, wanted, rule=rule, progress=tracked)
     show_report(report if out else replace(report, out=""), json, _of_what(method, ruled=rule is not None))
 
 
@@ -120,10 +106,7 @@ def resize(
     max_error: MaxError = None,
     dry_run: DryRun = False,
     force: Force = False,
-    allow_unknown: AllowUnknown = None,
-    limit: Limit = None,
     max_bytes: MaxBytes = None,
-    max_tensors: MaxTensors = None,
     json: AsJson = False,
 ) -> None:
     """Write an adapter at another rank (the best approximation), and report the error."""
@@ -131,8 +114,7 @@ def resize(
 
     report = merging.resize(
         adapter, _target(out, dry_run), rank=rank, dtype=dtype, max_error=max_error,
-        dry_run=dry_run, force=force, allow_unknown=allow_unknown or (),
-        limits=limits_of(limit, max_bytes, max_tensors), progress=tracked,
+        dry_run=dry_run, force=force, max_bytes=max_bytes, progress=tracked,
     )  # fmt: skip
     show_report(report if out else replace(report, out=""), json, None)
 
@@ -194,11 +176,11 @@ def show_report(report: MergeReport, json: bool, of_mean: str | None) -> None:
     if len(report.module_weights) > _LISTED:
         console.print(f"  and {len(report.module_weights) - _LISTED} more; --json has all")
     if report.beside:
-        console.print(f"{len(report.beside)} tensors beside the pairs, such as {shown(report.beside[0])}")
+        console.print(f"{len(report.beside)} tensors of saved modules, such as {shown(report.beside[0])}")
     if report.lacking:
         console.print(f"{len(report.lacking)} modules are not in every adapter, such as {shown(report.lacking[0])}")
-    for kind, names in report.dropped.items():
-        console.print(f"left out, {kind}: {len(names)}, such as {shown(names[0])}")
+    if report.dropped:
+        console.print(f"left out: {len(report.dropped)} tensors of saved modules, such as {shown(report.dropped[0])}")
     console.print(f"{of_mean or 'truncation error over all modules:'} {report.error:.2e}")
     if report.weighed is not None:
         console.print(
@@ -208,7 +190,7 @@ def show_report(report: MergeReport, json: bool, of_mean: str | None) -> None:
         console.print(f"writing {report.dtype} adds {report.rounding:.2e}")
     if report.beside_rounding:
         console.print(
-            f"it changes tensors beside the pairs by up to {report.beside_rounding:.2e} of their own size; only the "
+            f"it changes saved modules by up to {report.beside_rounding:.2e} of their own size; only the "
             f"base model tells how much of their change that is"
         )
     to = f" to {report.out}" if report.out else ""

@@ -11,12 +11,11 @@ import torch
 
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.merge_report import MergeReport, Weighed
-from fedlora.adapters.merge_request import Place, Progress, Result, Source
-from fedlora.adapters.merge_result import write_result
-from fedlora.adapters.truncation import Combined, ModuleReport, combine
+from fedlora.adapters.merge_result import Part, Progress, Wanted, in_type, write_result
+from fedlora.adapters.truncation import against_mean, combine
 from fedlora.adapters.uploads import read_facts
 from fedlora.core.lora import Adapter, LoRA, stack
-from fedlora.core.messages import Client, Missing, Upload
+from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Method
 from fedlora.core.text import shown
 from fedlora.errors import AdapterFormatError, ConfigError, repeated
@@ -25,19 +24,16 @@ from fedlora.server.judged import Judged
 from fedlora.server.robust_rules import Rule
 from fedlora.server.server import Server
 
-Against = Callable[[str], tuple[LoRA, ModuleReport]]
+Against = Callable[[str], Part]
 
 
 def merge_round(
     given: Collection,
-    place: Place,
     method: Method[Any],
     label: str,
-    wanted: Result,
+    wanted: Wanted,
     *,
-    missing: Missing,
     rule: Rule | None = None,
-    said: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> MergeReport:
     """Write a method's server update of these adapters like any merge.
@@ -48,24 +44,27 @@ def merge_round(
 
     Raises:
         ConfigError: the method's clients keep a part, or its base weights move, so an adapter alone is not its result;
-            with a rule, tensors other than pairs would be averaged without it.
+            with a rule, saved modules would be averaged without it.
         AdapterFormatError: two of the adapters belong to one client.
         UploadRefused, RankMismatch: as in the server and the method.
     """
     _check_method(method)
     if rule is not None:
         _check_heads(given, wanted.heads)
-    clients = [read_facts(file.directory, file.limits).client for file in given.files]
-    updates, judged = _played(given, clients, method, missing, rule)
+    clients = [read_facts(file.directory).client for file in given.files]
+    updates, judged = _played(given, clients, method, rule)
+    notes: list[str] = []
     if judged is not None:
-        said, label = [*said, *_weighed(judged)], f"{label}, weighed by {judged.rule}"
-    of, against, weighed = _measure(given, clients, method, missing, rule, judged, updates, wanted.wide)
-    source = Source(
-        [module for module in given.modules if module in updates] + [m for m in updates if m not in set(given.modules)],
-        lambda module: combine(module, [updates[module]], [1.0], wanted.wide),
-        f"The server update of {label}", of, against, weighed,
-    )  # fmt: skip
-    return write_result(given, place, wanted, source, missing, said, progress)
+        notes, label = _weighed(judged), f"{label}, weighed by {judged.rule}"
+    wide, dtype = wanted.type_for(given, wide=True), wanted.type_for(given)
+    of, against, weighed = _measure(given, clients, method, rule, judged, updates, wide)
+    modules = [*(m for m in given.modules if m in updates), *(m for m in updates if m not in set(given.modules))]
+    parts = {}
+    for module in progress(modules, "merging") if progress else modules:
+        cut = combine(module, [updates[module]], [1.0], wide).cut(wanted.rule)
+        parts[module] = in_type(against_mean(*cut, against(module)), dtype)
+    made = f"The server update of {label}"
+    return write_result(given, wanted, parts, made, of, weighed=weighed, notes=notes)
 
 
 def _check_method(method: Method[Any]) -> None:
@@ -81,7 +80,7 @@ def _check_method(method: Method[Any]) -> None:
 
 
 def _check_heads(given: Collection, heads: str) -> None:
-    """Raise `ConfigError` if tensors other than pairs would be averaged without the rule."""
+    """Raise `ConfigError` if saved modules would be averaged without the rule."""
     beside = sorted({name for file in given.files for name in file.heads})
     if beside and heads == "average":
         raise ConfigError(
@@ -92,7 +91,7 @@ def _check_heads(given: Collection, heads: str) -> None:
 
 
 def _played(
-    given: Collection, clients: Sequence[str], method: Method[Any], missing: Missing, rule: Rule | None
+    given: Collection, clients: Sequence[str], method: Method[Any], rule: Rule | None
 ) -> tuple[Mapping[str, LoRA], Judged | None]:
     """The server's update for each module after one round that began from no adapter, and what the rule made of it.
 
@@ -106,7 +105,7 @@ def _played(
     for file, name, count in zip(given.files, clients, given.weights, strict=True):
         adapter = Adapter({module: file.lora(module) for module in file.modules})
         uploads.append(Upload(Client(name, adapter.ranks), count, adapter))
-    server = Server(method, weighting="examples", heads="frozen", missing=missing, rule=rule)
+    server = Server(method, weighting="examples", heads="frozen", missing=given.missing, rule=rule)
     after = server.aggregate(server.init(_zero_start(uploads)), uploads)
     return server.global_update(after), after.tally.judged if after.tally is not None else None
 
@@ -126,30 +125,26 @@ def _zero_start(uploads: Sequence[Upload]) -> Adapter:
 
 
 def _measure(
-    given: Collection, clients: Sequence[str], method: Method[Any], missing: Missing, rule: Rule | None,
+    given: Collection, clients: Sequence[str], method: Method[Any], rule: Rule | None,
     judged: Judged | None, updates: Mapping[str, LoRA], wide: torch.dtype,
 ) -> tuple[str, Against, Weighed | None]:  # fmt: skip
     """(what the result's error is relative to, in words; that reference; what the rule did). With a rule, the reference
     is the rule's exact weighted mean, not the plain one that includes liars."""
 
-    def plain(module: str) -> tuple[LoRA, ModuleReport]:
-        return _whole(given.combined(module, missing, wide))
+    def plain(module: str) -> Part:
+        return given.combined(module, wide).cut()
 
     if judged is None or rule is None:
         return "the mean of the adapters", plain, None
     robust, exact = updates, build("svd", energy=1.0)
     if method != exact:
-        robust, _ = _played(given, clients, exact, missing, replace(rule, factor_averages=False))
+        robust, _ = _played(given, clients, exact, replace(rule, factor_averages=False))
     stood = [judged.clients[name] for name in clients]
     weighed = Weighed(
         judged.rule, tuple(one.after for one in stood), tuple(one.why for one in stood), _apart(robust, plain)
     )
     of = f"the mean that {weighed.rule} weighs"
-    return of, lambda module: _whole(combine(module, [robust[module]], [1.0], wide)), weighed
-
-
-def _whole(found: Combined) -> tuple[LoRA, ModuleReport]:
-    return found.cut(found.product.rank)
+    return of, lambda module: combine(module, [robust[module]], [1.0], wide).cut(), weighed
 
 
 def _apart(updates: Mapping[str, LoRA], plain: Against) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,6 @@ import click
 import typer
 from click.core import ParameterSource
 
-from fedlora.adapters.limits import Limits
 from fedlora.errors import ConfigError
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
@@ -50,9 +48,6 @@ OneAdapter = Annotated[
         help="a PEFT adapter directory, or owner/name@revision on the hub", show_default=False, callback=fetched
     ),
 ]
-AllowUnknown = Annotated[
-    list[str] | None, typer.Option(help="a config field to treat as harmless (repeatable)", show_default=False)
-]
 DType = Annotated[
     str | None,
     typer.Option(
@@ -70,25 +65,8 @@ Force = Annotated[
 ]
 MaxBytes = Annotated[
     int | None,
-    typer.Option(help="largest weights file (--limit total=N; default: 64 GiB)", show_default=False),
+    typer.Option(min=1, help="bytes of the largest weights file to open (default: 64 GiB)", show_default=False),
 ]
-MaxTensors = Annotated[
-    int | None,
-    typer.Option(help="most tensors in a file (--limit tensors=N; default: 100,000)", show_default=False),
-]
-Limit = Annotated[
-    list[str] | None,
-    typer.Option(
-        help=f"NAME=VALUE, a limit on files and work (repeatable): "
-        f"{', '.join(field.name for field in fields(Limits))}; such as total=80GiB "
-        "(docs/reference/adapters-from-strangers.md)",
-        show_default=False,
-    ),
-]
-
-
-def limits_of(limit: list[str] | None, max_bytes: int | None = None, max_tensors: int | None = None) -> Limits:
-    return Limits.parse(limit or (), max_bytes=max_bytes, max_tensors=max_tensors)
 
 
 def numbers(text: str, option: str, *, least: float = -math.inf, most: float = math.inf) -> list[float]:

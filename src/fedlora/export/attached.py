@@ -24,8 +24,8 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 from transformers.utils import logging
 
-from fedlora.adapters.labels import labels_of
 from fedlora.adapters.reader import PREFIX, AdapterFile
+from fedlora.adapters.uploads import labels_of
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 
@@ -54,14 +54,8 @@ def check(file: AdapterFile, base: Path) -> Attached:
     Raises:
         AdapterFormatError: it does not fit. ConfigError: transformers cannot build the base.
     """
-    odd = next((path for path, layout in file.layouts.items() if layout.kind != "linear"), None)
-    if odd is not None:
-        raise AdapterFormatError(
-            f"{file.directory}: {quoted(odd, 120)} is of kind {file.layouts[odd].kind}; fedlora exports LoRA and "
-            f"DoRA of linear layers. {WAY_OUT}."
-        )
     config = _config_of(file, base)
-    heads = {name: tuple(file.stored_head(name).shape) for name in file.heads if not _is_magnitude(name)}
+    heads = {name: tuple(file.stored_head(name).shape) for name in file.heads}
     for kind in (kinds := _kinds(file, config)):
         with quiet(), _as_config_error(base), torch.device("meta"):
             model = kind._from_config(copy.deepcopy(config))
@@ -132,7 +126,7 @@ def _in_full(file: AdapterFile) -> LoraConfig:
     `re`. The initialisation does not matter, because the file's numbers replace it."""
     config, rslora = file.config, bool(file.config.get("use_rslora"))
     r = file.config["r"]
-    alphas = {module: file.scale(module) * (math.sqrt(k) if rslora else k) for module, k in file.ranks.items()}
+    alphas = {module: file.scales[module] * (math.sqrt(k) if rslora else k) for module, k in file.ranks.items()}
     return LoraConfig(
         r=r, lora_alpha=config["lora_alpha"], use_rslora=rslora, use_dora=bool(config.get("use_dora")),
         target_modules=list(file.modules), modules_to_save=list(config.get("modules_to_save") or ()) or None,
@@ -151,9 +145,9 @@ def _config_of(file: AdapterFile, base: Path) -> Any:
             f"the base model {base} is quantised: the sum would be of rounded weights. Give the model from which it "
             f"was quantised."
         )
-    labels = labels_of(file.directory, file.limits)
+    labels = labels_of(file.directory)
     if file.config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):
-        shapes = [file.stored_head(name).shape for name in file.heads if not _is_magnitude(name)]
+        shapes = [file.stored_head(name).shape for name in file.heads]
         rows = {shape[0] for shape in shapes if len(shape) == 2}
         if labels and len(labels) in rows:
             config.id2label, config.label2id = dict(enumerate(labels)), {name: k for k, name in enumerate(labels)}
@@ -202,10 +196,6 @@ def _stored_names(base: Path) -> frozenset[str] | None:
         with safe_open(path, framework="pt") as opened:
             found |= set(opened.keys())
     return frozenset(found) if found else None
-
-
-def _is_magnitude(name: str) -> bool:
-    return "lora_magnitude_vector" in name
 
 
 @contextmanager

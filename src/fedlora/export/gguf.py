@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlora.adapters.card_text import base_line
-from fedlora.adapters.narrowing import TYPES, common_type, name_of, narrowed_pair
+from fedlora.adapters.card import base_line
 from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.truncation import TYPES, name_of, narrowed_pair
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
@@ -87,7 +87,7 @@ def write_gguf(
     served = _base_of(check(file, base).config, base)
     names = {path: served.tensor(path, file) for path in file.modules}
     alpha, folded = _alpha(file)
-    wide = common_type(each.dtype for path in names for each in file.pair(path))[0]
+    wide = file.dtype()
     wide = torch.float32 if folded or wide == torch.float64 else wide
     stored = GGUF_TYPES[dtype] if dtype else wide
     tensors, rounding = _tensors(file, served, names, alpha, folded, stored)
@@ -156,7 +156,7 @@ def _base_of(config: Any, base: Path) -> _Base:
 
 def _alpha(file: AdapterFile) -> tuple[float, tuple[str, ...]]:
     """The alpha that is right for most modules, and the modules for which it is not."""
-    each = {path: file.scale(path) * file.ranks[path] for path in file.modules}
+    each = {path: file.scales[path] * file.ranks[path] for path in file.modules}
     rounded = torch.tensor(list(each.values()), dtype=torch.float32).tolist()
     alpha: float = Counter(rounded).most_common(1)[0][0]
     return alpha, tuple(path for path, own in each.items() if not math.isclose(own, alpha, rel_tol=_EQUAL))

@@ -25,7 +25,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import set_peft_model_state_dict
 from torch import Tensor
 
-from fedlora.adapters.card_text import base_line
+from fedlora.adapters.card import base_line
 from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder

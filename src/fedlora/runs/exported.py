@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.adapters.io import AdapterSpec, pad_rank, write_adapter
-from fedlora.adapters.labels import LABELS_FILE, write_labels
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
-from fedlora.adapters.uploads import FILE
+from fedlora.adapters.uploads import FILE, LABELS_FILE, write_labels
 from fedlora.core.folders import ANY_FOLDER, FolderKind, check_target, replacing_folder
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory

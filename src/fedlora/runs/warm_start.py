@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from fedlora.adapters.base_names import Base, is_same_base
-from fedlora.adapters.io import read_adapter
-from fedlora.adapters.labels import labels_of
-from fedlora.adapters.writer import AdapterSpec
+from fedlora.adapters.io import AdapterSpec, read_adapter
+from fedlora.adapters.uploads import labels_of
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import ConfigError, counted
 from fedlora.runs.config import RunConfig
@@ -47,7 +46,7 @@ def warm_start(config: RunConfig, fresh: Adapter, labels: Sequence[str]) -> Adap
 def _check_base(config: RunConfig, spec: AdapterSpec, where: str) -> None:
     place = str(config.model.location())
     ours = {Base(name, config.model.revision) for name in (config.model.path, place, hub_name(place)) if name}
-    theirs = Base(spec.base_model, spec.config.get("revision"))
+    theirs = Base.of(spec.config)
     if not any(is_same_base(theirs, mine) or theirs.name == mine.name for mine in ours):
         raise ConfigError(
             f"{where} belongs to the base model {theirs}, and the run's is {config.model.path!r}: on another base its "

@@ -65,7 +65,7 @@ def given_start(folder: Path, settings: FederationSettings) -> Start:
     _check_head(file, settings)
     modules = {module: file.lora(module) for module in file.modules}
     heads = {path: file.head(path) for path in file.heads}
-    return Start(Adapter(modules, heads), spec_of(file.config, unit, file.layouts))
+    return Start(Adapter(modules, heads), spec_of(file.config, unit))
 
 
 def check_ranks(shapes: Mapping[str, tuple[int, int]], clients: Mapping[str, Rank]) -> None:

@@ -1,0 +1,98 @@
+"""Model cards. Strangers' text in them is escaped, so that it cannot act as markup; no local path is in one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from fedlora.adapters.base_names import is_path
+from fedlora.adapters.merge_report import MergeReport, Weighed
+from fedlora.core.text import MOST, markdown_cell, yaml_string
+
+_SHOWN = 10  # modules
+
+
+def plain_card(base: str | None) -> str:
+    front = f"---\nlibrary_name: peft\n{base_line(base)}tags:\n- lora\n- fedlora\n---\n"
+    return f"{front}\nA LoRA adapter written by fedlora.\n"
+
+
+def merge_card(report: MergeReport, inputs: Sequence[tuple[str, str]], base: str | None, made: str, asked: str) -> str:
+    """The README.md of a merged adapter.
+
+    Args:
+        inputs: each adapter's name and the SHA-256 of its weights. base: the base model's name. made: what the result
+            is, in words. asked: the requested rank, as typed.
+    """
+    columns = ["adapter", "weight", "SHA-256 of its weights"]
+    rows = [[cell(name), f"{w:.6g}", digest] for (name, digest), w in zip(inputs, report.weights, strict=True)]
+    if report.weighed is not None:
+        columns[1:2] = ["weight, as given", "counts, after the rule", "why"]
+        judged = zip(report.weighed.counts, report.weighed.why, strict=True)
+        rows = [
+            [*row[:2], f"{c:.6g}", cell(why) if why else "", row[2]] for row, (c, why) in zip(rows, judged, strict=True)
+        ]
+    worst = sorted(report.modules, key=lambda r: -r.error)[:_SHOWN]
+    errors = [[cell(r.module), str(r.full), str(r.kept), f"{r.error:.2e}"] for r in worst]
+    rounding = f", and writing {report.dtype} adds {report.rounding:.2e}" if report.rounding else f" ({report.dtype})"
+    dropped = f"\n\nLeft out: {_names(report.dropped)}." if report.dropped else ""
+    return f"""---
+library_name: peft
+{base_line(base)}tags:
+- lora
+- merge
+- fedlora
+---
+# Merged LoRA adapter
+
+{made} of {len(inputs)} adapters, exact up to the requested rank ({asked}):
+relative truncation error {report.error:.2e} over all modules{rounding}.
+Every module is stored at rank {report.rank}, with alpha = r: the update is B A itself.
+
+{_of_rule(report.weighed)}{_table(columns, rows)}{_others(report.module_weights)}{dropped}
+
+The modules that lost most:
+
+{_table(["module", "rank of the sum", "kept", "relative error"], errors)}
+"""
+
+
+def cell(text: str) -> str:
+    """Text for a Markdown table: a plain name as is, anything else as code, so that no markup takes effect."""
+    return text if len(text) <= MOST and re.fullmatch(r"[A-Za-z0-9_.\[\] -]+", text) else markdown_cell(text)
+
+
+def base_line(base: str | None) -> str:
+    """The front matter line `base_model: ...`; "" if the base is not named, or is a path on this machine."""
+    if not base or len(base) > MOST or is_path(base) or not base.isprintable() or os.path.lexists(base):
+        return ""
+    return f"base_model: {yaml_string(base)}\n"
+
+
+def _of_rule(weighed: Weighed | None) -> str:
+    if weighed is None:
+        return ""
+    gone = sum(c == 0 for c in weighed.counts)
+    return (
+        f"**Weighed by a robust rule**, {cell(weighed.rule)}: {gone} of {len(weighed.counts)} adapters count for "
+        f"nothing. Errors are of the mean that it weighs, which is {weighed.apart:.2e} off their plain mean.\n\n"
+    )
+
+
+def _others(weights: Mapping[str, Sequence[float]]) -> str:
+    if not weights:
+        return ""
+    rows = [[cell(name), ", ".join(f"{w:.6g}" for w in each)] for name, each in list(weights.items())[:_SHOWN]]
+    rest = f"\n\nAnd {len(weights) - _SHOWN} more." if len(weights) > _SHOWN else ""
+    return f"\n\nOther weights, in the same order:\n\n{_table(['module or tensor', 'weights'], rows)}{rest}"
+
+
+def _names(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(cell(name) for name in names[:_SHOWN])}{rest}"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,213 @@
+"""A peft model in memory and its adapter. Kinds of evidence: *oracle* (base + scaling * B @ A added densely to a copy
+of the base weights) and the same numbers as in the directory that peft wrote.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from peft import get_peft_model
+
+from fedlora.adapters.io import load_into_model, read_adapter, read_model, write_adapter
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.errors import AdapterFormatError, FedLoRAError
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.peft_boundary import (
+    CAUSAL,
+    COMMON,
+    READABLE,
+    SEQ,
+    assert_close,
+    assert_same,
+    loaded,
+    lora,
+    random_like,
+    readable,
+    updates_of,
+)
+from support.peft_models import dense_logits, peft_layers, randomise, trained
+from support.tiny_models import bert_of_two_layers, llama, logits
+
+pytestmark = [FUTURE_NAMES, LORA_BIAS]
+
+
+def two_adapters():
+    """One classifier with two adapters of different ranks and targets, and the same scaling 2."""
+    model = get_peft_model(bert_of_two_layers(), lora(**SEQ), adapter_name="one")
+    model.add_adapter("two", lora(**SEQ | {"r": 3, "lora_alpha": 6, "target_modules": ["value", "dense"]}))
+    for seed, name in enumerate(("two", "one"), start=1):
+        model.set_adapter(name)
+        randomise(model, seed)
+    return model.eval()
+
+
+def snapshot(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def unchanged(model, before, where=""):
+    return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items() if where in name)
+
+
+class TestModels:
+    @pytest.mark.parametrize("name", READABLE)
+    def test_a_model_reads_as_its_directory_does(self, name, written_by_peft):
+        _, model, scaling, directory = written_by_peft(name)
+        for unit in {1.0, scaling or 1.0}:
+            from_model, spec = read_model(model, scaling=unit)
+            from_file, file_spec = read_adapter(directory, scaling=unit)
+            assert_same(from_model, from_file)
+            assert spec.scaling == unit
+            differ = {k for k, v in spec.config.items() if file_spec.config.get(k) != v}
+            assert differ <= {"auto_mapping"}  # set by peft as it saves
+
+    @pytest.mark.parametrize("name", COMMON)
+    def test_read_and_load_are_exact_in_the_common_scaling(self, name):
+        _, model, scaling = readable(name)
+        before = snapshot(model)
+        adapter, _ = read_model(model, scaling=scaling)
+        for path, layer in peft_layers(model).items():
+            assert torch.equal(adapter.modules[path].B, layer.lora_B["default"].weight)
+            assert torch.equal(adapter.modules[path].A, layer.lora_A["default"].weight)
+        randomise(model, seed=2)
+        assert not unchanged(model, before)
+        load_into_model(model, adapter, scaling=scaling)
+        assert unchanged(model, before)
+
+    @pytest.mark.parametrize("scaling", [1.0, 0.7, 2.0])
+    @pytest.mark.parametrize("name", ["list", "Conv1D", "heads", "rsLoRA", "ranks by suffix"])
+    def test_a_loaded_adapter_is_the_base_plus_the_scaled_product(self, name, scaling):
+        build, model, _ = readable(name)
+        own, _ = read_model(model)
+        adapter = random_like(own, list(own.ranks.values()))
+        load_into_model(model, adapter, scaling=scaling)
+        assert_close(logits(model), dense_logits(build, updates_of(adapter, scaling), adapter.heads))
+        again, _ = read_model(model, scaling=scaling)
+        for path, update in updates_of(again).items():
+            torch.testing.assert_close(update, adapter.modules[path].delta(), rtol=1e-5, atol=1e-6)
+
+    def test_what_was_read_is_a_copy(self):
+        _, model, scaling = readable("heads")
+        adapter, _ = read_model(model, scaling=scaling)
+        before = adapter.map(torch.clone)
+        randomise(model, seed=2)
+        assert_same(adapter, before)
+
+    def test_adapters_of_one_model_are_apart(self):
+        model = two_adapters()
+        for name, rank in (("one", 4), ("two", 3)):
+            adapter, _ = read_model(model, name)
+            assert set(adapter.ranks.values()) == {rank}
+            assert set(adapter.modules) == set(peft_layers(model, name))
+            model.set_adapter(name)
+            assert_close(logits(model), dense_logits(bert_of_two_layers, updates_of(adapter), adapter.heads))
+
+    def test_an_adapter_without_heads_beside_one_with_heads(self):
+        model = trained(llama, lora(**CAUSAL, modules_to_save=["lm_head"]))
+        model.add_adapter("plain", lora(**CAUSAL))
+        with_head, plain = read_model(model)[0], read_model(model, "plain")[0]
+        assert (list(with_head.heads), list(plain.heads)) == (["lm_head.weight"], [])
+        before = snapshot(model)
+        load_into_model(model, with_head)
+        load_into_model(model, plain, "plain")
+        assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items() if "lm_head" in k)
+
+    def test_loading_one_adapter_leaves_the_other_and_the_base_alone(self):
+        model = two_adapters()
+        before = snapshot(model)
+        adapter, _ = read_model(model, "one", scaling=2.0)
+        load_into_model(model, adapter.map(torch.zeros_like), "one", scaling=2.0)
+        changed = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
+        assert changed == {key for key in before if ".one." in key}
+        load_into_model(model, adapter, "one", scaling=2.0)
+        assert unchanged(model, before)
+
+    def test_a_model_adapted_by_transformers_alone_is_read(self):
+        model = llama()
+        model.add_adapter(lora(**CAUSAL, init_lora_weights=False), "default")
+        adapter, _ = read_model(model.eval())
+        assert_close(dense_logits(llama, updates_of(adapter), {}), logits(model))
+
+    def test_from_model_to_directory_to_peft(self, tmp_path):
+        model = two_adapters()
+        for name in ("one", "two"):
+            model.set_adapter(name)
+            adapter, spec = read_model(model, name, scaling=2.0)
+            write_adapter(tmp_path / name, adapter, spec)
+            assert_close(logits(loaded(bert_of_two_layers, tmp_path / name)), logits(model))
+
+    def test_a_model_without_adapters(self):
+        with pytest.raises(AdapterFormatError, match="default"):
+            read_model(llama())
+
+    def test_an_adapter_that_the_model_lacks(self):
+        model = two_adapters()
+        adapter, _ = read_model(model, "one")
+        with pytest.raises(AdapterFormatError, match=r"three.*one.*two"):
+            read_model(model, "three")
+        with pytest.raises(AdapterFormatError):
+            load_into_model(model, adapter, "three")
+
+
+def changed_module(change):
+    """Apply `change` to the last module, so that the others would be copied before it is looked at."""
+
+    def apply(adapter):
+        name, module = list(adapter.modules.items())[-1]
+        return Adapter({**adapter.modules, name: change(*module.factors)}, adapter.heads)
+
+    return apply
+
+
+# what -> (the change to an adapter that fits, what the refusal names)
+UNFIT = {
+    "a module too few": (lambda a: Adapter(dict(list(a.modules.items())[1:]), a.heads), "modules.*layer.0"),
+    "a module too many": (
+        lambda a: Adapter({**a.modules, "bert.extra": a.modules[next(iter(a.modules))]}, a.heads),
+        "modules.*bert.extra",
+    ),
+    "a head too few": (lambda a: Adapter(a.modules, dict(list(a.heads.items())[1:])), "heads.*classifier.bias"),
+    "a head too many": (lambda a: Adapter(a.modules, {**a.heads, "odd": torch.zeros(1)}), "heads.*odd"),
+    "another rank": (changed_module(lambda B, A: LoRA(B[:, :3], A[:3])), r"layer.1.*\(32, 4\).*\(32, 3\)"),
+    "another d_out": (changed_module(lambda B, A: LoRA(B[:1], A)), r"layer.1.*\(32, 4\).*\(1, 4\)"),
+    "another d_in": (changed_module(lambda B, A: LoRA(B, A[:, :1])), r"layer.1.*\(4, 32\).*\(4, 1\)"),
+    "another head shape": (
+        lambda a: Adapter(a.modules, {n: h[:1] for n, h in a.heads.items()}),
+        r"classifier.*\(3,.*\(1,",
+    ),
+}
+
+
+class TestRefusedLoads:
+    @pytest.mark.parametrize("what", UNFIT)
+    def test_the_model_stays_as_it_was(self, what):
+        _, model, _ = readable("heads")
+        adapter, _ = read_model(model)
+        before = snapshot(model)
+        change, message = UNFIT[what]
+        with pytest.raises(AdapterFormatError, match=message):
+            load_into_model(model, change(adapter.map(torch.zeros_like)))
+        assert unchanged(model, before)
+
+    def test_a_model_that_would_not_be_the_base_plus_the_update(self):
+        adapter, _ = read_model(trained(llama, lora(**CAUSAL)))
+        model = trained(llama, lora(**CAUSAL, use_dora=True))
+        before = snapshot(model)
+        with pytest.raises(AdapterFormatError, match=r"\buse_dora = "):
+            load_into_model(model, adapter)
+        assert unchanged(model, before)
+
+
+class TestUnits:
+    @pytest.mark.parametrize("scaling", [0.0, -2.0, math.nan, math.inf])
+    def test_a_scaling_must_be_positive(self, scaling, plain):
+        model = loaded(llama, plain)
+        adapter, _ = read_adapter(plain)
+        for use in (
+            lambda: read_model(model, scaling=scaling),
+            lambda: load_into_model(model, adapter, scaling=scaling),
+        ):
+            with pytest.raises(FedLoRAError, match="scaling"):
+                use()

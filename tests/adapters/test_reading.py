@@ -1,0 +1,308 @@
+"""Reading what peft wrote. Kinds of evidence: *oracle* (peft's `get_delta_weight` and logits; base + scaling * B @ A
+added densely to a copy of the base weights) and *end-to-end* (peft writes and we read).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AdaLoraConfig, LoHaConfig, LoraConfig, LoraGAConfig, get_peft_model
+from peft.tuners.lora.loraga import preprocess_loraga
+from torch import nn
+
+from fedlora.adapters import AdapterFile, read_adapter
+from fedlora.adapters.io import read_model
+from fedlora.adapters.reader import CONFIG_FILE, PREFIX
+from fedlora.errors import AdapterFormatError
+from support.command_line import Said
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.peft_boundary import (
+    CAUSAL,
+    COMMON,
+    READABLE,
+    SEQ,
+    assert_close,
+    assert_same,
+    edit,
+    loaded,
+    lora,
+    stored,
+    updates_of,
+)
+from support.peft_models import dense_logits, peft_layers, peft_updates, saved, trained
+from support.tiny_models import TOKENS, bert_of_two_layers, gpt2, llama, logits
+
+pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers:UserWarning")]
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_the_update_is_the_one_of_peft(name, written_by_peft):
+    build, model, _, directory = written_by_peft(name)
+    adapter, spec = read_adapter(directory)
+    want = peft_updates(model)
+    assert set(adapter.modules) == set(want)
+    for module, update in updates_of(adapter).items():
+        torch.testing.assert_close(update, want[module], rtol=1e-5, atol=1e-6)
+    assert spec.scaling == 1.0
+    assert_close(dense_logits(build, updates_of(adapter), adapter.heads), logits(model))
+    assert (logits(build()) - logits(model)).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_the_common_scaling_gives_the_stored_factors_bit_for_bit(name, written_by_peft):
+    _, _, scaling, directory = written_by_peft(name)
+    adapter, spec = read_adapter(str(directory), scaling=scaling)
+    assert spec.scaling == scaling
+    tensors = stored(directory)
+    for module, pair in adapter.modules.items():
+        for factor, tensor in pair.tensors().items():
+            assert torch.equal(tensor, tensors.pop(f"{PREFIX}{module}.lora_{factor}.weight"))
+    assert {f"{PREFIX}{head}" for head in adapter.heads} == set(tensors)
+    assert all(torch.equal(head, tensors[f"{PREFIX}{path}"]) for path, head in adapter.heads.items())
+
+
+@pytest.mark.parametrize("scaling", [0.5, 3.7])
+def test_units_change_B_alone(scaling, written_by_peft):
+    _, model, _, directory = written_by_peft("alphas by suffix")
+    adapter, _ = read_adapter(directory, scaling=scaling)
+    tensors, want = stored(directory), peft_updates(model)
+    for module, update in updates_of(adapter, scaling).items():
+        torch.testing.assert_close(update, want[module], rtol=1e-5, atol=1e-6)
+        assert torch.equal(adapter.modules[module].A, tensors[f"{PREFIX}{module}.lora_A.weight"])
+
+
+def test_heads_are_named_by_their_path_in_the_base_model(written_by_peft):
+    build, _, _, directory = written_by_peft("heads of several tensors")
+    adapter, spec = read_adapter(directory)
+    assert set(adapter.heads) == {
+        f"{module}.{tensor}" for module in ("bert.pooler.dense", "classifier") for tensor in ("bias", "weight")
+    }
+    shapes = {name: parameter.shape for name, parameter in build().named_parameters()}
+    assert all(head.shape == shapes[name] for name, head in adapter.heads.items())
+    assert set(spec.config["modules_to_save"]) == {"pooler", "classifier", "score"}
+
+
+@pytest.mark.parametrize("keys", list(itertools.permutations(["q_proj", "self_attn.q_proj", "v_proj"])), ids=" > ".join)
+def test_of_several_matching_names_the_first_in_the_file_wins(keys, tmp_path):
+    """Oracle: peft's own reloaded model. peft sorts the keys as it saves, so the file is edited."""
+    alphas = {key: len(key) / 2 for key in keys}
+    saved(trained(llama, lora(**CAUSAL, alpha_pattern=alphas)), tmp_path)
+    edit(tmp_path, alpha_pattern=alphas)
+    want = peft_updates(loaded(llama, tmp_path))
+    for module, update in updates_of(read_adapter(tmp_path)[0]).items():
+        torch.testing.assert_close(update, want[module], rtol=1e-5, atol=1e-6)
+
+
+def test_a_name_matches_ends_after_a_dot(tmp_path):
+    class Tree(nn.Module):
+        """Two of its four layers end as another's whole name."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            for path in ("a", "b", "b.a"):
+                self.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2], nn.Module())
+            for path in ("a.q", "a.xq", "b.a.q", "b.q"):
+                self.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2], nn.Linear(6, 5))
+
+    alphas = {"b.a.q": 3, "q": 5}
+    model = trained(Tree, lora(target_modules=["a.q", "a.xq", "b.a.q", "b.q"], alpha_pattern=alphas))
+    adapter, _ = read_adapter(saved(model, tmp_path))
+    assert len(adapter.modules) == 4
+    for module, update in peft_updates(model).items():
+        torch.testing.assert_close(adapter.modules[module].delta(), update, rtol=1e-5, atol=1e-6)
+
+
+def test_the_spec_keeps_what_a_copy_needs(tmp_path):
+    saved(trained(llama, lora(**CAUSAL, lora_dropout=0.25)), tmp_path)
+    edit(tmp_path, base_model_name_or_path="some/base", revision="abc", target_modules=r"(a+)+$")
+    _, spec = read_adapter(tmp_path)
+    kept = {"task_type": "CAUSAL_LM", "base_model_name_or_path": "some/base", "revision": "abc", "lora_dropout": 0.25}
+    assert kept.items() <= spec.config.items() and spec.base_model == "some/base"
+    assert not {"r", "lora_alpha", "target_modules", "rank_pattern"} & set(spec.config)
+
+
+@pytest.mark.parametrize("config", [{"peft_type": "LORA", "r": 4, "lora_alpha": 8}, {"enable_lora": None}], ids=str)
+def test_old_and_foreign_configs_are_read(config, plain):
+    """Few fields (torchtune), peft 0.2's, axolotl's and ms-swift's: read as the same factors."""
+    want, _ = read_adapter(plain)
+    others = {"merge_weights": False, "lora_dtype": "AUTO", "lorap_lr_ratio": None, "a_field_of_2031": None}
+    whole = config if "r" in config else json.loads((plain / CONFIG_FILE).read_text()) | config | others
+    (plain / CONFIG_FILE).write_text(json.dumps(whole))
+    assert_same(read_adapter(plain)[0], want)
+
+
+# ---- of the original base --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings(r"ignore:(PiSSA|OLoRA) changes the base weights:UserWarning:peft\.peft_model")
+@pytest.mark.parametrize("init", ["pissa", "olora", "lora_ga"])
+def test_an_adapter_that_peft_converted_is_relative_to_the_original_base(init, tmp_path):
+    """The conversion that the refusal advises; the field of the start stays in the file, and says it."""
+    model = get_peft_model(*lora_ga_model()) if init == "lora_ga" else None
+    model = model or get_peft_model(llama(), lora(**CAUSAL, r=2, init_lora_weights=init))
+    with pytest.raises(AdapterFormatError, match=r"init_lora_weights = .*path_initial_model_for_weight_conversion"):
+        read_adapter(saved(model.eval(), tmp_path / "before"))
+    config = model.peft_config["default"]
+    config.init_lora_weights = True
+    model.save_pretrained(tmp_path / "start")
+    config.init_lora_weights = init
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    start = os.fspath(tmp_path / "start")
+    model.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=start)
+    adapter, _ = read_adapter(tmp_path / "converted")
+    assert_close(dense_logits(llama, updates_of(adapter), {}), logits(model))
+
+
+def lora_ga_model():
+    """A base model prepared by one backward pass, and the config for it."""
+    model = llama()
+    config = lora(**CAUSAL, r=2, init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
+    inputs = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
+    preprocess_loraga(model, config, lambda: model(inputs_embeds=inputs, labels=TOKENS).loss.backward())
+    return model, config
+
+
+# ---- what is refused, and by which word ------------------------------------------------------------------------------
+
+
+class ConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.fc(self.conv(x).mean(dim=(2, 3)))
+
+
+def built(build: Callable[[], nn.Module] = llama, **fields):
+    return lambda: trained(build, lora(**CAUSAL | fields))
+
+
+# what -> (the field or key that the refusal names, a model that peft built)
+REFUSED = {
+    "DoRA": ("use_dora = True.*export --for merged", built(use_dora=True)),
+    "PiSSA": ("init_lora_weights = 'pissa'", built(init_lora_weights="pissa")),
+    "LoHa": ("peft_type = 'LOHA'", lambda: trained(llama, LoHaConfig(r=4, target_modules=["q_proj"], **CAUSAL))),
+    "AdaLoRA": (
+        "peft_type = 'ADALORA'",
+        lambda: trained(llama, AdaLoraConfig(target_modules=["q_proj"], total_step=9, **CAUSAL)),
+    ),
+    "lora_bias": ("lora_bias = True", built(bert_of_two_layers, **SEQ, lora_bias=True)),
+    "bias": ("bias = 'all'", built(bert_of_two_layers, **SEQ, bias="all")),
+    "experts": ("target_parameters = ", built(target_modules=[], target_parameters=["q_proj.weight"])),
+    "tokens": ("trainable_token_indices = ", built(trainable_token_indices=[1, 2])),
+    "repeated layers": ("layer_replication = ", built(layer_replication=[(0, 1), (0, 2)])),
+    "embedding": ("embed_tokens", built(target_modules=["embed_tokens", "q_proj", "v_proj"])),
+    "convolution": (r"\bconv\b", lambda: trained(ConvNet, lora(target_modules=["conv", "fc"]))),
+}
+WAY_OUT = r"merge_and_unload|path_initial_model|target linear layers|no LoRA of a linear|not a LoRA of a linear"
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_other_kinds_are_refused_by_name_with_the_way_out(what, tmp_path, main: Callable[..., Said]):
+    """In files and in models; validate, merge and inspect say the same line."""
+    named, build = REFUSED[what]
+    folder = saved(build(), tmp_path / "a")
+    with pytest.raises(AdapterFormatError, match=named) as caught:
+        read_adapter(folder)
+    assert str(folder) in str(caught.value)
+    for words in (["validate", folder], ["inspect", folder], ["merge", folder, folder, "-o", tmp_path / "m"]):
+        assert str(caught.value).partition(": ")[2][:60] in main(*words).complaint()
+    with pytest.raises(AdapterFormatError, match=f"{named.partition('.*')[0]}.*({WAY_OUT})|({WAY_OUT})"):
+        read_model(build())
+    assert not (tmp_path / "m").exists()
+
+
+def test_an_adapted_output_is_refused_by_the_copy_of_its_weight(tmp_path):
+    """peft stores it beside the factors, unless one says save_embedding_layers=False: then it is a linear layer."""
+    model = trained(llama, lora(**CAUSAL, target_modules=["lm_head", "q_proj"]))
+    with pytest.raises(AdapterFormatError, match=r"lm_head\.base_layer\.weight.*save_embedding_layers=False"):
+        read_adapter(saved(model, tmp_path / "a"))
+    model.save_pretrained(tmp_path / "b", save_embedding_layers=False)
+    adapter, _ = read_adapter(tmp_path / "b")
+    assert_close(dense_logits(llama, updates_of(adapter), {}), logits(model))
+
+
+EDITED = [
+    *(("init_lora_weights", init) for init in ("pissa_niter_16", "corda", "loftq", "some-init-of-2031", ["gaussian"])),
+    *((field, True) for field in ("use_qalora", "ensure_weight_tying", "a_field_of_2031")),
+    ("megatron_config", {"hidden_size": 4}),
+    ("a_field_of_2031", {}),
+    *(
+        (field, {pattern: 2})
+        for field in ("rank_pattern", "alpha_pattern")
+        for pattern in ("(a|b)", ".*q", r"l\.\d", "(a+)+$")
+    ),
+    *(
+        (f, {"on": True})
+        for f in sorted(x.name for x in dataclasses.fields(LoraConfig) if "is_lora_variant" in x.metadata)
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), EDITED, ids=str)
+def test_a_config_is_refused_by_field(field, value, plain):
+    edit(plain, **{field: value})
+    with pytest.raises(AdapterFormatError, match=rf"\b{field} = "):
+        read_adapter(plain)
+
+
+# ---- names from inside a wrapper -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    ["_orig_mod.{}", "model._orig_mod.{}", "_fsdp_wrapped_module.{}", "{}._checkpoint_wrapped_module", "module.{}",
+     "base_model.model.{}", "model.base_layer.{}", "modules_to_save.{}"],
+)  # fmt: skip
+def test_names_of_a_wrapper_are_no_modules(wrapped, plain, main: Callable[..., Said]):
+    """torch.compile, FSDP, checkpointing, DDP, peft around peft: the same layer would count as another module."""
+    tensors = stored(plain)
+    for key in [key for key in tensors if "layers.0" in key]:
+        module, _, factor = key.removeprefix(PREFIX).rpartition(".lora_")
+        tensors[f"{PREFIX}{wrapped.format(module)}.lora_{factor}"] = tensors.pop(key)
+    import safetensors.torch
+
+    safetensors.torch.save_file(tensors, plain / "adapter_model.safetensors")
+    with pytest.raises(AdapterFormatError, match=r"inside a wrapper.*Unwrap the model"):
+        read_adapter(plain)
+    assert "wrapper" in main("validate", plain).complaint()
+
+
+# ---- a file on demand ------------------------------------------------------------------------------------------------
+
+
+def test_a_file_says_names_shapes_and_scales_before_any_number(written_by_peft):
+    _, model, _, folder = written_by_peft("ranks by suffix")
+    file, (whole, _) = AdapterFile(folder), read_adapter(folder)
+    layers = peft_layers(model)
+    assert file.modules == tuple(whole.modules) and file.ranks == whole.ranks
+    assert file.scales == {name: layers[name].scaling["default"] for name in file.modules}
+    assert file.shapes == {name: tuple(update.shape) for name, update in peft_updates(model).items()}
+    for module in file.modules:
+        for mine, theirs in zip(file.lora(module).factors, whole.modules[module].factors, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("scaling", [0.0, -2.0, float("nan"), float("inf")])
+def test_a_scaling_must_be_positive(scaling, plain: Path):
+    with pytest.raises(AdapterFormatError, match="scaling"):
+        read_adapter(plain, scaling=scaling)
+
+
+def test_conv1d_factors_are_stored_as_those_of_linear(written_by_peft):
+    """So fan_in_fan_out changes nothing in a file."""
+    _, _, _, folder = written_by_peft("Conv1D")
+    shapes = {n: tuple(p.shape)[::-1] for n, p in gpt2().named_parameters() if n.endswith("weight") and p.ndim == 2}
+    assert all(shape == shapes[f"{name}.weight"] for name, shape in AdapterFile(folder).shapes.items())

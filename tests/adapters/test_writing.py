@@ -1,0 +1,245 @@
+"""Writing what peft reads: whole or not at all. Kinds of evidence: *end-to-end* (we write and peft reads), *oracle*
+(base + scaling * B @ A added densely), refusals.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedlora.adapters import AdapterSpec, read_adapter, write_adapter
+from fedlora.adapters.io import pad_rank, read_model
+from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.errors import AdapterFormatError, FactorNotShared
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.peft_boundary import (
+    READABLE,
+    assert_close,
+    assert_peft_loads,
+    assert_same,
+    kept,
+    loaded,
+    random_like,
+)
+from support.peft_models import peft_layers, peft_updates
+from support.tiny_models import llama, logits
+
+pytestmark = [FUTURE_NAMES, LORA_BIAS]
+WRITABLE = ["list", "all-linear", "Conv1D", "heads", "heads of several tensors"]
+
+
+@functools.cache
+def read_once(name):
+    return read_model(kept(name)[1])
+
+
+def like(name, ranks, dtype=torch.float32):
+    """A base model, a random adapter of the given ranks for it, and the spec of peft's adapter for that model."""
+    adapter, spec = read_once(name)
+    return READABLE[name][0], random_like(adapter, ranks, dtype), spec
+
+
+class Tree(nn.Module):
+    """Linear layers (5, 6) at the given dotted paths; the output is their sum."""
+
+    def __init__(self, *paths):
+        super().__init__()
+        for path in paths:
+            *parents, leaf = path.split(".")
+            module = self
+            for parent in parents:
+                if parent not in dict(module.named_children()):
+                    module.add_module(parent, nn.Module())
+                module = module.get_submodule(parent)
+            module.add_module(leaf, nn.Linear(6, 5))
+        self.paths = paths
+
+    def forward(self, x):
+        return sum(self.get_submodule(path)(x) for path in self.paths)
+
+
+class TestWriteAdapter:
+    @pytest.mark.quick(12)
+    @pytest.mark.parametrize(
+        ("ranks", "scaling"),
+        [((4,), 2.0), ((4,), 0.7), ((3,), 1 / 3), ((3, 4, 8), 1.0), ((3, 4, 8), 0.7), ((2, 1), 1 / 3)],
+        ids=str,
+    )
+    @pytest.mark.parametrize("name", WRITABLE)
+    def test_peft_loads_the_base_plus_the_scaled_product(self, name, ranks, scaling, tmp_path):
+        build, adapter, spec = like(name, ranks)
+        write_adapter(tmp_path / "out", adapter, AdapterSpec(spec.config, scaling))
+        assert_peft_loads(build, tmp_path / "out", adapter, scaling)
+
+    @pytest.mark.quick(12)
+    @pytest.mark.parametrize("name", READABLE)
+    def test_what_was_read_is_written_with_the_same_meaning(self, name, written_by_peft, tmp_path):
+        build, model, scaling, directory = written_by_peft(name)
+        adapter, spec = read_adapter(directory, scaling=scaling or 1.5)
+        write_adapter(tmp_path / "out", adapter, spec)
+        assert_close(logits(loaded(build, tmp_path / "out")), logits(model))
+        again, spec_again = read_adapter(tmp_path / "out", scaling=spec.scaling)
+        assert_same(again, adapter)
+        config = json.loads((tmp_path / "out" / CONFIG_FILE).read_text())
+        assert sorted(config["target_modules"]) == sorted(adapter.modules)  # in full: no pattern is handed on
+        kept_ = {k: v for k, v in spec.config.items() if v is not None and k != "modules_to_save"}
+        assert kept_.items() <= spec_again.config.items()
+
+    @pytest.mark.parametrize("scaling", [1.0, 2.0, 0.7, 1 / 3, 8 / math.sqrt(6)], ids="{:.3g}".format)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+    def test_round_trip_is_exact(self, dtype, scaling, tmp_path):
+        _, adapter, spec = like("heads", (3, 4, 25, 24), dtype)
+        spec = AdapterSpec(spec.config, scaling)
+        write_adapter(tmp_path / "out", adapter, spec)
+        again, spec_again = read_adapter(tmp_path / "out", scaling=scaling)
+        assert_same(again, adapter)
+        assert spec_again.scaling == scaling and spec_again.config["modules_to_save"] == ["classifier"]
+
+    @pytest.mark.parametrize("turn", range(2))
+    def test_ranks_of_names_that_contain_one_another_do_not_cross(self, turn, tmp_path):
+        """Oracle: peft's ranks and updates. In one turn `a.q` has the common rank, in the other `b.a.q`."""
+        names = ["a.q", "b.a.q", "a.q2", "a.qq", "c.b.a.q", "l.1.q", "l.11.q"]
+        ranks = [[4, 2, 3, 4, 5, 1, 6], [2, 4, 3, 1, 5, 4, 6]][turn]
+        generator = torch.Generator().manual_seed(turn)
+        adapter = Adapter(
+            {
+                name: LoRA(torch.randn(5, r, generator=generator), torch.randn(r, 6, generator=generator))
+                for name, r in zip(names, ranks, strict=True)
+            }
+        )
+        write_adapter(tmp_path, adapter, AdapterSpec({}, 0.75))
+        model = loaded(lambda: Tree(*names), tmp_path)
+        assert {path: layer.r["default"] for path, layer in peft_layers(model).items()} == adapter.ranks
+        for name, update in peft_updates(model).items():
+            torch.testing.assert_close(update, 0.75 * adapter.modules[name].delta(), rtol=1e-5, atol=1e-5)
+        assert_same(read_adapter(tmp_path, scaling=0.75)[0], adapter)
+
+    def test_one_rank_needs_no_patterns(self, tmp_path):
+        build, adapter, spec = like("list", (3, 4, 8))
+        padded = Adapter({name: pad_rank(module, 8) for name, module in adapter.modules.items()})
+        write_adapter(tmp_path / "out", padded, spec)
+        config = json.loads((tmp_path / "out" / CONFIG_FILE).read_text())
+        assert (config["r"], config["lora_alpha"]) == (8, 8)
+        assert not {"rank_pattern", "alpha_pattern"} & set(config)
+        assert_peft_loads(build, tmp_path / "out", adapter, 1.0)
+
+    def test_writing_twice_gives_the_same_three_files(self, tmp_path):
+        _, adapter, spec = like("heads", (2, 4))
+        for out in ("one", "two", "two"):
+            write_adapter(tmp_path / out, adapter, spec)
+        files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+        assert set(files) == {CONFIG_FILE, WEIGHTS_FILE, "README.md"}
+        assert files == {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()}
+
+    def test_an_adapter_in_the_way_is_replaced(self, plain):
+        _, spec = read_adapter(plain)
+        adapter = random_like(read_adapter(plain)[0], (6, 2))
+        write_adapter(plain, adapter, spec)
+        assert_peft_loads(llama, plain, adapter, 1.0)
+
+    def test_the_card(self, tmp_path):
+        _, adapter, spec = like("list", (4,))
+        write_adapter(tmp_path / "own", adapter, spec, card="# Mine\n")
+        assert (tmp_path / "own" / "README.md").read_text() == "# Mine\n"
+        write_adapter(
+            tmp_path / "default", adapter, AdapterSpec({**spec.config, "base_model_name_or_path": "some/base"})
+        )
+        assert "base_model: some/base" in (tmp_path / "default" / "README.md").read_text()
+
+    def test_views_and_tensors_that_require_gradients_are_written(self, tmp_path):
+        build, adapter, spec = like("list", (4,))
+        views = adapter.map(lambda t: t.T.contiguous().T.requires_grad_())
+        write_adapter(tmp_path / "out", views, spec)
+        assert_peft_loads(build, tmp_path / "out", adapter, 1.0)
+
+    def test_modules_may_share_a_tensor(self, tmp_path):
+        build, adapter, spec = like("list", (4,))
+        A = next(iter(adapter.modules.values())).A
+        sharing = Adapter({name: LoRA(module.B, A) for name, module in adapter.modules.items()})
+        write_adapter(tmp_path / "out", sharing, spec)
+        assert_peft_loads(build, tmp_path / "out", sharing, 1.0)
+
+
+def poisoned(adapter, value):
+    name, module = list(adapter.modules.items())[-1]
+    B = module.B.clone()
+    B[0, 0] = value
+    return Adapter({**adapter.modules, name: LoRA(B, module.A)}, adapter.heads)
+
+
+# what -> (the change to a good adapter with a head, what the refusal names)
+UNWRITABLE = {
+    "NaN": (lambda a: poisoned(a, math.nan), "factor B of module.*NaN"),
+    "Inf": (lambda a: poisoned(a, math.inf), "factor B of module.*Inf"),
+    "NaN in a head": (lambda a: Adapter(a.modules, {n: h * math.nan for n, h in a.heads.items()}), "classifier"),
+    "rank 0": (
+        lambda a: Adapter({n: LoRA(m.B[:, :0], m.A[:0]) for n, m in a.modules.items()}, a.heads),
+        "query.* rank 0",
+    ),
+    "no A": (lambda a: Adapter({n: LoRA(m.B, None) for n, m in a.modules.items()}, a.heads), "factor A"),
+    "no modules": (lambda a: Adapter({}, a.heads), "module"),
+}
+
+
+class TestRefusedWrites:
+    @pytest.mark.parametrize("what", UNWRITABLE)
+    def test_nothing_is_written(self, what, tmp_path):
+        _, adapter, spec = like("heads", (4,))
+        change, message = UNWRITABLE[what]
+        with pytest.raises((AdapterFormatError, FactorNotShared), match=message):
+            write_adapter(tmp_path / "new" / "out", change(adapter), spec)
+        assert not (tmp_path / "new").exists()
+
+    @pytest.mark.parametrize("what", UNWRITABLE)
+    def test_what_was_there_stays(self, what, tmp_path):
+        _, adapter, spec = like("heads", (4,))
+        there = tmp_path / "there"
+        write_adapter(there, adapter, spec)
+        before = {path.name: path.read_bytes() for path in there.iterdir()}
+        change, message = UNWRITABLE[what]
+        with pytest.raises((AdapterFormatError, FactorNotShared), match=message):
+            write_adapter(there, change(adapter), spec)
+        assert before == {path.name: path.read_bytes() for path in there.iterdir()}
+
+    def test_heads_that_the_spec_does_not_save(self, tmp_path):
+        build, adapter, spec = like("heads", (4,))
+        spec = AdapterSpec({**spec.config, "modules_to_save": None, "task_type": None})
+        write_adapter(tmp_path / "out", adapter, spec)
+        assert_peft_loads(build, tmp_path / "out", adapter, 1.0)
+        assert_same(read_adapter(tmp_path / "out")[0], adapter)
+
+    @pytest.mark.parametrize("task", ["SEQ_CLS", None])
+    def test_saved_modules_without_heads(self, task, tmp_path):
+        # So comes the server's adapter when heads stay with the clients.
+        build, adapter, spec = like("heads", (4,))
+        adapter = Adapter(adapter.modules)
+        write_adapter(tmp_path / "out", adapter, AdapterSpec({**spec.config, "task_type": task}))
+        assert_peft_loads(build, tmp_path / "out", adapter, 1.0)
+
+
+def test_a_result_has_no_field_that_an_old_peft_does_not_know(tmp_path):
+    """peft 0.2 raises TypeError for any other."""
+    known = {
+        "base_model_name_or_path", "peft_type", "task_type", "inference_mode", "r", "target_modules", "lora_alpha",
+        "lora_dropout", "fan_in_fan_out", "bias", "modules_to_save",
+    }  # fmt: skip
+    _, adapter, spec = like("heads", (4,))
+    write_adapter(tmp_path / "out", adapter, spec)
+    assert set(json.loads((tmp_path / "out" / CONFIG_FILE).read_text())) <= known
+
+
+def test_no_stranger_makes_peft_import_a_module(plain, tmp_path):
+    """auto_mapping names what AutoPeftModel imports: only transformers' is handed on."""
+    for library, handed in (("os", False), ("transformers.models.bert.modeling_bert", True)):
+        mapping = {"base_model_class": "x", "parent_library": library}
+        config = json.loads((plain / CONFIG_FILE).read_text()) | {"auto_mapping": mapping}
+        (plain / CONFIG_FILE).write_text(json.dumps(config))
+        write_adapter(tmp_path / library, *read_adapter(plain))
+        written = json.loads((tmp_path / library / CONFIG_FILE).read_text())
+        assert (written.get("auto_mapping") == mapping) is handed
