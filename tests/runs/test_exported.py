@@ -128,7 +128,7 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
     (tmp_path / "t.csv").write_text(CSV + "".join(lines))
     (tmp_path / "c.toml").write_text(
         '[model]\npath = "model"\ntask = "causal-lm"\n[data]\ntrain = "t.csv"\nvalidation = 0.2\ntest = 0.3\n'
-        'max_length = 16\ntemplate = "none"\n[lora]\ntargets = "all-linear"\n'
+        'max_length = 16\ntemplate = "{prompt}"\n[lora]\ntargets = "all-linear"\n'
         '[clients]\ncount = 2\npartition = "iid"\nranks = [2, 4]\n'
         "[train]\nlr = 2e-2\nsteps = 6\n[run]\nrounds = 2\nthreads = 1\n"
     )
