@@ -93,7 +93,7 @@ class TestTemplate:
         assert done.read_json("manifest.json")["data"]["template"].startswith("chat, sha256 ")
 
     def test_digests(self, place: Path) -> None:
-        """What old configs say by nothing, and meant as raw, is "{prompt}" now, with the old digest; nothing means chat."""
+        """What old configs say by nothing is "{prompt}" now, with the old digest; nothing means chat."""
         plain, raw, chat = (
             config_of(place, *sets) for sets in ((), ("data.template={prompt}",), ("data.template=chat",))
         )

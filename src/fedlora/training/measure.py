@@ -134,7 +134,7 @@ class ModelEvaluator:
         scores = self.measure_clients(server, state)
         names = [name for name in next(iter(scores.values())) if "/" not in name]
         means = {name: math.fsum(score[name] for score in scores.values()) / len(scores) for name in names}
-        if self.metric not in names:  # of the caller's own
+        if self._own_measure is not None:
             return means | {f"client/{c}/{name}": score[name] for c, score in scores.items() for name in names}
         mine = {client: score[self.metric] for client, score in scores.items()}
         worst = worst_of(self.metric, list(mine), mine.__getitem__)
