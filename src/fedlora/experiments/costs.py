@@ -199,7 +199,7 @@ def trained_on(result: Result) -> int | None:
 
 
 def _a_round(train: TrainSection, size: int) -> int:
-    """The examples that a client of this size trains on in a round, as in `training.local`: a client with less than one
+    """The examples that a client of this size trains on in a round, as in `training.loop`: a client with less than one
     batch uses a batch of its own size."""
     batch = min(train.batch_size, size)
     return (train.steps or math.ceil(train.epochs * size / batch)) * batch
