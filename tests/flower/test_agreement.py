@@ -240,7 +240,7 @@ def test_a_loaded_trainer_and_the_files_say_the_same(model: Path, tmp_path: Path
 
 def test_the_first_site_tells_a_server_that_has_no_model(model: Path, tmp_path: Path) -> None:
     """It is written down; the next ones are compared with it."""
-    first = model_facts(str(model), settings(), tmp_path / "c.json")
+    first = model_facts(str(model), settings())
     known, new = admitted(settings(), agreed(tmp_path / "agreement.json"), "acme", first)
     assert new == ("base", "tokenizer", "architecture")
     write_agreed(tmp_path / "agreement.json", known)

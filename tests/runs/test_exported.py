@@ -150,7 +150,7 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
     assert right / count == pytest.approx(on_the_card(folder, "accuracy"), abs=6e-5)
 
 
-@pytest.mark.parametrize("template", ["w6 {prompt} w7", "{% for m in messages %}{{ m.content }} [EOS] {% endfor %}"])
+@pytest.mark.parametrize("template", ["w6 {prompt} w7", "{prompt}"])
 def test_a_language_models_snippet_asks_as_the_model_was_taught(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,7 @@ def model_content(path: str | os.PathLike[str]) -> dict[str, str]:
     with contextlib.suppress(ConfigError):  # an adapter's folder; or it is reported when the model is loaded
         found |= set(weight_files(place))
     found |= set(place.glob("adapter_model.safetensors"))
-    return {file.name: file_digest(file) for file in sorted(found)}
+    return {file.relative_to(place).as_posix(): file_digest(file) for file in sorted(found)}
 
 
 def model_commit(path: str | os.PathLike[str]) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -30,7 +31,10 @@ from fedlora.training.settings import DType, Task
 
 PICKLED = "pytorch_model.bin"
 # What a loader may read of a model's folder besides its weights; .py of models whose code comes with them.
-TEXTS = ("*.json", "*.model", "*.txt", "*.jinja", "*.spm", "*.tiktoken", "*.py")
+TEXTS = (
+    "*.json", "*.model", "*.txt", "*.jinja", "*.spm", "*.codes", "*.tiktoken", "*.py",
+    "additional_chat_templates/*.jinja",
+)  # fmt: skip
 _SECONDS = 5.0  # for the hub's answer
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
 
@@ -61,11 +65,11 @@ def model_place(path: str | os.PathLike[str], revision: str | None = None, *, we
 
     def fetched(*patterns: str) -> Path:
         return Path(snapshot_download(os.fspath(path), revision=revision, allow_patterns=[*patterns],
-                                      ignore_patterns=["*/*"], etag_timeout=_SECONDS))  # fmt: skip
+                                      etag_timeout=_SECONDS))  # fmt: skip
 
     try:
         place = fetched(*TEXTS, *(["model*.safetensors"] if weights else []))
-        return place if not weights or any(place.glob("model*.safetensors")) else fetched("pytorch_model*.bin")
+        return place if not weights or any(place.glob("model*.safetensors*")) else fetched("pytorch_model*.bin")
     except HFValidationError as error:
         raise ConfigError(f"the model {os.fspath(path)!r} is no directory or file here, and no hub id.") from error
     except Exception as error:  # the transport's exceptions change from version to version
@@ -79,14 +83,22 @@ def model_place(path: str | os.PathLike[str], revision: str | None = None, *, we
 
 
 def weight_files(place: Path) -> list[Path]:
-    """The files that hold a model's weights: safetensors, or PyTorch's own if there are no others, shards and all.
+    """The files that hold a model's weights: safetensors, or PyTorch's own if there are no others. Shards are those
+    that the index names, as transformers reads them.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or one is missing.
     """
-    for kind in ("model.safetensors", "model-*.safetensors", PICKLED, "pytorch_model-*.bin"):
-        if found := sorted(place.glob(kind)):
-            return found
+    for single in (place / "model.safetensors", place / PICKLED):
+        if single.is_file():
+            return [single]
+        index = place / f"{single.name}.index.json"
+        if index.is_file():
+            with readable(f"the index of the model's files, {index}, cannot be read"):
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+                if lacks := [name for name in names if not (place / name).is_file()]:
+                    raise ConfigError(f"the model {place} lacks {', '.join(lacks[:3])}, which its index names.")
+            return [place / name for name in names]
     raise ConfigError(f"the model {place} has no weights: neither model*.safetensors nor pytorch_model*.bin is there.")
 
 

@@ -101,7 +101,8 @@ class ProgramTrainer:
         place = (self.folder / client).absolute()
         round, spec = RoundFolder(place / "round"), replace(self._spec, scaling=self._scale(adapter))
         shutil.rmtree(round.path, ignore_errors=True)  # of a round that failed: no result of it may count now
-        round.path.mkdir(parents=True, mode=0o700)
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        round.path.mkdir()
         begun = _scaled(adapter, unit / spec.scaling)
         facts = round.write(
             RoundFacts(
