@@ -50,6 +50,7 @@ pytestmark = [
     LORA_BIAS,
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),  # of TRL's own settings
     pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning"),  # of a script's own Trainer
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),  # of torch.compile's own imports
 ]
 LR, STEPS, SIZE, ROUNDS = 5e-3, 4, 12, 3
 
