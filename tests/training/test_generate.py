@@ -21,15 +21,9 @@ import torch
 from torch import nn
 
 from fedlora import Adapter, Client, Server, build
-from fedlora.adapters.io import read_adapter
 from fedlora.core.messages import ClientMemory
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
-from fedlora.runs.client_data import Dealt, deal
-from fedlora.runs.config import load_config
-from fedlora.runs.execution import execute
-from fedlora.runs.folder import RunFolder
-from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.training.encode import IGNORED, encode
@@ -47,10 +41,8 @@ from support.training_data import (
     SPECIAL,
     UNK,
     WORDS,
-    classification,
     encode_prompts,
     instructions,
-    save_encoder,
     save_model,
     tokenizer,
     word,
@@ -234,15 +226,6 @@ class TestTeacherForced:
         for batch_size in (1, 4, 64):
             assert teacher_forced(model, examples, batch_size=batch_size) == want
 
-    def test_it_is_not_generation(self, model: AdaptedModel) -> None:
-        """Why it is another measure: given a response that the model would not say, both differ."""
-        data = instructions(25, 5)
-        forced = teacher_forced(model, encode(data, READER, max_length=64, template="{prompt}"), batch_size=8)
-        free = greedy(
-            model, encode_prompts(data, READER, max_length=64, template="{prompt}"), max_new_tokens=5, batch_size=8
-        )
-        assert sum(a != b for a, b in zip(forced, free, strict=True)) > 10
-
 
 # ---- ROUGE-L ---------------------------------------------------------------------------------------------------------
 
@@ -396,166 +379,3 @@ class TestSeveralSets:
         want = mean(list(scores.values())) | {"worst": min(mine.values())}
         want |= {f"client/{name}": value for name, value in mine.items()}
         assert evaluator.evaluate(played.server, played.state) == pytest.approx(want, rel=1e-4)
-
-    def test_a_classifier_on_sets_by_name(self, tmp_path: Path) -> None:
-        """As MNLI's two would be: the groups are of accuracy, and the mean is over sets and not over examples."""
-        save_encoder(tmp_path)
-        settings = LoRASettings(targets=["query"], scaling=SCALING)
-        model = AdaptedModel.load(tmp_path, "classification", settings, labels=("blue", "green", "red"))
-        server = Server(build("glora"))
-        state = start(server, model.seed_adapter(2, seed=0)[0])
-        sets = {"m": classification(30, 0), "mm": classification(7, 1)}
-        alone = {name: ModelEvaluator(model, data, []).evaluate(server, state) for name, data in sets.items()}
-        got = ModelEvaluator(model, sets, []).evaluate(server, state)
-        whole = [{k: v for k, v in score.items() if "/" not in k} for score in alone.values()]
-        want = mean(whole) | {f"group/{name}": score["accuracy"] for name, score in alone.items()}
-        assert got == pytest.approx(want, rel=1e-6)
-
-
-# ---- a whole federation of tasks -------------------------------------------------------------------------------------
-
-CONFIG = """
-[model]
-path = "model"
-task = "causal-lm"
-
-[data]
-task = "superni"
-tasks = 3
-unseen = 2
-max_train = 24
-max_test = 6
-max_length = 48
-
-[clients]
-ranks = [2, 4, 4]
-
-[lora]
-targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
-
-[train]
-lr = 2e-2
-steps = 16
-batch_size = 8
-
-[evaluate]
-metric = "rouge-l"
-max_new_tokens = 4
-clients_at_end = true
-
-[run]
-rounds = 3
-threads = 1
-readouts = true
-"""
-
-
-def write_root(root: Path, seed: int = 0) -> Path:
-    """Six tasks in five categories, a hundred instances each: answer with the task's own word and one of the input.
-
-    Each instance has three references, the last one of which fits other tasks' words a little.
-    """
-    folder = root / "superni"
-    folder.mkdir(parents=True)
-    draw = random.Random(seed)
-    for k in range(6):
-        instances = []
-        for j in range(100):
-            asked = draw.sample(WORDS[10:], 4)
-            answer = f"w{k} {asked[0]}" if k % 2 else f"w{k} w{k} {asked[-1]}"
-            instances.append(
-                {"id": f"{k}-{j}", "input": " ".join(asked), "output": [answer, f"w{k}", " ".join(WORDS[:6])]}
-            )
-        raw = {
-            "Definition": [f"Say w{k} and a word."], "Categories": [f"category {k % 5}"], "Instances": instances,
-            "Input_language": ["English"], "Output_language": ["English"],
-        }  # fmt: skip
-        (folder / f"task{k}_x.json").write_text(json.dumps(raw))
-    return root
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A language model, a config, and tasks under its folder root."""
-    folder = tmp_path_factory.mktemp("tasks")
-    save_model(folder / "model", talker(), classifies=False)
-    (folder / "config.toml").write_text(CONFIG)
-    write_root(folder / "root")
-    return folder
-
-
-@dataclass(frozen=True)
-class Federation:
-    folder: RunFolder
-    data: Dealt
-
-
-@pytest.fixture(scope="module")
-def finished(project: Path) -> Federation:
-    """A run of it, once for the tests below."""
-    config, folder = load_config(project / "config.toml"), RunFolder(project / "run")
-    for _ in execute(prepare(config, project / "root"), folder):
-        pass
-    return Federation(folder, deal(config, project / "root"))
-
-
-def of_sets(network: nn.Module, sets: Mapping[str, TextData]) -> dict[str, float]:
-    each = {name: scored(network, data, "rouge-l", 48, 4) for name, data in sets.items()}
-    return mean(list(each.values())) | {f"group/{name}": scores["rouge_l"] for name, scores in each.items()}
-
-
-def written_model(project: Path, adapter: Path) -> Any:
-    """A plain model with a written adapter's update in its weights."""
-    written, spec = read_adapter(adapter)
-    updates = {name: spec.scaling * lora.delta() for name, lora in written.modules.items()}
-    return dense(project / "model", llama, updates, {})
-
-
-class TestFederationOfTasks:
-    def test_the_summary_is_the_written_models_rouge(self, finished: Federation, project: Path) -> None:
-        """adapter/ and best/ put into a plain model's weights: greedy answers and ROUGE-L by hand, set by set."""
-        summary = finished.folder.read_json("summary.json")
-        assert (summary["metric"], summary["target"], summary["clients"]) == ("rouge_l", "server", 3)
-        for name, folder in (("last", "adapter"), ("best", "best")):
-            network = written_model(project, finished.folder.path / folder)
-            assert summary["test"][name] == pytest.approx(of_sets(network, finished.data.test), rel=1e-3)
-            unseen = summary["probes"][name]["unseen"]
-            assert unseen == pytest.approx(of_sets(network, finished.data.probes["unseen"]), rel=1e-3)
-            assert 0 < unseen["rouge_l"] < summary["test"][name]["rouge_l"] < 1, "nothing here is trivial"
-            assert {key for key in unseen if "/" in key} == {f"group/{t}" for t in finished.data.probes["unseen"]}
-
-    def test_each_client_at_the_end_is_measured_on_its_own_task(self, finished: Federation, project: Path) -> None:
-        """The readouts that were written, on the test set of the client's task alone, by hand."""
-        at_end = finished.folder.read_json("summary.json")["clients_at_end"]
-        assert set(at_end) == set(finished.data.parts)
-        for name, scores in at_end.items():
-            network = written_model(project, finished.folder.path / "clients" / name)
-            assert scores == pytest.approx(scored(network, finished.data.test[name], "rouge-l", 48, 4), rel=1e-3)
-
-
-def test_clients_are_measured_on_their_own_task(project: Path, tmp_path: Path) -> None:
-    """FedSA-LoRA has no server model: the summary is the mean over clients, each on its task, and the probe of all.
-
-    The written clients' adapters, in a plain model's weights, by hand.
-    """
-    sets = ["method.name=fedsa-lora", "clients.ranks=[4]", "run.rounds=1", "data.max_test=3"]
-    config = load_config(project / "config.toml", sets)
-    folder = RunFolder(tmp_path / "run")
-    for _ in execute(prepare(config, project / "root"), folder):
-        pass
-    summary, data = folder.read_json("summary.json"), deal(config, project / "root")
-    networks = {name: written_model(project, folder.path / "clients" / name) for name in data.parts}
-    own = {name: scored(network, data.test[name], "rouge-l", 48, 4) for name, network in networks.items()}
-    want = mean(list(own.values())) | {"worst": min(s["rouge_l"] for s in own.values())}
-    want |= {f"client/{name}": s["rouge_l"] for name, s in own.items()}
-    assert summary["target"] == "clients"
-    assert summary["test"]["last"] == pytest.approx(want, rel=1e-3)
-    unseen = [
-        mean([scored(network, part, "rouge-l", 48, 4) for part in data.probes["unseen"].values()])
-        for network in networks.values()
-    ]
-    got = summary["probes"]["last"]["unseen"]
-    assert {key: got[key] for key in ("accuracy", "loss", "perplexity", "rouge_l")} == pytest.approx(
-        mean(unseen), rel=1e-3
-    )
-    assert [got[f"client/{name}"] for name in networks] == pytest.approx([s["rouge_l"] for s in unseen], rel=1e-3)

@@ -16,12 +16,10 @@ import sklearn.metrics
 import torch
 from torch import Tensor, nn
 
-from fedlora import Adapter, Client, Roles, Server, build
-from fedlora.core.messages import ClientMemory
+from fedlora import Adapter, Client, Server, build
 from fedlora.data import TextData
 from fedlora.errors import NoGlobalModel
 from fedlora.server.server import start
-from fedlora.server.state import RunState
 from fedlora.simulation import RoundRecord, simulate
 from fedlora.training.encode import IGNORED, encode
 from fedlora.training.loop import LocalTrainer
@@ -229,16 +227,6 @@ def test_clients_are_measured_with_what_they_kept(model: AdaptedModel, classifie
     assert got == pytest.approx(summary(scores), rel=1e-3)
 
 
-def test_a_client_that_never_took_part_is_measured_with_its_start(model: AdaptedModel, classifier: Path) -> None:
-    """FedSA-LoRA again: B_i = 0 and the head as it came with the model, so it is the plain model."""
-    server, records, _ = played(model, "fedsa-lora", EQUAL, rounds=1, participation=0.5)
-    absent = sorted(set(RANKS) - set(records[0].losses))
-    assert len(absent) == 1
-    got = ModelEvaluator(model, TEST, [Client(absent[0], 4)], target="clients").evaluate(server, records[0].state)
-    want = by_hand(dense(classifier, bert, {}, {}), TEST)
-    assert (got["accuracy"], got["loss"]) == pytest.approx((want["accuracy"], want["loss"]), rel=1e-4)
-
-
 def test_clients_are_measured_at_their_own_rank_on_their_own_text(model: AdaptedModel, classifier: Path) -> None:
     """GLoRA: each client's readout and the mean head; b and c have held-out text of their own, a has none."""
     server, records, _ = played(model, "glora", RANKS)
@@ -252,16 +240,6 @@ def test_clients_are_measured_at_their_own_rank_on_their_own_text(model: Adapted
     assert evaluator.evaluate(server, state) == pytest.approx(summary(scores), rel=1e-3)
     for client, score in evaluator.measure_clients(server, state).items():
         assert score == pytest.approx(scores[client], rel=1e-3)
-
-
-def test_clients_are_measured_on_the_changed_base(model: AdaptedModel, classifier: Path) -> None:
-    """FedEx-LoRA: a client's model is W0 + base_delta + its readout, which is the server's model for everyone."""
-    server, records, _ = played(model, "fedex-lora", EQUAL)
-    clients = [Client(name, 4) for name in RANKS]
-    got = ModelEvaluator(model, TEST, clients, target="clients").evaluate(server, records[-1].state)
-    want = ModelEvaluator(model, TEST, clients, target="server").evaluate(server, records[-1].state)
-    assert {round(got[f"client/{name}"], 9) for name in RANKS} == {round(want["accuracy"], 9)}
-    assert got["loss"] == pytest.approx(want["loss"], rel=1e-4)
 
 
 def test_the_worst_client_is_the_least_accurate_one(model: AdaptedModel) -> None:
@@ -306,12 +284,6 @@ def test_an_empty_set_counts_nowhere(model: AdaptedModel) -> None:
 # ---- measuring changes nothing ---------------------------------------------------------------------------------------
 
 
-def test_measuring_twice_says_the_same_and_dropout_is_off(model: AdaptedModel) -> None:
-    server, records, _ = played(model, "glora", RANKS, rounds=1)
-    evaluator = ModelEvaluator(model, TEST, [Client(n, r) for n, r in RANKS.items()], target="clients")
-    assert evaluator.evaluate(server, records[0].state) == evaluator.evaluate(server, records[0].state)
-
-
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("method", ["fedex-lora", "fedsa-lora", "glora"])
 def test_evaluation_between_rounds_changes_no_bit_of_the_training(model: AdaptedModel, method: str) -> None:
@@ -325,20 +297,3 @@ def test_evaluation_between_rounds_changes_no_bit_of_the_training(model: Adapted
     assert [r.metrics for r in plain[1]] == [{}, {}] and all(r.metrics for r in measured[1])
     for one, other in zip(plain[2].calls, measured[2].calls, strict=True):
         assert bits(one[3].adapter) == bits(other[3].adapter)
-
-
-def test_a_client_is_measured_with_the_memory_that_is_handed_in(model: AdaptedModel) -> None:
-    """The memory decides, and none means the start."""
-    server = Server(build("fedsa-lora"))
-    client = Client("a", 4)
-    seed_adapter, _ = model.seed_adapter(4, seed=0)
-    state = start(server, seed_adapter)
-    evaluator = ModelEvaluator(model, TEST, [client], target="clients")
-    mine = drawn(seed_adapter, 4, 5)
-    kept = Adapter({n: type(x)(x.factors[0], None) for n, x in mine.modules.items()}, mine.heads)
-    assert server.roles(state.server) == Roles(B="local", heads="local")
-    fresh = evaluator.evaluate(server, state)
-    (alone,) = evaluator.measure_clients(server, RunState(0, state.server, {"a": ClientMemory(kept)})).values()
-    assert alone["loss"] not in (fresh["loss"], evaluator.measure_adapter(mine)["loss"])
-    modules = {n: type(x)(x.factors[0], seed_adapter.modules[n].factors[1]) for n, x in mine.modules.items()}
-    assert alone["loss"] == evaluator.measure_adapter(Adapter(modules, mine.heads))["loss"]

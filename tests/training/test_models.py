@@ -29,7 +29,7 @@ from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
 from fedlora.training.skeleton import Skeleton, check_targets, longest_of
 from support.known_warnings import CONV1D, FUTURE_NAMES
-from support.local_training import Loader, bits, dense, download, logits
+from support.local_training import Loader, bits, dense, logits
 from support.tiny_models import bert, llama
 from support.training_data import CLS, SEP, classification, save_model, word
 
@@ -58,22 +58,6 @@ def test_a_seed_adapter_is_a_fresh_lora_of_its_seed(load: Loader, classifier: Pa
     ids = [CLS, word(1), word(2), SEP]
     torch.testing.assert_close(logits(model.network, ids), logits(plain, ids), rtol=1e-5, atol=1e-6)
     assert spec.scaling == 2.0 and spec.base_model == str(classifier)
-
-
-def test_a_seed_adapter_is_fresh_also_when_the_model_has_been_used(load: Loader) -> None:
-    """Asked for again, at a rank that has been trained meanwhile, and from another seed."""
-    model = load()
-    first, _ = model.seed_adapter(4, seed=0)
-    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=1, batch_size=4), seed=0)
-    trainer.train(download(first), first, 0)
-    assert bits(model.seed_adapter(4, seed=0)[0]) == bits(first)
-    assert bits(model.seed_adapter(4, seed=1)[0]) == bits(load().seed_adapter(4, seed=1)[0])
-
-
-def test_labels_get_their_names_in_the_models_config(load: Loader, encoder: Path) -> None:
-    config = load(encoder).network.config
-    assert config.id2label == {0: "blue", 1: "green", 2: "red"}
-    assert config.label2id == {"blue": 0, "green": 1, "red": 2}
 
 
 def test_dropout_replaces_every_rate_of_the_model(load: Loader) -> None:
@@ -252,8 +236,3 @@ def test_a_rank_above_every_matrix_is_refused_before_it_is_made(load: Loader, ra
     """The longest side of the test model's targets is 32 or so; rank 10^9 ended in the allocator's traceback."""
     with pytest.raises(ConfigError, match="above both sides"):
         load().seed_adapter(rank, seed=0)
-
-
-def test_a_rank_above_the_short_side_is_none_of_our_business(load: Loader) -> None:
-    """A head of two labels has rank 2; peft takes 16 there, and so do we."""
-    assert set(load().seed_adapter(64, seed=0)[0].ranks.values()) == {64}

@@ -170,14 +170,6 @@ class TestCache:
         assert reader.read == ["one"]
         assert [path.name for path in cache.iterdir()] == [folder_of("tiny", b"one")]
 
-    def test_another_file_of_that_name_is_another_model(self, cache: Path, reader: Reader, file: Path) -> None:
-        """The folder is named by content: nothing stale is loaded, and the first one is still there."""
-        for content in (b"one", b"two", b"one"):
-            file.write_bytes(content)
-            AdaptedModel.load(file, "causal-lm", LORA)
-        assert reader.read == ["one", "two"]
-        assert {path.name for path in cache.iterdir()} == {folder_of("tiny", b"one"), folder_of("tiny", b"two")}
-
     @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError("no space left"), RuntimeError("bad")])
     def test_what_was_not_written_to_the_end_is_not_there(
         self, cache: Path, reader: Reader, file: Path, stop: Any
