@@ -1,8 +1,8 @@
-"""Answers in words: what is cut before a model reads it, what it then says, and how the answer is scored.
+"""Answers in words: what a model says, and how the answer is scored, on one held-out set and on several.
 
 Kinds of evidence: *oracle* (greedy answers token by token from the logits of one unpadded example, on a plain model
 with the dense update in its weights: no peft, no cache, no batch; ROUGE-L by a longest common subsequence of our own),
-*end-to-end* (`fedlora run` on a small federation of tasks, no network), *contract* (bad input is one line).
+*contract* (bad input is one line).
 """
 
 from __future__ import annotations
