@@ -32,7 +32,7 @@ from fedlora.training.settings import DType, Task
 PICKLED = "pytorch_model.bin"
 # What a loader may read of a model's folder besides its weights; .py of models whose code comes with them.
 TEXTS = (
-    "*.json", "*.model", "*.txt", "*.jinja", "*.spm", "*.codes", "*.tiktoken", "*.py",
+    "*.json", "*.model", "vocab*.txt", "merges*.txt", "dict*.txt", "*.jinja", "*.spm", "*.codes", "*.tiktoken", "*.py",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
 _SECONDS = 5.0  # for the hub's answer
