@@ -38,7 +38,7 @@ from fedlora.client import receive
 from fedlora.data import TextData, demo_data, demo_model, smollm2_model
 from fedlora.server.server import start
 from fedlora.training import AdaptedModel, LocalTrainer, LoRASettings, TrainSettings
-from fedlora.training.encoding import IGNORED, collate
+from fedlora.training.encode import IGNORED, collate
 from measure import Goal, Ratio, interleaved, median, report
 
 MAX_LENGTH = 128

@@ -20,7 +20,7 @@ from fedlora import doing
 from fedlora.adapters import AdapterSpec, write_adapter
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.read_only import ReadOnly
-from fedlora.training.local import LocalTrainer
+from fedlora.training.loop import LocalTrainer
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_silent_run_says_what_is_done_and_what_is_left(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[..., list[str]]
 ) -> None:
     """Two rounds of three clients with two steps each, every step slowed, and so the test at the end."""
-    monkeypatch.setattr(LocalTrainer, "losses", slowed(LocalTrainer.losses))
+    monkeypatch.setattr(LocalTrainer, "_losses", slowed(LocalTrainer._losses))
     sets = [a for s in ("run.rounds=2", "train.steps=2") for a in ("--set", s)]
     lines = told("run", project / "config.toml", "--out", tmp_path / "run", *sets)
     assert any("rounds: 1 of 2 done; clients: 2 of 3 done; training: 1 of 2 done" in line for line in lines), lines

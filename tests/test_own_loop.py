@@ -23,7 +23,7 @@ from fedlora.core.trainer import Trained
 from fedlora.errors import HyperparameterError, ShapeError, UploadRefused
 from fedlora.simulation import simulate, start
 from fedlora.testing.federations import pushed
-from fedlora.training import LoRAModule, ModuleTrainer, TrainSettings
+from fedlora.training import AdaptedModel, LocalTrainer, LoRASettings, TrainSettings
 from support.tutorials import cells
 
 PAGE = Path(__file__).parent.parent / "docs" / "tutorials" / "own-training-loop.md"
@@ -47,7 +47,7 @@ def page() -> dict[str, Any]:
     raise AssertionError("the page defines no one_round")
 
 
-class SameBatches(ModuleTrainer):
+class SameBatches(LocalTrainer):
     """The library's own loop, on the examples that the page's loop draws."""
 
     def order(self, client: str, position: int) -> Iterator[int]:
@@ -61,12 +61,13 @@ class SameBatches(ModuleTrainer):
 )
 def test_the_tutorials_loop_gives_the_bits_of_the_engine(page: dict[str, Any], method: str) -> None:
     """Expected: `simulate` with a trainer of the library, on the same examples, in a model of its own."""
-    model = LoRAModule(page["Reader"](), targets=["first", "second"], heads=["head"], scaling=2.0)
+    model = AdaptedModel(page["Reader"](), LoRASettings(targets=["first", "second"], saved=["head"], scaling=2.0))
     model.network.load_state_dict(page["base"].state_dict())
     sets = {name: list(zip(*pair, strict=True)) for name, pair in page["data"].items()}
     settings = TrainSettings(lr=1e-2, steps=20, batch_size=32, clip=0)
-    trainer = SameBatches(model, sets, lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]),
-                          settings, seed=0)  # fmt: skip
+    trainer = SameBatches(
+        model, sets, settings, loss=lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]), seed=0
+    )
     clients, server = [Client(name, rank=4) for name in page["data"]], Server(build(method))
     seed, _ = model.seed_adapter(4, seed=0)
     *_, last = simulate(server, clients, trainer, start(server, seed), rounds=ROUNDS.get(method, 2))

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fedlora.hf import federate
+from fedlora.hf import federate, hand_back
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M")
@@ -30,7 +30,7 @@ def collate(rows):
 
 lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 model = get_peft_model(AutoModelForCausalLM.from_pretrained(asked.model), lora)
-federate(model, examples=len(data))
+federate(model)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
 model.train()
@@ -43,3 +43,4 @@ for epoch in range(2):
     print(f"epoch {epoch + 1}: loss {loss.item():.3f}")
 
 model.save_pretrained("loop-adapter")
+hand_back(model, examples=len(data), loss=loss.item())

@@ -24,7 +24,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 import fedlora.runs.observers
-import fedlora.training.local
+import fedlora.training.loop
 from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Upload, read_adapter, write_adapter
 from fedlora.adapters.uploads import read_uploads, write_upload
 from fedlora.analysis.audit import regauge
@@ -153,7 +153,7 @@ def test_a_zero_update_is_kept_too(project: Path, tmp_path: Path) -> None:
 
 def test_a_refused_upload_is_not_kept(project: Path, tmp_path: Path, undrawn: None) -> None:
     """What did not count in the round would be averaged by the audit: with a quorum, NaN of site-2 is left out."""
-    train = fedlora.training.local.LocalTrainer.train
+    train = fedlora.training.loop.LocalTrainer.train
 
     def diverging(self: Any, download: Any, adapter: Any, position: int) -> Any:
         done = train(self, download, adapter, position)
@@ -162,7 +162,7 @@ def test_a_refused_upload_is_not_kept(project: Path, tmp_path: Path, undrawn: No
         )
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fedlora.training.local.LocalTrainer, "train", diverging)
+        patched.setattr(fedlora.training.loop.LocalTrainer, "train", diverging)
         folder = kept(project, tmp_path / "run", "run.keep_uploads=all", "server.quorum=2").folder
     for t in (1, 2):
         assert sorted(path.name for path in folder.uploads(t).iterdir()) == ["site-1", "site-3"]

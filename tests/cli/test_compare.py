@@ -16,7 +16,7 @@ import pytest
 
 import fedlora
 import fedlora.runs.execution
-import fedlora.training.local
+import fedlora.training.loop
 from fedlora import build
 from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import ComparedRuns

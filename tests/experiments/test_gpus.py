@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace as Space
 from typing import Any
 
@@ -13,10 +12,6 @@ import torch
 from fedlora.cli.batches import worker_count
 from fedlora.errors import ConfigError
 from fedlora.experiments.gpus import dealt
-from fedlora.runs.checks import of_processes
-from fedlora.training.models import AdaptedModel
-from fedlora.training.settings import LoRASettings
-from support.training_data import save_encoder
 
 
 def run(device: str, **model: Any) -> Any:
@@ -41,12 +36,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], None]:
     ("gpus", "seen", "workers", "device", "found"),
     [
         (4, "", 4, "auto", ["0", "1", "2", "3"]),
-        (4, "", 2, "balanced", ["0,1", "2,3"]),
+        (4, "", 2, "cuda", ["0,1", "2,3"]),
         (8, "", 3, "cuda", ["0,1", "2,3", "4,5"]),
         (2, "", 3, "cuda", ["0", "1", "0"]),
         (2, "5,7", 2, "cuda", ["5", "7"]),
         (2, "GPU-a,GPU-b", 2, "auto", ["GPU-a", "GPU-b"]),
-        (4, "", 1, "balanced", []),
+        (4, "", 1, "cuda", []),
         (4, "", 4, "cpu", []),
         (0, "", 4, "auto", []),
     ],
@@ -63,16 +58,9 @@ def test_what_does_not_fit_together_is_refused(machine: Callable[[int, str], Non
     machine(4, "")
     with pytest.raises(ConfigError, match=r"'cuda:1' names one GPU, but --workers 2 deals 4 GPUs"):
         dealt(2, [run("cuda:1")])
-    with pytest.raises(ConfigError, match=r"--workers 4 .* 4 GPUs\. .* --workers 2\."):
-        dealt(4, [run("balanced")])
-    config: Any = Space(model=Space(device="balanced", four_bit=False), run=Space(workers="auto"))
-    (said,) = of_processes(config, 2)
-    assert "one model over all GPUs, so leave run.workers = 'auto' out" in said
 
 
-@pytest.mark.parametrize(
-    ("gpus", "devices", "count"), [(4, ["auto"], 4), (4, ["balanced", "cpu"], 1), (4, ["cpu"], 3), (0, ["auto"], 3)]
-)
+@pytest.mark.parametrize(("gpus", "devices", "count"), [(4, ["auto"], 4), (4, ["cpu"], 3), (0, ["auto"], 3)])
 def test_auto_takes_a_worker_for_each_gpu(
     machine: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch, gpus: int, devices: list[str], count: int
 ) -> None:
@@ -80,26 +68,3 @@ def test_auto_takes_a_worker_for_each_gpu(
     machine(gpus, "")
     monkeypatch.setattr("fedlora.cli.batches.available", lambda: 3)
     assert worker_count("auto", [run(device) for device in devices] * 5) == count
-
-
-def test_transformers_places_a_model_that_is_spread(
-    tmp_path: Path, machine: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It gets its own word for it; nothing is moved afterwards. Without a GPU the reason is given."""
-    import transformers
-
-    place = save_encoder(tmp_path / "model")
-    load, asked = transformers.AutoModelForSequenceClassification.from_pretrained, []
-
-    def stand_in(path: str, *, device_map: str | None = None, **options: Any) -> Any:
-        asked.append(device_map)
-        return load(path, **options)
-
-    monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_pretrained", stand_in)
-    monkeypatch.setattr(torch.nn.Module, "to", lambda *_, **__: pytest.fail("moved"))
-    options: dict[str, Any] = {"labels": ["a", "b"], "device": "balanced"}
-    with pytest.raises(ConfigError, match="'balanced' spreads the model over GPUs, but torch sees none"):
-        AdaptedModel.load(place, "classification", LoRASettings(targets=["query"]), **options)
-    machine(2, "")
-    AdaptedModel.load(place, "classification", LoRASettings(targets=["query"]), **options)
-    assert asked == ["balanced"]

@@ -69,7 +69,7 @@ task = "causal-lm"
 targets = ["q_proj", "v_proj"]
 [run.data]
 train = "train.jsonl"
-template = "none"
+template = "{prompt}"
 max_length = 12
 [axes.method]
 FLoRA = { "method.name" = "flora" }
@@ -80,10 +80,10 @@ FLoRA = { "method.name" = "flora" }
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What reaches the network, by a count around each call."""
     from fedlora.runs import samples
-    from fedlora.training import evaluation, local
+    from fedlora.training import loop, measure
 
     found: Counter[str] = Counter()
-    for module, what in ((local, "trained"), (evaluation, "scored")):
+    for module, what in ((loop, "trained"), (measure, "scored")):
 
         def collate(examples: Any, *rest: Any, made: Any = module.collate, what: str = what) -> Any:
             batch = made(examples, *rest)
@@ -92,7 +92,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             return batch
 
         monkeypatch.setattr(module, "collate", collate)
-    for module in (evaluation, samples):
+    for module in (measure, samples):
 
         def greedy(model: Any, prompts: Any, made: Any = module.greedy, **more: Any) -> Any:
             found["answers"] += len(prompts)
@@ -172,7 +172,6 @@ def test_the_check_after_the_last_round_is_part_of_what_a_run_does_once(
 CLASSIFIED = classification(60, 0)
 WRONG = {  # cell -> its changes, and a word of what is wrong
     "typo": ({"train.lrr": 1}, "did you mean 'lr'"),
-    "idle": ({"model.tf32": True, "model.device": "cpu"}, "model.tf32 = true has no effect"),
     "four bits": ({"model.four_bit": True, "model.device": "cpu"}, "four_bit needs a GPU"),
     "program": ({"train.command": ["no-such-program"]}, "'no-such-program' is no program"),
     "script": ({"train.command": ["python", "nowhere.py"]}, "'nowhere.py' is no file"),

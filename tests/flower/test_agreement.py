@@ -31,8 +31,8 @@ from fedlora.flower.terms.facts import admitted, agreed, model_facts, of_model, 
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.preparation import prepare
-from fedlora.training import content
-from fedlora.training.content import base_digest, template_digest, tokenizer_digest, tokenizer_of
+from fedlora.training.digests import base_digest, template_digest, tokenizer_digest
+from fedlora.training.load import tokenizer_of
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
 from support.training_data import save_model
@@ -88,29 +88,6 @@ def test_another_model_has_another_digest(model: Path, tmp_path: Path, change: C
     there = copy(model, tmp_path / "other")
     save_file(change(load_file(there / "model.safetensors")), there / "model.safetensors")
     assert base_digest(there) != base_digest(model)
-
-
-def test_one_byte_counts_also_where_a_digest_is_remembered(model: Path, tmp_path: Path) -> None:
-    """The cache goes by size and times; a time that was put back does not deceive it."""
-    import os
-
-    there, cache = copy(model, tmp_path / "other"), tmp_path / "state" / "base.json"
-    file = there / "model.safetensors"
-    first = base_digest(there, cache)
-    assert first == base_digest(model) and first in cache.read_text()
-    before, content = file.stat(), bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(bytes(content))
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert base_digest(there, cache) not in (first, "")
-    cache.write_text("{ torn")
-    assert base_digest(model, cache) == first
-
-
-def test_a_remembered_digest_reads_no_weights(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = base_digest(model, tmp_path / "c.json")
-    monkeypatch.setattr(content, "_of_tensors", lambda found: pytest.fail("read again"))
-    assert base_digest(model, tmp_path / "c.json") == digest
 
 
 def test_files_that_are_no_weights_are_told(model: Path, tmp_path: Path) -> None:
@@ -263,7 +240,7 @@ def test_a_loaded_trainer_and_the_files_say_the_same(model: Path, tmp_path: Path
 
 def test_the_first_site_tells_a_server_that_has_no_model(model: Path, tmp_path: Path) -> None:
     """It is written down; the next ones are compared with it."""
-    first = model_facts(str(model), settings(), tmp_path / "c.json")
+    first = model_facts(str(model), settings())
     known, new = admitted(settings(), agreed(tmp_path / "agreement.json"), "acme", first)
     assert new == ("base", "tokenizer", "architecture")
     write_agreed(tmp_path / "agreement.json", known)

@@ -42,7 +42,7 @@ class Ruler:
     def measure_adapter(self, adapter: Adapter, client: str | None = None) -> Any:
         self.seen.append(adapter)
         size = sum(float(lora.factors[0].double().abs().sum()) for lora in adapter.modules.values())
-        return {"accuracy": 1 / (1 + size), "loss": size, "recall/blue": 0.5, "perplexity": float("nan")}
+        return {"accuracy": 1 / (1 + size), "loss": size, "perplexity": float("nan")}
 
     def count(self, client: str | None = None) -> int:
         return self.examples

@@ -35,7 +35,7 @@ HELD = {  # what the kernel is to keep from the app; the lines that a unit of ro
     "SystemCallFilter": "@system-service", "ProtectProc": "invisible", "UMask": "0077",
 }  # fmt: skip
 WRITTEN = {"server", "checkpoints", "events", "rounds", "adapter", "summary", "state", "database", "logs", "lock"} | {
-    "played_with", "private", "flower_home", "base_cache", "proxy_state",
+    "played_with", "private", "flower_home", "proxy_state",
 }  # fmt: skip
 """Of the places of both folders, those that are written at run time."""
 

@@ -19,7 +19,7 @@ from fedlora.flower.terms.agreement import versions_here
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
-from fedlora.training.content import base_digest
+from fedlora.training.digests import base_digest
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.shown_certificates import answering, authority, server_files
@@ -148,7 +148,6 @@ def test_another_base_model_or_version_than_the_servers_is_refused_before_anythi
     said = made()
     assert said.code == 0 and "as the server's" in said.out
     assert Request.read(place.site.request).facts["base"] == place.facts["base"]
-    assert place.site.base_cache.is_file()
 
 
 def test_options_that_are_missing_or_contradict(

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fedlora.adapters.reader import AdapterFile
 from fedlora.data import smollm2_model
 from fedlora.export.gguf import NAME, write_gguf
-from fedlora.training.loading import dequantised
+from fedlora.training.load import dequantised
 from support.environments import Environment, uv
 from support.packaged import smollm2_tokenizer
 

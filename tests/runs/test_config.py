@@ -334,10 +334,10 @@ def other(key: str, value: Any) -> Any:
     words = {
         "task": "causal-lm", "profile": "normal", "partition": "iid", "optimizer": "sgd", "schedule": "cosine",
         "weighting": "uniform", "heads": "local", "target": "clients",
-        "name": "fedit", "keep_uploads": "last", "metric": "rouge-l", "loss_on": "all",
+        "name": "fedit", "keep_uploads": "last", "metric": "rouge-l",
         "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "alpha": 0.5,
         "track": ["wandb"], "class_weights": "balanced", "own_test": 0.25, "patience": 2, "accumulation": 2,
-        "labels": ["no", "yes"], "messages": "talk", "revision": "abc", "long_responses": "cut",
+        "labels": ["no", "yes"], "messages": "talk", "revision": "abc",
         "dtype": "bfloat16", "adapter": "a", "template": "Q: {prompt} A:",
         "kind": "sign-flip", "share": 0.2, "clients": ("a",), "strength": 2.0,  # of [attack]
         "liars": 1, "threshold": 0.5, "tau": 0.5, "tolerance": 0.25, "iterations": 2,

@@ -128,7 +128,7 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
     (tmp_path / "t.csv").write_text(CSV + "".join(lines))
     (tmp_path / "c.toml").write_text(
         '[model]\npath = "model"\ntask = "causal-lm"\n[data]\ntrain = "t.csv"\nvalidation = 0.2\ntest = 0.3\n'
-        'max_length = 16\ntemplate = "none"\n[lora]\ntargets = "all-linear"\n'
+        'max_length = 16\ntemplate = "{prompt}"\n[lora]\ntargets = "all-linear"\n'
         '[clients]\ncount = 2\npartition = "iid"\nranks = [2, 4]\n'
         "[train]\nlr = 2e-2\nsteps = 6\n[run]\nrounds = 2\nthreads = 1\n"
     )
@@ -150,7 +150,7 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
     assert right / count == pytest.approx(on_the_card(folder, "accuracy"), abs=6e-5)
 
 
-@pytest.mark.parametrize("template", ["w6 {prompt} w7", "{% for m in messages %}{{ m.content }} [EOS] {% endfor %}"])
+@pytest.mark.parametrize("template", ["w6 {prompt} w7", "{prompt}"])
 def test_a_language_models_snippet_asks_as_the_model_was_taught(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,25 +93,27 @@ class TestTemplate:
         assert done.read_json("manifest.json")["data"]["template"].startswith("chat, sha256 ")
 
     def test_digests(self, place: Path) -> None:
-        """What old configs say by nothing, and meant as raw, is "none" now, with the old digest; nothing means chat."""
-        plain, raw, chat = (config_of(place, *sets) for sets in ((), ("data.template=none",), ("data.template=chat",)))
+        """What old configs say by nothing is "{prompt}" now, with the old digest; nothing means chat."""
+        plain, raw, chat = (
+            config_of(place, *sets) for sets in ((), ("data.template={prompt}",), ("data.template=chat",))
+        )
         fields = raw.model_dump(mode="json", exclude_defaults=True)
         assert "template" in fields["data"]
-        assert raw.digest() == config_of(place, "data.template=none").digest()
+        assert raw.digest() == config_of(place, "data.template={prompt}").digest()
         assert plain.digest() == chat.digest() != raw.digest()
         assert config_of(place, "data.template=Q: {prompt}").digest() not in (plain.digest(), raw.digest())
 
     def test_superni_keeps_its_own_prompts(self, place: Path) -> None:
         raw = {"model": {"path": "m", "task": "causal-lm"}, "data": {"task": "superni"}}
         config = RunConfig.model_validate(raw)
-        assert config.data.prompting() == "none"
+        assert config.data.prompting() == "{prompt}"
         raw["data"]["template"] = "chat"
         assert RunConfig.model_validate(raw).data.prompting() == "chat"
 
     def test_a_run_is_not_resumed_with_other_prompts(self, place: Path, tmp_path: Path) -> None:
         folder = ran(config_of(place, "run.rounds=1"), tmp_path / "run")
-        with pytest.raises(CheckpointError, match=r"template 'chat, sha256 .*', .*'raw'"):
-            ran(config_of(place, "run.rounds=1", "data.template=none"), folder.path, resume=True)
+        with pytest.raises(CheckpointError, match=r"template 'chat, sha256 .*', .*'{prompt}'"):
+            ran(config_of(place, "run.rounds=1", "data.template={prompt}"), folder.path, resume=True)
 
     @pytest.mark.parametrize(
         ("sets", "said"),
@@ -124,7 +126,7 @@ class TestTemplate:
         with pytest.raises(ConfigError, match=said):
             config_of(place, *sets)
 
-    @pytest.mark.parametrize("setting", ["data.template=none", "data.messages=talk", "evaluate.samples=2"])
+    @pytest.mark.parametrize("setting", ["data.template={prompt}", "data.messages=talk", "evaluate.samples=2"])
     def test_of_a_classifier_it_would_be_ignored(self, place: Path, setting: str) -> None:
         key = setting.split("=")[0]
         with pytest.raises(ConfigError, match=key):

@@ -324,7 +324,13 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         CONFIG.replace("dropout = 0.0", 'task = "causal-lm"').replace("min_size = 4", "")
     )
     config = configured(
-        folder, ALL_LINEAR, TYPES, "run.rounds=1", "run.keep_uploads=last", "data.max_length=16", "data.template=none"
+        folder,
+        ALL_LINEAR,
+        TYPES,
+        "run.rounds=1",
+        "run.keep_uploads=last",
+        "data.max_length=16",
+        "data.template={prompt}",
     )
     return ran(config, folder / "run")
 

@@ -23,7 +23,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-import fedlora.training.local
+import fedlora.training.loop
 from fedlora import METHODS, Server, build
 from fedlora.adapters.io import read_adapter
 from fedlora.core import checkpoint
@@ -34,7 +34,7 @@ from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.state import RunState
-from fedlora.training.encoding import encode
+from fedlora.training.encode import encode
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.local_training import dense, logits
@@ -122,8 +122,7 @@ def test_metrics_jsonl_has_a_line_for_each_round(finished: Finished) -> None:
     for line in lines:
         assert set(line["losses"]) == set(line["weights"]) == {"site-1", "site-2", "site-3"}
         assert sum(line["weights"].values()) == pytest.approx(1)
-        recalls = {f"recall/{name}" for name in LABELS}
-        assert set(line["metrics"]) == {"accuracy", "balanced_accuracy", "macro_f1", "matthews", "loss"} | recalls
+        assert set(line["metrics"]) == {"accuracy", "macro_f1", "matthews", "loss"}
         assert line["bytes"]["total"] == sum(v for k, v in line["bytes"].items() if k != "total")
         assert line["refused"] == {}
     assert [line["gauge_drift"] is None for line in lines] == [True, True, False], "the check is on the last round"
@@ -423,7 +422,7 @@ def test_a_language_model_on_instructions(tmp_path: Path) -> None:
         CONFIG.replace("dropout = 0.0", 'task = "causal-lm"')
         .replace(
             "[clients]",
-            'prompt = "ask"\nresponse = "say"\nmax_length = 16\ntemplate = "none"\n'
+            'prompt = "ask"\nresponse = "say"\nmax_length = 16\ntemplate = "{prompt}"\n'
             '[lora]\ntargets = ["q_proj"]\n[clients]',
         )
         .replace("min_size = 4", "")
@@ -467,7 +466,7 @@ def test_every_method_runs_from_a_config(project: Path, tmp_path: Path, method: 
 def test_a_diverged_client_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: None) -> None:
     """With a quorum the run goes on; the log has null for its loss, for JSON has no NaN, and the pictures are drawn."""
     project = make_project(tmp_path / "project")
-    train = fedlora.training.local.LocalTrainer.train
+    train = fedlora.training.loop.LocalTrainer.train
 
     def diverging(self: Any, download: Any, adapter: Any, position: int) -> Any:
         trained = train(self, download, adapter, position)
@@ -475,7 +474,7 @@ def test_a_diverged_client_is_left_out_and_said(tmp_path: Path, monkeypatch: pyt
             return trained
         return replace(trained, adapter=trained.adapter.map(lambda t: t * float("nan")), loss=float("nan"))
 
-    monkeypatch.setattr(fedlora.training.local.LocalTrainer, "train", diverging)
+    monkeypatch.setattr(fedlora.training.loop.LocalTrainer, "train", diverging)
     sets = ("server.quorum=2", "run.rounds=2")
     result = invoke("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
     folder = RunFolder(tmp_path / "run")
@@ -508,7 +507,7 @@ def test_the_run_folder_is_named_after_the_config(
 def test_a_client_that_fails_is_named_and_what_was_finished_stays(
     project: Path, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = fedlora.training.local.LocalTrainer.train
+    train = fedlora.training.loop.LocalTrainer.train
 
     def failing(self: Any, download: Any, adapter: Any, position: int) -> Any:
         if (download.client.id, download.round) == ("site-2", 1):
@@ -516,7 +515,7 @@ def test_a_client_that_fails_is_named_and_what_was_finished_stays(
         return train(self, download, adapter, position)
 
     with monkeypatch.context() as patched:
-        patched.setattr(fedlora.training.local.LocalTrainer, "train", failing)
+        patched.setattr(fedlora.training.loop.LocalTrainer, "train", failing)
         said = main("run", project / "config.toml", "--out", tmp_path / "run")
     assert said.code == 2 and "Traceback" not in said.err
     assert "error: client 'site-2' failed in round 2: RuntimeError: " in said.err

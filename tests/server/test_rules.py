@@ -134,9 +134,7 @@ def test_equal_scores_and_equal_changes_are_equal_beside_rounding() -> None:
         near = line(0, 1, 2, 3, 10) + 1e-8 * noise((5, 1), "near", seed)
         close(of(Krum(1), near), 0, 1, 0, 0, 0)
         close(of(MultiKrum(1), near[:4]), 1 / 3, 1 / 3, 1 / 3, 0)
-        between = line(0, 5, 7) + 1e-9 * noise(
-            (3, 1), "between", seed
-        )  # 0 and 5 are medians: 1/2 against 1/2
+        between = line(0, 5, 7) + 1e-9 * noise((3, 1), "between", seed)  # 0 and 5 are medians: 1/2 against 1/2
         close(of(GeometricMedian(), between, weights([0.5, 0.25, 0.25])), 2 / 3, 1 / 3, 0)
         X = torch.cat([1 + noise((1, 6), "twins").repeat(3, 1), noise((2, 6), "others")])
         G = X @ X.mT

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedlora import Adapter, Client, Download, LoRA, Roles
 from fedlora.core.trainer import Trained
-from fedlora.training.local import LocalTrainer
+from fedlora.training.loop import LocalTrainer
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings
 from support.training_data import LABELS

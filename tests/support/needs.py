@@ -46,7 +46,7 @@ print("sound")
 """
 # Extra -> what needs it. With `train` where the extra adds something to runs, as its line in pyproject.toml says.
 NEEDS = {
-    "train": "import fedlora.training.local, fedlora.runs.execution, fedlora.training.metrics\n"
+    "train": "import fedlora.training.loop, fedlora.runs.execution, fedlora.training.metrics\n"
     "from scipy import stats; import fedlora.experiments.tables; print('sound')",
     "train,plot": "import fedlora.runs.plots as p; from pathlib import Path\n"
     "p.plot_overlaps(['a', 'b'], {'q': [[1.0, 0.2], [0.2, 1.0]]}, Path('o.png'))\n"

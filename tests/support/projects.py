@@ -15,7 +15,7 @@ from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
-from fedlora.training.encoding import encode
+from fedlora.training.encode import encode
 from support.command_line import drawing, invoke
 from support.local_training import logits
 from support.training_data import classification, rows, save_encoder, tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from fedlora import Adapter
 from fedlora.core.trainer import Trained
-from fedlora.training.local import LocalTrainer
+from fedlora.training.loop import LocalTrainer
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from fedlora.data import TextData
-from fedlora.training.encoding import cut_prompts
+from fedlora.training.encode import cut_prompts
 from support.tiny_models import VOCABULARY, bert
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[EOS]")

@@ -15,17 +15,14 @@ from transformers import Gemma2Config, Gemma2ForSequenceClassification, Qwen2Con
 from fedlora import Client, Upload, build, send
 from fedlora.analysis.audit import mean_update, relative_difference
 from fedlora.client import receive
-from fedlora.experiments.grid import Grid
-from fedlora.experiments.spec import load_experiment
 from fedlora.server.server import Server
-from fedlora.training.local import LocalTrainer
+from fedlora.training.loop import LocalTrainer
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import classification, tokenizer
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
-ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32, "num_labels": 3, "pad_token_id": 0,
@@ -66,10 +63,3 @@ def test_a_round_on_grouped_queries(model: AdaptedModel, name: str) -> None:
     after = server.aggregate(state, uploads)
     error = relative_difference(server.global_update(after), mean_update(whole, {"a": 0.5, "b": 0.5}))
     assert error > 1e-4 if name == "fedit" else error < 1e-5
-
-
-def test_the_preset_names_the_real_ones() -> None:
-    """experiments/table4.toml: both backbones, q and v only, scores by sequence classification."""
-    found = load_experiment(ROOT / "experiments" / "table4.toml")
-    assert set(found.axes["backbone"]) == set(BACKBONES) and found.run["lora"]["targets"] == ["q_proj", "v_proj"]
-    assert Grid(found, "paper").runs == [], "nothing before the search"

@@ -14,8 +14,8 @@ from torch import nn
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
-from fedlora.training.encoding import encode
-from fedlora.training.local import LocalTrainer, weigh_classes
+from fedlora.training.encode import encode
+from fedlora.training.loop import LocalTrainer, weigh_classes
 from fedlora.training.settings import TrainSettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Loader, dense, distance, download, drawn
@@ -43,11 +43,11 @@ def test_balanced_is_by_the_clients_own_counts() -> None:
 
 
 def test_a_language_model_has_no_classes_to_weigh(load_language_model: Loader) -> None:
-    with pytest.raises(ConfigError, match="instruction data has none"):
+    with pytest.raises(ConfigError, match="instructions have none"):
         LocalTrainer(
             load_language_model(),
             {"a": instructions(4, 0)},
-            SETTINGS.model_copy(update={"class_weights": "balanced", "template": "none"}),
+            SETTINGS.model_copy(update={"class_weights": "balanced", "template": "{prompt}"}),
             seed=0,
         )
 

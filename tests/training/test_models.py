@@ -17,22 +17,19 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from torch import nn
 
 from fedlora.core.lora import LoRA, named_tensors
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.facts import architecture
-from fedlora.training.content import base_digest, model_content
-from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.loading import longest_of_files
-from fedlora.training.local import LocalTrainer
+from fedlora.training.digests import base_digest, model_content
+from fedlora.training.loop import LocalTrainer
+from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
-from fedlora.training.skeleton import Skeleton
-from fedlora.training.targets import check_targets
+from fedlora.training.skeleton import Skeleton, check_targets, longest_of
 from support.known_warnings import CONV1D, FUTURE_NAMES
-from support.local_training import Loader, bits, dense, download, logits
+from support.local_training import Loader, bits, dense, logits
 from support.tiny_models import bert, llama
 from support.training_data import CLS, SEP, classification, save_model, word
 
@@ -63,22 +60,6 @@ def test_a_seed_adapter_is_a_fresh_lora_of_its_seed(load: Loader, classifier: Pa
     assert spec.scaling == 2.0 and spec.base_model == str(classifier)
 
 
-def test_a_seed_adapter_is_fresh_also_when_the_model_has_been_used(load: Loader) -> None:
-    """Asked for again, at a rank that has been trained meanwhile, and from another seed."""
-    model = load()
-    first, _ = model.seed_adapter(4, seed=0)
-    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=1, batch_size=4), seed=0)
-    trainer.train(download(first), first, 0)
-    assert bits(model.seed_adapter(4, seed=0)[0]) == bits(first)
-    assert bits(model.seed_adapter(4, seed=1)[0]) == bits(load().seed_adapter(4, seed=1)[0])
-
-
-def test_labels_get_their_names_in_the_models_config(load: Loader, encoder: Path) -> None:
-    config = load(encoder).network.config
-    assert config.id2label == {0: "blue", 1: "green", 2: "red"}
-    assert config.label2id == {"blue": 0, "green": 1, "red": 2}
-
-
 def test_dropout_replaces_every_rate_of_the_model(load: Loader) -> None:
     rates = {m.p for m in load(dropout=0.25).network.modules() if isinstance(m, nn.Dropout)}
     assert rates == {0.25}
@@ -91,7 +72,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(load: Loader, classifier: Pat
     shutil.copytree(classifier, no_weights)
     (no_weights / "model.safetensors").unlink()
     for path in (tmp_path / "nowhere", no_weights):
-        with pytest.raises(ConfigError, match=rf"model '{path}' cannot be loaded: ") as caught:
+        with pytest.raises(ConfigError, match=rf"{path}") as caught:
             load(path)
         assert "\n" not in str(caught.value)
 
@@ -118,7 +99,7 @@ def test_an_odd_configuration_is_one_line_at_every_door(
     (model / "config.json").write_text(ODD_CONFIGS[odd], "latin-1")
     doors: dict[str, Callable[[], object]] = {
         "load": lambda: load(model),
-        "longest": lambda: longest_of_files(model),
+        "longest": lambda: longest_of(model, "classification"),
         "architecture": lambda: architecture(model),
         "skeleton": lambda: Skeleton(model, "classification", LoRASettings(targets=["query"]), 2),
         "targets": lambda: check_targets(model, "classification", ["query"]),
@@ -191,43 +172,13 @@ def test_a_base_in_bfloat16_multiplies_as_a_float32_one_under_autocast(load: Loa
     assert torch.allclose(*said, atol=0.05 * float(said[0].abs().max()))
 
 
-def test_tf32_is_set_both_ways_and_for_a_gpu_alone(load: Loader) -> None:
-    """Of the process: a run must not inherit another one's. torch takes the setting without a GPU, too."""
-    before = torch.get_float32_matmul_precision()
-    try:
-        for tf32, device, wanted in ((True, "cuda:0", "high"), (False, "cpu", "high"), (False, "cuda", "highest")):
-            load(tf32=tf32)._set_precision(device)
-            assert torch.get_float32_matmul_precision() == wanted
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def test_a_classifier_of_another_number_of_labels_is_our_error_and_no_crash(load: Loader) -> None:
     """The directory's own head has 3 labels, the data 2: the likeliest mistake with a model fine-tuned before."""
     with pytest.raises(ConfigError, match="cannot be loaded") as caught:
         load(labels=("no", "yes"))
     said = str(caught.value)
-    assert "2 classes ('no', 'yes')" in said and "'classifier.weight' has 3 rows" in said and "\n" not in said
-    assert "name all 3 in" in said and "ignore_mismatched_sizes" not in said
-    with pytest.raises(ConfigError, match=r"4 classes .* has 3 rows") as caught:
-        load(labels=tuple("abcd"))
-    assert "name all" not in str(caught.value), "no list of labels makes three rows four"
-
-
-def test_the_way_out_of_a_head_of_another_size_is_one(load: Loader, classifier: Path, tmp_path: Path) -> None:
-    """What the message says, typed: the layers are the same, and a head of any size begins."""
-    with pytest.raises(ConfigError) as caught:
-        load(labels=tuple("abcd"))
-    typed = r"transformers\.Auto\w+\.from_pretrained\('[^']+'\)\.save_pretrained\('DIR'\)"
-    lines = re.findall(typed, str(caught.value))
-    assert len(lines) == 2
-    for line in lines:
-        exec(line.replace("'DIR'", repr(str(tmp_path / "DIR"))), {"transformers": transformers})
-    network = load(tmp_path / "DIR", labels=tuple("abcd")).network
-    assert network.get_parameter("classifier.weight").shape == (4, 32)
-    before = safetensors.torch.load_file(classifier / "model.safetensors")
-    layers = {name: p for name, p in network.named_parameters() if not name.startswith("classifier")}
-    assert layers and all(torch.equal(p, before[name]) for name, p in layers.items())
+    assert "the data's 2 classes" in said and "has 3 rows" in said and "\n" not in said
+    assert "data.labels" in said and "ignore_mismatched_sizes" not in said
 
 
 def test_weights_of_other_shapes_than_the_config_says(load: Loader, classifier: Path, tmp_path: Path) -> None:
@@ -251,7 +202,9 @@ def test_data_of_other_classes_than_the_models_are_refused(load: Loader) -> None
 
 
 def test_targets_that_the_model_lacks_are_one_line(load: Loader) -> None:
-    with pytest.raises(ConfigError, match=r"LoRA cannot be put on \['q_proj'\]: ") as caught:
+    with pytest.raises(
+        ConfigError, match=r"target 'q_proj' .* matches no module .* linear layers end in query, "
+    ) as caught:
         load(lora={"targets": ["q_proj"]}).seed_adapter(4, seed=0)
     assert "\n" not in str(caught.value)
 
@@ -283,8 +236,3 @@ def test_a_rank_above_every_matrix_is_refused_before_it_is_made(load: Loader, ra
     """The longest side of the test model's targets is 32 or so; rank 10^9 ended in the allocator's traceback."""
     with pytest.raises(ConfigError, match="above both sides"):
         load().seed_adapter(rank, seed=0)
-
-
-def test_a_rank_above_the_short_side_is_none_of_our_business(load: Loader) -> None:
-    """A head of two labels has rank 2; peft takes 16 there, and so do we."""
-    assert set(load().seed_adapter(64, seed=0)[0].ranks.values()) == {64}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -67,24 +65,6 @@ def test_a_program_plays_rounds(tmp_path: Path) -> None:
     assert (place / "program.log").read_text() == "done acme\n"
 
 
-def test_two_processes_do_not_play_in_one_folder(tmp_path: Path) -> None:
-    """Before, the second removed the first one's round, which then read the other's result, and killed its program."""
-    (tmp_path / "work" / "acme").mkdir(parents=True)
-    other = os.open(tmp_path / "work" / "acme", os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(ProgramFailed, match=r"process .* 'acme'"):
-        played(trainer_of(tmp_path, DOUBLING))
-    os.close(other)
-    played(trainer_of(tmp_path, DOUBLING))
-
-
-def test_what_a_program_closes_to_itself_is_read_and_removed(tmp_path: Path) -> None:
-    """Its user gets all rights again; without them reading and removal fail (root may do both)."""
-    closing = "\n(here / 'start/x').mkdir(); (here / 'start/x').chmod(0); file.chmod(0); (here / 'result').chmod(0o500)"
-    assert played(trainer_of(tmp_path, DOUBLING + closing)).upload.num_examples == 30
-    assert not (tmp_path / "work" / "acme" / "round").exists()
-
-
 @pytest.mark.parametrize("method", ["ffa-lora", "fedsa-lora"])
 def test_roles_reach_the_program(tmp_path: Path, method: str) -> None:
     """FFA-LoRA freezes A and FedSA-LoRA keeps B at home; the program trains only what round.json names."""
@@ -125,7 +105,7 @@ def test_the_change_of_the_base_travels_beside_the_start(tmp_path: Path) -> None
 FAULTS = {
     "code 3": ("import sys; print('no room'); sys.exit(3)", r"ended with code 3 after \d s. Its last line: 'no room'"),
     "killed": ("import os; os.kill(os.getpid(), 9)", r"ended by SIGKILL \(was memory short"),
-    "nothing": ("pass", r"left no result and no result.json .* fedlora.hf.federate"),
+    "nothing": ("pass", r"left no result and no result.json .* federate\(trainer\) does that, or hand_back"),
     "no facts": (DOUBLING.split("(here / \"result.json\")")[0], r"left no result.json"),
     "nan": (DOUBLING.replace('1 / said["round"]', "float('nan')"), r"result.json cannot be read: loss"),
     "no loss": (DOUBLING.replace('"loss"', '"lost"'), r"result.json cannot be read: loss: Field required"),
@@ -134,11 +114,7 @@ FAULTS = {
     "half a file": (DOUBLING.replace("write_bytes(out)", "write_bytes(out[:200])"), r"its result cannot be read: "),
     "rank": (
         DOUBLING + "\nshutil.rmtree(here / 'result'); shutil.copytree(OTHER, here / 'result')",
-        r"has rank 2 in q, but this client's rank is 4: train the adapter in start/",
-    ),
-    "base": (
-        DOUBLING + "\nc = here / 'result/adapter_config.json'; c.write_text(c.read_text().replace('org/base', 'a/b'))",
-        r"names the base model 'a/b', and this federation's is 'org/base'",
+        r"B of q of its result has shape \(\d+, 2\), and that of the start \(\d+, 4\): train the adapter in start/",
     ),
     "module": (
         DOUBLING + "\nshutil.rmtree(here / 'result'); shutil.copytree(FEW, here / 'result')",
@@ -187,41 +163,6 @@ time.sleep(60)
             time.sleep(0.05)
         else:
             pytest.fail(f"the child {child} is alive")
-
-
-LEFT = {
-    "result.json": ("told = here / 'result.json'; told.unlink(); os.mkfifo(told)", "left result.json, a pipe"),
-    "result.json as a link": ("(here / 'result.json').unlink(); (here / 'result.json').symlink_to('/dev/zero')",
-                              "result.json, a link to /dev/zero"),
-    "large": ("(here / 'result.json').write_text(' ' * 2**22 + '{}')", "result.json .* 4,194,306 bytes, and 4,194,304"),
-    "weights": ("file.unlink(); os.mkfifo(file)", "left result/adapter_model.safetensors, a pipe"),
-    "socket": ("import socket; os.chdir(here); socket.socket(socket.AF_UNIX).bind('result/s')", "result/s, a socket"),
-    "log": ("os.unlink('program.log'); os.mkfifo('program.log'); os._exit(1)", "ended with code 1 .* 'done acme'"),
-    "data": ("os.mkfifo('new.csv'); os._exit(1)", "ended with code 1"),
-}  # fmt: skip
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("left", LEFT)
-def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path, left: str) -> None:
-    """Pipes without a writer: to open one for reading, or one without a reader for writing, waits for ever."""
-    text, says = LEFT[left]
-    rows = {"acme": Rows([{"text": "a"}], ".csv")}
-    with pytest.raises(ProgramFailed, match=says):
-        played(trainer_of(tmp_path, f"{DOUBLING}\n{text}", data=rows))
-    after = trainer_of(tmp_path, DOUBLING, data=rows)
-    assert played(after).upload.num_examples == 30
-
-
-def test_a_long_log_keeps_its_end_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: of 300 lines of 10 bytes and the last one, the last 500 bytes stay under a limit of 1000."""
-    monkeypatch.setattr("fedlora.training.programs._LOG_BYTES", 1000)
-    monkeypatch.setattr("fedlora.training.programs._LOOK", 0.05)
-    talks = "import time; print(*(f'line {k:04}' for k in range(300)), sep='\\n', flush=True); time.sleep(0.5)\n"
-    played(trainer_of(tmp_path, talks + DOUBLING))
-    first, _, rest = (tmp_path / "work" / "acme" / "program.log").read_text().partition("\n")
-    assert "longer than 1000 bytes" in first and len(rest) == 500 + len("done acme\n")
-    assert rest.endswith("line 0299\ndone acme\n")
 
 
 def test_what_a_stopped_round_left_does_not_count(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.pool import Process, Slot
 from fedlora.experiments.runner import Outcome, run_all
 from fedlora.runs.quiet import quiet_libraries
-from fedlora.training.loading import SPREAD
 from fedlora.workers.processes import available
 
 Cluster = Callable[[Sequence[PlannedRun]], Sequence[Slot]]  # runs to do -> where they go on
@@ -127,7 +126,7 @@ def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:
     if text == "auto":
         devices = {run.config.model.device for run in todo}
         places = len(visible()) if devices != {"cpu"} else 0
-        return 1 if SPREAD in devices else max(1, min(len(todo), places or available()))
+        return max(1, min(len(todo), places or available()))
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--workers must be a whole number of at least 1, or auto; got {text!r}.")
     return int(text)

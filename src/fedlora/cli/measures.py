@@ -1,16 +1,11 @@
-"""Measurements in words and tables: scores, classes by name, the confusion matrix."""
+"""Measurements in words: scores, and classes by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from rich.text import Text
-
-from fedlora.cli.screen import Table
 from fedlora.training.metrics import worst_of
 
-SHOWN_CLASSES = 10  # the largest confusion matrix on the screen
 _NAMED_CLASSES = 8  # the most classes in a column's title
 
 
@@ -52,30 +47,7 @@ def other_scores(scores: Mapping[str, float | None], metric: str) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {number(score)}" for name, score in shown.items())
 
 
-def least_recalled(scores: Mapping[str, float | None], count: int = 5) -> str:
-    """The classes with the lowest recall, and their recall."""
-    recalls = {name.removeprefix("recall/"): x for name, x in scores.items() if name.startswith("recall/") and x == x}
-    found = sorted((x, name) for name, x in recalls.items() if x is not None)[:count]
-    return ", ".join(f"{name} {x:.3f}" for x, name in found)
-
-
 def worst_client(each: Mapping[str, Mapping[str, float | None]], metric: str) -> str:
     """The client with the worst readout, and its score."""
     worst = worst_of(metric, list(each), lambda client: each[client][metric])
     return "" if worst is None else f"{worst}, {number(each[worst][metric])}"
-
-
-def confusion_table(confusion: Mapping[str, Any] | None, which: str) -> Table | None:
-    """A row for each true class, a column for each predicted class, and recall. None if there is nothing to show or
-    there are too many classes. which: "last" or "best"."""
-    if not confusion or not confusion[which] or len(confusion["classes"]) > SHOWN_CLASSES:
-        return None
-    names, matrix = confusion["classes"], confusion[which]
-    table = Table(title="Test set: true class (row), taken for (column)")
-    table.add_column("")
-    for name in [*names, "recall"]:
-        table.add_column(name, justify="right")
-    for k, (name, row) in enumerate(zip(names, matrix, strict=True)):
-        cells = [Text(str(n), style="bold" if j == k else "") for j, n in enumerate(row)]
-        table.add_row(name, *cells, f"{row[k] / sum(row):.3f}" if sum(row) else "no example")
-    return table

@@ -10,10 +10,8 @@ from rich.text import Text
 
 from fedlora.cli.measures import (
     byte_size,
-    confusion_table,
     label_cell,
     label_title,
-    least_recalled,
     number,
     other_scores,
     worst_client,
@@ -69,7 +67,7 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
 
 
 def _short(responses: int) -> str:
-    """In how many of them the answer itself was cut (data.long_responses)."""
+    """In how many of them the answer itself was cut (it alone fills data.max_length)."""
     return f", {counted(responses, 'response')} among them" if responses else ""
 
 
@@ -87,10 +85,6 @@ def show_run(folder: RunFolder) -> None:
     console.print(table)
     if s.get("defence"):
         console.print(_weighed(s["defence"]))
-    if (matrix := confusion_table(s.get("confusion"), "last")) is not None:
-        console.print(matrix)
-    elif least := least_recalled(s["test"]["last"]):
-        console.print(f"least recall on test, last: {least}")
     if s["gauge_drift"]:
         console.print(
             "gauge check: the same updates in coordinates of condition number 10; the model should stay the same"

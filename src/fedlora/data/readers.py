@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fedlora.data.labels import decode_labels
-from fedlora.data.tables import open_table, readable
+from fedlora.data.tables import Table, open_table, readable
 from fedlora.data.text import ROLES, Message, TextData
 from fedlora.errors import DataError
 
@@ -114,7 +114,7 @@ def read_instructions(
         messages = CHAT
     if messages is None:
         table.having([prompt, response])
-        return TextData("instruction", table.texts(prompt), responses=table.texts(response))
+        return TextData("instruction", table.texts(prompt), responses=table.texts(response), places=_places(table))
     found = [
         _conversation(f"{table.name}, {where}", value, messages)
         for where, value in table.having([messages]).cells(messages)
@@ -125,7 +125,12 @@ def read_instructions(
         text=tuple(turns[-2][1] for turns in found),
         responses=tuple(turns[-1][1] for turns in found),
         history=history if any(history) else None,
+        places=_places(table),
     )
+
+
+def _places(table: Table) -> tuple[str, ...]:
+    return tuple(f"{table.name}, {where}" for where, _ in table.rows)
 
 
 def _conversation(where: str, value: object, column: str) -> tuple[Message, ...]:

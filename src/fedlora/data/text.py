@@ -9,7 +9,7 @@ import hashlib
 import json
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,9 +20,9 @@ from fedlora.errors import DataError
 Message = tuple[str, str]  # (role, content)
 ROLES = ("system", "user", "assistant")
 _EXTRAS = ("references", "droppable", "history")
-_PER_EXAMPLE = ("pair", "labels", "responses", *_EXTRAS)
+_PER_EXAMPLE = ("pair", "labels", "responses", *_EXTRAS, "places")
 _PLAIN: dict[str, Callable[[Any], tuple[Any, ...]]] = {  # field -> conversion from lists and NumPy numbers
-    **dict.fromkeys(("text", "pair", "responses", "label_names"), tuple),
+    **dict.fromkeys(("text", "pair", "responses", "label_names", "places"), tuple),
     "labels": lambda labels: tuple(map(operator.index, labels)),
     "references": lambda answers: tuple(map(tuple, answers)),
     "droppable": lambda spans: tuple((int(start), int(end)) for start, end in spans),
@@ -47,6 +47,7 @@ class TextData:
         droppable: N pairs (start, end), the characters of each prompt to cut first if it is too long.
         history: N tuples of (role, content), the messages before each prompt: a system message, earlier turns. A
             conversation is its history, last prompt and last response; default: no history.
+        places: N strings that say where each example stands, such as "acme.jsonl, row 3, line 4", for messages alone.
 
     Raises:
         DataError: lengths differ, a label is not an index into label_names, or a field does not belong to `kind`.
@@ -68,6 +69,7 @@ class TextData:
     references: tuple[tuple[str, ...], ...] | None = None
     droppable: tuple[tuple[int, int], ...] | None = None
     history: tuple[tuple[Message, ...], ...] | None = None
+    places: tuple[str, ...] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, plain in _PLAIN.items():
@@ -100,6 +102,10 @@ class TextData:
 
     def __len__(self) -> int:
         return len(self.text)
+
+    def place(self, k: int) -> str:
+        """Where example k stands, for messages."""
+        return f"example {k}" if self.places is None else self.places[k]
 
     def messages(self, k: int) -> tuple[Message, ...]:
         """Instruction k's conversation as (role, content): history, prompt, response."""
@@ -167,6 +173,8 @@ class TextData:
             raise DataError("concat needs at least one part; got none.")
         if any(part.history is not None for part in parts):  # for the others, use an empty history
             parts = [part if part.history is not None else replace(part, history=((),) * len(part)) for part in parts]
+        if any(part.places is None for part in parts):
+            parts = [replace(part, places=None) for part in parts]
         tasks = {
             (part.kind, part.label_names, *(getattr(part, name) is not None for name in ("pair", *_EXTRAS)))
             for part in parts

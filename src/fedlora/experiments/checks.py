@@ -25,7 +25,7 @@ from fedlora.runs.rank_profiles import is_attention
 from fedlora.runs.warm_start import warm_start
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
-from fedlora.training.local import weigh_classes
+from fedlora.training.loop import weigh_classes
 from fedlora.training.skeleton import Skeleton
 
 _GB = 1e9

@@ -17,9 +17,9 @@ from fedlora.experiments.scores import of_clients
 from fedlora.experiments.traffic import Bytes, bytes_of, turns_of
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
-from fedlora.training.content import check_weights
-from fedlora.training.encoding import check_tokens, encode
-from fedlora.training.local import epoch_order
+from fedlora.training.encode import check_length, encode
+from fedlora.training.load import weight_files
+from fedlora.training.loop import epoch_order
 from fedlora.training.metrics import generates
 from fedlora.training.settings import TrainSection
 from fedlora.training.skeleton import Skeleton
@@ -116,11 +116,12 @@ class Workloads:
         return self._models[key]
 
     def no_weights(self, config: RunConfig) -> list[str]:
-        """The problem in one line, if the model has no weights here or on the hub."""
+        """The problem in one line, if a model that is here has no weights."""
         m = config.model
         if (m.path, m.revision) not in self._weightless:
             try:
-                check_weights(model_location(m.path), m.revision)
+                if (place := Path(model_location(m.path))).exists():
+                    weight_files(place)
                 self._weightless[m.path, m.revision] = []
             except FedLoRAError as error:
                 self._weightless[m.path, m.revision] = [f"model.path = {m.path!r}: {_line(error)}"]
@@ -154,19 +155,16 @@ class Workloads:
         for part in dealt.parts.values():
             if config.model.task == "classification" and config.data.max_length <= (bare.longest or math.inf):
                 part = part.select([0])  # all are cut: only the room for special tokens can lack
-            check_tokens(max(self._lengths_of(config, part, bare), default=0), bare.longest)
+            check_length(max(self._lengths_of(config, part, bare), default=0), bare.longest)
 
     def _lengths_of(self, config: RunConfig, part: TextData, bare: Skeleton) -> list[int]:
         d, template = config.data, config.data.prompting() if config.model.task == "causal-lm" else None
-        kind = json.dumps([config.model.path, config.model.revision, d.max_length, d.long_responses, template])
+        kind = json.dumps([config.model.path, config.model.revision, d.max_length, template])
         columns = (part.text, part.pair, part.responses, part.history)
         rows = zip(*(column for column in columns if column is not None), strict=True)
         texts: list[tuple[object, ...]] = [(kind, *row) for row in rows]
         new = [k for k, text in enumerate(texts) if text not in self._lengths]
-        made = encode(
-            part.select(new), bare.tokenizer, max_length=d.max_length, template=template,
-            long_responses=d.long_responses,
-        )  # fmt: skip
+        made = encode(part.select(new), bare.tokenizer, max_length=d.max_length, template=template)
         self._lengths |= {texts[k]: len(example["input_ids"]) for k, example in zip(new, made, strict=True)}
         return [self._lengths[text] for text in texts]
 
@@ -201,7 +199,7 @@ def trained_on(result: Result) -> int | None:
 
 
 def _a_round(train: TrainSection, size: int) -> int:
-    """The examples that a client of this size trains on in a round, as in `training.local`: a client with less than one
+    """The examples that a client of this size trains on in a round, as in `training.loop`: a client with less than one
     batch uses a batch of its own size."""
     batch = min(train.batch_size, size)
     return (train.steps or math.ceil(train.epochs * size / batch)) * batch

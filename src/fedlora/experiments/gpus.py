@@ -10,7 +10,6 @@ import torch
 from fedlora.errors import ConfigError, counted
 from fedlora.experiments.plan import PlannedRun
 from fedlora.runs.quiet import quiet_libraries
-from fedlora.training.loading import SPREAD
 
 _SEEN = "CUDA_VISIBLE_DEVICES"
 
@@ -39,11 +38,6 @@ def dealt(workers: int, runs: Sequence[PlannedRun]) -> list[str]:
             raise ConfigError(
                 f"{run.label}: model.device = {device!r} names one GPU, but --workers {workers} deals "
                 f"{counted(len(gpus), 'GPU')} to its processes. Set model.device = 'cuda', or use --workers 1."
-            )
-        if device == SPREAD and each == 1:
-            raise ConfigError(
-                f"{run.label}: model.device = {SPREAD!r} spreads a model over several GPUs, but --workers {workers} "
-                f"leaves each process one of {counted(len(gpus), 'GPU')}. Use at most --workers {len(gpus) // 2 or 1}."
             )
     return [",".join(gpus[k * each % len(gpus) :][:each]) for k in range(workers)]
 

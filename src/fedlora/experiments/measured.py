@@ -22,7 +22,7 @@ from fedlora.runs.preparation import Prepared, prepare
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
 from fedlora.simulation import RoundRecord, simulate
-from fedlora.training.local import LocalTrainer
+from fedlora.training.loop import LocalTrainer
 
 _STEPS = 3
 _NO_COST = {  # what does not change how long a step, a text or a round takes
@@ -78,7 +78,7 @@ def measured(config: RunConfig, data_root: Path | None) -> Pace:
     clients = sorted(prepared.clients, key=lambda client: max(client.ranks(prepared.seed_adapter.modules).values()))
     state = start(prepared.server, prepared.seed_adapter)
     job = begin_round(prepared.server.download(state.server, clients[len(clients) // 2]), ClientMemory())
-    examples = prepared.trainer.examples_a_round(job.download.client.id)
+    examples = prepared.trainer.train(job.download, job.adapter, 0).position
     training = _second(lambda: prepared.trainer.train(job.download, job.adapter, 0))
     messages, check = _messages(prepared)
     return Pace(begin + check, training / examples, _text(prepared), messages)

@@ -19,7 +19,6 @@ from fedlora.errors import ConfigError, counted
 from fedlora.experiments.gpus import begin
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.slurm import cores_of
-from fedlora.training.loading import SPREAD
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -59,8 +58,6 @@ def ray_tasks(
         on_gpu = any(run.config.model.device != "cpu" for run in runs)
         gpus = int(on_gpu and any(node.get("GPU", 0) for node in nodes))
     asked = {"CPU": max(cores_of(run.config) for run in runs), "GPU": gpus, "memory": _bytes(memory)}
-    if gpus < 2 and any(run.config.model.device == SPREAD for run in runs):
-        raise ConfigError(f"model.device = {SPREAD!r} spreads a model over several GPUs: give --gpus 2 or more.")
     if not any(all(node.get(name, 0) >= number for name, number in asked.items()) for node in nodes):
         raise ConfigError(
             f"a run asks for {counted(asked['CPU'], 'core')}, {counted(gpus, 'GPU')} and {asked['memory'] / 2**30:g} "

@@ -62,14 +62,6 @@ class Spent(Part):
     clip: float
 
 
-class Confusion(Part):
-    """The test set's confusion: a row is a true class, a column a predicted class."""
-
-    classes: list[str]
-    last: list[list[int]] | None = None
-    best: list[list[int]] | None = None
-
-
 class Held(Part):
     """Held-out scores at the best validation round, and at the last one."""
 
@@ -143,7 +135,7 @@ class Result(Part):
     seconds: dict[str, float] = {}
     wall_seconds: float = 0.0
     gauge_drift: dict[str, float | None] = {}
-    confusion: Confusion | None = None
+    classes: list[str] = []
     privacy: Spent | None = None
     commit: Commit | None
     machine: Machine
@@ -181,7 +173,7 @@ class Result(Part):
 
     def chance(self, metric: str | None = None) -> float | None:
         """The score of guessing by that metric, or the result's own; None if there is no such number."""
-        return by_guessing(metric or self.metric, len(self.confusion.classes) if self.confusion else 0)
+        return by_guessing(metric or self.metric, len(self.classes))
 
     def score(self, which: str) -> float | None:
         """A number by its name (`scores.KNOWN`). None if the run has no such number: it diverged, never got there, or

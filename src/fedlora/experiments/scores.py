@@ -94,7 +94,6 @@ SCALES = {
     "perplexity": "perplexity (1 is perfect)",
     "matthews": "Matthews correlation (-1 to 1)",
     "accuracy": "accuracy (0 to 1)",
-    "balanced_accuracy": "balanced accuracy (0 to 1)",
     "macro_f1": "macro F1 (0 to 1)",
     "exact_match": "share of exact matches (0 to 1)",
     "rouge_l": "ROUGE-L (0 to 1)",

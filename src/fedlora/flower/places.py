@@ -36,7 +36,6 @@ class FederationFolder:
         """All that the server's processes may write here. Nothing below is executed or trusted."""
         return self.server, self.state
 
-    base_cache = place("state/base.json", "The digest of the server's own base model's weights, which are read once.")
     database = place("state/superlink.db", "The SuperLink's.")
     logs = place("state/logs", "Of the processes that are started here.")
     lock = place("state/serve.lock", "Held by who serves it: two cannot.")
@@ -79,7 +78,6 @@ class SiteFolder:
     ca = place("ca.crt", "Who may vouch for the server.")
     request = place("request.toml", "What goes to the server, to be admitted.")
     state = place("state", "All that its processes may write: what stays here between rounds, logs, sockets.")
-    base_cache = place("state/base.json", "The digest of its base model's weights, which are read once.")
     logs = place("state/logs", "Of its processes.")
 
 

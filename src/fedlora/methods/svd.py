@@ -67,16 +67,3 @@ class SVD(Method[Spectrum]):
 
     def diagnostics(self, state: Spectrum) -> Mapping[str, object]:
         return diagnostics_of(state)
-<<<<<<< HEAD
-=======
-
-
-def _rank_of_energy(s: Tensor, share: float) -> int:
-    """The least number of leading components whose squares make up `share` of all squares, at least one of any."""
-    if not len(s):
-        return 0
-    squares = (s / s[0]).square()  # squares of tiny numbers are zero
-    left_out = squares.flip(0).cumsum(0).flip(0)  # by a cut before each one; smallest summed first
-    # 1 - 0.8 is a little less than 0.2 in floats.
-    return max(1, int((left_out > (1 - share) * (1 + 1e-9) * left_out[0]).sum()))
->>>>>>> w/heart

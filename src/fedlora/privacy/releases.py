@@ -22,7 +22,7 @@ def _all(*names: str) -> dict[str, bool]:
     return dict.fromkeys(names, True)
 
 
-_SCORES = _all("validation", "test", "confusion", "best_round", "stopped_early")
+_SCORES = _all("validation", "test", "classes", "best_round", "stopped_early")
 _OF_STATE = {"*": _all("rank", "components", "server_rank", "singular_values", "approximation", "deviations")}
 
 RELEASED: Mapping[str, Allowed] = MappingProxyType(

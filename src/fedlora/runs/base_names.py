@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlora.training.hub_models import hub_name
+from fedlora.training.load import hub_name
 
 _HUB = "`{}` on the Hugging Face hub."
 _FROM_PACKAGE = """

@@ -12,7 +12,7 @@ from fedlora.runs.attack_words import in_words
 from fedlora.runs.base_names import BaseName, base_name
 from fedlora.runs.config import RunConfig
 from fedlora.server.judged import FULL
-from fedlora.training.prompting import CHAT, RAW, is_jinja
+from fedlora.training.templates import BARE, CHAT
 
 _TEMPLATE = """---
 library_name: peft
@@ -155,7 +155,7 @@ def model_card(
         metrics=_scores(metrics) or "none",
         validation=f"| validation | {_scores(validation)} |\n" if validation else "",
         on=on,
-        classes=_classes(manifest, metrics, on, given),
+        classes=_classes(manifest, given),
         defence=f"| robust rule | {rule}{_less(judged)} |\n" if (rule := config.defence.build()) else "",
         digest=manifest["config_digest"],
         version=manifest["versions"].get("fedlora", "not installed by pip"),
@@ -185,8 +185,8 @@ def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:
     return total if len(told) == len(train) else f"{total} of {len(told)} that said so,"
 
 
-def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float], on: str, given: str) -> str:
-    """Table rows by class: names, training examples, and recall."""
+def _classes(manifest: Mapping[str, Any], given: str) -> str:
+    """A table row by class: names, or training examples."""
     names = [_cell(name) for name in manifest["data"]["labels"]]
     counts = (manifest["data"]["label_counts"] or {}).values()
     if not 0 < len(names) <= _MOST_CLASSES:
@@ -196,9 +196,6 @@ def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float], on: str,
         total = [sum(row[k] for row in counts if k < len(row)) for k in range(len(names))]
         each = ", ".join(f"{name} {count}" for name, count in zip(names, total, strict=True))
         rows = f"| training examples by class{given} | {each} |\n"
-    found = {_cell(k.removeprefix("recall/")): v for k, v in metrics.items() if k.startswith("recall/")}
-    if found:
-        rows += f"| recall on the {on} set | {', '.join(f'{n} {v:.4f}' for n, v in found.items())} |\n"
     return rows
 
 
@@ -252,9 +249,9 @@ def _whole_snippet(config: RunConfig, ends: Sequence[int]) -> str:
 
 
 def _asking(template: str | None) -> str:
-    """Code to format a prompt as in training. The tokenizer holds a chat template given in the configuration."""
-    if template not in (None, CHAT) and not is_jinja(str(template)):
-        put = '"a prompt"' if template == RAW else f'{template!r}.replace("{{prompt}}", "a prompt")'
+    """Code to format a prompt as in training."""
+    if template not in (None, CHAT):
+        put = '"a prompt"' if template == BARE else f'{template!r}.replace("{{prompt}}", "a prompt")'
         return f'inputs = tokenizer({put}, return_tensors="pt", return_token_type_ids=False)'
     return """messages = [{"role": "user", "content": "a prompt"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -266,9 +263,9 @@ def _prompts(config: RunConfig) -> str:
     if config.model.task != "causal-lm":
         return ""
     template = config.data.prompting()
-    if template == RAW:
+    if template == BARE:
         return "| prompts | unchanged |\n"
-    if template in (None, CHAT) or is_jinja(str(template)):
+    if template in (None, CHAT):
         return "| prompts | in the tokenizer's chat template, saved here |\n"
     shown = str(template).replace("|", r"\|")
     return f"| prompts | in the text {shown!r} |\n"

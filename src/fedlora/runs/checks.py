@@ -21,8 +21,8 @@ from fedlora.server.private import Private
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
-from fedlora.training.evaluation import Target
-from fedlora.training.loading import SPREAD, check_device
+from fedlora.training.load import check_device
+from fedlora.training.measure import Target
 from fedlora.training.metrics import METRICS, generates
 from fedlora.training.programs import check_program
 
@@ -35,15 +35,10 @@ def of_machine(config: RunConfig) -> Iterator[str]:
         lambda: check_trackers(config.run.track),
         *([] if program is None else [lambda: check_program(program)]),
     )
-    if config.model.tf32 and device == "cpu":
-        yield "model.tf32 = true has no effect: it is for a GPU, and this machine has none. Leave it out."
 
 
 def of_processes(config: RunConfig, processes: int) -> Iterator[str]:
     """Settings that do not work with several processes."""
-    if processes > 1 and config.model.device == SPREAD:
-        other = f"run.workers = {config.run.workers!r}"
-        yield f"model.device = {SPREAD!r} spreads one model over all GPUs, so leave {other} out."
     if processes > 1 and config.model.four_bit:
         yield f"run.workers = {config.run.workers!r} cannot share model.four_bit; leave one of them out."
 

@@ -27,8 +27,8 @@ from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 from fedlora.runs.reading import checked, set_in, tables_in
 from fedlora.runs.sections import EvaluateSection, MethodSection, ModelSection, RunSection, ServerSection
 from fedlora.runs.train_section import TrainTable
-from fedlora.training.prompting import RAW
 from fedlora.training.settings import Key, LoRASettings, Section
+from fedlora.training.templates import BARE
 
 
 class RunConfig(Section):
@@ -63,13 +63,13 @@ class RunConfig(Section):
         """SHA-256 (first 16 hex digits) of the non-default values, so that new keys and new defaults leave old digests
         unchanged.
 
-        It includes a language model's template unless that is "none", which all runs used before the key existed. Some
-        keys do not count (`Key.counts`): run.workers changes no bit.
+        It includes a language model's template unless that is "{prompt}", which all runs used before the key existed.
+        Some keys do not count (`Key.counts`): run.workers changes no bit.
         """
         fields = self.model_dump(mode="json", exclude_defaults=True)
         if self.model.task == "causal-lm":
             fields["data"].pop("template", None)
-            if self.data.prompting() != RAW:
+            if self.data.prompting() != BARE:
                 fields["data"]["template"] = self.data.prompting()
         for name in (name for name, key in KEYS.items() if not key.counts):
             table, key = name.split(".")

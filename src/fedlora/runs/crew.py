@@ -14,7 +14,7 @@ from fedlora.core.trainer import Failed, Job, Trained, Workers
 from fedlora.errors import WorkerDied
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.quiet import quiet_libraries
-from fedlora.training.evaluation import ModelEvaluator, Piece, Seen
+from fedlora.training.measure import Look, ModelEvaluator, Scores
 from fedlora.training.models import AdaptedModel
 from fedlora.workers.pool import train_by, train_in
 from fedlora.workers.processes import Processes
@@ -36,7 +36,7 @@ def crewed(prepared: Prepared) -> Iterator[Prepared]:
 
         def spread(name: str) -> ModelEvaluator | None:
             evaluator = there.get(name)
-            return evaluator and evaluator.spread(_Through(name, processes), 2 * processes.size)
+            return evaluator and evaluator.spread(_Through(name, processes))
 
         probes = {name: evaluator for name in prepared.probes if (evaluator := spread(f"probe/{name}")) is not None}
         yield replace(
@@ -65,13 +65,13 @@ class _Crew(Workers):
 
 @dataclass(frozen=True, eq=False)
 class _Through:
-    """Runs an evaluator's pieces in the processes. Implements `evaluation.Through`."""
+    """Lets the processes look. Is a `measure.Through`."""
 
     name: str
     processes: Processes[_Aboard]
 
-    def __call__(self, look: Callable[[Piece], Seen], pieces: Iterable[Piece]) -> Iterator[Seen]:
-        for seen in self.processes.map(partial(_look, self.name), pieces):
+    def __call__(self, look: Callable[[Look], Scores], looks: Iterable[Look]) -> Iterator[Scores]:
+        for seen in self.processes.map(partial(_look, self.name), looks):
             if isinstance(seen, WorkerDied):
                 raise WorkerDied(f"the evaluation on {self.name} cannot be done: {seen}")
             yield seen
@@ -96,5 +96,5 @@ def _train(aboard: _Aboard, job: Job) -> Trained | Exception:
     return train_by(aboard.workers, job)
 
 
-def _look(name: str, aboard: _Aboard, piece: Piece) -> Seen:
-    return aboard.evaluators[name].look(piece)
+def _look(name: str, aboard: _Aboard, look: Look) -> Scores:
+    return aboard.evaluators[name].look(look)

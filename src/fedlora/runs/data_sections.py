@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from fedlora.errors import ConfigError
 from fedlora.runs.rank_profiles import PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
-from fedlora.training.prompting import CHAT, RAW, check_template
-from fedlora.training.settings import Key, LongResponses, LossOn, Positive, Section
+from fedlora.training.settings import Key, Positive, Section
+from fedlora.training.templates import BARE, CHAT, check_template
 
 DataTask = Literal["sst2", "qqp", "qnli", "mnli", "superni"]
 _EACH_ITS_OWN = "each site names its own in its site.toml (fedlora flower site)"
@@ -117,12 +117,11 @@ class DataSection(Section):
     examples (for superni, per client), drawn by the seed. max_test: the most test examples (for superni, per task),
     drawn by the seed. tasks: for superni, how many tasks are clients. unseen: for superni, how many tasks nobody trains
     on. task_lists: two files that name these tasks, beside the config or below the root, instead of a draw by the seed.
-    long_responses: "refuse" a response that fills max_length, or "cut" it to half of that, without an end token; the
-    manifest counts both kinds of cuts. loss_on: an instruction's "response", or "all" of it. messages: the column of
-    conversations, instead of prompt and response; default: "messages", if the rows have it and not the others.
-    template: what surrounds prompts: "chat", the model's own chat template (the default, except for superni, which has
-    its own prompts); "none"; a text with {prompt} in it, followed by the response; or a Jinja chat template.
-    max_length: tokens per example; longer ones are cut.
+    messages: the column of conversations, instead of prompt and response; default: "messages", if the rows have it and
+    not the others. template: what surrounds prompts: "chat", the model's own chat template (the default), or a text
+    with {prompt} in it, followed by the response; superni has its own prompts, so "{prompt}" is its default.
+    max_length: tokens per example. Longer prompts are cut, and a response that alone fills it keeps half of that,
+    without an end token; the manifest counts both.
     """
 
     train: Annotated[str | None, Key(f"{_EACH_ITS_OWN}. To deal one file out, for a trial, leave --sites out")] = None
@@ -137,8 +136,6 @@ class DataSection(Section):
         Positive | None,
         Key("each site holds out its shares data.validation and data.test; the server's file can be shortened"),
     ] = None
-    long_responses: Annotated[LongResponses, Key("it is for fedlora run")] = "refuse"
-    loss_on: LossOn = "response"
     text: str = "text"
     pair: str | None = None
     label: str = "label"
@@ -152,8 +149,8 @@ class DataSection(Section):
     max_length: Positive = 128
 
     def prompting(self) -> str:
-        """The effective `template` for a language model: by default "chat", for superni "none"."""
-        return self.template or (RAW if self.task == "superni" else CHAT)
+        """The effective `template` for a language model: by default "chat", for superni "{prompt}"."""
+        return self.template or (BARE if self.task == "superni" else CHAT)
 
     @model_validator(mode="after")
     def _one_kind_of_rows(self) -> DataSection:

@@ -26,7 +26,7 @@ from fedlora.runs.tracking import Called, Trackers
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.simulation import ClientDone, RoundRecord, play
-from fedlora.training.evaluation import ModelEvaluator
+from fedlora.training.measure import ModelEvaluator
 
 
 def execute(

@@ -16,7 +16,6 @@ from typing import Any
 from fedlora.adapters.io import AdapterSpec, pad_rank, write_adapter
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
 from fedlora.adapters.uploads import FILE, LABELS_FILE, write_labels
-from fedlora.core import files
 from fedlora.core.folders import ANY_FOLDER, FolderKind, check_target, replacing_folder
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory
@@ -27,8 +26,7 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
-from fedlora.training.looks import client_model
-from fedlora.training.prompting import is_jinja
+from fedlora.training.measure import client_model
 
 FOLDERS = {"last": "adapter", "best": "best"}  # a tested state -> the folder of its model
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # transformers' name for it
@@ -77,15 +75,12 @@ class Exports:
             by=by, on=on, client=client, base=self.base, tokenizer=self.tokenizer is not None, privacy=self.privacy,
             judged=self.judged, validation=validation,
         )  # fmt: skip
-        template = self.config.data.prompting()
         with replacing_folder(folder, force=True, kind=self.kind) as building:
             write_adapter(building, adapter, self.spec, card=card)
             if self.made:
                 _link_tokenizer(building, self.made[0])
             elif self.tokenizer is not None:
                 self.tokenizer.save_pretrained(building)
-                if is_jinja(template):
-                    files.write(building / CHAT_TEMPLATE_FILE, template)
             if self.labels:
                 write_labels(building, self.labels)
         self.made.append(folder)

@@ -21,11 +21,9 @@ from fedlora.runs.tracking import Trackers
 from fedlora.server.judged import over_rounds
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
-from fedlora.training.evaluation import Measured
 
 log = logging.getLogger("fedlora.runs")
 T = TypeVar("T")
-_MOST_CLASSES = 100  # in a stored confusion matrix, whose size is their square
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,14 @@ class _Tested:
     """A state, with its measurements on the test set and on each probe."""
 
     state: RunState
-    measured: Measured
+    scores: Mapping[str, float]
     probes: Mapping[str, Mapping[str, float]]
 
     @classmethod
     def of(cls, prepared: Prepared, state: RunState) -> _Tested:
-        measured = prepared.test.measure(prepared.server, state) if prepared.test else Measured({}, None)
+        scores = prepared.test.evaluate(prepared.server, state) if prepared.test else {}
         probes = {name: evaluator.evaluate(prepared.server, state) for name, evaluator in prepared.probes.items()}
-        return cls(state, measured, probes)
+        return cls(state, scores, probes)
 
 
 def finish(
@@ -73,7 +71,7 @@ def finish(
     validation = {line["round"]: line["metrics"] for line in lines}
     if server.has_global_model(state.server):
         for name, one in tested.items():
-            round, scores, on = one.state.round, one.measured.scores, "test"
+            round, scores, on = one.state.round, one.scores, "test"
             if not scores and validation.get(round):
                 scores, on = validation[round], "validation"
             beside = validation.get(round) if on == "test" else None
@@ -86,12 +84,12 @@ def finish(
         for client in prepared.clients:
             own, place = client_adapter(server, state, client), folder.path / "clients" / client.id
             exports.write(place, own, state.round, each.get(client.id, {}), client=client.id)
-    trackers.close({name: (one.state.round, one.measured.scores) for name, one in tested.items()})
+    trackers.close({name: (one.state.round, one.scores) for name, one in tested.items()})
     clear_exports(folder, prepared.tokenizer, [client.id for client in prepared.clients], exports.made)
     samples = write_samples(prepared, folder, state)
     summary = {
         **results(
-            server, state, prepared.metric, lines, best, {name: one.measured for name, one in tested.items()},
+            server, state, prepared.metric, lines, best, {name: one.scores for name, one in tested.items()},
             prepared.manifest["data"]["labels"], stopped, judged,
         ),
         **_own_results(prepared, lines, tested),
@@ -107,23 +105,20 @@ def finish(
 
 def results(
     server: Server, state: RunState, metric: str, lines: Sequence[Line], best: Line | None,
-    tested: Mapping[str, Measured], classes: Sequence[str], stopped: Mapping[str, Any] | None,
+    tested: Mapping[str, Mapping[str, float]], classes: Sequence[str], stopped: Mapping[str, Any] | None,
     judged: Mapping[str, Any], *, scores: str = "metrics",
 ) -> dict[str, Any]:  # fmt: skip
     """What the summaries of a run and of a federation have in common.
 
-    validation, test: scores of the "last" round and the "best" one. confusion: of the test set, with class names: a row
-    is a true class, a column a predicted one; None for a language model, without a test set, and for more than 100
-    classes. stopped_early: where and why; None if all rounds were played. defence: what a robust rule did to each
-    client (`server.judged.over_rounds`), only with one.
+    validation, test: scores of the "last" round and the "best" one. classes: none for a language model.
+    stopped_early: where and why; None if all rounds were played. defence: what a robust rule did to each client
+    (`server.judged.over_rounds`), only with one.
 
     Args:
         best: the best round's line. tested: "last", and "best" if there is one. scores: the table of a line by which
             rounds are compared.
     """
     scored = [line for line in lines if line.get(scores)]
-    matrices = {name: tested[name].confusion if name in tested else None for name in FOLDERS}
-    few = matrices["last"] is not None and len(classes) <= _MOST_CLASSES
     return {
         "method": server.method.name,
         "rounds": state.round,
@@ -131,8 +126,8 @@ def results(
         "validation": {"last": scored[-1][scores] if scored else {}, "best": best[scores] if best else {}},
         "best_round": best["round"] if best else None,
         "stopped_early": stopped,
-        "test": {name: tested[name].scores if name in tested else {} for name in FOLDERS},
-        "confusion": {"classes": classes, **matrices} if few else None,
+        "test": {name: tested.get(name, {}) for name in FOLDERS},
+        "classes": list(classes),
         "diagnostics": server.diagnostics(state.server),
         **({"defence": judged} if judged else {}),
     }

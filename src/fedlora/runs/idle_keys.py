@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 
 Reasons = Iterator[tuple[str, str]]  # key, why it has no effect
 
-_OF_OWN_LOOP = ("lora.dropout", "model.dropout", "model.checkpointing", "data.loss_on")
+_OF_OWN_LOOP = ("lora.dropout", "model.dropout", "model.checkpointing")
 _DEALING = ("count", "partition", "alpha", "min_size")  # how one file becomes clients
 _COLUMNS = {
     "classification": ("text", "pair", "label", "labels"),
     "causal-lm": ("prompt", "response", "messages"),
 }
-_OF_LANGUAGE_MODELS = (
-    "data.loss_on", "data.long_responses", "data.template", "evaluate.max_new_tokens", "evaluate.samples",
-)  # fmt: skip
+_OF_LANGUAGE_MODELS = ("data.template", "evaluate.max_new_tokens", "evaluate.samples")
 _MEASURING = (
     "evaluate.metric", "evaluate.batch_size", "evaluate.target", "evaluate.samples", "evaluate.max_new_tokens",
     "data.max_test",
@@ -97,8 +95,6 @@ def _of_model(config: RunConfig) -> Reasons:
     model = config.model
     if model.path in PACKAGED or Path(model.path).is_absolute():
         yield "model.revision", f"it is for a hub id, and model.path = {model.path!r} is on this machine"
-    if model.device == "cpu":
-        yield "model.tf32", "it is for a GPU, and model.device = 'cpu'"
 
 
 def _of_clients(config: RunConfig) -> Reasons:

@@ -25,7 +25,7 @@ from fedlora.runs.attack_section import with_flipped_labels
 from fedlora.runs.client_data import Dealt, Keep, deal
 from fedlora.runs.config import KEYS, RunConfig
 from fedlora.runs.idle_keys import has_no_effect
-from fedlora.training.content import file_digest, model_commit, model_content
+from fedlora.training.digests import file_digest, model_commit, model_content
 
 MODEL, DATA = "the model", "the data"
 _MOST_NAMED = 3

@@ -23,7 +23,7 @@ from fedlora.runs.inputs import facts_of
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.rank_profiles import is_attention
 from fedlora.training.models import AdaptedModel
-from fedlora.training.prompting import find_template
+from fedlora.training.templates import find_template
 from fedlora.versions import installed
 
 

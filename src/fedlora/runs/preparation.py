@@ -39,14 +39,14 @@ from fedlora.runs.warm_start import warm_start
 from fedlora.seeds import derive_seed
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
-from fedlora.training.encoding import Cut
-from fedlora.training.evaluation import ModelEvaluator, Target
-from fedlora.training.local import LocalTrainer
+from fedlora.training.encode import Cut
+from fedlora.training.loop import LocalTrainer
+from fedlora.training.measure import ModelEvaluator, Target
 from fedlora.training.metrics import score_name
 from fedlora.training.models import AdaptedModel
 from fedlora.training.programs import ProgramTrainer
-from fedlora.training.prompting import end_tokens, find_template
 from fedlora.training.settings import TrainSettings
+from fedlora.training.templates import find_template
 
 log = logging.getLogger("fedlora.runs")
 
@@ -219,16 +219,14 @@ def _trainer(
         return LocalTrainer(model, parts, _train_settings(config, template), seed=config.run.seed)
     return ProgramTrainer(
         program, spec, model.settings, programs or Path("programs"),
-        data=training_rows(config, parts), bases=[str(config.model.location()), config.model.path],
-        labels=next(iter(parts.values())).label_names or (), rounds=config.run.rounds,
+        data=training_rows(config, parts), labels=next(iter(parts.values())).label_names, rounds=config.run.rounds,
     )  # fmt: skip
 
 
 def _train_settings(config: RunConfig, template: str | None) -> TrainSettings:
     return TrainSettings(
         **config.train.model_dump(exclude={"command", "time_limit"}), rounds=config.run.rounds,
-        max_length=config.data.max_length, loss_on=config.data.loss_on, long_responses=config.data.long_responses,
-        bf16=config.model.bf16, template=template,
+        max_length=config.data.max_length, bf16=config.model.bf16, template=template,
     )  # fmt: skip
 
 
@@ -250,12 +248,12 @@ class _Measuring:
         ends: tuple[int, ...] = ()
         if config.model.task == "causal-lm":  # fail before training, not after it
             template = config.data.prompting()
-            ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
+            ends = find_template(template, model.tokenizer).ends
 
         def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
             return config.evaluate.evaluator(
                 model, sets, clients, target=target, own=own, max_length=config.data.max_length,
-                bf16=config.model.bf16, template=template, long_responses=config.data.long_responses,
+                bf16=config.model.bf16, template=template,
             )  # fmt: skip
 
         probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}

@@ -21,9 +21,9 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
 from fedlora.server.server import start
 from fedlora.server.state import RunState
-from fedlora.training.encoding import cut_prompts
-from fedlora.training.generation import greedy
-from fedlora.training.prompting import end_tokens, find_template
+from fedlora.training.encode import cut_prompts
+from fedlora.training.generate import greedy
+from fedlora.training.templates import find_template
 
 
 def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> list[Path]:
@@ -70,7 +70,7 @@ def _answers(prepared: Prepared, prompts: list[list[int]], new: int, state: RunS
     """Greedy answers of the server's model, or of the first client's if there is no server model."""
     model, config = prepared.model, prepared.config
     model.activate(_as_adapter(prepared, state))
-    ends = end_tokens(find_template(config.data.prompting(), model.tokenizer), model.tokenizer)
+    ends = find_template(config.data.prompting(), model.tokenizer).ends
     return greedy(model, prompts, max_new_tokens=new, batch_size=config.evaluate.batch_size, ends=ends)
 
 

@@ -30,12 +30,12 @@ from fedlora.server.rules import Rule
 from fedlora.server.server import Heads, Server
 from fedlora.server.streamed import Streamed
 from fedlora.simulation import UploadHook
-from fedlora.training.content import model_place
-from fedlora.training.evaluation import ModelEvaluator, Target
+from fedlora.training.load import model_place
+from fedlora.training.measure import ModelEvaluator, Target
 from fedlora.training.metrics import MetricName
 from fedlora.training.models import AdaptedModel
-from fedlora.training.settings import DType, Key, LongResponses, LoRASettings, Positive, Section, Targets, Task
-from fedlora.training.targets import check_targets
+from fedlora.training.settings import DType, Key, LoRASettings, Positive, Section, Targets, Task
+from fedlora.training.skeleton import check_targets
 from fedlora.workers.processes import available
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -101,14 +101,13 @@ class ModelSection(Section):
 
     path: a local directory or GGUF file, a hub id, which may be "owner/name@revision", or a packaged model, "demo"
     (MiniLM) or "smollm2". task: "classification", or "causal-lm" for a language model. device: "cpu", "cuda" or another
-    torch device; "auto" is a GPU if there is one, and "balanced" spreads the layers over all GPUs (transformers'
-    device_map). adapter: a PEFT folder to start from, also another run's or "owner/name@revision" on the hub, instead
-    of a fresh adapter. revision: the commit, tag or branch of a hub id; not set: the newest. dtype: of the base weights
-    in memory, "float32" or "bfloat16", which halves them and needs bf16; adapters and heads stay float32. bf16: compute
-    in bfloat16; a CPU without instructions for it takes many times as long. tf32: let a GPU multiply float32
-    matrices in TF32, with ten bits of mantissa. checkpointing: recompute activations in the backward pass, which saves
-    memory and costs time. dropout: overrides the model's own dropout if given. four_bit: load the base in 4 bits
-    (QLoRA; needs a GPU and the library bitsandbytes), on which fedex-lora and flora cannot run.
+    torch device; "auto" is a GPU if there is one. adapter: a PEFT folder to start from, also another run's or
+    "owner/name@revision" on the hub, instead of a fresh adapter. revision: the commit, tag or branch of a hub id; not
+    set: the newest. dtype: of the base weights in memory, "float32" or "bfloat16", which halves them and needs bf16;
+    adapters and heads stay float32. bf16: compute in bfloat16; a CPU without instructions for it takes many times as
+    long. checkpointing: recompute activations in the backward pass, which saves memory and costs time. dropout:
+    overrides the model's own dropout if given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library
+    bitsandbytes), on which fedex-lora and flora cannot run.
     """
 
     path: Annotated[str, Key("each site names its own copy in its site.toml, and the server its own in [at_server]")]
@@ -123,7 +122,6 @@ class ModelSection(Section):
                    "changes that")
     ] = "float32"  # fmt: skip
     bf16: bool = False
-    tf32: Annotated[bool, _RUNS] = False
     four_bit: bool = False
     checkpointing: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -152,10 +150,8 @@ class ModelSection(Section):
         return model_location(self.path) if self.revision is None else _snapshot(self.path, self.revision)
 
     def check_targets(self, targets: Targets) -> None:
-        """Raise `ConfigError` if LoRA cannot go there, before weights are read. GGUF files are checked only later."""
-        path = self.location()
-        if not str(path).endswith(".gguf"):
-            check_targets(path, self.task, targets)
+        """Raise `ConfigError` if LoRA cannot go there, before weights are read."""
+        check_targets(self.location(), self.task, targets)
 
     def chosen_device(self) -> str:
         """The configured device; for "auto" a GPU if there is one."""
@@ -166,7 +162,7 @@ class ModelSection(Section):
         device = device or self.chosen_device()
         return AdaptedModel.load(
             self.location(), self.task, lora, labels=tuple(labels), seed=seed, device=device, dropout=self.dropout,
-            four_bit=self.four_bit, checkpointing=self.checkpointing, dtype=self.dtype, tf32=self.tf32,
+            four_bit=self.four_bit, checkpointing=self.checkpointing, dtype=self.dtype,
         )  # fmt: skip
 
 
@@ -229,7 +225,7 @@ class EvaluateSection(Section):
 
     every: rounds between evaluations; the last round is always measured. target: the "server" model or the "clients";
     "auto" is the server if it has a model. metric: reported, and used to choose the best: "accuracy", "loss" (lower is
-    better), for classes also "balanced-accuracy", "macro-f1" and "matthews"; for a language model "perplexity" (lower
+    better), for classes also "macro-f1" and "matthews"; for a language model "perplexity" (lower
     is better), or for its answers (greedy, up to max_new_tokens) "rouge-l" and "exact-match", and
     "rouge-l-teacher-forced". max_new_tokens: the longest generated answer. batch_size: examples at a time.
     clients_at_end: also measure each client's own readout, once: on its own test set if it has one, otherwise on the
@@ -277,7 +273,6 @@ class EvaluateSection(Section):
         max_length: int,
         bf16: bool,
         template: str | None = None,
-        long_responses: LongResponses = "refuse",
     ) -> ModelEvaluator | None:
         """The evaluator for these sets; None if they are empty."""
         if not any(len(part) for part in sets.values()):
@@ -285,5 +280,5 @@ class EvaluateSection(Section):
         return ModelEvaluator(
             model, sets, clients, target=target, metric=self.metric, own=own, max_length=max_length,
             max_new_tokens=self.max_new_tokens, batch_size=self.batch_size, bf16=bf16,
-            template=template, long_responses=long_responses,
+            template=template,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from fedlora.adapters.uploads import labels_of
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import ConfigError, counted
 from fedlora.runs.config import RunConfig
-from fedlora.training.hub_models import hub_name
+from fedlora.training.load import hub_name
 from fedlora.training.targets import in_words
 
 

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 from fedlora._lazy import face
 
 if TYPE_CHECKING:
-    from fedlora.training.evaluation import ModelEvaluator
-    from fedlora.training.local import LocalTrainer
+    from fedlora.training.loop import LocalTrainer
+    from fedlora.training.measure import ModelEvaluator
     from fedlora.training.models import AdaptedModel
-    from fedlora.training.modules import LoRAModule, ModuleEvaluator, ModuleTrainer
     from fedlora.training.programs import Program, ProgramTrainer
     from fedlora.training.settings import LoRASettings, TrainSettings
 
@@ -16,16 +15,14 @@ __getattr__ = face(
     "fedlora.training",
     {
         "models": ("AdaptedModel",),
-        "local": ("LocalTrainer",),
+        "loop": ("LocalTrainer",),
         "programs": ("Program", "ProgramTrainer"),
         "settings": ("LoRASettings", "TrainSettings"),
-        "evaluation": ("ModelEvaluator",),
-        "modules": ("LoRAModule", "ModuleEvaluator", "ModuleTrainer"),
+        "measure": ("ModelEvaluator",),
     },
     extra="train",
 )
 
 __all__ = [
-    "AdaptedModel", "LoRAModule", "LoRASettings", "LocalTrainer", "ModelEvaluator", "ModuleEvaluator", "ModuleTrainer",
-    "Program", "ProgramTrainer", "TrainSettings",
+    "AdaptedModel", "LoRASettings", "LocalTrainer", "ModelEvaluator", "Program", "ProgramTrainer", "TrainSettings",
 ]  # fmt: skip

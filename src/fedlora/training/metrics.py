@@ -1,10 +1,8 @@
 """The metrics: one table, `METRICS`, that says which direction is better, and pure functions of plain lists.
 
 A config names a metric with hyphens (evaluate.metric = "macro-f1"); scores and files use underscores (`macro_f1`). A
-score with a "/" in its name is a detail of another ("recall/NAME"). Classes are counted here: scikit-learn takes 2 ms.
-
-A class without examples does not count: it has no recall, and balanced accuracy covers only classes that occur. Every
-score of an empty set is NaN ("nothing was measured"), which is never better than anything.
+score with a "/" in its name is a detail of another ("group/NAME"). Classes are counted here: scikit-learn takes 2 ms.
+Every score of an empty set is NaN ("nothing was measured"), which is never better than anything.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ if TYPE_CHECKING:
     from fedlora.training.settings import Task
 
 MetricName = Literal[
-    "accuracy", "balanced-accuracy", "macro-f1", "matthews", "loss", "perplexity", "rouge-l", "exact-match",
-    "rouge-l-teacher-forced",
+    "accuracy", "macro-f1", "matthews", "loss", "perplexity", "rouge-l", "exact-match", "rouge-l-teacher-forced",
 ]  # fmt: skip
 Labels = Sequence[int]
 Item = TypeVar("Item")
@@ -57,7 +54,7 @@ def by_guessing(metric: str, classes: int) -> float | None:
         return 0.0
     if classes < 2:
         return None
-    return {"loss": math.log(classes), "accuracy": 1 / classes, "balanced_accuracy": 1 / classes}.get(metric)
+    return {"loss": math.log(classes), "accuracy": 1 / classes}.get(metric)
 
 
 # ---- classes -----------------------------------------------------------------------------------------------------
@@ -66,12 +63,6 @@ def by_guessing(metric: str, classes: int) -> float | None:
 def accuracy(labels: Labels, predicted: Labels) -> float:
     """The share of correct predictions."""
     return _right(labels, predicted).total() / len(labels) if len(labels) else math.nan
-
-
-def balanced_accuracy(labels: Labels, predicted: Labels) -> float:
-    """The mean recall of the classes among the labels: each counts equally, however many examples it has."""
-    recalls = recall(labels, predicted)
-    return math.fsum(recalls.values()) / len(recalls) if recalls else math.nan
 
 
 def macro_f1(labels: Labels, predicted: Labels) -> float:
@@ -94,18 +85,6 @@ def matthews(labels: Labels, predicted: Labels) -> float:
     spread = (n**2 - sum(k**2 for k in true.values())) * (n**2 - sum(k**2 for k in said.values()))
     together = n * _right(labels, predicted).total() - sum(count * said[y] for y, count in true.items())
     return together / math.sqrt(spread) if spread else 0.0
-
-
-def recall(labels: Labels, predicted: Labels) -> dict[int, float]:
-    """Class -> the share of its examples predicted as that class. A class without examples is left out."""
-    found = _right(labels, predicted)
-    return {y: found[y] / count for y, count in sorted(Counter(labels).items())}
-
-
-def confusion_matrix(labels: Labels, predicted: Labels, classes: int) -> list[list[int]]:
-    """Number of examples of class (row) predicted as class (column), (classes, classes)."""
-    found = Counter(zip(labels, predicted, strict=True))
-    return [[found[y, said] for said in range(classes)] for y in range(classes)]
 
 
 def _right(labels: Labels, predicted: Labels) -> Counter[int]:
@@ -162,9 +141,6 @@ def _scorer() -> Any:
 METRICS: Mapping[str, Metric] = {
     "accuracy": Metric(
         accuracy, "labels", True, _BOTH, "the share of right answers; for a language model, of right response tokens"
-    ),
-    "balanced-accuracy": Metric(
-        balanced_accuracy, "labels", True, ("classification",), "the mean recall of the classes"
     ),
     "macro-f1": Metric(macro_f1, "labels", True, ("classification",), "the mean F1 of the classes"),
     "matthews": Metric(matthews, "labels", True, ("classification",), "Matthews correlation of labels and answers"),
@@ -224,7 +200,6 @@ def worst_of(metric: str, items: Sequence[Item], value: Callable[[Item], float |
 
 
 __all__ = [
-    "METRICS", "Metric", "MetricName", "accuracy", "balanced_accuracy", "best_of", "by_guessing", "confusion_matrix",
-    "exact_match", "find_metric", "generates", "is_better", "macro_f1", "matthews", "mean_loss", "perplexity", "recall",
-    "rouge_l", "score_name", "worst_of",
+    "METRICS", "Metric", "MetricName", "accuracy", "best_of", "by_guessing", "exact_match", "find_metric", "generates",
+    "is_better", "macro_f1", "matthews", "mean_loss", "perplexity", "rouge_l", "score_name", "worst_of",
 ]  # fmt: skip

@@ -18,18 +18,29 @@ from fedlora.adapters.io import AdapterSpec, head_tensors, load_into_model, read
 from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.loading import load_base, longest_input, positions_of
+from fedlora.training.load import load_base, longest_input, positions_of
 from fedlora.training.settings import DType, LoRASettings, Task
+from fedlora.training.targets import targeted
 
 _SEED = "seed"
 _USUAL_RANK = 512  # ranks above this are checked against the matrices before anything is allocated
 
 
 class AdaptedModel:
-    """A transformers model whose LoRA adapter can be replaced at once, whatever its ranks.
+    """A model whose LoRA adapter can be replaced at once, whatever its ranks.
 
-    It creates one peft adapter for each distinct set of ranks and reuses it: fifty clients with three different ranks
+    It takes over a network, a transformers model or any module with linear layers: peft wraps its layers in place. It
+    creates one peft adapter for each distinct set of ranks and reuses it: fifty clients with three different ranks
     cost three small adapters beside the one base model.
+
+    Args:
+        network: its parameters are the base, which no client trains.
+        settings: where LoRA goes, its scaling, and the modules to train in full and average (`saved`), such as a
+            classifier with a name of its own.
+        tokenizer, task: of a transformers model; `load` finds both.
+
+    Raises:
+        ConfigError: a target or a saved module that the network does not have, or that cannot take LoRA.
 
     Example:
         >>> model = AdaptedModel.load("model", "classification", LoRASettings(targets=["query"]), labels=["no", "yes"])
@@ -40,18 +51,18 @@ class AdaptedModel:
     """
 
     def __init__(
-        self, base: nn.Module, tokenizer: Any, task: Task | None, settings: LoRASettings, *,
-        checkpointing: bool = False, tf32: bool = False,
+        self, network: nn.Module, settings: LoRASettings, *, tokenizer: Any = None, task: Task | None = None,
+        checkpointing: bool = False,
     ) -> None:  # fmt: skip
-        self.tokenizer = tokenizer
-        self.task = task
-        self.settings = settings
-        self._base = base
-        self._checkpointing = checkpointing
-        self._tf32 = tf32
+        self.tokenizer, self.task, self.settings = tokenizer, task, settings
+        self._base, self._checkpointing = network, checkpointing
         self._model: Any = None
         self._names: dict[tuple[tuple[str, int], ...] | int, str] = {}
         self._active = ""
+        self._targets = targeted(network, settings, plain=task is None)
+        for module in network.modules():
+            if isinstance(module, nn.TransformerEncoderLayer):  # a hook makes it call its layers: torch's fused kernel
+                module.register_forward_pre_hook(_nothing)  # would read the base weights and bypass the adapter
 
     @classmethod
     def load(
@@ -67,31 +78,21 @@ class AdaptedModel:
         four_bit: bool = False,
         checkpointing: bool = False,
         dtype: DType = "float32",
-        tf32: bool = False,
     ) -> AdaptedModel:
-        """A model and its tokenizer from a local directory or a hub id; files as in `loading`.
+        """A model and its tokenizer from a local directory, a GGUF file or a hub id; files as in `load`.
 
         A new classification head is drawn from `seed`, so that it is the same everywhere. dropout: if given, replaces
         every dropout rate in the model's configuration. four_bit: the base in NF4 (QLoRA), on a GPU with bitsandbytes.
         checkpointing: gradient checkpointing, which trades time for memory. dtype: of the base weights; adapters and
-        heads are float32 in any case. tf32: let a GPU multiply float32 matrices in TF32, in this whole process.
+        heads are float32 in any case.
 
         Raises:
-            ConfigError: the model cannot be loaded.
+            ConfigError: the model cannot be loaded, or LoRA cannot go where the settings say.
         """
         base, tokenizer = load_base(
             path, task, labels, seed=seed, device=device, dropout=dropout, four_bit=four_bit, dtype=dtype
         )
-        paths = [name for name, _ in base.named_modules()]
-        absent = [name for name in settings.saved if not any(f".{path}".endswith(f".{name}") for path in paths)]
-        if absent:
-            raise ConfigError(
-                f"lora.saved: {absent[0]!r} is not a module of the model, so nothing would be trained in full by that "
-                f"name. Its modules begin with {', '.join(paths[1:8])}, ..."
-            )
-        model = cls(base, tokenizer, task, settings, checkpointing=checkpointing, tf32=tf32)
-        model._set_precision(device)
-        return model
+        return cls(base, settings, tokenizer=tokenizer, task=task, checkpointing=checkpointing)
 
     @property
     def device(self) -> torch.device:
@@ -203,7 +204,7 @@ class AdaptedModel:
     def _config(self, rank: int | Mapping[str, int]) -> Any:
         from peft import LoraConfig
 
-        targets, unit, fixed = self.settings.targets, self.settings.unit, self.settings.alpha
+        unit, fixed = self.settings.unit, self.settings.alpha
         ranked = rank_fields(rank, unit)
         if fixed:
             ranked |= {"lora_alpha": fixed, "alpha_pattern": {}}
@@ -211,7 +212,7 @@ class AdaptedModel:
             **ranked,
             use_rslora=self.settings.rslora,
             lora_dropout=self.settings.dropout,
-            target_modules=targets if isinstance(targets, str) else list(targets),
+            target_modules=self._targets,
             modules_to_save=list(self.settings.saved) or None,
             task_type={"classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM", None: None}[self.task],
         )
@@ -219,12 +220,6 @@ class AdaptedModel:
     def to(self, device: str) -> None:
         """Move to a device. The base weights must be unchanged."""
         self.network.to(device)
-        self._set_precision(device)
-
-    def _set_precision(self, device: str) -> None:
-        """Both ways: another run of this process may have set it."""
-        if device.startswith("cuda"):
-            torch.set_float32_matmul_precision("high" if self._tf32 else "highest")
 
 
 def rank_fields(rank: int | Mapping[str, int], scaling: float) -> dict[str, Any]:
@@ -258,3 +253,7 @@ def _checkpoint(base: Any) -> None:
 
 def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
     output.requires_grad_(True)
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    """A hook that does nothing."""

@@ -2,32 +2,25 @@
 
     trainer = ProgramTrainer(Program(["python", "my_train.py"]), spec, lora, Path("work"))
 
-The program is started once for each client and round, with the round's folder (`round_folder`) in its environment. It
-is a stranger to this process: what it leaves is read like any adapter from outside, and checked against the round.
+The program is started once for each client and round, with the round's folder (`round_folder`) in its environment.
 """
 
 from __future__ import annotations
 
 import copy
 import filecmp
-import math
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO
 
-from fedlora.adapters.base_names import Base, is_same_base
 from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.reader import scaled
-from fedlora.core import files
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.core.process import end, how_ended, killed_with
@@ -37,10 +30,6 @@ from fedlora.doing import doing
 from fedlora.errors import ConfigError
 from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, RoundFolder, trained_parts
 from fedlora.training.settings import LoRASettings
-
-_LOG, _ROUND = "program.log", "round"
-_LOG_BYTES = 2**24  # a longer log loses its first part
-_LOOK = 1.0  # seconds between two looks at its size
 
 
 @dataclass(frozen=True)
@@ -64,9 +53,8 @@ class ProgramTrainer:
 
     Args:
         spec: of the federation's adapters. lora: how clients scale them. folder: for rounds and logs, a folder for each
-            client. data: client -> its training examples, or its own file of them. bases: names and places of the base
-            model; a result that names another one is refused. labels: a classifier's classes, in their order. rounds:
-            how many are planned.
+            client; no other process may play in it. data: client -> its training examples, or its own file of them.
+            labels: a classifier's classes, in their order. rounds: how many are planned.
 
     Raises:
         ConfigError: a client that trains with several ranks at one fixed alpha, which a PEFT folder cannot say here.
@@ -90,14 +78,11 @@ class ProgramTrainer:
         folder: Path,
         *,
         data: Mapping[str, Rows | Path] | None = None,
-        bases: Sequence[str] = (),
         labels: Sequence[str] = (),
         rounds: int = 1,
     ) -> None:
         self._program, self._spec, self._lora, self.folder = program, spec, lora, folder
-        self._data, self._rounds = dict(data or {}), rounds
-        self._labels = list(labels)
-        self._bases = [*filter(None, (*bases, spec.base_model))]
+        self._data, self._labels, self._rounds = dict(data or {}), list(labels), rounds
 
     def working_in(self, folder: Path) -> ProgramTrainer:
         """The same, with its rounds in another folder."""
@@ -112,34 +97,29 @@ class ProgramTrainer:
             ConfigError: the ranks have no common scale. ProgramFailed: the program failed, ran too long, or left a
                 result that does not fit.
         """
-        client = download.client.id
+        client, unit = download.client.id, self._lora.unit
         place = (self.folder / client).absolute()
+        round, spec = RoundFolder(place / "round"), replace(self._spec, scaling=self._scale(adapter))
+        shutil.rmtree(round.path, ignore_errors=True)  # of a round that failed: no result of it may count now
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _alone(place):
-            return self._trained(download, adapter, position, place)
-
-    def _trained(self, download: Download, adapter: Adapter, position: int, place: Path) -> Trained:
-        client = download.client.id
-        round, spec = RoundFolder(place / _ROUND), replace(self._spec, scaling=self._scale(adapter))
-        _remove(round.path)  # of a round that failed: no result of it may count now
         round.path.mkdir()
+        begun = _scaled(adapter, unit / spec.scaling)
         facts = round.write(
             RoundFacts(
                 client=client, round=download.round + 1, rounds=max(self._rounds, download.round + 1),
-                scaling=spec.scaling, trains=trained_parts(download.roles), data=self._file(client, place),
-                labels=self._labels,
+                scaling=spec.scaling, trains=trained_parts(download.roles), moves_base=download.roles.moves_base,
+                data=self._file(client, place), labels=self._labels,
             ),
-            _scaled(adapter, self._lora.unit / spec.scaling), spec,
+            begun, spec,
         )  # fmt: skip
-        self._run(client, facts, round, place / _LOG)
-        _opened(round.path)
+        log = place / "program.log"
+        self._run(client, facts, round, log)
         try:
-            made, said, named = round.read_result(_scaled(adapter, self._lora.unit / spec.scaling), facts, spec)
-            self._check_base(named)
+            made, said = round.read_result(begun, facts)
         except ProgramFailed as failed:
-            raise ProgramFailed(f"the program of {client!r} ended well, but {failed} Its log: {place / _LOG}") from None
+            raise ProgramFailed(f"the program of {client!r} ended well, but {failed} Its log: {log}") from None
         shutil.rmtree(round.path)
-        made = replace(_scaled(made, spec.scaling / self._lora.unit), base=adapter.base)
+        made = replace(_scaled(made, spec.scaling / unit), base=adapter.base)
         return Trained(made, said.examples, said.loss, position + said.examples)
 
     def _scale(self, adapter: Adapter) -> float:
@@ -161,7 +141,6 @@ class ProgramTrainer:
             return str(data.absolute())
         file = place / f"data{data.suffix}"
         written = file.with_name(f"new{data.suffix}")
-        _remove(written)
         data.write(written)
         if not file.exists() or not filecmp.cmp(written, file, shallow=False):
             os.replace(written, file)  # and no new file each round, for which datasets would fill its cache
@@ -177,15 +156,13 @@ class ProgramTrainer:
         command = list(self._program.command)
         for word, value in words.items():
             command = [part.replace(word, value) for part in command]
-        place = log.parent
-        env = {"HF_DATASETS_CACHE": str(place / "datasets"), **os.environ, VARIABLE: str(round.path)}
-        env["PATH"] = search_path()
+        env = {"HF_DATASETS_CACHE": str(log.parent / "datasets"), **os.environ}
+        env |= {VARIABLE: str(round.path), "PATH": search_path()}
         what, began, limit = f"the program of {client!r}", time.monotonic(), self._program.time_limit
-        _remove(log)  # the last round's program may have put something else there
-        with log.open("a+b", buffering=0) as file, doing(what):
+        with log.open("wb") as file, doing(what):
             try:
                 process = subprocess.Popen(
-                    command, env=env, cwd=place, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                    command, env=env, cwd=log.parent, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                     start_new_session=True, preexec_fn=partial(killed_with, os.getpid()),
                 )  # fmt: skip
             except OSError as error:
@@ -194,26 +171,18 @@ class ProgramTrainer:
                     f"whole path."
                 ) from error
             try:
-                code = _waited(process, limit, file)
+                code = process.wait(limit)
             except subprocess.TimeoutExpired:
                 raise ProgramFailed(
                     f"{what} ran longer than its limit of {limit:g} s and was ended. Raise time_limit, or let it train "
                     f"fewer steps. Its log: {log}"
                 ) from None
             finally:
-                end(process)
-            if code:
-                raise ProgramFailed(
-                    f"{what} ended {how_ended(code)} after {time.monotonic() - began:.0f} s. {_last_line(file)} "
-                    f"Its log: {log}"
-                )
-
-    def _check_base(self, named: str | None) -> None:
-        """Raise `ProgramFailed` if a result names another base model than the federation's."""
-        if named and self._bases and not any(is_same_base(Base(named), Base(mine)) for mine in self._bases):
+                end(process)  # with those that it has started, as a launcher does
+        if code:
             raise ProgramFailed(
-                f"its result names the base model {named!r}, and this federation's is {self._bases[0]!r}: adapters of "
-                f"one model mean nothing on another. Load the same model in the program, or name it alike in both."
+                f"{what} ended {how_ended(code)} after {time.monotonic() - began:.0f} s. {_last_line(log)} "
+                f"Its log: {log}"
             )
 
 
@@ -241,64 +210,10 @@ def _scaled(adapter: Adapter, factor: float) -> Adapter:
     return Adapter({name: scaled(lora, factor) for name, lora in adapter.modules.items()}, adapter.heads, base)
 
 
-@contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    """Keep others out of a client's folder. Raises `ProgramFailed` if somebody plays a round there."""
-    held = os.open(place, os.O_RDONLY)
-    try:
-        if files.hold(held) is False:
-            raise ProgramFailed(
-                f"another process plays a round of {place.name!r} in {place}. Wait for it, or work in another folder."
-            )
-        yield
-    finally:
-        os.close(held)
-
-
-def _opened(path: Path) -> None:
-    """Give this user all rights to what a program left: it is read and removed."""
-    path.chmod(0o700)
-    for here, folders, names in os.walk(path):
-        for one in (Path(here, name) for name in (*folders, *names)):
-            mode = one.lstat().st_mode
-            if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
-                one.chmod(stat.S_IMODE(mode) | (0o700 if stat.S_ISDIR(mode) else 0o600))
-
-
-def _remove(path: Path) -> None:
-    """Remove a file, a link or a whole folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        _opened(path)
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _waited(process: subprocess.Popen[bytes], limit: float | None, log: IO[bytes]) -> int:
-    """The code with which it ends, its log kept short meanwhile. Raises `TimeoutExpired` after `limit` seconds."""
-    until = time.monotonic() + (math.inf if limit is None else limit)
-    while True:
-        try:
-            return process.wait(min(_LOOK, max(0.0, until - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            if time.monotonic() >= until:
-                raise
-        finally:
-            _shorten(log)
-
-
-def _shorten(log: IO[bytes]) -> None:
-    """Keep the last half of what a log may have, if it has more. It is open for appending, here and in the program."""
-    size = os.fstat(log.fileno()).st_size
-    if size > _LOG_BYTES:
-        last = os.pread(log.fileno(), _LOG_BYTES // 2, size - _LOG_BYTES // 2)
-        os.ftruncate(log.fileno(), 0)
-        log.write(f"(fedlora removed what was here: the log was longer than {_LOG_BYTES} bytes)\n".encode() + last)
-
-
-def _last_line(log: IO[bytes]) -> str:
-    log.seek(max(0, os.fstat(log.fileno()).st_size - 4096))
-    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+def _last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     return f"Its last line: {lines[-1]!r}." if lines else "It said nothing."
 
 

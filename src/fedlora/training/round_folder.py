@@ -7,12 +7,12 @@
     result.json    the program's: {"examples": 120, "loss": 0.43}; with base/ also "base": as in round.json
 
 A program that knows nothing of fedlora reads and writes these with peft and json; `fedlora.hf.federate` does it for it.
+It is the client's own program, so these checks find its mistakes, and nothing guards against its ill will.
 """
 
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,17 +22,16 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedlora.adapters.io import AdapterSpec, read_adapter, write_adapter
-from fedlora.adapters.reader import WEIGHTS_FILE
 from fedlora.core import files
 from fedlora.core.folders import place
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import Roles
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError, FedLoRAError
-from fedlora.given_files import kind_of, read_given
 from fedlora.training.targets import in_words
 
 VARIABLE = "FEDLORA_ROUND"  # names the folder in the program's environment
+_WEIGHTS = "adapter_model.safetensors"
 Part = Literal["B", "A", "heads"]
 
 
@@ -42,8 +41,9 @@ class ProgramFailed(RuntimeError):
 
 class RoundFacts(BaseModel):
     """round.json. round: from 1. rounds: how many are planned. scaling: the update is scaling * B @ A. trains: the
-    parts that may change; the others are frozen. base: SHA-256 of the weights in base/, if there is one. data: a file
-    of the client's training examples, if it has one. labels: of a classifier, the names of its classes 0, 1, ...
+    parts that may change; the others are frozen. moves_base: whether the method changes the base weights in some round.
+    base: SHA-256 of the weights in base/, if there is one. data: a file of the client's training examples, if it has
+    one. labels: of a classifier, the names of its classes 0, 1, ...
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
@@ -54,6 +54,7 @@ class RoundFacts(BaseModel):
     rounds: Annotated[int, Field(ge=1)]
     scaling: Annotated[float, Field(gt=0)]
     trains: list[Part]
+    moves_base: bool = False
     base: str | None = None
     data: str | None = None
     labels: list[str] = []
@@ -100,14 +101,12 @@ class RoundFolder:
         if adapter.base:
             plain = replace(spec, config=ReadOnly({**spec.config, "modules_to_save": None}))
             write_adapter(self.base, Adapter(adapter.base), plain)
-            facts = facts.model_copy(update={"base": files.digest(self.base / WEIGHTS_FILE)})
+            facts = facts.model_copy(update={"base": files.digest(self.base / _WEIGHTS)})
         files.write(self.facts, facts.model_dump_json(indent=1) + "\n")
         return facts
 
-    def read_result(
-        self, begun: Adapter, facts: RoundFacts, spec: AdapterSpec
-    ) -> tuple[Adapter, ResultFacts, str | None]:
-        """The trained adapter, what the program says of it, and the base model that it names.
+    def read_result(self, begun: Adapter, facts: RoundFacts) -> tuple[Adapter, ResultFacts]:
+        """The trained adapter, and what the program says of it.
 
         Args:
             begun: what `write` was given. facts: what it returned.
@@ -115,28 +114,25 @@ class RoundFolder:
         Raises:
             ProgramFailed: something is missing, damaged, or does not fit the round.
         """
-        for path in (self.result, self.told):
-            _check_left(path)
         missing = [path.name for path in (self.result, self.told) if not path.exists()]
         if missing:
             raise ProgramFailed(
                 f"it left no {' and no '.join(missing)} in the folder that {VARIABLE} names. A program must write a "
-                f"PEFT folder result and a file result.json with examples and loss; fedlora.hf.federate does that."
+                f"PEFT folder result and a file result.json with examples and loss: federate(trainer) does that, or "
+                f"hand_back(model, ...) at the end of a loop (both of fedlora.hf)."
             )
         said = _read(ResultFacts, self.told)
         if said.base != facts.base and facts.base is not None:
             raise ProgramFailed(
                 f"this method moves the base weights, but the program's result.json does not say that it merged base/ "
-                f"into its model before training: base is {said.base!r}, and round.json has {facts.base!r}. On the "
-                f"pre-trained weights, training goes wrong. Merge it (PeftModel.from_pretrained(model, base), "
-                f"merge_and_unload) and copy the digest, or use fedlora.hf.federate, or another method."
+                f"into its model before training: base is {said.base!r}, and round.json has {facts.base!r}. Merge it "
+                f"(PeftModel.from_pretrained(model, base), merge_and_unload) and copy the digest, or use fedlora.hf."
             )
         try:
-            made, found = read_adapter(self.result, scaling=facts.scaling)
+            made, _ = read_adapter(self.result, scaling=facts.scaling)
         except FedLoRAError as error:
             raise ProgramFailed(f"its result cannot be read: {error}") from error
-        _check_shapes(begun, made)
-        return _with_frozen(begun, made, facts.trains), said, found.base_model
+        return _fitting(begun, made, facts.trains), said
 
     # ---------------------------------------------------------------------------------------------- the program's side
 
@@ -164,32 +160,6 @@ class RoundFolder:
         files.write(self.told, said.model_dump_json() + "\n")
 
 
-def _check_left(path: Path) -> None:
-    """Check a file, or a folder with all below it, without opening a file. path: in the round's folder.
-
-    Raises:
-        ProgramFailed: something there is neither a file nor a folder (to open a pipe could wait for ever), or is a link
-            to a place outside of the folder that `path` is in.
-    """
-    home = path.parent.resolve()
-    waiting = [path] if os.path.lexists(path) else []
-    while waiting:
-        found = waiting.pop()
-        mode = found.lstat().st_mode
-        if stat.S_ISDIR(mode):
-            waiting += found.iterdir()
-        elif stat.S_ISLNK(mode) and home not in Path(target := os.path.realpath(found)).parents:
-            raise ProgramFailed(
-                f"it left {found.relative_to(path.parent)}, a link to {target}: links may only lead to files in "
-                f"{path.parent}. Let it copy the file."
-            )
-        elif not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-            raise ProgramFailed(
-                f"it left {found.relative_to(path.parent)}, {kind_of(mode)}: only files and folders are read. Let it "
-                f"put other things into another folder."
-            )
-
-
 def trained_parts(roles: Roles) -> list[Part]:
     """The parts that a client may train under these roles."""
     names: tuple[Part, ...] = ("B", "A", "heads")
@@ -201,7 +171,7 @@ Table = TypeVar("Table", bound=BaseModel)
 
 def _read(kind: type[Table], path: Path) -> Table:
     try:
-        return kind.model_validate_json(read_given(path))  # of 4 MiB at most
+        return kind.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         why = _lines(error) if isinstance(error, ValidationError) else error.strerror
         raise ProgramFailed(f"{path.name} cannot be read: {why}.") from error
@@ -211,60 +181,41 @@ def _lines(error: ValidationError) -> str:
     return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
 
 
-def _check_shapes(begun: Adapter, made: Adapter) -> None:
-    """Raise `ProgramFailed` if the result has other modules, ranks, heads or shapes than the start."""
+def _fitting(begun: Adapter, made: Adapter, trains: list[Part]) -> Adapter:
+    """The result with the start's own frozen parts and base.
+
+    Raises:
+        ProgramFailed: it has other modules, heads, ranks or shapes than the start, or a frozen part was trained.
+    """
     if (odd := sorted(set(begun.modules) ^ set(made.modules))) or (odd := sorted(set(begun.heads) ^ set(made.heads))):
         raise ProgramFailed(
             f"its result and the start differ in {odd[0]!r} ({len(odd)} such). The result adapts "
             f"{in_words(made.modules)}, the start {in_words(begun.modules)}: train the adapter in start/, with the "
             f"same target_modules and modules_to_save (lora.targets and lora.saved of the federation)."
         )
-    for name, was in begun.modules.items():
-        now = made.modules[name]
-        if now.rank != was.rank:
-            raise ProgramFailed(
-                f"its result has rank {now.rank} in {name}, but this client's rank is {was.rank}: train the adapter "
-                f"in start/ instead of a new one, or change the client's rank in the federation."
-            )
-        for factor, shape in ((f, t.shape) for f, t in was.tensors().items()):
-            if now.tensors()[factor].shape != shape:
-                raise ProgramFailed(
-                    f"its result belongs to another base model: {factor} of {name} has shape "
-                    f"{tuple(now.tensors()[factor].shape)}, and the start has {tuple(shape)}."
-                )
-    for name, head in begun.heads.items():
-        if made.heads[name].shape != head.shape:
-            raise ProgramFailed(
-                f"the head {name} of its result has shape {tuple(made.heads[name].shape)}, and that of the start "
-                f"{tuple(head.shape)}: another number of classes?"
-            )
 
+    def checked(part: Part, what: str, was: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        if now.shape != was.shape:
+            raise ProgramFailed(
+                f"{what} of its result has shape {tuple(now.shape)}, and that of the start {tuple(was.shape)}: train "
+                f"the adapter in start/, at its rank and with its classes, on the federation's base model."
+            )
+        if part in trains:
+            return now
+        wide = torch.finfo(now.dtype).eps * 8
+        if not torch.allclose(now.double(), was.double(), rtol=wide, atol=wide * float(was.abs().max() or 0)):
+            raise ProgramFailed(
+                f"the program trained {what}, which this method freezes: round.json lists what may change under "
+                f"trains. Set requires_grad to False for the rest, or use fedlora.hf."
+            )
+        return was
 
-def _with_frozen(begun: Adapter, made: Adapter, trains: list[Part]) -> Adapter:
-    """The result with the start's own frozen parts and base. Raises `ProgramFailed` if a frozen part was trained."""
-    frozen = [part for part in ("B", "A", "heads") if part not in trains]
     modules = {}
-    for name, now in made.modules.items():
-        parts, was = now.tensors(), begun.modules[name].tensors()
-        for factor in (f for f in frozen if f in was):
-            _same(f"{factor} of {name}", was[factor], parts[factor])
-            parts[factor] = was[factor]
-        modules[name] = LoRA(parts["B"], parts["A"])
-    if "heads" in frozen:
-        for name, head in begun.heads.items():
-            _same(f"the head {name}", head, made.heads[name])
-    return Adapter(modules, begun.heads if "heads" in frozen else made.heads, begun.base)
+    for name, lora in begun.modules.items():
+        (B, A), (new_B, new_A) = lora.factors, made.modules[name].factors
+        modules[name] = LoRA(checked("B", f"B of {name}", B, new_B), checked("A", f"A of {name}", A, new_A))
+    heads = {name: checked("heads", f"the head {name}", head, made.heads[name]) for name, head in begun.heads.items()}
+    return Adapter(modules, heads, begun.base)
 
 
-def _same(what: str, was: torch.Tensor, now: torch.Tensor) -> None:
-    wide = torch.finfo(now.dtype).eps * 8
-    if not torch.allclose(now.double(), was.double(), rtol=wide, atol=wide * float(was.abs().max() or 0)):
-        raise ProgramFailed(
-            f"the program trained {what}, which this method freezes: round.json lists what may change under trains. "
-            f"Set requires_grad to False for the rest, or use fedlora.hf.federate."
-        )
-
-
-__all__ = [
-    "VARIABLE", "ProgramFailed", "ResultFacts", "RoundFacts", "RoundFolder", "trained_parts",
-]  # fmt: skip
+__all__ = ["VARIABLE", "Part", "ProgramFailed", "ResultFacts", "RoundFacts", "RoundFolder", "trained_parts"]

@@ -19,8 +19,6 @@ from fedlora.errors import ConfigError
 Positive = Annotated[int, Field(ge=1)]
 Task = Literal["classification", "causal-lm"]
 Targets = Sequence[str] | str
-LossOn = Literal["response", "all"]
-LongResponses = Literal["refuse", "cut"]
 DType = Literal["float32", "bfloat16"]
 Optimizer = Literal["adam", "adamw", "sgd"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -196,9 +194,8 @@ class TrainSection(Section):
 class TrainSettings(TrainSection):
     """`TrainSection`, plus what other tables of a run say about one client's round.
 
-    rounds: in the whole run, for the schedule. max_length: tokens per example. loss_on: an instruction's response, or
-    all of it. long_responses: of an instruction that fill max_length. bf16: compute in bfloat16. template: for a
-    language model's prompts, as in `encoding.encode`.
+    rounds: in the whole run, for the schedule. max_length: tokens per example. bf16: compute in bfloat16. template: for
+    a language model's prompts, as in `encode.encode`.
 
     Example:
         >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer
@@ -207,13 +204,11 @@ class TrainSettings(TrainSection):
 
     rounds: Positive = 1
     max_length: Positive = 128
-    loss_on: LossOn = "response"
-    long_responses: LongResponses = "refuse"
     bf16: bool = False
     template: str | None = None
 
 
 __all__ = [
-    "ClassWeights", "DType", "Key", "LoRASettings", "LongResponses", "LossOn", "Optimizer", "Positive", "Schedule",
-    "Section", "Targets", "Task", "TrainSection", "TrainSettings",
+    "ClassWeights", "DType", "Key", "LoRASettings", "Optimizer", "Positive", "Schedule", "Section", "Targets", "Task",
+    "TrainSection", "TrainSettings",
 ]  # fmt: skip

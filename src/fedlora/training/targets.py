@@ -8,28 +8,43 @@ refuse it.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from torch import nn
 
 from fedlora.errors import ConfigError, counted
-from fedlora.training.hub_models import source
-from fedlora.training.settings import Targets
-
-ALL_LINEAR = "all-linear"
+from fedlora.training.settings import LoRASettings, Targets
 
 
-def is_all_linear(targets: Targets) -> bool:
-    return isinstance(targets, str) and targets.lower() == ALL_LINEAR
+def targeted(network: nn.Module, settings: LoRASettings, *, plain: bool) -> list[str] | str:
+    """`LoraConfig.target_modules` for a network.
 
+    plain: a module without transformers' knowledge of its head: "all-linear" is then each linear layer outside of the
+    saved modules, and of nn.MultiheadAttention, whose code reads weights itself and would bypass LoRA.
 
-def linear_layers(network: nn.Module) -> list[str]:
-    """The paths of all layers that can get LoRA."""
-    from transformers.pytorch_utils import Conv1D
-
-    return [name for name, module in network.named_modules() if name and isinstance(module, nn.Linear | Conv1D)]
+    Raises:
+        ConfigError: a target or a saved module does not fit.
+    """
+    layers, targets = dict(network.named_modules()), settings.targets
+    heads = []
+    for name in settings.saved:
+        found = [path for path in layers if f".{path}".endswith(f".{name}")]
+        if not found:
+            raise ConfigError(
+                f"lora.saved: {name!r} is not a module of the model, so nothing would be trained in full by that name. "
+                f"Its modules begin with {', '.join(list(layers)[1:8])}, ..."
+            )
+        heads += found
+    chosen, every = adapted(network, targets), _is_all_linear(targets)
+    inside = [path for path in chosen if any(f"{path}.".startswith(f"{head}.") for head in heads)]
+    if inside and not every:
+        raise ConfigError(f"{inside[0]!r} is in lora.targets and in lora.saved: LoRA, or trained in full, not both.")
+    if not plain or not every:
+        return targets
+    return [
+        path for path in chosen
+        if path not in inside and not isinstance(layers[path.rpartition(".")[0]], nn.MultiheadAttention)
+    ]  # fmt: skip
 
 
 def adapted(network: nn.Module, targets: Targets) -> list[str]:
@@ -40,11 +55,12 @@ def adapted(network: nn.Module, targets: Targets) -> list[str]:
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
+    from transformers.pytorch_utils import Conv1D
 
-    linear = linear_layers(network)
-    if is_all_linear(targets):
-        return linear
     modules = {name: module for name, module in network.named_modules() if name}
+    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
+    if _is_all_linear(targets):
+        return linear
     chosen: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
         asked = LoraConfig(target_modules=targets if isinstance(targets, str) else [target])
@@ -64,38 +80,20 @@ def adapted(network: nn.Module, targets: Targets) -> list[str]:
     return [name for name in linear if name in chosen]
 
 
-def check_targets(path: str | os.PathLike[str], task: str, targets: Targets) -> None:
-    """`adapted` for the model at `path` before its weights are read: its configuration gives its modules.
-
-    Raises:
-        ConfigError: a target does not fit, or the model cannot be found.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    if is_all_linear(targets):
-        return
-    kind: Any = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
-    where = source(path)
-    try:
-        config = AutoConfig.from_pretrained(path, **where)
-        with torch.device("meta"):
-            skeleton = kind.from_config(config)
-    except Exception:
-        return  # `loading.load_base` will explain what is wrong with the model
-    adapted(skeleton, targets)
-
-
 def in_words(modules: Collection[str]) -> str:
     """The ends of modules' paths, and how many modules they are: "query, value (12 modules)"."""
     return f"{', '.join(sorted(_ends(modules)))} ({counted(len(modules), 'module')})"
+
+
+def _is_all_linear(targets: Targets) -> bool:
+    return isinstance(targets, str) and targets.lower() == "all-linear"
 
 
 def _ends(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(path.rpartition(".")[2] for path in paths))
 
 
-def _hint(targets: Targets, target: str, modules: dict[str, nn.Module], linear: list[str]) -> str:
+def _hint(targets: Targets, target: str, modules: Collection[str], linear: list[str]) -> str:
     ends = _ends(linear)
     if isinstance(targets, str):
         end = any(name.endswith(f".{target}") for name in modules)
@@ -106,4 +104,4 @@ def _hint(targets: Targets, target: str, modules: dict[str, nn.Module], linear: 
     return (f"The nearest are {', '.join(near)}; its" if near else "Its") + f" linear layers end in {', '.join(ends)}."
 
 
-__all__ = ["adapted", "check_targets", "in_words", "is_all_linear", "linear_layers"]
+__all__ = ["adapted", "in_words", "targeted"]

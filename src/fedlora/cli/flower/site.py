@@ -115,7 +115,7 @@ def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
     found = checked(Site, {"name": said.site, **settings}).located(Path.cwd())
     notes.print("reading the data and the base model ...")
     with replacing_folder(folder) as building:
-        rows, facts = checked_work(said, found, SiteFolder(building))
+        rows, facts = checked_work(said, found)
         if wrong := [text for _, text, sound in rows if sound is False]:
             raise ConfigError(f"{' '.join(wrong)} {folder} was not made, and nothing was sent.")
         request = fill_site(building, join.read_bytes(), found, facts.table())

@@ -23,7 +23,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.messages.envelope import Envelope, RecordError, enclose, opened
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.records import kept_names
-from fedlora.training.evaluation import ModelEvaluator
+from fedlora.training.measure import ModelEvaluator
 from fedlora.training.metrics import METRICS, score_name
 
 HeldOut = Literal["validation", "test"]

@@ -184,5 +184,5 @@ def playable(
 
 def _check_base(settings: FederationSettings, known: Facts, home: FederationFolder) -> None:
     """Raises `Disagreement` if the server would measure with another base model than the sites train."""
-    mine = model_facts(str(settings.at_server.model), settings, home.base_cache)
+    mine = model_facts(str(settings.at_server.model), settings)
     check_facts(server_facts(settings, known), mine, "the server's own model", whole=False)

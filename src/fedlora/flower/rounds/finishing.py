@@ -36,7 +36,6 @@ from fedlora.runs.private_run import PrivateRun, told
 from fedlora.runs.stopping import Line
 from fedlora.server.judged import over_rounds
 from fedlora.server.state import RunState
-from fedlora.training.evaluation import Measured
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +58,12 @@ def finish(
     exports = _exports(opening, strategy, judged, None if spent is None else told(spent))
     tested = _tested(opening, chosen)
     for name, measured in tested.items():
-        scores, by = measured.scores, "server"
+        scores, by = measured, "server"
         if not scores and chosen[name].round == state.round:  # the sites measured this state
             scores, by = {k: v for k, v in at_sites.mean().items() if k != "examples"}, "the sites"
         model = global_adapter(opening.server, chosen[name])
         exports.write(home.server / FOLDERS[name], model, chosen[name].round, scores, by=by if scores else "server")
-    recorder.trackers.close({k: (one.round, tested[k].scores if k in tested else {}) for k, one in chosen.items()})
+    recorder.trackers.close({k: (one.round, tested.get(k, {})) for k, one in chosen.items()})
     stopped = recorder.stopped(lines)
     if stopped is None and private is not None and strategy.stopped == "budget":
         why = private.releases.why_spent(state.round)
@@ -76,24 +75,24 @@ def finish(
     return dict(plain(summary))
 
 
-def _tested(opening: Opening, chosen: Mapping[str, RunState]) -> dict[str, Measured]:
+def _tested(opening: Opening, chosen: Mapping[str, RunState]) -> dict[str, Mapping[str, float]]:
     """The scores of the server's model in each state on the server's test file, if there is one; for a method without a
     model at the server, of no state."""
     server, test = opening.server, opening.at_server.test
-    tested: dict[str, Measured] = {}
+    tested: dict[str, Mapping[str, float]] = {}
     for name, one in chosen.items():
         if not server.has_global_model(one.server):
             continue
         if name == "best" and one.round == chosen["last"].round:
             tested[name] = tested["last"]
         else:
-            tested[name] = test.measure(server, one) if test is not None else Measured({}, None)
+            tested[name] = test.evaluate(server, one) if test is not None else {}
     return tested
 
 
 def _summary(
-    opening: Opening, strategy: FedLoRA, best: Line | None, at_sites: SiteRound, tested: Mapping[str, Measured],
-    judged: Mapping[str, Any], stopped: Mapping[str, Any] | None,
+    opening: Opening, strategy: FedLoRA, best: Line | None, at_sites: SiteRound,
+    tested: Mapping[str, Mapping[str, float]], judged: Mapping[str, Any], stopped: Mapping[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Any federation's summary; `private_summary` removes what a private one may not release."""
     settings, choosing, lines = opening.settings, opening.choosing, strategy.lines.finished()

@@ -13,9 +13,9 @@ from fedlora.core.lora import Adapter
 from fedlora.runs.client_data import read_files
 from fedlora.runs.config import RunConfig
 from fedlora.runs.warm_start import check_fits
-from fedlora.training.content import model_content
-from fedlora.training.evaluation import ModelEvaluator
-from fedlora.training.prompting import end_tokens, find_template
+from fedlora.training.digests import model_content
+from fedlora.training.measure import ModelEvaluator
+from fedlora.training.templates import find_template
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
     template = config.data.prompting() if config.model.task == "causal-lm" else None
     ends: tuple[int, ...] = ()
     if config.model.task == "causal-lm":
-        ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
+        ends = find_template(template, model.tokenizer).ends
     made = {
         part: config.evaluate.evaluator(
             model, {"": text[path]}, (), target="server", own={}, max_length=config.data.max_length,

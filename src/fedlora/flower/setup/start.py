@@ -21,8 +21,8 @@ from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.base_names import base_name
 from fedlora.runs.exported import named
 from fedlora.runs.sections import ModelSection
-from fedlora.training.content import model_content
-from fedlora.training.loading import longest_of_files
+from fedlora.training.digests import model_content
+from fedlora.training.skeleton import longest_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ def check_max_length(settings: FederationSettings, model: str, file: str) -> Non
     """Raises `ConfigError` if sites may train on longer texts than the base model reads: every round would fail at a
     site that has one. Says nothing of a model that is not on this machine. file: where the key is set."""
     place, most = Path(ModelSection(path=model).location()), settings.data.max_length
-    if place.is_dir() and (longest := longest_of_files(place)) is not None and most > longest:
+    if place.is_dir() and (longest := longest_of(place, settings.model.task)) is not None and most > longest:
         raise ConfigError(
             f"data.max_length = {most}, but the base model {model} has only {longest} positions: at a site with a "
             f"longer text every round would fail. Set data.max_length to {longest} or less in {file}; longer texts "

@@ -31,7 +31,7 @@ def checked_site(folder: Path, *, server: bool = True) -> list[Row]:
     rows, known = checked_files(here)
     if known is None:
         return rows
-    work, _ = checked_work(*known, here)
+    work, _ = checked_work(*known)
     return [*rows, *work, *(checked_server(known[0], here) if server else ())]
 
 
@@ -47,11 +47,8 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
     return [("site", f"site.toml says {site.name!r}, but the join file is for {join.site!r}", same)], None
 
 
-def checked_work(join: JoinFile, site: Site, here: SiteFolder | None = None) -> tuple[list[Row], Facts]:
-    """Check the site's data and base model: whether a round could use them. Also returns the facts for the server.
-
-    here: its folder, which stores the digest of the weights.
-    """
+def checked_work(join: JoinFile, site: Site) -> tuple[list[Row], Facts]:
+    """Check the site's data and base model: whether a round could use them. Also returns the facts for the server."""
     try:
         settings = FederationSettings.from_travelling(join.settings)
     except FedLoRAError as error:
@@ -59,7 +56,7 @@ def checked_work(join: JoinFile, site: Site, here: SiteFolder | None = None) -> 
     rows = _data(settings, join, site)
     if settings.privacy is not None:  # the server guarantees it; a site sets nothing
         rows.append(("privacy", promise(settings.privacy, settings.run.rounds), True))
-    base, facts = _base(settings, join, site, here.base_cache if here is not None else None)
+    base, facts = _base(settings, join, site)
     return [*rows, *base], facts
 
 
@@ -86,12 +83,12 @@ def _data(settings: FederationSettings, join: JoinFile, site: Site) -> list[Row]
     return rows
 
 
-def _base(settings: FederationSettings, join: JoinFile, site: Site, cache: Path | None) -> tuple[list[Row], Facts]:
+def _base(settings: FederationSettings, join: JoinFile, site: Site) -> tuple[list[Row], Facts]:
     """Compare the base model and the versions with the server's facts in the join file."""
     from fedlora.flower.terms.facts import model_facts
 
     try:
-        facts = model_facts(site.model, settings, cache)
+        facts = model_facts(site.model, settings)
         server = Facts.from_table(join.facts)
         check(server, facts, f"site {site.name!r}", whole=False)
     except FedLoRAError as error:

@@ -86,7 +86,7 @@ def rotate_key(folder: Path) -> Request:
 
     here = SiteFolder(folder.resolve())
     join, model = JoinFile.read(here.join), Site.read(here.site).model
-    facts = model_facts(model, FederationSettings.from_travelling(join.settings), here.base_cache)
+    facts = model_facts(model, FederationSettings.from_travelling(join.settings))
     return _with_key(here, join, facts.table())
 
 

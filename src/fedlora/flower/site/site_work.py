@@ -75,8 +75,8 @@ class SiteWork:
 
         settings, site = FederationSettings.from_travelling(envelope.settings), Site.read(self._file)
         here = SiteFolder(self._file.parent)
-        state, cache = here.state, here.base_cache
-        files = model_facts(site.model, settings, cache)  # before the model is loaded, whose errors hide the cause
+        state = here.state
+        files = model_facts(site.model, settings)  # before the model is loaded, whose errors hide the cause
         check(Facts.from_text(envelope.facts), files, site.name, whole=False)
         parcel, _ = record_parcel(record)
         joined = JoinFile.read(here.join).federation

@@ -14,15 +14,9 @@ from fedlora.errors import ConfigError
 from fedlora.flower.terms.agreement import ASKED, Disagreement, Facts, check, unsaid, versions_here
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.sections import ModelSection
-from fedlora.training.content import (
-    base_digest,
-    model_place,
-    readable,
-    template_digest,
-    tokenizer_digest,
-    tokenizer_of,
-)
-from fedlora.training.prompting import CHAT
+from fedlora.training.digests import base_digest, template_digest, tokenizer_digest
+from fedlora.training.load import model_place, readable, tokenizer_of
+from fedlora.training.templates import CHAT
 
 # Keys of a model's configuration that name its location or storage, or that each federation sets itself.
 _OWN = frozenset({
@@ -33,10 +27,10 @@ _OWN = frozenset({
 })  # fmt: skip
 
 
-def model_facts(model: str, settings: FederationSettings, cache: Path | None = None) -> Facts:
+def model_facts(model: str, settings: FederationSettings) -> Facts:
     """The facts from a base model's files and from the settings. No model is loaded; its weights are read once.
 
-    A site's request holds them: nothing of its data. cache: a file that remembers the digest of the weights.
+    A site's request holds them: nothing of its data.
 
     Raises:
         ConfigError: no such model, or files that cannot be read.
@@ -44,7 +38,7 @@ def model_facts(model: str, settings: FederationSettings, cache: Path | None = N
     place = ModelSection(path=model).location()
     tokenizer = tokenizer_of(place)
     return Facts(
-        base=base_digest(place, cache),
+        base=base_digest(place),
         tokenizer=tokenizer_digest(tokenizer),
         template=_template(settings, tokenizer),
         labels=tuple(settings.data.labels or ()),
@@ -68,9 +62,9 @@ def architecture(model: str | Path) -> dict[str, Any]:
     """The plain values of a model's configuration, by key. {} for a GGUF file: its digest covers everything in it."""
     from transformers import AutoConfig
 
-    place = model_place(model)
-    if place.is_file():
+    if Path(model).is_file():
         return {}
+    place = model_place(model)
     with readable(f"the configuration of {str(model)!r} cannot be read"):
         found = AutoConfig.from_pretrained(place).to_dict()
     return dict(sorted(_plain(found, "")))

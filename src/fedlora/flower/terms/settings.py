@@ -30,8 +30,8 @@ from fedlora.runs.defence import DefenceSection
 from fedlora.runs.idle_keys import check_used, unused
 from fedlora.runs.reading import checked
 from fedlora.runs.sections import EvaluateSection, MethodSection, RunSection, ServerSection
-from fedlora.training.prompting import check_template
-from fedlora.training.settings import LoRASettings, LossOn, Positive, Section, Task, TrainSection
+from fedlora.training.settings import LoRASettings, Positive, Section, Task, TrainSection
+from fedlora.training.templates import check_template
 
 Held = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -96,7 +96,6 @@ class AgreedData(Section):
     labels: ClassNames | None = None
     max_length: Positive = 128
     max_train: Positive | None = None
-    loss_on: LossOn = "response"
     template: str | None = None
     text: str = "text"
     pair: str | None = None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fedlora.doing import stepped
-from fedlora.training.encoding import IGNORED, Example, collate
+from fedlora.training.encode import IGNORED, Example, collate
 from fedlora.training.models import AdaptedModel
 
 
@@ -27,7 +27,7 @@ def greedy(
 ) -> list[str]:
     """The most likely continuation of each prompt, token by token up to an end token, as text.
 
-    ends: the tokens that end an answer, from `prompting.end_tokens`; by default the tokenizer's own.
+    ends: the tokens that end an answer, from `Template.ends`; by default the tokenizer's own.
 
     Prompts are padded on the left, so that every continuation directly follows its prompt; prompts of similar length
     share a batch.

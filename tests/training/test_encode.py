@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from fedlora.data import TextData
+from fedlora.data import TextData, read_instructions
 from fedlora.errors import ConfigError, DataError
-from fedlora.training.encoding import IGNORED, Cut, collate, cut_of, encode
+from fedlora.training.encode import IGNORED, Cut, collate, cut_of, encode
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader
-from support.training_data import CLS, EOS, LABELS, PAD, SEP, UNK, classification, tokenizer, word
+from support.training_data import CLS, EOS, LABELS, PAD, SEP, UNK, classification, encode_prompts, tokenizer, word
 
 pytestmark = [FUTURE_NAMES, CONV1D]
 
@@ -61,16 +63,9 @@ def test_a_length_that_special_tokens_fill_is_refused(pair: tuple[str] | None, s
     assert len(example["input_ids"]) == least and example["cut"] > 0
 
 
-@pytest.mark.parametrize("length", [1, 2])
-def test_a_length_that_the_answer_of_an_instruction_fills_is_refused(length: int) -> None:
-    data = TextData("instruction", ("w0 w1",), responses=("w2",))
-    with pytest.raises(DataError, match=rf"its response has 2 tokens .* max_length = {length}"):
-        encode(data, tokenizer(classifies=False), max_length=length, template="none")
-
-
 def test_an_instruction_ends_with_an_end_token_and_the_loss_is_on_the_response() -> None:
     data = TextData("instruction", ("w0 w1 w2",), responses=("w3 w4",))
-    assert encode(data, tokenizer(classifies=False), max_length=16, template="none") == [
+    assert encode(data, tokenizer(classifies=False), max_length=16, template="{prompt}") == [
         {
             "input_ids": [word(0), word(1), word(2), word(3), word(4), EOS],
             "labels": [IGNORED, IGNORED, IGNORED, word(3), word(4), EOS],
@@ -81,27 +76,57 @@ def test_an_instruction_ends_with_an_end_token_and_the_loss_is_on_the_response()
 @pytest.mark.parametrize("max_length", [4, 5, 6, 7])
 def test_a_long_prompt_is_cut_from_its_front_and_the_response_never(max_length: int) -> None:
     data = TextData("instruction", ("w0 w1 w2",), responses=("w3 w4",))
-    (example,) = encode(data, tokenizer(classifies=False), max_length=max_length, template="none")
+    (example,) = encode(data, tokenizer(classifies=False), max_length=max_length, template="{prompt}")
     room = min(3, max_length - 3)
     prompt = [word(0), word(1), word(2)][3 - room :]
     assert example["input_ids"] == [*prompt, word(3), word(4), EOS]
     assert example["labels"] == [*[IGNORED] * room, word(3), word(4), EOS]
 
 
-def test_a_response_that_leaves_no_room_for_its_prompt_is_refused_by_its_place() -> None:
-    data = TextData("instruction", ("w0", "w0 w1"), responses=("w1", "w2 w3"))
-    with pytest.raises(DataError, match=r"example 1: .*3 tokens .* max_length = 3"):
-        encode(data, tokenizer(classifies=False), max_length=3, template="none")
+def test_what_may_be_dropped_goes_before_the_front() -> None:
+    """droppable: the characters of w1 w2 of the prompt, from their end; then the front. SuperNI's prompts end in
+    "### Response:", which a cut at the end would lose."""
+    data = TextData("instruction", ("w0 w1 w2 w3",), responses=("w5",), droppable=((3, 8),))
+    for room, left in ((4, (0, 1, 2, 3)), (3, (0, 1, 3)), (2, (0, 3)), (1, (3,))):
+        (example,) = encode(data, tokenizer(classifies=False), max_length=room + 4, template="w7 {prompt} w9 ")
+        assert example["input_ids"] == [word(7), *map(word, left), word(9), word(5), EOS]
+        assert example.get("cut", 0) == 4 - room
 
 
-def test_a_response_that_fills_the_length_keeps_half_of_it_if_asked_and_is_counted() -> None:
+def test_a_response_that_fills_the_length_keeps_half_of_it_and_is_counted() -> None:
     """By hand: six words and an end token within 7 keep 3 words, no end token, and leave 4 to the prompt of 5."""
     long = TextData("instruction", ("w0 w1 w2 w3 w4", "w0"), responses=("w5 w6 w7 w8 w9 w5", "w1"))
-    cut, whole = encode(long, tokenizer(classifies=False), max_length=7, template="none", long_responses="cut")
+    cut, whole = encode(long, tokenizer(classifies=False), max_length=7, template="{prompt}")
     assert cut["input_ids"] == [*map(word, (1, 2, 3, 4)), *map(word, (5, 6, 7))]
     assert cut["labels"] == [*[IGNORED] * 4, *map(word, (5, 6, 7))] and cut["cut"] == 1 + 4
     assert whole["input_ids"][-1] == EOS and "cut" not in whole
     assert cut_of([cut, whole]) == Cut(2, 1, 5, 1)
+
+
+def test_what_cannot_be_encoded_is_named_by_file_and_row(tmp_path: Path) -> None:
+    """The place stays with an example through splits and joins; without a file it is its number."""
+    rows = [{"prompt": f"w{k}", "response": "w1"} for k in range(4)]
+    file = tmp_path / "acme.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = TextData.concat([read_instructions(file).select([3, 2]), read_instructions(file).select([0])])
+    for template in ("w7 w8 w9 {prompt} w9 w8", "{prompt} w7 w8 w9 w9 w9"):
+        with pytest.raises(DataError, match=rf"^{file}, row 4, line 4: the parts that are never cut .* 5 tokens"):
+            encode(data, tokenizer(classifies=False), max_length=6, template=template)
+    by_hand = TextData("instruction", ("w0",), responses=("w1",), history=((("system", "w3"),),))
+    with pytest.raises(DataError, match=r"^example 0: it is a conversation .* only a chat template"):
+        encode(by_hand, tokenizer(classifies=False), max_length=6, template="{prompt}")
+
+
+@pytest.mark.parametrize(("template", "left"), [("{prompt}", [3, 4]), ("w7 {prompt} w8", [7, 3, 4, 8])])
+def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt(template: str, left: list[int]) -> None:
+    """The answer stands right behind it: an end token in between would be read as the end."""
+    ending = tokenizer(classifies=False)
+    ending._tokenizer.post_processor = TemplateProcessing(single="$A [EOS]", special_tokens=[("[EOS]", EOS)])
+    assert ending("w3")["input_ids"] == [word(3), EOS]
+    data = TextData("instruction", ("w3 w4",), responses=("w5",))
+    (example,) = encode(data, ending, max_length=64, template=template)
+    assert example["input_ids"] == [*map(word, left), word(5), EOS]
+    assert encode_prompts(data, ending, max_length=64, template=template) == [[word(k) for k in left]]
 
 
 def test_no_examples_are_no_examples() -> None:
@@ -133,7 +158,7 @@ def test_a_tokenizer_without_padding_pads_with_its_end_token_and_still_learns_to
     model = load(folder, task="causal-lm", labels=(), lora={"targets": ["q_proj"]})
     assert model.tokenizer.pad_token_id == EOS
     data = TextData("instruction", ("w0", "w1 w2"), responses=("w3", "w4 w5"))
-    batch = collate(encode(data, model.tokenizer, max_length=16, template="none"), model.tokenizer, model.device)
+    batch = collate(encode(data, model.tokenizer, max_length=16, template="{prompt}"), model.tokenizer, model.device)
     assert batch["input_ids"].tolist() == [
         [word(0), word(3), EOS, EOS, EOS],
         [word(1), word(2), word(4), word(5), EOS],

@@ -1,0 +1,240 @@
+"""Text examples as token ids, and token ids as padded batches: classes, and prompts with an answer.
+
+A prompt is put into the model's own chat template, or into a text with {prompt}. The loss of a language model is on the
+last answer and the token that ends it. What is too long is cut by one rule: the characters in `TextData.droppable` from
+their end, then the prompt from its start, never the template. For packing, several turns, other templates or other
+cuts, keep your trainer (`fedlora.hf`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedlora.data.text import TextData
+from fedlora.doing import stepped
+from fedlora.errors import ConfigError, DataError, counted
+from fedlora.training.templates import BARE, Template, conversation, find_template, token_ids
+
+Example = dict[str, Any]
+Encoded = list[Example]
+
+IGNORED = -100  # the loss skips this label
+Made = TypeVar("Made")
+
+
+def encode(data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None) -> Encoded:
+    """One dict per example: input_ids, labels, and token_type_ids if the tokenizer marks the parts of a pair.
+
+    "cut" counts the tokens that an example lost. A response that alone fills `max_length` keeps its first half of that,
+    without an end token, and the example has the key "short".
+
+    Args:
+        template: the key data.template: None or "chat" for the tokenizer's own chat template, or a text with {prompt}.
+            Unused for classes.
+
+    Raises:
+        ConfigError: no such template, or special tokens alone fill `max_length` (classes). DataError: a conversation
+            does not fit or cannot be rendered; the message names the example's place.
+    """
+    if len(data) == 0:
+        return []
+    if data.kind == "classification":
+        return _classes(data, tokenizer, max_length)
+    around = find_template(template, tokenizer)
+    return _each(data, partial(_instruction, data, around, max_length))
+
+
+def cut_prompts(
+    data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None
+) -> list[tuple[list[int], int]]:
+    """The prompts alone, cut as in `encode`, for generation: each ends with the opening of the answer and comes with
+    the number of tokens it lost."""
+    if len(data) == 0:
+        return []
+    around = find_template(template, tokenizer)
+
+    def one(k: int) -> tuple[list[int], int]:
+        asked = _asked(data, around, k)
+        kept = _fitted(asked, tokenizer, max_length)
+        return kept, len(asked.ids) - len(kept)
+
+    return _each(data, one)
+
+
+def _each(data: TextData, make: Callable[[int], Made]) -> list[Made]:
+    made = []
+    for k in stepped(range(len(data)), "tokenizing"):
+        try:
+            made.append(make(k))
+        except DataError as error:
+            raise DataError(f"{data.place(k)}: {error}") from error
+    return made
+
+
+def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
+    assert data.labels is not None
+    pair = list(data.pair) if data.pair is not None else None
+    special = tokenizer.num_special_tokens_to_add(pair=pair is not None)
+    least = special + (1 if pair is None else 2)
+    if max_length < least:  # transformers would cut nothing, or everything
+        raise ConfigError(
+            f"max_length = {max_length} leaves no room for text: the tokenizer adds "
+            f"{counted(special, 'special token')} to {'an example' if pair is None else 'a pair of texts'}. Set "
+            f"data.max_length to {least} or more."
+        )
+    encoded = tokenizer(list(data.text), pair, truncation=True, max_length=max_length)
+    fields = ["input_ids"] + (["token_type_ids"] if pair and "token_type_ids" in encoded else [])
+    examples = [{name: encoded[name][k] for name in fields} | {"labels": y} for k, y in enumerate(data.labels)]
+    full = [k for k, example in enumerate(examples) if len(example["input_ids"]) == max_length]
+    if full:
+        whole = tokenizer([data.text[k] for k in full], [pair[k] for k in full] if pair else None, verbose=False)
+        for k, ids in zip(full, whole["input_ids"], strict=True):
+            if len(ids) > max_length:
+                examples[k]["cut"] = len(ids) - max_length
+    return examples
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the model reads before the answer: as text and as ids, special: with the tokens that begin a text. spare:
+    the characters to cut first, from their end; front: those to cut then, from their start. answer: with its end."""
+
+    text: str
+    special: bool
+    ids: list[int]
+    spare: tuple[int, int]
+    front: tuple[int, int]
+    answer: list[int]
+
+
+def _instruction(data: TextData, template: Template, max_length: int, k: int) -> Example:
+    asked = _asked(data, template, k)
+    answer = asked.answer if len(asked.answer) < max_length else asked.answer[: max_length // 2]
+    prompt = _fitted(asked, template.tokenizer, max_length - len(answer))
+    lost = len(asked.ids) + len(asked.answer) - len(prompt) - len(answer)
+    made: Example = {"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer}
+    return made | ({"cut": lost} if lost else {}) | ({"short": True} if len(answer) < len(asked.answer) else {})
+
+
+def _asked(data: TextData, template: Template, k: int) -> _Asked:
+    assert data.responses is not None
+    messages, tokenizer = data.messages(k), template.tokenizer
+    prompt = messages[-2][1]
+    first, last = data.droppable[k] if data.droppable is not None else (0, 0)
+    if template.chat:
+        text, response = conversation(template, messages)
+        ids, whole = token_ids(tokenizer, text), token_ids(tokenizer, text + response)
+        # A token may span the border. Then each side is tokenized alone, as the model sees the prompt alone later.
+        answer = whole[len(ids) :] if whole[: len(ids)] == ids else token_ids(tokenizer, response)
+        lead, prompt = len(prompt) - len(prompt.lstrip()), prompt.strip()
+        begins = text.rfind(prompt)
+        first, last = first - lead, last - lead
+    else:
+        if len(messages) > 2:
+            raise DataError(
+                "it is a conversation with a system message or earlier turns, and only a chat template can separate "
+                "these: set data.template = 'chat', with a model that has one."
+            )
+        head, _, tail = template.text.partition(BARE)
+        text, begins = head + prompt + tail, len(head)
+        ids = _unended(tokenizer, text)
+        answer = [*token_ids(tokenizer, data.responses[k]), tokenizer.eos_token_id]
+    spare, front = (begins + first, begins + last), (begins, begins + len(prompt))
+    return _Asked(text, not template.chat, ids, spare, front, answer)
+
+
+def _fitted(asked: _Asked, tokenizer: Any, room: int) -> list[int]:
+    """The prompt in at most `room` tokens. Raises `DataError` if what is never cut has more."""
+    surplus = len(asked.ids) - room
+    if surplus <= 0:
+        return asked.ids
+    found = tokenizer(asked.text, return_offsets_mapping=True, verbose=False, add_special_tokens=asked.special)
+    spare, front = (
+        [at for at, (a, b) in enumerate(found["offset_mapping"]) if start <= a < b <= end]
+        for start, end in (asked.spare, asked.front)
+    )
+    gone = set(spare[-surplus:])
+    gone |= set([at for at in front if at not in gone][: surplus - len(gone)])
+    if len(gone) < surplus:
+        raise DataError(
+            f"the parts that are never cut (the template and the messages before the last prompt) have "
+            f"{len(asked.ids) - len(gone)} tokens, more than the {room} left beside the answer. Raise data.max_length."
+        )
+    return [token for at, token in enumerate(asked.ids) if at not in gone]
+
+
+def _unended(tokenizer: Any, text: str) -> list[int]:
+    """A text's tokens with those that begin it, and without an end: some tokenizers end every text, but here the answer
+    follows."""
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    bare = token_ids(tokenizer, text)
+    ends = len(ids) > 0 and ids[-1] == tokenizer.eos_token_id and (bare[-1:] != ids[-1:] or len(ids) > len(bare) + 1)
+    return ids[:-1] if ends else ids
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What did not fit into max_length: how many of `examples` were cut, the tokens lost in total, and in how many
+    `responses` the answer itself was cut."""
+
+    examples: int
+    cut: int
+    tokens: int
+    responses: int = 0
+
+
+def cut_of(examples: Iterable[Example]) -> Cut:
+    """How much was cut from these examples."""
+    lost = [(example.get("cut", 0), example.get("short", False)) for example in examples]
+    return Cut(len(lost), sum(n > 0 for n, _ in lost), sum(n for n, _ in lost), sum(short for _, short in lost))
+
+
+def check_length(most: int, longest: int | None) -> None:
+    """Raise `ConfigError` if an example of `most` tokens has more than the model can read (None: no limit)."""
+    if longest is not None and most > longest:
+        raise ConfigError(
+            f"an example has {most} tokens, but the model has only {longest} positions: set data.max_length to "
+            f"{longest} or less (in Python: max_length of TrainSettings and the evaluator; on several machines: "
+            f"the server's setting); longer examples are then cut."
+        )
+
+
+def collate(examples: Sequence[Example], tokenizer: Any, device: torch.device) -> dict[str, Tensor]:
+    """A batch, padded on the right to its longest example: input_ids, attention_mask, labels, token_type_ids."""
+    longest = max(len(e["input_ids"]) for e in examples)
+
+    def padded(rows: Sequence[list[int]], value: int) -> Tensor:
+        return torch.tensor([row + [value] * (longest - len(row)) for row in rows], device=device)
+
+    ids = [e["input_ids"] for e in examples]
+    labels = [e["labels"] for e in examples]
+    segments = {}
+    if "token_type_ids" in examples[0]:
+        segments["token_type_ids"] = padded([e["token_type_ids"] for e in examples], 0)
+    return segments | {
+        "input_ids": padded(ids, tokenizer.pad_token_id),
+        "attention_mask": padded([[1] * len(i) for i in ids], 0),
+        "labels": padded(labels, IGNORED) if isinstance(labels[0], list) else torch.tensor(labels, device=device),
+    }
+
+
+def scored(example: Example, weights: Sequence[float] | None = None) -> float:
+    """How many of an example's labels count in the loss: one for a class, the answer's tokens for a language model.
+
+    weights: class weights; the result is then the weight of the example's class.
+    """
+    labels = example["labels"]
+    if isinstance(labels, list):
+        return float(sum(label != IGNORED for label in labels[1:]))
+    return 1.0 if weights is None else weights[int(labels)]
+
+
+__all__ = [
+    "IGNORED", "Cut", "Encoded", "Example", "check_length", "collate", "cut_of", "cut_prompts", "encode", "scored",
+]  # fmt: skip

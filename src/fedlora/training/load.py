@@ -1,0 +1,305 @@
+"""Loads a base model and its tokenizer from a directory, a GGUF file or a hub id.
+
+Weights are safetensors. PyTorch's own files (pytorch_model.bin) are read only if there are no others, and as tensors
+alone: torch refuses a pickle that holds anything else (weights_only), so no code of the file runs. A hub id is its
+snapshot on this machine: the hub is asked once, and where it cannot be reached the cached snapshot counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedlora.core.folders import replacing_folder
+from fedlora.data.demo import HUB_NAMES
+from fedlora.data.hub import repository_and_revision, repository_of
+from fedlora.doing import doing
+from fedlora.errors import ConfigError, FedLoRAError, counted
+from fedlora.seeds import derive_seed
+from fedlora.training.settings import DType, Task
+
+PICKLED = "pytorch_model.bin"
+# What a loader may read of a model's folder besides its weights; .py of models whose code comes with them.
+TEXTS = (
+    "*.json", "*.model", "vocab*.txt", "merges*.txt", "dict*.txt", "*.jinja", "*.spm", "*.codes", "*.tiktoken", "*.py",
+    "additional_chat_templates/*.jinja",
+)  # fmt: skip
+_SECONDS = 5.0  # for the hub's answer
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
+
+
+def hub_name(model: str) -> str | None:
+    """The hub's name for a packaged model, owner/name@revision or a folder in the hub's cache; None for any other."""
+    named = repository_and_revision(model)
+    return HUB_NAMES.get(model) or (named[0] if named else repository_of(model))
+
+
+@doing("looking for the base model")
+def model_place(path: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Path:
+    """A model's directory, of a GGUF file an unpacked one; for a hub id, its snapshot on this machine, downloaded if
+    missing.
+
+    Args:
+        revision: of a hub id, a commit, tag or branch; by default the main branch. weights: False: only the small
+            files, such as configuration and tokenizer.
+
+    Raises:
+        ConfigError: there is no such model, or neither the hub nor its cache has it.
+    """
+    found = Path(path)
+    if found.exists():
+        return dequantised(found) if found.suffix == ".gguf" and found.is_file() else found
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    def fetched(*patterns: str) -> Path:
+        return Path(snapshot_download(os.fspath(path), revision=revision, allow_patterns=[*patterns],
+                                      etag_timeout=_SECONDS))  # fmt: skip
+
+    try:
+        place = fetched(*TEXTS, *(["model*.safetensors"] if weights else []))
+        return place if not weights or any(place.glob("model*.safetensors*")) else fetched("pytorch_model*.bin")
+    except HFValidationError as error:
+        raise ConfigError(f"the model {os.fspath(path)!r} is no directory or file here, and no hub id.") from error
+    except Exception as error:  # the transport's exceptions change from version to version
+        at = "" if revision is None else f" at revision {revision!r}"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"the model {os.fspath(path)!r}{at} is no directory here (relative paths start at the config file's), and "
+            f"the hub or its cache does not give it: {reason}. Name a directory, a packaged model (demo, smollm2), or "
+            f"an id that `hf download` finds; `hf auth login` for private ones."
+        ) from error
+
+
+def weight_files(place: Path) -> list[Path]:
+    """The files that hold a model's weights: safetensors, or PyTorch's own if there are no others. Shards are those
+    that the index names, as transformers reads them.
+
+    Raises:
+        ConfigError: there are none, or one is missing.
+    """
+    for single in (place / "model.safetensors", place / PICKLED):
+        if single.is_file():
+            return [single]
+        index = place / f"{single.name}.index.json"
+        if index.is_file():
+            with readable(f"the index of the model's files, {index}, cannot be read"):
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+                if lacks := [name for name in names if not (place / name).is_file()]:
+                    raise ConfigError(f"the model {place} lacks {', '.join(lacks[:3])}, which its index names.")
+            return [place / name for name in names]
+    raise ConfigError(f"the model {place} has no weights: neither model*.safetensors nor pytorch_model*.bin is there.")
+
+
+@contextlib.contextmanager
+def readable(otherwise: str, hint: str = "") -> Iterator[None]:
+    """Raise `ConfigError`, which begins with `otherwise`, for any error in the block: files of a model that are damaged
+    or odd fail in many ways, in several libraries."""
+    try:
+        yield
+    except FedLoRAError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{otherwise}: {reason}{hint}") from error
+
+
+@doing("unpacking the GGUF model, once")
+def dequantised(file: Path) -> Path:
+    """A GGUF language model as a float32 model directory, made once and kept in the cache ($FEDLORA_CACHE): to parse
+    the words of such a file takes most of a minute."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    cache = Path(os.environ.get("FEDLORA_CACHE", Path.home() / ".cache" / "fedlora"))
+    target = cache / f"{file.stem}-{file_digest(file)[:16]}"
+    if target.is_dir():
+        return target
+    with readable(f"the model {file.name} cannot be read as GGUF"):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+    try:
+        with replacing_folder(target) as building:
+            model.save_pretrained(building)
+            tokenizer.save_pretrained(building)
+    except ConfigError as error:
+        if not target.is_dir():  # otherwise another process was faster
+            raise ConfigError(f"the unpacked model {error} FEDLORA_CACHE may name another folder.") from error
+    return target
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 (hex) of a file, read again only if its size or times change. Raises `OSError`."""
+    real = file.resolve()
+    found = real.stat()
+    return _of_file(str(real), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+
+@functools.cache
+def _of_file(path: str, *_: int) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def tokenizer_of(path: str | os.PathLike[str], revision: str | None = None) -> Any:
+    """A model's tokenizer, without the model. Raises `ConfigError`."""
+    from transformers import AutoTokenizer
+
+    folder = model_place(path, revision, weights=False)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(  # transformers would make up an empty vocabulary
+            f"the model {os.fspath(path)!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there."
+        )
+    with readable(f"the tokenizer of {os.fspath(path)!r} cannot be loaded"):
+        return AutoTokenizer.from_pretrained(folder)
+
+
+def config_of(
+    path: str | os.PathLike[str], revision: str | None = None, *, classes: int = 0, dropout: float | None = None
+) -> Any:
+    """A model's configuration. dropout: if given, replaces every rate in it. Raises `ConfigError`."""
+    from transformers import AutoConfig
+
+    folder = model_place(path, revision, weights=False)
+    with readable(f"the model {os.fspath(path)!r} cannot be loaded"):
+        config = AutoConfig.from_pretrained(folder, **({"num_labels": classes} if classes else {}))
+    rates = [name for name in config.to_dict() if "dropout" in name or name.endswith("pdrop")]
+    if dropout and not rates:
+        raise ConfigError(f"model.dropout = {dropout:g} has no effect: the model's config.json has no dropout.")
+    for name in rates if dropout is not None else ():
+        setattr(config, name, dropout)
+    return config
+
+
+@doing("loading the base model")
+def load_base(
+    path: str | os.PathLike[str], task: Task, labels: Sequence[str], *, seed: int, device: str, dropout: float | None,
+    four_bit: bool, dtype: DType = "float32",
+) -> tuple[Any, Any]:  # fmt: skip
+    """The model, on its device, and its tokenizer; arguments as in `AdaptedModel.load`. Raises `ConfigError`."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+
+    if task == "classification" and len(labels) < 2:  # for one class, transformers would silently build a regression
+        raise ConfigError(
+            f"a classification needs the names of at least two classes, as labels; got {list(labels)}. With one class "
+            f"there is nothing to learn."
+        )
+    check_device(device, four_bit)
+    place = model_place(path)
+    tokenizer = tokenizer_of(place)
+    config = config_of(place, classes=len(labels) if task == "classification" else 0, dropout=dropout)
+    kind: Any = AutoModelForCausalLM if task == "causal-lm" else AutoModelForSequenceClassification
+    more: dict[str, Any] = {}
+    if four_bit:
+        from transformers import BitsAndBytesConfig
+
+        more["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+        more["device_map"] = {"": device}
+    otherwise = f"the model {os.fspath(path)!r} cannot be loaded"
+    try:
+        with (
+            readable(otherwise, " Give a directory with config.json, tokenizer and model.safetensors, or a hub id."),
+            torch.random.fork_rng(devices=[]),
+        ):
+            torch.manual_seed(derive_seed(seed, "head"))
+            network, found = kind.from_pretrained(
+                place, config=config, dtype=getattr(torch, dtype), ignore_mismatched_sizes=True,
+                output_loading_info=True, **more,
+            )  # fmt: skip
+    except ConfigError as error:
+        if isinstance(error.__cause__, UnpicklingError):
+            raise ConfigError(
+                f"{otherwise}: its {PICKLED} holds more than tensors, which could run code, and is not opened. "
+                f"Convert it to safetensors on a machine where you trust it."
+            ) from error
+        raise
+    if found["mismatched_keys"]:
+        raise ConfigError(_other_head(otherwise, labels, sorted(found["mismatched_keys"])[0]))
+    if task == "causal-lm":
+        network.generation_config = GenerationConfig()  # greedy must stay greedy, whatever the model's own settings
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(f"the tokenizer of {os.fspath(path)!r} has no end-of-text token, which responses need.")
+    else:
+        network.config.id2label = dict(enumerate(labels))
+        network.config.label2id = {name: k for k, name in enumerate(labels)}
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if network.config.get_text_config().pad_token_id is None:
+        network.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if not four_bit:
+        with readable(f"the model cannot be put on device {device!r}"):  # too little memory
+            network.to(device)
+    return network, tokenizer
+
+
+def _other_head(otherwise: str, labels: Sequence[str], odd: tuple[str, Any, Any]) -> str:
+    """The message for weights that do not have the shapes of a classifier with these labels."""
+    name, stored, wanted = odd[0], tuple(odd[1]), tuple(odd[2])
+    if not labels or wanted[:1] != (len(labels),):
+        return (
+            f"{otherwise}: {name!r} has the shape {stored} in its weights, but {wanted} by its config.json. Use the "
+            f"config.json that belongs to the weights."
+        )
+    return (
+        f"{otherwise} for the data's {len(labels)} classes: it was fine-tuned before, and its own head {name!r} has "
+        f"{stored[0]} rows. If its classes are the data's, name all of them in its order (data.labels). For a new head "
+        f"take the pre-trained model it was made from; transformers.AutoModel.from_pretrained(...).save_pretrained"
+        f"('DIR') writes the layers alone."
+    )
+
+
+def check_device(device: str, four_bit: bool) -> None:
+    """Raises `ConfigError` if this machine cannot hold a model there, or not in 4 bits. Leaves GPUs alone: workers
+    begin to use them."""
+    if four_bit and (device.partition(":")[0] != "cuda" or find_spec("bitsandbytes") is None):
+        raise ConfigError(
+            f"model.four_bit needs a GPU and the library bitsandbytes (pip install bitsandbytes); the device is "
+            f"{device!r}."
+        )
+    try:
+        place = torch.device(device)
+        if place.type != "cuda":
+            torch.zeros((), device=place).item()  # fails on "meta" too, which holds no numbers
+        elif (place.index or 0) >= torch.cuda.device_count():
+            raise RuntimeError(f"torch sees {counted(torch.cuda.device_count(), 'GPU')}.")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
+
+
+def longest_input(network: nn.Module, positions: int | None) -> int | None:
+    """The most tokens a network can read, from its position tables and its configuration; None if it has no such
+    table."""
+    tables = [
+        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+    ]
+    return min([*tables, *([] if positions is None else [positions])]) if tables else None
+
+
+def positions_of(config: Any) -> int | None:
+    """The longest sequence by a model's configuration; None if it does not say."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+__all__ = [
+    "PICKLED", "TEXTS", "check_device", "config_of", "dequantised", "file_digest", "hub_name", "load_base",
+    "longest_input", "model_place", "positions_of", "readable", "tokenizer_of", "weight_files",
+]  # fmt: skip

@@ -1,0 +1,276 @@
+"""Local training: what one client does in a round, with torch, transformers and peft.
+
+A client's work is a function of its download, its own data, the run's seed, the round, and its position in the data.
+So running one client alone reproduces its round, and resuming needs nothing else stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import Download
+from fedlora.core.trainer import Trained
+from fedlora.data.text import TextData
+from fedlora.doing import stepped
+from fedlora.errors import ConfigError, DataError
+from fedlora.seeds import derive_seed
+from fedlora.training.encode import Cut, Encoded, check_length, collate, cut_of, encode, scored
+from fedlora.training.models import AdaptedModel
+from fedlora.training.settings import ClassWeights, TrainSettings
+
+log = logging.getLogger(__name__)
+
+Loss = Callable[[nn.Module, Any], Tensor]  # network and batch -> the batch's mean loss, a scalar
+Collate = Callable[[list[Any]], Any]
+_OF_TEXT = ("max_length", "class_weights", "template")  # settings that a loss of your own does not use
+
+
+class Examples(Protocol):
+    """A client's data for a loss of your own: a list, or a `torch.utils.data.Dataset` with a length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class LocalTrainer:
+    """Trains any client of a run on the one shared model. Implements `core.trainer.Trainer`.
+
+    Args:
+        data: client -> its text; with `loss`, any list or torch Dataset.
+        settings: steps or epochs, optimiser, batch size. seed: of data order, dropout and torch's other randomness.
+        loss: for any network: of the network and a batch, the mean over the batch. Base layers with running statistics
+            (batch norm) then stay in evaluation mode, since no client may change the base.
+        collate: with `loss`, a list of examples -> a batch, which the trainer moves to the network's device.
+
+    Raises:
+        ConfigError: data or settings that do not fit the model. DataError: a text that cannot be encoded.
+
+    Example:
+        >>> data = read_classification("train.jsonl", text="text", label="label")
+        >>> lora = LoRASettings(targets=["query"])
+        >>> model = AdaptedModel.load("model", "classification", lora, labels=data.label_names)
+        >>> trainer = LocalTrainer(model, {"site-1": data}, TrainSettings(steps=1), seed=0)
+        >>> server = Server(build("glora"))
+        >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
+        >>> next(simulate(server, [Client("site-1", 4)], trainer, begun, rounds=1)).round
+        1
+    """
+
+    def __init__(
+        self, model: AdaptedModel, data: Mapping[str, TextData] | Mapping[str, Examples], settings: TrainSettings, *,
+        seed: int, loss: Loss | None = None, collate: Collate = default_collate,
+    ) -> None:  # fmt: skip
+        self._model, self._settings, self._seed = model, settings, seed
+        self._loss, self._collate = loss, collate
+        self._unreached: set[str] = set()  # warned once
+        self._weights: dict[str, tuple[float, ...] | None] = {}
+        self._data: dict[str, Any] = {}
+        if loss is not None:
+            for name in _OF_TEXT:
+                if getattr(settings, name) != TrainSettings.model_fields[name].default:
+                    raise ConfigError(f"TrainSettings.{name} is for text: with a loss of your own, leave it out.")
+            self._data = dict(data)
+            return
+        for client, part in data.items():
+            if not isinstance(part, TextData):
+                raise ConfigError(
+                    f"the data of {client!r} are a {type(part).__name__}, and LocalTrainer knows a loss for TextData "
+                    f"only: give loss=, a function of the network and a batch."
+                )
+            model.check_classes(part.label_names)
+            try:
+                found = encode(part, model.tokenizer, max_length=settings.max_length, template=settings.template)
+            except DataError as error:
+                raise DataError(f"the data of client {client!r}: {error}") from error
+            check_length(max((len(example["input_ids"]) for example in found), default=0), model.longest)
+            self._data[client], self._weights[client] = found, weigh_classes(part, settings.class_weights)
+
+    def cut(self) -> dict[str, Cut]:
+        """Client -> how much of its text did not fit into max_length."""
+        return {} if self._loss is not None else {client: cut_of(data) for client, data in self._data.items()}
+
+    def examples(self, client: str) -> Sequence[Any]:
+        """A client's examples, text encoded. Raises `ConfigError` if it has none."""
+        data: Sequence[Any] | None = self._data.get(client)
+        if data is None:
+            names = sorted(self._data)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ConfigError(f"client {client!r} has no training data; there are data for {names[:5]}{more}.")
+        if len(data) == 0:
+            raise ConfigError(
+                f"client {client!r} has no training data: its list of examples is empty. Give it some, or leave it out."
+            )
+        return data
+
+    def order(self, client: str, position: int) -> Iterator[int]:
+        """Endless indices of a client's examples, from `position` on: a new permutation each epoch."""
+        return _stream(len(self.examples(client)), position, self._seed, client)
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        """Train `adapter`, starting at example `position` of the client's data stream.
+
+        Returns the complete adapter, its mean training loss per example (NaN where it diverged), and the new position.
+
+        Raises:
+            ConfigError: the client has no data.
+        """
+        client, s = download.client.id, self._settings
+        data = self.examples(client)
+        roles = download.roles
+        self._model.activate(adapter)
+        parameters = self._model.trainable(B=roles.B != "frozen", A=roles.A != "frozen", heads=roles.heads != "frozen")
+        device = self._model.device
+        for module in self._model.network.train().modules():
+            if self._loss is not None and isinstance(module, nn.modules.batchnorm._NormBase):
+                module.eval()
+        batch = min(s.batch_size, len(data))
+        steps = s.steps or math.ceil(s.epochs * len(data) / batch)
+        order = self.order(client, position)
+        optimizer = optimizer_for(parameters, s, download.round)
+        total, seen = 0.0, 0
+        cuda = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(derive_seed(self._seed, "train", download.round, client))
+            for _ in stepped(range(steps), "training"):
+                picked = [data[next(order)] for _ in range(batch)]
+                for loss in self._losses(client, picked) if self._loss is None else self._own_losses(picked):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    total += float(loss.detach()) * batch
+                seen += batch
+                if s.clip:
+                    nn.utils.clip_grad_norm_(parameters, s.clip)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        return Trained(self._model.read(), len(data), total / seen, position + seen)
+
+    def _losses(self, client: str, picked: Encoded) -> Iterator[Tensor]:
+        """The mean loss over `picked` text, as one summand for each micro-batch."""
+        s, network, device = self._settings, self._model.network, self._model.device
+        weights = self._weights[client]
+        labels = sum(scored(example, weights) for example in picked)
+        micro = micro_batch(len(picked), s.accumulation, device)
+        if micro < len(picked):
+            picked.sort(key=lambda example: len(example["input_ids"]))
+        for k in range(0, len(picked), micro):
+            part = picked[k : k + micro]
+            inputs = collate(part, self._model.tokenizer, device)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
+                loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
+            yield loss
+
+    def _own_losses(self, picked: list[Any]) -> Iterator[Tensor]:
+        """The same with the caller's loss; whole batches, unless asked: there is no padding to save."""
+        assert self._loss is not None
+        s, network, device = self._settings, self._model.network, self._model.device
+        micro = math.ceil(len(picked) / (1 if s.accumulation == "auto" else s.accumulation))
+        for k in range(0, len(picked), micro):
+            part = picked[k : k + micro]
+            batch = _moved(self._collate(part), device)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
+                loss = self._loss(network, batch)
+            if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
+                raise ConfigError(
+                    f"loss(network, batch) must return the batch's mean loss as one number with a gradient, from the "
+                    f"network passed to it; got {loss!r:.60}."
+                )
+            yield loss * (len(part) / len(picked)) if len(part) < len(picked) else loss
+        for name, parameter in network.named_parameters():  # its LoRA would never change
+            path = name.removeprefix("base_model.model.").split(".lora_")[0]
+            if parameter.requires_grad and parameter.grad is None and ".lora_" in name and path not in self._unreached:
+                self._unreached.add(path)
+                log.warning(
+                    "the loss does not depend on the LoRA of %r: its layer was not called in a step. Code that reads "
+                    "`layer.weight` itself, as nn.MultiheadAttention does, bypasses LoRA; leave such a layer out.",
+                    path,
+                )
+
+
+def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, ...] | None:
+    """One client's weight for each class, by index; None if classes are not weighted.
+
+    The loss of a batch is sum_i w(y_i) l_i / sum_i w(y_i), as in torch's CrossEntropyLoss(weight=w).
+
+    Args:
+        data: the client's training data: n examples, n_c of class c, k classes that occur.
+        weights: "balanced": w_c = n / (k n_c), scikit-learn's formula, from this client's own counts, which it need not
+            disclose to anybody. Each of *its* classes then counts equally for it. A class that it lacks has weight 0.
+
+    Raises:
+        ConfigError: the data have no classes.
+    """
+    if weights is None:
+        return None
+    if data.labels is None:
+        raise ConfigError("train.class_weights needs classes, and instructions have none: leave it out.")
+    counts = Counter(data.labels)
+    return tuple(len(data) / (len(counts) * counts[c]) if counts[c] else 0.0 for c in range(len(data.label_names)))
+
+
+def _mean_loss(network: nn.Module, inputs: dict[str, Tensor], weights: Sequence[float] | None) -> Tensor:
+    """The batch's mean cross entropy; with class weights the weighted mean."""
+    if weights is None:
+        loss: Tensor = network(**inputs).loss
+        return loss
+    logits = network(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+    return nn.functional.cross_entropy(logits.float(), inputs["labels"], torch.tensor(weights, device=logits.device))
+
+
+def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:
+    """Indices of a client's examples from `position` on: a new permutation each epoch, continuing across rounds."""
+    epoch, offset = divmod(position, size)
+    while True:
+        yield from epoch_order(size, epoch, seed, client)[offset:]
+        epoch, offset = epoch + 1, 0
+
+
+def epoch_order(size: int, epoch: int, seed: int, client: str) -> list[int]:
+    """The indices of a client's examples in the order of that epoch."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", client, epoch))
+    order: list[int] = torch.randperm(size, generator=generator).tolist()
+    return order
+
+
+def micro_batch(size: int, accumulation: int | Literal["auto"], device: torch.device) -> int:
+    """How many of `size` examples go through the network at once."""
+    if accumulation == "auto":
+        return max(4, math.ceil(size / 4)) if device.type == "cpu" else size
+    return math.ceil(size / accumulation)
+
+
+def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) -> torch.optim.Optimizer:
+    """A new optimiser, at the learning rate for `round`."""
+    share = round / s.rounds
+    if s.schedule != "constant" and share >= 1:
+        raise ConfigError(
+            f"the learning rate follows a {s.schedule!r} schedule over rounds = {s.rounds}, and this is round "
+            f"{round + 1}: the schedule has ended. Set the number of rounds in TrainSettings(rounds=...)."
+        )
+    scale = {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[s.schedule]
+    kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    made: torch.optim.Optimizer = kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)
+    return made
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """A batch with all its tensors on `device`."""
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: _moved(value, device) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        moved = [_moved(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch
+
+
+__all__ = ["Examples", "LocalTrainer", "Loss", "epoch_order", "micro_batch", "optimizer_for", "weigh_classes"]

@@ -1,0 +1,325 @@
+"""Measures a state on held-out text: the server's model, or each client's own.
+
+A FedSA-LoRA run has no server model, so what is evaluated is a named choice (`Target`), stored with the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fedlora.adapters.io import pad_rank
+from fedlora.client import receive
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.messages import Client, ClientMemory
+from fedlora.data.text import TextData
+from fedlora.doing import doing, stepped
+from fedlora.server.server import Server
+from fedlora.server.state import RunState, ServerState
+from fedlora.training.encode import IGNORED, Cut, Encoded, check_length, collate, cut_of, cut_prompts, encode
+from fedlora.training.generate import greedy, teacher_forced
+from fedlora.training.metrics import METRICS, MetricName, generates, score_name, worst_of
+from fedlora.training.models import AdaptedModel
+from fedlora.training.templates import find_template
+
+Target = Literal["server", "clients"]
+Scores = dict[str, float]
+OwnMeasure = Callable[[nn.Module, Any], Mapping[str, float]]  # network and data -> metric name -> value
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """One model on one held-out set: what a process of a pool measures at a time. client: whose own sets; None: the
+    common ones. group: the set's name."""
+
+    adapter: Adapter
+    client: str | None
+    group: str
+
+
+Through = Callable[[Callable[[Look], Scores], Iterable[Look]], Iterable[Scores]]  # `map`, or a process pool's
+
+
+class ModelEvaluator:
+    """The scores of `training.metrics` on held-out text. Implements `simulation.Evaluator`.
+
+    Besides the chosen metric, scores always include those that cost nothing: for classes accuracy, macro_f1, matthews
+    and loss; for a language model accuracy (of tokens), loss and perplexity.
+
+    Args:
+        data: the common held-out sets by name; metrics are means over each set's examples, then over the sets; if there
+            are several, also given for each ("group/NAME").
+        own: client -> its own held-out set, if it has one; the target "clients" measures a client there, and otherwise
+            on the common sets.
+        target: "server": W0 + the server's whole update, with averaged heads. "clients": each client's readout at its
+            own rank, completed by what it kept, not trained further; gives the mean, the worst, and each client's.
+        bf16: compute in bfloat16 autocast, like training with bf16.
+        metric: the metric to improve, a name in `metrics.METRICS`. "rouge-l" and "exact-match" generate; see
+            `generate` for "rouge-l-teacher-forced".
+        template: for a language model's texts, as in `encode.encode`.
+        measure: for any network: of the network, in evaluation mode and without gradients, and a held-out set of any
+            kind (`data` is then one set), the scores by name.
+
+    Example:
+        >>> data = read_classification("train.jsonl", text="text", label="label")
+        >>> lora = LoRASettings(targets=["query"])
+        >>> model = AdaptedModel.load("model", "classification", lora, labels=data.label_names)
+        >>> server = Server(build("glora"))
+        >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
+        >>> 0 <= ModelEvaluator(model, data, [Client("site-1", 4)]).evaluate(server, begun)["accuracy"] <= 1
+        True
+    """
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        data: TextData | Mapping[str, TextData] | Any,
+        clients: Sequence[Client],
+        *,
+        target: Target = "server",
+        metric: MetricName = "accuracy",
+        own: Mapping[str, Any] | None = None,
+        max_length: int = 128,
+        max_new_tokens: int = 64,
+        batch_size: int = 64,
+        bf16: bool = False,
+        template: str | None = None,
+        measure: OwnMeasure | None = None,
+    ) -> None:
+        self._model, self._clients, self._target, self._metric = model, clients, target, metric
+        self._bf16, self._template, self._own_measure = bf16, template, measure
+        self._limits = max_length, max_new_tokens, batch_size
+        self._ends = find_template(template, model.tokenizer).ends if measure is None and generates(metric) else ()
+        groups = {"": data} if measure is not None or isinstance(data, TextData) else data
+        prepared: Callable[[Any], Any] = self._prepared if measure is None else lambda held: held
+        self._groups = {name: prepared(part) for name, part in groups.items()}
+        self._own = {client: {"": prepared(part)} for client, part in (own or {}).items()}
+        self._through: Through = map
+
+    def spread(self, through: Through) -> ModelEvaluator:
+        """The same evaluator, with models and sets measured by `through`: the same bits, wherever each is."""
+        other = copy(self)
+        other._through = through
+        return other
+
+    def cut(self) -> dict[str, Cut]:
+        """How much held-out text did not fit: "read", where the wanted answer follows a prompt (losses, and scores of
+        classes), and "asked", prompts to answer, which must leave room for max_new_tokens."""
+        sets = [held for held in self._sets() if isinstance(held, _HeldOut)]
+        read = cut_of(example for held in sets for example in held.examples)
+        lost = [tokens for held in sets for tokens in held.lost]
+        asked = Cut(len(lost), sum(tokens > 0 for tokens in lost), sum(lost))
+        return {name: cut for name, cut in (("read", read), ("asked", asked)) if cut.cut}
+
+    @property
+    def metric(self) -> str:
+        """The name of the main metric in the scores."""
+        return score_name(self._metric)
+
+    def evaluate(self, server: Server, state: RunState) -> Scores:
+        """The scores (means over examples, sets or clients); for target "clients" also the worst and each client's.
+
+        Raises:
+            NoGlobalModel: the target is the server's model, but the method has none.
+        """
+        if self._target == "server":
+            adapter = server_model(server, state.server, quantised=self._model.quantised)
+            return next(self._measured([(adapter, None)]))
+        scores = self.measure_clients(server, state)
+        names = [name for name in next(iter(scores.values())) if "/" not in name]
+        means = {name: math.fsum(score[name] for score in scores.values()) / len(scores) for name in names}
+        if self._own_measure is not None:
+            return means | {f"client/{c}/{name}": score[name] for c, score in scores.items() for name in names}
+        mine = {client: score[self.metric] for client, score in scores.items()}
+        worst = worst_of(self.metric, list(mine), mine.__getitem__)
+        assert worst is not None
+        return {**means, "worst": mine[worst], **{f"client/{client}": score for client, score in mine.items()}}
+
+    def measure_clients(self, server: Server, state: RunState, *, common: bool = False) -> dict[str, Scores]:
+        """Client -> scores of the model it would start its next round with, on its own held-out text if it has some.
+
+        common: use the common sets even for clients with their own.
+        """
+        looks = (
+            (
+                client_model(server, state.server, client, state.clients.get(client.id, ClientMemory())),
+                None if common else client.id,
+            )
+            for client in self._clients
+        )
+        return dict(zip((client.id for client in self._clients), self._measured(looks), strict=True))
+
+    def measure_adapter(self, adapter: Adapter, client: str | None = None) -> Scores:
+        """Scores of any adapter, on its base; on the client's own held-out text if it has some."""
+        return next(self._measured([(adapter, client)]))
+
+    def count(self, client: str | None = None) -> int:
+        """The number of held-out examples: the client's own if it has some, otherwise all."""
+        return sum(len(held.examples) for held in self._of(client).values())
+
+    def look(self, look: Look) -> Scores:
+        """One model's scores on one held-out set."""
+        self._model.activate(look.adapter)
+        held = (self._groups if look.client is None else self._own[look.client])[look.group]
+        if self._own_measure is not None:
+            with torch.no_grad():
+                found = self._own_measure(self._model.network.eval(), held)
+            return {str(name): float(value) for name, value in found.items()}
+        batch_size = self._limits[2]
+        order = held.reading
+        seen = [
+            self._predictions([held.examples[i] for i in order[k : k + batch_size]])
+            for k in stepped(range(0, len(order), batch_size), "batches")
+        ]
+        scores = scores_of(seen, classes=held.classes)
+        if METRICS[self._metric].of == "texts":
+            if held.prompts is not None:
+                answers = greedy(
+                    self._model, held.prompts, max_new_tokens=self._limits[1], batch_size=batch_size, ends=self._ends
+                )
+            else:
+                answers = teacher_forced(self._model, held.examples, batch_size=batch_size)
+            pairs = zip(answers, held.references, strict=True)
+            fits = [METRICS[self._metric].measure(answer, right) for answer, right in pairs]
+            scores[self.metric] = math.fsum(fits) / len(fits) if fits else math.nan
+        return scores
+
+    def _sets(self) -> Iterator[Any]:
+        yield from self._groups.values()
+        for own in self._own.values():
+            yield from own.values()
+
+    def _of(self, client: str | None) -> Mapping[str, Any]:
+        return self._groups if client is None else self._own.get(client, self._groups)
+
+    def _measured(self, models: Iterable[tuple[Adapter, str | None]]) -> Iterator[Scores]:
+        """The scores of each (model, client or None) over its sets. A model is made when its turn comes, so that few
+        exist at a time."""
+        drawn: list[list[str]] = []
+
+        def looks() -> Iterator[Look]:
+            for adapter, client in models:
+                sets, owner = self._of(client), client if client in self._own else None
+                filled = [name for name, held in sets.items() if self._own_measure is not None or held.examples]
+                drawn.append(filled or list(sets))  # empty sets do not count
+                yield from (Look(adapter, owner, name) for name in drawn[-1])
+
+        with doing("measuring"):
+            seen = iter(self._through(self.look, looks()))
+            for first in seen:
+                names = drawn.pop(0)
+                yield _mean({names[0]: first} | {name: next(seen) for name in names[1:]}, self.metric)
+
+    def _prepared(self, data: TextData) -> _HeldOut:
+        self._model.check_classes(data.label_names)
+        max_length, max_new_tokens, _ = self._limits
+        tokenizer = self._model.tokenizer
+        prompts: list[list[int]] | None = None
+        lost: list[int] = []
+        if generates(self._metric):
+            cut = cut_prompts(data, tokenizer, max_length=max_length - max_new_tokens, template=self._template)
+            prompts, lost = [ids for ids, _ in cut], [tokens for _, tokens in cut]
+        references = data.references or tuple((response,) for response in data.responses or ())
+        examples = encode(data, tokenizer, max_length=max_length, template=self._template)
+        check_length(max((len(example["input_ids"]) for example in examples), default=0), self._model.longest)
+        # Batches of similar lengths need little padding.
+        reading = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))
+        return _HeldOut(examples, prompts, references, reading, bool(data.label_names), lost)
+
+    @torch.no_grad()
+    def _predictions(self, examples: Encoded) -> Batch:
+        """Run one batch through the model."""
+        network, device = self._model.network, self._model.device
+        network.eval()
+        inputs = collate(examples, self._model.tokenizer, device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._bf16):
+            output = network(**inputs)
+        labels, logits = inputs["labels"], output.logits
+        if labels.ndim == 2:
+            labels, logits = labels[:, 1:], logits[:, :-1]
+        scored = labels != IGNORED
+        return Batch(labels[scored].tolist(), logits.argmax(dim=-1)[scored].tolist(), float(output.loss))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A model's predictions for one batch. labels, predicted: one number per class label or scored token. loss: the
+    mean over them."""
+
+    labels: list[int]
+    predicted: list[int]
+    loss: float
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldOut:
+    """One held-out set, encoded. prompts: for generation, or None. reading: its examples sorted by length, the order in
+    which batches are formed. classes: or a language model's. lost: the number of tokens cut from each prompt."""
+
+    examples: Encoded
+    prompts: list[list[int]] | None
+    references: Sequence[Sequence[str]]
+    reading: list[int]
+    classes: bool
+    lost: Sequence[int]
+
+
+def scores_of(seen: Sequence[Batch], *, classes: bool) -> Scores:
+    """One set's scores: over examples, or for a causal LM over response tokens (teacher-forced). NaN if it is empty."""
+    labels = [y for batch in seen for y in batch.labels]
+    predicted = [y for batch in seen for y in batch.predicted]
+    taken: dict[str, tuple[object, object]] = {
+        "labels": (labels, predicted),
+        "losses": ([batch.loss for batch in seen], [len(batch.labels) for batch in seen]),
+    }
+    task = "classification" if classes else "causal-lm"
+    return {
+        score_name(name): found.measure(*taken[found.of])
+        for name, found in METRICS.items()
+        if found.of in taken and task in found.tasks
+    }
+
+
+def _mean(sets: Mapping[str, Scores], metric: str) -> Scores:
+    """Means over the sets; if there are several, also each set's own score."""
+    first = next(iter(sets.values()))
+    if len(sets) == 1:
+        return dict(first)
+    means = {name: math.fsum(one[name] for one in sets.values()) / len(sets) for name in first}
+    return means | {f"group/{name}": one[metric] for name, one in sets.items()}
+
+
+# -------------------------------------------------------------------------------------------- the models of a state
+
+
+def server_model(server: Server, state: ServerState, *, quantised: bool = False) -> Adapter:
+    """W0 + the server's whole update, with its heads: the base includes the update, and the adapter is zero.
+
+    quantised: the base cannot be changed, so the whole update is the adapter.
+
+    Raises:
+        NoGlobalModel: the method has none.
+    """
+    update = server.global_update(state)
+    if quantised:
+        rank = 1 << max(max(lora.rank for lora in update.values()) - 1, 0).bit_length()  # a power of two: few variants
+        return Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads)
+    nothing = {
+        name: LoRA(*(f[:, :1] * 0 if k == 0 else f[:1] * 0 for k, f in enumerate(lora.factors)))
+        for name, lora in state.start.modules.items()
+    }
+    return Adapter(nothing, state.heads, update)
+
+
+def client_model(server: Server, state: ServerState, client: Client, memory: ClientMemory) -> Adapter:
+    """The model `client` would start its next round with: its readout, completed by what it kept."""
+    return receive(server.download(state, client), memory.kept)
+
+
+__all__ = ["Look", "ModelEvaluator", "Scores", "Target", "Through", "client_model", "scores_of", "server_model"]

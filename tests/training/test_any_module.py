@@ -1,0 +1,286 @@
+"""Any nn.Module with a loss of its own: against hand-made autograd, every method to the bit, and refusals. Kind:
+oracle, contract.
+
+The oracles are dense: W0 + scaling * B @ A written out and differentiated by torch itself, in float64.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlora import Adapter, Client, LoRA, Server, build, write_adapter
+from fedlora.core import checkpoint
+from fedlora.core.lora import named_tensors
+from fedlora.errors import ConfigError
+from fedlora.methods.registry import METHODS
+from fedlora.server.state import RunState
+from fedlora.simulation import RoundRecord, simulate, start
+from fedlora.training import AdaptedModel, LocalTrainer, LoRASettings, ModelEvaluator, TrainSettings
+
+IDS = ("a", "b", "c")
+CLIENTS = [Client(name, 3) for name in IDS]
+SGD = TrainSettings(lr=0.1, optimizer="sgd", steps=1, batch_size=6, clip=0.0)
+Batch = tuple[Tensor, Tensor]
+
+
+class Tiny(nn.Module):
+    """Two linear layers, dropout and a head: x (n, 5) -> (n, 2)."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.drop, self.head = nn.Linear(5, 4), nn.Dropout(dropout), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.drop(torch.tanh(self.first(x))))
+        return out
+
+
+def seeded(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return make().to(dtype)
+
+
+def examples(dtype: torch.dtype = torch.float32) -> dict[str, list[Batch]]:
+    g = torch.Generator().manual_seed(4)
+    x, y = torch.randn(18, 5, generator=g, dtype=dtype), torch.randint(0, 2, (18,), generator=g)
+    return {name: list(zip(x[k::3], y[k::3], strict=True)) for k, name in enumerate(IDS)}
+
+
+def loss(network: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    return nn.functional.cross_entropy(network(x), y)
+
+
+def tiny(dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> AdaptedModel:
+    return AdaptedModel(seeded(lambda: Tiny(dropout), dtype), LoRASettings(targets=["first"], saved=["head"]))
+
+
+def trained(
+    model: AdaptedModel, adapter: Adapter, settings: TrainSettings = SGD, name: str = "fedit", **data: Any
+) -> Any:
+    """One client's round of `name`, from `adapter`."""
+    server = Server(build(name))
+    download = server.download(server.init(adapter), Client("a", 3))
+    data = data or examples(next(named_tensors(adapter))[1].dtype)
+    return LocalTrainer(model, data, settings, loss=loss, seed=0).train(download, adapter, 0)
+
+
+def some_adapter(model: AdaptedModel, rank: int = 3) -> Adapter:
+    """One whose B is not zero."""
+    adapter, _ = model.seed_adapter(rank, seed=0)
+    g = torch.Generator().manual_seed(5)
+    return Adapter(
+        {
+            name: LoRA(torch.randn(lora.factors[0].shape, generator=g, dtype=lora.factors[0].dtype), lora.A)
+            for name, lora in adapter.modules.items()
+        },
+        adapter.heads,
+    )
+
+
+def by_hand(adapter: Adapter, network: nn.Module, data: list[Batch], scaling: float = 2.0) -> dict[str, Tensor]:
+    """One SGD step of rate 0.1 on all examples, with the update written out as a dense matrix."""
+    base = {name: p.detach() for name, p in network.named_parameters()}
+    B, A = (t.clone().requires_grad_() for t in adapter.modules["first"].factors)
+    W, b = (adapter.heads[f"head.{name}"].clone().requires_grad_() for name in ("weight", "bias"))
+    x, y = torch.stack([x for x, _ in data]), torch.stack([y for _, y in data])
+    hidden = torch.tanh(x @ (base["first.weight"] + scaling * B @ A).T + base["first.bias"])
+    value = nn.functional.cross_entropy(hidden @ W.T + b, y)
+    value.backward()
+    leaves = {"B": B, "A": A, "W": W, "b": b}
+    return {name: (t - 0.1 * t.grad).detach() for name, t in leaves.items() if t.grad is not None} | {"loss": value}
+
+
+def test_one_step_is_that_of_hand_made_autograd() -> None:
+    """float64, all of the client's six examples in one batch: to rounding."""
+    model = tiny(dtype=torch.float64)
+    adapter = some_adapter(model)
+    want = by_hand(adapter, seeded(Tiny, torch.float64), examples(torch.float64)["a"])
+    got = trained(model, adapter)
+    B, A = got.adapter.modules["first"].factors
+    for mine, theirs in (
+        (B, want["B"]), (A, want["A"]), (got.adapter.heads["head.weight"], want["W"]),
+        (got.adapter.heads["head.bias"], want["b"]), (torch.tensor(got.loss).double(), want["loss"].float().double()),
+    ):  # fmt: skip
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+    assert (got.num_examples, got.position) == (6, 6)
+
+
+def test_a_changed_base_is_trained_on() -> None:
+    """FedEx-LoRA's residual is in the base weight: the step is by hand's with W0 moved by scaling * delta."""
+    model = tiny(dtype=torch.float64)
+    adapter = some_adapter(model)
+    delta = LoRA(torch.ones(4, 1).double(), torch.arange(5.0).double()[None] / 10)
+    model.activate(replace(adapter, base={"first": delta}))
+    x = examples(torch.float64)["a"][0][0][None]
+    network = seeded(Tiny, torch.float64)
+    B, A = adapter.modules["first"].factors
+    with torch.no_grad():
+        network.first.weight += 2.0 * (delta.delta() + B @ A)  # type: ignore[operator, union-attr]
+        torch.testing.assert_close(model.network(x), network(x), rtol=1e-12, atol=1e-13)
+        model.activate(adapter)
+        assert not torch.allclose(model.network(x), network(x))
+
+
+def federation(name: str) -> tuple[Server, AdaptedModel, LocalTrainer, ModelEvaluator, RunState]:
+    """Three clients of ranks 3 with dropout, Adam, and another optimiser step count than an epoch has."""
+    model, server = tiny(dropout=0.3), Server(build(name))
+    adapter, _ = model.seed_adapter(3, seed=0)
+    state = start(server, adapter)
+    target: Any = "server" if server.has_global_model(state.server) else "clients"
+    trainer = LocalTrainer(model, examples(), TrainSettings(lr=0.01, steps=2, batch_size=4), loss=loss, seed=0)
+    everything = [row for part in examples().values() for row in part]
+    held = torch.stack([x for x, _ in everything]), torch.stack([y for _, y in everything])
+    evaluator = ModelEvaluator(
+        model, held, CLIENTS, target=target, own={"b": held},
+        measure=lambda network, batch: {"nll": loss(network, batch)},  # type: ignore[dict-item] # a tensor of one number
+    )  # fmt: skip
+    return server, model, trainer, evaluator, state
+
+
+def bits(record: RoundRecord, folder: Path) -> tuple[bytes, Mapping[str, float], Mapping[str, float]]:
+    """A state's file, losses and metrics."""
+    checkpoint.save(folder, record.round, record.state, keep=1)
+    (file,) = (path for path in folder.rglob("*") if path.is_file())
+    return file.read_bytes(), record.losses, record.metrics
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_runs_and_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
+    """Three rounds at once; and one round, its state stored and read in, and two more with everything new."""
+    server, _, trainer, evaluator, state = federation(name)
+    whole = list(simulate(server, CLIENTS, trainer, state, rounds=3, evaluator=evaluator))
+    checkpoint.save(tmp_path / "one", 1, whole[0].state, keep=1)
+
+    server, _, trainer, evaluator, _ = federation(name)
+    loaded = checkpoint.load_newest(tmp_path / "one", RunState, server.method.State)
+    assert loaded is not None
+    *_, last = simulate(server, CLIENTS, trainer, loaded[1], rounds=3, evaluator=evaluator)
+    assert bits(last, tmp_path / "resumed") == bits(whole[-1], tmp_path / "whole")
+    assert all(math.isfinite(x) for x in last.metrics.values()) and last.metrics
+
+
+def test_the_server_is_measured_as_its_dense_update() -> None:
+    """Two rounds of GLoRA: the measured loss is that of W0 + scaling * the server's update, written out."""
+    server, _, trainer, evaluator, state = federation("glora")
+    *_, record = simulate(server, CLIENTS, trainer, state, rounds=2, evaluator=evaluator)
+    network = seeded(Tiny)
+    heads = record.state.server.heads
+    with torch.no_grad():
+        network.first.weight += 2.0 * server.global_update(record.state.server)["first"].delta()  # type: ignore
+        network.head.load_state_dict({name.removeprefix("head."): t for name, t in heads.items()})  # type: ignore
+        rows = [row for part in examples().values() for row in part]
+        want = float(loss(network, (torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]))))
+    assert record.metrics["nll"] == pytest.approx(want, rel=1e-5)
+
+
+def test_the_adapter_is_a_peft_directory(tmp_path: Path) -> None:
+    """peft's own loader puts it on a new network, which then says the same."""
+    from peft import PeftModel
+
+    model = tiny()
+    adapter = some_adapter(model)
+    _, spec = model.seed_adapter(3, seed=0)
+    write_adapter(tmp_path / "adapter", adapter, spec)
+    loaded = PeftModel.from_pretrained(seeded(Tiny), str(tmp_path / "adapter"))
+    model.activate(adapter)
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(x), model.network.eval()(x))
+
+
+def test_torchs_fused_encoder_does_not_go_past_lora() -> None:
+    """In evaluation nn.TransformerEncoderLayer may call one kernel on the base weights; it must not."""
+    layer = seeded(lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True))
+    model = AdaptedModel(layer, LoRASettings(targets="all-linear"))
+    assert set(model.seed_adapter(2, seed=0)[0].modules) == {"linear1", "linear2"}
+    model.activate(some_adapter(model))
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model.network.eval()(x), model.network.train()(x))
+
+
+def test_the_base_stays_as_it_is_whoever_trains() -> None:
+    """Batch norm's running statistics are of the base: two clients one after the other leave them alone."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    model = AdaptedModel(seeded(make), LoRASettings(targets=["0"], saved=["2"]))
+    before = {name: t.clone() for name, t in seeded(make).state_dict().items()}
+    trained(model, model.seed_adapter(3, seed=0)[0])
+    after = {name.replace("base_layer.", ""): t for name, t in model.network.state_dict().items()}
+    for name in ("0.weight", "0.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked", "1.weight"):
+        assert torch.equal(after[f"base_model.model.{name}"], before[name]), name
+
+
+def test_a_layer_whose_weight_is_read_past_lora_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """nn.MultiheadAttention reads out_proj.weight itself: its LoRA would never change."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(5, 1, batch_first=True), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0])
+            return out
+
+    model = AdaptedModel(seeded(Attending), LoRASettings(targets=["out_proj", "head"]))
+    with caplog.at_level(logging.WARNING):
+        trained(model, model.seed_adapter(3, seed=0)[0])
+    assert [r.args for r in caplog.records] == [("attention.out_proj",)]
+
+
+def test_what_a_loss_of_ones_own_cannot_be() -> None:
+    model, data = tiny(), examples()
+    adapter, _ = model.seed_adapter(3, seed=0)
+    server = Server(build("fedit"))
+    download = server.download(server.init(adapter), Client("a", 3))
+    wrong: list[Callable[..., Any]] = [
+        lambda net, batch: loss(net, batch).item(), lambda net, batch: net(batch[0]),
+        lambda net, batch: loss(net, batch).detach(),
+    ]  # fmt: skip
+    for one in wrong:
+        with pytest.raises(ConfigError, match="must return the batch's mean loss as one number with a gradient"):
+            LocalTrainer(model, data, SGD, loss=one, seed=0).train(download, adapter, 0)
+    with pytest.raises(ConfigError, match=r"TrainSettings\.max_length is for text"):
+        LocalTrainer(model, data, TrainSettings(max_length=7), loss=loss, seed=0)
+    with pytest.raises(ConfigError, match=r"data of 'a' are a list, .* give loss="):
+        LocalTrainer(model, data, SGD, seed=0)
+    for targets, saved, says in (
+        (["nothere"], [], "matches no module"), (["drop"], [], "only on linear layers"),
+        (["first"], ["nothere"], "is not a module"), (["head"], ["head"], "LoRA, or trained in full, not both"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=says):
+            AdaptedModel(seeded(Tiny), LoRASettings(targets=targets, saved=saved))
+
+
+def test_batches_of_any_shape_reach_the_loss() -> None:
+    """Named tuples, mappings and plain values, collated by the caller or by torch."""
+    Pair = namedtuple("Pair", "x y")
+    data = {"a": [{"pair": Pair(x, y), "name": "n"} for x, y in examples()["a"]]}
+    seen: list[Any] = []
+
+    def own(network: nn.Module, batch: Any) -> Tensor:
+        seen.append((type(batch["pair"]), batch["name"]))
+        return loss(network, batch["pair"])
+
+    model = tiny()
+    adapter, _ = model.seed_adapter(3, seed=0)
+    server = Server(build("fedit"))
+    download = server.download(server.init(adapter), Client("a", 3))
+    LocalTrainer(model, data, SGD, loss=own, seed=0).train(download, adapter, 0)
+    assert seen == [(Pair, ["n"] * 6)]
