@@ -333,10 +333,27 @@ def test_each_dtype_stays_itself_and_the_widest_of_a_round_wins(name: str) -> No
                 assert relative(got, dense_mean(cast, module)) < (1e-10 if want == F64 else 3e-6)
 
 
+@dataclass(frozen=True)
+class Watching(FedIT):
+    """Tells what it gets."""
+
+    name: ClassVar[str] = "watching"
+    seen: ClassVar[list[Update]] = []
+
+    def aggregate(self, state: LoRA, updates: Sequence[Update]) -> LoRA:
+        self.seen[:] = updates
+        return super().aggregate(state, updates)
+
+
 def test_two_dtypes_in_one_pair_are_promoted_together() -> None:
-    """B in bfloat16 and A in float64: exact in float64, as 1.5 and 0.25 are exact in both."""
+    """B in bfloat16 and A in float64: exact in float64, as 1.5 and 0.25 are exact in both; the method hears of the
+    coarser one's unit roundoff, 2^-8."""
     lora = LoRA(torch.full((1, 1), 1.5, dtype=torch.bfloat16), torch.full((1, 1), 0.25, dtype=F64))
-    assert scalar_round([Upload(Client("a", 1), 1, Adapter({"m": lora}))]) == pytest.approx(0.375, abs=1e-15)
+    sent = [Upload(Client("a", 1), 1, Adapter({"m": lora}))]
+    assert scalar_round(sent) == pytest.approx(0.375, abs=1e-15)
+    server = Server(Watching())
+    server.aggregate(server.init(scalar_upload("seed", 1, 0.0).adapter), sent)
+    assert [(u.client, u.weight, u.rank, u.roundoff) for u in Watching.seen] == [("a", 1.0, 1, 2.0**-8)]
 
 
 # ------------------------------------------------------------------------------------------------ start and readout
@@ -480,6 +497,20 @@ class TextBase(Mine):
 class Raises(Mine):
     def aggregate(self, state: LoRA, updates: Sequence[Update]) -> LoRA:
         raise KeyError("x")
+
+
+class HandsOutAll(Mine):
+    """B stays with its client, and the readout has it all the same."""
+
+    def roles(self, round: int) -> Roles:
+        return Roles(B="local")
+
+
+def test_what_roles_leave_to_a_client_is_not_sent() -> None:
+    server = Server(HandsOutAll())
+    download = server.download(server.init(seed_adapter(4)), Client("a", 4))
+    assert {f for x in download.adapter.modules.values() for f in x.tensors()} == {"A"}
+    assert {f for x in download.start.modules.values() for f in x.tensors()} == {"B"}
 
 
 WRONG = [OtherState, TooManySlots, TooFewOfAFrozenFactor, LacksAFactor, NotANumber, SaysNothing, TextBase, Raises]
