@@ -6,7 +6,7 @@ values are dense float64 sums of the clients' products.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jaxtyping
 import pytest
@@ -14,6 +14,7 @@ import torch
 
 from fedlora import METHODS, Client, Method, Server, build
 from fedlora.core.lora import stack
+from fedlora.methods.glora import GLoRA
 from fedlora.testing import CONTRACTS, EQUAL, MIXED, check, sound
 from fedlora.testing.contracts import ALWAYS, relative
 from fedlora.testing.federations import SHAPES, Ranks, Who, rounds
@@ -58,6 +59,16 @@ def test_a_contract_holds_where_it_is_claimed_and_only_there(label: str, ranks: 
         assert measured.holds, measured
     elif ((label, contract) not in UNCLAIMED and len(set(ranks.values())) > 1) or method.one_rank:
         assert not measured.holds or (label, contract) in UNCLAIMED, measured
+
+
+def test_a_cut_needs_its_clients() -> None:
+    """A GLoRA that cuts would not get the same from a sum."""
+
+    class Sums(GLoRA):
+        linear_in: ClassVar[Any] = "products"
+
+    assert build("glora", rank=4).linear_in == build("glora", rho=0.5).linear_in == "clients"
+    assert CONTRACTS["sums"](Sums(), *MIXED).holds and not CONTRACTS["sums"](Sums(rank=4), *MIXED).holds
 
 
 def test_halves_of_lora_fair_are_equal_up_to_its_search() -> None:

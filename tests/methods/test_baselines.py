@@ -22,8 +22,22 @@ from fedlora import Adapter, Client, LoRA, Server, ServerState, Update, Upload, 
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from fedlora.errors import HyperparameterError, LostUpdate, RankMismatch, UploadRefused
 from fedlora.linalg import unit_roundoff
+from fedlora.methods._slots import padded
 from fedlora.methods.rolora import _alive
-from support.formulas import ROWS, STARTS, Expected, Matrix, Pairs, averaged, best, fair_loss, mean, np64
+from support.formulas import (
+    ROWS,
+    STARTS,
+    Expected,
+    Matrix,
+    Pairs,
+    averaged,
+    best,
+    factors,
+    fair_loss,
+    mean,
+    np64,
+    rotated,
+)
 
 EXAMPLES = {"a": 10, "b": 25, "c": 40, "d": 15, "idle": 0}
 PARTIAL = (("a", "b", "c", "idle"), ("b", "c"), ("idle", "a", "c", "d"))  # d joins late, idle abstains
@@ -182,6 +196,8 @@ def test_a_rank_above_the_common_start_is_refused_by_name(name: str) -> None:
     for ask in (partial(server.download, state, big), partial(server.aggregate, state, [upload])):
         with pytest.raises((RankMismatch, UploadRefused), match=rf"big.*{name}.* rank 2.* 3 is larger"):
             ask()
+    with pytest.raises(RankMismatch, match=r"rank 3 .* 2 slots"):  # torch's own padding would cut in silence
+        padded(upload.adapter.modules["m"], 2)
 
 
 @pytest.mark.parametrize(("part", "stretch", "moves"), [(1.5, 1.0, False), (1.5, 3.0, True), (0.4, 1.0, True)])
@@ -198,6 +214,21 @@ def test_fedrot_undoes_orthogonal_gauges_and_no_others(part: float, stretch: flo
         a, b = (s.modules["m"].mean for s in (after, server.aggregate(before, turned)))
         drift = float((a.B - b.B).norm() / a.B.norm() + (a.A - b.A).norm() / a.A.norm())
         assert drift > 1e-2 if moves else drift < 1e-10
+
+
+@pytest.mark.parametrize("part", [0.4, 1.0, 1.5])
+def test_fedrot_goes_part_of_the_way_to_a_rotation_and_the_whole_way_to_a_reflection(part: float) -> None:
+    """A client in mirrored coordinates, from a trained start, by B and by A. Expected: the closed angles of rank 2."""
+    rng, method = np.random.default_rng(6), build("fedrot-lora", rotate_lambda=part)
+    past = Expected(None, (rng.standard_normal((9, 2)), rng.standard_normal((2, 7))))
+    state = method.init(LoRA(*(torch.from_numpy(x) for x in past.pair)))
+    for t in range(3):
+        flip = np.array([[np.cos(t), np.sin(t)], [np.sin(t), -np.cos(t)]])
+        pair = (past.pair[0] @ flip + 0.1, flip @ past.pair[1] + 0.1)
+        update = Update("a", 1.0, 2, LoRA(*(torch.from_numpy(x) for x in pair)), 0.0)
+        state, past = method.aggregate(state, [update]), factors(t, [(1.0, *pair)], past, partial(rotated, part=part))
+        assert_close(state.mean.factors[0], past.pair[0])
+        assert_close(state.mean.factors[1], past.pair[1])
 
 
 def test_a_slot_that_nobody_held_stays_as_it_was_and_no_other_does() -> None:
@@ -221,7 +252,8 @@ def test_raflora_by_hand_and_as_the_mean(stored: torch.dtype) -> None:
     assert_close(method.effective(state_of(method, pairs, stored)).delta(), mean(pairs), 1e-5)
 
 
-def test_flexlora_hands_out_no_rounding() -> None:
+@pytest.mark.parametrize("method", [build("flexlora"), build("glora"), build("raflora"), build("svd", energy=1.0)])
+def test_no_rounding_is_handed_out(method: Any) -> None:
     """Of an update of rank 2 in float32, at 200 x 150: LAPACK's own noise, 5 roundoffs large, is no component; and a
     mean that float32 cannot hold is an error."""
     g = np.random.default_rng(4)
@@ -229,8 +261,8 @@ def test_flexlora_hands_out_no_rounding() -> None:
         g.standard_normal((200, 2)) @ g.standard_normal((2, 8)),
         g.standard_normal((8, 2)) @ g.standard_normal((2, 150)),
     )
-    method = build("flexlora")
-    assert method.diagnostics(state_of(method, [(1.0, B, A)], torch.float32))["rank"] == 2
+    state = state_of(method, [(1.0, B, A)], torch.float32)
+    assert method.diagnostics(state)["rank"] == method.readout(state, "0", 8).rank == 2
     with pytest.raises(LostUpdate):
         state_of(method, [(1.0, 1e-30 * B, 1e-30 * A)], torch.float32)
 
@@ -267,6 +299,18 @@ def test_lora_fair_is_at_a_minimum(size: float, metric: str) -> None:
         assert here < min(down, up) and abs(up - down) < 0.01 * (up + down - 2 * here)
     assert abs(np.sum((best_B - B) * best_B)) < 1e-3 * np.linalg.norm(best_B - B) * np.linalg.norm(best_B)
     assert not bool(state_of(method, [(0.5, B, A), (0.5, -B, -A)]).pair.B.any())
+
+
+def test_lora_fair_counts_a_column_without_direction_as_zero() -> None:
+    """The clients' first columns of A cancel in the mean of A, not in that of B A: 1 / 7 of the cosines is a constant,
+    so B is as without that column, beside 7 / 6 of lambda."""
+    (_, B, A), (_, C, D), (_, B_0, A_0) = drawn(2, 2, 2)
+    A, D = A_0 + 0.3 * A, A_0 + 0.3 * D
+    D[:, 0] = -A[:, 0]
+    pairs = [(0.5, B_0 + 0.3 * B, A), (0.5, B_0 + 0.3 * C, D)]
+    found = state_of(build("lora-fair", lambda_=0.6), pairs).pair.B
+    want = state_of(build("lora-fair", lambda_=0.7), [(p, B, A[:, 1:]) for p, B, A in pairs]).pair.B
+    assert_close(found, np64(want), 1e-6)
 
 
 @pytest.mark.parametrize("scaling", [1.0, 2.0])

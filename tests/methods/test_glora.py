@@ -210,7 +210,7 @@ def test_tolerances_follow_the_stored_dtype() -> None:
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.25, 0.5, 1.0])
-@pytest.mark.parametrize("name", ["generic", "zero_B", "wide", "deficient_A"])
+@pytest.mark.parametrize("name", ["generic", "zero_B", "wide", "deficient_A", "duplicated_column", "cancelling"])
 def test_glora_paper_is_algorithms_1_to_3_over_two_rounds(name: str, gamma: float) -> None:
     """Against `executable_paper.glora_round`: state, selected components and readouts, with history.
 
@@ -259,8 +259,13 @@ def test_equal_alignment_scores_go_in_spectral_order() -> None:
     """One client that reads out at half its rank: every score is 1 up to round-off, so the strongest must be chosen."""
     for seed in range(5):
         case = families.family("one_client", seed=seed, dtype=np.float64)
-        method, state = aggregated(families.regauge(case, 10.0, seed=seed), gamma=0.0)
+        other = families.regauge(case, 10.0, seed=seed)
+        method, state = aggregated(other, gamma=0.0)
         assert method.selected(state, "c0", 3).tolist() == [0, 1, 2]
+        letter, state = aggregated(other, "glora-paper", gamma=0.0)
+        state = letter.aggregate(state, updates(other))  # its readouts go by the round before
+        U, s, Vt = np.linalg.svd(families.mean_update(other))
+        assert relative(letter.readout(state, "c0", 3).delta().numpy(), (U[:, :3] * s[:3]) @ Vt[:3]) < 1e-9
 
 
 @pytest.mark.parametrize("limit", [None, 0, 2, 3])
@@ -279,11 +284,22 @@ def test_a_limited_history_forgets_the_longest_absent(limit: int | None) -> None
         assert method.selected(state, name, 2).tolist() == [0, 1]
 
 
+def test_a_zero_update_leaves_the_older_history() -> None:
+    """An empty subspace suits nothing: the client reads out as before it."""
+    case = families.family("generic", dtype=np.float64)
+    method, state = aggregated(case, gamma=0.0)
+    sent = [replace(u, lora=u.lora.map(torch.zeros_like)) if u.client == "c0" else u for u in updates(case)]
+    after = method.aggregate(state, sent)
+    assert torch.equal(after.history["c0"].basis, state.history["c0"].basis)
+    assert after.history["c0"].alignment is None  # not of this mean
+    assert next(iter(after.history)) == "c0"  # the longest absent
+
+
 # ------------------------------------------------------------------------------------------------- budget, options
 
 
 def test_the_rank_budget_is_a_share_of_the_ranks_or_absolute() -> None:
-    """ceil(rho sum r_i): 0.1 x 30 is 3 and not 4 in floats; `glora-paper` counts rank(B_i)."""
+    """ceil(rho sum r_i): 0.56 x 25 is 14, and a little more in floats; `glora-paper` counts rank(B_i)."""
     case = families.family("zero_B", dtype=np.float64)  # nominal 2 + 8 + 5 + 4 = 19, of which 5 are B = 0
     for name, hparams, R in (
         ("glora", {"rho": 0.5}, 10), ("glora-paper", {"rho": 0.5}, 7), ("glora", {"rank": 7}, 7),
@@ -291,9 +307,12 @@ def test_the_rank_budget_is_a_share_of_the_ranks_or_absolute() -> None:
     ):  # fmt: skip
         method, state = aggregated(case, name, **hparams)
         assert method.diagnostics(state)["server_rank"] == R
-    tens = dict.fromkeys(("a", "b", "c"), (np.ones((40, 10)), np.ones((10, 40))))
-    method, state = aggregated(families.Case("tens", tens, dict.fromkeys("abc", 1 / 3), ""), rho=0.1)
-    assert method.diagnostics(state)["server_rank"] == 3
+    rng = np.random.default_rng(7)
+    fives = {c: (rng.standard_normal((40, 5)), rng.standard_normal((5, 40))) for c in "abcde"}
+    for name in ("glora", "glora-paper"):
+        case = families.Case("fives", fives, dict.fromkeys("abcde", 0.2), "")
+        method, state = aggregated(case, name, rho=0.56)
+        assert method.diagnostics(state)["server_rank"] == 14
 
 
 @pytest.mark.parametrize("name", ["glora", "glora-paper"])

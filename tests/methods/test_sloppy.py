@@ -275,6 +275,7 @@ class OfABag(Sound):
     State: ClassVar[type] = Bag
 
 
+@dataclass
 class Thawed(Method[LoRA]):
     name: ClassVar[str] = "thawed"
     paper: ClassVar[str] = "none"

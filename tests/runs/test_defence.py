@@ -71,7 +71,7 @@ def test_keys_that_make_no_rule_are_refused(keys: dict[str, Any], why: str) -> N
         (("defence.rule=krum", "defence.liars=1"), r"krum \(f = 1\) needs 5 clients, but a round has 3"),
         (("defence.rule=clip", "method.name=fedit"), "averages B and A"),
         (("defence.rule=clip", "method.rho=0.5"), "svd with that rank"),
-        (("defence.rule=clip", "method.name=hetlora"), "weights or votes of its own"),
+        (("defence.rule=clip", "method.name=hetlora"), "HetLoRA.*weights or votes"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_the_first_round(project: Path, sets: tuple[str, ...], why: str) -> None:
@@ -99,7 +99,7 @@ def test_metrics_summary_and_card_say_what_it_did(defended: tuple[RunFolder, str
     told = folder.read_json("summary.json")["defence"]
     assert sum(one["left_out"] for one in told.values()) == 2 * len(folder.metrics())
     card = (folder.path / "adapter" / "README.md").read_text()
-    assert "| robust rule | krum; mean weight after the rule" in card
+    assert "| robust rule | krum; " in card
     for name, one in told.items():
         assert (f"{name} {one['coefficient']:.1%} of" in card) == (one["coefficient"] < 0.95 * one["weight"])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,10 @@ def test_equal_scores_and_equal_changes_are_equal_beside_rounding() -> None:
         near = line(0, 1, 2, 3, 10) + 1e-8 * noise((5, 1), "near", seed)
         close(of(Krum(1), near), 0, 1, 0, 0, 0)
         close(of(MultiKrum(1), near[:4]), 1 / 3, 1 / 3, 1 / 3, 0)
+        between = line(0, 5, 7) + 1e-9 * noise(
+            (3, 1), "between", seed
+        )  # 0 and 5 are medians: 1/2 against 1/2
+        close(of(GeometricMedian(), between, weights([0.5, 0.25, 0.25])), 2 / 3, 1 / 3, 0)
         X = torch.cat([1 + noise((1, 6), "twins").repeat(3, 1), noise((2, 6), "others")])
         G = X @ X.mT
         G = G * (1 + 1e-15 * (noise((5, 5), "G", seed) + noise((5, 5), "G", seed).mT))
@@ -249,11 +254,11 @@ def test_the_report_has_coefficient_norm_and_reason(caplog: pytest.LogCaptureFix
     )
     assert [one.norm for one in found.values()] == pytest.approx([1, 2.05, 3, 7, 2e13])
     assert [client for client, one in found.items() if one.reason] == ["c", "d", "e"] and found["e"].coefficient == 0
-    assert found["d"].reason == "its change is 7.6 away from the robust one; the median client is 2.4 away"
+    assert re.search(r"7\.6.*2\.4", found["d"].reason), "far from the result, and from where the median client is"
     verdicts(GeometricMedian(iterations=1), X @ X.mT, weights([0.2] * 5), list("abcde"))
     assert not caplog.text, "2.05 is the median of these: nothing had to be iterated"
     of(GeometricMedian(iterations=1), noise((5, 3), "X"))
-    assert "after 1 iterations coefficients still change" in caplog.text
+    assert "after 1 iterations" in caplog.text
 
 
 def test_a_rule_of_ones_own_that_gives_no_coefficients_is_an_error() -> None:

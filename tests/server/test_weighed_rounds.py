@@ -239,8 +239,8 @@ def test_a_module_that_few_hold_is_not_moved_further_than_they_moved_it() -> Non
 @pytest.mark.parametrize(
     ("name", "hparams", "why"),
     [
-        ("glora", {"rho": 0.5}, "or, to cut the result to a rank, svd"),
-        ("hetlora", {}, "weights or votes of its own"),
+        ("glora", {"rho": 0.5}, "svd with that rank"),
+        ("hetlora", {}, "HetLoRA.*weights or votes"),
         ("fedit", {}, "in bad coordinates"),
         ("padded-average", {}, "in bad coordinates"),
     ],

@@ -80,7 +80,7 @@ class LoRAFAIR(Method[LoRAFAIRState]):
     def _corrected(self, X: Tensor, B: Tensor, A: Tensor) -> Tensor:
         """B + dB."""
         unit = float(torch.linalg.matrix_norm(B @ A))
-        if unit == 0 or not bool(X.any()):
+        if unit == 0:
             return B  # zero has no direction
         # Search W = dB sqrt(A A^T) / ||B A||, which moves B A about equally in every direction, whatever A is.
         values, V = torch.linalg.eigh(A @ A.mT)
