@@ -6,7 +6,6 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -14,8 +13,6 @@ from fedlora.core.base_change import BaseChange
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import Roles
 from fedlora.errors import HyperparameterError, UploadRefused
-
-Missing = Literal["renormalise", "zero"]  # how a module averages over clients that lack it
 
 
 @dataclass(frozen=True)

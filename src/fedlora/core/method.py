@@ -62,11 +62,11 @@ class Roles:
 @dataclass(frozen=True, eq=False)
 class Update:
     """One term of a round's sum for one matrix: sum of weight * B A, or of weight * factor. The weights sum to 1;
-    in "products" a robust rule's rest may have them in B instead.
+    a robust rule's rest of products is one term of weight 1, with the weights of its readouts in B (`server.kept`).
 
     client: whose it is; None for a term that the server adds itself: what a robust rule put in the place of a change, a
     streamed mean, a private mean. Such a term has no vote and no history, and its weight may be negative.
-    rank: the client's r_i; of a term of nobody, the sum of the ranks that it stands for (its lora may be smaller).
+    rank: the client's r_i, which sets GLoRA's R; of a term of nobody, a bound on the rank that it stands for.
     lora: the factors that travelled, in the round's dtype. roundoff: u of the dtype in which they arrived.
 
     Example:

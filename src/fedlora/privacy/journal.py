@@ -4,7 +4,7 @@
     total = journal.stored(round, context)                    None: play the round, then
     total = journal.store(round, mechanism.noised(total), event, context)
 
-The order is: draw, write (file and folder flushed), charge, release. If killed before the file exists, nobody has seen
+The order is: draw, check the budget, write (file and folder flushed), charge, release. If killed before the file exists, nobody has seen
 the noise, and the round is played again. If killed between file and charge, `stored` charges and returns the same
 bytes. If killed later, it returns them and charges nothing. So one sum never leaves with two noises, noise never serves
 two sums (it exists only within its sum), and everything released was charged. The exact sum is never written.

@@ -3,8 +3,9 @@
     X_i = B_i A_i - R_i,  R_i = B_0 A_0 as client i got it        <X_i, X_j> = sum_ab w_ia w_jb (l_a . l_b) (r_a . r_b)
 
 over the columns l_a of all left and the rows r_a of all right factors, with w_ia = 1 for those that i sent and -1 for
-those that it got. Only products enter, so ranks, gauges and empty slots do not matter. If one factor travels, the other
-is the one that was sent; if that stays at the clients, X_i is the change of the one that travels. All in float64.
+those that it got. Only products enter, so ranks, gauges and empty slots do not matter. If one factor travels beside a
+frozen one (FFA-LoRA), the other is the one that the client got; if that stays at the clients (FedSA-LoRA), X_i is the
+change of the one that travels. All in float64.
 
 The sums cancel where a change is small beside its terms: in coordinates of condition 1e6, a change of 1e-3 keeps no
 digit. Such a pair is first written with orthonormal columns (two QRs), whose terms are no larger than the change.

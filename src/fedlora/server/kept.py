@@ -118,8 +118,8 @@ class _KeptRound(OpenRound):
         """For each holder (p_i, c_i), with p_i normalised over the holders."""
         p = list(shares({u.client.id: self.counts[u.client.id] for u in holders}).values())
         c = [x * self._multipliers.get(u.client.id, 1.0) for x, u in zip(p, holders, strict=True)]
-        # In a module that few hold, the rule may trust nearly all of them, and their p_i grow with normalising. No
-        # change may count for more than itself.
+        # In a module that few hold, p_i grow with normalising: Krum's one client of n has c_i / p_i = n, and would count
+        # n / 2 times in a module of two. No change may count for more than itself.
         most = math.fsum(c)
         return [(x, y / most if most > 1 + 1e-9 else y) for x, y in zip(p, c, strict=True)]
 
@@ -135,7 +135,7 @@ class _KeptRound(OpenRound):
             if p != c:
                 R = self._begun[u.client.id].modules[module].tensors()
                 rest.append((p - c, LoRA(*(R[f].to(dtype) if f in lora.tensors() else None for f in ("B", "A")))))
-        if self.method.linear_in == "products" and not self.method.one_rank:
+        if self.method.linear_in == "products" and not self.method.one_rank:  # fedex-lora averages factors as well
             return updates + _merged(rest)
         return updates + [Update(None, w, R.rank, R, roundoff_of(R)) for w, R in rest]
 

@@ -1,13 +1,14 @@
 """The round that uses its uploads only in one noised sum of clipped changes, and keeps no upload.
 
     v_i = w_i (Q^T (B_i A_i - R_i) P over all modules, the heads' changes)          ||v_i|| <= C
-    S   = sum_i v_i + discrete Gaussian, in integers                                stored, charged, then used
-    M  <- M + Q (S / (q n)) P^T, cut to R                     M: what a client of any rank would start from
+    S   = sum_i round(v_i / gamma) + discrete Gaussian, integers                    stored, charged, then used
+    M  <- M + Q (gamma S / (q n)) P^T, cut to R               M: what a client of any rank would start from
 
 or the same of the factors that travel, as the method is `linear_in`. At close M is one term of nobody. Bases come from
 the released state, so they are public. Every module and head is in the sum, even if no client holds it. The round
 draws the clients to ask, and takes one upload from each. A client that is refused, offline, fails or abstains counts as
-zero: there is no quorum, no second draw and no retry, and the `Tally` is empty. The server sees every update, and tells
+zero: there is no quorum, no second draw and no retry, and the `Tally` is empty. What a kill at each step costs:
+`privacy.journal`. The server sees every update, and tells
 refusals to its operator's log alone; whoever gets its releases (states, readouts, the model) learns little about any
 one client.
 
@@ -55,7 +56,7 @@ class Releases(Protocol):
     """
 
     def stored(self, round: int, context: str) -> Tensor | None:
-        """The noised sum of `round` (from 1), int64 (d,), if it was already made and charged; otherwise None."""
+        """The noised sum of `round` (from 1), int64 (d,), charged by the time it returns; None if none was made."""
 
     def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism, sampling: float) -> Tensor:
         """Store and charge the sum before anything of it is released; returns the sum to release. sampling: q, each
@@ -113,7 +114,7 @@ class Private(RoundKind):
     warm_start: bool = False
     seed: int = 0
 
-    quorum = 0
+    quorum = 0  # no number of uploads is too few, and a bad one does not end the round
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "clients", _population(self.clients))

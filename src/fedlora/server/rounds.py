@@ -211,7 +211,7 @@ def require_sums(kind: str, method: Method[Any]) -> None:
             f"{kind} rounds have only a sum of the round's uploads, and {method} needs every client's, because it has "
             f"weights or votes of its own. Use Kept(); or, to cut an exact mean to a rank, svd with that rank."
         )
-    if method.linear_in == "products" and method.one_rank:
+    if method.linear_in == "products" and method.one_rank:  # fedex-lora
         raise HyperparameterError(
             f"{kind} rounds have only a sum of products, and {method.name} averages the factors of one rank as well. "
             f"Use Kept(); or flora, which adds the exact mean to the base weights, too."
