@@ -48,9 +48,10 @@ class Term:
 class Sums:
     """m sums of products whose terms have the same shapes: each is Q C P^T unit.
 
-    C (m, k, l), float64, with entries below 2; k = min(d_out, S), l = min(d_in, S), S the columns of all terms. unit (m,): powers of two, for squares of tiny numbers would be zero.
-    sizes (m,): the norm of the sizes of all terms, before any cancel; floor (m,): the largest size that rounding of the
-    stored factors can have in one direction, for roundings of different columns are independent; both in `unit`s.
+    C (m, k, l), float64, with entries below 2; k = min(d_out, S), l = min(d_in, S) for S columns of all terms. unit
+    (m,): powers of two, for squares of tiny numbers would be zero. sizes (m,): the norm of the sizes of all terms,
+    before any cancel; floor (m,): the largest size that rounding of the stored factors can have in one direction, for
+    roundings of different columns are independent; both in `unit`s.
     """
 
     terms: Sequence[Sequence[Term]]

@@ -4,10 +4,11 @@
     total = journal.stored(round, context)                    None: play the round, then
     total = journal.store(round, mechanism.noised(total), event, context)
 
-The order is: draw, check the budget, write (file and folder flushed), charge, release. If killed before the file exists, nobody has seen
-the noise, and the round is played again. If killed between file and charge, `stored` charges and returns the same
-bytes. If killed later, it returns them and charges nothing. So one sum never leaves with two noises, noise never serves
-two sums (it exists only within its sum), and everything released was charged. The exact sum is never written.
+The order is: draw, check the budget, write (file and folder flushed), charge, release. If killed before the file
+exists, nobody has seen the noise, and the round is played again. If killed between file and charge, `stored` charges
+and returns the same bytes. If killed later, it returns them and charges nothing. So one sum never leaves with two
+noises, noise never serves two sums (it exists only within its sum), and everything released was charged. The exact sum
+is never written.
 
 A file is one line of JSON (round, event, context) and the sum as int64, little-endian; its name ends with the first 16
 letters of its SHA-256, and the ledger holds all 64. A charged file is private and may be shown; the folder stays with
