@@ -111,10 +111,6 @@ class RankMismatch(FedLoRAError, ValueError):
     """A method that needs one common rank got several, or a rank that it cannot serve."""
 
 
-class RankTie(FedLoRAError, ValueError):
-    """GLoRA with tie='error': the rank budget R cuts a block of equal consensus eigenvalues."""
-
-
 class LostUpdate(FedLoRAError, ValueError):
     """The mean update is not zero, but the part that the server would keep is."""
 

@@ -349,6 +349,17 @@ def test_the_context_knows_state_and_constants() -> None:
     assert seen[0] == seen[1] and len(set(seen)) == len(seen) - 1
 
 
+def test_the_context_knows_a_frozen_factor() -> None:
+    """A sum of B that FFA-LoRA's clients trained beside one A is none beside another A, which no sum holds."""
+    server = private("ffa-lora")
+    seed = seed_adapter(6)
+    one, other = (server.init(seed.map(lambda t, k=k: t * k)) for k in (1.0, 2.0))  # B = 0 in both
+    server.open(one).close()
+    assert server.open(one).stored
+    with pytest.raises(AssertionError, match="another context"):
+        server.open(replace(other, heads=one.heads))
+
+
 # ---- what the server refuses -----------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,9 @@ from fedlora.linalg.stacks import stacked
 class Term:
     """weight B A, one term of a sum: B (d_out, r), A (r, d_in) as they were stored, with this unit roundoff.
 
-    votes: whether its directions count in the consensus. weight: negative only for terms without a vote.
+    roundoff decides which directions may be noise: `Update.roundoff` of an upload, `unit_roundoff` of the dtype of a
+    state's own pair, 0 for float64 numbers that were just computed. votes: whether its directions count in the
+    consensus. weight: negative only for terms without a vote.
     """
 
     B: Tensor

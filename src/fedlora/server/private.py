@@ -270,7 +270,7 @@ class PrivateRound(OpenRound):
         state, start = self.state.modules[name], self.state.start.modules[name]
         if not self._products:
             with blamed_on(self.method, "readout"):
-                M = self.method.readout(state, None, start.rank)
+                M = self.method.readout(state, None, self._rank(name))
             return LoRA(*(M.tensors().get(f) if f in self.roles.shared else None for f in ("B", "A")))
         # The next effective update is base + the round's sum, so the origin is effective less base: all of the update
         # for glora, nothing for flora, which starts afresh on a base that holds everything.
@@ -278,6 +278,10 @@ class PrivateRound(OpenRound):
         if effective is None:
             raise HyperparameterError(f"{self.method.name} keeps no global model, and products have no other origin.")
         return _sum([(1.0, effective)] if base is None else [(1.0, effective), (-1.0, base.total)])
+
+    def _rank(self, module: str) -> int:
+        """The start's, the largest of a factor that travels."""
+        return self.state.start.modules[module].rank
 
     def _layout(self) -> Layout:
         """The coordinates of a round; they depend only on the state before it and on public constants."""
@@ -296,6 +300,10 @@ class PrivateRound(OpenRound):
         constants = (self.number, self.method, self.roles, o.clip, o.noise_multiplier, o.geometry, o.clients, o.rank)
         digest = sha256(repr((*constants, o.sampling, o.most_examples, o.seed)).encode())
         tensors = {f"{name}.{f}": t for name, lora in self._origins.items() for f, t in lora.tensors().items()}
+        if not self._products:  # a sum of B means nothing beside another A, though A is frozen and not summed
+            with blamed_on(self.method, "readout"):
+                whole = {name: self.method.readout(s, None, self._rank(name)) for name, s in self.state.modules.items()}
+            tensors |= {f"{name}.{f}": t for name, lora in whole.items() for f, t in lora.tensors().items()}
         for name, tensor in sorted({**tensors, **self.state.heads}.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(stored_bytes(tensor))

@@ -135,7 +135,7 @@ class OpenRound(ABC):
         """The next state.
 
         Raises:
-            QuorumNotMet: too few good uploads came; the state is unchanged. RankTie, LostUpdate: from the method.
+            QuorumNotMet: too few good uploads came; the state is unchanged. LostUpdate: from the method.
         """
         self._require_quorum()
         judged = self._settle()

@@ -189,7 +189,7 @@ class Server:
         Raises:
             UploadRefused: a bad upload, if the round has no quorum (`OpenRound`). QuorumNotMet: too few good ones.
                 Neither in a private round, where a bad upload counts as zero.
-            RankTie, LostUpdate: from the method.
+            LostUpdate: from the method.
         """
         opened = self.open(state)
         for upload in uploads:
