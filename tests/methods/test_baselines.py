@@ -265,6 +265,8 @@ def test_no_rounding_is_handed_out(method: Any) -> None:
     assert method.diagnostics(state)["rank"] == method.readout(state, "0", 8).rank == 2
     with pytest.raises(LostUpdate):
         state_of(method, [(1.0, 1e-30 * B, 1e-30 * A)], torch.float32)
+    weak = state_of(method, [(1.0, np.eye(9, 2) * [1, 1e-4], np.eye(2, 7))], torch.bfloat16)  # may be bf16's rounding
+    assert (method.readout(weak, "0", 2).rank, method.effective(weak).rank) == (1, 2)
 
 
 KEPT: tuple[tuple[list[float], float, int], ...] = (  # singular values, energy, rank

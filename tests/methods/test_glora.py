@@ -239,6 +239,14 @@ def test_glora_paper_is_algorithms_1_to_3_over_two_rounds(name: str, gamma: floa
             np.testing.assert_allclose(np.linalg.norm(got_A, axis=1), np.linalg.norm(A, axis=1), rtol=1e-9)
 
 
+def test_components_without_size_are_none() -> None:
+    """Of clients whose updates cancel: R holds their directions, and the mean is not there. Expected: numpy's rank."""
+    case = families.family("cancelling", dtype=np.float64)
+    mean, (method, state) = families.mean_update(case), aggregated(case, "glora-paper")
+    real = np.linalg.matrix_rank(mean, tol=1e-10 * np.linalg.norm(mean))
+    assert method.readout(state, "new", 14).rank == real < state.omega.rank
+
+
 def test_glora_reads_out_by_the_round_just_aggregated() -> None:
     """The text's "latest available": the executable readout, given this round's own U_i as history."""
     case = families.family("generic", dtype=np.float64)
