@@ -55,11 +55,8 @@ def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) ->
     core = B.R @ A.R.mT
     sizes = torch.linalg.vector_norm(B.R, dim=2) * torch.linalg.vector_norm(A.R, dim=2)
     noise = tolerance * torch.linalg.vector_norm(sizes, dim=2)
+    ranks = (torch.linalg.svdvals(core) > noise[:, :, None]).sum(dim=2)
     full = core.shape[2]
-    if _surely_full(B, A, sizes, noise):
-        ranks = torch.full_like(noise, full, dtype=torch.long)
-    else:
-        ranks = (torch.linalg.svdvals(core) > noise[:, :, None]).sum(dim=2)
     turn = torch.eye(full, dtype=core.dtype, device=core.device)
     if bool((ranks < full).any()):  # of full rank any basis of col(B) will do, and the client's own costs nothing
         counts = torch.arange(full, device=core.device) < ranks[:, :, None, None]
@@ -75,14 +72,6 @@ def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) ->
         )
         for i, columns in enumerate(at)
     ]
-
-
-def _surely_full(B: Factored, A: Factored, sizes: Tensor, noise: Tensor) -> bool:
-    """Whether sigma_r >= 1 / ||core^-1||_F shows full rank for all clients, which costs a tenth of singular values."""
-    if B.small is None or A.small is None:
-        return False
-    inverse = torch.linalg.matrix_norm(A.small.mT @ B.small)
-    return bool((inverse * noise < 1).all()) and bool((sizes > 0).all())  # a zero column has R = 0 and no inverse
 
 
 class Cut(NamedTuple):
