@@ -30,6 +30,7 @@ from torch import Tensor
 from fedlora.core.lora import Adapter, LoRA, change_of
 from fedlora.core.messages import Upload
 from fedlora.core.method import Method, Roles, Update
+from fedlora.core.text import shown
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.linalg import Term, projected_sum, unit_roundoff
 from fedlora.linalg.stored import stored_bytes
@@ -222,7 +223,8 @@ class PrivateRound(OpenRound):
 
     def refuse(self, refusal: UploadRefused) -> None:
         """The client counts as zero, and only the log of the server's operator says so."""
-        log.warning("round %d: %s; it counts as zero", self.number, refusal)
+        who, why = shown(refusal.client), shown(refusal.reason, 1000)
+        log.warning("round %d: %s does not count: %s", self.number, who, why)
 
     def _admit(self, client: str) -> None:
         if self._released is not None:
