@@ -563,7 +563,7 @@ def test_the_table_shows_the_numbers_of_the_json(mixed: Sites, undrawn: None, wi
         audit = found[name]
         numbers = (audit["error"], audit["drift"]["10.0"], audit["readout_drift"]["10.0"])
         assert row[1:4] == [f"{x:.1e}" if x < 1e-3 else f"{x:.1%}" for x in numbers]
-    assert row_words(rows["glora"]) == "R 9, union rank 9, nothing cut"
+    assert row_words(rows["glora"]) == "R 9, nothing cut"
     assert row_words(rows["glora rho=0.5"]).startswith("R 5, union rank 9, least gap ")
     assert row_words(rows["hetlora"]) == ""
     assert "3 adapters, 2 modules, ranks 2, 3, 4" in said
