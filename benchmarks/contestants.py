@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from baseline import thin_svd
+from baseline import Thin, bare_thin_svd, thin_svd
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
-from fedlora.linalg import Spectrum, rank_tolerance
-from fedlora.methods._spectral import instantiate
 from measure import Contestant
 from workloads import Core, Shape, Workload, draw_factors, gauge_fixed
 
-THIN = "thin SVD core"
+THIN, BARE = "thin SVD core", "a bare thin SVD, as one would type it"
+U32 = 2.0**-24
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +43,10 @@ class Sample:
         return self.shape.count / len(self.modules)
 
 
-def samples_of(w: Workload, quick: bool) -> list[Sample]:
+def samples_of(w: Workload, quick: bool, eps: float = 0.3) -> list[Sample]:
     samples = []
     for shape in w.shapes:
-        modules = [draw_factors(shape.d_out, shape.d_in, w.ranks, seed) for seed in range(shape.run(quick))]
+        modules = [draw_factors(shape.d_out, shape.d_in, w.ranks, seed, eps) for seed in range(shape.run(quick))]
         samples.append(Sample(w, shape, modules, [gauge_fixed(loras, w.weights) for loras in modules]))
     return samples
 
@@ -67,14 +66,23 @@ def together(samples: Sequence[Sample], work: Callable[[Sample], object]) -> Con
     return Contestant([(sample.times, partial(work, sample)) for sample in samples])
 
 
-def read_out(spectrum: Spectrum, ranks: Sequence[int]) -> None:
-    for k, r in enumerate(ranks):
-        chosen = torch.arange(min(r, spectrum.rank))
-        instantiate(spectrum, chosen, r, split="balanced", start=None, seed=(0, 0, str(k)))
+def read_out(made: Thin, ranks: Sequence[int]) -> None:
+    """A balanced pair for every client."""
+    root = made.s.sqrt()
+    for r in ranks:
+        _ = made.U[:, :r] * root[:r], root[:r, None] * made.Vh[:r]
 
 
 def thin_svd_core(sample: Sample, k: int) -> None:
-    read_out(thin_svd(sample.cores[k].M, sample.cores[k].N, rank_tolerance(torch.float32)), sample.w.ranks)
+    """From gauge-fixed clients, stacked and weighed."""
+    read_out(thin_svd(sample.cores[k].M, sample.cores[k].N, U32), sample.w.ranks)
+
+
+def bare_thin_svd_of(sample: Sample, k: int) -> None:
+    """From raw factors, stacked and weighed here."""
+    Bs, As = zip(*(lora.factors for lora in sample.modules[k]), strict=True)
+    weighed = [p * B for p, B in zip(sample.w.weights, Bs, strict=True)]
+    read_out(bare_thin_svd(torch.cat(weighed, dim=1), torch.cat(As)), sample.w.ranks)
 
 
 def flexlora_dense(sample: Sample, k: int) -> None:

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from fedlora.adapters.reader import AdapterFile
 from fedlora.core.lora import stack
-from fedlora.linalg import rank_tolerance, svd_of_product
+from fedlora.linalg import svd_of_product
 from measure import Goal, Ratio, median, memory_peak, on_stderr, report
 
 SHAPES = {
@@ -112,7 +112,7 @@ def errors(folders: list[Path], out: Path, rank: int) -> dict[str, float]:
         mean = stack([f.lora(module).map(torch.Tensor.double) for f in files], [1 / len(files)] * len(files))
         got = merged.lora(module).map(torch.Tensor.double)
         gap += stack([got, mean], [1.0, -1.0]).norm() ** 2
-        s = svd_of_product(*mean.factors, tolerance=rank_tolerance(torch.float64)).s
+        s = svd_of_product(*mean.factors).s
         size, best = size + float(s.square().sum()), best + float(s[rank:].square().sum())
     return {"error": (gap / size) ** 0.5, "best": (best / size) ** 0.5}
 

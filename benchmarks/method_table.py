@@ -34,7 +34,6 @@ RANK, ROUNDS = 4, 6
 VARIANTS: tuple[tuple[str, dict[str, object]], ...] = (
     ("glora", {"rho": 0.5}),
     ("svd", {"energy": 1.0}),
-    ("flexlora", {"preset": "raflora"}),
     ("padded-average", {"coordinates": "subspace"}),
 )
 PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "methods.md"

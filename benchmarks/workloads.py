@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fedlora import LoRA
-from fedlora.linalg import Contributions, gauge_splits, rank_tolerance, unit_roundoff
 
 
 @dataclass(frozen=True)
@@ -71,37 +70,36 @@ _ALL = (
 WORKLOADS = {w.name: w for w in _ALL}
 
 
-def draw_factors(d_out: int, d_in: int, ranks: tuple[int, ...], seed: int) -> list[LoRA]:
-    """Clients that share most of their start, as after a round: B_i = B0 + noise, A_i = A0 + noise, in float32."""
+def draw_factors(d_out: int, d_in: int, ranks: tuple[int, ...], seed: int, eps: float = 0.3) -> list[LoRA]:
+    """Clients that share their start: B_i = B0 + eps noise, A_i = A0 + eps noise, in float32. Training leaves them
+    closer than 0.3, which makes columns more dependent: 0.01 is a row of its own."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     B0, A0 = draw(d_out, max(ranks)), draw(max(ranks), d_in)
-    return [LoRA(B0[:, :r] + 0.3 * draw(d_out, r), A0[:r] + 0.3 * draw(r, d_in)) for r in ranks]
+    return [LoRA(B0[:, :r] + eps * draw(d_out, r), A0[:r] + eps * draw(r, d_in)) for r in ranks]
 
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """What the paper's server starts from, in float32: sent, the pairs (U_i, Ahat_i) with the p_i beside them; and with
-    the p_i in them, for those that take all clients as one, M = [sqrt(p_i) U_i] and N = [sqrt(p_i) Ahat_i].
+    """What the paper's server starts from, in float32: pairs (U_i, Ahat_i), and with the p_i in them, for those that
+    take all clients as one, M = [sqrt(p_i) U_i] and N = [sqrt(p_i) Ahat_i].
     """
 
-    sent: Contributions
+    pairs: list[tuple[Tensor, Tensor]]
     M: Tensor
     N: Tensor
 
 
 def gauge_fixed(loras: list[LoRA], weights: list[float]) -> Core:
-    fixed = gauge_splits([lora.factors for lora in loras], tolerances=[rank_tolerance(torch.float32)] * len(loras))
+    """The clients' part, which the paper does not time: U_i T_i = B_i, Ahat_i = T_i A_i."""
+    pairs = []
+    for B, A in (lora.factors for lora in loras):
+        U, T = torch.linalg.qr(B.double())
+        pairs.append((U.float(), (T @ A.double()).float()))
     root = [math.sqrt(p) for p in weights]
-    M = torch.cat([U * p for (U, _), p in zip(fixed, root, strict=True)], dim=1).float()
-    N = torch.cat([Ahat * p for (_, Ahat), p in zip(fixed, root, strict=True)], dim=0).float()
-    return Core(as_sent([(U.float(), Ahat.float()) for U, Ahat in fixed], weights), M, N)
-
-
-def as_sent(pairs: list[tuple[Tensor, Tensor]], weights: list[float]) -> Contributions:
-    """Pairs that were stored in float32."""
-    u, tolerance, clients = unit_roundoff(torch.float32), rank_tolerance(torch.float32), len(pairs)
-    return Contributions(pairs, weights, [u] * clients, [tolerance] * clients)
+    M = torch.cat([U * p for (U, _), p in zip(pairs, root, strict=True)], dim=1)
+    N = torch.cat([Ahat * p for (_, Ahat), p in zip(pairs, root, strict=True)])
+    return Core(pairs, M, N)

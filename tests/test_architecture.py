@@ -46,12 +46,14 @@ def test_what_the_pages_say_of_the_rows_is_so() -> None:
 
 
 def test_every_method_is_among_those_that_import_no_other() -> None:
+    """But for FedIT, whose mean of factors others use."""
     (contract,) = (
         contract
         for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
         if contract["type"] == "independence"
     )
-    assert set(contract["modules"]) == {cls.__module__ for cls in METHODS.values()}, "pyproject.toml, tool.importlinter"
+    others = {cls.__module__ for name, cls in METHODS.items() if name != "fedit"}
+    assert set(contract["modules"]) == others, "pyproject.toml, tool.importlinter"
 
 
 def test_arrows_that_follow_from_others_are_left_out() -> None:

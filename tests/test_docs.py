@@ -40,12 +40,12 @@ def test_the_toy_method_of_the_docs_runs(
 ) -> None:
     """docs/how-to/add-a-method.md: the module as a file, its use, and its own tests."""
     module, use, tests = (
-        block for block in python_blocks(ROOT / "docs" / "how-to" / "add-a-method.md") if "UniformMean" in block
+        block for block in python_blocks(ROOT / "docs" / "how-to" / "add-a-method.md") if "FedAvgM" in block
     )
-    (tmp_path / "uniform_mean.py").write_text(module)
+    (tmp_path / "fedavgm.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     exec(compile(use, "add-a-method.md", "exec"), {})
-    assert "B=(64, 12)" in capsys.readouterr().out
+    assert "B=(64, 8)" in capsys.readouterr().out
     defined: dict[str, Any] = {}
     exec(compile(tests, "add-a-method.md", "exec"), defined)
     defined["test_all_contracts"]()

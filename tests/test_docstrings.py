@@ -29,7 +29,7 @@ from support.projects import make_project
 from support.worked_examples import Toy
 
 PACKAGES = (
-    "fedlora", "fedlora.client", "fedlora.core", "fedlora.server", "fedlora.server.robust_rules", "fedlora.methods",
+    "fedlora", "fedlora.client", "fedlora.core", "fedlora.server", "fedlora.methods",
     "fedlora.adapters", "fedlora.analysis", "fedlora.simulation", "fedlora.training", "fedlora.runs", "fedlora.data",
     "fedlora.testing", "fedlora.workers", "fedlora.attacks", "fedlora.hf",
 )  # fmt: skip

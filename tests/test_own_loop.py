@@ -27,7 +27,7 @@ from fedlora.training import AdaptedModel, LocalTrainer, LoRASettings, TrainSett
 from support.tutorials import cells
 
 PAGE = Path(__file__).parent.parent / "docs" / "tutorials" / "own-training-loop.md"
-MOVES = [name for name in METHODS if build(name).roles(0).moves_base]
+MOVES = [name for name in METHODS if build(name).moves_base]
 # They move the base, keep a half at home, freeze one half in turns; the others are like one of these.
 SOME = ("fedex-lora", "fedsa-lora", "rolora")
 ROUNDS = {

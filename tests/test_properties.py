@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build
 from fedlora.analysis.audit import regauge
 
-EXACT = [("glora", {}), ("glora", {"basis": "energy"}), ("flexlora", {})]
+EXACT = [("glora", {}), ("svd", {"energy": 1.0}), ("flexlora", {})]
 exact_methods = pytest.mark.parametrize(("name", "hparams"), EXACT, ids=str)
 quick = settings(max_examples=15, deadline=None, derandomize=True)
 

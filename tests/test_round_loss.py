@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fedlora import Adapter, Download, Server, build
+from fedlora import Adapter, Download, Kept, Server, build
 from fedlora.cli.screen import Screen
 from fedlora.core.messages import Client
 from fedlora.core.trainer import Trained, round_loss
@@ -42,7 +42,7 @@ class Told(flower_grid.Toy):
 
 @pytest.fixture(scope="module")
 def record() -> RoundRecord:
-    server = Server(build("glora"), quorum=1, weighting="uniform")
+    server = Server(build("glora"), round=Kept(weighting="uniform", quorum=1))
     clients = [Client(name, 2) for name in (*EXAMPLES, "ill")]
     return next(simulate(server, clients, Told(), start(server, seed_adapter(2)), rounds=1))
 
@@ -57,7 +57,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module.log, "log", lambda level, words, *a, **_: said.append(words % a))
         ranks = dict.fromkeys((*EXAMPLES, "ill"), 2)
-        server = Server(build("glora"), quorum=1, weighting="uniform")
+        server = Server(build("glora"), round=Kept(weighting="uniform", quorum=1))
         strategy, grid = flower_grid.federation(folder, server, ranks, trainer=Told(), record=folder / "out")
         result = strategy.start(grid, num_rounds=1)
     [line] = map(json.loads, (folder / "out" / "rounds.jsonl").read_text().splitlines())

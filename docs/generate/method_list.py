@@ -21,13 +21,11 @@ _DOES: dict[Role, str] = {
 
 
 def page() -> str:
-    """The table: a link to its entry, its paper, its settings with their defaults, its presets."""
-    head = ["| method | source | hyper-parameters | presets |", "|---|---|---|---|"]
+    """The table: a link to its entry, its paper, its settings with their defaults."""
+    head = ["| method | source | hyper-parameters |", "|---|---|---|"]
     for row in _built_in():
         shown = ", ".join(f"`{key} = {toml(value)}`" for key, value in row.defaults.items()) or "none"
-        head.append(
-            f"| [{row.name}](#{row.name}) | {papers(prose(row.paper))} | {shown} | {', '.join(row.presets) or 'none'} |"
-        )
+        head.append(f"| [{row.name}](#{row.name}) | {papers(prose(row.paper))} | {shown} |")
     return "\n".join(head) + "\n"
 
 
@@ -76,8 +74,6 @@ def _entry(row: Listed) -> str:
         entry(key, [f"default `{toml(value)}`" if value is not None else "not set"], line(known.get(key, "")))
         for key, value in row.defaults.items()
     ]
-    for name, values in row.presets.items():
-        said.append(f'`preset = "{name}"` sets {", ".join(f"`{key} = {toml(held)}`" for key, held in values.items())}.')
     return "\n\n".join(said) + "\n"
 
 
@@ -95,7 +91,7 @@ def _travels(method: Any) -> str:
     said = f"**Travels.** {_owners(first)}"
     if first != second:
         said = f"**Travels.** In rounds 0, 2, 4 ...: {_owners(first)} In rounds 1, 3, 5 ...: {_owners(second)}"
-    return said + (" Changes of the base weight W0 travel to the clients besides." if first.moves_base else "")
+    return said + (" Changes of the base weight W0 travel to the clients besides." if method.moves_base else "")
 
 
 def _owners(roles: Roles) -> str:

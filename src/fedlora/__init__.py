@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from fedlora.client import keep, receive, send
     from fedlora.core.lora import Adapter, LoRA
     from fedlora.core.messages import Client, Download, Upload
-    from fedlora.core.method import Method, Readout, Roles, Update
+    from fedlora.core.method import Method, Roles, Update
     from fedlora.errors import FedLoRAError
     from fedlora.experiments.frames import results
     from fedlora.methods.registry import METHODS, build
+    from fedlora.server.kept import Kept
+    from fedlora.server.private import Private
     from fedlora.server.server import Server
     from fedlora.server.state import ServerState
+    from fedlora.server.streamed import Streamed
 
 __version__ = "0.1.0"
 
@@ -26,12 +29,12 @@ __getattr__ = face(
     "fedlora",
     {
         "client": ("keep", "receive", "send"),
-        "core": ("Adapter", "Client", "Download", "LoRA", "Method", "Readout", "Roles", "Update", "Upload"),
+        "core": ("Adapter", "Client", "Download", "LoRA", "Method", "Roles", "Update", "Upload"),
         "errors": ("FedLoRAError",),
         "experiments.frames": ("results",),
         "methods": ("METHODS", "build"),
         "adapters": ("AdapterSpec", "read_adapter", "write_adapter"),
-        "server": ("Server", "ServerState"),
+        "server": ("Kept", "Private", "Server", "ServerState", "Streamed"),
     },
 )
 
@@ -42,12 +45,14 @@ __all__ = [
     "Client",
     "Download",
     "FedLoRAError",
+    "Kept",
     "LoRA",
     "Method",
-    "Readout",
+    "Private",
     "Roles",
     "Server",
     "ServerState",
+    "Streamed",
     "Update",
     "Upload",
     "build",

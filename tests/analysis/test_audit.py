@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora import Adapter, Client, LoRA, Server, Upload, build
+from fedlora import Adapter, Client, Kept, LoRA, Server, Upload, build
 from fedlora.analysis.audit import (
     audit,
     gauge_drift,
@@ -148,7 +148,7 @@ def test_padded_average_error_is_the_dense_one(name: str, ranks: dict[str, int])
 
 def test_padded_average_error_uses_the_weights_that_counted() -> None:
     """Server(weighting="uniform"): the mean and the padded average are both uniform, or the number mixes two means."""
-    server = Server(build("glora"), weighting="uniform")
+    server = Server(build("glora"), round=Kept(weighting="uniform"))
     played = next(rounds(server, MIXED, FULL))
     assert played.after.tally is not None
     weights = played.after.tally.weights
@@ -160,7 +160,7 @@ def test_padded_average_error_uses_the_weights_that_counted() -> None:
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 def test_padded_average_error_is_zero_where_all_share_a(weighting: str) -> None:
     """sum p B_i A = (sum p B_i) A: with one common A nothing can go wrong, under any weights."""
-    server = Server(build("glora"), weighting=weighting)  # type: ignore[arg-type]
+    server = Server(build("glora"), round=Kept(weighting=weighting))  # type: ignore[arg-type]
     A = noise((2, 7), "A")
     state = server.init(Adapter({"m": LoRA(torch.zeros(9, 2, dtype=F64), A)}))
     sent = [upload(c, n, LoRA(noise((9, 2), c), A)) for c, n in (("a", 1), ("b", 9))]

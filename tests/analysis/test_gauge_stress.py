@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora import Adapter, Server, build, read_adapter
+from fedlora import Adapter, Kept, Server, build, read_adapter
 from fedlora.analysis.audit import MOST, random_gauge, relative_difference
 from fedlora.core.trainer import Trained
 from fedlora.errors import FactorNotShared
@@ -218,7 +218,7 @@ def test_a_client_that_sends_zero_is_stressed_too() -> None:
 def test_a_diverged_client_is_refused_as_without() -> None:
     """With a quorum, NaN of client c in round 2 is left out of it by name, and the others' trajectory is that without
     stress: the check of `Server` comes after the change of coordinates, which must let NaN through."""
-    options = {"server": {"quorum": 3}, "dtype": F64}
+    options = {"round": Kept(quorum=3), "dtype": F64}
     plain, moved = (list(run("glora", MIXED, diverging("c", 1), gauge_stress=c, **options)) for c in (None, 100.0))
     for a, b in zip(plain, moved, strict=True):
         assert list(a.refused) == list(b.refused) == (["c"] if a.round == 2 else [])

@@ -16,7 +16,8 @@ from fedlora.analysis.audit import relative_difference
 from fedlora.attacks import Adversary, Attack
 from fedlora.core.trainer import Trained
 from fedlora.seeds import derive_seed
-from fedlora.server.robust_rules import GeometricMedian, MultiKrum
+from fedlora.server.kept import Kept
+from fedlora.server.rules import GeometricMedian, MultiKrum
 from fedlora.simulation import simulate, start
 
 CLIENTS = [Client(f"site-{k}", 3) for k in range(9)]
@@ -41,12 +42,12 @@ class Agreeing:
 
 
 def model(rule: Any, adversary: Adversary | None, clients: list[Client] = CLIENTS) -> Any:
-    server = Server(build("glora"), weighting="uniform", rule=rule)
+    server = Server(build("glora"), round=Kept(rule, weighting="uniform"))
     record = next(simulate(server, clients, Agreeing(), start(server, SEED), rounds=1, adversary=adversary))
     return server.global_update(record.state.server)
 
 
-@pytest.mark.parametrize("rule", [GeometricMedian(liars=2), MultiKrum(liars=2)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [GeometricMedian(), MultiKrum(2)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize(
     "attack", [Attack("sign-flip"), Attack("scale", 20.0), Attack("inner-product", 4.0)], ids=lambda a: a.kind
 )
@@ -57,7 +58,7 @@ def test_a_rule_undoes_what_stands_out(rule: Any, attack: Attack) -> None:
     assert plain > 0.3 and robust < plain / 4
 
 
-@pytest.mark.parametrize("rule", [GeometricMedian(liars=2), MultiKrum(liars=2)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [GeometricMedian(), MultiKrum(2)], ids=lambda rule: rule.name)
 def test_a_gauge_attack_is_nothing_to_a_rule_of_products(rule: Any) -> None:
     """Each liar's update is what it would have been, so that weights and model are too."""
     assert relative_difference(model(rule, Adversary(Attack("gauge"), LIARS)), model(rule, None)) < 1e-8

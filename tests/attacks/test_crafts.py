@@ -24,6 +24,7 @@ from fedlora.analysis.audit import regauge, relative_difference
 from fedlora.attacks import KINDS, Adversary, Attack, largest_z
 from fedlora.core.sent import Attacked, Sent, Tampered
 from fedlora.errors import HyperparameterError
+from fedlora.server.kept import Kept
 from support.federations import EQUAL, MIXED, SHAPES
 from support.toy_trainer import run
 
@@ -138,18 +139,6 @@ def test_every_kind_sends_something_of_its_own() -> None:
     ))  # fmt: skip
 
 
-def test_nothing_is_left_out_of_a_sign_flip_in_the_first_round() -> None:
-    """Readouts are zero then: 2 R - D = -D has the rank of D."""
-    sent = seen(rounds=1)
-    tampered = Adversary(Attack("sign-flip"), LIARS)(list(sent.values()), 0)
-    for upload in tampered.uploads:
-        sign = -1 if upload.client.id in LIARS else 1
-        for module in SHAPES:
-            mine = dense(sent[upload.client.id].upload.adapter, module)
-            torch.testing.assert_close(dense(upload.adapter, module), sign * mine, rtol=1e-10, atol=1e-10)
-    assert all(told["left_out"] < 1e-12 for told in tampered.attacked.clients.values())
-
-
 @pytest.mark.parametrize("method", ["rolora", "fedsa-lora"])
 def test_in_a_round_of_a_it_is_on_the_rows_of_a(method: str) -> None:
     """RoLoRA's second round freezes B; FedSA-LoRA never sends it. Rows that a client lacks are zeros in the mean."""
@@ -209,11 +198,6 @@ def test_the_largest_z_is_the_papers() -> None:
     """Shares (n - m - s) / (n - m) worked out by hand; phi is the standard normal's distribution."""
     for n, m, share in ((50, 24, 24 / 26), (50, 12, 24 / 38), (15, 3, 7 / 12), (25, 5, 12 / 20)):
         assert NormalDist().cdf(largest_z(n, m)) == pytest.approx(share, abs=1e-12)
-
-
-def test_the_largest_z_of_a_printed_table() -> None:
-    """phi(1.43) = 0.9236 and phi(1.42) = 0.9222 stand in every table: 24 / 26 = 0.9231 lies between."""
-    assert 1.42 < largest_z(50, 24) < 1.43
 
 
 def test_a_federation_too_small_for_alie_gives_zero() -> None:
@@ -302,22 +286,18 @@ def test_inserted_directions_take_the_place_of_the_weakest_slots() -> None:
         assert moved <= math.hypot(float(s[-1]), size) * (1 + 1e-9)
 
 
-def test_inserted_directions_buy_a_projector_basis_that_is_too_small() -> None:
+def test_inserted_directions_buy_a_basis_that_is_too_small() -> None:
     """GLoRA of 4 directions for 16 ranks, clients alike. The liars' three common directions have two votes each and
-    everybody else's one: whatever their size, they take three of the four, and the mean's energy is lost. The basis of
-    least energy error does not notice them."""
+    everybody else's one: whatever their size, they take three of the four, and the mean's energy is lost."""
 
-    def captured(basis: str, adversary: Any) -> float:
-        hparams = {"rho": 0.25, "basis": basis}
-        options = {"hparams": hparams, "server": {"weighting": "uniform"}, "dtype": torch.float64, "rounds": 1}
-        record = next(run("glora", MIXED, adversary=adversary, **options))
-        facts = Server(build("glora", **hparams)).diagnostics(record.state.server)
-        return min(float(f["captured"]) for f in facts.values())  # type: ignore[arg-type]
+    def captured(adversary: Any) -> float:
+        server = Server(build("glora", rho=0.25), round=Kept(weighting="uniform"))
+        options = {"hparams": {"rho": 0.25}, "round": Kept(weighting="uniform")}
+        record = next(run("glora", MIXED, adversary=adversary, dtype=torch.float64, rounds=1, **options))  # type: ignore[arg-type]
+        return min(float(f["captured"]) for f in server.diagnostics(record.state.server).values())  # type: ignore[arg-type]
 
     silent = Adversary(Attack("free-rider"), LIARS)  # the same clients without a say: their readouts are zero
-    attack = Adversary(Attack("subspace-insertion", 1e-3), LIARS)
-    assert captured("projector", attack) < 0.6 < 0.7 < captured("projector", silent)
-    assert captured("energy", attack) > captured("energy", silent) - 1e-3
+    assert captured(Adversary(Attack("subspace-insertion", 1e-3), LIARS)) < 0.6 < 0.7 < captured(silent)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
@@ -443,20 +423,11 @@ def test_a_lora_is_what_it_was() -> None:
     assert isinstance(sent["a"].upload.adapter.modules["attn.q"], LoRA)
 
 
-@pytest.mark.quick(14)
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize(
-    "method", ["hetlora", "fedex-lora", "flora", "fedsvd", "lora-fair", "fedrot-lora", "flexlora", "fedit"]
-)
-def test_every_method_takes_what_liars_send(kind: Any, method: str) -> None:
-    """Two rounds with a quorum of all, so that a refused upload would end them."""
-    try:
+@pytest.mark.parametrize("method", ["hetlora", "flora", "fedrot-lora"])
+def test_methods_take_what_liars_send(method: str) -> None:
+    """Every kind, two rounds with a quorum of all, so that a refused upload would end them."""
+    for kind in KINDS:
         attack = Adversary(Attack(kind), LIARS)
-        records = list(run(method, EQUAL, rounds=3, adversary=attack, server={"quorum": 4}))
-    except HyperparameterError as error:
-        assert "only one factor travels" in str(error) and method == "fedsvd"
-        return
-    assert all(not record.refused and record.attacked is not None for record in records)
-    assert all(
-        math.isfinite(x) for r in records if r.attacked for told in r.attacked.clients.values() for x in told.values()
-    )
+        for record in run(method, EQUAL, rounds=2, adversary=attack, round=Kept(quorum=4)):
+            assert not record.refused and record.attacked is not None, kind
+            assert all(math.isfinite(x) for told in record.attacked.clients.values() for x in told.values()), kind

@@ -97,7 +97,7 @@ def test_compare_as_json(compared: tuple[Path, Any], project: Path) -> None:
         del summary["diagnostics"]
         assert found["runs"] == {"0": summary}
         assert found["mean"] == summary["test"]["best"]["accuracy"] and (found["n"], found["sd"]) == (1, None)
-    assert list(said["refused"]) == ["fedit"] and "need one rank" in said["refused"]["fedit"]
+    assert list(said["refused"]) == ["fedit"] and "entry by entry" in said["refused"]["fedit"]
 
 
 def test_the_frame_is_of_the_runs_that_are_there(compared: tuple[Path, Any], project: Path, tmp_path: Path) -> None:
@@ -177,9 +177,9 @@ QUICK = ("run.rounds=1", "train.steps=2", "method.rho=0.75")
 
 @pytest.fixture(scope="module")
 def with_settings(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """glora as the config has it (rho = 0.75), glora with a setting, flexlora with a preset; fedit cannot run."""
+    """glora as the config has it (rho = 0.75), glora with a setting, raflora; fedit cannot run."""
     out = tmp_path_factory.mktemp("compared") / "runs"
-    methods = "glora,  glora   gamma=1 , flexlora preset=raflora, fedit"
+    methods = "glora,  glora   gamma=1 , raflora, fedit"
     said = invoke("compare", project / "config.toml", "--methods", methods, "--out", out, "--json", *options(QUICK))
     return out, json.loads(said.stdout)
 
@@ -188,9 +188,9 @@ def test_each_entry_has_its_own_label_and_folder(with_settings: tuple[Path, dict
     """usage.md: `runs/my-compare/glora_gamma=1/seed-0`, and comparison.png beside them."""
     out, said = with_settings
     assert {path.name for path in out.iterdir() if path.name[0] != "."} == {
-        "glora", "glora_gamma=1", "flexlora_preset=raflora", "results.jsonl",
+        "glora", "glora_gamma=1", "raflora", "results.jsonl",
     }  # fmt: skip
-    assert list(said["methods"]) == sorted(["glora", "glora gamma=1", "flexlora preset=raflora"])
+    assert list(said["methods"]) == sorted(["glora", "glora gamma=1", "raflora"])
     assert list(said["refused"]) == ["fedit"]
     for label, found in said["methods"].items():
         summary = RunFolder(out / label.replace(" ", "_") / "seed-0").read_json("summary.json")
@@ -206,7 +206,7 @@ def test_each_entry_runs_what_its_label_says(with_settings: tuple[Path, dict[str
     assert made == {
         "glora": repr(build("glora", rho=0.75)),
         "glora_gamma=1": repr(build("glora", gamma=1)),
-        "flexlora_preset=raflora": repr(build("flexlora", preset="raflora")),
+        "raflora": repr(build("raflora")),
     }
 
 
@@ -216,11 +216,11 @@ def test_the_comparison_names_labels_in_full_and_resumes(
     """What is finished is not run again; a row for each label, with its own drift."""
     out, said = with_settings
     before = contents(out)
-    methods = "glora, glora gamma=1, flexlora preset=raflora"
+    methods = "glora, glora gamma=1, raflora"
     result = invoke("compare", project / "config.toml", "--methods", methods, "--out", out, "--resume", *options(QUICK))
     assert contents(out) == before
     rows = [cells(line) for line in result.stdout.splitlines() if line.startswith("│")]
-    labels = ["glora", "glora gamma=1", "flexlora preset=raflora"]
+    labels = ["glora", "glora gamma=1", "raflora"]
     assert [row[0] for row in rows] == labels * 2, "scores, then costs"
     for label, scores, costs in zip(labels, rows[:3], rows[3:], strict=True):
         s = said["methods"][label]["runs"]["0"]
@@ -238,7 +238,6 @@ def test_the_comparison_names_labels_in_full_and_resumes(
         ("glora gamma", "a method is NAME [KEY=VALUE ...]"),
         (",", "no method is named"),
         ("glora gama=1, glora gamma=7", "did you mean 'gamma'?"),
-        pytest.param("glora preset=1", "preset"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(
@@ -251,9 +250,9 @@ def test_what_cannot_be_compared_is_one_line(
 
 def test_values_are_read_as_toml_and_bare_words_as_strings() -> None:
     """Numbers and words as `--set` has them; labels with one space, in the order given."""
-    got = fedlora.cli.method_names.parse_methods(" glora  rho=0.5 history_limit=2 tie=paper,svd energy=1.0, fedit")
-    assert {label: (s.name, s.preset, s.model_extra) for label, s in got.items()} == {
-        "glora rho=0.5 history_limit=2 tie=paper": ("glora", None, {"rho": 0.5, "history_limit": 2, "tie": "paper"}),
-        "svd energy=1.0": ("svd", None, {"energy": 1.0}),
-        "fedit": ("fedit", None, {}),
+    got = fedlora.cli.method_names.parse_methods(" glora  rho=0.5 history=2 word=paper,svd energy=1.0, fedit")
+    assert {label: (s.name, s.model_extra) for label, s in got.items()} == {
+        "glora rho=0.5 history=2 word=paper": ("glora", {"rho": 0.5, "history": 2, "word": "paper"}),
+        "svd energy=1.0": ("svd", {"energy": 1.0}),
+        "fedit": ("fedit", {}),
     }  # fmt: skip

@@ -20,7 +20,7 @@ def test_methods_lists_every_method_with_its_paper_and_hyper_parameters(wide: No
     said = " ".join(invoke("methods").stdout.split())
     for name, cls in METHODS.items():
         assert f"│ {name} │ {cls.paper} │" in said
-    assert "rho=1.0" in said and "gamma=0.5" in said and "weights=sparsity" in said
+    assert "rho=1.0" in said and "gamma=0.5" in said and "energy=0.9" in said
 
 
 def test_methods_lists_nothing_else_as_a_hyper_parameter(wide: None) -> None:
@@ -30,16 +30,13 @@ def test_methods_lists_nothing_else_as_a_hyper_parameter(wide: None) -> None:
 
 
 def test_methods_as_json_can_be_built_from() -> None:
-    """Every method of `METHODS`, with its paper; `build` takes its hyper-parameters as defaults, and its presets."""
+    """Every method of `METHODS`, with its paper; `build` takes its hyper-parameters as defaults."""
     listed = json.loads(invoke("methods", "--json").stdout)
     assert set(listed) == set(METHODS)
     for name, facts in listed.items():
-        assert set(facts) == {"paper", "hyper-parameters", "presets"} and facts["paper"] == METHODS[name].paper
+        assert set(facts) == {"paper", "hyper-parameters"} and facts["paper"] == METHODS[name].paper
         assert build(name, **facts["hyper-parameters"]) == build(name)
-        for preset, values in facts["presets"].items():
-            assert build(name, **values) == build(name, preset=preset) != build(name)
-    assert set(listed["glora"]["presets"]) == {"paper", "car-off"} and set(listed["flexlora"]["presets"]) == {"raflora"}
-    assert listed["svd"]["hyper-parameters"]["energy"] == 0.99
+    assert listed["svd"]["hyper-parameters"]["energy"] == 0.9
 
 
 def test_ranks_shows_counts_and_sums(wide: None) -> None:

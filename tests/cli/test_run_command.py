@@ -71,7 +71,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "bad override": (["run.rounds"], "--set takes KEY=VALUE"),
     "ranks and clients": (["clients.count=5"], "clients.ranks has 3 entries"),
     "too many clients": (["clients.count=90", "clients.ranks=[2]"], "90 clients"),
-    "mixed ranks": (["method.name=fedit"], "clients need one rank"),
+    "mixed ranks": (["method.name=fedit"], "entry by entry"),
     "no such target module": (['lora.targets=["q_proj"]'], "'q_proj' (lora.targets of a run) matches no module"),
     "nothing to train on": (["data.validation=0.6", "data.test=0.5"], "sum is below 1"),
 }

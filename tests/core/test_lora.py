@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedlora import Adapter, LoRA
-from fedlora.core.lora import fresh_rows, revive, stack
+from fedlora.core.lora import filled, fresh_rows, stack
 from fedlora.errors import FactorNotShared, FedLoRAError, ShapeError
 
 
@@ -66,16 +66,17 @@ def test_fresh_rows_are_lora_rows_and_stable() -> None:
 PINNED = [-0.45739693559074474, -0.5540262647800573]
 
 
-def test_revive_touches_dead_slots_only() -> None:
+def test_filled_touches_dead_and_missing_slots_only() -> None:
     B, A = torch.ones(4, 3), torch.ones(3, 5)
     B[:, 1] = 0  # B zero, A not: alive
-    assert revive(LoRA(B, A), 1) .factors[1] is A  # fmt: skip
+    rows = torch.arange(20.0).reshape(4, 5) + 7
+    assert filled(LoRA(B, A), 3, lambda: pytest.fail("no slot needs a row")).factors[1] is A
     A = A.clone()
     A[1] = 0
-    revived = revive(LoRA(B, A), 1)
-    assert bool((revived.factors[1][1] != 0).all())
-    assert torch.equal(revived.factors[1][[0, 2]], A[[0, 2]])
-    torch.testing.assert_close(revived.delta(), B @ A)
+    made = filled(LoRA(B, A), 4, lambda: rows)
+    assert torch.equal(made.factors[1][[1, 3]], rows[[1, 3]]) and torch.equal(made.factors[1][[0, 2]], A[[0, 2]])
+    assert not bool(made.factors[0][:, 3].any())
+    torch.testing.assert_close(made.delta(), B @ A)
 
 
 def test_an_adapter_is_sorted_and_read_only() -> None:

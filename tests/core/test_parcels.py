@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, Upload, build, keep, receive
+from fedlora import METHODS, Adapter, Client, Download, Kept, LoRA, Server, Upload, build, keep, receive
 from fedlora.core.base_change import BaseChange, compressed, moved
 from fedlora.core.lora import stack
 from fedlora.core.parcels import Cache, Parcel, held_after, pack, remember, unpack
@@ -32,10 +32,8 @@ AWAY = (("a", "b"), ("a", "b", "c"), ("b", "c"), ("b", "c"), ("a", "b", "c", "d"
 WHO = {"full": FULL, "partial": PARTIAL, "away": AWAY}  # away: `a` misses two rounds; `c` and `d` join late
 PARTLY: dict[str, Any] = {"a": {"attn.q": 4}, "b": 4, "c": {"attn.v": 4}, "d": 4}
 RANKS: dict[str, dict[str, Any]] = {"equal": EQUAL, "mixed": MIXED, "partly": PARTLY}
-ONE_RANK = {"fedex-lora", "fedit", "fedrot-lora", "fedsa-lora", "lora-fair"}
+ONE_RANK = {name for name, method in METHODS.items() if method.one_rank}
 OPTIONS = {name: build(name) for name in METHODS} | {
-    "flexlora-raflora": build("flexlora", preset="raflora"),
-    "glora-paper": build("glora", preset="paper"),
     "padded-subspace": build("padded-average", coordinates="subspace"),
 }
 every_method = pytest.mark.parametrize("label", OPTIONS)
@@ -80,7 +78,7 @@ def dense(loras: Sequence[LoRA]) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_a_base_change_is_the_dense_sum_of_its_steps_from_any_version(dtype: torch.dtype, tolerance: float) -> None:
-    """Expected: dense float64 sums, of that rank. What `since` no longer has would be larger than the total."""
+    """Expected: dense float64 sums, of at most that rank. What `since` no longer has would be larger than the total."""
     base: BaseChange | None = None
     steps: list[LoRA] = []
     for k, rank in enumerate(STEPS):
@@ -89,7 +87,6 @@ def test_a_base_change_is_the_dense_sum_of_its_steps_from_any_version(dtype: tor
         assert base is not None and base.version == k + 1
         B, A = base.total.factors
         assert len(A) == min(7, sum(STEPS[: k + 1])) and B.dtype == A.dtype == torch.float64  # whatever the steps are
-        assert relative(B.mT @ B, (A @ A.mT).double()) < tolerance, "balanced"
         assert relative(base.total.delta(), dense(steps)) < tolerance
         assert sum(step.rank for step in base.steps) <= base.total.rank, "the state stays under twice the total"
         for version in range(k + 2):
@@ -105,7 +102,7 @@ def test_a_step_of_zero_is_no_step() -> None:
     """x - x = 0 and 0 A = 0: no version, and the very same value. But x and then -x are two steps, to a total of 0."""
     x, base = drawn(2, "x"), moved(None, drawn(2, "x"))
     for zero in (LoRA(torch.zeros(9, 3).double(), drawn(3, 0).A), stack([x, x], [1.0, -1.0])):
-        assert compressed(zero).rank == 0
+        assert compressed(zero, torch.float64).rank == 0
         assert moved(None, zero) is None and moved(base, zero) is base
     back = moved(base, stack([x], [-1.0]))
     assert back is not None and (back.version, back.total.rank) == (2, 0)
@@ -330,7 +327,7 @@ def test_a_client_with_local_factors_can_take_on_a_module() -> None:
 def test_a_frozen_factor_that_the_server_changed_comes_again() -> None:
     """`d` (rank 4) misses round 1 and is refused in round 2: its slots 2, 3 die there, and get fresh rows of A."""
     who = (("a", "b", "d"), ("a", "b"), ("a", "b", "d"), ("d",))
-    *_, visit = play(server_of("rolora", quorum=1), {"a": 2, "b": 2, "d": 4}, who, broken=("d", 2))
+    *_, visit = play(server_of("rolora", round=Kept(quorum=1)), {"a": 2, "b": 2, "d": 4}, who, broken=("d", 2))
     visit.check()
 
 

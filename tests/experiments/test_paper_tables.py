@@ -23,10 +23,10 @@ def test_a_table_has_the_papers_row_and_says_what_it_chose(path: Path) -> None:
     experiment = load_experiment(path)
     runs = Grid(experiment, "paper").waiting
     literal = {run.config.method.build() for run in runs if "GLoRA (paper)" in run.cell.values()}
-    assert literal == {build("glora", preset="paper")} != {build("glora")}
+    assert literal == {build("glora-paper")}
     note = experiment.profile("paper").note
     for word in ("alpha = 2 r", "dropout", "held out" if path.stem != "table3" else "holds out", "constant rate", "TF32"
-                 if path.stem != "table4" else "bfloat16", "three seeds", "preset 'paper'", "begins anew"):  # fmt: skip
+                 if path.stem != "table4" else "bfloat16", "three seeds", "glora-paper", "begins anew"):  # fmt: skip
         assert word in note, word
     for config in (run.config for run in runs):
         if path.stem != "table3":

@@ -94,11 +94,11 @@ def test_who_is_waited_for_is_written_and_said(tmp_path: Path) -> None:
 
 def test_what_a_robust_rule_did_is_said() -> None:
     """Of a round's line, as `judged` writes it: who was left out."""
-    kept = {"norm": 1.0, "distance": 0.1, "before": 0.5, "after": 1.0, "why": ""}
-    clients = {"acme": kept, "cork": {**kept, "after": 0.0, "why": "far from the others"}}
-    line = {"defence": {"rule": "multi-krum (liars = 1)", "clients": clients}}
+    kept = {"weight": 0.5, "coefficient": 1.0, "norm": 1.0, "reason": ""}
+    clients = {"acme": kept, "cork": {**kept, "coefficient": 0.0, "reason": "far from the others"}}
+    line = {"defence": {"rule": "multi-krum (f = 1)", "clients": clients}}
     said = lines_of(Done(3, line))
-    assert any("multi-krum leaves out cork (1 of 2)" in one for one in said)
+    assert any("multi-krum left out cork (1 of 2 clients)" in one for one in said)
 
 
 def test_the_time_of_now_is_written() -> None:

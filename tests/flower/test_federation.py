@@ -20,7 +20,7 @@ pytest.importorskip("flwr")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from fedlora import Adapter, Client, Server, build
+from fedlora import Adapter, Client, Kept, Server, build
 from fedlora.core.checkpoint import encoded
 from fedlora.core.trainer import Trained
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
@@ -139,7 +139,7 @@ def test_a_parcel_comes_back_as_it_was() -> None:
 
 def good_state(folder: Path, method: str = "glora", without: str = "three") -> Any:
     """The state of one round in which `without` did not take part."""
-    server = Server(build(method), quorum=1)
+    server = Server(build(method), round=Kept(quorum=1))
     strategy, grid = federation(folder, server)
     grid.offline = {without}
     strategy.start(grid, num_rounds=1)
@@ -268,7 +268,7 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
 def test_a_bad_reply_costs_its_sender_the_round_and_nobody_else(tmp_path: Path, name: str) -> None:
     """The state is what it is without that client, bit for bit but for the tally's reasons; the reason is recorded."""
     meddle, reason = ATTACKS[name]
-    server = Server(build("glora"), quorum=1)
+    server = Server(build("glora"), round=Kept(quorum=1))
     facts: list[Any] = []
     strategy, grid = federation(tmp_path / "a", server, after_round=facts.append)
     grid.meddle = {"three": meddle}
@@ -285,7 +285,7 @@ def test_a_bad_reply_costs_its_sender_the_round_and_nobody_else(tmp_path: Path, 
 
 
 def test_a_second_reply_and_a_late_one_do_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    server = Server(build("glora"), quorum=1)
+    server = Server(build("glora"), round=Kept(quorum=1))
     facts: list[Any] = []
     strategy, grid = federation(tmp_path, server, after_round=facts.append)
     kept: list[Message] = []
@@ -309,7 +309,7 @@ def test_a_second_reply_and_a_late_one_do_not_count(tmp_path: Path, caplog: pyte
 def test_a_third_of_the_nodes_corrupt(tmp_path: Path) -> None:
     """Nine clients, three of them hostile in three ways, five rounds: the honest six's state."""
     ranks = {f"c{k}": 2 + k % 3 for k in range(9)}
-    server = Server(build("glora"), quorum=4)
+    server = Server(build("glora"), round=Kept(quorum=4))
     strategy, grid = federation(tmp_path / "a", server, ranks, policy=Policy(ranks, retries=0))
     grid.meddle = {"c1": ATTACKS["NaN"][0], "c4": ATTACKS["nothing at all"][0], "c7": ATTACKS["its app raised"][0]}
     strategy.start(grid, num_rounds=5)
@@ -323,7 +323,7 @@ def test_a_third_of_the_nodes_corrupt(tmp_path: Path) -> None:
 def test_too_few_replies_are_tried_again_and_then_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never a run that ends well without training: the error names who was missing, the state is stored."""
     monkeypatch.setattr("fedlora.flower.rounds.strategy.time.sleep", lambda s: None)
-    server = Server(build("glora"), quorum=3)
+    server = Server(build("glora"), round=Kept(quorum=3))
     strategy, grid = federation(tmp_path, server, policy=Policy(RANKS, retries=2, deadline=0.05))
     strategy.start(grid, num_rounds=1)
     before = bits(strategy.flower_state.state)
@@ -381,7 +381,7 @@ def test_a_folder_with_checkpoints_is_no_place_for_another_run(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="another run"):
         federation(tmp_path, server, dict.fromkeys(RANKS, 8), resume=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "server").iterdir()} == before
-    assert federation(tmp_path, replace(server, weighting="uniform"), ranks, resume=True)[0].round == 3
+    assert federation(tmp_path, replace(server, round=Kept(weighting="uniform")), ranks, resume=True)[0].round == 3
 
 
 def test_a_record_of_finished_rounds_is_no_place_for_another_run(tmp_path: Path) -> None:
@@ -402,7 +402,9 @@ def test_a_node_that_lost_its_state_says_so_and_is_sent_everything_at_once(tmp_p
     """FFA-LoRA's A travels once. A node whose disk was replaced misses it, and trains in the same round."""
     ranks = dict.fromkeys(RANKS, 4)
     facts: list[Any] = []
-    strategy, grid = federation(tmp_path, Server(build("ffa-lora"), quorum=2), ranks, after_round=facts.append)
+    strategy, grid = federation(
+        tmp_path, Server(build("ffa-lora"), round=Kept(quorum=2)), ranks, after_round=facts.append
+    )
     strategy.start(grid, num_rounds=1)
     for path in (tmp_path / "nodes" / "two").rglob("*.safetensors"):
         path.unlink()

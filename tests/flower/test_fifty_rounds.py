@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedlora import Server, build
+from fedlora import Kept, Server, build
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.serving.status import database_size
@@ -58,7 +58,7 @@ def test_no_row_and_no_file_is_left_of_a_finished_round(tmp_path: Path, rounds: 
         checkpoints.append(sum(one.stat().st_size for one in (tmp_path / "checkpoints").iterdir()))
 
     strategy = FedLoRA(
-        Server(build("glora"), quorum=3), Policy(RANKS), start(Server(build("glora")), seed_adapter()),
+        Server(build("glora"), round=Kept(quorum=3)), Policy(RANKS), start(Server(build("glora")), seed_adapter()),
         folder=tmp_path / "checkpoints", record=tmp_path, choosing=Choosing("accuracy", "sites", lambda round: True),
         after_round=after, clock=FastClock(),
     )  # fmt: skip

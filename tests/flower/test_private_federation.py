@@ -65,7 +65,6 @@ def loaded(folder: Path, **tables: Any) -> FederationSettings:
 
 def test_the_table_sets_what_nobody_set_and_the_ledger_stays_at_the_server(tmp_path: Path) -> None:
     settings = loaded(tmp_path)
-    assert (settings.server.missing, settings.server.weighting) == ("zero", "uniform")
     assert (settings.data.validation, settings.data.test) == (0.0, 0.0)
     assert settings.privacy is not None and settings.privacy.ledger == str(tmp_path / "sites.jsonl")
     said = json.loads(settings.travelling())["privacy"]

@@ -18,7 +18,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.serde import message_from_proto
 from flwr.proto.message_pb2 import Message as Proto
 
-from fedlora import Client, Server, build
+from fedlora import Client, Kept, Server, build
 from fedlora.core.messages import Download
 from fedlora.errors import QuorumNotMet
 from fedlora.flower import apps
@@ -177,7 +177,7 @@ def test_a_site_with_another_base_model_trains_nothing_and_is_named(tmp_path: Pa
     odd = replace(FACTS, base="d" * 64)
     made = nodes(tmp_path, two=odd)
     strategy, grid = federation(
-        tmp_path, Server(build("glora"), quorum=2), nodes=made, codec=OwnClients(facts=lambda: FACTS)
+        tmp_path, Server(build("glora"), round=Kept(quorum=2)), nodes=made, codec=OwnClients(facts=lambda: FACTS)
     )
     strategy.start(grid, num_rounds=1)
     assert not (tmp_path / "two").exists() and (tmp_path / "one").exists()

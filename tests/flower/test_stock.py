@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fedlora import Server, build
 from fedlora.errors import ConfigError
 from fedlora.flower.messages.codecs import StockClients
-from fedlora.server.robust_rules import GeometricMedian, Krum
+from fedlora.server.rules import GeometricMedian, Krum
 from support.flower_grid import RANKS, SHAPES, LocalGrid, federation, seed_adapter
 
 
@@ -113,5 +113,5 @@ def test_a_flowertune_server_adopts_it_in_two_lines(tmp_path: Path) -> None:
     weighed.start(grid=grid, initial_arrays=ArrayRecord(state), num_rounds=1)
     tally = weighed.flower_state.state.server.tally
     assert tally is not None and tally.judged is not None and set(tally.judged.clients) == set(RANKS)
-    with pytest.raises(ConfigError, match="krum with 1 liar among 1 "):
-        stock_strategy(state, r=4, alpha=16, clients=["x"], rule=Krum(liars=1))
+    with pytest.raises(ConfigError, match=r"krum .* needs 5 clients, but a round has 1"):
+        stock_strategy(state, r=4, alpha=16, clients=["x"], rule=Krum(f=1))

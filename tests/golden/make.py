@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
-from fedlora.methods.glora import GLoRA, GLoRAState
 
 HERE = Path(__file__).parent
 D_OUT, D_IN = 14, 11
@@ -47,7 +46,7 @@ def orthogonal() -> dict[str, LoRA]:
 # Case -> (options, weights, rounds of uploads, what it is).
 CASES: dict[str, tuple[dict[str, Any], dict[str, float], list[dict[str, LoRA]], str]] = {
     "generic": ({}, WEIGHTS, [draw(1), draw(2)], "defaults: exact, two rounds with history"),
-    "paper": ({"preset": "paper", "rho": 0.6}, WEIGHTS, [draw(1), draw(2)], "the paper's literal choices, R = 6"),
+    "paper": ({"name": "glora-paper", "rho": 0.6}, WEIGHTS, [draw(1), draw(2)], "the paper to the letter, R = 6"),
     "tied": ({"rank": 5}, dict.fromkeys(RANKS, 1 / 3), [orthogonal()], "a tied cut, resolved by energy"),
     "deficient": ({"rho": 0.5}, WEIGHTS, [deficient()], "zero and repeated columns and rows, a zero client"),
     "absent": ({"gamma": 0.0}, WEIGHTS, [draw(6), {c: x for c, x in draw(7).items() if c != "b"}], "b misses round 2"),
@@ -57,9 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float], list[dict[str, LoRA]], 
 
 def play(options: dict[str, Any], weights: dict[str, float], rounds: list[dict[str, LoRA]]) -> list[dict[str, Any]]:
     """What the code makes of a case: one dict of results a round."""
-    server = Server(build("glora", **options))
-    method = server.method
-    assert isinstance(method, GLoRA)
+    server = Server(build(**{"name": "glora", **options}))
     seed = LoRA(torch.zeros(D_OUT, 4, dtype=torch.float64), draw(0)["c"].factors[1])
     state = server.init(Adapter({"m": seed}))
     results = []
@@ -67,20 +64,25 @@ def play(options: dict[str, Any], weights: dict[str, float], rounds: list[dict[s
         total = math.fsum(weights[c] for c in uploads)
         sent = [Upload(Client(c, RANKS[c]), weights[c] / total, Adapter({"m": lora})) for c, lora in uploads.items()]
         state = server.aggregate(state, sent)
-        inner = state.modules["m"]
-        assert isinstance(inner, GLoRAState)
-        s = inner.spectrum
-        chosen = {c: method.select(inner, c, r) for c, r in RANKS.items()}
-        readouts = {c: method.readout(inner, c, r).lora.factors for c, r in RANKS.items()}
+        U, s, Vh = torch.linalg.svd(server.global_update(state)["m"].delta(), full_matrices=False)
+        real = int((s > 1e-10 * s[:1]).sum())
+        U, s, Vh = U[:, :real], s[:real], Vh[:real]
+        given = {c: positive(*server.method.readout(state.modules["m"], c, r).factors) for c, r in RANKS.items()}
         results.append(
             {
-                "projector": s.U @ s.U.mT,
-                "coordinates": s.s[:, None] * s.Vh,
-                "selected": {c: picked.tolist() for c, picked in chosen.items()},
-                "readout": {c: (B[:, : len(chosen[c])], A[: len(chosen[c])]) for c, (B, A) in readouts.items()},
+                "projector": U @ U.mT,
+                "coordinates": positive(U, s[:, None] * Vh)[1],
+                "selected": {c: (A @ Vh.mT).abs().argmax(dim=1).tolist() for c, (_, A) in given.items()},
+                "readout": given,
             }
         )
     return results
+
+
+def positive(B: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    """The same products of columns and rows, each column's largest entry positive."""
+    sign = torch.where(B.amax(dim=0) >= -B.amin(dim=0), 1.0, -1.0).to(B)
+    return B * sign, sign[:, None] * A
 
 
 def main() -> None:

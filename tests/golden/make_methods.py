@@ -1,42 +1,64 @@
-"""Write the golden products of all methods from the code as it is. Run it only when behaviour is meant to change."""
+"""Write the golden products of all methods. Run it only when behaviour is meant to change.
+
+Those of `FROM_ORACLES` come from the dense float64 oracles of `support.formulas`, all others from the code as it is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Method, Server, Upload, build
 from fedlora.methods.registry import METHODS
+from support.formulas import Expected, Oracle, best, factors, fair, procrustes, product, raflora
 
 FILE = Path(__file__).parent / "methods.safetensors"
 SHAPES = {"q": (9, 7), "v": (6, 8)}  # module -> d_out, d_in
 EXAMPLES = {"a": 20, "b": 50, "c": 30}
 RANKS = {"equal": {"a": 3, "b": 3, "c": 3}, "mixed": {"a": 2, "b": 3, "c": 4}}
-ONE_RANK = {"fedex-lora", "fedit", "fedrot-lora", "fedsa-lora", "fedsvd", "ffa-lora", "lora-fair", "rolora"}
-# Their expected values come with the heart that is rebuilt: so far only the inputs are frozen.
-INPUTS_ONLY = {"fedrot-lora", "lora-fair", "svd"}
+ALSO_ONE = {"fedsvd", "ffa-lora", "rolora"}  # frozen with equal ranks only
 ROUNDS = 3
 AWAY = ("b", 1)  # client b misses round 1, counted from 0
 
 
+# Case -> its oracle (`support.formulas`): no code of the library's has a part in these.
+FROM_ORACLES: dict[str, Oracle] = {
+    "svd": partial(product, energy=0.9),
+    "svd rank=2": partial(product, rank=2),
+    "raflora": raflora,
+    "fedrot-lora": partial(factors, made=procrustes),
+    "lora-fair lambda_=0.5": partial(fair, strength=0.5),  # at 0.01 a column of these random products turns round
+    "lora-fair metric=cosine": partial(fair, columns=False),
+}
+
+
 def methods() -> dict[str, Method]:
     """Case -> the method: each built-in one as it is by default, and GLoRA with each of its kinds of cut."""
-    built: dict[str, Method] = {name: build(name) for name in METHODS if name not in INPUTS_ONLY}
+    built: dict[str, Method] = {name: build(name) for name in METHODS if name != "lora-fair"}
     return built | {
+        "svd rank=2": build("svd", rank=2),
+        "lora-fair lambda_=0.5": build("lora-fair", lambda_=0.5),
+        "lora-fair metric=cosine": build("lora-fair", metric="cosine"),
         "glora rho=0.5": build("glora", rho=0.5),
         "glora rank=4 gamma=0.3": build("glora", rank=4, gamma=0.3),
-        "glora-paper": build("glora", preset="paper"),
-        "glora-paper rho=0.6": build("glora", preset="paper", rho=0.6),
+        "glora-paper rho=0.6": build("glora-paper", rho=0.6),
     }
 
 
 def cases() -> list[tuple[str, str]]:
     """(method, ranks) that the method can serve."""
-    return [(name, ranks) for name in methods() for ranks in RANKS if not (ranks == "mixed" and name in ONE_RANK)]
+    return [
+        (name, ranks)
+        for name, method in methods().items()
+        for ranks in RANKS
+        if ranks == "equal" or not (method.one_rank or name in ALSO_ONE)
+    ]
 
 
 def inputs() -> dict[str, Tensor]:
@@ -92,10 +114,33 @@ def play(method: Method, ranks: str, given: Mapping[str, Tensor]) -> dict[str, T
     return {key: tensor.double() for key, tensor in results.items()}
 
 
+def of_oracle(oracle: Oracle, ranks: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`play`, of a dense oracle."""
+    of, results = RANKS[ranks], {}
+    for name, (d_out, _) in SHAPES.items():
+        start = (np.zeros((d_out, max(of.values()))), given[f"start/{name}"][: max(of.values())].numpy())
+        past = Expected(None, start)
+        for round in range(ROUNDS):
+            present = [client for client in of if (client, round) != AWAY]
+            total = sum(EXAMPLES[client] for client in present)
+            keys = {client: f"upload/{ranks}/{round}/{client}/{name}" for client in present}
+            pairs = [(EXAMPLES[c] / total, *(given[f"{key}/{f}"].numpy() for f in "BA")) for c, key in keys.items()]
+            past = oracle(round, pairs, past)
+            results[f"{round}/effective/{name}"] = past.update
+            for client, r in of.items():
+                got = best(past.update, r) if past.pair is None else past.pair[0][:, :r] @ past.pair[1][:r]
+                results[f"{round}/download/{client}/{name}"] = got
+    return {key: torch.from_numpy(x) for key, x in results.items()}
+
+
 def main() -> None:
     tensors = inputs()
     for name, ranks in cases():
-        for key, tensor in play(methods()[name], ranks, tensors).items():
+        if name in FROM_ORACLES:
+            made = of_oracle(FROM_ORACLES[name], ranks, tensors)
+        else:
+            made = play(methods()[name], ranks, tensors)
+        for key, tensor in made.items():
             tensors[f"expected/{name}/{ranks}/{key}"] = tensor
     safetensors.torch.save_file({key: t.contiguous().clone() for key, t in tensors.items()}, FILE)
 

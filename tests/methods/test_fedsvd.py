@@ -49,11 +49,12 @@ def test_a_client_holds_the_new_a_of_every_round() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 9, 7), (4, 3, 6), (30, 22, 4)])
 def test_any_shape_keeps_the_update(shape: tuple[int, int, int]) -> None:
-    """Also where the rank exceeds d_out or d_in, and where B is zero."""
+    """Also where the rank exceeds d_out or d_in, and where B is zero; and no row of A is zero, so that each slot
+    trains."""
     d_out, d_in, rank = shape
     generator = torch.Generator().manual_seed(0)
     B, A = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((d_out, rank), (rank, d_in)))
     for left in (B, torch.zeros_like(B)):
         made = reparameterised(LoRA(left, A))
-        assert made.rank == rank
+        assert made.rank == rank and bool(made.factors[1].any(dim=1).all())
         torch.testing.assert_close(made.delta(), left @ A, rtol=0, atol=1e-11)

@@ -27,32 +27,28 @@ from support.projects import configured, make_project, ran
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 MODULE = '''
-"""FedIT under another name, with a hyper-parameter, a preset and a state of its own."""
+"""FedIT under another name, with a hyper-parameter and a state of its own."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-from fedlora import LoRA, Readout, Roles
-from fedlora.core.lora import revive
-from fedlora.errors import HyperparameterError, RankMismatch
-from fedlora.linalg import weighted_mean
-from fedlora.testing import Claim
+from fedlora import LoRA, Method
+from fedlora.errors import HyperparameterError
+from fedlora.methods.fedit import mean_factors
 
 
 @dataclass(frozen=True, eq=False)
 class ToyState:
-    key: int
-    round: int
     mean: LoRA
 
 
 @dataclass(frozen=True)
-class Toy:
+class Toy(Method[ToyState]):
     name: ClassVar[str] = "toy-mean"
     paper: ClassVar[str] = "a plugin [of the tests]"
     State: ClassVar[type] = ToyState
-    CLAIMS: ClassVar[Claim] = Claim(exact=False, gauge=False, state=False, mixed=False)
-    PRESETS: ClassVar[dict] = {"half": {"step": 0.5}}
+    one_rank: ClassVar[bool] = True
+    claims: ClassVar[frozenset] = frozenset({"halves"})
 
     step: float = 1.0
 
@@ -60,23 +56,15 @@ class Toy:
         if not 0 < self.step <= 1:
             raise HyperparameterError(f"toy-mean: step is a share, in (0, 1]; got {self.step}.")
 
-    def init(self, seed, key):
-        return ToyState(key, 0, seed)
-
-    def roles(self, round):
-        return Roles()
+    def init(self, seed):
+        return ToyState(seed)
 
     def aggregate(self, state, updates):
-        self._same(state, {u.rank for u in updates})
-        p = [u.weight for u in updates]
-        old = state.mean.factors
-        new = weighted_mean([u.B for u in updates], p), weighted_mean([u.A for u in updates], p)
-        mean = LoRA(*(o + self.step * (n - o) for o, n in zip(old, new, strict=True)))
-        return replace(state, round=state.round + 1, mean=mean)
+        old, new = state.mean.factors, mean_factors(updates).factors
+        return ToyState(LoRA(*(o + self.step * (n - o) for o, n in zip(old, new, strict=True))))
 
     def readout(self, state, client, rank):
-        self._same(state, {rank})
-        return Readout(revive(state.mean, state.key, state.round, client or ""))
+        return state.mean
 
     def effective(self, state):
         return state.mean
@@ -84,26 +72,22 @@ class Toy:
     def diagnostics(self, state):
         return {"rank": state.mean.rank}
 
-    def _same(self, state, ranks):
-        if ranks != {state.mean.rank}:
-            raise RankMismatch(f"toy-mean: one rank, here {state.mean.rank}; got {sorted(ranks)}.")
-
 
 @dataclass(frozen=True)
 class Boaster(Toy):
     """Claims what it does not do."""
 
-    CLAIMS: ClassVar[Claim] = Claim(exact=True, gauge=False, state=False, mixed=False)
+    claims: ClassVar[frozenset] = frozenset({"exact"})
 
 
 @dataclass(frozen=True)
 class Silent(Toy):
-    CLAIMS: ClassVar[None] = None
+    claims: ClassVar[frozenset] = frozenset()
 
 
 @dataclass(frozen=True)
 class Garbled(Toy):
-    CLAIMS: ClassVar[dict] = {"exact": True}
+    claims: ClassVar[frozenset] = frozenset({"fast"})
 
 
 @dataclass(frozen=True)
@@ -152,16 +136,15 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_an_installed_method_is_built_by_its_name(site: Path) -> None:
-    """With its hyper-parameters and presets; errors are those of a built-in one."""
+    """With its hyper-parameters; errors are those of a built-in one."""
     import toy_mean  # type: ignore[import-not-found]
 
     assert [point.name for point in plugins()] == ["toy-mean"]
     assert build("toy-mean") == toy_mean.Toy() == build("toy_mean:Toy")
-    assert build("toy-mean", preset="half") == toy_mean.Toy(step=0.5)
+    assert build("toy-mean", step=0.5) == toy_mean.Toy(step=0.5)
     for hparams, says in (
         ({"stap": 1.0}, "'stap'; did you mean 'step'"),
         ({"step": 2.0}, "toy-mean: step .*got 2.0"),
-        ({"preset": "hlaf"}, "no preset 'hlaf'; .*: half"),
     ):
         with pytest.raises(HyperparameterError, match=says):
             build("toy-mean", **hparams)  # type: ignore[arg-type]
@@ -171,14 +154,13 @@ def test_an_installed_method_is_built_by_its_name(site: Path) -> None:
 
 def test_installed_methods_are_listed_with_their_package(site: Path, wide: None) -> None:
     said = " ".join(invoke("methods").stdout.split())
-    assert "│ toy-mean (toy-package) │ a plugin [of the tests] │ step=1.0 │ half │" in said
+    assert "│ toy-mean (toy-package) │ a plugin [of the tests] │ step=1.0 │" in said
     listed = json.loads(invoke("methods", "--json").stdout)
     assert set(listed) == {*METHODS, "toy-mean"}
     assert listed["toy-mean"] == {
-        "paper": "a plugin [of the tests]", "hyper-parameters": {"step": 1.0}, "presets": {"half": {"step": 0.5}},
-        "package": "toy-package",
+        "paper": "a plugin [of the tests]", "hyper-parameters": {"step": 1.0}, "package": "toy-package",
     }  # fmt: skip
-    assert set(listed["glora"]) == {"paper", "hyper-parameters", "presets"}
+    assert set(listed["glora"]) == {"paper", "hyper-parameters"}
 
 
 def test_a_plugin_that_cannot_be_used_is_a_row_that_says_why(site: Path, wide: None) -> None:
@@ -190,8 +172,8 @@ def test_a_plugin_that_cannot_be_used_is_a_row_that_says_why(site: Path, wide: N
     for name, says in {
         "gone": "No module named 'nowhere_to_be_found'",
         "quits": "SystemExit: 3",
-        "no-method": "init(seed, key)",
-        "no-class": "is a function",
+        "no-method": "a class that derives from fedlora.Method",
+        "no-class": "a class that derives from fedlora.Method",
         "fedit@broken-package": "fedit is built in",
     }.items():
         assert says in whys[name] and listed[name]["package"] == "broken-package"
@@ -210,24 +192,18 @@ def test_a_name_that_two_packages_offer_is_nobodys(site: Path) -> None:
 
 # ---- fedlora methods check -------------------------------------------------------------------------------------------
 
-BASIC = ["protocol", "rank", "alive", "order", "purity"]
-PROMISED = ["mixed", "global model", "exact", "weights", "halves", "gauge", "state"]
-
 
 def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Callable[..., Said], wide: None) -> None:
     said = main("methods", "check", "toy-mean", "step=0.5")
     table = " ".join(said.out.split())
     assert said.code == 0 and not said.err
     assert "Contracts of toy-mean step=0.5" in table and "│ exact │ no │ off the mean" in table
-    assert "It could claim" not in table
     asked = main("methods", "check", "toy-mean", "--json").out
     facts = json.loads(asked)
-    assert facts["sound"] and facts["claims"] == {
-        "exact": False, "gauge": False, "state": False, "mixed": False, "global_model": True, "weights": True,
-    }  # fmt: skip
-    assert {f["contract"]: f["claimed"] for f in facts["contracts"]} == dict.fromkeys(BASIC, "always") | {
-        "mixed": "no", "global model": "yes", "exact": "no", "weights": "yes", "halves": "not claimed",
-        "gauge": "no", "state": "no",
+    assert facts["sound"] and facts["claims"] == ["halves"]
+    always = ["rank", "alive", "order", "purity", "sums"]
+    assert {f["contract"]: f["claimed"] for f in facts["contracts"]} == dict.fromkeys(always, "always") | {
+        "exact": "no", "gauge": "no", "readouts": "no", "halves": "yes",
     }  # fmt: skip
     assert main("methods", "--json", "check", "toy-mean").out == asked
 
@@ -235,28 +211,15 @@ def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Call
 def test_check_fails_where_a_claim_does(site: Path, main: Callable[..., Said], wide: None) -> None:
     said = main("methods", "check", "toy_mean:Boaster")
     assert said.code == 1 and "Traceback" not in said.out + said.err
-    assert re.search("toy-mean breaks .*'exact': claimed yes; measured: ", said.out)
+    assert re.search("toy-mean breaks .*'exact': off the mean", said.out)
     facts = json.loads(main("methods", "check", "toy_mean:Boaster", "--json").out)
     assert not facts["sound"] and [f["contract"] for f in facts["contracts"] if f["holds"] is False] == ["exact"]
-
-
-def test_check_only_measures_a_method_that_claims_nothing(site: Path, main: Callable[..., Said], wide: None) -> None:
-    said = main("methods", "check", "toy_mean:Silent")
-    assert said.code == 0 and said.out.count("not claimed") == len(PROMISED)
-    assert "It could claim: CLAIMS = Claim(exact=False, gauge=False, state=False, mixed=False" in said.out
-
-
-def test_check_says_where_the_claims_of_a_built_in_method_are(main: Callable[..., Said], wide: None) -> None:
-    said = main("methods", "check", "glora")
-    assert said.code == 0 and "tests/test_contracts.py" in said.out
-    assert "could claim" not in said.out and "Claim(exact=True, gauge=True" in said.out
 
 
 def test_check_blames_the_method_for_what_it_raises(site: Path, main: Callable[..., Said], wide: None) -> None:
     said = main("methods", "check", "toy_mean:Crasher")
     assert said.code == 1 and "Traceback" not in said.out + said.err
     assert "toy-mean.aggregate raised ZeroDivisionError" in said.out
-    assert re.search("│ protocol │ always │ [^│]* │ yes │", " ".join(said.out.split()))
 
 
 @pytest.mark.parametrize(
@@ -265,9 +228,9 @@ def test_check_blames_the_method_for_what_it_raises(site: Path, main: Callable[.
         (("toy-maen",), "did you mean 'toy-mean'"),
         (("toy-mean", "step=7"), "step is a share"),
         (("toy-mean", "step"), "a method is NAME [KEY=VALUE ...]"),
-        (("toy_mean:Garbled",), "CLAIMS of Garbled is a dict"),
+        (("toy_mean:Garbled",), "claims 'fast', but the contracts are"),
         (("toy_mean:Nope",), "has no attribute 'Nope'"),
-        (("json:JSONDecoder",), "init(seed, key)"),
+        (("json:JSONDecoder",), "derives from fedlora.Method"),
         (("quitting:Method",), "SystemExit: 3"),
         (("no_such_file:Method",), "go to its folder"),
     ],

@@ -33,7 +33,7 @@ def keys_of(function: Any, name: str) -> set[str]:
 
 def a_record() -> RoundRecord:
     """With all that a round can have, attacked and judged."""
-    plain = {"clients": {"a": {"norm": 1.0, "after": 0.5}}}
+    plain = {"clients": {"a": {"weight": 0.5, "coefficient": 0.5, "norm": 1.0, "reason": ""}}}
     state: Any = SimpleNamespace(
         server=SimpleNamespace(tally=SimpleNamespace(judged=SimpleNamespace(plain=lambda: plain)))
     )

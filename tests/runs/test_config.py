@@ -102,7 +102,7 @@ def test_a_wrong_type_names_the_key_and_the_value(table: str, key: str, value: o
         ("server", "quorum", 0),
         ("server", "weighting", "size"),
         ("server", "heads", "global"),
-        ("server", "missing", "ignore"),
+        ("server", "stream", "often"),
         ("clients", "ranks", [4, 0]),
         ("clients", "ranks", 0),
         ("clients", "profile", "bell"),
@@ -324,7 +324,7 @@ def test_the_canonical_json_holds_every_field_and_makes_the_same_run_again() -> 
     config = parsed(method={"name": "glora", "rho": 0.5}, data={"test": 0.3}, clients={"ranks": [2, 4]})
     raw = json.loads(config.canonical())
     assert set(raw) == set(RunConfig.model_fields)
-    assert raw["method"] == {"name": "glora", "preset": None, "rho": 0.5}
+    assert raw["method"] == {"name": "glora", "rho": 0.5}
     assert parse_config(raw) == config
     assert parse_config(raw).digest() == config.digest()
 
@@ -333,15 +333,15 @@ def other(key: str, value: Any) -> Any:
     """Another legal value of the same kind."""
     words = {
         "task": "causal-lm", "profile": "normal", "partition": "iid", "optimizer": "sgd", "schedule": "cosine",
-        "weighting": "uniform", "heads": "local", "missing": "zero", "target": "clients",
-        "name": "fedit", "preset": "paper", "keep_uploads": "last", "metric": "rouge-l",
+        "weighting": "uniform", "heads": "local", "target": "clients",
+        "name": "fedit", "keep_uploads": "last", "metric": "rouge-l",
         "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "alpha": 0.5,
         "track": ["wandb"], "class_weights": "balanced", "own_test": 0.25, "patience": 2, "accumulation": 2,
         "labels": ["no", "yes"], "messages": "talk", "revision": "abc",
         "dtype": "bfloat16", "adapter": "a", "template": "Q: {prompt} A:",
         "kind": "sign-flip", "share": 0.2, "clients": ("a",), "strength": 2.0,  # of [attack]
         "liars": 1, "threshold": 0.5, "tau": 0.5, "tolerance": 0.25, "iterations": 2,
-        "quorum": 2, "memory": 8.0, "workers": 2, "count": 3, "pair": "second", "dropout": 0.25,
+        "quorum": 2, "workers": 2, "count": 3, "pair": "second", "dropout": 0.25,
         "command": ["program"], "time_limit": 60.0,
     }  # fmt: skip
     if key in words:
@@ -430,17 +430,10 @@ def test_a_configuration_is_frozen() -> None:
 
 
 def test_hyper_parameters_pass_through_to_the_method(tmp_path: Path) -> None:
-    text = MINIMAL + '[method]\nname = "glora"\nrho = 0.75\ntie = "error"\n'
+    text = MINIMAL + '[method]\nname = "glora"\nrho = 0.75\nhistory = 5\n'
     config = load_config(written(tmp_path, text), ["method.gamma=0.25", "method.rank=6"])
     method = config.method.build()
-    assert method == GLoRA(rho=0.75, tie="error", gamma=0.25, rank=6)
-
-
-def test_a_preset_is_applied_and_single_keys_win_over_it() -> None:
-    """The values of the preset: GLoRA.PRESETS, which is the paper's table."""
-    m = parsed(method={"preset": "paper", "history_lag": 0}).method
-    method = m.build()
-    assert method == GLoRA(**{**GLoRA.PRESETS["paper"], "history_lag": 0})  # type: ignore[arg-type]
+    assert method == GLoRA(rho=0.75, history=5, gamma=0.25, rank=6)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +442,6 @@ def test_a_preset_is_applied_and_single_keys_win_over_it() -> None:
         ("glora", {"gama": 0.5}, r"glora .*'gama'; did you mean 'gamma'\?"),
         ("fedit", {"rho": 1.0}, r"fedit has no hyper-parameter 'rho'.* It has: none"),
         ("gloro", {}, r"'gloro'; did you mean 'glora'\? Known: "),
-        ("glora", {"preset": "papr"}, r"glora .*'papr'; .*: paper"),
         ("glora", {"rho": 2.0}, r"glora: rho is a share .*got 2\.0"),
         ("no_such_module:Method", {}, r"'no_such_module:Method' cannot be made: .*No module named"),
         ("fedlora.methods.fedit:Nope", {}, r"'fedlora\.methods\.fedit:Nope' cannot be made: .*has no attribute"),
@@ -471,12 +463,6 @@ def test_a_hyper_parameter_of_a_wrong_type_is_our_error_and_no_crash(hparams: di
 def test_an_own_class_is_made_by_module_and_name() -> None:
     assert build("fedlora.methods.fedit:FedIT") == FedIT()
     assert build("fedlora.methods.glora:GLoRA", rho=0.5) == GLoRA(rho=0.5)
-
-
-def test_an_own_class_has_presets_of_its_own_and_no_others() -> None:
-    with pytest.raises(HyperparameterError, match="no preset 'paper'; "):
-        build("fedlora.methods.fedit:FedIT", preset="paper")
-    assert build("fedlora.methods.glora:GLoRA", preset="paper") == build("glora", preset="paper")
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -188,22 +188,6 @@ def test_packaged_models_have_their_public_names_and_no_path(finished: Finished)
         assert f"base_model: {name}\n" in card and source in card and "/" not in card.replace(name, "").split("##")[0]
 
 
-def test_the_card_says_no_weighting_that_the_server_decides(finished: Finished) -> None:
-    """'examples' of a method is: as the server weighs, which may be alike. What the method decides is said."""
-    adapter, manifest = read_adapter(finished.folder.path / "adapter")[0], finished.folder.read_json("manifest.json")
-    assert "weighting='examples'" in manifest["method"]
-    config = parse_config({"model": {"path": "demo"}, "data": {"train": "demo"}, "server": {"weighting": "uniform"}})
-    for said, shown in [
-        (manifest["method"], None),
-        ("FlexLoRA(weighting='examples')", "FlexLoRA()"),
-        ("GLoRA(rho=1.0, weighting='examples')", "GLoRA(rho=1.0)"),
-        ("GLoRA(weighting='examples', rho=1.0)", "GLoRA(rho=1.0)"),
-        ("FlexLoRA(weighting='rank-partition')", "FlexLoRA(weighting='rank-partition')"),
-    ]:
-        card = model_card({**manifest, "method": said}, config, adapter, 3, {})
-        assert "'examples'" not in card and (shown is None or f"combined by `{shown}`" in card)
-
-
 def test_a_run_of_a_checkout_that_pip_has_not_installed_has_a_card(finished: Finished) -> None:
     """Its manifest has no version of fedlora (`code_facts`), and the run ended in a KeyError after its training."""
     adapter, manifest = read_adapter(finished.folder.path / "adapter")[0], finished.folder.read_json("manifest.json")

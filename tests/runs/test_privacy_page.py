@@ -35,7 +35,7 @@ def test_the_configuration_is_one() -> None:
     config = parse_config(
         {"model": {"path": "m"}, "data": {"train": "t", "labels": ["no", "yes"]}, **tomllib.loads(block)}
     )
-    assert config.privacy is not None and config.server.missing == "zero"
+    assert config.privacy is not None
     check_private(config, config.server.build(config.method.build(), 0))
 
 

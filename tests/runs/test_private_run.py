@@ -359,12 +359,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data__labels": None}, "data.labels is missing"),
     ({"server__gauge_stress": 10.0}, "gauge_stress"),
     ({"server__quorum": 2}, "quorum"),
-    ({"server__missing": "renormalise"}, "missing = 'zero'"),
     ({"server__weighting": "examples"}, "most_examples"),
-    ({"server__weighting": "uniform", "privacy__most_examples": 100}, "most_examples"),
-    ({"server__memory": 64.0}, "memory"),
-    ({"method__name": "fedit"}, "fedit has no such"),
-    ({"method__rho": 0.5}, "rho"),
+    ({"server__stream": True}, "server.stream"),
+    ({"method__name": "hetlora"}, "votes of its own"),
+    ({"method__rho": 0.5}, "svd with that rank"),
 ]
 
 
@@ -394,7 +392,6 @@ def test_a_config_without_the_table_is_as_before(place: Path) -> None:
     del raw["privacy"]
     config = parse_config(raw)
     assert config.privacy is None and "privacy" not in config.model_dump(exclude_defaults=True)
-    assert (config.server.missing, config.server.weighting) == ("renormalise", None)
     check_private(config, config.server.build(config.method.build(), 0))
 
 

@@ -95,7 +95,7 @@ def test_the_run_begins_where_the_other_one_ended(world: Path, tmp_path: Path) -
             r"in 1 module, .*value.* query, value \(2 modules\), the run query \(1 module\)",
         ),
         (["data.labels=['red', 'green', 'blue']"], "trained for the classes"),
-        (["method.name=fedit", "clients.ranks=[1]"], "FedIT .* rank"),
+        (["method.name=fedit", "clients.ranks=[1]"], "fedit averages factors .* rank 2, not 1"),
     ],
 )
 def test_what_does_not_fit_is_one_line(world: Path, change: list[str], says: str) -> None:

@@ -1,8 +1,8 @@
-"""Changes measured: norms and cosines against dense float64 matrices. Kinds of evidence: oracle, attack."""
+"""The Gram matrix of the clients' changes, against dense float64 matrices. Kind: oracle."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,136 +10,128 @@ from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Upload
 from fedlora.analysis.audit import random_gauge
-from fedlora.linalg.parallel import workers
-from fedlora.server.changes import Sent, changes
-from support import families
-from support.federations import noise
+from fedlora.server import changes
+from fedlora.server.changes import gram_of_changes
+from fedlora.testing.federations import noise
 
 HEADS = {"head": noise((3, 4), "head")}
+NONE: dict[str, Tensor] = {}
+RANKS = (1, 2, 4, 4, 6)
+SHAPES = {"q": (20, 14), "v": (9, 30)}
 
 
-def a_federation(dtype: torch.dtype = torch.float64) -> tuple[list[list[Sent | None]], list[Upload], Tensor]:
-    """Two modules, five clients of mixed ranks, one without the second module; readouts that share columns; heads. And
-    the dense changes, one row a client."""
-    shapes, ranks = ((20, 14), (9, 30)), (1, 2, 4, 4, 6)
-    common = [LoRA(noise((d, 6), "B", d, dtype=dtype), noise((6, e), "A", d, dtype=dtype)) for d, e in shapes]
-    modules: list[list[Sent | None]] = []
-    rows = [[] for _ in ranks]  # type: ignore[var-annotated]
-    for m, (d, e) in enumerate(shapes):
-        modules.append([])
-        for k, r in enumerate(ranks):
-            if (m, k) == (1, 2):
-                modules[-1].append(None)
-                rows[k].append(torch.zeros(d * e, dtype=torch.float64))
-                continue
-            B, A = common[m].factors
-            begun = LoRA(B[:, :r], A[:r])
-            sent = LoRA(noise((d, r), "sent", m, k, dtype=dtype), noise((r, e), "sent", m, k, dtype=dtype))
-            modules[-1].append(Sent(sent, begun))
-            rows[k].append((sent.map(Tensor.double).delta() - begun.map(Tensor.double).delta()).flatten())
-    uploads = []
-    for k in range(len(ranks)):
-        head = noise((3, 4), "head", k)
-        rows[k].append((head - HEADS["head"]).flatten())
-        uploads.append(Upload(Client(f"c{k}", ranks[k]), 1, Adapter({}, {"head": head})))
-    return modules, uploads, torch.stack([torch.cat(row) for row in rows])
+def pair(shape: tuple[int, int], r: int, *seed: str | int, dtype: torch.dtype = torch.float64) -> LoRA:
+    return LoRA(noise((shape[0], r), *seed, "B", dtype=dtype), noise((r, shape[1]), *seed, "A", dtype=dtype))
 
 
-def expect(found: object, dense: Tensor, rel: float) -> None:
-    norms = dense.norm(dim=1)
-    torch.testing.assert_close(found.norms, norms, rtol=rel, atol=0)  # type: ignore[attr-defined]
-    cosines = dense @ dense.T / norms[:, None] / norms
-    torch.testing.assert_close(found.cosines, cosines, rtol=0, atol=rel)  # type: ignore[attr-defined]
+def upload(k: int, adapter: Adapter) -> Upload:
+    return Upload(Client(f"c{k}", adapter.ranks), 1, adapter)
+
+
+def dense(sent: Sequence[Upload], begun: Sequence[Adapter], heads: dict[str, Tensor]) -> Tensor:
+    """The oracle: X as one row a client; a module that it lacks is zero."""
+    rows = []
+    for u, old in zip(sent, begun, strict=True):
+        row = [(u.adapter.heads[name].double() - head).flatten() for name, head in heads.items()]
+        for m, shape in SHAPES.items():
+            X = torch.zeros(shape, dtype=torch.float64)
+            if m in u.adapter.modules:
+                new, was = (x.modules[m].map(Tensor.double) for x in (u.adapter, old))
+                X = LoRA(new.B if new.B is not None else was.B, new.A if new.A is not None else was.A).delta()
+                X = X - was.delta()
+            row.append(X.flatten())
+        rows.append(torch.cat(row))
+    X = torch.stack(rows)
+    return X @ X.mT
+
+
+def expect(got: Tensor, want: Tensor, rel: float) -> None:
+    """Relative to ||X_i|| ||X_j||."""
+    size = want.diagonal().sqrt()
+    assert float(((got - want).abs() / (size[:, None] * size)).max()) < rel
+    assert torch.equal(got, got.mT)
+
+
+def a_federation(dtype: torch.dtype) -> tuple[list[Upload], list[Adapter]]:
+    """Five clients of mixed ranks; the third lacks v; readouts share slots, one has a dead slot and one column
+    beside another row, one has a slot twice."""
+    common = {m: pair(shape, 6, "common", m, dtype=dtype) for m, shape in SHAPES.items()}
+    sent, begun = [], []
+    for k, r in enumerate(RANKS):
+        held = [m for m in SHAPES if (m, k) != ("v", 2)]
+        old = {m: common[m].first(r).map(Tensor.clone) for m in held}
+        if k == 3:
+            old["q"].B[:, 3] = 0  # type: ignore[index]
+            old["q"].A[2] *= 2  # type: ignore[index]
+        if k == 4:
+            old["q"].B[:, 1], old["q"].A[1] = old["q"].B[:, 0], old["q"].A[0]  # type: ignore[index]
+        new = {m: pair(SHAPES[m], r, "new", m, k, dtype=dtype) for m in held}
+        sent.append(upload(k, Adapter(new, {"head": noise((3, 4), "head", k)})))
+        begun.append(Adapter(old, HEADS))
+    return sent, begun
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_norms_and_cosines_are_those_of_dense_changes(dtype: torch.dtype) -> None:
-    modules, uploads, dense = a_federation(dtype)
-    expect(changes(modules, uploads, HEADS), dense, 1e-12)
+@pytest.mark.parametrize("strip", [256, 7])
+def test_it_is_that_of_dense_changes(dtype: torch.dtype, strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the columns that are multiplied at once."""
+    monkeypatch.setattr(changes, "_STRIP", strip)
+    sent, begun = a_federation(dtype)
+    expect(gram_of_changes(sent, begun, HEADS), dense(sent, begun, HEADS), 1e-12)
 
 
-def test_small_changes_in_bad_coordinates() -> None:
-    """Clients that move a little from what they were sent: rounding of their own factors is u x condition / change."""
-    for small, condition in itertools.product((1.0, 1e-3, 1e-6), (1.0, 1e3, 1e6)):
-        B, A = noise((30, 5), "B"), noise((5, 20), "A")
-        rows, parts = [], []
-        for k in range(4):
-            moved = LoRA(B + small * noise((30, 5), k, "dB"), A + small * noise((5, 20), k, "dA"))
-            rows.append((moved.delta() - B @ A).flatten())
-            Q = random_gauge(5, condition, k)
-            parts.append(Sent(LoRA(moved.factors[0] @ Q, torch.linalg.solve(Q, moved.factors[1])), LoRA(B, A)))
-        uploads = [Upload(Client(f"c{k}", 5), 1, Adapter({})) for k in range(4)]
-        expect(changes([parts], uploads, {}), torch.stack(rows), max(1e-7, 1e-13 * condition / small))
+def test_small_changes_in_bad_coordinates_are_measured() -> None:
+    """Changes of 1e-3 in coordinates of condition 1e6, where sums over the factors' columns keep no digit: the terms'
+    squares are 1e18 times that of the change."""
+    begun = [Adapter({m: pair(shape, 4, "begun", m) for m, shape in SHAPES.items()})] * 5
+    sent = []
+    for k in range(5):
+        modules = {}
+        for m, old in begun[k].modules.items():
+            B, A = old.factors
+            Q = random_gauge(4, 1e6, k)
+            modules[m] = LoRA((B + 1e-3 * noise(tuple(B.shape), "dB", m, k)) @ Q, torch.linalg.solve(Q, A))
+        sent.append(upload(k, Adapter(modules)))
+    plain = [upload(k, Adapter({m: LoRA(begun[k].modules[m].factors[0] + 1e-3 * noise((s[0], 4), "dB", m, k),
+                                        begun[k].modules[m].factors[1]) for m, s in SHAPES.items()}))
+             for k in range(5)]  # fmt: skip
+    want = dense(plain, begun, NONE)
+    expect(gram_of_changes(plain, begun, NONE), want, 1e-9)
+    expect(gram_of_changes(sent, begun, NONE), want, 1e-6)  # rounding in their own coordinates: 1e-16 x 1e6 x 1e3
+    L = torch.cat([sent[0].adapter.modules["q"].factors[0], begun[0].modules["q"].factors[0]], 1)
+    R = torch.cat([sent[0].adapter.modules["q"].factors[1], -begun[0].modules["q"].factors[1]], 0)
+    q = float((sent[0].adapter.modules["q"].delta() - begun[0].modules["q"].delta()).square().sum())
+    assert abs(float(((L.mT @ L) * (R @ R.mT)).sum()) / q - 1) > 0.1, "the sums that do not work"
 
 
-def test_hard_families() -> None:
-    """Deficient, badly scaled and badly conditioned factors: the dense change in float64, to what it is known to."""
-    for name in families.FAMILIES:
-        case = families.family(name, d_out=48, d_in=40)
-        sent = [LoRA(*map(torch.from_numpy, case.uploads[c])) for c in sorted(case.uploads)]
-        begun = LoRA(noise((48, 3), "b"), noise((3, 40), "a"))
-        uploads = [Upload(Client(f"c{k}", lora.rank), 1, Adapter({})) for k, lora in enumerate(sent)]
-        found = changes([[Sent(lora, begun) for lora in sent]], uploads, {})
-        dense = torch.stack([(lora.map(Tensor.double).delta() - begun.delta()).flatten() for lora in sent])
-        torch.testing.assert_close(found.norms, dense.norm(dim=1), rtol=1e-7, atol=0)
-        norms = dense.norm(dim=1)
-        cosines = dense @ dense.T / (norms[:, None] * norms)
-        torch.testing.assert_close(found.cosines, cosines, rtol=0, atol=1e-7)
+@pytest.mark.parametrize("factor", ["B", "A"])
+def test_if_one_factor_travels_the_other_is_the_one_that_was_sent(factor: str) -> None:
+    sent, begun = a_federation(torch.float64)
+    one = [
+        upload(k, Adapter({m: LoRA(**{"B": None, "A": None, factor: lora.tensors()[factor]})
+                           for m, lora in u.adapter.modules.items()}))
+        for k, u in enumerate(sent)
+    ]  # fmt: skip
+    expect(gram_of_changes(one, begun, NONE), dense(one, begun, NONE), 1e-12)
+    # If it stays at the clients, only the other one's entries can be compared: slot by slot, as zero-padded.
+    left = [Adapter({m: LoRA(**{"B": None, "A": None, factor: lora.tensors()[factor]})
+                     for m, lora in old.modules.items()}) for old in begun]  # fmt: skip
+    rows = torch.zeros(5, 2, 6 * 30, dtype=torch.float64)
+    for k, (u, old) in enumerate(zip(one, left, strict=True)):
+        for m, lora in u.adapter.modules.items():
+            moved = lora.tensors()[factor] - old.modules[m].tensors()[factor]
+            slots = moved.mT if factor == "B" else moved
+            rows[k, list(SHAPES).index(m), : slots.numel()] = slots.flatten()
+    X = rows.flatten(1)
+    expect(gram_of_changes(one, left, NONE), X @ X.mT, 1e-12)
 
 
-def test_one_factor_that_travels_beside_a_common_one_and_beside_a_local_one() -> None:
-    A, B = noise((3, 8), "A"), noise((6, 3), "B")
-    sent = [LoRA(noise((6, 3), k, "s"), None) for k in range(3)]
-    uploads = [Upload(Client(f"c{k}", 3), 1, Adapter({})) for k in range(3)]
-    found = changes([[Sent(s, LoRA(B, A)) for s in sent]], uploads, {})
-    expect(found, torch.stack([((s.B - B) @ A).flatten() for s in sent]), 1e-12)  # type: ignore[operator]
-    rows = [LoRA(None, noise((3, 8), k, "r")) for k in range(3)]
-    found = changes([[Sent(s, LoRA(None, A)) for s in rows]], uploads, {})
-    expect(found, torch.stack([(s.A - A).flatten() for s in rows]), 1e-12)  # type: ignore[operator]
-
-
-def test_a_client_that_sends_back_what_it_got_has_not_moved() -> None:
-    """In whatever coordinates: what rounding leaves of it is no change, and has no direction."""
-    begun = LoRA(noise((20, 4), "B"), noise((4, 15), "A"))
-    Q = random_gauge(4, 1e5, 0)
-    same = LoRA(begun.factors[0] @ Q, torch.linalg.solve(Q, begun.factors[1]))
-    other = begun.map(lambda t: t + 1e-3)
-    uploads = [Upload(Client(f"c{k}", 4), 1, Adapter({})) for k in range(3)]
-    found = changes([[Sent(same, begun), Sent(begun, begun), Sent(other, begun)]], uploads, {})
-    assert found.norms[:2].tolist() == [0.0, 0.0] and found.norms[2] > 1e-3
-    assert torch.equal(found.cosines, torch.eye(3, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("size", [1e150, 1e-150, 1e-300])
-def test_sizes_whose_squares_are_no_numbers(size: float) -> None:
-    """A client of any size leaves the others' norms and cosines as they are, and its own are right."""
-    modules, uploads, dense = a_federation()
-    (first, *rest), second = modules[0], modules[1]
-    assert first is not None
-    B, A = first.sent.factors
-    modules = [[Sent(LoRA(B * size, A), first.begun.map(torch.zeros_like)), *rest], second]
-    found = changes(modules, uploads, HEADS)
-    row = torch.cat([size * (B @ A).flatten(), dense[0, B.shape[0] * A.shape[1] :]])
-    scale = row.abs().max()
-    assert float(found.norms[0]) == pytest.approx(float(scale * (row / scale).norm()), rel=1e-12)
-    turned = torch.cat([row[None] / scale, dense[1:]])
-    norms = turned.norm(dim=1)
-    torch.testing.assert_close(found.norms[1:], dense[1:].norm(dim=1), rtol=1e-12, atol=0)
-    torch.testing.assert_close(found.cosines, turned @ turned.T / norms[:, None] / norms, rtol=0, atol=1e-12)
-
-
-def test_the_same_bits_for_any_number_of_workers() -> None:
-    modules, uploads, _ = a_federation()
-    found = []
-    for count in (1, 2):
-        with workers(count) as each:
-            found.append(changes(modules, uploads, HEADS, each))
-    assert torch.equal(found[0].norms, found[1].norms) and torch.equal(found[0].cosines, found[1].cosines)
-
-
-def test_more_columns_than_a_strip_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above 2048 columns E is made in strips: 300 clients of rank 8."""
-    loras = [LoRA(noise((6, 8), k, "B"), noise((8, 5), k, "A")) for k in range(300)]
-    uploads = [Upload(Client(f"c{k}", 8), 1, Adapter({})) for k in range(300)]
-    found = changes([[Sent(lora, LoRA(torch.zeros(6, 1), torch.zeros(1, 5))) for lora in loras]], uploads, {})
-    expect(found, torch.stack([lora.delta().flatten() for lora in loras]), 1e-11)
+def test_who_sends_back_what_it_got_has_not_moved() -> None:
+    """In its own coordinates exactly, in others up to rounding."""
+    begun = [Adapter({"q": pair((20, 14), 4, "begun")})] * 3
+    Q = random_gauge(4, 100.0, 0)
+    B, A = begun[0].modules["q"].factors
+    moved = Adapter({"q": LoRA(B @ Q, torch.linalg.solve(Q, A))})
+    other = Adapter({"q": LoRA(B + noise((20, 4), "B"), A)})
+    G = gram_of_changes([upload(0, begun[0]), upload(1, moved), upload(2, other)], begun, NONE)
+    assert float(G[:2, :2].abs().max()) < 1e-24 * float(G[2, 2])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, Upload
 from fedlora.privacy import Geometry
-from fedlora.server.private_round import PrivateRound
+from fedlora.server.private import PrivateRound
 from fedlora.server.state import ServerState
 from support.families import FAMILIES, Case, family, regauge
 from support.private_servers import InMemory, private
@@ -41,7 +41,7 @@ def sums(server: Server, state: ServerState, uploads: list[Upload]) -> Tensor:
     """What is released without noise."""
     assert server.privacy is not None
     memory = InMemory()
-    replace(server, privacy=replace(server.privacy, releases=memory)).aggregate(state, uploads)
+    replace(server, round=replace(server.privacy, releases=memory)).aggregate(state, uploads)
     return memory.kept[state.round + 1]
 
 

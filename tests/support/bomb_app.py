@@ -61,14 +61,14 @@ def claimed_names(grid: Grid, count: int, seconds: float = 60.0) -> Mapping[str,
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    from fedlora import Server, build
+    from fedlora import Kept, Server, build
     from fedlora.flower.rounds.strategy import FedLoRA
     from fedlora.flower.terms.policy import Policy
     from fedlora.server.server import start
 
     plan = json.loads((home() / "plan.json").read_text())
     names = claimed_names(grid, len(NAMES))
-    server = Server(build("glora"), quorum=1, seed=3)
+    server = Server(build("glora"), round=Kept(quorum=1), seed=3)
     peaks = [peak()]
 
     def after(line: Any) -> None:

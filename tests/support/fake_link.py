@@ -42,8 +42,11 @@ def play_round(
         "norms": dict.fromkeys(losses, 0.5),
     }  # fmt: skip
     if after is not None:
-        judged = {name: {"before": line["weights"][name], "after": x, "why": ""} for name, x in after.items()}  # type: ignore[index]
-        line["defence"] = {"rule": "multi-krum (liars = 1)", "facts": {}, "clients": judged}
+        judged = {
+            name: {"weight": line["weights"][name], "coefficient": x, "norm": 1.0, "reason": ""}  # type: ignore[index]
+            for name, x in after.items()
+        }
+        line["defence"] = {"rule": "multi-krum (liars = 1)", "clients": judged}
     events.write(Began(number, 0, list(fates), {}, 60.0))
     for name, fate in fates.items():
         events.write(

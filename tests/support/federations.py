@@ -2,12 +2,8 @@
 
 from fedlora.testing.federations import (
     ALL_TRAINED,
-    EQUAL,
     EXAMPLES,
-    FULL,
     HEADS,
-    MIXED,
-    PARTIAL,
     SHAPES,
     Round,
     noise,
@@ -15,6 +11,12 @@ from fedlora.testing.federations import (
     rounds,
     seed_adapter,
 )
+from fedlora.testing.federations import EQUAL as _EQUAL
+from fedlora.testing.federations import MIXED as _MIXED
+
+EQUAL, MIXED = _EQUAL[0], _MIXED[0]  # client -> rank
+FULL = (("a", "b", "c", "d"),) * 3
+PARTIAL = (("a", "b", "c"), ("b", "d"), ("a", "c", "d"))  # a and c miss the second round
 
 __all__ = [
     "ALL_TRAINED",

@@ -6,7 +6,6 @@ with dense products, full SVDs, least squares, plain gradient descent and, for r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -77,11 +76,11 @@ def canonical(t: int, pairs: Pairs, past: Expected) -> Pairs:
 
 def rotated(t: int, pairs: Pairs, past: Expected, part: float = 1.5) -> Pairs:
     """FedRot at rank 2, where argmax tr(R^T C) over rotations z and reflections is a closed angle; C = A_i A_ref^T in
-    even rounds, B_i^T B_ref in odd ones. A part of a rotation is the direction of (1 - l) + l z."""
+    odd rounds (t from 0), B_i^T B_ref in even ones. A part of a rotation is the direction of (1 - l) + l z."""
     B_ref, A_ref = past.pair
     turned = []
     for p, B, A in pairs if B_ref.any() else ():
-        (a, b), (c, d) = A @ A_ref.T if t % 2 == 0 else B.T @ B_ref
+        (a, b), (c, d) = A @ A_ref.T if t % 2 else B.T @ B_ref
         turn, flip = complex(a + d, c - b), complex(a - d, b + c)
         flips = part > 1 and abs(flip) > abs(turn)
         z = flip if flips else turn if part > 1 else 1 - part + part * turn / abs(turn)
@@ -104,53 +103,73 @@ def in_turn(t: int, pairs: Pairs, past: Expected, alternate: bool = True) -> Exp
     return Expected(mean(pairs), (B, mine[1]) if alternate and t % 2 else (mine[0], A))
 
 
-def product(t: int, pairs: Pairs, past: Expected, split: str = "left", energy: float = 1.0) -> Expected:
-    """FlexLoRA, and SVD: the mean update, cut to the least rank whose squares make up `energy` of all."""
+def procrustes(t: int, pairs: Pairs, past: Expected) -> Pairs:
+    """FedRot in full at any rank: R = U V^T of C = U S V^T, by numpy's SVD."""
+    B_ref, A_ref = past.pair
+    turned = []
+    for p, B, A in pairs if B_ref.any() else ():
+        U, _, Vh = np.linalg.svd(A @ A_ref.T if t % 2 else B.T @ B_ref)
+        turned.append((p, B @ U @ Vh, (U @ Vh).T @ A))
+    return turned or pairs
+
+
+def product(
+    t: int, pairs: Pairs, past: Expected, split: str = "left", energy: float = 1.0, rank: int | None = None
+) -> Expected:
+    """FlexLoRA, and SVD: the mean update, cut to the least rank whose squares make up `energy` of all, or to `rank`."""
     X = mean(pairs)
     squares = np.linalg.svd(X, compute_uv=False) ** 2
     enough = [R for R in range(len(squares) + 1) if squares[:R].sum() >= energy * squares.sum()]
-    return Expected(X if energy == 1 else best(X, enough[0]), split=split)
+    if rank is None and energy < 1:
+        rank = enough[0]
+    return Expected(X if rank is None else best(X, rank), split=split)
 
 
 def raflora(t: int, pairs: Pairs, past: Expected) -> Expected:
-    """Component k of each SVD with p_i / sum_{j: r_j >= r(k)} p_j, r(k) the smallest rank that is at least k."""
-    ranks, X = [len(A) for _, _, A in pairs], 0.0
-    for p, B, A in pairs:
-        U, s, Vh = np.linalg.svd(B @ A)
-        for k in range(len(A)):
-            r_k = min(r for r in ranks if r >= k + 1)
-            X = X + p / sum(q for q, _, a in pairs if len(a) >= r_k) * s[k] * np.outer(U[:, k], Vh[k])
-    return Expected(X, split="left")
+    """Eq. 8, slot by slot: b_k a_k of each client that has it, with p_i / sum_{j: r_j >= k} p_j."""
+    X = 0.0 * mean(pairs)
+    for k in range(max((len(A) for _, _, A in pairs), default=0)):
+        holders = [(p, B[:, k], A[k]) for p, B, A in pairs if len(A) > k]
+        X = X + sum(p / sum(q for q, _, _ in holders) * np.outer(b, a) for p, b, a in holders)
+    return Expected(X, split="balanced")
 
 
-def fair_l2(t: int, pairs: Pairs, past: Expected, strength: float = 0.01) -> Expected:
-    """The least-squares solution of [A^T; sqrt(lambda) I] (B + dB)^T = [X^T; sqrt(lambda) B^T]."""
-    (B, A), root = averaged(pairs), math.sqrt(strength)
-    rows = np.vstack([A.T, root * np.eye(len(A))])
-    B = np.linalg.lstsq(rows, np.vstack([mean(pairs).T, root * B.T]), rcond=None)[0].T
-    return Expected(B @ A, (B, A))
+def fair_loss(B: Matrix, dB: Matrix, A: Matrix, X: Matrix, strength: float, columns: bool) -> tuple[float, Matrix]:
+    """1 - cos(X, (B + dB) A) + strength ||dB||^2, and its gradient in dB; the mean of the columns' cosines, or that of
+    the whole matrices."""
+    Y, axis = (B + dB) @ A, 0 if columns else None
+    x, y = np.linalg.norm(X, axis=axis), np.linalg.norm(Y, axis=axis)
+    cos = np.sum(X * Y, axis=axis) / x / y
+    slope = (cos * Y / y**2 - X / x / y) / np.size(cos)
+    return 1 - np.mean(cos) + strength * np.sum(dB**2), slope @ A.T + 2 * strength * dB
 
 
-def fair_loss(B: Matrix, dB: Matrix, A: Matrix, X: Matrix, strength: float = 0.01) -> tuple[float, Matrix]:
-    """1 - cos(X, (B + dB) A) + strength ||dB||^2, and its gradient in dB."""
-    Y = (B + dB) @ A
-    x, y = np.linalg.norm(X), np.linalg.norm(Y)
-    cos = np.sum(X * Y) / x / y
-    return 1 - cos + strength * np.sum(dB**2), (cos * Y / y**2 - X / x / y) @ A.T + 2 * strength * dB
-
-
-def fair_cosine(t: int, pairs: Pairs, past: Expected, strength: float = 0.01) -> Expected:
-    """Gradient descent on the dense loss from dB = 0, each step halved until it gains a tenth of what it promises."""
+def fair(t: int, pairs: Pairs, past: Expected, strength: float = 0.01, columns: bool = True) -> Expected:
+    """Gradient descent on the dense loss from dB = 0, each step halved until it gains a tenth of what it promises;
+    then, where a step gains less than floats show, the equation that the gradient is zero, solved for B + dB again and
+    again: Z (mean_j cos_j a_j a_j^T / |y_j|^2 + 2 s I) = mean_j x_j a_j^T / (|x_j| |y_j|) + 2 s B."""
     (B, A), X, step = averaged(pairs), mean(pairs), 1.0
     dB = np.zeros_like(B)
-    for _ in range(20_000 if X.any() else 0):  # zero has no direction to turn to
-        here, slope = fair_loss(B, dB, A, X, strength)
-        if np.linalg.norm(slope) < 1e-8:
+    if not X.any():  # zero has no direction to turn to
+        return Expected(B @ A, (B, A))
+    for _ in range(3000):
+        here, slope = fair_loss(B, dB, A, X, strength, columns)
+        if np.linalg.norm(slope) < 1e-7 * np.linalg.norm(B):
             break
-        while fair_loss(B, dB - step * slope, A, X, strength)[0] > here - 0.1 * step * np.sum(slope**2) + 1e-15:
+        while (
+            fair_loss(B, dB - step * slope, A, X, strength, columns)[0] > here - 0.1 * step * np.sum(slope**2) + 1e-15
+        ):
             step /= 2
         dB, step = dB - step * slope, 1.5 * step
-    return Expected((B + dB) @ A, (B + dB, A))
+    Z = B + dB
+    for _ in range(200):
+        Y, axis = Z @ A, 0 if columns else None
+        x, y = np.linalg.norm(X, axis=axis), np.linalg.norm(Y, axis=axis)
+        cos, n = np.sum(X * Y, axis=axis) / x / y, X.shape[1] if columns else 1
+        left = (A * (cos / y**2)) @ A.T / n + 2 * strength * np.eye(len(A))
+        Z = np.linalg.solve(left.T, ((X / x / y) @ A.T / n + 2 * strength * B).T).T
+        Z = Z * (np.sum(B * Z) / np.sum(Z * Z))  # a cosine ignores length
+    return Expected(Z @ A, (Z, A))
 
 
 # label -> the method, its oracle, whether it takes different ranks
@@ -160,16 +179,14 @@ ROWS: dict[str, tuple[Any, Oracle, bool]] = {
     "fedsa": (build("fedsa-lora"), lambda t, pairs, past: Expected(None, (None, averaged(pairs)[1])), False),
     "fedex": (build("fedex-lora"), moved_base, False),
     "hetlora": (build("hetlora"), partial(factors, made=by_size), True),
-    "hetlora examples": (build("hetlora", weights="examples"), factors, True),
     "flexlora": (build("flexlora"), product, True),
-    "raflora": (build("flexlora", preset="raflora"), raflora, True),
+    "raflora": (build("raflora"), raflora, True),
     "flora": (build("flora"), partial(moved_base, fresh=True), True),
-    "fair": (build("lora-fair"), fair_cosine, False),
-    "fair strong": (build("lora-fair", lambda_=0.5), partial(fair_cosine, strength=0.5), False),
-    "fair l2": (build("lora-fair", metric="l2"), fair_l2, False),
-    "fair l2 strong": (build("lora-fair", metric="l2", lambda_=3.0), partial(fair_l2, strength=3.0), False),
-    "svd": (build("svd", energy=1.0), partial(product, split="balanced"), True),
-    "svd 0.9": (build("svd", energy=0.9), partial(product, split="balanced", energy=0.9), True),
+    "fair": (build("lora-fair", lambda_=0.5), partial(fair, strength=0.5), False),
+    "fair flat": (build("lora-fair", metric="cosine"), partial(fair, columns=False), False),
+    "svd": (build("svd"), partial(product, energy=0.9), True),
+    "svd whole": (build("svd", energy=1.0), product, True),
+    "svd rank": (build("svd", rank=2), partial(product, rank=2), True),
     "fedrot": (build("fedrot-lora"), partial(factors, made=rotated), False),
     "fedrot soft": (build("fedrot-lora", rotate_lambda=0.4), partial(factors, made=partial(rotated, part=0.4)), False),
     "rolora": (build("rolora"), in_turn, True),
@@ -177,7 +194,7 @@ ROWS: dict[str, tuple[Any, Oracle, bool]] = {
     "padded subspace": (build("padded-average", coordinates="subspace"), partial(factors, made=canonical), True),
 }
 # A start is what one client that sends the seed would make of the server; but in these it is neither cut nor turned.
-STARTS: dict[str, Oracle] = {"svd 0.9": partial(product, split="balanced"), "padded subspace": factors}
+STARTS: dict[str, Oracle] = {"svd": product, "svd rank": product, "padded subspace": factors}
 
 
 def np64(t: torch.Tensor) -> Matrix:

@@ -26,10 +26,11 @@ from fedlora.core.trainer import Trained
 from fedlora.privacy import Geometry, Ledger
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.private_releases import OnDisk, begin, private_folder, read_private
-from fedlora.server.private_options import Privacy, Releases
+from fedlora.server.private import Private, Releases
 from fedlora.server.state import RunState
 from fedlora.simulation import simulate, start
-from fedlora.testing.federations import EQUAL, EXAMPLES, pushed, seed_adapter
+from fedlora.testing.federations import EXAMPLES, pushed, seed_adapter
+from support.federations import EQUAL
 from support.killed_writers import STEPS, die_at
 
 ROUNDS, SHARE = 2, 0.5
@@ -49,8 +50,8 @@ class Toy:
 
 
 def server(releases: Releases) -> Server:
-    privacy = Privacy(1.0, 1.0, Geometry("two-sided", 4), tuple(EQUAL), 4, releases, sampling=SHARE)
-    return Server(build("glora"), weighting="uniform", missing="zero", privacy=privacy)
+    privacy = Private(1.0, 1.0, Geometry("two-sided", 4), tuple(EQUAL), 4, releases, sampling=SHARE)
+    return Server(build("glora"), round=privacy)
 
 
 def on_disk(home: Path) -> OnDisk:

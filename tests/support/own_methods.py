@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedlora import LoRA, Roles
@@ -19,7 +19,7 @@ class Halved(FedIT):
 
     def aggregate(self, state: Any, updates: Any) -> Any:
         after = super().aggregate(state, updates)
-        return replace(after, mean=LoRA(after.mean.factors[0] * self.share, after.mean.factors[1]))
+        return LoRA(after.factors[0] * self.share, after.factors[1])
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.privacy import Budget, Geometry, Ledger
 from fedlora.runs.private_releases import OnDisk, Planned
 from fedlora.runs.private_run import PrivateRun, plan_of
-from fedlora.server.private_options import Privacy
-from fedlora.server.private_round import PrivateRound
+from fedlora.server.private import Private, PrivateRound
 from fedlora.server.server import start
 from support.flower_grid import RANKS, RUN, FastClock, LocalGrid, Toy, seed_adapter
 
@@ -33,15 +32,15 @@ def private_run(
     budget: Budget | None = None, geometry: Geometry = Geometry("two-sided", 3), noise: float = 1.0,  # noqa: B008
 ) -> PrivateRun:  # fmt: skip
     """Its rounds are charged to FOLDER/ledger.jsonl, and kept in FOLDER/private."""
-    privacy = Privacy(1.0, noise, geometry, tuple(members), 4, Planned())
-    server = Server(build(method), weighting="uniform", missing="zero", privacy=privacy)
+    privacy = Private(1.0, noise, geometry, tuple(members), 4, Planned())
+    server = Server(build(method), round=privacy)
     opened = server.open(server.init(seed_adapter()))
     assert isinstance(opened, PrivateRound)
     plan = plan_of(privacy, opened.layout, opened.mechanism, rounds, 20.0, DELTA)
     ledger = Ledger(folder / "ledger.jsonl", "toys")
     releases = OnDisk(folder / "private", "this-run", ledger, budget, rounds, DELTA)
     return PrivateRun(
-        replace(server, privacy=replace(privacy, releases=releases)), releases, plan
+        replace(server, round=replace(privacy, releases=releases)), releases, plan
     )  # fmt: skip
 
 

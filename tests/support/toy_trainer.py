@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from fedlora import Adapter, Client, Download, Server, build
+from fedlora import Adapter, Client, Download, Kept, Server, build
 from fedlora.analysis.audit import GaugeStress
 from fedlora.core.trainer import Trained
+from fedlora.server.rounds import RoundKind
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.simulation import RoundRecord, simulate
@@ -55,11 +56,11 @@ def run(
     rounds: int = 3,
     dtype: torch.dtype = torch.float32,
     hparams: Mapping[str, Any] | None = None,
-    server: Mapping[str, Any] | None = None,
+    round: RoundKind = Kept(),  # noqa: B008 - a frozen value
     gauge_stress: float | None = None,
     **options: Any,
 ) -> Iterator[RoundRecord]:
-    s = Server(build(name, **(hparams or {})), **(server or {}))
+    s = Server(build(name, **(hparams or {})), round=round)
     state = state or start(s, seed_adapter(max(ranks.values()), dtype))
     if gauge_stress is not None:
         options["hooks"] = [GaugeStress(gauge_stress, options.get("seed", 0))]

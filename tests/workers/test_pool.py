@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedlora import Kept
 from fedlora.core.trainer import Workers
 from fedlora.errors import ClientFailed
 from fedlora.simulation import RoundRecord
@@ -48,7 +49,7 @@ def test_any_number_of_processes_gives_the_same_bits(method: str, size: int) -> 
 
 def test_who_kills_its_process_has_failed_and_the_rounds_go_on(tmp_path: Path) -> None:
     with Pool(Deadly(tmp_path), 2) as pool:
-        for record in run("glora", MIXED, pool, rounds=2, server={"quorum": 1}):
+        for record in run("glora", MIXED, pool, rounds=2, round=Kept(quorum=1)):
             assert list(record.refused) == ["b"] and "WorkerDied" in record.refused["b"]
             assert set(record.weights) == set(MIXED) - {"b"}
         with pytest.raises(ClientFailed, match="client 'b' failed in round 1: WorkerDied"):
@@ -56,9 +57,9 @@ def test_who_kills_its_process_has_failed_and_the_rounds_go_on(tmp_path: Path) -
 
 
 def test_a_client_that_raises_has_failed_as_it_would_here() -> None:
-    want = [record.refused for record in run("glora", MIXED, Raising(), rounds=2, server={"quorum": 1})]
+    want = [record.refused for record in run("glora", MIXED, Raising(), rounds=2, round=Kept(quorum=1))]
     with Pool(Raising(), 2) as pool:
-        got = [record.refused for record in run("glora", MIXED, pool, rounds=2, server={"quorum": 1})]
+        got = [record.refused for record in run("glora", MIXED, pool, rounds=2, round=Kept(quorum=1))]
     assert want == [{"b": "ZeroDivisionError: b divides by zero"}, {"b": "Unpicklable: odd x"}]
     assert got == [want[0], {"b": "RuntimeError: Unpicklable: odd x"}]
 

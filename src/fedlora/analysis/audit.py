@@ -22,8 +22,7 @@ from fedlora.core.lora import Adapter, LoRA, stack
 from fedlora.core.messages import Upload
 from fedlora.core.method import Method
 from fedlora.errors import FedLoRAError, NoGlobalModel, ShapeError
-from fedlora.linalg import rank_tolerance, svd_of_product
-from fedlora.methods._spectral import instantiate
+from fedlora.linalg import svd_of_product
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.seeds import derive_seed
 from fedlora.server.server import Server
@@ -231,8 +230,8 @@ def _without_warnings() -> Iterator[None]:
 
 def _learned(server: Server, before: ServerState, after: ServerState) -> dict[str, LoRA]:
     """The server's update after a round, less the change of the base weight before it."""
-    read = {m: server.method.readout(s, None, before.start.modules[m].rank) for m, s in before.modules.items()}
-    base = {m: readout.base.total for m, readout in read.items() if readout.base is not None}
+    moved = {m: server.method.base(s) for m, s in before.modules.items()}
+    base = {m: change.total for m, change in moved.items() if change is not None}
     got = {m: lora.map(Tensor.double) for m, lora in server.global_update(after).items()}
     return {m: stack([lora, base[m].map(Tensor.double)], [1.0, -1.0]) if m in base else lora for m, lora in got.items()}
 
@@ -260,9 +259,10 @@ def _common_start(uploads: Sequence[Upload]) -> Adapter:
             start[name] = LoRA(torch.as_tensor(B), widest.factors[1])
         else:
             B, A = mean.factors
-            spectrum = svd_of_product(B, A, tolerance=rank_tolerance(B.dtype))
-            chosen = torch.arange(min(rank, spectrum.sound))
-            start[name] = instantiate(spectrum, chosen, rank, split="balanced", start=None, seed=("audit", name))
+            spectrum = svd_of_product(B, A)
+            B, A = spectrum.head(min(rank, spectrum.sound)).balanced()
+            empty = rank - B.shape[1]  # the server fills these slots
+            start[name] = LoRA(pad(B, (0, empty)), pad(A, (0, 0, 0, empty)))
     return Adapter(start)
 
 

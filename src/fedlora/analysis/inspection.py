@@ -15,7 +15,7 @@ from torch import Tensor
 from fedlora.adapters.reader import AdapterFile
 from fedlora.core.lora import LoRA, stack
 from fedlora.errors import ShapeError
-from fedlora.linalg import gauge_fix, norm, rank_tolerance, svd_of_product
+from fedlora.linalg import Term, norm, projected_sum, svd_of_product, unit_roundoff
 
 _SAME = 1e-5  # the rounding that float32 storage leaves
 
@@ -44,7 +44,7 @@ def facts(lora: LoRA) -> Facts:
         (2, 1)
     """
     B, A = (t.double() for t in lora.factors)
-    spectrum = svd_of_product(B, A, tolerance=max(rank_tolerance(t.dtype) for t in lora.factors))
+    spectrum = svd_of_product(B, A, max(unit_roundoff(t.dtype) for t in lora.factors))
     largest = float(spectrum.s[0]) if spectrum.rank else 1.0
     energy = (spectrum.s / largest).square()  # squares of tiny numbers are zero
     shares = energy / energy.sum() if spectrum.rank else energy
@@ -129,8 +129,9 @@ def _check_same_matrix(one: LoRA, other: LoRA) -> None:
 
 
 def _columns(lora: LoRA) -> Tensor:
-    B, A = lora.factors
-    return gauge_fix(B, A, tolerance=rank_tolerance(B.dtype))[0]
+    """An orthonormal basis of the update's column space, float64."""
+    term = Term(*lora.factors, 1.0, unit_roundoff(lora.factors[0].dtype), votes=True)
+    return projected_sum([term], dtype=torch.float64).bases[0]
 
 
 def _relative(one: Tensor, other: Tensor) -> float | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist, median
 
 import torch
 
-from fedlora.attacks import crafts
+from fedlora.attacks.changes import Change, change, combined, deviation, mean, noise, norm, over, size, upload
 from fedlora.attacks.directions import regauged, with_insertion
 from fedlora.attacks.kinds import Attack
-from fedlora.attacks.spaces import Change, ChangeSpace, Entries, Products
 from fedlora.core.lora import Adapter, LoRA, named_tensors
 from fedlora.core.messages import Upload
 from fedlora.core.sent import Attacked, Sent, Tampered
@@ -51,93 +51,99 @@ class Adversary:
         return f"{self.attack.words} by {', '.join(self.clients)}"
 
     def __call__(self, sent: Sequence[Sent], round: int) -> Tampered:
-        by_id = sorted((s for s in sent if _counts(s)), key=lambda s: s.upload.client.id)
-        liars = {s.upload.client.id: s for s in by_id if s.upload.client.id in self.clients}
-        honest = [s for s in by_id if s.upload.client.id not in self.clients] or list(liars.values())
-        made: dict[str, Upload] = {}
-        told: dict[str, Mapping[str, float]] = {}
-        if liars:
-            space = self._space(next(iter(liars.values())))
-            changes = [space.change(s) for s in honest] if self.attack.about.colludes else []
-            for client, own in liars.items():
-                made[client], told[client] = self._one(own, space, by_id, changes, len(liars), round)
-        uploads = [made.get(s.upload.client.id, s.upload) for s in sent]
-        return Tampered(uploads, Attacked(self.attack.words, told))
-
-    def _space(self, one: Sent) -> ChangeSpace:
-        both = one.roles.both_shared
-        if self.attack.about.pairs and not both:
+        known = sorted((s for s in sent if _counts(s)), key=lambda s: s.upload.client.id)
+        liars = [s for s in known if s.upload.client.id in self.clients]
+        honest = [s for s in known if s.upload.client.id not in self.clients] or liars
+        if liars and self.attack.about.pairs and not liars[0].roles.both_shared:
+            roles = liars[0].roles
             raise HyperparameterError(
                 f"the attack {self.attack.kind} is about products B A, but in this round only one factor travels (B "
-                f"{one.roles.B}, A {one.roles.A}): choose another attack, or a method that shares both."
+                f"{roles.B}, A {roles.A}): choose another attack, or a method that shares both."
             )
-        return Products() if both else Entries()
+        changes = [change(s) for s in honest] if liars and self.attack.about.colludes else []
+        made: dict[str, Upload] = {}
+        found: dict[str, Mapping[str, float]] = {}
+        for own in liars:
+            client = own.upload.client.id
+            made[client], found[client] = self._one(own, known, changes, len(liars), round)
+        uploads = [made.get(s.upload.client.id, s.upload) for s in sent]
+        return Tampered(uploads, Attacked(self.attack.words, found))
 
     def _one(
-        self, own: Sent, space: ChangeSpace, known: Sequence[Sent], honest: Sequence[Change], liars: int, round: int
+        self, own: Sent, known: Sequence[Sent], honest: Sequence[Change], liars: int, round: int
     ) -> tuple[Upload, dict[str, float]]:
         """One liar's upload, and its numbers."""
-        kind, trained = self.attack.kind, space.change(own)
-        told = {"honest": space.norm(trained)}
-        if kind == "label-flip":  # its data were hostile, but it sends what it trained
-            return own.upload, {"change": told["honest"], **told, "left_out": 0.0}
+        kind, trained, seed = self.attack.kind, change(own), (self.seed, round)
+        facts = {"honest": norm(trained), "left_out": 0.0}
         strength = self.attack.about.default if self.attack.strength is None else self.attack.strength
         if kind == "alie":
-            strength = crafts.largest_z(len(known), liars) if strength is None else strength
-            told["z"] = strength
+            strength = facts["z"] = largest_z(len(known), liars) if strength is None else strength
         strength = 0.0 if strength is None else strength
-        seeds = (self.seed, round)
-        left_out = 0.0
-        if kind == "gauge":
-            upload = regauged(own.upload, strength, *seeds)
+        if kind == "label-flip":  # its data were hostile, but it sends what it trained
+            lie = own.upload
+        elif kind == "gauge":
+            lie = regauged(own.upload, strength, *seed)
         elif kind == "subspace-insertion":
-            sizes: dict[str, list[float]] = {}
-            for change in honest:
-                for (part, name), size in space.sizes(change).items():
-                    if part == "module":
-                        sizes.setdefault(name, []).append(size)
-            upload = with_insertion(own, known, sizes, strength, *seeds)
+            sizes = over(honest, lambda parts: [*map(size, parts)])
+            of_modules = {name: found for (part, name), found in sizes.items() if part == "module"}
+            lie = with_insertion(own, known, of_modules, strength, *seed)
         elif kind == "free-rider" and not self.attack.noise:
-            upload = _unchanged(own)
+            lie = _unchanged(own)
         else:
-            wanted = self._wanted(own, space, trained, honest, strength, seeds)
-            upload, left_out = space.upload(own, wanted)
-        sent = space.norm(space.change(Sent(upload, own.begun, own.roles)))
-        return upload, {"change": sent, **told, "left_out": left_out}
+            wanted = self._wanted(own, trained, honest, strength, seed)
+            # A part that no honest client holds stays as trained.
+            lie, facts["left_out"] = upload(own, {key: wanted.get(key, part) for key, part in trained.items()})
+        return lie, {"change": norm(change(replace(own, upload=lie))), **facts}
 
     def _wanted(
-        self, own: Sent, space: ChangeSpace, trained: Change, honest: Sequence[Change], strength: float,
-        seeds: tuple[int, int],
-    ) -> Change:  # fmt: skip
-        """The change this liar wants, before it is cut to its rank. A part that no honest client holds stays as
-        trained.
+        self, own: Sent, trained: Change, honest: Sequence[Change], strength: float, seed: tuple[int, int]
+    ) -> Change:
+        """The change this liar wants, before it is cut to its rank. mean and sd: over honest clients, entry by entry.
 
-        Sources: scale: with s = n, one of n clients replaces the mean by its own change. inner-product: with m of n
-        clients, the plain mean's inner product with the honest one is negative for e > (n - m) / m; Xie, Koyejo and
+        Sources: scale: with s = n, one of n clients replaces the mean by its own change. alie: Baruch, Baruch and
+        Goldberg, "A Little Is Enough", NeurIPS 2019, algorithm 3; sign as in the public code. inner-product: with m of
+        n clients, the plain mean's inner product with the honest one is negative for e > (n - m) / m; Xie, Koyejo and
         Gupta, "Fall of Empires", UAI 2019 (PMLR 115, 2020).
         """
-        kind = self.attack.kind
-        if kind == "sign-flip":
-            return space.times(trained, -strength)
-        if kind == "scale":
-            return space.times(trained, strength)
-        if kind == "free-rider":
-            return crafts.disguised(space, own, honest, *seeds, own.upload.client.id)
-        if kind == "alie":
-            all_parts = crafts.little(space, honest, strength)
-        elif kind == "inner-product":
-            all_parts = space.times(space.mean(honest), -strength)
-        else:  # never run another attack under this name
-            raise NotImplementedError(f"{kind} is in `kinds.KINDS`, but this file does not say what it sends.")
-        return Change({key: all_parts.parts.get(key, part) for key, part in trained.parts.items()})
+        match self.attack.kind:
+            case "sign-flip":
+                return over([trained], lambda parts: combined(parts, [-strength]))
+            case "scale":
+                return over([trained], lambda parts: combined(parts, [strength]))
+            case "alie":
+                return over(honest, lambda parts: combined([mean(parts), deviation(parts)], [1.0, -strength]))
+            case "inner-product":
+                return over(honest, lambda parts: combined([mean(parts)], [-strength]))
+            case "free-rider":  # noise in which every part has the median honest client's size
+                random = noise(own, *seed, own.upload.client.id)
+                usual = over(honest, lambda parts: median(map(size, parts)))
+                return {k: combined([x], [usual.get(k, 0.0) / (size(x) or 1.0)]) for k, x in random.items()}
+        raise NotImplementedError(f"{self.attack.kind} is in `kinds.KINDS`, but this file does not say what it sends.")
+
+
+def largest_z(clients: int, attackers: int) -> float:
+    """z_max: the largest z at which enough honest clients lie farther out than the liars, if changes are normal.
+
+    The liars need s = floor(n / 2 + 1) - m supporters among the n - m honest clients, and z_max = max {z : phi(z) <
+    (n - m - s) / (n - m)}. At least 0, and finite even if the liars are so many that they need nobody (s < 1 counts as
+    1). Small federations with few liars leave almost nothing: n = 15 and m = 3 give 0.21.
+
+    Source: Baruch, Baruch and Goldberg, "A Little Is Enough", NeurIPS 2019, algorithm 3, lines 1 and 2.
+
+    Example:
+        >>> round(largest_z(50, 24), 3)  # s = 2, phi(z) = 24 / 26
+        1.426
+    """
+    honest = clients - attackers
+    supporters = max(1, clients // 2 + 1 - attackers)
+    share = (honest - supporters) / honest if honest else 0.0
+    return max(0.0, NormalDist().inv_cdf(share)) if 0 < share < 1 else 0.0
 
 
 def _counts(sent: Sent) -> bool:
     """Whether the server will count it, as far as we can tell: it does not abstain, and is finite."""
-    upload = sent.upload
-    if upload.num_examples == 0:
-        return False
-    return all(bool(torch.isfinite(tensor).all()) for _, tensor in named_tensors(upload.adapter))
+    finite = all(bool(torch.isfinite(tensor).all()) for _, tensor in named_tensors(sent.upload.adapter))
+    return sent.upload.num_examples != 0 and finite
 
 
 def _unchanged(sent: Sent) -> Upload:

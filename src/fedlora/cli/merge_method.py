@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from fedlora.core.method import Method
 from fedlora.core.text import shown
 from fedlora.errors import AdapterFormatError, ConfigError, repeated
 from fedlora.methods import build
-from fedlora.server.judged import Judged
-from fedlora.server.robust_rules import Rule
+from fedlora.server.judged import Judged, in_words
+from fedlora.server.kept import Kept
+from fedlora.server.rules import Rule
 from fedlora.server.server import Server
 
 Against = Callable[[str], Part]
@@ -39,8 +39,8 @@ def merge_round(
     """Write a method's server update of these adapters like any merge.
 
     Args:
-        label: the method as typed. rule: a robust rule, which weights the clients' changes; the report's remarks say
-            what it did.
+        label: the method as typed. missing: "zero" counts a module that an adapter lacks as a pair of zeros. rule: a
+            robust rule, which weighs the clients' changes; the report's remarks say what it did.
 
     Raises:
         ConfigError: the method's clients keep a part, or its base weights move, so an adapter alone is not its result;
@@ -55,7 +55,8 @@ def merge_round(
     updates, judged = _played(given, clients, method, rule)
     notes: list[str] = []
     if judged is not None:
-        notes, label = _weighed(judged), f"{label}, weighed by {judged.rule}"
+        notes = [in_words(judged.plain()) or f"{judged.rule}: all changes count in full"]
+        label = f"{label}, weighed by {judged.rule}"
     wide, dtype = wanted.type_for(given, wide=True), wanted.type_for(given)
     of, against, weighed = _measure(given, clients, method, rule, judged, updates, wide)
     modules = [*(m for m in given.modules if m in updates), *(m for m in updates if m not in set(given.modules))]
@@ -75,7 +76,7 @@ def _check_method(method: Method[Any]) -> None:
             f"{method.name} needs clients that keep a part of their adapter or freeze it (B {roles.B}, A "
             f"{roles.A}); with files only, a method must share both factors: glora, fedit, flexlora, svd, ..."
         )
-    if roles.moves_base:
+    if method.moves_base:
         raise ConfigError(f"{method.name} moves the base weights, so its result is more than an adapter.")
 
 
@@ -101,20 +102,24 @@ def _played(
     twice = repeated(clients)
     if twice:
         raise AdapterFormatError(f"two of the adapters belong to client {twice[0]!r}: give one per client.")
-    uploads = []
-    for file, name, count in zip(given.files, clients, given.weights, strict=True):
-        adapter = Adapter({module: file.lora(module) for module in file.modules})
-        uploads.append(Upload(Client(name, adapter.ranks), count, adapter))
-    server = Server(method, weighting="examples", heads="frozen", missing=given.missing, rule=rule)
-    after = server.aggregate(server.init(_zero_start(uploads)), uploads)
+    pairs = [{module: file.lora(module) for module in file.modules} for file in given.files]
+    start = _zero_start(pairs)
+    zero = {name: lora.map(torch.zeros_like) for name, lora in start.modules.items()}
+    adapters = [Adapter({**(zero if given.missing == "zero" else {}), **one}) for one in pairs]
+    uploads = [
+        Upload(Client(name, adapter.ranks), count, adapter)
+        for name, count, adapter in zip(clients, given.weights, adapters, strict=True)
+    ]
+    server = Server(method, heads="frozen", round=Kept(rule, weighting="examples"))
+    after = server.aggregate(server.init(start), uploads)
     return server.global_update(after), after.tally.judged if after.tally is not None else None
 
 
-def _zero_start(uploads: Sequence[Upload]) -> Adapter:
-    """An adapter that changes nothing, with every module at its largest rank: B = 0, A from the largest upload."""
+def _zero_start(adapters: Sequence[Mapping[str, LoRA]]) -> Adapter:
+    """An adapter that changes nothing, with every module at its largest rank: B = 0, A from the largest one."""
     largest: dict[str, LoRA] = {}
-    for upload in uploads:
-        for name, lora in upload.adapter.modules.items():
+    for pairs in adapters:
+        for name, lora in pairs.items():
             if name not in largest or lora.rank > largest[name].rank:
                 largest[name] = lora
     start = {}
@@ -138,11 +143,10 @@ def _measure(
         return "the mean of the adapters", plain, None
     robust, exact = updates, build("svd", energy=1.0)
     if method != exact:
-        robust, _ = _played(given, clients, exact, replace(rule, factor_averages=False))
-    stood = [judged.clients[name] for name in clients]
-    weighed = Weighed(
-        judged.rule, tuple(one.after for one in stood), tuple(one.why for one in stood), _apart(robust, plain)
-    )
+        robust, _ = _played(given, clients, exact, rule)
+    of_each = [judged.clients[name] for name in clients]
+    counts, why = tuple(one.coefficient for one in of_each), tuple(one.reason for one in of_each)
+    weighed = Weighed(judged.rule, counts, why, _apart(robust, plain))
     of = f"the mean that {weighed.rule} weighs"
     return of, lambda module: combine(module, [robust[module]], [1.0], wide).cut(), weighed
 
@@ -155,14 +159,3 @@ def _apart(updates: Mapping[str, LoRA], plain: Against) -> float:
         off.append(stack([lora.map(torch.Tensor.double), mean.map(torch.Tensor.double)], [1.0, -1.0]).norm())
         size.append(report.norm)
     return math.hypot(*off) / math.hypot(*size) if any(size) else (math.inf if any(off) else 0.0)
-
-
-def _weighed(judged: Judged) -> list[str]:
-    """A line for each client that a robust rule left out or scaled down, or one line if there is none."""
-    lines = [
-        f"{judged.rule}: the change of {name} counts {one.after:.1%} instead of {one.before:.1%}"
-        + (f": {one.why}" if one.why else f" (norm {one.norm:.4g}, {one.distance:.4g} from the robust change)")
-        for name, one in judged.clients.items()
-        if one.after < one.before * (1 - 1e-9)
-    ]
-    return lines or [f"{judged.rule}: all changes count as they came"]

@@ -1,6 +1,6 @@
-"""Methods as typed: "glora", "glora gamma=1", "flexlora preset=raflora", or several separated by commas.
+"""Methods as typed: "glora", "glora gamma=1", "glora rho=0.5", or several separated by commas.
 
-Commas and spaces inside quotes or brackets belong to a value: "glora tie='error', own:Mean weights=[1, 2]".
+Commas and spaces inside quotes or brackets belong to a value: "own:Mean label='a, b', own:Mean weights=[1, 2]".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedlora.runs.config import typed
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.reading import checked
 from fedlora.runs.sections import MethodSection
-from fedlora.server.robust_rules import Rule
+from fedlora.server.rules import Rule
 
 _CLOSED_BY = {'"': '"', "'": "'", "[": "]"}
 _SPACES = " \t\r\n"

@@ -21,7 +21,7 @@ app = typer.Typer(help="List the methods, built in and installed, or check one."
 
 @app.callback()
 def methods(context: typer.Context, json: AsJson = False) -> None:
-    """List the methods, built in and installed, with their papers, hyper-parameters and presets."""
+    """List the methods, built in and installed, with their papers and hyper-parameters."""
     context.obj = json
     if context.invoked_subcommand is not None:
         return
@@ -31,14 +31,14 @@ def methods(context: typer.Context, json: AsJson = False) -> None:
     if json:
         print_json({row.name: _facts(row) for row in rows})
         return
-    table = Table("method", "paper", "hyper-parameters", "presets", title="Methods")
+    table = Table("method", "paper", "hyper-parameters", title="Methods")
     for row in rows:
         name = row.name if row.package is None else f"{row.name} ({row.package})"
         if row.error is not None:
-            table.add_row(name, "", red(row.error), "")
+            table.add_row(name, "", red(row.error))
             continue
         shown = ", ".join(f"{k}={v}" for k, v in row.defaults.items())
-        table.add_row(name, row.paper, shown or "none", ", ".join(row.presets))
+        table.add_row(name, row.paper, shown or "none")
     console.print(table)
 
 
@@ -51,23 +51,16 @@ def check(
 ) -> None:
     """Run every contract on a method: its claim and the measurement. Exit code 1 if something does not hold."""
     from fedlora.cli.method_names import parse_method
-    from fedlora.methods.registry import METHODS
-    from fedlora.testing.checking import check as checked
-    from fedlora.testing.checking import claims_of, measure, sound
+    from fedlora.testing import check as checked
+    from fedlora.testing import sound
 
     label = " ".join([name, *(settings or [])])
     method = parse_method(name, settings or []).build()
-    claim, findings = claims_of(method), checked(method)
+    findings = checked(method)
     good = sound(findings)
-    possible = measure(method) if good and claim is None else None
     if json or context.obj:
-        print_json(
-            {
-                "method": label, "claims": None if claim is None else vars(claim), "sound": good,
-                "contracts": [vars(finding) for finding in findings],
-                "could claim": None if possible is None else vars(possible),
-            }
-        )  # fmt: skip
+        contracts = [vars(finding) for finding in findings]
+        print_json({"method": label, "claims": sorted(method.claims), "sound": good, "contracts": contracts})
         raise typer.Exit(0 if good else 1)
     table = Table("contract", "claimed", "measured", "holds", title=f"Contracts of {label}")
     for finding in findings:
@@ -77,13 +70,6 @@ def check(
     for finding in findings:
         if finding.why is not None:
             console.print(finding.why, style="red")
-    if possible is not None and type(method) in METHODS.values():
-        console.print(
-            f"A built-in method states no claims itself: tests/test_contracts.py of the repository has its claims "
-            f"and tests them. Measured here: {possible}."
-        )
-    elif possible is not None:
-        console.print(f"It could claim: CLAIMS = {possible}")
     raise typer.Exit(0 if good else 1)
 
 
@@ -118,7 +104,7 @@ def ranks(
 
 def _facts(row: Listed) -> dict[str, Any]:
     """A method's row for programs; with its package if it is not fedlora's, and the error if it cannot be used."""
-    facts: dict[str, Any] = {"paper": row.paper, "hyper-parameters": row.defaults, "presets": row.presets}
+    facts: dict[str, Any] = {"paper": row.paper, "hyper-parameters": row.defaults}
     if row.error is not None:
         facts = {"error": row.error}
     return facts if row.package is None else {**facts, "package": row.package}

@@ -20,7 +20,6 @@ from fedlora.cli.screen import Table, console, notes, red
 from fedlora.errors import counted
 from fedlora.runs.attack_words import in_words
 from fedlora.runs.folder import RunFolder
-from fedlora.server.judged import remarks
 
 Rows = Iterator[tuple[str | Text, str | Text]]
 
@@ -85,9 +84,7 @@ def show_run(folder: RunFolder) -> None:
             table.add_row(*row)
     console.print(table)
     if s.get("defence"):
-        console.print(_weighed(s["defence"]["clients"]))
-        for remark in remarks(s["defence"], manifest["clients"]):
-            notes.warn(f"note: {remark}")
+        console.print(_weighed(s["defence"]))
     if s["gauge_drift"]:
         console.print(
             "gauge check: the same updates in coordinates of condition number 10; the model should stay the same"
@@ -142,8 +139,6 @@ def _rules(s: Mapping[str, Any]) -> Rows:
         from fedlora.cli.privacy_rows import privacy_rows  # imports torch
 
         yield from privacy_rows(spent)
-    if s.get("defence"):
-        yield "robust rule", s["defence"]["rule"]
 
 
 def _clients(s: dict[str, Any], manifest: dict[str, Any], lines: Sequence[dict[str, Any]]) -> Table:
@@ -179,12 +174,12 @@ def _examples(rows: int, said: Sequence[float]) -> str:
     return f"{rows}{many}" + (f"; abstained in {counted(idle, 'round')}" if idle else "")
 
 
-def _weighed(clients: dict[str, dict[str, Any]], most: int = 12) -> Table:
-    """How a robust rule weighted each client; those that lost most come first."""
+def _weighed(clients: Mapping[str, Mapping[str, float]], most: int = 12) -> Table:
+    """How a robust rule weighed each client; those that lost most come first (`server.judged.over_rounds`)."""
     table = Table("client", "rounds", "left out", "mean weight", "after the rule", title="What the robust rule did")
-    for name in sorted(clients, key=lambda name: (clients[name]["after"] / clients[name]["before"], name))[:most]:
-        one = clients[name]
-        table.add_row(name, str(one["rounds"]), str(one["left_out"]), f"{one['before']:.1%}", f"{one['after']:.1%}")
+    for name, one in list(clients.items())[:most]:
+        counts = f"{one['rounds']:.0f}", f"{one['left_out']:.0f}"
+        table.add_row(name, *counts, f"{one['weight']:.1%}", f"{one['coefficient']:.1%}")
     return table
 
 

@@ -17,7 +17,7 @@ from fedlora.doing import doing
 from fedlora.errors import CheckpointError, counted
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.quiet import quiet_libraries
-from fedlora.server.judged import told
+from fedlora.server.judged import in_words
 
 if TYPE_CHECKING:
     from fedlora.runs.config import RunConfig
@@ -191,5 +191,5 @@ class _Watch:
             said = [f"round {round} of {self._rounds} done", shown["loss"], shown.get("metric", "")]
             notes.print(", ".join(filter(None, said)))
         notes.warn(*(f"round {round}: {client} left out: {reason}" for client, reason in done.refused.items()))
-        if tally is not None and tally.judged is not None and (judged := told(tally.judged.plain())):
+        if tally is not None and tally.judged is not None and (judged := in_words(tally.judged.plain())):
             notes.warn(f"round {round}: {judged}")

@@ -11,7 +11,7 @@ from fedlora._lazy import face
 if TYPE_CHECKING:
     from fedlora.core.lora import Adapter, LoRA
     from fedlora.core.messages import Client, Download, Upload
-    from fedlora.core.method import Method, Readout, Roles, Update
+    from fedlora.core.method import Method, Roles, Update
     from fedlora.core.trainer import Trained, Trainer
 
 __getattr__ = face(
@@ -19,7 +19,7 @@ __getattr__ = face(
     {
         "lora": ("Adapter", "LoRA"),
         "messages": ("Client", "Download", "Upload"),
-        "method": ("Method", "Readout", "Roles", "Update"),
+        "method": ("Method", "Roles", "Update"),
         "trainer": ("Trained", "Trainer"),
     },
 )
@@ -30,7 +30,6 @@ __all__ = [
     "Download",
     "LoRA",
     "Method",
-    "Readout",
     "Roles",
     "Trained",
     "Trainer",

@@ -21,8 +21,8 @@ _INVISIBLE = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class BaseChange:
-    """total: the change since pre-training in float64, recompressed (rank <= min(d_out, d_in)), so that a thousand
-    steps do not drift from their sum.
+    """total: the change since pre-training in float64, of at most min(d_out, d_in) columns, so that a thousand steps do
+    not drift from their sum.
 
     version: the number of steps in it. steps: the newest steps, oldest first. Older steps are dropped once the kept
     ones would be larger than the total, so the state is at most twice the total's size.
@@ -41,17 +41,18 @@ class BaseChange:
 
 
 def moved(base: BaseChange | None, step: LoRA, dtype: torch.dtype | None = None) -> BaseChange | None:
-    """`base` after one more step, both recompressed exactly; unchanged if the step is zero.
+    """`base` after one more step; unchanged if the step is zero.
 
     dtype: how the step is kept and sent; None: its own. The total adds the step in its original dtype.
     """
-    exact, step = step, compressed(step, dtype)
-    if step.rank == 0:
+    exact = _balanced(step.map(Tensor.double), _INVISIBLE)  # one SVD serves both
+    sent = _stored(exact, dtype or step.factors[0].dtype)
+    if sent.rank == 0:
         return base
     if base is None:
-        return BaseChange(_balanced(exact.map(Tensor.double), _INVISIBLE), 1, (step,))
-    total = added(base.total, exact)
-    steps = (*base.steps, step)
+        return BaseChange(exact, 1, (sent,))
+    total = _joined(base.total, exact)
+    steps = (*base.steps, sent)
     while sum(kept.rank for kept in steps) > total.rank:
         steps = steps[1:]
     return BaseChange(total, base.version + 1, steps)
@@ -62,16 +63,39 @@ def added(total: LoRA, step: LoRA) -> LoRA:
     return _balanced(stack([total.map(Tensor.double), step.map(Tensor.double)], [1.0, 1.0]), _INVISIBLE)
 
 
-def compressed(lora: LoRA, dtype: torch.dtype | None = None) -> LoRA:
-    """The same update as a balanced pair with as many columns as its rank, in `dtype` (None: its own)."""
-    dtype = dtype or lora.factors[0].dtype
-    return _balanced(lora.map(Tensor.double), torch.finfo(dtype).eps / 8).map(lambda t: t.to(dtype))
+def compressed(lora: LoRA, dtype: torch.dtype) -> LoRA:
+    """The same update as a balanced pair with as many columns as `dtype` can hold beside the largest, in `dtype`."""
+    return _stored(_balanced(lora.map(Tensor.double), _INVISIBLE), dtype)
+
+
+def _joined(total: LoRA, step: LoRA) -> LoRA:
+    """total + step, float64: side by side; from min(d_out, d_in) columns on, as the matrix itself beside I.
+
+    Steps hardly ever share directions, so an SVD of all columns in each round would find nothing to leave out. Only
+    where they cancel, and a narrow dtype would round columns much larger than their sum, it is made.
+    """
+    pair = stack([total, step], [1.0, 1.0])
+    B, A = pair.factors
+    if pair.rank >= min(len(B), A.shape[1]):
+        one = torch.eye(min(len(B), A.shape[1])).to(B)
+        return LoRA(B @ A, one) if A.shape[1] <= len(B) else LoRA(one, B @ A)
+    products = (B.mT @ B) * (A @ A.mT)  # <b_j a_j, b_k a_k>
+    cancels = float(products.sum()) < float(products.diagonal().sum()) / 16
+    return _balanced(pair, _INVISIBLE) if cancels else pair
 
 
 def _balanced(lora: LoRA, invisible: float) -> LoRA:
-    """`lora` (float64) less a tail whose norm is at most `invisible` of its own."""
+    """`lora` (float64) as a balanced pair in energy order, less a tail whose norm is at most `invisible` of its own."""
     B, A = lora.factors
-    spectrum = svd_of_product(B, A, tolerance=0.0)
-    left_out = spectrum.s.square().flip(0).cumsum(0).flip(0)
-    kept = spectrum.head(int((left_out > invisible**2 * left_out[:1]).sum()))
-    return LoRA(*kept.balanced)
+    return _cut(LoRA(*svd_of_product(B, A).balanced()), invisible)
+
+
+def _stored(balanced: LoRA, dtype: torch.dtype) -> LoRA:
+    return _cut(balanced, torch.finfo(dtype).eps / 8).map(lambda t: t.to(dtype).contiguous())
+
+
+def _cut(balanced: LoRA, invisible: float) -> LoRA:
+    """A balanced pair in energy order, less a tail whose norm is at most `invisible` of its own."""
+    s = balanced.factors[0].square().sum(dim=0)  # of the columns of U sqrt(s)
+    left_out = s.square().flip(0).cumsum(0).flip(0)
+    return balanced.first(int((left_out > invisible**2 * left_out[:1]).sum()))

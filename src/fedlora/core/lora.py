@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import FactorNotShared, ShapeError
-from fedlora.linalg import norm
+from fedlora.linalg import norm_of_product
 from fedlora.seeds import derive_seed
 
 
@@ -86,14 +87,12 @@ class LoRA:
         return B @ A
 
     def norm(self) -> float:
-        """||B @ A||_F without forming B @ A: ||R_B R_A^T||_F from two QR factorisations, in float64.
+        """||B @ A||_F in float64, without forming B @ A."""
+        return norm_of_product(*self.factors)
 
-        The trace form tr((B^T B)(A A^T)) loses digits in ill-conditioned gauges; this one does not.
-        """
-        B, A = self.factors
-        R_B = torch.linalg.qr(B.double(), mode="r").R
-        R_A = torch.linalg.qr(A.double().T, mode="r").R
-        return float(norm(R_B @ R_A.T))
+    def first(self, rank: int) -> LoRA:
+        """The first `rank` slots."""
+        return LoRA(None if self.B is None else self.B[:, :rank], None if self.A is None else self.A[:rank])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LoRA:
         """The same pair with `change` (a cast, a move, a clone) applied to each factor present."""
@@ -209,18 +208,22 @@ def fresh_rows(count: int, d_in: int, *seed: str | int, like: Tensor) -> Tensor:
     return rows.mul_(2).sub_(1).div_(math.sqrt(d_in)).to(like)
 
 
-def revive(lora: LoRA, *seed: str | int) -> LoRA:
-    """The same update without dead slots: where B[:, k] and A[k, :] are both zero, A[k, :] becomes a fresh row.
+def filled(lora: LoRA, rank: int, rows: Callable[[], Tensor]) -> LoRA:
+    """The same update with exactly `rank` slots that a client can train.
 
-    A dead slot has a zero gradient in both factors, under every optimiser, for ever; B = 0 with a fresh A is LoRA's own
-    initialisation. `seed` makes the rows a deterministic function of (key, round, client).
+    A slot that is missing or dead (B[:, k] = 0 and A[k] = 0) gets B[:, k] = 0, A[k] = rows[k], as LoRA itself starts: a
+    dead slot has a zero gradient in both factors, under every optimizer, for ever.
+
+    Args:
+        rows: gives (rank, d_in) rows; called only if a slot needs one.
     """
     B, A = lora.factors
-    dead = (B == 0).all(dim=0) & (A == 0).all(dim=1)
-    if not bool(dead.any()):
-        return lora
-    rows = fresh_rows(lora.rank, A.shape[1], *seed, like=A)
-    return LoRA(B, torch.where(dead[:, None], rows, A))
+    if lora.rank < rank:
+        B, A = pad(B, (0, rank - lora.rank)), pad(A, (0, 0, 0, rank - lora.rank))
+    if not bool(((B[0] == 0) & (A[:, 0] == 0)).any()):  # usually, and then no other entry needs a look
+        return LoRA(B, A)
+    alive = B.any(dim=0) | A.any(dim=1)
+    return LoRA(B, torch.where(alive[:, None], A, rows().to(A)))
 
 
 def named_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:

@@ -1,30 +1,18 @@
-"""The method protocol: what a federated LoRA method is. Read this page first.
+"""The protocol: what a federated LoRA method is. Read this file first.
 
-A method is a small state machine on ONE adapted matrix. Its state is an immutable value; its functions are pure:
+A method is a small state machine on ONE adapted matrix. Its state S is an immutable value, its functions are pure:
 
-    S = init(seed)            S = aggregate(S, updates)            readout(S, client, rank) -> what a client receives
+    S = init(seed)        S = aggregate(S, updates)        readout(S, client, rank) -> what a client trains next
 
-Methods differ in (what they average) x (in which coordinates) x (how they read it out). Three examples:
+Methods differ in what they average, in which coordinates, and how they read it out. Three examples:
 
-* FedIT averages the factors B and A as they come and sends everyone the average. State: one pair (B, A).
-* FedSA-LoRA averages only A. B is declared `local`: it never leaves the client, so there is no global model.
-* GLoRA averages the updates B A, in coordinates of the subspace that the clients' updates span. State: that subspace
-  and the average in it. Each client reads out the components that suit it, as many as its own rank.
+* FedIT averages the factors B and A as they come, and sends everyone the average. State: one pair.
+* FedSA-LoRA averages only A. B is `local`: it never leaves the client, so there is no global model.
+* GLoRA averages the products B A in the subspace that the clients' updates span, and sends each client the
+  components that suit it, as many as its rank. State: the mean's SVD, and each client's last subspace.
 
-Client code knows no method. A method only declares who owns each factor (`Roles`); `client.receive` and `client.send`
-do the rest. `Server` applies a method to all modules, checks uploads, normalises weights and averages heads, so a
-method never sees more than one matrix and never sees `alpha / r`.
-
-Contracts (all in `fedlora.testing`; `fedlora methods check` runs them on your own method; s a state, us updates, c a
-client, r a rank):
-
-* rank:   readout(s, c, r).lora.rank == r, from init on
-* alive:  no slot k of a readout has both B[:, k] == 0 and A[k, :] == 0, since its gradient would be zero for ever
-* exact   (if claimed): effective(aggregate(s, us)) - base(s) == sum_i p_i B_i A_i, with base(s) from a readout of s
-* gauge   (if claimed): the same state (up to round-off) when each (B_i, A_i) becomes (B_i Q_i, Q_i^-1 A_i)
-* order:  the server sorts by client id, so aggregate(s, us) == aggregate(s, permuted us), bitwise
-* purity: inputs stay bitwise unchanged; a state round-trips through `checkpoint`
-* halves: splitting one client into two of half its weight changes nothing (exact methods; GLoRA at a fixed R)
+Everything else belongs to the server: checks, weights, heads, rounds, dtypes, copies, and slots that are still empty.
+`fedlora.testing` has what every method keeps, as contracts that run on your own (`fedlora methods check`).
 """
 
 from __future__ import annotations
@@ -32,18 +20,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Literal, Protocol, TypeVar
-
-import torch
-from torch import Tensor
+from typing import ClassVar, Generic, Literal, TypeVar
 
 from fedlora.core.base_change import BaseChange
 from fedlora.core.lora import LoRA
-from fedlora.errors import FactorNotShared
-from fedlora.linalg.parallel import Each, one_by_one
 
 Role = Literal["shared", "local", "frozen"]
-NOBODY = ""  # marks an update that belongs to no client; client ids are not empty
+LinearIn = Literal["products", "factors", "clients"]
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -52,13 +36,11 @@ class Roles:
 
     shared: trained, uploaded, replaced by the next readout. local: trained, never leaves the client. frozen: received,
     never trained, never uploaded; a server may replace it, and then sends it again. `heads` are fully trained tensors
-    such as a classifier. moves_base: readouts may change the base weight W0 (`Readout.base`).
+    such as a classifier. moves_base: rounds may change the base weight W0; the server sets it (`Method.moves_base`).
 
     Example:
-        >>> build("ffa-lora").roles(round=0).A
-        'frozen'
-        >>> Roles(A="local").both_shared
-        False
+        >>> build("ffa-lora").roles(round=0).shared
+        ('B',)
     """
 
     B: Role = "shared"
@@ -67,146 +49,114 @@ class Roles:
     moves_base: bool = False
 
     @property
+    def shared(self) -> tuple[str, ...]:
+        """The factors that travel to the server: "B", "A" or both."""
+        return tuple(factor for factor in ("B", "A") if getattr(self, factor) == "shared")
+
+    @property
     def both_shared(self) -> bool:
-        """Whether both factors travel, so that the upload holds the whole update."""
+        """Whether both factors travel, so that an upload holds the whole update."""
         return self.B == self.A == "shared"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Update:
-    """What one client sends for one matrix, as the server passes it to a method.
+    """One term of a round's sum for one matrix: sum of weight * B A, or of weight * factor. The weights sum to 1;
+    in "products" a robust rule's rest may have them in B instead.
 
-    client: its id. weight: p_i, summing to 1 over the updates (to less with `Server(missing="zero")`). rank: the
-    client's rank r_i. lora: the factors that travelled, in the compute dtype. stored: the dtype in which they arrived,
-    which sets the size of their rounding noise.
-
-    After a robust rule the weights may sum to less, and the last update may belong to `NOBODY`: it holds what the
-    server sent to clients, in place of changes that do not count. It is already weighted, has weight 1, and has no
-    history (`core.multiplied`; only a method that asks for "products" gets it).
+    client: whose it is; None for a term that the server adds itself: what a robust rule put in the place of a change, a
+    streamed mean, a private mean. Such a term has no vote and no history, and its weight may be negative.
+    rank: the client's r_i; of a term of nobody, the sum of the ranks that it stands for (its lora may be smaller).
+    lora: the factors that travelled, in the round's dtype. roundoff: u of the dtype in which they arrived.
 
     Example:
-        >>> update = Update("site-1", 0.5, 2, LoRA(torch.ones(6, 2), torch.ones(2, 5)), torch.float32)
-        >>> tuple(update.B.shape), tuple(update.A.shape)
-        ((6, 2), (2, 5))
+        >>> update = Update("site-1", 0.5, 2, LoRA(torch.ones(6, 2), torch.ones(2, 5)), roundoff=2.0**-24)
+        >>> update.lora
+        LoRA(B=(6, 2) float32, A=(2, 5) float32)
     """
 
-    client: str
+    client: str | None
     weight: float
     rank: int
     lora: LoRA
-    stored: torch.dtype
-
-    @property
-    def B(self) -> Tensor:
-        """(d_out, r). Raises `FactorNotShared` if B is not shared."""
-        return self._present("B")
-
-    @property
-    def A(self) -> Tensor:
-        """(r, d_in). Raises `FactorNotShared` if A is not shared."""
-        return self._present("A")
-
-    def _present(self, name: str) -> Tensor:
-        factor = self.lora.tensors().get(name)
-        if factor is None:
-            raise FactorNotShared(
-                f"the method asked for factor {name} of client {self.client!r}, but it did not travel. "
-                f"A method can use only the factors that its own `roles` declare shared."
-            )
-        return factor
+    roundoff: float
 
 
-@dataclass(frozen=True, eq=False)
-class Readout:
-    """What one client receives for one matrix.
+class Method(ABC, Generic[S]):
+    """A federated LoRA method for one matrix: a frozen dataclass whose fields are its hyper-parameters.
 
-    lora: of exactly the requested rank; local factors are None. base: how the base weight W0 has moved, or None if it
-    never did. It is cumulative: a client that missed rounds applies what it lacks. fresh: lora was made for this call
-    and nobody else holds it, so the server need not copy it before sending.
-
-    Example:
-        >>> Readout(LoRA(torch.zeros(6, 2), torch.ones(2, 5))).lora.rank
-        2
-    """
-
-    lora: LoRA
-    base: BaseChange | None = None
-    fresh: bool = False
-
-
-S = TypeVar("S")
-
-
-class Method(Protocol[S]):
-    """A federated LoRA method. Implementations are frozen dataclasses: their fields are their hyper-parameters.
-
-    `State` is a frozen dataclass that `checkpoint` can store: its fields are tensors, `LoRA` values, numbers, strings,
-    None, other such dataclasses, or tuples and string-keyed mappings of these.
+    name, paper: as in tables and the registry. State: the class of S, a `LoRA` or a frozen dataclass that `checkpoint`
+    can store: of tensors, LoRAs, numbers, strings, None, other such dataclasses, tuples, and string-keyed mappings,
+    whose order counts. one_rank: every client has the start's rank; the server refuses others.
 
     Example:
         >>> method = build("svd")
-        >>> module = method.init(LoRA(torch.zeros(6, 4), torch.ones(4, 5)), key=0)
-        >>> method.readout(module, "site-1", rank=2).lora
-        LoRA(B=(6, 2) float32, A=(2, 5) float32)
+        >>> state = method.init(LoRA(torch.zeros(6, 4), torch.ones(4, 5)))
+        >>> method.readout(state, "site-1", rank=2).rank <= 2
+        True
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
-    State: ClassVar[type]
+    State: ClassVar[type] = LoRA
+    one_rank: ClassVar[bool] = False
 
-    def init(self, seed: LoRA, key: int) -> S:
-        """The common start from `seed`, of rank r_max: B = 0, or a trained pair. `key` seeds the method's draws."""
+    @property
+    def claims(self) -> frozenset[str]:
+        """Which of the contracts "exact", "gauge", "readouts" and "halves" hold, with these hyper-parameters."""
+        return frozenset()
+
+    @property
+    def linear_in(self) -> LinearIn:
+        """What `effective` depends on, and so what a rule may weigh and a server may add up before `aggregate`.
+
+        "products": only sum_i w_i B_i A_i. "factors": only sum_i w_i B_i and sum_i w_i A_i. "clients": on more than
+        sums; no rule, no streaming, no privacy. It may depend on the hyper-parameters, as in GLoRA.
+        """
+        return "clients"
+
+    @property
+    def moves_base(self) -> bool:
+        """Whether rounds may change the base weight W0, on which clients train: it has a `base` of its own."""
+        return type(self).base is not Method.base
 
     def roles(self, round: int) -> Roles:
         """Who owns what in round `round` (from 0), for every module. May change from round to round."""
+        return Roles()
 
+    @abstractmethod
+    def init(self, seed: LoRA) -> S:
+        """The common start: B = 0, or a trained pair. No slot of `seed` is dead (B[:, k] = 0 and A[k] = 0)."""
+
+    @abstractmethod
     def aggregate(self, state: S, updates: Sequence[Update]) -> S:
-        """The next state: all work that is the same for every client. `updates` is never empty."""
+        """The next state. `updates` is never empty, in the order of client ids, terms of nobody last."""
 
-    def readout(self, state: S, client: str | None, rank: int) -> Readout:
-        """What `client` (None: an unknown one) starts from at `rank`. It only selects from the state."""
+    def aggregate_all(self, states: Sequence[S], updates: Sequence[Sequence[Update]]) -> list[S]:
+        """`aggregate` of several matrices: override it only where all at once is faster. The result is the same."""
+        return [self.aggregate(state, sent) for state, sent in zip(states, updates, strict=True)]
 
+    @abstractmethod
+    def readout(self, state: S, client: str | None, rank: int) -> LoRA:
+        """What `client` starts from, of at most `rank` slots; None: a stranger. It only selects from the state.
+
+        If both factors are shared, the server fills the remaining slots with B = 0 and fresh rows of A, for each client
+        its own. Otherwise all `rank` slots must be here: a frozen factor is common, and only the method knows it. The
+        server leaves local factors out.
+        """
+
+    @abstractmethod
     def effective(self, state: S) -> LoRA | None:
-        """The server's whole update of W0, base change included; None if there is no global model."""
+        """The server's whole update of W0, base included; None if there is no global model."""
+
+    def base(self, state: S) -> BaseChange | None:
+        """How far W0 itself has moved since pre-training; clients train on top of it. None: not at all."""
+        return None
 
     def diagnostics(self, state: S) -> Mapping[str, object]:
         """Plain numbers and words about the last aggregation, for logs and reports.
 
-        "dropped" and "rounding", if a method reports them, are shares of the mean's energy, as in
-        `linalg.ConsensusMean`; the server warns if either exceeds 1e-3.
+        "dropped" and "rounding", if a method reports them, are shares of the mean's energy: what a 16-bit upload lost,
+        and what rounding of the stored factors could make up. The server warns of large ones.
         """
-
-
-class AllAtOnce(ABC, Generic[S]):
-    """A method that aggregates several matrices faster together than one by one. The result is the same."""
-
-    @abstractmethod
-    def aggregate_all(
-        self, states: Sequence[S], updates: Sequence[Sequence[Update]], each: Each = one_by_one
-    ) -> list[S]:
-        """`aggregate` for each matrix; `each` runs the work that remains one by one."""
-
-    @abstractmethod
-    def readout(self, state: S, client: str | None, rank: int) -> Readout:
-        """As `Method.readout`."""
-
-    def readouts(self, states: Sequence[S], client: str | None, ranks: Sequence[int]) -> list[Readout]:
-        """`readout` of each matrix, for one client."""
-        return [self.readout(state, client, rank) for state, rank in zip(states, ranks, strict=True)]
-
-
-def aggregate_all(
-    method: Method[S], states: Sequence[S], updates: Sequence[Sequence[Update]], each: Each = one_by_one
-) -> list[S]:
-    """`method.aggregate` for several matrices, together if the method can."""
-    if isinstance(method, AllAtOnce):
-        found: list[S] = method.aggregate_all(states, updates, each)
-        return found
-    return each(lambda pair: method.aggregate(*pair), list(zip(states, updates, strict=True)))
-
-
-def readouts(method: Method[S], states: Sequence[S], client: str | None, ranks: Sequence[int]) -> list[Readout]:
-    """`method.readout` of several matrices for one client, all at once where the method can."""
-    if isinstance(method, AllAtOnce):
-        return method.readouts(states, client, ranks)
-    return [method.readout(state, client, rank) for state, rank in zip(states, ranks, strict=True)]
+        return {}

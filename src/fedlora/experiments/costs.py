@@ -87,7 +87,7 @@ class Workloads:
             tokens = self._tokens(config, dealt, bare)
         except (ConfigError, DataError) as error:
             whys = (_line(error),)
-        moved = config.model.adapter is not None and config.method.build().roles(0).moves_base
+        moved = config.model.adapter is not None and config.method.build().moves_base
         size = None if config.privacy is not None or moved else bytes_of(config, bare.shapes, list(dealt.sizes))
         return Workload(trained, tokens, early, scored, answers, size, whys)
 

@@ -71,7 +71,7 @@ def bytes_of(config: RunConfig, shapes: Shapes, names: Sequence[str]) -> Bytes:
     method = config.method.model_dump_json()
     heads = config.server.heads
     same = Counter((is_attention(module), shape) for module, shape in shapes.modules.items())
-    roles = config.method.build().roles(0)
+    moves_base = config.method.build().moves_base
     total, steady = 0, True
     for attention in sorted({attention for attention, _ in same}):
         ranks = {name: kind.attention if attention else kind.feed_forward for name, kind in assigned.items()}
@@ -79,7 +79,7 @@ def bytes_of(config: RunConfig, shapes: Shapes, names: Sequence[str]) -> Bytes:
             for name, rank in ranks.items():
                 one = _messages(method, heads, rank, max(ranks.values()), shape, 0)
                 total, steady = total + count * one.of(turns[name]), steady and one.steady
-            if roles.moves_base:
+            if moves_base:
                 columns = _columns_of_base(ranks, turns, config.run.rounds, min(shape))
                 total, steady = total + count * sum(shape) * _FLOAT32 * columns, False
     bare, full = (_messages(method, heads, 1, 1, (2, 2), size) for size in (0, shapes.head_numbers))

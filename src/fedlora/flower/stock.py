@@ -24,7 +24,8 @@ from fedlora.flower.rounds.flower_state import newest
 from fedlora.flower.rounds.strategy import FedLoRA, log
 from fedlora.flower.terms.policy import Policy
 from fedlora.methods.registry import build
-from fedlora.server.robust_rules import Rule
+from fedlora.server.kept import Kept
+from fedlora.server.rules import Rule
 from fedlora.server.server import Server, start
 
 
@@ -112,7 +113,7 @@ def stock_strategy(
             memory of other clients with it (GLoRA's): only where all nodes stay, and never in a deployment.
             method, hparams: as in `fedlora.build`. folder: for checkpoints. resume: continue from its newest one; with
             an empty folder it begins at round 1. rule: a robust rule, such as
-            `fedlora.server.robust_rules.MultiKrum(liars=1)`, instead of Flower's own strategies of that name, which
+            `fedlora.server.rules.MultiKrum(f=1)`, instead of Flower's own strategies of that name, which
             compare factors and would not understand adapters.
 
     Raises:
@@ -141,7 +142,7 @@ def stock_strategy(
             raise ConfigError(f"{module!r} has no lora_{lacks}: give get_peft_model_state_dict as a whole.")
     factor = alpha / r
     adapter = Adapter({m: LoRA(pair["B"] * factor, pair["A"]) for m, pair in sorted(pairs.items())})
-    server = Server(build(method, **hparams), heads="frozen", quorum=quorum, seed=seed, rule=rule)
+    server = Server(build(method, **hparams), heads="frozen", seed=seed, round=Kept(rule, quorum=quorum))
     state = start(server, adapter)
     return StockFedLoRA(
         server,

@@ -1,20 +1,15 @@
-"""The basics of this package: roundoffs, Gram matrices, eigenproblems, one-sided SVDs.
+"""Roundoffs, norms and means.
 
-Two rules, from measurements (docs/decisions/0002-numerics.md, 0013-exact-means-exact.md):
-
-* everything between the stored factors and the stored result is float64; the result is stored in the compute dtype;
-* whether a direction of *one client's* factors is rounding noise depends on the roundoff u of the dtype in which they
-  were *stored*. No such tolerance ever cuts the clients' mean.
+Everything between the stored factors and the stored result is float64. Whether a direction of *one client's* factors is
+rounding depends on the dtype in which they were *stored*. No such judgement ever cuts a mean.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-
-from fedlora.linalg.shapes import Float, Tensor
-
-# Bytes of one float64 panel of a tall matrix: the panel and its products stay in cache, and the allocator reuses them.
-PANEL = 2**19
+from torch import Tensor
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -22,13 +17,21 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def rank_tolerance(dtype: torch.dtype) -> float:
-    """The relative size below which a singular value of factors stored in `dtype` counts as rounding noise.
+U64 = unit_roundoff(torch.float64)
 
-    u itself for narrow types. 1e-11 for float64, because a gauge of condition up to 1e3 often multiplies the noise of
-    its factors. Calibrated by benchmarks/rank_tolerance.py; see docs/decisions/0003-rank-tolerance.md.
+
+def rank_tolerance(roundoff: float) -> float:
+    """The relative size below which a singular value counts as rounding, of factors that were stored with `roundoff`.
+
+    u itself for narrow types; 1e-11 for float64, because a gauge of condition up to 1e3 often multiplies the noise of
+    its factors. Calibrated by benchmarks/rank_tolerance.py.
     """
-    return max(unit_roundoff(dtype), 1e-11)
+    return max(roundoff, 1e-11)
+
+
+def float64s(values: Sequence[float] | Sequence[Sequence[float]], like: Tensor) -> Tensor:
+    """Python's floats as they are: `torch.tensor` would store them in float32, and the mean would be off by 3e-8."""
+    return torch.tensor(values, dtype=torch.float64, device=like.device)
 
 
 def norm(X: Tensor, dim: int | None = None) -> Tensor:
@@ -48,59 +51,10 @@ def norm(X: Tensor, dim: int | None = None) -> Tensor:
     return found
 
 
-def gram(X: Float[Tensor, "*m d n"], dtype: torch.dtype = torch.float64) -> Float[Tensor, "*m n n"]:
-    """X^T X in `dtype`. Batches go a few matrices at a time, large matrices by panels of rows and strips of the lower
-    triangle, so that the work stays in cache.
-
-    On a CPU 1.3 to 1.7x faster than casting all of X and forming the whole product.
-    """
-    n, strip = X.shape[-1], 48
-    if X.dim() == 2:
-        return gram(X[None], dtype)[0]
-    if (few := max(1, PANEL // max(1, 8 * n * X.shape[-2]))) < len(X):
-        return torch.cat([gram(some, dtype) for some in torch.split(X, few)])
-    if n <= 2 * strip and X.shape[-2] <= 2048:
-        X = X.to(dtype)
-        return X.mT @ X
-    G = torch.zeros(*X.shape[:-2], n, n, dtype=dtype, device=X.device)
-    panel = max(256, PANEL // (8 * n))
-    for top in range(0, X.shape[-2], panel):
-        P = X[..., top : top + panel, :].to(dtype)
-        for at in range(0, n, strip):
-            G[..., at:, at : at + strip].baddbmm_(P[..., at:].mT, P[..., at : at + strip])
-    for at in range(0, n, strip):  # mirrored in place: a second matrix of this size would cost more than the products
-        block = G[..., at : at + strip, at : at + strip]
-        block.copy_(block.tril() + block.tril(-1).mT)
-        G[..., at : at + strip, at + strip :] = G[..., at + strip :, at : at + strip].mT
-    return G
-
-
-def eigh(G: Float[Tensor, "*m n n"]) -> tuple[Float[Tensor, "*m n"], Float[Tensor, "*m n n"]]:
-    """Eigenvalues (ascending) and eigenvectors of a symmetric G, on G's device. The CPU solves a small G of a GPU,
-    because an eigenproblem is a chain of tiny steps. The size limit is not measured; no GPU was at hand.
-    """
-    if G.device.type == "cpu" or G.shape[-1] > 512:
-        values, vectors = torch.linalg.eigh(G)
-        return values, vectors
-    values, vectors = torch.linalg.eigh(G.cpu())
-    return values.to(G.device), vectors.to(G.device)
-
-
-def right_svd(X: Float[Tensor, "d n"]) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
-    """Singular values (descending) and right singular vectors V of a tall X (d >= n, else of either shape), in float64.
-
-    X = (X V s^-1) s V^T; the caller forms the left factor, for only the columns that it keeps.
-
-    float32 data go through the Gram matrix X^T X in float64: its roundoff, 1e-16 s_1^2, leaves singular values right
-    down to 1e-8 s_1, which is below the float32 noise in X itself. float64 data go through QR and the SVD of R.
-    """
-    if X.dtype == torch.float64:
-        _, s, Vh = torch.linalg.svd(torch.linalg.qr(X, mode="r").R, full_matrices=False)
-        return s, Vh.mH
-    eigenvalues, V = eigh(gram(X))
-    return eigenvalues.flip(0).clamp(min=0).sqrt(), V.flip(1)
-
-
-def count_above(s: Tensor, floor: float) -> int:
-    """How many of `s` exceed `floor`."""
-    return int((s > floor).sum())
+def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """sum_i w_i X_i for tensors of one shape and dtype, summed in float64 in the given order: if they cancel, rounding
+    of each w_i X_i would show."""
+    total = tensors[0].double() * weights[0]
+    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+        total.add_(tensor, alpha=weight)
+    return total.to(tensors[0].dtype)

@@ -1,165 +1,109 @@
-"""The SVD of B A for the factors of several clients side by side: the sizes first, the factors once a rank is chosen.
+"""A sum of products in orthonormal coordinates, where it is a small matrix.
 
-    B = Q_B R_B, A^T = Q_A R_A;   R_B D R_A^T = O S W^T;   the pair of rank k is Q_B O_k S_k^1/2, and A's alike
+    sum_i w_i B_i A_i = [B_1 B_2 ..] diag(w) [A_1; A_2; ..] = Q C P^T,     C = R_B diag(w) R_A^T
 
-D holds the weights, so the stored numbers stay as they are: everything between them and the stored result is float64. R
-is the Cholesky factor of the Gram matrix, which reads each factor once and needs no Q: B X with the small X = R_B^-1
-O_k S_k^1/2. This loses digits with the squared condition of B. If float32 could show that, or B is float64, we use
-Householder's QR instead; also if terms cancel, because their columns are nearly dependent.
-
-Source: the thin exact SVD of docs/explanation/methods.md (FLoRIST's core).
+The weights stand between the factors, so that these stay the numbers that were stored.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
-from fedlora.linalg.basics import gram, norm
-from fedlora.linalg.shapes import Float, Tensor
-from fedlora.linalg.spectrum import Spectrum, cut_by_rounding, require_some, with_canonical_signs
-
-_WORST_CONDITION = 1e3  # of unit columns: orthogonal to 1e-10 then, far below float32's 6e-8
-
-
-def svd_of_product(
-    B: Float[Tensor, "d_out S"],
-    A: Float[Tensor, "S d_in"],
-    *,
-    tolerance: float | Float[Tensor, " S"],
-    dtype: torch.dtype | None = None,
-) -> Spectrum:
-    """The SVD of B @ A, as a `product` of one pair. dtype: of the result; None: that of B and A."""
-    return product([B], [A], [1.0], tolerance=tolerance, dtype=dtype or B.dtype).spectrum()
+from fedlora.linalg.basics import float64s, rank_tolerance
+from fedlora.linalg.consensus import Subspace, subspaces
+from fedlora.linalg.factored import Factored, factored
+from fedlora.linalg.stacks import stacked
 
 
 @dataclass(frozen=True, eq=False)
-class _Side:
-    """One factor as X (d, n) = Q R; Q is never formed if R has a safe inverse."""
+class Term:
+    """weight B A, one term of a sum: B (d_out, r), A (r, d_in) as they were stored, with this unit roundoff.
 
-    X: Tensor
-    R: Tensor
-    Q: Tensor | None
-
-    def times(self, small: Tensor) -> Tensor:
-        """Q @ small (n, k), in float64."""
-        if self.Q is not None:
-            return self.Q @ small
-        inner: Tensor = torch.linalg.solve_triangular(self.R, small, upper=True)
-        return self.X.double() @ inner
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    """A weighted sum of products in energy order: `s` descending, and balanced factors of any rank up to `len(s)`.
-
-    noise, rounding: as in `Spectrum`. terms: the norm of the sizes of all terms, before any cancel.
+    votes: whether its directions count in the consensus. weight: negative only for terms without a vote.
     """
 
-    s: tuple[float, ...]
-    noise: float
-    rounding: float
-    terms: float
-    _left: _Side
-    _right: _Side
-    _O: Tensor
-    _W: Tensor
-    _dtype: torch.dtype
+    B: Tensor
+    A: Tensor
+    weight: float
+    roundoff: float
+    votes: bool = False
 
     @property
     def rank(self) -> int:
-        return len(self.s)
+        return self.B.shape[1]
 
-    def rank_of_energy(self, share: float) -> int:
-        """The least number of leading components whose squares make up `share` of all squares."""
-        s = torch.tensor(self.s, dtype=torch.float64)
-        return Spectrum(s[None, :], s, s[:, None]).rank_of_energy(share)
-
-    def spectrum(self) -> Spectrum:
-        """All components, with canonical signs."""
-        s = torch.tensor(self.s, dtype=torch.float64).to(self._O.device, self._dtype)
-        U, V = (side.times(small).to(self._dtype) for side, small in ((self._left, self._O), (self._right, self._W)))
-        return with_canonical_signs(U, s, V.mT, self.noise, self.rounding)
-
-    def balanced(self, rank: int) -> tuple[Tensor, Tensor]:
-        """(B, A) of the `rank` strongest components, with sqrt(s) on both; canonical signs."""
-        root = torch.tensor(self.s[:rank], dtype=torch.float64).sqrt().to(self._O)
-        B = self._left.times(self._O[:, :rank] * root)
-        A = self._right.times(self._W[:, :rank] * root)
-        if rank:
-            sign = torch.where(B.amax(dim=0) >= -B.amin(dim=0), 1.0, -1.0).to(B)
-            B, A = B.mul_(sign), A.mul_(sign)
-        return B.to(self._dtype), A.mT.to(self._dtype).contiguous()
+    @property
+    def dtype(self) -> torch.dtype:
+        """float64, or float32: it holds both factors as they are."""
+        return torch.promote_types(torch.promote_types(self.B.dtype, self.A.dtype), torch.float32)
 
 
-def product(
-    Bs: Sequence[Tensor],
-    As: Sequence[Tensor],
-    weights: Sequence[float],
-    *,
-    tolerance: float | Float[Tensor, " S"],
-    dtype: torch.dtype,
-) -> Product:
-    """sum_i w_i B_i A_i, decomposed.
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """m sums of products whose terms have the same shapes: each is Q C P^T unit.
 
-    Args:
-        Bs: (d_out, r_i). As: (r_i, d_in). Any floating types; computed in float64.
-        tolerance: relative rounding noise of the stored factors, one for all columns or one for each; it sets
-            `Spectrum.noise` and drops nothing. dtype: of the result.
-
-    Returns:
-        every component but a tail that `dtype` cannot tell from zero; none if the terms cancel exactly.
-
-    Raises:
-        LostUpdate: the sum is not zero, but `dtype` would store zero. OverflowError: `dtype` cannot hold the sum.
+    C (m, k, l), float64, with entries below 2. unit (m,): powers of two, for squares of tiny numbers would be zero.
+    sizes (m,): the norm of the sizes of all terms, before any cancel; floor (m,): the largest size that rounding of the
+    stored factors can have in one direction, for roundings of different columns are independent; both in `unit`s.
     """
-    exact = any(t.dtype == torch.float64 for t in (*Bs, *As))
-    left, right = _side(Bs, exact), _side([A.mT for A in As], exact)
-    scales = [w for B, w in zip(Bs, weights, strict=True) for _ in range(B.shape[1])]
-    D = torch.tensor(scales, dtype=torch.float64).to(left.R)
-    core = (left.R * D) @ right.R.mT
-    if not bool(torch.isfinite(core).all()):
-        raise OverflowError("float64 holds up to 1.8e308")
-    O, s, Wh = torch.linalg.svd(core, full_matrices=False)
-    if len(s) and float(s[0]) > torch.finfo(dtype).max:
-        raise OverflowError(f"its norm is {float(s[0]):.1e}")
-    sizes = norm(left.R, dim=0) * D.abs() * norm(right.R, dim=0)
-    require_some(s, dtype)
-    terms, stored = float(norm(sizes)), float(norm(sizes * tolerance))
-    keep, noise, rounding = cut_by_rounding(s.tolist(), terms=terms, stored=stored, stored_in=dtype)
-    values = tuple(s[:keep].tolist())
-    return Product(values, noise, rounding, terms, left, right, O[:, :keep], Wh[:keep].mT, dtype)
+
+    terms: Sequence[Sequence[Term]]
+    left: Factored
+    right: Factored
+    C: Tensor
+    unit: Tensor
+    sizes: Tensor
+    floor: Tensor
+
+    @classmethod
+    def of(cls, sums: Sequence[Sequence[Term]]) -> Sums | None:
+        """None: the sums do not all go the same way."""
+        dtype, places = summed_in(sums[0]), range(len(sums[0]))
+        B = torch.cat([stacked([terms[k].B.to(dtype) for terms in sums]) for k in places], dim=2)
+        A = torch.cat([stacked([terms[k].A.to(dtype) for terms in sums]) for k in places], dim=1)
+        left, right = factored(B), factored(A.mT)
+        if left is None or right is None:
+            return None
+        weights = float64s([[t.weight for t in terms for _ in range(t.rank)] for terms in sums], B)
+        tolerances = float64s([[rank_tolerance(t.roundoff) for t in terms for _ in range(t.rank)] for terms in sums], B)
+        C = (left.R * weights[:, None]) @ right.R.mT
+        largest = C.flatten(1).abs().amax(dim=1) if C.numel() else C.new_zeros(len(C))
+        if not bool(torch.isfinite(largest).all()):
+            raise OverflowError("float64 holds up to 1.8e308")
+        unit = torch.exp2(torch.frexp(largest).exponent.double() - 1)
+        lengths = torch.linalg.vector_norm(left.R, dim=1) * torch.linalg.vector_norm(right.R, dim=1)
+        of_terms = weights.abs() * lengths / unit[:, None]
+        sizes, floor = (torch.linalg.vector_norm(x, dim=1) for x in (of_terms, of_terms * tolerances))
+        return cls(sums, left, right, C / unit[:, None, None], unit, sizes, floor)
+
+    @cached_property
+    def subspaces(self) -> dict[int, Subspace]:
+        """For each term with a vote, by its place in the sums, in their order."""
+        starts = [*accumulate((t.rank for t in self.terms[0]), initial=0)]
+        voters = [i for i, t in enumerate(self.terms[0]) if t.votes]
+        found: dict[int, Subspace] = {}
+        for r in {self.terms[0][i].rank for i in voters}:
+            some = [i for i in voters if self.terms[0][i].rank == r]
+            at = torch.tensor([starts[i] for i in some]).to(self.C.device)[:, None] + torch.arange(r).to(self.C.device)
+            tolerance = float64s([[rank_tolerance(terms[i].roundoff) for i in some] for terms in self.terms], self.C)
+            found |= zip(some, subspaces(self.left, self.right, at, tolerance), strict=True)
+        return {i: found[i] for i in voters}
+
+    def bases(self, own: Subspace, dtype: torch.dtype) -> list[Tensor]:
+        """U_i (d_out, k_i) in each matrix, in memory of its own: a history keeps it while the client is away."""
+        if own.inner is None:
+            U = self.left.tall @ own.coordinates
+        else:
+            U = self.left.tall[:, :, own.columns].double() @ own.inner
+        return [u[:, :k].contiguous() for u, k in zip(U.to(dtype), own.ranks, strict=True)]
 
 
-def _side(parts: Sequence[Tensor], exact: bool) -> _Side:
-    """[X_1 | X_2 | ...] and its R."""
-    width = sum(part.shape[1] for part in parts)
-    X = parts[0].new_empty(parts[0].shape[0], width, dtype=torch.float64 if exact else torch.float32)
-    at = 0
-    for part in parts:
-        X[:, at : at + part.shape[1]].copy_(part)
-        at += part.shape[1]
-    if not exact and 0 < width <= X.shape[0]:
-        R = _cholesky(gram(X))
-        if R is not None:
-            return _Side(X, R, None)
-    Q, R = torch.linalg.qr(X.double())
-    return _Side(X, R, Q)
-
-
-def _cholesky(G: Tensor) -> Tensor | None:
-    """R with R^T R = G; None if that would lose digits, for columns that are nearly dependent or zero."""
-    norms = G.diagonal().sqrt()
-    if not bool((norms > 0).all()) or not math.isfinite(float(norms.max())):
-        return None
-    R, failed = torch.linalg.cholesky_ex((G / norms / norms[:, None]), upper=True)
-    if bool(failed):
-        return None
-    inverse = torch.linalg.solve_triangular(R, torch.eye(len(R)).to(R), upper=True)
-    if float(torch.linalg.matrix_norm(inverse)) > _WORST_CONDITION:  # for unit columns ||R|| is at most sqrt(n)
-        return None
-    found: Tensor = R * norms
-    return found
+def summed_in(terms: Sequence[Term]) -> torch.dtype:
+    """The dtype that holds every stored number as it is."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in terms) else torch.float32

@@ -1,36 +1,39 @@
-"""An update in energy order: its SVD with every component, and the level below which components may be rounding."""
+"""An update in energy order: its SVD with every component, stored as the balanced pair that clients get."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from fedlora.errors import LostUpdate
-from fedlora.linalg.basics import count_above, norm, unit_roundoff
-from fedlora.linalg.shapes import Float, Tensor
+from fedlora.linalg.basics import U64, unit_roundoff
+from fedlora.linalg.factored import Factored, panels
 
-_U64 = unit_roundoff(torch.float64)
 # The share of an update's energy that readouts may leave out as rounding. A larger share is kept and reported.
 MOST_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """An update in energy order: Delta W = U diag(s) Vh. U (d_out, l) and Vh (l, d_in) orthonormal, s (l,) > 0.
+    """An update Delta W = U diag(s) Vh = B A, s (l,) > 0 descending; U and Vh orthonormal.
 
-    noise: components up to this size may be rounding of the stored factors. Their directions differ from gauge to
-    gauge, so readouts leave them out; the update itself keeps them. rounding: the share of the energy in components
-    that rounding could have made, including those that readouts keep because there is too much to leave out.
+    Stored as B = U sqrt(s) (d_out, l) and A = sqrt(s) Vh (l, d_in): a readout is a choice of columns and rows, and
+    rounds nothing. Stored as U, s, Vh each readout would round every number once more.
+
+    sound: how many leading components exceed the rounding of the stored factors. Readouts use only these, because the
+    others point elsewhere in every gauge; the update keeps them all. rounding: the share of the energy in components
+    that rounding could have made, including those that count as sound because there is too much to leave out.
     """
 
-    U: Tensor
+    B: Tensor
     s: Tensor
-    Vh: Tensor
-    noise: float = 0.0
+    A: Tensor
+    sound: int
     rounding: float = 0.0
 
     @property
@@ -38,105 +41,84 @@ class Spectrum:
         """l, the number of all components."""
         return self.s.shape[0]
 
-    @cached_property
-    def root(self) -> Tensor:
-        """sqrt(s)."""
-        return self.s.sqrt()
+    @property
+    def U(self) -> Tensor:
+        """(d_out, l), orthonormal columns."""
+        return self.B / self.s.sqrt()
 
-    @cached_property
-    def sound(self) -> int:
-        """The number of leading components larger than `noise`."""
-        return count_above(self.s, self.noise)
+    @property
+    def Vh(self) -> Tensor:
+        """(l, d_in), orthonormal rows."""
+        return self.A / self.s.sqrt()[:, None]
+
+    def balanced(self, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(B, A) of the chosen components (None: all), sqrt(s) on both."""
+        return (self.B, self.A) if chosen is None else (self.B.index_select(1, chosen), self.A.index_select(0, chosen))
 
     def head(self, rank: int) -> Spectrum:
         """The `rank` strongest components: the best approximation of that rank (Eckart-Young)."""
-        return Spectrum(self.U[:, :rank], self.s[:rank], self.Vh[:rank], self.noise, self.rounding)
+        B, A = self.B[:, :rank].contiguous(), self.A[:rank]
+        return Spectrum(B, self.s[:rank], A, min(self.sound, rank), self.rounding)
 
     def rank_of_energy(self, share: float) -> int:
-        """The least number of leading components whose squares make up `share` of all squares; 1: every component.
-
-        At least one if there is any.
-        """
-        if share == 1.0:
+        """The least number of leading components whose squares make up `share` of all squares; 1: every component."""
+        if share == 1.0 or self.rank == 0:
             return self.rank
-        s = self.s.double() / (self.s[0] if self.rank and float(self.s[0]) else 1.0)  # squares of tiny numbers are zero
+        s = self.s.double() / self.s[0].double()  # squares of tiny numbers are zero
         left_out = s.square().flip(0).cumsum(0).flip(0)  # by a cut before each one; smallest summed first
-        total = float(left_out[0]) if self.rank else 0.0
-        kept = int((left_out > (1 - share) * (1 + 1e-9) * total).sum())  # 1 - 0.8 is a little less than 0.2
-        return max(kept, 1) if self.rank and float(self.s[0]) else kept
-
-    @property
-    def balanced(self) -> tuple[Tensor, Tensor]:
-        """The update as a pair (B, A) with sqrt(s) on both."""
-        return self.U * self.root, self.Vh * self.root[:, None]
+        # 1 - 0.8 is a little less than 0.2
+        return max(1, int((left_out > (1 - share) * (1 + 1e-9) * left_out[0]).sum()))
 
 
-def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor, noise: float = 0.0, rounding: float = 0.0) -> Spectrum:
-    """U diag(s) Vh with canonical signs: the entry of largest magnitude of each u_j positive, v_j flipped with it.
-
-    For one matrix, or several of one shape.
-    """
-    if s.shape[-1] == 0:
-        return Spectrum(U, s, Vh, noise, rounding)
-    sign = canonical_signs(U)
-    # Our callers made both tensors, and nobody else holds them. Row-major, for readouts and files.
-    return Spectrum(U.mul_(sign[..., None, :]).contiguous(), s, Vh.mul_(sign[..., None]).contiguous(), noise, rounding)
+def store(side: Factored, Y: Tensor, out: Tensor) -> Tensor:
+    """out (m, d, l) = Q Y in out's dtype. Returns the squared rounding error of each column (m, l), measured."""
+    inner, off = side.inner(Y), Y.new_zeros(len(Y), Y.shape[2])
+    for rows in panels(out.shape[1], side.tall.shape[2]):
+        panel = side.tall[:, rows].double()
+        # In the memory order of `out`: a transposing copy would cost as much as the product.
+        exact = panel @ inner if out.stride(2) == 1 else (inner.mT @ panel.mT).mT
+        out[:, rows] = exact
+        off += exact.sub_(out[:, rows]).square_().sum(dim=1)
+    return off
 
 
 def canonical_signs(U: Tensor) -> Tensor:
-    """The sign for each column (*, l) that makes its entry of largest magnitude positive."""
-    return torch.where(U.amax(dim=-2) >= -U.amin(dim=-2), 1.0, -1.0).to(U)
+    """(m, l) signs that make the entry of largest magnitude of each column of U (m, d, l) positive."""
+    m, d, l = U.shape
+    at_once = math.gcd(d, 16)  # torch reduces long rows ten times as fast as short ones
+    rows = U.reshape(m, d // at_once, at_once * l)
+    highest, lowest = (x.reshape(m, at_once, l) for x in (rows.amax(dim=1), rows.amin(dim=1)))
+    return torch.where(highest.amax(dim=1) >= -lowest.amin(dim=1), 1.0, -1.0)
 
 
-def svd_of_matrix(X: Float[Tensor, "d_out d_in"], *, terms: float, stored: float, dtype: torch.dtype) -> Spectrum:
-    """The SVD of a dense float64 sum. terms, stored: as for `cut_by_rounding`. dtype: of the result. The rounding of
-    LAPACK's work on X counts like that of stored factors."""
-    require_some(norm(X)[None], dtype)
-    U, s, Vh = torch.linalg.svd(X, full_matrices=False)
-    stored = max(stored, max(X.shape) ** 0.5 * _U64 * float(norm(s)))
-    keep, noise, rounding = cut_by_rounding(s.tolist(), terms=terms, stored=stored, stored_in=dtype)
-    return with_canonical_signs(U[:, :keep].to(dtype), s[:keep].to(dtype), Vh[:keep].to(dtype), noise, rounding)
+class Counts(NamedTuple):
+    """keep: how many components to store. sound, rounding: as in `Spectrum`. trimmed: the energy of those not kept."""
+
+    keep: int
+    sound: int
+    rounding: float
+    trimmed: float
 
 
-def require_some(s: Float[Tensor, " l"], dtype: torch.dtype) -> None:
-    """Raises `LostUpdate` if `dtype` would store nonzero singular values as zero."""
-    if s.shape[0] and float(s[0]) > 0 and not bool(s.to(dtype).any()):
-        raise LostUpdate(
-            f"the mean update has norm {float(norm(s)):.1e}, which {dtype} stores as zero. Updates "
-            f"that small usually come from a wrong unit: check the scaling of the uploads, or send float64."
-        )
-
-
-def cut_by_rounding(
-    s: Sequence[float], *, terms: float, stored: float, stored_in: torch.dtype
-) -> tuple[int, float, float]:
-    """(how many of `s` to keep, `Spectrum.noise`, the share of the energy that may be rounding of the factors).
+def cut_by_rounding(s: Sequence[float], terms: float, floor: float, dtype: torch.dtype) -> Counts:
+    """What rounding leaves of the singular values s, descending, about 1.
 
     Args:
-        s: float64, descending. terms: the norm of the sizes of the summed terms. stored: the largest size of a
-            direction that rounding of the stored factors can make. stored_in: the dtype of the result.
+        terms: the norm of the sizes of the summed terms. floor: the largest size of a direction that rounding of the
+            stored factors can make. dtype: of the result.
 
-    The dropped part is smaller, all together, than the result's dtype or float64's own sum can resolve. Everything is
+    The dropped tail is smaller, all together, than the result's dtype or float64's own sum can resolve. Everything is
     dropped only if it is all rounding, as after exact cancellation.
     """
-    unit = s[0] if len(s) else 0.0
-    if unit == 0:
-        return 0, 0.0, 0.0
-    s, terms, stored = [x / unit for x in s], terms / unit, stored / unit  # squares of tiny numbers are zero
-    total = math.fsum(x * x for x in s)
-    if total <= (64 * _U64 * terms) ** 2:
-        return 0, 0.0, 0.0
-    invisible = max(0.25 * unit_roundoff(stored_in) * total**0.5, 4 * _U64 * terms) ** 2
-    keep, first, doubtful, tail = len(s), len(s), 0.0, 0.0  # tail: the energy from one component to the last
-    for k in range(len(s) - 1, -1, -1):
-        tail += s[k] * s[k]
-        if tail <= invisible:
-            keep = k
-        if s[k] <= stored:
-            doubtful = tail
-            if tail <= MOST_ROUNDING * total:
-                first = k
-    while 0 < first < len(s) and s[first] > s[first - 1] * (1 - 1e-6):  # never cut between two equal components
-        first += 1
-    noise = s[first] if first < len(s) else 0.0
-    return keep, max(noise, min(64 * _U64 * terms, 0.5)) * unit, min(doubtful / total, 1.0)
+    tail = [*accumulate((x * x for x in reversed(s)), initial=0.0)][::-1]  # the energy from each one to the last
+    total = tail[0]
+    if total <= (64 * U64 * terms) ** 2:
+        return Counts(0, 0, 0.0, total)
+    invisible = max(0.25 * unit_roundoff(dtype) * total**0.5, 4 * U64 * terms)
+    keep = sum(x > invisible**2 for x in tail[:-1])
+    # Rounding of the factors, or of the float64 sum itself.
+    loud = sum(x > max(floor, 64 * U64 * terms) for x in s)
+    sound = max(loud, sum(x > MOST_ROUNDING * total for x in tail[:-1]))
+    while 0 < sound < len(s) and s[sound] > s[sound - 1] * (1 - 1e-6):  # never between two equal components
+        sound += 1
+    return Counts(keep, min(keep, sound), tail[loud] / total, tail[keep])

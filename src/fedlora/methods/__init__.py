@@ -1,6 +1,7 @@
 """The methods, one paper per file; files with a leading underscore hold what several methods share.
 
-`METHODS` lists them all and `build` makes one by name. A method knows no server, no transport and no other method.
+`METHODS` lists them all and `build` makes one by name. A method knows no server and no transport, and
+of the others only FedIT's mean of factors.
 """
 
 from typing import TYPE_CHECKING

@@ -3,10 +3,8 @@
     W0 <- W0 + [p_1 B_1 | p_2 B_2 | ...] [A_1; A_2; ...]        every client starts the round as LoRA starts: B = 0
 
 Exact and gauge-invariant: only products are used. Any ranks. The base weight changes in every round, so only the whole
-history of stacks is the model, and a client that was away gets everything that it missed (`BaseChange`). Deviations
-from the authors' code: alpha / r is folded into each B_i (theirs is right only for one common alpha / r), and stacks
-are recompressed exactly to their rank. Each client and round gets a new draw of A, as theirs; ours is the server's.
-Cost: thin SVDs of stacks of sum r_i and of rank(base) + sum r_i columns.
+history of stacks is the model, and a client that was away gets everything that it missed (`BaseChange`). alpha / r is
+folded into each B_i, and each round's stack is recompressed to its rank. Cost: a thin SVD of sum r_i columns.
 """
 
 from __future__ import annotations
@@ -15,66 +13,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from fedlora.core.base_change import BaseChange, moved
-from fedlora.core.lora import LoRA, fresh_rows, revive
-from fedlora.core.method import Readout, Roles, Update
-from fedlora.core.multiplied import How, TakesMultipliers
-from fedlora.methods._spectral import mean_pair, rounding_share
+from fedlora.core.lora import LoRA, stack
+from fedlora.core.method import LinearIn, Method, Update
 
 
 @dataclass(frozen=True, eq=False)
 class FLoRAState:
-    """base: all rounds' means, W0 -> W0 + base; None if there are none. start: the common start's rows of A. rounding:
-    the share of the last mean's energy that rounding of the uploads could make up."""
+    """moved: all rounds' means, W0 -> W0 + moved; None: none yet. empty: a pair of no slots."""
 
-    key: int
-    round: int
-    base: BaseChange | None
-    start: Tensor
-    d_out: int
-    rounding: float = 0.0
+    moved: BaseChange | None
+    empty: LoRA
 
 
 @dataclass(frozen=True)
-class FLoRA(TakesMultipliers):
+class FLoRA(Method[FLoRAState]):
     """Use it if clients can accept changes of the base weight, traffic is cheap, and each round should start afresh."""
 
     name: ClassVar[str] = "flora"
     paper: ClassVar[str] = "arXiv 2409.05976"
     State: ClassVar[type] = FLoRAState
+    claims: ClassVar[frozenset[str]] = frozenset({"exact", "gauge", "readouts", "halves"})
+    linear_in: ClassVar[LinearIn] = "products"
 
-    def init(self, seed: LoRA, key: int) -> FLoRAState:
-        B, A = seed.factors
-        return FLoRAState(key, 0, moved(None, seed), A, B.shape[0])
-
-    def roles(self, round: int) -> Roles:
-        return Roles(moves_base=True)
-
-    @property
-    def multiplied(self) -> How:
-        """Only products are used, of any rank."""
-        return "products"
+    def init(self, seed: LoRA) -> FLoRAState:
+        return FLoRAState(moved(None, seed), seed.first(0))
 
     def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:
-        mean = mean_pair(updates)
-        base = moved(state.base, mean, updates[0].B.dtype)
-        return FLoRAState(state.key, state.round + 1, base, state.start, state.d_out, rounding_share(updates, mean))
+        mean = stack([u.lora.map(Tensor.double) for u in updates], [u.weight for u in updates])
+        empty = updates[0].lora.first(0)
+        return FLoRAState(moved(state.moved, mean, empty.factors[0].dtype), empty)
 
-    def readout(self, state: FLoRAState, client: str | None, rank: int) -> Readout:
-        A = state.start[:rank]
-        if state.round > 0 or len(A) < rank:
-            A = fresh_rows(rank, A.shape[1], state.key, state.round, client or "", like=A)
-        fresh = LoRA(A.new_zeros(state.d_out, rank), A)
-        return Readout(revive(fresh, state.key, state.round, client or ""), base=state.base)
+    def readout(self, state: FLoRAState, client: str | None, rank: int) -> LoRA:
+        return state.empty  # the server fills every slot, as LoRA itself starts
 
     def effective(self, state: FLoRAState) -> LoRA:
-        if state.base is not None:
-            like = state.base.steps[-1].factors[0] if state.base.steps else state.start
-            return state.base.total.map(lambda t: t.to(like.dtype))
-        return LoRA(state.start.new_zeros(state.d_out, 1), torch.zeros_like(state.start[:1]))
+        return state.empty if state.moved is None else state.moved.total.map(lambda t: t.to(state.empty.factors[0]))
+
+    def base(self, state: FLoRAState) -> BaseChange | None:
+        return state.moved
 
     def diagnostics(self, state: FLoRAState) -> Mapping[str, object]:
-        return {"rank": state.base.total.rank if state.base else 0, "rounding": state.rounding}
+        return {"rank": state.moved.total.rank if state.moved else 0}

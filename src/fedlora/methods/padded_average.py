@@ -11,35 +11,27 @@ client's pair.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
-import torch
 from torch import Tensor
 
-from fedlora.core.lora import LoRA, revive
-from fedlora.core.method import Readout, Roles, Update
-from fedlora.core.summing import FromMeans
+from fedlora.core.lora import LoRA
+from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import svd_of_product
-from fedlora.methods._slots import first, mean_columns, mean_rows
+from fedlora.methods._products import mean_product
+from fedlora.methods._slots import padded
+from fedlora.methods.fedit import mean_factors
 
 Coordinates = Literal["factors", "subspace"]
 
 
-@dataclass(frozen=True, eq=False)
-class PaddedAverageState:
-    """mean: the averaged zero-padded pair, at the largest rank seen."""
-
-    key: int
-    round: int
-    mean: LoRA
-
-
 @dataclass(frozen=True)
-class PaddedAverage(FromMeans):
+class PaddedAverage(Method[LoRA]):
     """Use it to compare averaging factors with a method that averages updates.
+
+    State: the averaged zero-padded pair, at the largest rank seen.
 
     Args:
         coordinates: what is averaged: the "factors" (B_i, A_i) as sent, or each update's own "subspace" form
@@ -48,7 +40,6 @@ class PaddedAverage(FromMeans):
 
     name: ClassVar[str] = "padded-average"
     paper: ClassVar[str] = "GLoRA, ablation of the core designs, row PA off (our reading)"
-    State: ClassVar[type] = PaddedAverageState
 
     coordinates: Coordinates = "factors"
 
@@ -58,38 +49,33 @@ class PaddedAverage(FromMeans):
                 f"padded-average: coordinates is one of {get_args(Coordinates)}; got {self.coordinates!r}."
             )
 
-    def init(self, seed: LoRA, key: int) -> PaddedAverageState:
-        return PaddedAverageState(key, 0, seed)
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset({"halves"} if self.coordinates == "factors" else {"gauge", "readouts", "halves"})
 
-    def roles(self, round: int) -> Roles:
-        return Roles()
+    @property
+    def linear_in(self) -> LinearIn:
+        """Each client's subspace form is no function of sums."""
+        return "factors" if self.coordinates == "factors" else "clients"
 
-    def aggregate(self, state: PaddedAverageState, updates: Sequence[Update]) -> PaddedAverageState:
-        p = [u.weight for u in updates]
-        pairs = [(u.B, u.A) if self.coordinates == "factors" else _subspace(u) for u in updates]
-        rank = max(state.mean.rank, *(u.lora.rank for u in updates))
-        mean = LoRA(mean_columns([B for B, _ in pairs], p, rank), mean_rows([A for _, A in pairs], p, rank))
-        mean = mean.map(lambda t: t.to(updates[0].B))
-        return PaddedAverageState(state.key, state.round + 1, mean)
+    def init(self, seed: LoRA) -> LoRA:
+        return seed
 
-    def require_means(self) -> None:
-        """Raises `HyperparameterError` for "subspace", because each client has its own."""
-        if self.coordinates != "factors":
-            raise HyperparameterError(
-                f"padded-average: coordinates = {self.coordinates!r} needs each client's update; set no memory, or "
-                f"coordinates = 'factors'."
-            )
+    def aggregate(self, state: LoRA, updates: Sequence[Update]) -> LoRA:
+        rank = max(state.rank, *(u.lora.rank for u in updates))
+        sent = updates if self.coordinates == "factors" else [_in_its_subspace(u) for u in updates]
+        dtype = updates[0].lora.factors[0].dtype
+        return mean_factors([replace(u, lora=padded(u.lora, rank)) for u in sent]).map(lambda t: t.to(dtype))
 
-    def readout(self, state: PaddedAverageState, client: str | None, rank: int) -> Readout:
-        return Readout(revive(first(state.mean, rank), state.key, state.round, client or ""))
+    def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
+        return state.first(rank)
 
-    def effective(self, state: PaddedAverageState) -> LoRA:
-        return state.mean
-
-    def diagnostics(self, state: PaddedAverageState) -> Mapping[str, object]:
-        return {"rank": state.mean.rank}
+    def effective(self, state: LoRA) -> LoRA:
+        return state
 
 
-def _subspace(update: Update) -> tuple[Tensor, Tensor]:
-    spectrum = svd_of_product(update.B, update.A, tolerance=0.0, dtype=torch.float64)
-    return spectrum.U, spectrum.s[:, None] * spectrum.Vh
+def _in_its_subspace(update: Update) -> Update:
+    """The same update as (U_i, diag(s_i) V_i^T), in float64."""
+    alone = replace(update, weight=1.0, lora=update.lora.map(Tensor.double))
+    own = mean_product([alone])
+    return replace(update, lora=LoRA(own.U, own.s[:, None] * own.Vh))

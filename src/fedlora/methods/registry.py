@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -25,55 +24,33 @@ from fedlora.methods.ffa_lora import FFALoRA
 from fedlora.methods.flexlora import FlexLoRA
 from fedlora.methods.flora import FLoRA
 from fedlora.methods.glora import GLoRA
+from fedlora.methods.glora_paper import GLoRAPaper
 from fedlora.methods.hetlora import HetLoRA
 from fedlora.methods.lora_fair import LoRAFAIR
 from fedlora.methods.padded_average import PaddedAverage
+from fedlora.methods.raflora import RaFLoRA
 from fedlora.methods.rolora import RoLoRA
 from fedlora.methods.svd import SVD
 
-METHODS: Mapping[str, type[Method[Any]]] = ReadOnly(
-    {
-        "fedex-lora": FedExLoRA,
-        "fedit": FedIT,
-        "fedrot-lora": FedRotLoRA,
-        "fedsa-lora": FedSALoRA,
-        "fedsvd": FedSVD,
-        "ffa-lora": FFALoRA,
-        "flexlora": FlexLoRA,
-        "flora": FLoRA,
-        "glora": GLoRA,
-        "hetlora": HetLoRA,
-        "lora-fair": LoRAFAIR,
-        "padded-average": PaddedAverage,
-        "rolora": RoLoRA,
-        "svd": SVD,
-    }
-)
+_BUILT_IN: tuple[type[Method[Any]], ...] = (
+    FedExLoRA, FedIT, FedRotLoRA, FedSALoRA, FedSVD, FFALoRA, FlexLoRA, FLoRA, GLoRA, GLoRAPaper, HetLoRA, LoRAFAIR,
+    PaddedAverage, RaFLoRA, RoLoRA, SVD,
+)  # fmt: skip
+METHODS: Mapping[str, type[Method[Any]]] = ReadOnly({cls.name: cls for cls in _BUILT_IN})
 
 
-def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[Any]:
+def build(name: str, **hparams: object) -> Method[Any]:
     """A method with its hyper-parameters: a built-in or installed one by its name, or a class as "module:Class".
 
-    Args:
-        preset: sets several hyper-parameters at once; `hparams` win over it.
-
     Raises:
-        HyperparameterError: an unknown name, preset or hyper-parameter (the message suggests the nearest), an
-            impossible value, or a class that is not a method (the message says what it lacks).
+        HyperparameterError: an unknown name or hyper-parameter (the message suggests the nearest), an impossible value,
+            or a class that is not a method (the message says what it lacks).
 
     Example:
         >>> build("glora", rho=0.5).rho
         0.5
-        >>> build("flexlora", preset="raflora").name
-        'flexlora'
     """
     cls = find(name)
-    if preset is not None:
-        known = presets_of(cls)
-        if preset not in known:
-            listed = f"known presets: {', '.join(known)}" if known else "it has none"
-            raise HyperparameterError(f"{name} has no preset {preset!r}; {listed}.")
-        hparams = {**known[preset], **hparams}
     names = [f.name for f in fields(cls)]
     for key in hparams:
         if key not in names:
@@ -85,7 +62,7 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
         raise HyperparameterError(f"{name}: a hyper-parameter has a wrong type: {error}. Got {hparams}.") from error
     except FedLoRAError:
         raise
-    except Exception as error:
+    except Exception as error:  # a stranger's class can raise anything
         raise HyperparameterError(f"{name} cannot be made: {type(error).__name__}: {error}. Got {hparams}.") from error
     return method
 
@@ -108,19 +85,16 @@ def find(name: str) -> type[Any]:
         raise HyperparameterError(
             f"no method is called {name!r}{_nearest(name, known)} Known: {', '.join(known)}; or module:Class."
         )
-    cls: type[Any] = loaded(f"{installed[0].module}:{installed[0].attr}" if installed else name, name)
-    require_method(cls, name)
+    cls: type[Any] = _loaded(f"{installed[0].module}:{installed[0].attr}" if installed else name, name)
+    _require_method(cls, name)
     return cls
 
 
-def loaded(place: str, name: str) -> Any:
+def _loaded(place: str, name: str) -> Any:
     """The object at "module:Class".
 
     If a module is not installed, it is searched for in the working directory last, because a console script does not
     have that directory on its path. The directory stays on the path, so that other processes find the class too.
-
-    Raises:
-        HyperparameterError: it cannot be imported, whatever error its module raised.
     """
     module, _, path = place.partition(":")
     try:
@@ -148,13 +122,29 @@ def _reach(top: str) -> None:
         importlib.invalidate_caches()
 
 
+def _require_method(cls: Any, name: str) -> None:
+    """Raises `HyperparameterError` unless `cls` is a frozen dataclass that derives from `Method` and lacks nothing; the
+    message lists all that is wrong."""
+    if not isinstance(cls, type) or not issubclass(cls, Method):
+        raise HyperparameterError(f"{name!r} is not a method: a class that derives from fedlora.Method.")
+    wrong = [f"it has no {attribute}" for attribute in ("name", "paper") if not hasattr(cls, attribute)]
+    wrong += [f"it has no {function}" for function in sorted(cls.__abstractmethods__)]
+    for part, what in ((cls, "it"), (cls.State, f"its State, {cls.State.__name__},")):
+        if not is_dataclass(part) or not part.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            wrong.append(f"{what} is no @dataclass(frozen=True)")
+    if wrong:
+        raise HyperparameterError(
+            f"{name!r} is not a method: {'; '.join(wrong)}. fedlora.core.method is the protocol, and `fedlora methods "
+            f"check {name}` tests all of it."
+        )
+
+
 def plugins() -> list[EntryPoint]:
     """Methods that installed packages offer; they cannot replace a built-in name."""
-    return [point for point in offered() if point.name not in METHODS]
+    return [point for point in _offered() if point.name not in METHODS]
 
 
-def offered() -> list[EntryPoint]:
-    """The methods that installed packages offer, sorted by name and package."""
+def _offered() -> list[EntryPoint]:
     return sorted(entry_points(group="fedlora.methods"), key=lambda point: (point.name, package_of(point)))
 
 
@@ -171,14 +161,13 @@ class Listed:
     package: str | None = None
     paper: str = ""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    presets: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     error: str | None = None
 
 
 def listed() -> list[Listed]:
     """All methods by name, the built-in ones first. A plugin that cannot be used shows its error and hides no other."""
     rows = {name: _described(name, cls) for name, cls in METHODS.items()}
-    for point in offered():
+    for point in _offered():
         package = package_of(point)
         if point.name in METHODS:
             error = f"{point.name} is built in and cannot be replaced; this one is {point.value}."
@@ -196,54 +185,11 @@ def _described(name: str, cls: type[Any]) -> Listed:
     defaults: dict[str, object] = {}
     for f in fields(cls):
         made = f.default if f.default_factory is MISSING else f.default_factory()
-        defaults[f.name] = "required" if made is MISSING else made
-    presets = {key: _plain(dict(values)) for key, values in presets_of(cls).items()}
-    return Listed(name, None, str(cls.paper), ReadOnly(_plain(defaults)), ReadOnly(presets))
+        plain = made is None or isinstance(made, bool | int | float | str)
+        defaults[f.name] = "required" if made is MISSING else made if plain else repr(made)
+    return Listed(name, None, str(cls.paper), ReadOnly(defaults))
 
 
-def _plain(values: Mapping[str, object]) -> dict[str, object]:
-    return {k: v if v is None or isinstance(v, bool | int | float | str) else repr(v) for k, v in values.items()}
-
-
-def presets_of(cls: type[Any]) -> Mapping[str, Mapping[str, object]]:
-    """Preset -> the hyper-parameters that it sets."""
-    found: Mapping[str, Mapping[str, object]] = getattr(cls, "PRESETS", {})
-    return found
-
-
-def require_method(cls: Any, name: str) -> None:
-    """Raises `HyperparameterError` unless `cls` follows the `Method` protocol; the message lists all that it lacks."""
-    if not isinstance(cls, type):
-        raise HyperparameterError(f"the method {name!r} is a {type(cls).__name__}, but must be a class.")
-    wrong = [] if is_dataclass(cls) else ["it is not a dataclass with its hyper-parameters as fields"]
-    wrong += [f"it has no {attribute}" for attribute in ("name", "paper", "State") if not hasattr(cls, attribute)]
-    state = getattr(cls, "State", None)
-    if state is not None and not (isinstance(state, type) and is_dataclass(state)):
-        wrong.append("its State is not a dataclass, so no checkpoint can hold it")
-    for function, arguments in _PROTOCOL.items():
-        found = getattr(cls, function, None)
-        if not callable(found):
-            wrong.append(f"it has no {function}({', '.join(arguments)})")
-            continue
-        try:
-            inspect.signature(found).bind(None, *arguments)
-        except TypeError as error:
-            wrong.append(f"{function}({', '.join(arguments)}) cannot be called so: {error}")
-        except ValueError:  # no signature, as for some builtins
-            continue
-    if wrong:
-        raise HyperparameterError(
-            f"{name!r} is not a method: {'; '.join(wrong)}. fedlora.core.method.Method is the protocol, and `fedlora "
-            f"methods check {name}` tests all of it."
-        )
-
-
-_PROTOCOL = {
-    "init": ("seed", "key"), "roles": ("round",), "aggregate": ("state", "updates"),
-    "readout": ("state", "client", "rank"), "effective": ("state",), "diagnostics": ("state",),
-}  # fmt: skip
-
-
-def _nearest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else "."

@@ -1,11 +1,11 @@
-"""SVD: average the updates, keep the directions with most of the energy, send them to everyone (FLoRIST's core).
+"""SVD: average the updates, keep the directions with most of the energy, send them to everyone (FLoRIST's server).
 
-    Delta W = sum_i p_i B_i A_i = U S V^T
-    R = least rank with sum_{j <= R} s_j^2 >= energy ||Delta W||^2
-    read out: the r_i strongest of those R, sqrt(s) on both factors
+    Delta W = sum_i p_i B_i A_i = U diag(s) V^T
+    R = least rank with sum_{j <= R} s_j^2 >= energy ||Delta W||^2, or a rank of your own
+    read out: the r_i strongest of those R, B = U_r diag(s_r), A = V_r^T
 
 Exact up to the share 1 - energy of ||Delta W||^2, with the least error at its rank, gauge-invariant, any ranks. After
-Ramesh and Dass, "FLoRIST" (2506.09199), which gives all clients rank R; here each gets its own. Deviation: one SVD of
+Ramesh and Dass, "FLoRIST" (2506.09199, MLSys 2026), which gives all clients rank R; here each gets its own. One SVD of
 the small core instead of two of the stacks and one of the core, with the same result. Cost: O(S^2 (d_out + d_in)),
 S = sum r_i.
 """
@@ -16,93 +16,54 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from fedlora.core.accumulating import Accumulating
 from fedlora.core.lora import LoRA
-from fedlora.core.method import Readout, Roles, Update
-from fedlora.core.multiplied import How, TakesMultipliers
-from fedlora.core.summing import FromSums, Summing, Sums
+from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import Spectrum, svd_of_matrix
-from fedlora.methods._spectral import accumulated_spectrum, instantiate, mean_spectrum, start_spectrum, whole
-
-
-@dataclass(frozen=True, eq=False)
-class SVDState:
-    """spectrum: the kept part of the mean update. start: the rows of A from a fresh common start; None later."""
-
-    key: int
-    round: int
-    spectrum: Spectrum
-    start: Tensor | None
-    full_rank: int
+from fedlora.linalg import Spectrum
+from fedlora.methods._products import balanced, diagnostics_of, mean_product, spectrum_of
 
 
 @dataclass(frozen=True)
-class SVD(FromSums[SVDState], Accumulating[SVDState], TakesMultipliers):
-    """Use it for the least server error at a given size, if clients need nothing of their own.
+class SVD(Method[Spectrum]):
+    """Use it for the least server error at a given size, if clients need nothing of their own. State: what is kept.
 
     Args:
         energy: the share of ||Delta W||_F^2 to keep, in (0, 1]; 1 keeps everything.
+        rank: R itself instead; overrides energy.
     """
 
     name: ClassVar[str] = "svd"
     paper: ClassVar[str] = "arXiv 2506.09199 (FLoRIST), its server"
-    State: ClassVar[type] = SVDState
+    State: ClassVar[type] = Spectrum
+    linear_in: ClassVar[LinearIn] = "products"
 
-    energy: float = 0.99
+    energy: float = 0.9
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.energy <= 1:
             raise HyperparameterError(f"svd: energy is the share of the update to keep, in (0, 1]; got {self.energy}.")
-
-    def init(self, seed: LoRA, key: int) -> SVDState:
-        spectrum, start = start_spectrum(seed)
-        return SVDState(key, 0, spectrum, start, spectrum.rank)
-
-    def roles(self, round: int) -> Roles:
-        return Roles()
+        if self.rank is not None and not (isinstance(self.rank, int) and self.rank >= 1):
+            raise HyperparameterError(f"svd: rank is a whole number >= 1, or None to use energy; got {self.rank!r}.")
 
     @property
-    def multiplied(self) -> How:
-        """Only products are used, of any rank."""
-        return "products"
+    def claims(self) -> frozenset[str]:
+        exact = self.energy == 1 and self.rank is None
+        return frozenset({"gauge", "readouts", "halves"} | ({"exact"} if exact else set()))
 
-    def aggregate(self, state: SVDState, updates: Sequence[Update]) -> SVDState:
-        return self._after(state, mean_spectrum(updates))
+    def init(self, seed: LoRA) -> Spectrum:
+        return spectrum_of(seed)
 
-    def summing(self) -> Summing:
-        """It needs only the mean."""
-        return Summing()
+    def aggregate(self, state: Spectrum, updates: Sequence[Update]) -> Spectrum:
+        mean = mean_product(updates)
+        return mean.head(self.rank if self.rank is not None else mean.rank_of_energy(self.energy))
 
-    def from_sums(self, state: SVDState, sums: Sums) -> SVDState:
-        return self._after(state, svd_of_matrix(sums.mean, terms=sums.terms, stored=sums.floor, dtype=sums.dtype))
+    def readout(self, state: Spectrum, client: str | None, rank: int) -> LoRA:
+        r = min(rank, state.sound)
+        return LoRA(state.U[:, :r] * state.s[:r], state.Vh[:r])
 
-    def _after(self, state: SVDState, every: Spectrum) -> SVDState:
-        return SVDState(state.key, state.round + 1, every.head(every.rank_of_energy(self.energy)), None, every.rank)
+    def effective(self, state: Spectrum) -> LoRA:
+        return balanced(state)
 
-    def require_accumulating(self) -> None:
-        """Every option is possible: the energy refers to what was released."""
-
-    def accumulated(self, state: SVDState, change: LoRA, rank: int) -> SVDState:
-        every, kept = accumulated_spectrum(state.spectrum, change, rank)
-        share = every.rank_of_energy(self.energy)
-        return SVDState(state.key, state.round + 1, kept.head(share), None, every.rank)
-
-    def readout(self, state: SVDState, client: str | None, rank: int) -> Readout:
-        chosen = torch.arange(min(rank, state.spectrum.sound))
-        seed = (state.key, state.round, client or "")
-        lora = instantiate(state.spectrum, chosen, rank, split="balanced", start=state.start, seed=seed)
-        return Readout(lora, fresh=True)
-
-    def effective(self, state: SVDState) -> LoRA:
-        return whole(state.spectrum)
-
-    def diagnostics(self, state: SVDState) -> Mapping[str, object]:
-        values = state.spectrum.s.tolist()
-        return {
-            "rank": state.spectrum.sound, "full_rank": state.full_rank, "rounding": state.spectrum.rounding,
-            "singular_values": values,
-        }  # fmt: skip
+    def diagnostics(self, state: Spectrum) -> Mapping[str, object]:
+        return diagnostics_of(state)

@@ -4,7 +4,7 @@ Amplification by sampling protects against those who cannot see who was drawn. S
 (`secrets`), not from a seed: a seed is in the configuration, and torch's CPU generator keeps only 32 bits of it. The
 draw is secret: no file that leaves the server has it, and an empty draw is released as pure noise.
 
-A private round draws its own clients and accepts uploads only from them (`server.private_round`). The draw is kept in a
+A private round draws its own clients and accepts uploads only from them (`server.private`). The draw is kept in a
 secret folder until the round is over (`runs.private_releases`), so that a killed round is played again with the same
 clients. On a network, traffic reveals who takes part: there all clients do, and the ledger uses q = 1.
 """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from fedlora.core.lora import Adapter
@@ -11,6 +11,7 @@ from fedlora.errors import counted
 from fedlora.runs.attack_words import in_words
 from fedlora.runs.base_names import BaseName, base_name
 from fedlora.runs.config import RunConfig
+from fedlora.server.judged import FULL
 from fedlora.training.templates import BARE, CHAT
 
 _TEMPLATE = """---
@@ -56,9 +57,6 @@ on that text in one place.
 _ATTACKED = """**Do not use this adapter. It was trained under attack, on purpose, for an experiment:** {words}.
 
 """
-
-# With weighting = 'examples' a method uses the weights that the server passes in, whatever they are based on.
-_BY_THE_SERVER = re.compile(r"weighting='examples', |(, )?weighting='examples'")
 
 _MOST_CLASSES = 20  # listed in a card
 
@@ -112,7 +110,7 @@ def model_card(
     base: BaseName | None = None,
     tokenizer: bool = True,
     privacy: str | None = None,
-    judged: Mapping[str, Any] | None = None,
+    judged: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     validation: Mapping[str, float] | None = None,
 ) -> str:
     """The README.md for a run's adapter, with front matter for the hub.
@@ -120,7 +118,7 @@ def model_card(
     by: who measured; None: the manifest says so. on: "test" or "validation", the data of the metrics. client: the
     owner, for a client's own adapter. base: the base model's name, if manifest and configuration lack it. tokenizer:
     whether its files lie beside the card; otherwise the card takes it from the base model. privacy: a private run's
-    guarantee, in words; example counts are then omitted. judged: what a robust rule did (`server.judged.of_run`).
+    guarantee, in words; example counts are then omitted. judged: what a robust rule did (`server.judged.over_rounds`).
     validation: the round's scores there, if the metrics are of the test set.
     """
     base = base or base_name(config.model.path, manifest["model"]["sha256"])
@@ -139,7 +137,7 @@ def model_card(
         source=base.source,
         title=config.method.name if client is None else f"{config.method.name}, {client}'s own",
         method=config.method.name,
-        method_repr=_BY_THE_SERVER.sub("", manifest["method"]),
+        method_repr=manifest["method"],
         round=round,
         clients=counted(len(manifest["clients"]), "client"),
         modules=len(adapter.modules),
@@ -158,7 +156,7 @@ def model_card(
         validation=f"| validation | {_scores(validation)} |\n" if validation else "",
         on=on,
         classes=_classes(manifest, given),
-        defence=f"| robust rule | {rule.said}{_left_out(judged)} |\n" if (rule := config.defence.build()) else "",
+        defence=f"| robust rule | {rule}{_less(judged)} |\n" if (rule := config.defence.build()) else "",
         digest=manifest["config_digest"],
         version=manifest["versions"].get("fedlora", "not installed by pip"),
         commit=(commit["id"][:12] + ("" if commit["clean"] else " with local changes")) if commit else "unknown",
@@ -169,20 +167,15 @@ def _scores(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if "/" not in name)
 
 
-def _left_out(judged: Mapping[str, Any] | None) -> str:
-    """How often a robust rule left clients out, and whose weights it reduced."""
-    clients = judged["clients"] if judged else {}
-    gone = [
-        f"{_cell(name)} in {one['left_out']} of {one['rounds']}" for name, one in clients.items() if one["left_out"]
+def _less(judged: Mapping[str, Mapping[str, float]]) -> str:
+    """Whose weight a robust rule reduced over the rounds, and how often it left them out."""
+    less = [
+        f"{_cell(name)} {one['coefficient']:.1%} of {one['weight']:.1%} (left out in {one['left_out']:.0f} of "
+        f"{one['rounds']:.0f} rounds)"
+        for name, one in judged.items()
+        if one["coefficient"] < FULL * one["weight"]
     ]
-    held = [
-        f"{_cell(name)} {one['after']:.1%} of {one['before']:.1%}"
-        for name, one in clients.items()
-        if one["after"] < 0.95 * one["before"] and one["left_out"] < one["rounds"]
-    ]
-    return (f"; its examples counted for nothing in rounds: {', '.join(gone)}" if gone else "") + (
-        f"; mean weight after the rule, of that before: {', '.join(held)}" if held else ""
-    )
+    return f"; mean weight after the rule, of that before: {', '.join(less)}" if less else ""
 
 
 def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:

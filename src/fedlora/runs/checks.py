@@ -5,8 +5,7 @@ For a private run, above all: anything that would release more than the noised s
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fedlora.core.lora import Adapter
@@ -18,8 +17,7 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.defence import check_rule
 from fedlora.runs.private_releases import Planned
 from fedlora.runs.tracking import check_trackers
-from fedlora.server.closing import largest_shares
-from fedlora.server.private_options import Privacy
+from fedlora.server.private import Private
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
@@ -27,8 +25,6 @@ from fedlora.training.load import check_device
 from fedlora.training.measure import Target
 from fedlora.training.metrics import METRICS, generates
 from fedlora.training.programs import check_program
-
-log = logging.getLogger("fedlora.runs")
 
 
 def of_machine(config: RunConfig) -> Iterator[str]:
@@ -86,16 +82,13 @@ def of_fit(
             f"server.heads = {config.server.heads!r} has no effect: the model has no fully trained head. Leave it out, "
             f"or name modules to train in full in lora.saved."
         )
-    if config.server.missing == "zero" and config.privacy is None:
-        yield "server.missing = 'zero' has no effect: all clients of a run adapt the same modules. Leave it out."
     if target == "server" and not server.has_global_model(initial):
         yield (
             f"{server.method.name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it "
             f"out)."
         )
-    if config.run.keep_uploads != "none" and server.memory is not None:
-        yield "run.keep_uploads stores uploads, but server.memory keeps none: leave one of them out."
-    yield from said_by(lambda: server.open(initial))  # its memory may be too small
+    if config.run.keep_uploads != "none" and config.server.stream:
+        yield "run.keep_uploads stores uploads, but server.stream keeps none: leave one of them out."
     names, part = [client.id for client in clients], config.run.participation
     a_round = len(sample_clients(names, part, seed=0, round=0))
     if part < 1 and a_round == len(names) and config.privacy is None:
@@ -103,10 +96,9 @@ def of_fit(
             f"run.participation = {part:g} has no effect: of {counted(len(names), 'client')}, that is "
             f"{a_round}. Leave it out."
         )
-    if server.quorum is not None and server.quorum > a_round:
-        yield (
-            f"server.quorum = {server.quorum} can never be met: {a_round} of {len(names)} clients take part in a round."
-        )
+    quorum = server.round.quorum
+    if quorum is not None and quorum > a_round:
+        yield f"server.quorum = {quorum} can never be met: {a_round} of {len(names)} clients take part in a round."
 
 
 def _of_metric(config: RunConfig) -> Iterator[str]:
@@ -134,17 +126,10 @@ def _of_roles(config: RunConfig, name: str, roles: Roles) -> Iterator[str]:
         yield f"run.keep_uploads cannot store what never leaves a client, but {name} shares {roles}."
 
 
-def check_liars(
-    config: RunConfig, server: Server, initial: ServerState, clients: Sequence[Client], examples: Mapping[str, float]
-) -> None:
-    """Raise `ConfigError` if a robust rule cannot tolerate its liars in any round. examples: per client."""
-    if server.rule is None:
-        return
-    a_round = len(sample_clients(list(examples), config.run.participation, seed=0, round=0))
-    p = largest_shares(examples if server.weighs_by == "examples" else dict.fromkeys(examples, 1.0), a_round)
-    ranks = [client.ranks(initial.modules) for client in clients]
-    if near := check_rule(server.rule, server.method, ranks, p):
-        log.warning("%s", near)
+def check_liars(config: RunConfig, server: Server, clients: Sequence[str]) -> None:
+    """Raise `ConfigError` if a round is too small for the robust rule."""
+    if server.round.rule is not None:
+        check_rule(server.round.rule, len(sample_clients(clients, config.run.participation, seed=0, round=0)))
 
 
 # ---- private runs ----------------------------------------------------------------------------------------------------
@@ -163,10 +148,10 @@ def check_private(config: RunConfig, server: Server) -> None:
     privacy = probe.build(
         Planned(), clients=["anybody"], largest=1, rounds=1, participation=config.run.participation, seed=0
     )
-    replace(server, privacy=privacy)
+    replace(server, round=privacy)
 
 
-def planned_privacy(config: RunConfig, clients: Sequence[Client], start: Adapter) -> Privacy:
+def planned_privacy(config: RunConfig, clients: Sequence[Client], start: Adapter) -> Private:
     """The privacy parameters for these clients: all of them public constants. Nothing is released yet.
 
     Raises:
@@ -210,6 +195,12 @@ def _refusals(config: RunConfig) -> Iterator[str]:
             f"run.track = {list(run.track)} stores when each round ended, which reveals who was drawn, but "
             f"privacy.sampling = 'poisson' relies on nobody knowing: leave run.track out"
         )
+    yield from section.excludes(config.server)
+    if config.defence.rule != "none":
+        yield (
+            f"defence.rule = {config.defence.rule!r} weighs each client by the others' uploads, so one client's "
+            f"influence has no bound: leave out [defence] or [privacy]"
+        )
     if run.keep_uploads != "none":
         yield (
             f"run.keep_uploads = {run.keep_uploads!r} stores what clients sent, but [privacy] guarantees that only "
@@ -230,7 +221,7 @@ def _refusals(config: RunConfig) -> Iterator[str]:
     if config.model.adapter is not None:
         yield (
             "model.adapter is a trained start, and the first download releases what it learned: start fresh, or in "
-            "Python say what it learned from (Privacy(warm_start=True))"
+            "Python say what it learned from (Private(warm_start=True))"
         )
     if evaluate.test_along:
         yield "evaluate.test_along would release scores on the test set after each round: leave it out"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel
 
 from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import ADAPTER_FILES, is_hub, local_folder, repository_and_revision
@@ -23,11 +23,10 @@ from fedlora.runs.attack_section import AttackSection
 from fedlora.runs.data_sections import ClientsSection, DataSection
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.idle_keys import check_used
-from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
+from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 from fedlora.runs.reading import checked, set_in, tables_in
 from fedlora.runs.sections import EvaluateSection, MethodSection, ModelSection, RunSection, ServerSection
 from fedlora.runs.train_section import TrainTable
-from fedlora.server.terms import weighs_by
 from fedlora.training.settings import Key, LoRASettings, Section
 from fedlora.training.templates import BARE
 
@@ -54,11 +53,6 @@ class RunConfig(Section):
     attack: AttackSection = AttackSection()
     privacy: PrivacySection | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _private_server(cls, raw: Any) -> Any:
-        return with_private_server(raw)
-
     def canonical(self) -> str:
         """JSON that is the same for equal configurations, with every field."""
         fields = self.model_dump(mode="json")
@@ -84,7 +78,7 @@ class RunConfig(Section):
             section: BaseModel = getattr(self, table)
             value = getattr(section, key)
             if key == "weighting":  # the effective value, given or implied
-                value = weighs_by(value, self.defence.rule != "none")
+                value = value or ("examples" if self.defence.rule == "none" else "uniform")
             told = {**fields.pop(table, {}), key: value}
             if told[key] == former:
                 del told[key]

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, StrictFloat, StrictInt, ValidationInfo, field_validator, model_validator
 
-from fedlora.core.method import Method
-from fedlora.core.multiplied import TakesMultipliers
 from fedlora.errors import ConfigError, HyperparameterError
-from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Krum, Mixing, MultiKrum, Rule
+from fedlora.server.rules import NNM, CenteredClipping, GeometricMedian, Krum, MultiKrum, NormClipping, Rule
 from fedlora.training.settings import Section
 
 RuleName = Literal["none", "clip", "geometric-median", "krum", "multi-krum", "centred-clipping"]
-_RULES: Mapping[str, type[Any]] = {
-    rule.name: rule for rule in (Clip, GeometricMedian, Krum, MultiKrum, CentredClipping)
+_RULES: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {  # rule -> its class, and its keys beside liars and mixing
+    "clip": (NormClipping, ("threshold",)),
+    "geometric-median": (GeometricMedian, ("tolerance", "iterations")),
+    "krum": (Krum, ()),
+    "multi-krum": (MultiKrum, ()),
+    "centred-clipping": (CenteredClipping, ("tau", "iterations")),
 }
-_OWN: Mapping[str, tuple[str, ...]] = {  # rule -> its keys, except `liars` and `mixing`
-    "none": (),
-    **{name: tuple(f.name for f in fields(rule) if f.name != "liars") for name, rule in _RULES.items()},
-}
-_NEEDS_LIARS = {  # rules for which `liars` is required
-    name for name, rule in _RULES.items() for f in fields(rule) if f.name == "liars" and f.default is MISSING
-}
+_NEED_LIARS = ("krum", "multi-krum")
 Norm = Annotated[float, Field(gt=0)] | Literal["median"]
 
 
 class DefenceSection(Section):
-    """Limits clients that lie: a rule weights the clients' changes by how far they are from each other.
+    """Limits clients that lie: a rule weighs the clients' changes by how far they are from each other.
 
     docs/how-to/robust-rules.md has the theory.
 
@@ -38,8 +33,7 @@ class DefenceSection(Section):
     few clients. mixing: first replace each change by the mean of its nearest ones. threshold: for clip, a norm or
     "median" (the default). tau: for centred-clipping, a norm or "median" (the default). iterations: for
     centred-clipping their number (default 3), for geometric-median the most (default 1000). tolerance: for
-    geometric-median (default 1e-10). factor_averages: allow methods that average factors, for which the rule bounds
-    nothing; without it they are refused.
+    geometric-median, the largest change of a coefficient at which it stops (default 1e-10).
     """
 
     rule: RuleName = "none"
@@ -49,7 +43,6 @@ class DefenceSection(Section):
     tau: Norm | None = None
     tolerance: Annotated[float, Field(gt=0, lt=1)] | None = None
     iterations: Annotated[int, Field(ge=1)] | None = None
-    factor_averages: bool = False
 
     @field_validator("liars", "threshold", "tau", mode="before")
     @classmethod
@@ -66,7 +59,7 @@ class DefenceSection(Section):
     def _whole(self) -> DefenceSection:
         if self.rule == "none":
             return self
-        if self.liars is None and (self.mixing or self.rule in _NEEDS_LIARS):
+        if self.liars is None and (self.mixing or self.rule in _NEED_LIARS):
             who = "defence.mixing" if self.mixing else f"defence.rule = {self.rule!r}"
             raise ValueError(
                 f"{who} needs defence.liars: how many clients per round may lie, a number (2) or a share (0.2); it has "
@@ -80,10 +73,10 @@ class DefenceSection(Section):
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Every key that has no effect with the rule, set or not, and why."""
-        for key in DefenceSection.model_fields:
-            of = " and ".join(rule for rule, keys in _OWN.items() if key in keys)
-            if of and key not in _OWN[self.rule]:
-                yield f"defence.{key}", f"it is for {of}, but defence.rule = {self.rule!r}"
+        own = {key: [rule for rule, (_, keys) in _RULES.items() if key in keys] for key in DefenceSection.model_fields}
+        for key, rules in own.items():
+            if rules and self.rule not in rules:
+                yield f"defence.{key}", f"it is for {' and '.join(rules)}, but defence.rule = {self.rule!r}"
         if self.rule == "none":
             for key in ("liars", "mixing"):
                 yield f"defence.{key}", "it is for a robust rule, but defence.rule = 'none'. Name one ('multi-krum')"
@@ -92,50 +85,20 @@ class DefenceSection(Section):
         """The rule; None for "none"."""
         if self.rule == "none":
             return None
-        own = {key: value for key in _OWN[self.rule] if (value := getattr(self, key)) is not None}
-        made: Rule = _RULES[self.rule](**own, **({} if self.liars is None else {"liars": self.liars}))
-        if not self.mixing or self.liars is None:
-            return made
-        return Mixing(made, self.liars, factor_averages=self.factor_averages)
+        kind, keys = _RULES[self.rule]
+        own = {key: value for key in keys if (value := getattr(self, key)) not in (None, "median")}
+        f = self.liars or 0
+        rule: Rule = kind(**own, f=f)
+        return NNM(rule, f) if self.mixing else rule
 
 
-def check_rule(rule: Rule, method: Method[Any], ranks: Sequence[Mapping[str, int]], p: Sequence[float]) -> str | None:
-    """Check that the rule can weight a round of clients with these weights.
-
-    Args:
-        ranks: module -> r, for every client. p: the largest weight that each client of a round can have.
-
-    Returns:
-        A warning if the liars could hold more than a third of the total weight, so that a little more is too much.
-
-    Raises:
-        ConfigError: no round could be weighted.
-    """
-    clients = len(p)
-    if few := rule.overcome(p):
+def check_rule(rule: Rule, clients: int) -> None:
+    """Raises `ConfigError` if a round of that many clients is too small for the rule."""
+    if clients < (least := rule.least(clients)):
         raise ConfigError(
-            f"defence.rule: {few}, but a round has {clients}. Use more clients, fewer liars, "
-            f'server.weighting = "uniform", or another rule.'
+            f"defence.rule: {rule} needs {least} clients, but a round has {clients}. Use more clients, fewer liars, or "
+            f"another rule."
         )
-    _check_ranks(method, ranks, clients)
-    if (held := rule.liars_hold(p)) <= 1 / 3 + 1e-9:
-        return None
-    return (
-        f"{rule.name}: {rule.declared(clients)} of {clients} clients can hold {held:.0%} of what it counts. Above one "
-        f"third their influence grows fast, and at one half they decide"
-    )
-
-
-def _check_ranks(method: Method[Any], ranks: Sequence[Mapping[str, int]], clients: int) -> None:
-    """Raise `ConfigError` if a round has more columns than the method's options can represent."""
-    if isinstance(method, TakesMultipliers):
-        held = [
-            sorted((2 * r[name] for r in ranks if name in r), reverse=True) for name in {m for r in ranks for m in r}
-        ]
-        try:
-            method.require_multipliers(max((sum(widths[:clients]) for widths in held), default=None))
-        except HyperparameterError as error:
-            raise ConfigError(f"defence.rule: {error}") from error
 
 
 __all__ = ["DefenceSection", "RuleName", "check_rule"]

@@ -61,7 +61,7 @@ class Exports:
     kind: FolderKind = ANY_FOLDER
     base: BaseName | None = None
     privacy: str | None = None
-    judged: Mapping[str, Any] | None = None
+    judged: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     made: list[Path] = field(default_factory=list)
 
     def write(

@@ -18,7 +18,7 @@ from fedlora.runs.private_run import PrivateRun, told
 from fedlora.runs.samples import write_samples
 from fedlora.runs.stopping import Line, Ranking
 from fedlora.runs.tracking import Trackers
-from fedlora.server.judged import of_run
+from fedlora.server.judged import over_rounds
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 
@@ -58,7 +58,7 @@ def finish(
     """
     server, lines = prepared.server, folder.metrics()
     best = Ranking(prepared.metric).best(lines)
-    judged = of_run(lines) if server.rule is not None else None
+    judged = over_rounds(lines)
     spent = None if private is None else private.spent(state.round)
     exports = Exports(
         prepared.manifest, prepared.config, prepared.spec, prepared.tokenizer, prepared.manifest["data"]["labels"],
@@ -106,12 +106,13 @@ def finish(
 def results(
     server: Server, state: RunState, metric: str, lines: Sequence[Line], best: Line | None,
     tested: Mapping[str, Mapping[str, float]], classes: Sequence[str], stopped: Mapping[str, Any] | None,
-    judged: Mapping[str, Any] | None, *, scores: str = "metrics",
+    judged: Mapping[str, Any], *, scores: str = "metrics",
 ) -> dict[str, Any]:  # fmt: skip
     """What the summaries of a run and of a federation have in common.
 
     validation, test: scores of the "last" round and the "best" one. classes: none for a language model.
-    stopped_early: where and why; None if all rounds were played. defence: only with a robust rule.
+    stopped_early: where and why; None if all rounds were played. defence: what a robust rule did to each client
+    (`server.judged.over_rounds`), only with one.
 
     Args:
         best: the best round's line. tested: "last", and "best" if there is one. scores: the table of a line by which
@@ -128,7 +129,7 @@ def results(
         "test": {name: tested.get(name, {}) for name in FOLDERS},
         "classes": list(classes),
         "diagnostics": server.diagnostics(state.server),
-        **({"defence": judged} if judged is not None else {}),
+        **({"defence": judged} if judged else {}),
     }
 
 

@@ -133,7 +133,7 @@ def prepare(
     model = config.model.load(config.lora, labels, config.run.seed, device=device)
     clients, seed_adapter, spec = _start(config, model, list(parts), labels)
     if config.privacy is not None:
-        server = replace(server, privacy=planned_privacy(config, clients, seed_adapter))
+        server = replace(server, round=planned_privacy(config, clients, seed_adapter))
     sizes = {name: len(part) for name, part in parts.items()}
     target, misfits = target_of(config, server, seed_adapter, clients, sizes)
     refuse(misfits)
@@ -205,8 +205,7 @@ def target_of(
     target = config.evaluate.target
     if target == "auto":
         target = "server" if server.has_global_model(initial) else "clients"
-    examples = {name: float(size) for name, size in sizes.items()}
-    liars = said_by(lambda: check_liars(config, server, initial, clients, examples))
+    liars = said_by(lambda: check_liars(config, server, list(sizes)))
     return target, [*of_fit(config, server, initial, target, clients), *liars]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,7 +12,7 @@ from fedlora.privacy.accounting import LEAST_DELTA, LEAST_EPSILON, MOST_EPSILON
 from fedlora.privacy.events import Budget
 from fedlora.privacy.geometry import Geometry, Shape
 from fedlora.privacy.ledger import Ledger
-from fedlora.server.private_options import Privacy, Releases
+from fedlora.server.private import Private, Releases
 from fedlora.training.settings import Key, Positive, Section
 
 Above = Annotated[float, Field(gt=0)]
@@ -110,23 +110,22 @@ class PrivacySection(Section):
             )
         return own
 
+    def excludes(self, server: Section) -> Iterator[str]:
+        """A line for each key of [server] that contradicts private rounds."""
+        weighting = "uniform" if self.most_examples is None else "examples"
+        for key, agrees in (("weighting", weighting), ("quorum", None), ("stream", False)):
+            if (value := getattr(server, key)) not in (None, agrees):
+                yield (
+                    f"server.{key} = {value!r} is for rounds that are not private: these have one noised sum, count by "
+                    f"privacy.most_examples, and never fail, because that would reveal who came. Leave it out"
+                )
+
     def build(
         self, releases: Releases, *, clients: Sequence[str], largest: int, rounds: int, participation: float, seed: int
-    ) -> Privacy:
+    ) -> Private:
         """The privacy parameters for these clients. largest: their largest rank. seed: for the public directions."""
-        return Privacy(
+        return Private(
             clip=self.clip, noise_multiplier=self.multiplier(rounds, participation),
             geometry=Geometry(self.shape, self.dims or 0), clients=tuple(clients), rank=self.rank or largest,
             releases=releases, sampling=self.chance(participation), most_examples=self.most_examples, seed=seed,
         )  # fmt: skip
-
-
-def with_private_server(raw: Any) -> Any:
-    """A configuration's tables, with [privacy]'s defaults for keys that [server] does not set."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("privacy"), dict):
-        return raw
-    server = raw.get("server", {})
-    if not isinstance(server, dict):
-        return raw
-    weighting = "uniform" if raw["privacy"].get("most_examples") is None else "examples"
-    return {**raw, "server": {"missing": "zero", "weighting": weighting, **server}}

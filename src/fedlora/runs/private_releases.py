@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from fedlora.privacy.journal import Journal
 from fedlora.privacy.ledger import Ledger
 from fedlora.privacy.mechanism import Mechanism
 from fedlora.runs.folder import RunFolder
-from fedlora.server.private_options import Releases
+from fedlora.server.private import Releases
 
 
 class Planned(Releases):
@@ -36,9 +36,6 @@ class Planned(Releases):
 
     def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism, sampling: float) -> Tensor:
         raise HyperparameterError("this server is only a plan: it cannot keep or charge releases.")
-
-    def first_drawn(self, round: int, context: str, drawn: Sequence[str]) -> Sequence[str]:
-        raise HyperparameterError("this server is only a plan: it draws no clients.")
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,6 @@ class OnDisk(Releases):
     def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism, sampling: float) -> Tensor:
         _secret(self.folder)
         return self.journal.store(round, noised, self.event(round, mechanism, len(noised), sampling), context)
-
-    def first_drawn(self, round: int, context: str, drawn: Sequence[str]) -> Sequence[str]:
-        return drawn  # a round that was killed before its sum was written draws anew
 
     def event(self, round: int, mechanism: Mechanism, size: int, sampling: float) -> Event:
         """The ledger's charge for one round."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 from fedlora.privacy.accounting import epsilon, epsilon_up
 from fedlora.privacy.geometry import Layout
@@ -27,8 +26,7 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 from fedlora.runs.private_releases import OnDisk, private_folder, read_private
-from fedlora.server.private_options import Privacy
-from fedlora.server.private_round import PrivateRound
+from fedlora.server.private import Private, PrivateRound
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
@@ -110,7 +108,7 @@ def planned(
 
 
 def plan_of(
-    privacy: Privacy, layout: Layout, mechanism: Mechanism, rounds: int, epsilon: float, delta: float
+    privacy: Private, layout: Layout, mechanism: Mechanism, rounds: int, epsilon: float, delta: float
 ) -> PrivacyPlan:
     """The plan from its parts."""
     sigma = mechanism.scale(layout.size) * mechanism.grid / privacy.denominator
@@ -157,7 +155,7 @@ def check_affordable(prepared: Prepared) -> None:
         check_plan(plan(prepared), privacy, _releases(prepared, Path(), "planned"))
 
 
-def check_plan(plan: PrivacyPlan, privacy: Privacy, releases: OnDisk) -> None:
+def check_plan(plan: PrivacyPlan, privacy: Private, releases: OnDisk) -> None:
     """Check a plan before anything is released.
 
     Raises:
@@ -182,17 +180,11 @@ def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) ->
     return going_on(prepared.server, privacy, releases, plan(prepared), state.round)
 
 
-def going_on(server: Server, privacy: Privacy, releases: OnDisk, plan: PrivacyPlan, done: int) -> PrivateRun:
+def going_on(server: Server, privacy: Private, releases: OnDisk, plan: PrivacyPlan, done: int) -> PrivateRun:
     """The run with a server that releases from now on. done: rounds so far. Raises `CheckpointError` if the ledger
     lacks one."""
     releases.check_charged(done)
-    return PrivateRun(replace(server, privacy=replace(privacy, releases=releases, diary=_warn)), releases, plan)
-
-
-def _warn(round: int, client: str, what: str) -> None:
-    """Warn the server's operator, whose screen is as secret as the folder, of a client that does not count."""
-    if client:
-        log.warning("round %d: %s does not count: %s", round, shown(client), shown(what, 1000))
+    return PrivateRun(replace(server, round=replace(privacy, releases=releases)), releases, plan)
 
 
 def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:

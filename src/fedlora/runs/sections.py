@@ -15,17 +15,20 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 
 from fedlora.analysis.audit import MOST, GaugeStress
-from fedlora.core.messages import Client, Missing
+from fedlora.core.messages import Client
 from fedlora.core.method import Method
 from fedlora.data import TextData
 from fedlora.data.demo import model_location
 from fedlora.data.hub import repository_and_revision
+from fedlora.errors import HyperparameterError
 from fedlora.methods import build
 from fedlora.runs.stopping import Patience
 from fedlora.runs.tracking import TrackerName
-from fedlora.server.robust_rules import Rule
+from fedlora.server.kept import Kept
+from fedlora.server.rounds import Weighting
+from fedlora.server.rules import Rule
 from fedlora.server.server import Heads, Server
-from fedlora.server.terms import Weighting
+from fedlora.server.streamed import Streamed
 from fedlora.simulation import UploadHook
 from fedlora.training.load import model_place
 from fedlora.training.measure import ModelEvaluator, Target
@@ -169,18 +172,16 @@ _snapshot = lru_cache(maxsize=32)(model_place)  # each ask of the hub costs seco
 class MethodSection(Section):
     """How uploads become the server's model. Further keys are the method's hyper-parameters.
 
-    name: one listed by `fedlora methods`, or "module:Class" for your own. preset: a named set of hyper-parameters, also
-    listed by `fedlora methods`.
+    name: one listed by `fedlora methods`, or "module:Class" for your own.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     name: str = "glora"
-    preset: str | None = None
 
     def build(self) -> Method[Any]:
         """The method. Raises `HyperparameterError`."""
-        return build(self.name, preset=self.preset, **(self.model_extra or {}))
+        return build(self.name, **(self.model_extra or {}))
 
 
 class ServerSection(Section):
@@ -189,30 +190,30 @@ class ServerSection(Section):
     weighting: p_i by the number of "examples", or "uniform"; not set: "uniform" with [defence], otherwise "examples".
     heads: "average" the fully trained parts, keep them "local", or "frozen"; not set: the method's choice. quorum: bad
     uploads and failed clients are left out as long as this many good ones remain; not set: the first one stops the run
-    (on Flower, one good upload is then enough). missing: a module that some clients lack is averaged over those that
-    have it ("renormalise"), or the others count as a "zero" update. memory: megabytes for a round's uploads; once they
-    fill half of it, they are added up in float64 and discarded (most methods support it). workers: matrices aggregated
-    at a time; not set: torch's threads. gauge_stress: in every round, re-express each upload in fresh random
-    coordinates of this condition number, 1 to 1e12, before aggregation; stored in float32, that changes an update by
-    about 6e-8 times the condition number.
+    (on Flower, one good upload is then enough). stream: add uploads up in float64 as they come and forget them, for any
+    number of clients (methods that need only the sum). gauge_stress: in every round, re-express each upload in fresh
+    random coordinates of this condition number, 1 to 1e12, before aggregation; stored in float32, that changes an
+    update by about 6e-8 times the condition number.
     """
 
     weighting: Annotated[Weighting | None, Key(former="examples")] = None
     heads: Heads | None = None
     quorum: Positive | None = None
-    missing: Missing = "renormalise"
-    memory: Annotated[float, Field(gt=0)] | None = None
-    workers: Positive | None = None
+    stream: bool = False
     gauge_stress: Annotated[
         Annotated[float, Field(ge=1, le=MOST)] | None, Key("it is an experiment with uploads, for fedlora run")
     ] = None
 
     def build(self, method: Method[Any], seed: int, rule: Rule | None = None) -> Server:
         """The server with that method. rule: from [defence]. Raises `HyperparameterError`."""
-        return Server(
-            method, weighting=self.weighting, heads=self.heads, quorum=self.quorum, missing=self.missing, seed=seed,
-            memory=self.memory, workers=self.workers, rule=rule,
-        )  # fmt: skip
+        if not self.stream:
+            return Server(method, self.heads, seed, Kept(rule, self.weighting, self.quorum))
+        if rule is not None:
+            raise HyperparameterError(
+                f"server.stream adds uploads up as they come and forgets them, and {rule.name} compares the changes of "
+                f"all clients of a round: leave one of them out."
+            )
+        return Server(method, self.heads, seed, Streamed(self.weighting or "examples", self.quorum))
 
     def hooks(self, seed: int) -> list[UploadHook]:
         """Hooks applied to uploads on their way."""

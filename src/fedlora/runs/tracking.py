@@ -181,7 +181,7 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     for word, table in tables.items():
         found |= {f"{word}/{name}": value for name, value in table.items()} if isinstance(table, Mapping) else {}
     for client, one in ((line.get("defence") or {}).get("clients") or {}).items():
-        found |= {f"change/{client}": one["norm"], f"weight_after/{client}": one["after"]}
+        found |= {f"change/{client}": one["norm"], f"weight_after/{client}": one["coefficient"]}
     spent = line.get("privacy")
     if spent is None:
         return _finite(found)

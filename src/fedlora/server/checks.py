@@ -1,33 +1,26 @@
-"""Checks an upload before any of it is used: the declared modules, roles, shapes and types, with finite numbers.
+"""The border: what an upload must be before any of it is used. The server repairs nothing.
 
-The server repairs nothing. Each refusal names the client and the reason, and no refused upload reaches the state.
+Each refusal names the client and the reason, and nothing of a refused upload reaches the state.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedlora.core.lora import Adapter, LoRA, compute_dtype, named_tensors
-from fedlora.core.messages import Client, Upload
-from fedlora.core.method import Roles
-from fedlora.errors import UploadRefused
-from fedlora.linalg.batches import norms
+from fedlora.core.lora import Adapter, LoRA, named_tensors
+from fedlora.core.messages import Client, Upload, checked_examples
+from fedlora.core.method import Method, Roles
+from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.server.cancelling import require_measured
+from fedlora.server.state import ServerState
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Sizes that the server can calculate with, by the dtype in which it keeps them. Nothing honest is near either end.
-# LEAST: a quarter of the exponents stays free below it, for weights and for entries smaller than the largest, so a mean
-# never becomes zero where it is stored. Squares are taken in float64, or relative to the largest, so they stay normal.
-# _MOST: squares stay finite up to 2^3 times that. The norms of a readout's factors may multiply to sqrt(r) times the
-# mean update, so up to r = 64 what a client gets after a mean of such uploads, and returns with a step, fits as well.
-LEAST = {torch.float32: 2.0**-96, torch.float64: 2.0**-768}
-_LARGEST = {dtype: math.sqrt(torch.finfo(dtype).max) for dtype in LEAST}
-_MOST = {dtype: 2.0**-3 * size for dtype, size in _LARGEST.items()}
-_STEP = 1 + 2.0**-10  # a client that was sent something larger than _MOST may return it, and train a step
-_ROUGH = 2.0**-40  # squares of entries may underflow in a norm below this
+# Products of two such entries, and their squares, stay far inside float64; nothing honest is near.
+_LARGEST = 1e15
 
 
 def check_types(upload: object) -> None:
@@ -39,179 +32,117 @@ def check_types(upload: object) -> None:
         raise UploadRefused(
             client, f"its adapter is a {type(adapter).__name__}, or has modules that are not LoRA pairs."
         )
-    if not all(isinstance(tensor, Tensor) for tensor in adapter.tensors()):
-        name, tensor = next((name, t) for name, t in named_tensors(adapter) if not isinstance(t, Tensor))
-        raise UploadRefused(client, f"{name} is a {type(tensor).__name__}; adapters hold torch tensors.")
+    for name, tensor in named_tensors(adapter):
+        if not isinstance(tensor, Tensor):
+            raise UploadRefused(client, f"{name} is a {type(tensor).__name__}; adapters hold torch tensors.")
 
 
-def check_count(upload: Upload) -> None:
-    """Raises `UploadRefused` if num_examples would vanish in a sum over clients, or make the others vanish."""
-    if not 1e-12 <= upload.num_examples <= 1e12:
-        raise UploadRefused(
-            upload.client.id,
-            f"num_examples = {upload.num_examples:g}: sums over clients can hold numbers from 1e-12 to 1e12.",
-        )
+def check(upload: Upload, state: ServerState, roles: Roles, method: Method[Any]) -> float:
+    """The upload's number of examples, if it is what this round asked for; 0: it abstains, and is not looked at.
 
-
-def check_adapter(
-    upload: Upload,
-    *,
-    ranks: Mapping[str, int],
-    roles: Roles,
-    start: Adapter,
-    heads: Mapping[str, Tensor],
-    begun: Callable[[], Mapping[str, LoRA]],
-    averages: bool,
-) -> None:
-    """Raises `UploadRefused` unless the upload's adapter matches what this round requested from the client.
-
-    Args:
-        ranks: module -> r_i, for the modules that the client holds. roles: this round's. start: gives each module's
-            (d_out, d_in) and the dtype in which the server keeps it. heads: the server's, by name. begun: what the
-            client was sent, by module; called only if an upload is unusually large.
-        averages: whether the method averages factors, so that one client's B multiplies another's A.
+    Raises:
+        UploadRefused: with the client and the reason. It raises nothing else, whatever the upload holds.
     """
-    shared = [factor for factor in ("A", "B") if getattr(roles, factor) == "shared"]
-    if upload.adapter.base:
-        raise UploadRefused(upload.client.id, "it contains base weights; upload what `send(adapter, roles)` returns.")
-    _check_modules(upload, ranks if shared else {}, shared, start)
-    _check_heads(upload, heads if roles.heads == "shared" else {})
-    _check_sizes(upload, _check_numbers(upload), start, heads, begun, averages)
-    for name, head in upload.adapter.heads.items():
-        if not bool(torch.isfinite(head.detach().to(heads[name].dtype)).all()):
-            raise UploadRefused(
-                upload.client.id, f"head {name!r} holds values beyond the server's {heads[name].dtype}."
+    try:
+        examples = checked_examples(upload)
+        if examples:
+            _check_counted(upload, examples, state, roles, method)
+    except UploadRefused:
+        raise
+    except Exception as error:  # a stranger's tensors may be of any kind: no client ends a round
+        raise UploadRefused(upload.client.id, f"it cannot be read: {type(error).__name__}: {error}.") from error
+    return examples
+
+
+def _check_counted(upload: Upload, examples: float, state: ServerState, roles: Roles, method: Method[Any]) -> None:
+    client, adapter = upload.client.id, upload.adapter
+
+    def require(ok: bool, reason: str) -> None:
+        if not ok:
+            raise UploadRefused(client, reason)
+
+    bounded = 1 / _LARGEST <= examples <= _LARGEST
+    require(
+        bounded, f"num_examples = {examples:g}; sums over clients hold numbers from {1 / _LARGEST:g} to {_LARGEST:g}."
+    )
+    require(not adapter.base, "it contains base weights; upload what `send(adapter, roles)` returns.")
+    try:
+        ranks = ranks_of(upload.client, state)
+    except HyperparameterError as error:
+        raise UploadRefused(client, str(error)) from error
+    _check_modules(upload, ranks, state.start, roles, method)
+    heads = state.heads if roles.heads == "shared" else {}
+    require(
+        adapter.heads.keys() == heads.keys(),
+        f"heads {sorted(adapter.heads)} were sent; this round shares {sorted(heads)}.",
+    )
+    for name, head in heads.items():
+        got, want = tuple(adapter.heads[name].shape), tuple(head.shape)
+        require(got == want, f"head {name!r} has shape {got}; it must be {want}.")
+    for name, tensor in named_tensors(adapter):
+        require(
+            tensor.dtype in _DTYPES, f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64."
+        )
+        plain = tensor.layout == torch.strided and not tensor.is_meta
+        require(plain, f"{name} is {tensor.layout} on {tensor.device.type}; adapters are plain dense tensors.")
+        low, high = torch.aminmax(tensor.detach()) if tensor.numel() else (0.0, 0.0)
+        if not (float(low) >= -_LARGEST and float(high) <= _LARGEST):  # NaN is neither
+            bad = int((~torch.isfinite(tensor)).sum())
+            require(
+                not bad,
+                f"{name} holds NaN or Inf in {bad} of {tensor.numel()} entries: training diverged there (a lower "
+                f"learning rate or gradient clipping helps).",
             )
+            require(
+                False, f"{name} holds {float(tensor.detach().abs().max()):.1e}; the server sums up to {_LARGEST:g}."
+            )
+    for name, head in heads.items():
+        fits = bool(torch.isfinite(adapter.heads[name].detach().to(head.dtype)).all())
+        require(fits, f"head {name!r} holds values beyond the server's {head.dtype}.")
+    if roles.both_shared:  # one factor beside a common one has no terms of the client's own
+        require_measured(upload)
 
 
-def _check_modules(upload: Upload, ranks: Mapping[str, int], shared: list[str], start: Adapter) -> None:
-    client, got = upload.client.id, set(upload.adapter.modules)
-    lacks, extra = sorted(set(ranks) - got), sorted(got - set(ranks))
+def _check_modules(upload: Upload, ranks: Mapping[str, int], start: Adapter, roles: Roles, method: Method[Any]) -> None:
+    client, modules = upload.client.id, upload.adapter.modules
+    asked = ranks if roles.shared else {}
+    lacks, extra = sorted(asked.keys() - modules.keys()), sorted(modules.keys() - asked.keys())
     if lacks or extra:
         raise UploadRefused(
             client,
             f"it must hold exactly the declared modules: {len(lacks)} are missing {lacks[:3]}, "
             f"{len(extra)} are unexpected {extra[:3]}.",
         )
-    for name, lora in upload.adapter.modules.items():
-        present, r = lora.tensors(), ranks[name]
-        if sorted(present) != shared:
-            raise UploadRefused(
-                client, f"module {name!r} carries factors {sorted(present)}; this round's roles share {shared}."
+    for name, lora in modules.items():
+        r, (B, A) = ranks[name], start.modules[name].factors
+        if why := unserved(method, roles, r, start.modules[name].rank):
+            raise UploadRefused(client, f"{why} in {name!r}.")
+        got = {factor: tuple(t.shape) for factor, t in lora.tensors().items()}
+        shapes = {"B": (B.shape[0], r), "A": (r, A.shape[1])}
+        expected = {factor: shapes[factor] for factor in roles.shared}
+        if got != expected:
+            raise UploadRefused(client, f"module {name!r} has factors {got}; this round shares {expected}.")
+
+
+def unserved(method: Method[Any], roles: Roles, rank: int, start: int) -> str:
+    """Why the method cannot serve this rank, beside a common start of rank `start`; "" if it can."""
+    if method.one_rank and rank != start:
+        return (
+            f"{method.name} averages factors entry by entry, so every client has the start's rank {start}, not {rank}; "
+            f"glora, svd, flexlora and flora serve mixed ranks"
+        )
+    if not roles.both_shared and rank > start:
+        return f"a common factor of {method.name} has the start's rank {start}, and {rank} is larger"
+    return ""
+
+
+def ranks_of(client: Client, state: ServerState) -> dict[str, int]:
+    """Module -> r, for the modules that the client holds. Raises `HyperparameterError` for a module not adapted."""
+    if isinstance(client.rank, Mapping):
+        unknown = sorted(set(client.rank) - set(state.modules))
+        if unknown:
+            raise HyperparameterError(
+                f"client {client.id!r} declares a rank for {unknown[0]!r}, which is not an adapted module. The "
+                f"modules are {', '.join(list(state.modules)[:3])}, ..."
             )
-        if lora.rank != r:
-            raise UploadRefused(client, f"module {name!r} has rank {lora.rank}; the client's rank is {r}.")
-        B, A = start.modules[name].factors
-        expected = {"B": (B.shape[0], lora.rank), "A": (lora.rank, A.shape[1])}
-        for factor, tensor in present.items():
-            if tuple(tensor.shape) != expected[factor]:
-                raise UploadRefused(
-                    client,
-                    f"factor {factor} of module {name!r} has shape {tuple(tensor.shape)}; "
-                    f"it must be {expected[factor]}.",
-                )
-
-
-def _check_heads(upload: Upload, heads: Mapping[str, Tensor]) -> None:
-    client, sent = upload.client.id, upload.adapter.heads
-    if set(sent) != set(heads):
-        raise UploadRefused(client, f"heads {sorted(sent)} were sent; this round shares {sorted(heads)}.")
-    for name, head in heads.items():
-        if sent[name].shape != head.shape:
-            raise UploadRefused(
-                client, f"head {name!r} has shape {tuple(sent[name].shape)}; it must be {tuple(head.shape)}."
-            )
-
-
-def _check_numbers(upload: Upload) -> list[float]:
-    """The size of each tensor, in the order of `Adapter.tensors`: see `_sizes`. Raises `UploadRefused`."""
-    client, tensors = upload.client.id, list(upload.adapter.tensors())
-
-    def name(at: int) -> str:
-        return [name for name, _ in named_tensors(upload.adapter)][at]
-
-    for k, tensor in enumerate(tensors):
-        if tensor.dtype not in _DTYPES:
-            raise UploadRefused(
-                client, f"{name(k)} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64."
-            )
-        if tensor.layout != torch.strided or tensor.is_meta:
-            raise UploadRefused(
-                client, f"{name(k)} is {tensor.layout} on {tensor.device.type}; adapters are plain dense tensors."
-            )
-    # One pass answers both: a norm is finite only if every entry is.
-    sizes = _sizes(tensors)
-    for k, size in enumerate(sizes):
-        if not math.isfinite(size) and not bool(torch.isfinite(tensors[k]).all()):
-            bad = int((~torch.isfinite(tensors[k])).sum())
-            raise UploadRefused(
-                client,
-                f"{name(k)} holds NaN or Inf in {bad} of {tensors[k].numel()} entries: training diverged there "
-                f"(a lower learning rate or gradient clipping helps).",
-            )
-    return sizes
-
-
-def _sizes(tensors: list[Tensor]) -> list[float]:
-    """||X||_F of each; of a tiny one the largest |entry|, which is 0 only if all of them are."""
-    return [
-        float(tensor.detach().abs().max()) if size < _ROUGH and tensor.numel() else size
-        for tensor, size in zip(tensors, norms(tensors), strict=True)
-    ]
-
-
-def kept_dtype(sent: LoRA | Tensor, held: LoRA | Tensor) -> torch.dtype:
-    """Whose range sizes have to fit: float64's if a client sends it and the server's start has it, otherwise float32's.
-    So no client can move the others beyond what they can send themselves."""
-    both = [compute_dtype(x) if isinstance(x, LoRA) else x.dtype for x in (sent, held)]
-    return torch.float64 if both == [torch.float64] * 2 else torch.float32
-
-
-def too_small(what: str, size: float, dtype: torch.dtype) -> str:
-    """Why a size that is not zero, but below LEAST, is refused."""
-    return (
-        f"{what} cannot be measured: its size is {size:.1e}, neither zero nor at least {LEAST[dtype]:.1e}, so it would "
-        f"vanish in the rounding of {str(dtype).removeprefix('torch.')}. Training gives no such numbers: send zeros, "
-        f"or abstain with 0 examples."
-    )
-
-
-def _check_sizes(
-    upload: Upload,
-    sizes: list[float],
-    start: Adapter,
-    heads: Mapping[str, Tensor],
-    begun: Callable[[], Mapping[str, LoRA]],
-    averages: bool,
-) -> None:
-    client, left = upload.client.id, iter(sizes)
-    for module, lora in upload.adapter.modules.items():
-        dtype = kept_dtype(lora, start.modules[module])
-        factors = {factor: next(left) for factor in lora.tensors()}
-        for factor, size in factors.items():
-            if 0 < size < LEAST[dtype]:
-                raise UploadRefused(client, too_small(f"factor {factor} of module {module!r}", size, dtype))
-        size = _reach(list(factors.values()), averages)
-        if not size <= _MOST[dtype]:
-            sent = begun()[module].tensors()
-            was = _reach(_sizes([sent[factor] for factor in factors if factor in sent]), averages)
-            if not size <= min(_LARGEST[dtype], _STEP * was):
-                raise UploadRefused(client, _too_large(f"the update of module {module!r} has size up to", size, dtype))
-    for (head, tensor), size in zip(upload.adapter.heads.items(), left, strict=True):
-        dtype = kept_dtype(tensor, heads[head])
-        if 0 < size < LEAST[dtype]:
-            raise UploadRefused(client, too_small(f"the head {head!r}", size, dtype))
-        if not size <= _MOST[dtype] and not size <= min(_LARGEST[dtype], _STEP * _sizes([heads[head]])[0]):
-            raise UploadRefused(client, _too_large(f"the head {head!r} has size", size, dtype))
-
-
-def _reach(factors: list[float], averages: bool) -> float:
-    """The most that the factors' norms can make of the update: NaN for a zero beside one that has overflowed."""
-    return max(factors) ** 2 if averages and max(factors) > 1 else max(*factors, math.prod(factors), 0.0)
-
-
-def _too_large(what: str, size: float, dtype: torch.dtype) -> str:
-    return (
-        f"{what} {size:.1e}, above {_MOST[dtype]:.1e}; its energy would overflow, here or after later rounds, in the "
-        f"server's {str(dtype).removeprefix('torch.')}."
-    )
+    return client.ranks(state.modules)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
 from fedlora.core.base_change import BaseChange
-from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.method import Method, Readout, Role, Roles
-from fedlora.core.method import readouts as method_readouts
+from fedlora.core.lora import LoRA
+from fedlora.core.method import Method, Role, Roles
 from fedlora.errors import FedLoRAError, MethodFault
 
 
@@ -31,13 +30,14 @@ def blamed_on(method: Method[Any], function: str) -> Iterator[None]:
         ) from error
 
 
-def checked_state(method: Method[Any], function: str, state: Any) -> Any:
-    """`state`, if it is one of the method's. Raises `MethodFault`."""
-    if type(state) is not method.State:  # no checkpoint could read back a subclass
+def checked_states(method: Method[Any], function: str, made: Any, count: int) -> list[Any]:
+    """`made`, if it is `count` of the method's states. Raises `MethodFault`."""
+    # No checkpoint could read back a subclass.
+    if not isinstance(made, list) or [type(state) for state in made] != [method.State] * count:
         raise MethodFault(
-            f"{method.name}.{function} returned a {type(state).__name__}; its State is {method.State.__name__}."
+            f"{method.name}.{function} returned {made!r:.80}; {count} of its State {method.State.__name__} are needed."
         )
-    return state
+    return made
 
 
 def checked_diagnostics(method: Method[Any], state: Any) -> Mapping[str, object]:
@@ -49,21 +49,30 @@ def checked_diagnostics(method: Method[Any], state: Any) -> Mapping[str, object]
     return made
 
 
-def checked_update(method: Method[Any], made: Any, start: LoRA) -> LoRA:
-    """`made`, if it is a whole update of the same matrix as `start`. Raises `MethodFault`."""
-    what = f"{method.name}.effective(state) returned"
-    if not isinstance(made, LoRA) or len(made.tensors()) < 2:
-        raise MethodFault(f"{what} {made!r:.80}; a LoRA with both factors is needed, or None for no global model.")
-    (B, A), (of_B, of_A) = made.factors, start.factors
-    if (B.shape[0], A.shape[1]) != (of_B.shape[0], of_A.shape[1]):
-        raise MethodFault(
-            f"{what} an update of a matrix {(B.shape[0], A.shape[1])}; the module is {(of_B.shape[0], of_A.shape[1])}."
-        )
+def checked_effective(method: Method[Any], state: Any, start: LoRA) -> LoRA | None:
+    """The method's whole update, if it is one of the same matrix as `start`, or None. Raises `MethodFault`."""
+    with blamed_on(method, "effective"):
+        made = method.effective(state)
+    if made is not None:
+        _require_pair(f"{method.name}.effective(state) returned", made, start)
     return made
 
 
-def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, roles: Roles) -> Readout:
-    """`made`, if a client can start from it: its rank, its matrix's shape, one dtype, and the parts that roles require.
+def checked_base(method: Method[Any], state: Any, start: LoRA) -> BaseChange | None:
+    """How the base weight has moved, if it is a change of the same matrix as `start`, or None. Raises `MethodFault`."""
+    with blamed_on(method, "base"):
+        made = method.base(state)
+    if made is not None:
+        what = f"{method.name}.base(state) returned"
+        if not isinstance(made, BaseChange):
+            raise MethodFault(f"{what} {made!r:.80}; a BaseChange is needed, or None.")
+        for moved in (made.total, *made.steps):
+            _require_pair(what, moved, start)
+    return made
+
+
+def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, roles: Roles) -> LoRA:
+    """The parts of `made` that travel, if a client can start from them: slots, shapes, one dtype, finite numbers.
 
     Args:
         start: the module's, for d_out and d_in.
@@ -72,11 +81,17 @@ def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, role
         MethodFault: it is anything else.
     """
     what = f"{method.name}.readout(state, client, {rank}) returned"
-    if not isinstance(made, Readout) or not isinstance(made.lora, LoRA):
-        raise MethodFault(f"{what} {made!r:.80}; a Readout of a LoRA is needed.")
+    if not isinstance(made, LoRA):
+        raise MethodFault(f"{what} {made!r:.80}; a LoRA is needed.")
+    wanted = tuple(factor for factor in ("B", "A") if getattr(roles, factor) != "local")
+    parts = {factor: t for factor, t in made.tensors().items() if factor in wanted}
+    if len(parts) < len(wanted):
+        raise MethodFault(f"{what} {made!r}; its roles ({roles}) send {' and '.join(wanted)}.")
+    if made.rank > rank or (made.rank < rank and not roles.both_shared):
+        least = "at most" if roles.both_shared else "exactly, because no server can fill a frozen or local factor"
+        raise MethodFault(f"{what} {made.rank} slots; {rank} are needed, {least}.")
     B, A = start.factors
-    parts = made.lora.tensors()
-    expected = {"B": (B.shape[0], rank), "A": (rank, A.shape[1])}
+    expected = {"B": (B.shape[0], made.rank), "A": (made.rank, A.shape[1])}
     for factor, tensor in parts.items():
         if tuple(tensor.shape) != expected[factor]:
             raise MethodFault(f"{what} {factor} of shape {tuple(tensor.shape)}; it must be {expected[factor]}.")
@@ -84,57 +99,28 @@ def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, role
             raise MethodFault(
                 f"{what} {factor} as {tensor.dtype} on {tensor.device}; float32 or float64 on {B.device} are needed."
             )
-        _require_finite(f"{what} {factor}", tensor)
+        # A sum is finite only if every entry is, almost always: one pass without a mask, for every client's download.
+        if not math.isfinite(float(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
+            raise MethodFault(
+                f"{what} {factor} that holds NaN or Inf, but the clients' uploads did not. The method or its numerics "
+                f"failed; no client is to blame."
+            )
     if len({tensor.dtype for tensor in parts.values()}) > 1:
         raise MethodFault(f"{what} factors of two dtypes: {', '.join(f'{f} {t.dtype}' for f, t in parts.items())}.")
-    wanted = {factor for factor in ("B", "A") if getattr(roles, factor) != "local"}
-    if wanted - set(parts):
-        lacks = ", ".join(sorted(wanted - set(parts)))
-        raise MethodFault(f"{what} no {lacks}, which its roles do not leave to the client ({roles}).")
-    if set(parts) - wanted:
-        more = ", ".join(sorted(set(parts) - wanted))
-        raise MethodFault(
-            f"{what} {more}, which its roles leave to the client: it would overwrite what the client keeps."
-        )
-    if made.base is not None and not isinstance(made.base, BaseChange):
-        raise MethodFault(f"{what} {made.base!r:.80} as a change of the base weight; a BaseChange is needed.")
-    if made.base is not None:
-        if not roles.moves_base:
-            raise MethodFault(f"{what} a change of the base weight, and its roles do not say moves_base.")
-        for moved in (made.base.total, *made.base.steps):
-            _, right = moved.factors
-            if (moved.factors[0].shape[0], right.shape[1]) != (B.shape[0], A.shape[1]):
-                raise MethodFault(f"{what} a change of the base weight that is {moved!r}; the matrix is of {start!r}.")
-            for tensor in moved.factors:
-                _require_finite(f"{what} a change of the base weight that", tensor)
-    return made
+    return LoRA(parts.get("B"), parts.get("A")) if parts else made
 
 
-def readouts(
-    method: Method[Any], states: Mapping[str, Any], start: Adapter, client: str, ranks: Mapping[str, int], roles: Roles
-) -> dict[str, Readout]:
-    """Module -> the readout for the client, at these ranks. states: module -> state; start: gives the shapes.
-
-    Raises:
-        MethodFault: no client can start from a readout. RankMismatch: the method cannot serve that rank.
-    """
-    with blamed_on(method, "readout"):
-        made = method_readouts(method, [states[name] for name in ranks], client, list(ranks.values()))
-        found = dict(zip(ranks, made, strict=True))
-    return {name: checked_readout(method, one, start.modules[name], ranks[name], roles) for name, one in found.items()}
-
-
-def checked_roles(method: Method[Any], made: Any) -> Roles:
-    """`made`, if it is a `Roles`. Raises `MethodFault`."""
+def checked_roles(method: Method[Any], round: int) -> Roles:
+    """The method's roles in a round, if they are `Roles`. Raises `MethodFault`."""
+    with blamed_on(method, "roles"):
+        made = method.roles(round)
     if not isinstance(made, Roles) or not {made.B, made.A, made.heads} <= set(get_args(Role)):
         raise MethodFault(f"{method.name}.roles(round) returned {made!r:.80}; Roles of {get_args(Role)} are needed.")
-    return made
+    return replace(made, moves_base=method.moves_base)
 
 
-def _require_finite(what: str, tensor: Tensor) -> None:
-    # A sum is finite only if every entry is, almost always: one pass without a mask, for every client's download.
-    if not math.isfinite(float(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
-        raise MethodFault(
-            f"{what} holds NaN or Inf, but the clients' uploads did not. The method or its numerics failed; no "
-            f"client is to blame."
-        )
+def _require_pair(what: str, made: Any, start: LoRA) -> None:
+    (B, A) = start.factors
+    pair = isinstance(made, LoRA) and len(made.tensors()) == 2
+    if not pair or (made.factors[0].shape[0], made.factors[1].shape[1]) != (B.shape[0], A.shape[1]):
+        raise MethodFault(f"{what} {made!r:.80}; both factors of an update like {start!r} are needed.")

@@ -5,7 +5,7 @@
         record.losses, record.metrics, record.seconds, record.bytes
 
 It knows no model and no data: it reaches them through `Trainer` and `Evaluator`. The caller passes what varies: who
-works (`Workers`), how the server takes uploads (its own options), what happens to an upload on its way (`hooks`),
+works (`Workers`), what the server does with uploads (its round), what happens to an upload on its way (`hooks`),
 and, in experiments, who lies (`adversary`). `play` also yields events within a round.
 """
 
@@ -14,8 +14,8 @@ from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Trainer, Worker
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.simulation.engine import play, simulate
-from fedlora.simulation.hooks import UploadHook
 from fedlora.simulation.records import ClientDone, Evaluator, RoundRecord
+from fedlora.simulation.round import UploadHook
 from fedlora.simulation.traffic import Traffic
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,12 @@ from fedlora.core.sent import Tamperer
 from fedlora.core.trainer import OneByOne, Trainer, Workers
 from fedlora.doing import doing
 from fedlora.errors import HyperparameterError, repeated
-from fedlora.server import sample_clients
+from fedlora.server.private import Private
+from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
-from fedlora.simulation.hooks import UploadHook
-from fedlora.simulation.private import check_private
 from fedlora.simulation.records import ClientDone, Evaluator, RoundRecord
-from fedlora.simulation.round import Round
+from fedlora.simulation.round import Round, UploadHook
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ def play(
             f"evaluator needs a method evaluate(server, state) -> {{name: value}}; {evaluator!r:.80} has none."
         )
     if server.privacy is not None:
-        check_private(server.privacy, by_id, participation, adversary)
+        _check_private(server.privacy, by_id, participation, adversary)
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
     if adversary is not None:
         log.warning("clients of this federation lie on purpose: do not use its results: %s", adversary)
@@ -127,11 +126,30 @@ def play(
             record = round.record()
             state = record.state
             if evaluator is not None and (state.round % evaluate_every == 0 or state.round == rounds):
-                with round.clock("evaluate"):
+                with round.timed("evaluate"):
                     metrics = _checked_metrics(evaluator.evaluate(server, state))
-                seconds = {} if server.privacy is not None else dict(round.clock.seconds)
+                seconds = {} if server.privacy is not None else dict(round.seconds)
                 record = replace(record, metrics=metrics, seconds=seconds)
             yield record
+
+
+def _check_private(privacy: Private, clients: Iterable[str], participation: float, adversary: Tamperer | None) -> None:
+    """Raise `HyperparameterError` if the engine would play other rounds than the ledger charges."""
+    if participation != 1.0:
+        raise HyperparameterError(
+            f"participation = {participation:g} draws clients by a public seed, but privacy relies on a secret draw: "
+            f"leave participation out and set Private(sampling={participation:g})."
+        )
+    apart = sorted(set(clients) ^ set(privacy.clients))
+    if apart:
+        who = "is not among the clients given" if apart[0] in privacy.clients else "is not in Private(clients=...)"
+        raise HyperparameterError(
+            f"the clients given and the {len(privacy.clients)} of Private(clients=...) differ in {len(apart)}: "
+            f"{apart[0]!r} {who}. The round draws from those, and the mean divides by their number: name the same "
+            f"clients in both."
+        )
+    if adversary is not None:
+        raise HyperparameterError("an adversary's acts are reported, but a private round reports on no single client.")
 
 
 def _checked_metrics(metrics: Any) -> Mapping[str, float]:

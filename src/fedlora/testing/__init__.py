@@ -1,25 +1,12 @@
-"""Contracts that every method must keep, and promises. Run them on your own method, from pytest or without it.
+"""Contracts that every method must keep, and those that it may claim. Run them on your own method.
 
-    findings = check(MyMethod())                         all contracts; `sound(findings)` says whether the method passes
-    CONTRACTS["exact"](Server(MyMethod()), claim)        one contract, which raises `ContractBroken`
-    measure(MyMethod())                                  the `Claim` that the method could make
+    findings = check(MyMethod())             all of them; `sound(findings)` says whether the method passes
+    CONTRACTS["exact"](MyMethod(), *MIXED)   one of them, in one small federation
 
 `fedlora methods check module:Class` prints the same as a table. Only torch is needed.
 """
 
-from fedlora.testing.checking import Finding, check, claims_of, measure, sound
-from fedlora.testing.contract import Claim, Contract, ContractBroken, Measured
-from fedlora.testing.contracts import CONTRACTS
+from fedlora.testing.contracts import CONTRACTS, Finding, Measured, check, sound
+from fedlora.testing.federations import EQUAL, MIXED
 
-__all__ = [
-    "CONTRACTS",
-    "Claim",
-    "Contract",
-    "ContractBroken",
-    "Finding",
-    "Measured",
-    "check",
-    "claims_of",
-    "measure",
-    "sound",
-]
+__all__ = ["CONTRACTS", "EQUAL", "MIXED", "Finding", "Measured", "check", "sound"]

@@ -1,85 +1,382 @@
-"""All contracts by name, for `fedlora methods check` and for your own tests.
+"""What every method keeps, and what it may claim, as equations that run on your own: `check(MyMethod())`.
 
-CONTRACTS["rank"](Server(MyMethod()))                                returns what it measured
-CONTRACTS["exact"](Server(MyMethod()), claim, ranks, participants)   raises ContractBroken if the claim fails
+Always (s a state, us the updates of a round, c a client, r its rank):
+
+    rank      each client gets r slots, from init on, in one dtype; a global model is there in every state or in none
+    alive     no slot k of a download has both B[:, k] = 0 and A[k] = 0: its gradient would be zero for ever
+    order     uploads in another order change no bit; aggregate(s, us) depends on the order of us up to rounding only
+    purity    inputs keep their bits, the same inputs give the same bits, a client owns what it gets, and a state that
+              was stored continues with the same bits
+    sums      what `linear_in` says: one term of nobody with the whole sum in place of all updates gives the same
+
+If `claims` has them:
+
+    exact     effective(aggregate(s, us)) - base(s) = sum_i p_i B_i A_i
+    gauge     (B_i Q_i, Q_i^-1 A_i) in place of (B_i, A_i) changes the update by rounding only
+    readouts  nor does it change what clients start from
+    halves    one client as two of half its weight changes the update by rounding only
+
+The federations have three rounds, missing clients, mixed ranks unless `one_rank`, and float64 factors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from fedlora.analysis.audit import regauge
+from fedlora.core import checkpoint
+from fedlora.core.lora import Adapter, LoRA, stack
+from fedlora.core.messages import Client, Download
+from fedlora.core.method import Method, Update
 from fedlora.core.read_only import ReadOnly
-from fedlora.testing.basics import alive, order, protocol, purity, rank, weights
-from fedlora.testing.contract import PLAYS, Claim, Contract, Unasked
-from fedlora.testing.federations import EQUAL, FULL, MIXED, Ranks
-from fedlora.testing.promises import exact, gauge, global_model, halves, mixed, state
+from fedlora.errors import CheckpointError, HyperparameterError
+from fedlora.linalg import weighted_mean
+from fedlora.server.server import Server
+from fedlora.server.state import ServerState
+from fedlora.testing.federations import EQUAL, MIXED, Ranks, Round, Who, rounds, seed_adapter, trained
 
-_ONCE = {"equal ranks, all there": (EQUAL, FULL)}
-_MIXED = {"mixed ranks, all there": (MIXED, FULL)}
-
-
-def _exact(claim: Claim, ranks: Ranks) -> bool:
-    return len(set(ranks.values())) == 1 if claim.exact == "equal" else claim.exact
-
-
-def _halves(claim: Claim, ranks: Ranks) -> bool | Unasked:
-    return True if claim.exact else "unasked"
+# Relative, of float64 federations: a method that keeps a contract is off by rounding, any other by per cents. Some then
+# solve for a minimum, which multiplies the rounding.
+EXACT, SAME, SAME_READOUTS, SAME_ORDER = 1e-11, 1e-10, 1e-9, 1e-6
+CONDITION = 10.0  # of the random coordinates
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a contract found. holds: None if there is nothing to measure. says: in words, with numbers.
+
+    Example:
+        >>> CONTRACTS["rank"](build("svd"), *MIXED).holds
+        True
+    """
+
+    holds: bool | None
+    says: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One contract of one method. claimed: "always", "yes" or "no". holds: None if it was not claimed, or there was
+    nothing to measure. why: what is wrong, and what to do.
+
+    Example:
+        >>> [found.contract for found in check(build("fedit")) if found.claimed == "yes"]
+        ['halves']
+    """
+
+    contract: str
+    claimed: str
+    measured: str
+    holds: bool | None
+    why: str | None = None
+
+
+def check(method: Method[Any]) -> tuple[Finding, ...]:
+    """Run every contract on small federations of four clients. Takes a second or two.
+
+    Raises:
+        HyperparameterError: it claims a contract that does not exist.
+
+    Example:
+        >>> sound(check(build("svd")))
+        True
+    """
+    if unknown := sorted(set(method.claims) - CONTRACTS.keys()):
+        raise HyperparameterError(f"{method.name} claims {unknown[0]!r}, but the contracts are {', '.join(CONTRACTS)}.")
+    return tuple(_found(method, name) for name in CONTRACTS)
+
+
+def sound(findings: Sequence[Finding]) -> bool:
+    """Whether everything that was claimed, and everything that is required, holds.
+
+    Example:
+        >>> sound((Finding("rank", claimed="always", measured="3 slots", holds=False),))
+        False
+    """
+    return all(finding.holds is not False for finding in findings)
+
+
+def _found(method: Method[Any], name: str) -> Finding:
+    """The worst finding in the federations that the method serves."""
+    claimed = "always" if name in ALWAYS else "yes" if name in method.claims else "no"
+    found = []
+    for play in (EQUAL,) if method.one_rank else (EQUAL, MIXED):
+        try:
+            measured = CONTRACTS[name](method, *play)
+        except Exception as error:  # a stranger's method can raise anything, and the clients here are sound
+            return Finding(name, claimed, f"{type(error).__name__}: {error}", False, f"{name}: {error}")
+        found.append(measured)
+    worst = min(found, key=lambda m: (m.holds is not False, m.holds is not None))
+    if claimed == "no":
+        return Finding(name, claimed, worst.says, None)
+    why = f"{method.name} breaks the contract {name!r}: {worst.says}. {_ADVICE[name]}" if worst.holds is False else None
+    return Finding(name, claimed, worst.says, worst.holds, why)
+
+
+# --------------------------------------------------------------------------------------------------- always
+
+
+def rank(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
+    """The server itself refuses wrong shapes, dtypes and numbers (`MethodFault`)."""
+    server, count, models = Server(method), 0, set()
+    for state in _states(server, ranks, who):
+        models.add(server.has_global_model(state))
+        for client, download in _downloads(server, state, ranks):
+            for name, lora in download.adapter.modules.items():
+                count += 1
+                if lora.rank != client.rank:
+                    return Measured(False, f"{name!r} for {client} has {lora.rank} slots after {state.round} rounds")
+        for s in state.modules.values():
+            method.readout(s, None, max(ranks.values()))
+    if len(models) > 1:
+        return Measured(False, "`effective` is None in some states and an update in others")
+    return Measured(True, f"{count} downloads of the client's rank")
+
+
+def alive(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
+    server, count = Server(method), 0
+    for state in _states(server, ranks, who):
+        for client, download in _downloads(server, state, ranks):
+            for name, lora in download.adapter.modules.items():
+                if lora.B is None or lora.A is None:
+                    continue
+                count += lora.rank
+                dead = int(((lora.B == 0).all(0) & (lora.A == 0).all(1)).sum())
+                if dead:
+                    return Measured(False, f"{dead} dead slots in {name!r} for {client} after {state.round} rounds")
+    return Measured(True, f"{count} slots, none dead")
+
+
+def order(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
+    server, moves = Server(method), []
+    for played in rounds(server, ranks, who):
+        again = server.aggregate(played.before, played.uploads[::-1])
+        if differing(again.modules, played.after.modules):
+            return Measured(False, "uploads in another order changed a bit")
+        for name, (state, updates) in _modules(played):
+            moves.append(_moved(method, method.aggregate(state, updates[::-1]), played.after.modules[name], ranks))
+    return _below(SAME_ORDER, moves, "no bit differs; the list of updates turned round moves it by")
+
+
+def purity(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
+    server = Server(method)
+    state = server.init(seed_adapter(max(ranks.values())))
+    kept: dict[str, Adapter | None] = {}
+    for names in who:
+        _, uploads = trained(server, state, ranks, names, kept)
+        before = leaves(state), leaves(uploads)
+        after = server.aggregate(state, uploads)
+        shown = leaves(_seen(server, after, ranks))
+        if (leaves(state), leaves(uploads)) != before:
+            return Measured(False, f"`aggregate` changed what it was given in round {state.round + 1}")
+        if leaves(_seen(server, server.aggregate(state, uploads), ranks)) != shown:
+            return Measured(False, "the same inputs gave other bits")
+        for _, download in _downloads(server, after, ranks):
+            for lora in download.adapter.modules.values():
+                lora.map(Tensor.zero_)
+        if leaves(_seen(server, after, ranks)) != shown:
+            return Measured(False, "reading out twice, or a client that trains in place, changed the state")
+        stored = _stored(server, after)
+        if leaves(stored) != leaves(after) or leaves(_seen(server, stored, ranks)) != shown:
+            return Measured(False, "a stored state came back with other bits")
+        state = stored
+    return Measured(True, f"no bit differs in {len(who)} rounds, through a checkpoint after each")
+
+
+def sums(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
+    if method.linear_in == "clients":
+        return Measured(None, "it depends on more than sums")
+    moves = []
+    for played in rounds(Server(method), ranks, who):
+        for name, (state, updates) in _modules(played):
+            after = played.after.modules[name]
+            # A robust rule's terms: one client's update twice, and once more taken away by nobody.
+            first, *others = updates
+            away = Update(None, -first.weight, first.rank, first.lora, first.roundoff)
+            given = [[replace(first, weight=2 * first.weight), *others, away]]
+            if method.linear_in == "factors":
+                given.append([_mean([u for u in updates if u.rank == r]) for r in sorted({u.rank for u in updates})])
+            elif not method.one_rank:
+                whole = stack([u.lora for u in updates], [u.weight for u in updates])
+                given.append([Update(None, 1.0, whole.rank, whole, first.roundoff)])
+            for terms in given:
+                moves.append(_drift(method, method.aggregate(state, terms), after, ranks))
+    return _below(SAME, moves, f"linear in {method.linear_in}: sums in place of updates move it by")
+
+
+# --------------------------------------------------------------------------------------------------- claimed
+
+
+def exact(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
+    errors = []
+    for played in rounds(Server(method), ranks, who):
+        for name, (state, _) in _modules(played):
+            update, base = method.effective(played.after.modules[name]), method.base(state)
+            if update is None:
+                return Measured(False, "there is no global model, so no mean of it")
+            made = update.delta() if base is None else update.delta() - base.total.delta()
+            errors.append(relative(made, played.mean(name)))
+    return _below(EXACT, errors, "off the mean update by")
+
+
+def gauge(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
+    return _regauged(method, ranks, who, _drift, SAME, "in other coordinates it moves by")
+
+
+def readouts(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
+    return _regauged(
+        method, ranks, who, _readout_drift, SAME_READOUTS, "in other coordinates what clients get moves by"
+    )
+
+
+def halves(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
+    moves = []
+    for played in rounds(Server(method), ranks, who):
+        for name, (state, (first, *others)) in _modules(played):
+            half = replace(first, weight=first.weight / 2)
+            split = [half, replace(half, client=f"{first.client}-2"), *others]
+            moves.append(_drift(method, method.aggregate(state, split), played.after.modules[name], ranks))
+    return _below(SAME, moves, "one client as two halves moves it by")
+
+
+Contract = Callable[[Method[Any], Ranks, Who], Measured]
+ALWAYS = ("rank", "alive", "order", "purity", "sums")
 CONTRACTS: Mapping[str, Contract] = ReadOnly(
-    {
-        contract.name: contract
-        for contract in (
-            Contract(
-                "protocol", protocol, None,
-                "fedlora.core.method.Method is the protocol.", _ONCE,
-            ),
-            Contract(
-                "rank", rank, None,
-                "`readout(state, client, rank)` returns `rank` slots in the seed's dtype, for any client.",
-                PLAYS,
-            ),
-            Contract(
-                "alive", alive, None,
-                "Such a slot never trains: give it a fresh row of A (`core.lora.revive`).", PLAYS,
-            ),
-            Contract(
-                "order", order, None,
-                "A mean has no order: do not pick updates by their place, and draw no global random numbers.", PLAYS,
-            ),
-            Contract(
-                "purity", purity, None,
-                "Make new tensors instead of changing those you get, draw by (key, round, client), and keep in the "
-                "state only what a checkpoint can hold.", PLAYS,
-            ),
-            Contract(
-                "mixed", mixed, lambda claim, _: claim.mixed,
-                "Serve every rank, or raise fedlora.errors.RankMismatch in `aggregate` and `readout`.", _MIXED,
-            ),
-            Contract(
-                "global model", global_model, lambda claim, _: claim.global_model,
-                "`effective` returns the server's update in every state, or None in every state.", _ONCE,
-            ),
-            Contract(
-                "exact", exact, _exact,
-                "Average products, not factors; add the base change in `effective`; or claim exact=False.", PLAYS,
-            ),
-            Contract(
-                "weights", weights, lambda claim, _: claim.weights,
-                "Use `u.weight`; or claim weights=False, where the method has weights of its own.", _ONCE,
-            ),
-            Contract(
-                "halves", halves, _halves,
-                "Use `u.weight` and nothing that counts clients.", PLAYS,
-            ),
-            Contract(
-                "gauge", gauge, lambda claim, _: claim.gauge,
-                "Use B_i and A_i through their product or its subspaces only; or claim gauge=False.", PLAYS,
-            ),
-            Contract(
-                "state", state, lambda claim, _: claim.state,
-                "Read out of what the product determines; fix signs and ties; or claim state=False.", PLAYS,
-            ),
-        )
-    }
-)  # fmt: skip
+    {f.__name__: f for f in (rank, alive, order, purity, sums, exact, gauge, readouts, halves)}
+)
+_ADVICE = {
+    "rank": "`readout` gives at most the client's rank, and exactly that where a factor is frozen.",
+    "alive": "A slot of a frozen factor must keep a row of A, or a column of B, that is not zero.",
+    "order": "Do not pick updates by their place, and draw no random numbers.",
+    "purity": "Make new tensors instead of changing those you get, and keep only what a checkpoint can hold.",
+    "sums": "Leave `linear_in` at its default, or use the updates through these sums only.",
+    "exact": "Average products, not factors, with `u.weight`; or do not claim it.",
+    "gauge": "Use B_i and A_i through their product or its subspaces only; or do not claim it.",
+    "readouts": "Read out of what the product determines, and fix signs and ties; or do not claim it.",
+    "halves": "Use `u.weight` and nothing that counts clients; or do not claim it.",
+}
+
+
+# --------------------------------------------------------------------------------------------------- helpers
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||; ||got|| if want is zero, like a fresh adapter's product."""
+    return float(torch.linalg.vector_norm(got - want) / (torch.linalg.vector_norm(want) if bool(want.any()) else 1.0))
+
+
+def leaves(value: Any, path: str = "") -> dict[str, object]:
+    """Path -> content: a tensor's dtype, shape and numbers (bit for bit, but for the sign of zero), or the type and
+    `repr` of anything else."""
+    if isinstance(value, Tensor):
+        return {path: (value.dtype, tuple(value.shape), value.tolist())}
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
+    elif isinstance(value, tuple | list):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        return {path: (type(value).__name__, repr(value))}
+    found: dict[str, object] = {}
+    for key, item in value.items():
+        found |= leaves(item, f"{path}/{key}")
+    return found
+
+
+def differing(got: Any, want: Any) -> list[str]:
+    """The paths at which two values differ in any bit."""
+    here, there = leaves(got), leaves(want)
+    return sorted(path for path in here.keys() | there.keys() if here.get(path) != there.get(path))
+
+
+def _states(server: Server, ranks: Ranks, who: Who) -> Iterator[ServerState]:
+    """Every state of the federation, each before clients train on it."""
+    yield server.init(seed_adapter(max(ranks.values())))
+    yield from (played.after for played in rounds(server, ranks, who))
+
+
+def _downloads(server: Server, state: ServerState, ranks: Ranks) -> Iterator[tuple[Client, Download]]:
+    """The download for each client, and for one that never took part."""
+    for name, r in (*ranks.items(), ("stranger", max(ranks.values()))):
+        yield Client(name, r), server.download(state, Client(name, r))
+
+
+def _modules(played: Round) -> Iterator[tuple[str, tuple[Any, list[Update]]]]:
+    """Each matrix in which something travelled: its state before, and its updates."""
+    if any(u.adapter.modules for u in played.uploads):
+        yield from ((name, played.module(name)) for name in played.before.modules)
+
+
+def _seen(server: Server, state: ServerState, ranks: Ranks) -> dict[str, Any]:
+    """All that clients and evaluation can see of a state."""
+    update = server.global_update(state) if server.has_global_model(state) else None
+    return {"downloads": [download for _, download in _downloads(server, state, ranks)], "update": update}
+
+
+def _stored(server: Server, state: ServerState) -> ServerState:
+    """The state after a checkpoint round trip. Raises `CheckpointError`."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(Path(folder), state.round, state)
+        loaded = checkpoint.load_newest(Path(folder), ServerState, server.method.State)
+    if loaded is None:
+        raise CheckpointError("the state was stored and is not there")
+    return loaded[1]
+
+
+def _mean(updates: Sequence[Update]) -> Update:
+    """The weighted mean of the factors of clients of one rank, as one term of nobody with their weight."""
+    share = sum(u.weight for u in updates)
+    sent, weights = [u.lora.tensors() for u in updates], [u.weight / share for u in updates]
+    means = {name: weighted_mean([tensors[name] for tensors in sent], weights) for name in sent[0]}
+    return Update(None, share, updates[0].rank, LoRA(means.get("B"), means.get("A")), updates[0].roundoff)
+
+
+def _drift(method: Method[Any], got: Any, want: Any, ranks: Ranks) -> float:
+    """How far apart two states are in the server's update; in readouts, if there is none."""
+    ours, theirs = method.effective(got), method.effective(want)
+    if ours is None or theirs is None:
+        return _readout_drift(method, got, want, ranks)
+    return relative(ours.delta(), theirs.delta())
+
+
+def _readout_drift(method: Method[Any], got: Any, want: Any, ranks: Ranks) -> float:
+    """The largest over clients, of the product, or of the one factor that travels."""
+    drifts = []
+    for name, r in ranks.items():
+        ours, theirs = (method.readout(state, name, r) for state in (got, want))
+        drifts.append(relative(_whole(ours), _whole(theirs)))
+    return max(drifts, default=0.0)
+
+
+def _whole(lora: LoRA) -> Tensor:
+    """The product, or the one factor that travels."""
+    parts = list(lora.tensors().values())
+    return lora.delta() if len(parts) == 2 else parts[0]
+
+
+def _moved(method: Method[Any], got: Any, want: Any, ranks: Ranks) -> float:
+    return max(_drift(method, got, want, ranks), _readout_drift(method, got, want, ranks))
+
+
+def _below(tolerance: float, moves: Sequence[float], what: str) -> Measured:
+    return Measured(max(moves) < tolerance, f"{what} {max(moves):.1e}") if moves else Measured(None, "nothing travels")
+
+
+def _regauged(
+    method: Method[Any], ranks: Ranks, who: Who, drift: Callable[..., float], tolerance: float, what: str
+) -> Measured:
+    """The drift of each round's state if every upload comes in random coordinates."""
+    moves = []
+    for t, played in enumerate(rounds(Server(method), ranks, who)):
+        for name, (state, updates) in _modules(played):
+            if any(len(u.lora.tensors()) < 2 for u in updates):
+                return Measured(None, "one factor travels: no gauge to change")
+            _, turned = replace(played, uploads=[regauge(u, CONDITION, seed=t) for u in played.uploads]).module(name)
+            moves.append(drift(method, method.aggregate(state, turned), played.after.modules[name], ranks))
+    return _below(tolerance, moves, what)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from fedlora.client import keep, receive, send
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, Upload
-from fedlora.core.method import Roles
+from fedlora.core.method import Roles, Update
+from fedlora.linalg import unit_roundoff
 from fedlora.seeds import derive_seed
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
@@ -22,11 +24,10 @@ Who = Sequence[Sequence[str]]  # the clients of each round
 SHAPES = {"attn.q": (30, 22), "attn.v": (18, 22)}  # not square, and with different d_out
 ALL_TRAINED = Roles()
 HEADS = {"classifier.weight": (3, 30), "classifier.bias": (3,)}
-EQUAL = {"a": 4, "b": 4, "c": 4, "d": 4}
-MIXED = {"a": 2, "b": 3, "c": 5, "d": 6}
 EXAMPLES = {"a": 10, "b": 25, "c": 40, "d": 15}
-FULL = (("a", "b", "c", "d"),) * 3
-PARTIAL = (("a", "b", "c"), ("b", "d"), ("a", "c", "d"))  # a and c miss the second round
+WHO: Who = (("a", "b", "c", "d"), ("b", "d"), ("a", "c", "d"))  # a and c miss the second round
+EQUAL: tuple[Ranks, Who] = ({"a": 4, "b": 4, "c": 4, "d": 4}, WHO)
+MIXED: tuple[Ranks, Who] = ({"a": 2, "b": 3, "c": 5, "d": 6}, WHO)
 
 
 def noise(shape: Sequence[int], *seed: str | int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -69,45 +70,47 @@ class Round:
     uploads: list[Upload]
     after: ServerState
 
-    def mean(self, module: str) -> Tensor:
-        """The dense float64 mean of the updates: sum_i n_i B_i A_i / sum_i n_i. The oracle of exactness."""
+    def weights(self) -> dict[str, float]:
+        """Client -> p_i."""
         total = sum(u.num_examples for u in self.uploads)
-        terms = [
-            u.num_examples / total * self.complete[u.client.id].modules[module].map(Tensor.double).delta()
-            for u in self.uploads
-        ]
+        return {u.client.id: u.num_examples / total for u in self.uploads}
+
+    def mean(self, module: str) -> Tensor:
+        """The dense float64 mean of the updates, sum_i p_i B_i A_i: the oracle of exactness."""
+        terms = [p * self.complete[c].modules[module].map(Tensor.double).delta() for c, p in self.weights().items()]
         return torch.stack(terms).sum(0)
 
-
-@dataclass(frozen=True)
-class Trained:
-    """The clients' results of a round. kept: client -> its local parts, from all rounds so far."""
-
-    complete: dict[str, Adapter]
-    uploads: list[Upload]
-    kept: dict[str, Adapter | None]
+    def module(self, name: str) -> tuple[Any, list[Update]]:
+        """(the method's state of one matrix before the round, the updates that it was given)."""
+        weights = self.weights()
+        updates = []
+        for u in sorted(self.uploads, key=lambda u: u.client.id):
+            lora = u.adapter.modules[name]
+            roundoff = unit_roundoff(next(iter(lora.tensors().values())).dtype)
+            updates.append(Update(u.client.id, weights[u.client.id], lora.rank, lora, roundoff))
+        return self.before.modules[name], updates
 
 
 def trained(
-    server: Server, state: ServerState, ranks: Ranks, names: Sequence[str], kept: Mapping[str, Adapter | None]
-) -> Trained:
-    """One round on the clients' side: download, receive, push, send, keep."""
-    complete, uploads, kept = {}, [], dict(kept)
+    server: Server, state: ServerState, ranks: Ranks, names: Sequence[str], kept: dict[str, Adapter | None]
+) -> tuple[dict[str, Adapter], list[Upload]]:
+    """One round on the clients' side: download, receive, push, send, keep. Local parts are kept in `kept`."""
+    complete, uploads = {}, []
     for name in names:
         client = Client(name, ranks[name])
         download = server.download(state, client)
         mine = pushed(receive(download, kept.get(name)), name, state.round, download.roles)
         complete[name], kept[name] = mine, keep(mine, download.roles)
         uploads.append(Upload(client, EXAMPLES[name], send(mine, download.roles)))
-    return Trained(complete, uploads, kept)
+    return complete, uploads
 
 
-def rounds(server: Server, ranks: Ranks, participants: Who, dtype: torch.dtype = torch.float64) -> Iterator[Round]:
+def rounds(server: Server, ranks: Ranks, who: Who, dtype: torch.dtype = torch.float64) -> Iterator[Round]:
     """Play the rounds with the client protocol."""
     state = server.init(seed_adapter(max(ranks.values()), dtype))
-    kept: Mapping[str, Adapter | None] = {}
-    for names in participants:
-        made = trained(server, state, ranks, names, kept)
-        after = server.aggregate(state, made.uploads)
-        yield Round(state, made.complete, made.uploads, after)
-        state, kept = after, made.kept
+    kept: dict[str, Adapter | None] = {}
+    for names in who:
+        complete, uploads = trained(server, state, ranks, names, kept)
+        after = server.aggregate(state, uploads)
+        yield Round(state, complete, uploads, after)
+        state = after

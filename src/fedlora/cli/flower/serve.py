@@ -119,13 +119,11 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
 
 
 def _tell_rule(found: Mapping[str, Any]) -> None:
-    """Print what the robust rule did in the last round, and a note on each client that it always held back."""
-    from fedlora.server.judged import of_run, remarks, told
+    """Print what the robust rule did in the last round."""
+    from fedlora.server.judged import in_words
 
-    if (last := _judged(found)).get("clients"):
-        console.print(f"robust rule, last round: {told(last) or 'all changes counted as they came'}")
-        for remark in remarks(of_run(found["last_rounds"]), {name: s["rank"] for name, s in found["sites"].items()}):
-            console.print(f"note: {remark}")
+    if last := _judged(found):
+        console.print(f"robust rule, last round: {in_words(last) or 'all changes counted in full'}")
 
 
 def _judged(found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -145,7 +143,7 @@ def _show(found: Mapping[str, Any], rounds: int) -> None:
     for name, site in found["sites"].items():
         seen = f"{since(site['last_seen'])} ago" if site["last_seen"] else "never" if found["superlink"] else "unknown"
         one = judged.get(name)
-        weights = [f"{one['before']:.1%}, {one['after']:.1%}" if one else "-"] if judged else []
+        weights = [f"{one['weight']:.1%}, {one['coefficient']:.1%}" if one else "-"] if judged else []
         table.add_row(
             cell(name), cell(site["rank"]), site["node"], seen, cell(site["fate"] or "-"), _number(site["loss"]),
             _number(site["norm"]), *weights, str(site["fates"].get("trained", 0)), decimal(site["upload_bytes"]),

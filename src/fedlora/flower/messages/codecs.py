@@ -94,7 +94,7 @@ class StockClients:
 
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
         roles = server.roles(state)
-        if not roles.both_shared or roles.moves_base:
+        if not roles.both_shared or server.method.moves_base:
             raise ConfigError(
                 f"{server.method.name} needs clients that keep or freeze a part, or that move their base weights, and "
                 f"stock PEFT clients do neither. Use glora, fedit, flexlora, svd, hetlora, or fedlora's own "

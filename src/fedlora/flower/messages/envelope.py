@@ -64,11 +64,10 @@ def opened(record: RecordDict, sender: str, reader: str) -> Envelope:
 class Receipt:
     """What the server knows about one client's work.
 
-    counted: the last round in which the work counted: the client goes on from its state after that. answered: the last
-    one that the client answered, even if it was refused; the client has read its data up to there. Both from 1; 0:
-    none. sure: False after a kill in a private round, because the server does not know who counted in it; `counted` is
-    then the last that may have. why: for the site's log, why its last work did not count, or had no weight because a
-    robust rule left it out; otherwise "".
+    counted: the last round in which the work counted: the client goes on from its state after that. answered: the
+    same; the client has read its data up to there. Both from 1; 0: none. sure: False after a kill in a private round,
+    because the server does not know who counted in it; `counted` is then the last that may have. why: for the site's
+    log, why its last work did not count, or had no weight because a robust rule left it out; otherwise "".
     """
 
     counted: int = 0

@@ -10,10 +10,9 @@ rounds/bounded_pull.py     its size, before it is in memory (arrivals.py: on a g
 rounds/attempt.py          each asked client's fate, and what it does to the client (`EFFECTS`); the loss
 messages/codecs.py         fedlora's own clients, or stock PEFT ones
 messages/records.py        its header (protocol, facts, run, round, form), and the shapes and types of its bytes
-../server/intake.py        what counts: one upload of each client, examples, quorum
-../server/checks.py        the adapter: modules, factors, ranks, heads, finite numbers
-../server/kept_uploads.py  the close: cancelling terms, the robust rule, weights and caps (uploads.py: adding up)
-../server/judging.py       the robust rule's number of liars, and its verdict
+../server/rounds.py        what counts: one upload of each client, examples, quorum; the close
+../server/checks.py        the adapter: modules, factors, ranks, heads, finite numbers (cancelling.py: its terms)
+../server/kept.py          weights, and the robust rule's coefficients (streamed.py: adding up; private.py: noise)
 ../core/method.py          the method's next state, module by module
 rounds/round_lines.py      the round's line, before the checkpoint; rounds/events.py its events
 rounds/recording.py        the stored round: the server's scores, the best state, trackers, early stopping

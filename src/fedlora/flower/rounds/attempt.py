@@ -1,8 +1,8 @@
 """One attempt at a round: its questions, each answer's fate as it comes, and the outcome.
 
-The round's intake opens before the first question and checks each upload once, as it arrives; the attempt decides each
+The round opens before the first question and checks each upload once, as it arrives; the attempt decides each
 client's fate, and reports it. Nothing here sends, waits or writes. The outcome does not depend on the order of answers
-(if `Server.memory` is too small for all uploads: up to rounding).
+(of a streamed round: up to rounding).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedlora.flower.rounds.events import AttemptFailed, Event, Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState, Unusable
 from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question, reply_limit
-from fedlora.server.intake import Intake
+from fedlora.server.rounds import OpenRound
 from fedlora.server.state import RunState, ServerState, Tally
 
 log = logging.getLogger(__name__)
@@ -44,15 +44,14 @@ class Effect(NamedTuple):
 
     In the attempt that counts, all of it holds:
     usable: its upload goes into the model (a robust rule may give it no weight).
-    keeps_work: its site goes on from its state after this round; otherwise from an older one, and if it was sent a
-    message, the next one leaves nothing out.
-    keeps_place: its site goes on in its data, as in the engine, behind the last work that it stored up to this round
-    (older work, if its training raised); otherwise it repeats this round's data.
+    keeps_work: its site goes on from its state after this round, and behind this round's data; otherwise from an older
+    one, so that it repeats this round's data, as in the engine; if it was sent a message, the next one leaves nothing
+    out.
 
     In an attempt that does not count, nothing of it holds. Of each client that was drawn and online, the server
     remembers a fate that is not `usable` until the round is done (`FlowerState.unusable`): who has fewer of them is
-    asked first. If the attempt that counts sends the client nothing, its `keeps_place` still holds; and if it was not
-    drawn, the round's line has this fate in place of "not drawn".
+    asked first. If the client is not drawn for the attempt that counts, the round's line has this fate in place of "not
+    drawn".
 
     A site learns by its next message why its work did not count (`Receipt.why`). The line's `missing` names all whose
     fate has no `keeps_work`, except for "not drawn".
@@ -60,14 +59,13 @@ class Effect(NamedTuple):
 
     usable: bool = False
     keeps_work: bool = False
-    keeps_place: bool = False
 
 
 EFFECTS: Mapping[Fate, Effect] = {
-    "trained": Effect(usable=True, keeps_work=True, keeps_place=True),
-    "abstained": Effect(keeps_work=True, keeps_place=True),
-    "refused": Effect(keeps_place=True),
-    "failed": Effect(keeps_place=True),
+    "trained": Effect(usable=True, keeps_work=True),
+    "abstained": Effect(keeps_work=True),
+    "refused": Effect(),
+    "failed": Effect(),
     "late": Effect(),
     "offline": Effect(),
     "not sent": Effect(),
@@ -78,17 +76,17 @@ EFFECTS: Mapping[Fate, Effect] = {
 class Attempt:
     """One attempt. Mutable; `close` ends it. Whoever was to be asked and has no fate by then is late, or not sent.
 
-    maker: makes the messages of the state before the round. intake: the round's, open. nth: its number. deadline:
+    maker: makes the messages of the state before the round. opened: the round. nth: its number. deadline:
     seconds for an answer, and the life of a message. report: called with each fate once it is known; a later fate of
     the same client replaces the one before.
     """
 
     def __init__(
-        self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float, report: Report
+        self, maker: MessageMaker, drawn: Drawn, opened: OpenRound, nth: int, deadline: float, report: Report
     ) -> None:
         self.server, self.policy, self.flower_state = maker.server, maker.policy, maker.flower_state
         self.round, self.nth, self.deadline = self.flower_state.next_round, nth, deadline
-        self._maker, self._drawn, self._intake, self._report = maker, drawn, intake, report
+        self._maker, self._drawn, self._opened, self._report = maker, drawn, opened, report
         self._sent: list[str] = []  # who was sent a message; without those that the SuperLink did not take
         self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
         self._fates = {name: Fated(self.round, nth, name, *told) for name, told in drawn.not_asked.items()}
@@ -113,27 +111,27 @@ class Attempt:
             del question
 
     def take(self, answer: Answer) -> None:
-        """Settle the fate of an asked client; only the aggregation may change it. It never raises, whatever a reply
+        """Settle the fate of an asked client. It never raises, whatever a reply
         holds."""
         name, came = answer.client, {"seconds": round(answer.seconds, 3), "bytes": answer.bytes or None}
         if not answer.sent:
             self._sent.remove(name)
         if answer.message is None:
             if answer.fate == "refused":
-                self._intake.refuse(UploadRefused(name, answer.why))  # a robust rule counts it as a liar's
+                self._opened.refuse(UploadRefused(name, answer.why))
             return self._settle(name, answer.fate or "failed", answer.why, **came)
         sent = self._maker.download(name)
         try:
             found = self._read(name, answer.message, sent)
         except RecordError as error:
-            self._intake.refuse(UploadRefused(name, shown(error, 500)))
+            self._opened.refuse(UploadRefused(name, shown(error, 500)))
             return self._settle(name, "refused", shown(error, 500), **came)
         upload = found.upload
         weighs = upload.num_examples
-        if math.isfinite(weighs):  # no cap may repair a number that the intake must refuse
+        if math.isfinite(weighs):  # no cap may repair a number that the round must refuse
             weighs = min(weighs, self.policy.max_examples)
         try:
-            self._intake.add(replace(upload, num_examples=weighs))
+            self._opened.add(replace(upload, num_examples=weighs))
         except UploadRefused as refusal:
             return self._settle(name, "refused", shown(refusal.reason, 500), **came)
         self._taken[name] = float(weighs), ClientMemory(None, 0, found.held)
@@ -173,20 +171,15 @@ class Attempt:
         """Aggregate the accepted uploads. The next state, and the round's line.
 
         Raises:
-            QuorumNotMet: too few usable uploads. The state is unchanged; whom the aggregation refused has that fate.
+            QuorumNotMet: too few usable uploads. The state is unchanged.
         """
         for name in self._drawn.asked:  # nobody, if all questions were sent and all answers taken
             if name not in self._fates:
                 sent = name in self._sent
                 why = f"the attempt was closed before {'its answer came' if sent else 'its message was made'}"
                 self._settle(name, "late" if sent else "not sent", why)
-        try:
-            after = self._intake.close()
-        except QuorumNotMet as error:
-            self._overturn(error.refused)
-            raise
+        after = self._opened.close()
         tally = after.tally or Tally({})
-        self._overturn(tally.refused)
         left_out = tally.judged.left_out if tally.judged is not None else {}
         no_weight = "had no weight in the model, and the site goes on from its own state"
         known = self._known_after({name: f"{no_weight}: {why}" for name, why in left_out.items()}, counts=True)
@@ -194,13 +187,6 @@ class Attempt:
         return replace(known, state=state, unusable=ReadOnly()), self._line(after)
 
     # -------------------------------------------------------------------------------------------------------- inside
-
-    def _overturn(self, refused: Mapping[str, str]) -> None:
-        """Refuse uploads that had been accepted: the aggregation looks at them only after all have arrived."""
-        for name, before in self.fates.items():
-            if before.fate == "trained" and name in refused:
-                self._fates[name] = replace(before, fate="refused", why=shown(refused[name], 500))
-                self._report(self._fates[name])
 
     def _known_after(self, though_taken: Mapping[str, str], *, counts: bool) -> FlowerState:
         """What the server knows of the clients after the attempt, by `EFFECTS`; the model is still the one before it.
@@ -214,16 +200,12 @@ class Attempt:
             if counts and effect.usable:
                 examples[name] = self._fates[name].examples or 0.0
             if counts and effect.keeps_work:
-                clients[name], receipt = self._taken[name][1], replace(receipt, counted=self.round, sure=True)
+                clients[name] = self._taken[name][1]
+                receipt = replace(receipt, counted=self.round, answered=self.round, sure=True)
             elif counts and name in clients:
                 clients[name] = replace(clients[name], held=None)
-            if counts and effect.keeps_place:
-                receipt = replace(receipt, answered=self.round)
             receipts[name] = replace(receipt, why=self._why_not(name, though_taken.get(name, "")))
-        for name, before in known.unusable.items():
-            if counts and name not in self._sent and EFFECTS[cast(Fate, before.fate)].keeps_place:
-                receipts[name] = replace(receipts[name], answered=self.round)
-        if self._intake.stored:  # a private sum from before a kill: who trained for it is unknown
+        if self._opened.stored:  # a private sum from before a kill: who trained for it is unknown
             clients = {name: replace(client, held=None) for name, client in clients.items()}
             unsure = Receipt(self.round, self.round, sure=False)
             receipts = dict.fromkeys([*receipts, *self.policy.clients], unsure)
@@ -243,7 +225,7 @@ class Attempt:
         return shown(f"round {self.round}: the work of this site {why}", 600)
 
     def _read(self, name: str, message: Message, sent: Download) -> Reply:
-        """A client's reply as an upload; the intake checks its values. Raises `RecordError`."""
+        """A client's reply as an upload; the round checks its values. Raises `RecordError`."""
         try:
             known = self.flower_state
             reply = self._maker.codec.reply(message.content, sent, known.state.server, known.run)
@@ -288,7 +270,7 @@ class Attempt:
 def update_norm(upload: Upload, download: Download) -> float:
     """sqrt of the sum over modules of ||B A - B_0 A_0||_F^2: how far the client moved from its readout (B_0, A_0).
 
-    The log reports it for people; a robust rule (`fedlora.server.robust_rules`) is what weighs changes. Heads do not
+    The log reports it for people; a robust rule (`fedlora.server.rules`) is what weighs changes. Heads do not
     count. A frozen factor is the download's. If a factor stays at the client, it is the norm of only the other one's
     change, which depends on coordinates, but equally for all clients of the round.
     """

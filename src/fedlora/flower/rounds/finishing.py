@@ -34,7 +34,7 @@ from fedlora.runs.manifest import code_facts, shown_rank
 from fedlora.runs.private_outputs import private_summary
 from fedlora.runs.private_run import PrivateRun, told
 from fedlora.runs.stopping import Line
-from fedlora.server.judged import of_run, remarks
+from fedlora.server.judged import over_rounds
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
@@ -53,9 +53,7 @@ def finish(
     at_sites = strategy.measure(grid, "test") if sites_test(settings) else SiteRound()
     for note in measurement_lines(at_sites.facts(), f"test set, round {state.round}"):
         log.warning("%s", note)
-    judged = of_run(lines) if opening.server.rule is not None else None
-    for remark in remarks(judged, strategy.policy.clients) if judged is not None else ():
-        log.warning("%s", remark)
+    judged = over_rounds(lines)
     spent = None if private is None else private.spent(state.round)
     exports = _exports(opening, strategy, judged, None if spent is None else told(spent))
     tested = _tested(opening, chosen)
@@ -94,7 +92,7 @@ def _tested(opening: Opening, chosen: Mapping[str, RunState]) -> dict[str, Mappi
 
 def _summary(
     opening: Opening, strategy: FedLoRA, best: Line | None, at_sites: SiteRound,
-    tested: Mapping[str, Mapping[str, float]], judged: Mapping[str, Any] | None, stopped: Mapping[str, Any] | None,
+    tested: Mapping[str, Mapping[str, float]], judged: Mapping[str, Any], stopped: Mapping[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Any federation's summary; `private_summary` removes what a private one may not release."""
     settings, choosing, lines = opening.settings, opening.choosing, strategy.lines.finished()
@@ -117,7 +115,7 @@ def _summary(
     }  # fmt: skip
 
 
-def _exports(opening: Opening, strategy: FedLoRA, judged: Mapping[str, Any] | None, privacy: str | None) -> Exports:
+def _exports(opening: Opening, strategy: FedLoRA, judged: Mapping[str, Any], privacy: str | None) -> Exports:
     """Writes adapters of the federation's states. judged: a robust rule's effect in all rounds. privacy: the guarantee
     of a private federation, in words."""
     settings, base = opening.settings, _base(opening)

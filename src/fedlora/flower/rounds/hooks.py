@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.membership import draw, number_drawn
 from fedlora.flower.terms.policy import Policy
-from fedlora.server.intake import Intake
+from fedlora.server.rounds import OpenRound
 
 if TYPE_CHECKING:
     from fedlora.flower.rounds.strategy import FedLoRA
@@ -28,11 +28,11 @@ class RoundHooks:
             )
 
     def before_attempt(self, strategy: FedLoRA, grid: Grid) -> None:
-        """Before an attempt's clients are drawn, and its intake opens. It may wait, and read the policy again."""
+        """Before an attempt's clients are drawn, and its round opens. It may wait, and read the policy again."""
 
-    def draw(self, strategy: FedLoRA, intake: Intake, online: Collection[str]) -> Collection[str]:
+    def draw(self, strategy: FedLoRA, opened: OpenRound, online: Collection[str]) -> Collection[str]:
         """The clients that an attempt chooses. It asks those of them that are online; `asked_of` gives the others their
-        fates. intake: the round's, just opened."""
+        fates. opened: the round."""
         known, policy = strategy.flower_state, strategy.policy
         return draw(
             policy, online, number_drawn(len(policy.clients), strategy.participation), seed=strategy.seed,

@@ -14,7 +14,7 @@ from fedlora.core.text import shown
 from fedlora.flower.rounds.events import AttemptFailed, Awaited, Began, Done, Ended, Event, Fated, PolicyChanged
 from fedlora.flower.rounds.progress import fates_of, spent_of
 from fedlora.privacy.accounting import epsilon_up
-from fedlora.server.judged import told
+from fedlora.server.judged import in_words
 
 _UNEXPLAINED = ("trained", "abstained", "not drawn", None)  # sites whose missing measurement needs its own words
 _QUIET = ("trained", "offline", "not drawn")  # reported with the round, without their own lines
@@ -108,11 +108,9 @@ def measurement_lines(line: Mapping[str, Any], when: str) -> list[str]:
 
 
 def _beside(event: Done) -> list[str]:
-    """Notes on a robust rule's effect."""
-    if not (defence := event.line.get("defence")) or not (said := told(defence)):
-        return []
-    each = [f"round {event.round}: {k}: {one['why']}" for k, one in defence["clients"].items() if one["why"]]
-    return [f"round {event.round}: {said}", *each]
+    """A robust rule's effect."""
+    said = in_words(event.line["defence"]) if event.line.get("defence") else ""
+    return [f"round {event.round}: {said}"] if said else []
 
 
 def log_to_stdout() -> None:

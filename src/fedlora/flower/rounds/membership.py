@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -14,24 +13,20 @@ from fedlora.flower.messages.codecs import Codec
 from fedlora.flower.rounds.events import Fate
 from fedlora.flower.terms.policy import Policy
 from fedlora.runs.defence import check_rule
-from fedlora.server.robust_rules import Rule
+from fedlora.server.rules import Rule
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
-from fedlora.server.terms import ranks_of
-
-log = logging.getLogger(__name__)
 
 
 def least_usable(policy: Policy, quorum: int | None, rule: Rule | None, participation: float) -> int:
-    """The usable uploads that the quorum and the rule ask for, if no upload is refused and all weigh alike (a refused
-    one is a liar that was found, and the rule then needs fewer others); 0: a round draws too few.
+    """The usable uploads that the quorum and the rule ask for; 0: a round draws too few.
 
-    Example: six clients, quorum 2, and Krum(liars=1), which needs 2 f + 3: 5.
+    Example: six clients, quorum 2, and Krum(f=1), which needs 2 f + 3: 5.
     """
 
     def enough(count: int) -> bool:
-        return count >= (quorum or 1) and (rule is None or rule.overcome([1 / count] * count) is None)
+        return count >= (quorum or 1) and (rule is None or count >= rule.least(count))
 
     drawn = number_drawn(len(policy.clients), participation)
     return min(takewhile(enough, range(drawn, 0, -1)), default=0)
@@ -88,17 +83,15 @@ def asked_of(policy: Policy, online: Collection[str], chosen: Collection[str]) -
 def check_playable(policy: Policy, server: Server, state: ServerState, codec: Codec, participation: float) -> None:
     """Raises `FedLoRAError` for a policy under which no round could be played: its ranks, its number of sites or its
     limits do not fit the method, the quorum or the rule."""
-    ranks = _served_ranks(policy, server, state)
+    _check_ranks(policy, server, state)
     codec.require(server, state, policy)
-    drawn = number_drawn(len(policy.clients), participation, server.quorum)
-    if server.rule is not None:
-        most = 1 / drawn if server.weighs_by == "uniform" else 1.0  # by examples a client has what it claims
-        if near := check_rule(server.rule, server.method, ranks, [most] * drawn):
-            log.warning("%s", near)
+    drawn = number_drawn(len(policy.clients), participation, server.round.quorum)
+    if server.round.rule is not None:
+        check_rule(server.round.rule, drawn)
 
 
-def _served_ranks(policy: Policy, server: Server, state: ServerState) -> list[dict[str, int]]:
-    """Module -> r, for each client. Asks the method for one readout of each rank, and drops it.
+def _check_ranks(policy: Policy, server: Server, state: ServerState) -> None:
+    """Ask the method for one readout of each rank, and drop it.
 
     Raises:
         ConfigError: the method cannot serve a rank, or a rank names no module.
@@ -117,7 +110,6 @@ def _served_ranks(policy: Policy, server: Server, state: ServerState) -> list[di
                 f"{server.method.name} cannot serve the ranks of the policy ({said}{more}): {error}"
             ) from error
         served.append(rank)
-    return [ranks_of(policy.client(name), state) for name in policy.clients]
 
 
 def number_drawn(sites: int, participation: float, quorum: int | None = None) -> int:

@@ -38,7 +38,7 @@ def planned(settings: FederationSettings, server: Server, start: Adapter) -> tup
             Planned(), clients=section.named(), largest=max(start.ranks.values()), rounds=rounds, participation=1.0,
             seed=settings.run.seed,
         )  # fmt: skip
-        private = replace(server, privacy=privacy)
+        private = replace(server, round=privacy)
         return private, private_run.planned(section, private, private.init(start), rounds, 1.0)
     except HyperparameterError as error:
         raise ConfigError(f"[privacy] cannot be kept: {error}") from error

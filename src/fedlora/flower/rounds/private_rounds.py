@@ -19,7 +19,7 @@ from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy, check_policy
 from fedlora.runs.private_run import PrivateRun
-from fedlora.server.intake import Intake
+from fedlora.server.rounds import OpenRound
 
 log = logging.getLogger(__name__)
 _REMIND = 300.0  # seconds until the same line is repeated
@@ -68,9 +68,9 @@ class PrivateRounds(RoundHooks):
             clock.sleep(1.0)
             strategy.read_policy()
 
-    def draw(self, strategy: FedLoRA, intake: Intake, online: Collection[str]) -> Collection[str]:
+    def draw(self, strategy: FedLoRA, opened: OpenRound, online: Collection[str]) -> Collection[str]:
         """Those whom the release's terms ask; who was removed from the policy counts as zero."""
-        return [name for name in intake.asked or () if name in strategy.policy.clients]
+        return [name for name in opened.asked or () if name in strategy.policy.clients]
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
         return {**line, "privacy": self.private.spent(line["round"])}

@@ -15,9 +15,9 @@ from fedlora.flower.messages.measuring import HeldOut, as_question
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.terms.policy import Policy
+from fedlora.server.checks import ranks_of
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
-from fedlora.server.terms import ranks_of
 
 _MB = 2**20
 

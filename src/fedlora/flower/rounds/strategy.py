@@ -238,13 +238,13 @@ class FedLoRA:
         self._hooks.before_attempt(self, grid)
         self._wait_for_enough(grid)
         maker = self._message_maker(grid)
-        intake = self.server.open(self.flower_state.state.server)
-        chosen = {*self._hooks.draw(self, intake, maker.online)}
+        opened = self.server.open(self.flower_state.state.server)
+        chosen = {*self._hooks.draw(self, opened, maker.online)}
         if strangers := chosen - self.policy.clients.keys():
             raise ConfigError(f"the hooks drew {quoted(sorted(strangers))}: the policy has no such clients.")
         drawn = asked_of(self.policy, maker.online, chosen)
         not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
-        attempt = Attempt(maker, drawn, intake, nth, self.deadline, self._report)
+        attempt = Attempt(maker, drawn, opened, nth, self.deadline, self._report)
         self._report(Began(attempt.round, attempt.nth, drawn.asked, not_asked, self.deadline))
         return attempt
 
@@ -252,7 +252,7 @@ class FedLoRA:
         """Wait until as many clients are online as a round needs."""
 
         def enough() -> bool:
-            least = least_usable(self.policy, self.server.quorum, self.server.rule, self.participation)
+            least = least_usable(self.policy, self.server.round.quorum, self.server.round.rule, self.participation)
             return len({*self.online(grid)} & self.policy.clients.keys()) >= least
 
         self._wait_until(enough)

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.flower.terms.policy import Policy
 from fedlora.privacy.accounting import epsilon_up, how_strong
-from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
+from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 
 if TYPE_CHECKING:
     from fedlora.flower.terms.settings import FederationSettings
@@ -90,25 +90,21 @@ class FederationPrivacy(PrivacySection):
 def with_private_defaults(raw: Any) -> Any:
     """A federation's tables; if there is [privacy], with its defaults in [server] and [data]: the sites hold nothing
     out, because their measurements would be released without noise."""
-    raw = with_private_server(raw)
     if not isinstance(raw, Mapping) or raw.get("privacy") is None or not isinstance(raw.get("data", {}), Mapping):
         return raw
     return {**raw, "data": {"validation": 0.0, "test": 0.0, **raw.get("data", {})}}
 
 
 def refusals(settings: FederationSettings) -> Iterator[str]:
-    """A line for each setting that [privacy] excludes. `server.private_options` has the server's own lines."""
+    """A line for each setting that [privacy] excludes."""
     run, server, evaluate = settings.run, settings.server, settings.evaluate
     if run.participation != 1.0:
         yield (
             f"run.participation = {run.participation:g} draws some of the sites, but on a network [privacy] asks all "
             f"of them in every round (q = 1): leave it out"
         )
-    if server.quorum is not None:
-        yield (
-            f"server.quorum = {server.quorum} repeats a round if too few sites answer, and whether a private round "
-            f"takes place would reveal who answered. A missing site counts as zero. Leave it out"
-        )
+    if settings.privacy is not None:
+        yield from settings.privacy.excludes(server)
     if settings.defence.rule != "none":
         yield (
             f"defence.rule = {settings.defence.rule!r} weighs each site by the others' uploads, so one site's "

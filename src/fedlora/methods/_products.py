@@ -1,0 +1,43 @@
+"""A round's mean update over `fedlora.linalg`: as one SVD, and the same within its clients' consensus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fedlora.core.lora import LoRA
+from fedlora.core.method import Update
+from fedlora.linalg import ProjectedSum, Spectrum, Term, projected_sum, projected_sums, svd_of_product
+
+
+def mean_product(updates: Sequence[Update]) -> Spectrum:
+    """sum_i w_i B_i A_i in energy order: every component, and how many of them are certainly no rounding."""
+    return projected_sum([Term(*u.lora.factors, u.weight, u.roundoff) for u in updates]).spectrum
+
+
+def consensus(matrices: Sequence[Sequence[Update]], ranks: Sequence[int]) -> list[ProjectedSum]:
+    """For each matrix, its mean within the R directions that most of its clients' updates span, and each client's U_i.
+
+    Terms of nobody count in the mean, and have no vote.
+    """
+    sums = [[Term(*u.lora.factors, u.weight, u.roundoff, u.client is not None) for u in sent] for sent in matrices]
+    return projected_sums(sums, ranks)
+
+
+def spectrum_of(seed: LoRA) -> Spectrum:
+    """The common start in energy order; no components if it is fresh (B = 0)."""
+    return svd_of_product(*seed.factors)
+
+
+def balanced(spectrum: Spectrum, chosen: Tensor | None = None) -> LoRA:
+    """The pair of the chosen components (None: all), with sqrt(s) on both factors."""
+    return LoRA(*spectrum.balanced(chosen))
+
+
+def diagnostics_of(spectrum: Spectrum) -> dict[str, object]:
+    """What a method that keeps its update as a `Spectrum` has to say of it."""
+    return {
+        "rank": spectrum.sound, "components": spectrum.rank, "rounding": spectrum.rounding,
+        "singular_values": spectrum.s.tolist(),
+    }  # fmt: skip

@@ -1,0 +1,271 @@
+"""A round: uploads come in any order, and at close one call makes the next state, `method.aggregate(state, updates)`.
+
+    Kept(rule=None)   every upload is kept; a robust rule may weigh the changes                          (`kept`)
+    Streamed()        every upload is added to a float64 sum and forgotten                               (`streamed`)
+    Private(...)      every clipped change is added to one integer sum, which is noised at close         (`private`)
+
+The three differ only in what they do with an upload, and in the terms that they hand to the method.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fedlora.core.lora import LoRA
+from fedlora.core.messages import Upload
+from fedlora.core.method import Method, Roles, Update
+from fedlora.core.read_only import ReadOnly
+from fedlora.errors import HyperparameterError, QuorumNotMet, UploadRefused
+from fedlora.linalg import unit_roundoff
+from fedlora.linalg.own_modes import own_modes
+from fedlora.server.checks import check, check_types
+from fedlora.server.judged import Judged
+from fedlora.server.method_faults import blamed_on, checked_diagnostics, checked_states
+from fedlora.server.rules import Rule
+from fedlora.server.state import ServerState, Tally
+
+if TYPE_CHECKING:
+    from fedlora.server.server import Server
+
+log = logging.getLogger("fedlora.server")
+
+Weighting = Literal["examples", "uniform"]
+
+_AT_ONCE = 2**25  # bytes of updates that one `aggregate_all` gets: enough to batch, little beside a round
+# The share of the mean's energy that may be lost, or may be rounding, without a warning. The second is not a loss but a
+# coarse bound.
+_SILENT_SHARE, _SILENT_ROUNDING = 1e-3, 1e-2
+
+
+class RoundKind(ABC):
+    """What `Server(round=...)` takes: a frozen dataclass with the options of this kind of round, and no others."""
+
+    rule: Rule | None = None
+    quorum: int | None = None
+
+    @property
+    @abstractmethod
+    def weighs_by(self) -> Weighting:
+        """What sets p_i: the numbers of examples, or the number of participants."""
+
+    @abstractmethod
+    def require(self, method: Method[Any], roles: Roles) -> None:
+        """Raises `HyperparameterError`, with a way out, if this kind of round is wrong for the method."""
+
+    @abstractmethod
+    def open(self, server: Server, state: ServerState) -> OpenRound:
+        """A round that starts from `state`."""
+
+
+class OpenRound(ABC):
+    """A round under way: `add` uploads in any order, then `close`.
+
+    p_i is normalised over the round's participants, and again in each module over those that hold it. quorum None: the
+    engine that plays the round ends it at the first bad upload, and one good one is enough to close it. A number: bad
+    uploads are left out by name (`Tally.refused`), and close raises `QuorumNotMet` if fewer good ones came.
+
+    stored: whether the round's sum was stored before (a private one, before a kill): then nobody is asked. keeps:
+    whether uploads stay available until the close, so that a record may show them.
+    """
+
+    stored: bool = False
+    keeps: bool = False
+
+    def __init__(self, server: Server, state: ServerState) -> None:
+        self.method, self.state, self.kind = server.method, state, server.round
+        self.roles = server.roles(state)
+        self.counts: dict[str, float] = {}  # client -> n_i, or 1 if all count alike
+        self.abstained: set[str] = set()
+        self.refused: dict[str, str] = {}
+        self._closed = False
+
+    @property
+    def number(self) -> int:
+        """The round's number, from 1."""
+        return self.state.round + 1
+
+    @property
+    def asked(self) -> tuple[str, ...] | None:
+        """The clients to ask, if the round itself decides (a private one); None: the engine decides."""
+        return None
+
+    @own_modes()
+    def add(self, upload: Upload) -> None:
+        """Take one upload. With 0 examples it abstains: a weight of zero reaches no method.
+
+        Its tensors are not copied: do not write to them until the round is closed.
+
+        Raises:
+            UploadRefused: it is not what this round asked for. It is left out, and the round goes on.
+            HyperparameterError: the round is closed.
+        """
+        if self._closed:
+            raise HyperparameterError(f"round {self.number} is closed: this upload would be in no state.")
+        check_types(upload)
+        client = upload.client.id
+        try:
+            if client in self.counts or client in self.abstained:
+                raise UploadRefused(client, "a second upload in the same round; the first one counts.")
+            self._admit(client)
+            examples = check(upload, self.state, self.roles, self.method)
+            if not examples:
+                self.abstained.add(client)
+                return
+            count = examples if self.kind.weighs_by == "examples" else 1.0
+            self._take(upload, count)
+            self.counts[client] = count
+        except UploadRefused as refusal:
+            self.refuse(refusal)
+            raise
+
+    def refuse(self, refusal: UploadRefused) -> None:
+        """Record an answer that could not become an upload."""
+        self.refused.setdefault(refusal.client, refusal.reason)
+
+    @own_modes()
+    def close(self) -> ServerState:
+        """The next state.
+
+        Raises:
+            QuorumNotMet: too few good uploads came; the state is unchanged. RankTie, LostUpdate: from the method.
+        """
+        self._require_quorum()
+        judged = self._settle()
+        after = self._aggregated()
+        heads = self._mean_heads() if self.roles.heads == "shared" else {}
+        modules = {**self.state.modules, **after}  # a module that no client of this round holds stays as it is
+        warn_of_losses(self.method, self.number, modules)
+        self._closed = True
+        return replace(
+            self.state, round=self.number, modules=ReadOnly(modules), heads=ReadOnly({**self.state.heads, **heads}),
+            tally=self._tally(judged),
+        )  # fmt: skip
+
+    def _require_quorum(self) -> None:
+        least = 1 if self.kind.quorum is None else self.kind.quorum
+        if len(self.counts) < least:
+            self._too_few(f"{len(self.counts)} usable uploads, the quorum is {least}")
+
+    def _too_few(self, why: str) -> None:
+        refused = "; ".join(f"{client}: {reason}" for client, reason in sorted(self.refused.items())) or "none"
+        raise QuorumNotMet(
+            f"round {self.number}: {why} ({len(self.abstained)} abstained; refused: {refused}). The state is "
+            f"unchanged.",
+            self.refused,
+        )
+
+    def _tally(self, judged: Judged | None) -> Tally:
+        return Tally(
+            shares(dict(sorted(self.counts.items()))), tuple(sorted(self.abstained)),
+            dict(sorted(self.refused.items())), judged,
+        )  # fmt: skip
+
+    def _aggregated(self) -> dict[str, Any]:
+        """Module -> its next state, for those that somebody holds; some `_AT_ONCE` bytes of updates at a time."""
+        after: dict[str, Any] = {}
+        group: dict[str, list[Update]] = {}
+        names, size = list(self.state.modules), 0
+        for name in names:
+            if updates := self._updates(name):
+                group[name] = updates
+                size += sum(t.nbytes for u in updates for t in u.lora.tensors().values())
+            if group and (size >= _AT_ONCE or name == names[-1]):
+                with blamed_on(self.method, "aggregate"):
+                    made = self.method.aggregate_all([self.state.modules[n] for n in group], list(group.values()))
+                after |= zip(group, checked_states(self.method, "aggregate", made, len(group)), strict=True)
+                group, size = {}, 0
+        return after
+
+    def _admit(self, client: str) -> None:  # noqa: B027 - most rounds admit everybody
+        """Raises `UploadRefused` if this client may not take part."""
+
+    @abstractmethod
+    def _take(self, upload: Upload, count: float) -> None:
+        """Keep or add up a checked upload."""
+
+    def _settle(self) -> Judged | None:
+        """What must happen once all uploads are in, before anything is aggregated."""
+        return None
+
+    @abstractmethod
+    def _updates(self, module: str) -> list[Update]:
+        """The method's input for one module; none if nobody holds it."""
+
+    @abstractmethod
+    def _mean_heads(self) -> dict[str, Tensor]:
+        """The next heads, in the dtypes of the server's."""
+
+
+def require_sums(kind: str, method: Method[Any]) -> None:
+    """Raises `HyperparameterError` unless the method can work from one sum instead of its clients."""
+    if method.linear_in == "clients":
+        raise HyperparameterError(
+            f"{kind} rounds have only a sum of the round's uploads, and {method} needs every client's, because it has "
+            f"weights or votes of its own. Use Kept(); or, to cut an exact mean to a rank, svd with that rank."
+        )
+    if method.linear_in == "products" and method.one_rank:
+        raise HyperparameterError(
+            f"{kind} rounds have only a sum of products, and {method.name} averages the factors of one rank as well. "
+            f"Use Kept(); or flora, which adds the exact mean to the base weights, too."
+        )
+
+
+def require_counting(kind: RoundKind, weighting: object, quorum: object) -> None:
+    """Raises `HyperparameterError` unless these are a weighting (or None) and a quorum."""
+    name = type(kind).__name__
+    if weighting not in (*get_args(Weighting), None):
+        raise HyperparameterError(f"{name}: weighting is one of {get_args(Weighting)}; got {weighting!r}.")
+    whole = isinstance(quorum, int) and not isinstance(quorum, bool) and quorum >= 1
+    if quorum is not None and not whole:
+        raise HyperparameterError(f"{name}: quorum is at least 1 good upload, or None; got {quorum!r}.")
+
+
+def shares(counts: Mapping[str, float]) -> dict[str, float]:
+    """Client -> its share of the counts."""
+    total = math.fsum(counts.values())
+    return {client: n / total for client, n in counts.items()}
+
+
+def round_dtype(loras: Sequence[LoRA]) -> torch.dtype:
+    """What a method gets all updates of a module in: float64 if one has it, otherwise float32."""
+    wide = any(t.dtype == torch.float64 for lora in loras for t in lora.tensors().values())
+    return torch.float64 if wide else torch.float32
+
+
+def roundoff_of(lora: LoRA) -> float:
+    """u of the coarser dtype of its factors."""
+    return max(unit_roundoff(t.dtype) for t in lora.tensors().values())
+
+
+def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) -> None:
+    """Logs a warning if a method reports that its result lacks part of the mean update, apart from its rank budget."""
+    facts = {name: checked_diagnostics(method, state) for name, state in modules.items()}
+
+    def worst(key: str, least: float) -> tuple[str, float, int] | None:
+        """The module with the largest value, that value, and the number of modules above `least`."""
+        large = {name: x for name, f in facts.items() if isinstance(x := f.get(key), float) and x > least}
+        name = max(large, key=lambda n: large[n], default="")
+        return (name, large[name], len(large)) if large else None
+
+    if found := worst("dropped", _SILENT_SHARE):
+        name, share, count = found
+        log.warning(
+            "round %d: up to %.2g%% of the mean's energy is lost in %s, more than %g%% in %d of %d modules. Rounding "
+            "took it: send float32.", round, 100 * share, name, 100 * _SILENT_SHARE, count, len(modules),
+        )  # fmt: skip
+    if found := worst("rounding", _SILENT_ROUNDING):
+        name, share, count = found
+        log.warning(
+            "round %d: up to %.2g%% of the mean update's energy in %s (%d of %d modules) lies in directions so weak "
+            "beside the clients' factors that storing these could have made them. The server keeps them; readouts hold "
+            "some that depend on the clients' coordinates. Send float32.",
+            round, 100 * share, name, count, len(modules),
+        )  # fmt: skip
