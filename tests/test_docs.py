@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import subprocess
@@ -50,6 +51,12 @@ def test_the_toy_method_of_the_docs_runs(
     exec(compile(tests, "add-a-method.md", "exec"), defined)
     defined["test_all_contracts"]()
     defined["test_one_contract"]()
+    (products,) = (
+        block for block in python_blocks(ROOT / "docs" / "how-to" / "add-a-method.md") if "SlowProducts" in block
+    )
+    (tmp_path / "slow_products.py").write_text(f"from fedavgm import *\n{products}")
+    findings = defined["check"](importlib.import_module("slow_products").SlowProducts())
+    assert defined["sound"](findings), [finding.why for finding in findings if finding.why]
 
 
 def test_the_language_models_page_and_its_example(capsys: pytest.CaptureFixture[str]) -> None:
