@@ -57,7 +57,7 @@ def test_as_a_process_it_gives_the_same_bits_without_a_warning_and_bad_input_is_
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "no such model": (["model.path=nowhere"], "model 'nowhere' is no directory here"),
+    "no such model": (["model.path=nowhere"], "model 'nowhere'"),
     "no such data": (["data.train=nowhere.jsonl"], "nowhere.jsonl does not exist"),
     "unknown suffix": (["data.train=config.toml"], "suffix '.toml' is not known"),
     "no such column": (["data.text=txt"], "no column 'txt'"),

@@ -110,7 +110,7 @@ def test_what_cannot_be_encoded_is_named_by_file_and_row(tmp_path: Path) -> None
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = TextData.concat([read_instructions(file).select([3, 2]), read_instructions(file).select([0])])
     for template in ("w7 w8 w9 {prompt} w9 w8", "{prompt} w7 w8 w9 w9 w9"):
-        with pytest.raises(DataError, match=rf"^{file}, row 4, line 4: the parts that are never cut .* 5 tokens"):
+        with pytest.raises(DataError, match=rf"^{file}, row 4, line 4: .* 5 tokens"):
             encode(data, tokenizer(classifies=False), max_length=6, template=template)
     by_hand = TextData("instruction", ("w0",), responses=("w1",), history=((("system", "w3"),),))
     with pytest.raises(DataError, match=r"^example 0: it is a conversation .* only a chat template"):

@@ -202,9 +202,7 @@ def test_data_of_other_classes_than_the_models_are_refused(load: Loader) -> None
 
 
 def test_targets_that_the_model_lacks_are_one_line(load: Loader) -> None:
-    with pytest.raises(
-        ConfigError, match=r"target 'q_proj' .* matches no module .* linear layers end in query, "
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"target 'q_proj' .* no module .* query, ") as caught:
         load(lora={"targets": ["q_proj"]}).seed_adapter(4, seed=0)
     assert "\n" not in str(caught.value)
 

@@ -70,7 +70,7 @@ def test_the_last_answer_is_learned_with_its_end_and_nothing_else() -> None:
 def test_a_long_prompt_loses_its_front_and_the_messages_before_stay() -> None:
     (example,) = encode(TALK, talking(PLAIN), max_length=17)
     assert example["input_ids"] == [*WHOLE[:12], *WHOLE[13:]] and example["cut"] == 1
-    with pytest.raises(DataError, match=r"example 0: .*messages before the last prompt\) have 14 tokens"):
+    with pytest.raises(DataError, match=r"example 0: .* 14 tokens"):
         encode(TALK, talking(PLAIN), max_length=15)
 
 
@@ -116,7 +116,7 @@ def test_what_is_no_template(wrong: str) -> None:
     ("template", "said"),
     [
         (None, r"no chat template.*data\.template.*'\{prompt\}'"),
-        (PLAIN.replace("'w7' }}", "'w7' if loop.last else 'w8' }}"), "renders the first 4 of 5 messages differently"),
+        (PLAIN.replace("'w7' }}", "'w7' if loop.last else 'w8' }}"), "first 4 of 5 messages"),
         (PLAIN.replace("{% if add_generation_prompt %}w9 {% endif %}", ""), "puts 'w9' before an answer"),
         ("{{ raise_exception('no system') if messages[0].role == 'system' }}" + PLAIN, "example 0: .* refuses .*no s"),
         (PLAIN.replace("[EOS] w8", "w8"), "no special token"),
@@ -173,8 +173,7 @@ def test_a_template_that_loses_a_text_is_named_with_the_first_row(what: str, tmp
     old, new, role, text = LOSING[what]
     assert old in CHATML
     reader = letters(CHATML.replace(old, new), special=MARKS)
-    with pytest.raises(DataError, match=rf"example 0: the tokenizer's chat template \(chat, sha256 \w+\) leaves out or "
-                       rf"changes the {role}'s text, '{text}") as error:  # fmt: skip
+    with pytest.raises(DataError, match=rf"example 0: .*\(chat, sha256 \w+\) .* the {role}'s text, '{text}") as error:  # fmt: skip
         encode(CHAT, reader, max_length=512)
     assert "\n" not in str(error.value)
     file = tmp_path / "cork.jsonl"
@@ -187,7 +186,7 @@ def test_a_template_that_loses_a_text_is_named_with_the_first_row(what: str, tmp
 def test_short_texts_that_the_template_happens_to_have_are_missed_too() -> None:
     """The user's "a" is in the header "assistant", but the template leaves each user's text out."""
     reader = letters(CHATML.replace("{{ m.content | trim }}", "{{ m.content if m.role != 'user' }}"), special=MARKS)
-    with pytest.raises(DataError, match="leaves out or changes the user's text, 'a'"):
+    with pytest.raises(DataError, match="the user's text, 'a'"):
         encode(asked(("user", "a"), ("assistant", "b")), reader, max_length=512)
 
 

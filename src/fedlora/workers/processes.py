@@ -159,8 +159,11 @@ def one_process(begin: Callable[..., None], *given: object, server: Sequence[str
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             executor.submit(os.getpid)
-        finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        except BaseException:  # nobody else has the executor yet
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            end(executor)
+            raise
     return executor
 
 
