@@ -254,7 +254,7 @@ def test_what_a_loss_of_ones_own_cannot_be() -> None:
         lambda net, batch: loss(net, batch).detach(),
     ]  # fmt: skip
     for one in wrong:
-        with pytest.raises(ConfigError, match="mean loss.*gradient"):
+        with pytest.raises(ConfigError, match=r"mean loss.*gradient"):
             LocalTrainer(model, data, SGD, loss=one, seed=0).train(download, adapter, 0)
     with pytest.raises(ConfigError, match=r"TrainSettings\.max_length is for text"):
         LocalTrainer(model, data, TrainSettings(max_length=7), loss=loss, seed=0)

@@ -173,7 +173,7 @@ def test_a_template_that_loses_a_text_is_named_with_the_first_row(what: str, tmp
     old, new, role, text = LOSING[what]
     assert old in CHATML
     reader = letters(CHATML.replace(old, new), special=MARKS)
-    with pytest.raises(DataError, match=rf"example 0: .*\(chat, sha256 \w+\) .* the {role}'s text, '{text}") as error:  # fmt: skip
+    with pytest.raises(DataError, match=rf"example 0: .*\(chat, sha256 \w+\) .* the {role}'s text, '{text}") as error:
         encode(CHAT, reader, max_length=512)
     assert "\n" not in str(error.value)
     file = tmp_path / "cork.jsonl"
