@@ -16,9 +16,11 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import islice
 from multiprocessing import resource_tracker
 from traceback import format_exception
@@ -155,16 +157,35 @@ def one_process(begin: Callable[..., None], *given: object, server: Sequence[str
         context.set_forkserver_preload([*server])
         resource_tracker.ensure_running()  # its start would unblock the signal
         # The server imports for seconds, with Python's own handler, and then forks what it was asked for.
-        # So Ctrl-C waits until the process is there: it is its owner's business alone.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            executor.submit(os.getpid)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            with _undisturbed():
+                executor.submit(os.getpid)
         except BaseException:  # nobody else has the executor yet
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             end(executor)
             raise
     return executor
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C waits until the block is over, and a server that the block starts never gets it.
+
+    Blocking it in this thread is not enough: the kernel may give it to a thread of a library, and Python then raises
+    KeyboardInterrupt here all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, Any]] = []
+    before = signal.signal(signal.SIGINT, lambda *caught: came.append(caught))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+        if came and callable(before):
+            before(*came[0])
 
 
 def end(executor: ProcessPoolExecutor) -> None:
