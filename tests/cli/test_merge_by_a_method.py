@@ -119,6 +119,16 @@ def test_a_bound_is_of_the_robust_mean(tmp_path: Path, sites: list[str], main: C
     assert re.search(r"multi-krum \(f = 1\) .*by 0\.", refused)
 
 
+def test_an_adapter_of_weight_zero_is_told_beside_a_rule(
+    tmp_path: Path, sites: list[str], main: Callable[..., Said]
+) -> None:
+    """It takes no part in the round, so the rule has no verdict on it."""
+    words = ["merge", *sites, "--weights", "1,1,1,1,1,0", "--defence", "geometric-median", "--method", "glora"]
+    done = main(*words, "-o", str(tmp_path / "m"), "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["weighed"]["counts"][5] == 0
+
+
 def test_who_cannot_be_counted_ends_a_merge(tmp_path: Path, sites: list[str], main: Callable[..., Said]) -> None:
     """By hand nobody is left out in silence: terms that cancel beyond measure are an error with the name."""
     big = torch.tensor([[2.0**21, -(2.0**21), 0, 0]]).repeat(32, 1)

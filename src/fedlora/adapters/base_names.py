@@ -73,11 +73,6 @@ def public_name(bases: Iterable[Base]) -> str | None:
     return next((name for name in names if not is_path(name)), names[0] if names else None)
 
 
-def is_quantised(name: str) -> bool:
-    """Whether a base model's name says that its weights are 4-bit."""
-    return name.lower().endswith(_QUANTISED)
-
-
 def is_path(name: str) -> bool:
     """Whether a base model's name looks like a path on some machine."""
     return bool(re.match(r"[/~.\\]|[A-Za-z]:[\\/]", name)) or "\\" in name or name.strip("/").count("/") > 1

@@ -144,8 +144,9 @@ def _measure(
     robust, exact = updates, build("svd", energy=1.0)
     if method != exact:
         robust, _ = _played(given, clients, exact, rule)
-    of_each = [judged.clients[name] for name in clients]
-    counts, why = tuple(one.coefficient for one in of_each), tuple(one.reason for one in of_each)
+    of_each = [judged.clients.get(name) for name in clients]  # an adapter of weight 0 abstains
+    counts = tuple(one.coefficient if one else 0.0 for one in of_each)
+    why = tuple(one.reason if one else "weight 0" for one in of_each)
     weighed = Weighed(judged.rule, counts, why, _apart(robust, plain))
     of = f"the mean that {weighed.rule} weighs"
     return of, lambda module: combine(module, [robust[module]], [1.0], wide).cut(), weighed

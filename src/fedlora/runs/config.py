@@ -78,7 +78,8 @@ class RunConfig(Section):
             section: BaseModel = getattr(self, table)
             value = getattr(section, key)
             if key == "weighting":  # the effective value, given or implied
-                value = value or ("examples" if self.defence.rule == "none" else "uniform")
+                by_examples = self.defence.rule == "none" and (not self.privacy or self.privacy.most_examples)
+                value = value or ("examples" if by_examples else "uniform")
             told = {**fields.pop(table, {}), key: value}
             if told[key] == former:
                 del told[key]

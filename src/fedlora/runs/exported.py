@@ -29,7 +29,6 @@ from fedlora.server.state import RunState
 from fedlora.training.measure import client_model
 
 FOLDERS = {"last": "adapter", "best": "best"}  # a tested state -> the folder of its model
-CHAT_TEMPLATE_FILE = "chat_template.jinja"  # transformers' name for it
 # Tokenizer files in every transformers version; each tokenizer class names its own vocabulary files.
 _TOKENIZER = (
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"

@@ -39,7 +39,6 @@ from fedlora.training.skeleton import check_targets
 from fedlora.workers.processes import available
 
 Share = Annotated[float, Field(gt=0, le=1)]
-_RUNS = Key("it is for fedlora run")
 
 
 class RunSection(Section):

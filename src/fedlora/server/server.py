@@ -21,6 +21,7 @@ from fedlora.core.lora import Adapter, LoRA, compute_dtype, filled, fresh_rows, 
 from fedlora.core.messages import Client, Download, Upload
 from fedlora.core.method import Method, Role, Roles
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import shown
 from fedlora.errors import HyperparameterError, NoGlobalModel, RankMismatch, ShapeError, UploadRefused
 from fedlora.linalg.own_modes import own_modes
 from fedlora.seeds import derive_seed
@@ -199,7 +200,7 @@ class Server:
                 if self.round.quorum is None:
                     raise
                 if self.privacy is None:  # a private round logs its own
-                    log.warning("round %d: %s", opened.number, refusal)
+                    log.warning("round %d: %s", opened.number, shown(refusal, 1000))
         return opened.close()
 
     @own_modes()

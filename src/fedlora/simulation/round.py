@@ -17,6 +17,7 @@ from fedlora.core.messages import Client, ClientMemory, Upload
 from fedlora.core.parcels import held_after, pack
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.sent import Attacked, Sent, Tampered, Tamperer
+from fedlora.core.text import shown
 from fedlora.core.trainer import Failed, Job, Trained, Workers, round_loss
 from fedlora.doing import stepped
 from fedlora.errors import ClientFailed, HyperparameterError, QuorumNotMet, UploadRefused
@@ -211,7 +212,7 @@ class Round:
         if self._server.round.quorum is None:
             raise refusal
         if not self._private:  # a private round logs its own
-            log.warning("%s", refusal)
+            log.warning("%s", shown(refusal, 1000))
         self._refused[refusal.client] = refusal.reason
 
     def _failed(self, client: str, error: Exception) -> None:
@@ -222,7 +223,7 @@ class Round:
         if self._private:
             self._opened.refuse(UploadRefused(client, why))
         else:
-            log.warning("%s; the round continues without it", failure)
+            log.warning("%s; the round continues without it", shown(failure, 1000))
         self._refused[client] = why
 
 
