@@ -118,7 +118,7 @@ def run_stages(
 
 def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:
     """The number of workers from `--workers`: N, or "auto", which is one for each core that this process may use, or
-    for each GPU; one for models that are spread over all GPUs.
+    for each GPU.
 
     Raises:
         ConfigError: the text is neither.

@@ -39,8 +39,8 @@ def merge_round(
     """Write a method's server update of these adapters like any merge.
 
     Args:
-        label: the method as typed. missing: "zero" counts a module that an adapter lacks as a pair of zeros. rule: a
-            robust rule, which weighs the clients' changes; the report's remarks say what it did.
+        given: with missing = "zero", a module that an adapter lacks counts as a pair of zeros. label: the method as
+            typed. rule: a robust rule, which weighs the clients' changes; the report's remarks say what it did.
 
     Raises:
         ConfigError: the method's clients keep a part, or its base weights move, so an adapter alone is not its result;

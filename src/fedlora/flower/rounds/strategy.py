@@ -12,7 +12,7 @@
     4. lines.put, _save
     5. _finish
 
-1. Read the policy's file again, wait for enough clients, open the server's intake for uploads, and draw clients
+1. Read the policy's file again, wait for enough clients, open the server's round for uploads, and draw clients
    (`hooks`, membership.py). After 30 s without enough it asks those that are there, and the failed attempt names who is
    missing. If a round does not draw everybody, others stand in for clients that are offline, or gave nothing usable in
    an earlier attempt. A policy that changes during a round holds from its next attempt.
@@ -20,7 +20,7 @@
    its fate as it comes (attempt.py). Each client has the policy's deadline from the moment at which its own message was
    sent. Without an answer by then (checked when all messages are sent) it is late: nobody fetches its answer, and its
    site goes back to its last work that counted.
-3. Close the intake, which gives the next state. A robust rule may still refuse an upload.
+3. Close the round, which gives the next state. A robust rule may give an upload no weight.
 4. Store the round's line (round_lines.py), then the checkpoint (flower_state.py). From here on the round counts.
 5. Let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they give. (The
    start, round 0, is not measured.)
@@ -233,7 +233,7 @@ class FedLoRA:
             del attempt  # its uploads
 
     def _open_attempt(self, grid: Grid, nth: int) -> Attempt:
-        """Draw the clients, and open the intake for their uploads, both by the policy as it is now."""
+        """Draw the clients, and open the round for their uploads, both by the policy as it is now."""
         self.read_policy()
         self._hooks.before_attempt(self, grid)
         self._wait_for_enough(grid)
