@@ -84,7 +84,7 @@ def test_instructions_conversations_and_plain_columns(tmp_path: Path) -> None:
 
 def test_an_empty_cell_a_dictionary_of_splits_and_a_stream() -> None:
     datasets = pytest.importorskip("datasets")
-    with pytest.raises(DataError, match="row 2: 'more' is missing"):
+    with pytest.raises(DataError, match="row 2: 'more' is empty"):
         read_classification(news(0, 1, more=["x", None]), text="more", label="label")
     with pytest.raises(DataError, match=r"splits \['train'\]"):
         read_classification(datasets.DatasetDict({"train": news(0)}), text="text", label="label")

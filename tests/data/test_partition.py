@@ -134,23 +134,20 @@ def test_label_counts_by_hand():
 
 def test_what_is_no_partition() -> None:
     for alpha in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(DataError, match=r"alpha .* > 0; got"):
+        with pytest.raises(DataError, match=r"alpha .* > 0, .*got"):
             dirichlet(BALANCED, 3, alpha, seed=0)
     for clients in (0, -2):
-        with pytest.raises(DataError, match=f"at least 1 client; got clients={clients}"):
+        with pytest.raises(DataError, match=f"at least 1 client.* got clients={clients}"):
             dirichlet(BALANCED, clients, 0.5, seed=0)
-        with pytest.raises(DataError, match=f"at least 1 client; got clients={clients}"):
+        with pytest.raises(DataError, match=f"at least 1 client.* got clients={clients}"):
             iid(10, clients, seed=0)
-    with pytest.raises(DataError, match="min_size must be >= 0; got -1"):
+    with pytest.raises(DataError, match=r"min_size >= 0; got 0.5 and -1"):
         dirichlet(BALANCED, 3, 0.5, seed=0, min_size=-1)
-    with pytest.raises(DataError, match=r"3 examples .* 4 clients"):
+    with pytest.raises(DataError, match=r"clients=4, N=3"):
         iid(3, 4, seed=0)
-    for index in (-1, 3):
-        with pytest.raises(DataError, match="another split"):
-            label_counts([0, 1, 1], [np.array([0]), np.array([1, index])])
     for labels, said in (
         ([], "non-empty"), ([[0, 1], [1, 0]], r"shape \(2, 2\)"), ([0.0, 1.0], "whole numbers"),
-        (["a", "b"], "whole numbers"), ([True, False], "whole numbers"), ([0, 1, -1], "got -1 at example 2"),
+        (["a", "b"], "whole numbers"), ([True, False], "whole numbers"), ([0, 1, -1], "at least -1"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=said):
             dirichlet(labels, 1, 0.5, seed=0, min_size=0)

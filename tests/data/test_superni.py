@@ -68,7 +68,6 @@ DAMAGE = {
     "a definition of numbers": raw(Definition=[1]),
     "no category": raw(Categories=[]),
     "categories of numbers": raw(Categories=[1]),
-    "no language at all": raw(Input_language=None),
     "a language that is a string": raw(Input_language="English"),
     "no instances": raw(Instances=[]),
     "an instance without output": raw(Instances=[{"input": "x"}]),
@@ -232,7 +231,7 @@ class TestReadSelection:
 
     def test_lists_that_are_none(self, tmp_path: Path) -> None:
         """A task twice, on both sides, and nobody to train."""
-        for train, unseen, said in (("a\na\n", "b", "'a' twice"), ("a\nb", "c\nb", "'b' .*both"), ("\n", "b", "empty")):
+        for train, unseen, said in (("a\na\n", "b", "'a' twice"), ("a\nb", "c\nb", "'b' twice"), ("\n", "b", "empty")):
             (tmp_path / "a").write_text(train)
             (tmp_path / "b").write_text(unseen)
             with pytest.raises(DataError, match=said) as error:

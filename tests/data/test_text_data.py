@@ -120,19 +120,19 @@ def test_what_is_no_data_is_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"text": ("a", "b"), "labels": (0,), "label_names": ("x",)}, r"'text': 2, 'labels': 1"),
         ({"pair": (), "labels": (0,), "label_names": ("x",)}, r"'pair': 0"),
-        ({"label_names": ("x",)}, "has labels"),
+        ({"label_names": ("x",)}, "with labels"),
         ({"labels": (0,)}, "label_names"),
-        ({"labels": (0,), "responses": ("r",), "label_names": ("x",)}, "no responses"),
+        ({"labels": (0,), "responses": ("r",), "label_names": ("x",)}, "with labels"),
         ({"text": ("a", "b"), "labels": (0, 2), "label_names": ("x", "y")}, r"example 1 has label 2.*0\.\.1"),
         ({"labels": (-1,), "label_names": ("x",)}, "example 0 has label -1"),
         *(
-            ({"labels": (0,), "label_names": ("x",), name: value}, "references, droppable and history")
+            ({"labels": (0,), "label_names": ("x",), name: value}, "references, droppable, history")
             for name, value in (("references", (("r",),)), ("droppable", ((0, 1),)), ("history", ((),)))
         ),
-        ({"kind": "instruction"}, "instruction data has text"),
-        ({"kind": "instruction", "labels": (0,), "responses": ("r",)}, "instruction data has text"),
-        ({"kind": "instruction", "responses": ("r",), "pair": ("b",)}, "instruction data has text"),
-        ({"kind": "instruction", "responses": ("r",), "label_names": ("x",)}, "instruction data has text"),
+        ({"kind": "instruction"}, "'instruction' with responses"),
+        ({"kind": "instruction", "labels": (0,), "responses": ("r",)}, "'instruction' with responses"),
+        ({"kind": "instruction", "responses": ("r",), "pair": ("b",)}, "'instruction' with responses"),
+        ({"kind": "instruction", "responses": ("r",), "label_names": ("x",)}, "instructions none"),
         ({"kind": "instruction", "responses": ("r",), "references": ((),)}, "at least one answer"),
         ({"kind": "instruction", "responses": ("r",), "droppable": ()}, "'droppable': 0"),
         ({"kind": "instruction", "responses": ("r",), "history": ((("tool", "x"),),)}, "assistant; got 'tool'"),
