@@ -6,7 +6,6 @@ The oracles are dense: W0 + scaling * B @ A written out and differentiated by to
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import namedtuple
 from collections.abc import Callable, Mapping
@@ -226,22 +225,12 @@ def test_the_base_stays_as_it_is_whoever_trains() -> None:
         assert torch.equal(after[f"base_model.model.{name}"], before[name]), name
 
 
-def test_a_layer_whose_weight_is_read_past_lora_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_whose_weight_is_read_past_lora_is_no_target() -> None:
     """nn.MultiheadAttention reads out_proj.weight itself: its LoRA would never change."""
-
-    class Attending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.head = nn.MultiheadAttention(5, 1, batch_first=True), nn.Linear(5, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0])
-            return out
-
-    model = AdaptedModel(seeded(Attending), LoRASettings(targets=["out_proj", "head"]))
-    with caplog.at_level(logging.WARNING):
-        trained(model, model.seed_adapter(3, seed=0)[0])
-    assert [r.args for r in caplog.records] == [("attention.out_proj",)]
+    network = nn.ModuleDict({"attention": nn.MultiheadAttention(5, 1), "head": nn.Linear(5, 2)})
+    with pytest.raises(ConfigError, match=r"'attention.out_proj', .* only on linear layers that are called.* head"):
+        AdaptedModel(network, LoRASettings(targets=["out_proj", "head"]))
+    assert [*AdaptedModel(network, LoRASettings(targets="all-linear")).seed_adapter(1, seed=0)[0].modules] == ["head"]
 
 
 def test_what_a_loss_of_ones_own_cannot_be() -> None:

@@ -150,7 +150,7 @@ class Touches:
 def test_a_pickle_that_calls_is_not_opened(load: Loader, classifier: Path, tmp_path: Path) -> None:
     folder = pickled(shutil.copytree(classifier, tmp_path / "m"), ("x", Touches(tmp_path / "called")))
     for opened in (load, base_digest):
-        with pytest.raises(ConfigError, match=r"more than tensors|tensors alone"):
+        with pytest.raises(ConfigError, match=r"tensors alone"):
             opened(folder)
     assert not (tmp_path / "called").exists()
     torch.load(folder / "pytorch_model.bin", weights_only=False)
@@ -177,8 +177,7 @@ def test_a_classifier_of_another_number_of_labels_is_our_error_and_no_crash(load
     with pytest.raises(ConfigError, match="cannot be loaded") as caught:
         load(labels=("no", "yes"))
     said = str(caught.value)
-    assert "the data's 2 classes" in said and "has 3 rows" in said and "\n" not in said
-    assert "data.labels" in said and "ignore_mismatched_sizes" not in said
+    assert "(3, 32)" in said and "2 classes" in said and "data.labels" in said and "\n" not in said
 
 
 def test_weights_of_other_shapes_than_the_config_says(load: Loader, classifier: Path, tmp_path: Path) -> None:
@@ -229,8 +228,7 @@ def test_a_changed_base_weight_is_not_its_tied_twins(tmp_path: Path) -> None:
     assert head.weight is embedding.weight and torch.equal(head.weight, base)
 
 
-@pytest.mark.parametrize("rank", [10**9, 9_999])
-def test_a_rank_above_every_matrix_is_refused_before_it_is_made(load: Loader, rank: int) -> None:
-    """The longest side of the test model's targets is 32 or so; rank 10^9 ended in the allocator's traceback."""
-    with pytest.raises(ConfigError, match="above both sides"):
-        load().seed_adapter(rank, seed=0)
+def test_a_rank_beyond_memory_is_one_line(load: Loader) -> None:
+    with pytest.raises(ConfigError, match="cannot be put on") as error:
+        load().seed_adapter(10**12, seed=0)
+    assert "\n" not in str(error.value)

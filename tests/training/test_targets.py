@@ -48,10 +48,10 @@ def test_a_broken_expression_is_refused_when_the_config_is_read() -> None:
 @pytest.mark.parametrize(
     ("targets", "says"),
     [
-        (["query", "valeu"], r"'valeu' .*matches no module.*nearest are value"),
+        (["query", "valeu"], r"'valeu' .*matches no module.*query, key, value"),
         (["zzz"], r"linear layers .*query, key, value, dense"),
-        ("query", r"regular expression .*whole path.*Did you mean \[\"query\"\]\?"),
-        (r".*\.qeury", r"matches no module.*whole path, as 'bert\.encoder\.layer\.0\.attention\.self\.query'"),
+        ("query", r"regular expression .*whole path"),
+        (r".*\.qeury", r"matches no module.*whole path is 'bert\.encoder\.layer\.0\.attention\.self\.query'"),
         (["LayerNorm"], r"matches 'bert\.embeddings\.LayerNorm', a LayerNorm"),
     ],
 )
@@ -99,5 +99,5 @@ def test_a_hub_id_without_a_network_fails_at_once_with_the_way_out(
 
 
 def test_what_cannot_be_a_hub_id_is_a_missing_directory(project: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'models/a/b' is no directory .* no hub id"):
+    with pytest.raises(ConfigError, match=r"'models/a/b' is no directory here"):
         prepare(configured(project, "model.path=models/a/b"))

@@ -242,7 +242,7 @@ def test_a_border_in_a_text_is_refused_by_client_file_and_row(
     rows = [{"prompt": "Well?", "response": "Yes."}, {"prompt": "Well?", "response": "No."}]
     rows[1]["prompt" if role == "user" else "response"] = text
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    says = rf"^the data of client 'berlin': {file}, row 2, line 2: the {role}'s text has '{sign.replace('|', '.')}' at"
+    says = rf"^client 'berlin', {file}, row 2, line 2: the {role}'s text has '{sign.replace('|', '.')}' at"
     with pytest.raises(DataError, match=says) as error:
         LocalTrainer(model, {"berlin": read_instructions(file)}, TrainSettings(max_length=512), seed=0)
     assert "\n" not in str(error.value)

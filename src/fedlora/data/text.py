@@ -110,6 +110,13 @@ class TextData:
         """Where example k stands, for messages."""
         return f"example {k}" if self.places is None else self.places[k]
 
+    def of(self, client: str) -> TextData:
+        """The same, with its client in the place of each instruction; twice is once."""
+        if self.responses is None:
+            return self
+        who = f"client {client!r}, "
+        return replace(self, places=tuple(who + self.place(k).removeprefix(who) for k in range(len(self))))
+
     def messages(self, k: int) -> tuple[Message, ...]:
         """Instruction k's conversation as (role, content): history, prompt, response."""
         assert self.responses is not None, "a sentence with a class is not a conversation"
@@ -134,7 +141,8 @@ class TextData:
                 f"0..{len(self) - 1}. Was the partition made for another split of the data?"
             )
         chosen: list[int] = index.tolist()
-        return replace(self, **{name: tuple(values[i] for i in chosen) for name, values in self._columns().items()})
+        there: dict[str, Any] = {n: tuple(values[i] for i in chosen) for n, values in self._columns().items()}
+        return replace(self, **there)
 
     def digest(self) -> str:
         """SHA-256 (hex) of the content: kind, label names, then every example in order.
@@ -172,7 +180,7 @@ class TextData:
                 f"Read all files with the same label_names."
             )
         columns = [part._columns() for part in parts]
-        joined = {name: tuple(x for each in columns for x in each[name]) for name in columns[0]}
+        joined: dict[str, Any] = {name: tuple(x for each in columns for x in each[name]) for name in columns[0]}
         return replace(parts[0], **joined)
 
 

@@ -213,7 +213,7 @@ def _files(config: RunConfig, label_names: Sequence[str], keep: Keep | None) -> 
     sources = {"": d.train} if d.train else dict(d.clients)
     files = [path for path in (*sources.values(), d.validation, d.test) if isinstance(path, str)]
     text = _read(config, list(dict.fromkeys(files)), label_names)
-    whole = {client: text[path] for client, path in sources.items() if path}
+    whole = {client: text[path].of(client) if client else text[path] for client, path in sources.items() if path}
     pieces = {c: _split(config, c, data, shares) for c, data in whole.items()}
     if keep is not None:
         pieces = {c: keep(drawn) for c, drawn in pieces.items()}

@@ -91,12 +91,11 @@ def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
     encoded = tokenizer(list(data.text), pair, truncation=True, max_length=max_length)
     fields = ["input_ids"] + (["token_type_ids"] if pair and "token_type_ids" in encoded else [])
     examples = [{name: encoded[name][k] for name in fields} | {"labels": y} for k, y in enumerate(data.labels)]
-    full = [k for k, example in enumerate(examples) if len(example["input_ids"]) == max_length]
-    if full:
-        whole = tokenizer([data.text[k] for k in full], [pair[k] for k in full] if pair else None, verbose=False)
-        for k, ids in zip(full, whole["input_ids"], strict=True):
-            if len(ids) > max_length:
-                examples[k]["cut"] = len(ids) - max_length
+    for k, example in enumerate(examples):
+        if len(example["input_ids"]) == max_length:
+            whole = tokenizer(data.text[k], pair and pair[k], verbose=False)["input_ids"]
+            if len(whole) > max_length:
+                example["cut"] = len(whole) - max_length
     return examples
 
 

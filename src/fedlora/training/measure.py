@@ -77,29 +77,18 @@ class ModelEvaluator:
     """
 
     def __init__(
-        self,
-        model: AdaptedModel,
-        data: TextData | Mapping[str, TextData] | Any,
-        clients: Sequence[Client],
-        *,
-        target: Target = "server",
-        metric: MetricName = "accuracy",
-        own: Mapping[str, Any] | None = None,
-        max_length: int = 128,
-        max_new_tokens: int = 64,
-        batch_size: int = 64,
-        bf16: bool = False,
-        template: str | None = None,
-        measure: OwnMeasure | None = None,
-    ) -> None:
+        self, model: AdaptedModel, data: TextData | Mapping[str, TextData] | Any, clients: Sequence[Client], *,
+        target: Target = "server", metric: MetricName = "accuracy", own: Mapping[str, Any] | None = None,
+        max_length: int = 128, max_new_tokens: int = 64, batch_size: int = 64, bf16: bool = False,
+        template: str | None = None, measure: OwnMeasure | None = None,
+    ) -> None:  # fmt: skip
         self._model, self._clients, self._target, self._metric = model, clients, target, metric
         self._bf16, self._template, self._own_measure = bf16, template, measure
         self._limits = max_length, max_new_tokens, batch_size
         self._ends = find_template(template, model.tokenizer).ends if measure is None and generates(metric) else ()
         groups = {"": data} if measure is not None or isinstance(data, TextData) else data
-        prepared: Callable[[Any], Any] = self._prepared if measure is None else lambda held: held
-        self._groups = {name: prepared(part) for name, part in groups.items()}
-        self._own = {client: {"": prepared(part)} for client, part in (own or {}).items()}
+        self._groups = {name: self._prepared(part) for name, part in groups.items()}
+        self._own = {client: {"": self._prepared(part, client)} for client, part in (own or {}).items()}
         self._through: Through = map
 
     def spread(self, through: Through) -> ModelEvaluator:
@@ -111,7 +100,8 @@ class ModelEvaluator:
     def cut(self) -> dict[str, Cut]:
         """How much held-out text did not fit: "read", where the wanted answer follows a prompt (losses, and scores of
         classes), and "asked", prompts to answer, which must leave room for max_new_tokens."""
-        sets = [held for held in self._sets() if isinstance(held, _HeldOut)]
+        each = [self._groups, *self._own.values()]
+        sets = [held for part in each for held in part.values() if isinstance(held, _HeldOut)]
         read = cut_of(example for held in sets for example in held.examples)
         lost = [tokens for held in sets for tokens in held.lost]
         asked = Cut(len(lost), sum(tokens > 0 for tokens in lost), sum(lost))
@@ -130,7 +120,7 @@ class ModelEvaluator:
         """
         if self._target == "server":
             adapter = server_model(server, state.server, quantised=self._model.quantised)
-            return next(self._measured([(adapter, None)]))
+            return next(self._measured([None], [adapter]))
         scores = self.measure_clients(server, state)
         names = [name for name in next(iter(scores.values())) if "/" not in name]
         means = {name: math.fsum(score[name] for score in scores.values()) / len(scores) for name in names}
@@ -146,18 +136,16 @@ class ModelEvaluator:
 
         common: use the common sets even for clients with their own.
         """
-        looks = (
-            (
-                client_model(server, state.server, client, state.clients.get(client.id, ClientMemory())),
-                None if common else client.id,
-            )
+        models = (
+            client_model(server, state.server, client, state.clients.get(client.id, ClientMemory()))
             for client in self._clients
         )
-        return dict(zip((client.id for client in self._clients), self._measured(looks), strict=True))
+        names = [client.id for client in self._clients]
+        return dict(zip(names, self._measured([None] * len(names) if common else names, models), strict=True))
 
     def measure_adapter(self, adapter: Adapter, client: str | None = None) -> Scores:
         """Scores of any adapter, on its base; on the client's own held-out text if it has some."""
-        return next(self._measured([(adapter, client)]))
+        return next(self._measured([client], [adapter]))
 
     def count(self, client: str | None = None) -> int:
         """The number of held-out examples: the client's own if it has some, otherwise all."""
@@ -190,33 +178,30 @@ class ModelEvaluator:
             scores[self.metric] = math.fsum(fits) / len(fits) if fits else math.nan
         return scores
 
-    def _sets(self) -> Iterator[Any]:
-        yield from self._groups.values()
-        for own in self._own.values():
-            yield from own.values()
-
     def _of(self, client: str | None) -> Mapping[str, Any]:
         return self._groups if client is None else self._own.get(client, self._groups)
 
-    def _measured(self, models: Iterable[tuple[Adapter, str | None]]) -> Iterator[Scores]:
-        """The scores of each (model, client or None) over its sets. A model is made when its turn comes, so that few
-        exist at a time."""
-        drawn: list[list[str]] = []
-
-        def looks() -> Iterator[Look]:
-            for adapter, client in models:
-                sets, owner = self._of(client), client if client in self._own else None
-                filled = [name for name, held in sets.items() if self._own_measure is not None or held.examples]
-                drawn.append(filled or list(sets))  # empty sets do not count
-                yield from (Look(adapter, owner, name) for name in drawn[-1])
-
+    def _measured(self, whose: Sequence[str | None], models: Iterable[Adapter]) -> Iterator[Scores]:
+        """Each model's scores on the sets of a client that has some, otherwise on the common ones; empty sets do not
+        count. A model is made when its turn comes, so that few exist at a time."""
+        sets: list[list[str]] = []
+        for client in whose:
+            filled = [n for n, held in self._of(client).items() if self._own_measure is not None or held.examples]
+            sets.append(filled or list(self._of(client)))
+        looks = (
+            Look(adapter, client if client in self._own else None, name)
+            for adapter, client, names in zip(models, whose, sets, strict=True) for name in names
+        )  # fmt: skip
         with doing("measuring"):
-            seen = iter(self._through(self.look, looks()))
-            for first in seen:
-                names = drawn.pop(0)
-                yield _mean({names[0]: first} | {name: next(seen) for name in names[1:]}, self.metric)
+            seen = iter(self._through(self.look, looks))
+            for names in sets:
+                yield _mean(dict(zip(names, seen, strict=False)), self.metric)
 
-    def _prepared(self, data: TextData) -> _HeldOut:
+    def _prepared(self, data: Any, client: str | None = None) -> Any:
+        """A held-out set of text, encoded; for a measure of the caller's own, the set as it is."""
+        if self._own_measure is not None:
+            return data
+        data = data if client is None else data.of(client)
         self._model.check_classes(data.label_names)
         max_length, max_new_tokens, _ = self._limits
         tokenizer = self._model.tokenizer
@@ -272,10 +257,8 @@ class _HeldOut:
 
 def scores_of(seen: Sequence[Batch], *, classes: bool) -> Scores:
     """One set's scores: over examples, or for a causal LM over response tokens (teacher-forced). NaN if it is empty."""
-    labels = [y for batch in seen for y in batch.labels]
-    predicted = [y for batch in seen for y in batch.predicted]
     taken: dict[str, tuple[object, object]] = {
-        "labels": (labels, predicted),
+        "labels": ([y for batch in seen for y in batch.labels], [y for batch in seen for y in batch.predicted]),
         "losses": ([batch.loss for batch in seen], [len(batch.labels) for batch in seen]),
     }
     task = "classification" if classes else "causal-lm"
@@ -310,11 +293,8 @@ def server_model(server: Server, state: ServerState, *, quantised: bool = False)
     if quantised:
         rank = 1 << max(max(lora.rank for lora in update.values()) - 1, 0).bit_length()  # a power of two: few variants
         return Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads)
-    nothing = {
-        name: LoRA(*(f[:, :1] * 0 if k == 0 else f[:1] * 0 for k, f in enumerate(lora.factors)))
-        for name, lora in state.start.modules.items()
-    }
-    return Adapter(nothing, state.heads, update)
+    rank_one = {name: LoRA(B[:, :1] * 0, A[:1] * 0) for name, x in state.start.modules.items() for B, A in [x.factors]}
+    return Adapter(rank_one, state.heads, update)
 
 
 def client_model(server: Server, state: ServerState, client: Client, memory: ClientMemory) -> Adapter:
