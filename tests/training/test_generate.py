@@ -7,7 +7,6 @@ with the dense update in its weights: no peft, no cache, no batch; ROUGE-L by a 
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -20,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlora import Adapter, Client, Server, build
+from fedlora import Adapter, Server, build
 from fedlora.core.messages import ClientMemory
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
@@ -148,17 +147,6 @@ def updated(path: Path, adapter: Adapter, kind: Callable[[], nn.Module] = llama)
 
 
 class TestGreedy:
-    def test_it_is_the_adapted_model_that_speaks_without_dropout(self, talking: Path, model: AdaptedModel) -> None:
-        """W0 + s B A in the plain model's weights; the adapter changes most answers. Fresh from training mode."""
-        seed_adapter, _ = model.seed_adapter(3, seed=0)
-        adapter = drawn(seed_adapter, 3, 1)
-        model.activate(adapter)
-        model.network.train()
-        prompts, plain, network = prompts_of(20, 1), dense(talking, llama, {}, {}), updated(talking, adapter)
-        want = [said(continued(network, prompt, 5)) for prompt in prompts]
-        assert sum(said(continued(plain, p, 5)) != w for p, w in zip(prompts, want, strict=True)) > 10
-        assert greedy(model, prompts, max_new_tokens=5, batch_size=7) == want
-
     def test_padding_on_the_left_makes_no_difference(self, counted: Path) -> None:
         """GPT-2's places are learnt numbers: were the padding counted, an answer would change with its batch."""
         prompts, network = prompts_of(30, 2), dense(counted, gpt2, {}, {})
@@ -182,25 +170,6 @@ class TestGreedy:
             assert got == [said(ids[:limit]) for ids in want]
         assert torch.equal(torch.random.get_rng_state(), before)
         assert greedy(model, [], max_new_tokens=4, batch_size=8) == []
-
-    def test_what_the_model_folder_wishes_for_generation_does_not_count(self, tmp_path: Path) -> None:
-        """ "The most likely continuation, token by token": by `continued`, whatever generation_config.json says.
-
-        Qwen2-Instruct's has repetition_penalty = 1.1, for one.
-        """
-        save_model(tmp_path, talker(), classifies=False)
-        path = tmp_path / "generation_config.json"
-        plain = json.loads(path.read_text())
-        wishes: list[dict[str, Any]] = [
-            {"do_sample": True, "temperature": 5.0, "top_p": 0.9, "top_k": 50, "repetition_penalty": 3.0},
-            {"eos_token_id": [word(k) for k in range(0, 35, 3)], "max_new_tokens": 2, "no_repeat_ngram_size": 1},
-            {"num_beams": 4, "min_new_tokens": 6, "suppress_tokens": [word(k) for k in range(0, 35, 2)]},
-        ]
-        network, prompts = dense(tmp_path, llama, {}, {}), prompts_of(20, 0)
-        want = [said(continued(network, prompt, 6)) for prompt in prompts]
-        for wish in wishes:
-            path.write_text(json.dumps(plain | wish))
-            assert greedy(loaded(tmp_path), prompts, max_new_tokens=6, batch_size=20) == want
 
 
 class TestTeacherForced:
@@ -230,26 +199,13 @@ class TestTeacherForced:
 # ---- ROUGE-L ---------------------------------------------------------------------------------------------------------
 
 FITS: dict[str, tuple[str, list[str], float]] = {
-    "the same": ("the cat sat", ["the cat sat"], 1.0),
-    "nothing in common": ("a b c", ["d e f"], 0.0),
     "five of six": ("the cat is on the mat", ["the cat sat on the mat"], 5 / 6),  # LCS the cat on the mat
     "two of four and three": ("a b c d", ["a x c"], 4 / 7),  # LCS a c: P 2/4, R 2/3
     "order counts": ("c b a", ["a b c"], 1 / 3),  # LCS 1 of 3 and 3
-    "a gap does not": ("a b", ["a x x b"], 4 / 6),  # LCS 2 of 2 and 4
-    "repeats": ("a a a", ["a"], 2 / 4),  # LCS 1 of 3 and 1
     "case and marks": ("It's Paris!", ["it s PARIS"], 1.0),
-    "numbers": ("in 1990, 5.5", ["in 1990 5 5"], 1.0),
     "stems": ("running dogs jumped", ["run dog jumps"], 1.0),  # Porter: run dog jump; "run" and "dog" as they are
-    "short words have none": ("his gas", ["hi ga"], 0.0),  # Porter would make "his" and "gas" into "hi" and "ga"
-    "stems that differ": ("universal", ["universities"], 1.0),  # Porter: both univers, his well-known overstemming
     "the best of several": ("a b c", ["x", "a b", "a b c d e"], 4 / 5),  # 0, 2*2/5 = 4/5, 2*3/8 = 3/4
-    "a better reference first": ("a b", ["a b", "x"], 1.0),
-    "an empty answer": ("", ["a"], 0.0),
-    "an empty reference": ("a", [""], 0.0),
     "both empty": ("", [""], 0.0),
-    "only marks": ("...", ["!!!"], 0.0),
-    "an empty reference beside a good one": ("a", ["", "a"], 1.0),
-    "lines": ("a\nb", ["a b"], 1.0),
 }
 
 
@@ -348,34 +304,4 @@ class TestSeveralSets:
         assert len(set(want.values())) == len(want), "all of them differ"
         evaluator = ModelEvaluator(model, SETS, [], metric=metric, batch_size=4, template="{prompt}", **LIMITS)
         assert evaluator.metric == key
-        assert evaluator.evaluate(played.server, played.state) == pytest.approx(want, rel=1e-4)
-
-    @pytest.mark.parametrize("metric", ["rouge-l", "rouge-l-teacher-forced"])
-    def test_clients_on_their_own_sets(self, talking: Path, model: AdaptedModel, metric: Any) -> None:
-        """Each with its own factors on its own text; c has none of its own, so on the common sets. The worst by ROUGE.
-
-        FedSA-LoRA has no server model: B_i is the client's, A the server's.
-        """
-        played = federation(model, "fedsa-lora")
-        own = {"a": referenced(8, 7), "b": instructions(6, 8)}
-        scores = {}
-        for name, adapter in played.adapters.items():
-            network = updated(talking, adapter)
-            sets = [own[name]] if name in own else list(SETS.values())
-            scores[name] = mean([scored(network, data, metric, 9, 5) for data in sets])
-        key = metric.replace("-", "_")
-        mine = {name: score[key] for name, score in scores.items()}
-        assert len(set(mine.values())) == 3
-        evaluator = ModelEvaluator(
-            model,
-            SETS,
-            [Client(name, 3) for name in "abc"],
-            target="clients",
-            metric=metric,
-            own=own,
-            template="{prompt}",
-            **LIMITS,
-        )
-        want = mean(list(scores.values())) | {"worst": min(mine.values())}
-        want |= {f"client/{name}": value for name, value in mine.items()}
         assert evaluator.evaluate(played.server, played.state) == pytest.approx(want, rel=1e-4)

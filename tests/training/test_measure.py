@@ -242,23 +242,6 @@ def test_clients_are_measured_at_their_own_rank_on_their_own_text(model: Adapted
         assert score == pytest.approx(scores[client], rel=1e-3)
 
 
-def test_the_worst_client_is_the_least_accurate_one(model: AdaptedModel) -> None:
-    """Each client answers one question of its own: with the same model for all, one is right and one is wrong."""
-    server = Server(build("fedit"))
-    state = start(server, model.seed_adapter(4, seed=0)[0])
-    answers = {}
-    for k in range(len(TEST)):
-        one = TEST.select([k])
-        score = ModelEvaluator(model, one, []).evaluate(server, state)["accuracy"]
-        answers.setdefault(score, one)
-    assert set(answers) == {0.0, 1.0}
-    own = {"right": answers[1.0], "wrong": answers[0.0]}
-    clients = [Client(name, 4) for name in own]
-    got = ModelEvaluator(model, TEST, clients, target="clients", own=own).evaluate(server, state)
-    assert got["accuracy"] == 0.5 and got["worst"] == 0.0
-    assert (got["client/right"], got["client/wrong"]) == (1.0, 0.0)
-
-
 def test_clients_are_measured_on_the_common_set_too_where_that_is_asked(model: AdaptedModel) -> None:
     """b has text of its own; on the common set it is what an evaluator that knows of no own text says."""
     server, records, _ = played(model, "glora", RANKS, rounds=1)

@@ -24,9 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedlora.data import demo, smollm2_model
-from fedlora.data.demo import PACKAGED
 from fedlora.errors import ConfigError, DataError
-from fedlora.runs.config import load_config
 from fedlora.training.generate import greedy
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings
@@ -85,17 +83,6 @@ class TestPackage:
         file.write_bytes(b"weightz")
         with pytest.raises(DataError, match="the file was changed"):
             smollm2_model()
-
-    def test_a_configuration_names_it_smollm2(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """config.py: a packaged model, and not a path - even where a folder of that name lies beside the config."""
-        (tmp_path / "smollm2").mkdir()
-        (tmp_path / "config.toml").write_text(
-            '[model]\npath = "smollm2"\ntask = "causal-lm"\n[data]\ntrain = "t.jsonl"\n'
-        )
-        config = load_config(tmp_path / "config.toml")
-        assert config.model.path == "smollm2"
-        monkeypatch.setitem(PACKAGED, "smollm2", lambda: tmp_path / FILE)
-        assert config.model.location() == tmp_path / FILE
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
@@ -169,24 +156,6 @@ class TestCache:
             assert model.tokenizer("w0 w1")["input_ids"] == [word(0), word(1)]
         assert reader.read == ["one"]
         assert [path.name for path in cache.iterdir()] == [folder_of("tiny", b"one")]
-
-    @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError("no space left"), RuntimeError("bad")])
-    def test_what_was_not_written_to_the_end_is_not_there(
-        self, cache: Path, reader: Reader, file: Path, stop: Any
-    ) -> None:
-        """Stopped after the weights were written: the cache is empty, and the next load makes the model afresh."""
-
-        def stopped(folder: Path) -> None:
-            assert (folder / "model.safetensors").is_file()
-            raise stop
-
-        reader.saving = stopped
-        with pytest.raises((KeyboardInterrupt, OSError, RuntimeError, ConfigError)):
-            AdaptedModel.load(file, "causal-lm", LORA)
-        assert not any(cache.iterdir())
-        reader.saving = lambda folder: None
-        AdaptedModel.load(file, "causal-lm", LORA)
-        assert reader.read == ["one", "one"]
 
     def test_what_is_no_gguf_is_one_line(self, cache: Path, file: Path) -> None:
         """ConfigError, as `load` promises; the cache stays as it was. With the real reader."""
