@@ -62,9 +62,10 @@ def local_folder(given: str | os.PathLike[str], files: Sequence[str]) -> Path:
         found = Path(snapshot_download(repository, revision=revision, allow_patterns=list(files),
                                        ignore_patterns=list(_OTHER_COPIES)))  # fmt: skip
     except Exception as error:  # the transport's exceptions change from version to version
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         raise ConfigError(
             f"{repository} at revision {revision} is not cached here, and the hub does not give it: "
-            f"{first_line(error)}. A private one needs `hf auth login`; without a network, call `hf download "
+            f"{type(cause).__name__}: {first_line(cause)}. A private one needs `hf auth login`; without a network, call `hf download "
             f"{repository} --revision {revision} --local-dir DIRECTORY` where there is one, and give DIRECTORY."
         ) from error
     if not found.is_dir() or not any(found.iterdir()):
