@@ -267,8 +267,8 @@ def test_a_held_out_row_is_named_by_client_file_and_row_too(
     )
     dealt = deal(load_config(tmp_path / "run.toml"), None)
     says = rf"^client 'cork', {tmp_path}/cork.jsonl, row \d, line \d: the assistant's text has '"
-    own = {"cork": dealt.own_test["cork"]}
-    for common, own in ((dealt.validation[""], {}), (dealt.test[""], {}), (dealt.own_test["oslo"], own)):
+    mine = {"cork": dealt.own_test["cork"]}
+    for common, own in ((dealt.validation[""], {}), (dealt.test[""], {}), (dealt.own_test["oslo"], mine)):
         with pytest.raises(DataError, match=says):
             ModelEvaluator(model, common, [], own=own, max_length=512)
 

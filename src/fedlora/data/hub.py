@@ -65,8 +65,9 @@ def local_folder(given: str | os.PathLike[str], files: Sequence[str]) -> Path:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         raise ConfigError(
             f"{repository} at revision {revision} is not cached here, and the hub does not give it: "
-            f"{type(cause).__name__}: {first_line(cause)}. A private one needs `hf auth login`; without a network, call `hf download "
-            f"{repository} --revision {revision} --local-dir DIRECTORY` where there is one, and give DIRECTORY."
+            f"{type(cause).__name__}: {first_line(cause)}. A private one needs `hf auth login`; without a network, "
+            f"call `hf download {repository} --revision {revision} --local-dir DIRECTORY` where there is one, and give "
+            f"DIRECTORY."
         ) from error
     if not found.is_dir() or not any(found.iterdir()):
         raise ConfigError(f"{repository} on the hub has none of {', '.join(files)} at revision {revision}.")
