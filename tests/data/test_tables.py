@@ -161,7 +161,7 @@ def test_the_separator_is_the_headers(tmp_path: Path) -> None:
 
 def test_a_clinics_export_is_read_as_it_is(tmp_path: Path) -> None:
     """Excel's: a byte order mark, semicolons, umlauts, quotes with a line break and doubled quotes; the next row's line
-    is counted in the file. Empty cells of the columns that are read are told with their number."""
+    is counted in the file. Empty cells of the columns that are read are told with their places."""
     content = (
         'Fall;Befund;Grad\r\n1;"Kn\xf6chel, links\r\n""prall"" geschwollen";hoch\r\n2;o. B.;\r\n3;;hoch\r\n4;;hoch\r\n'
     )
@@ -169,5 +169,5 @@ def test_a_clinics_export_is_read_as_it_is(tmp_path: Path) -> None:
     where = [at for at, _ in open_table(tmp_path / "d.csv", []).rows]
     assert where == ["row 1, line 2", "row 2, line 4", "row 3, line 5", "row 4, line 6"]
     assert open_table(tmp_path / "d.csv", []).rows[0][1]["Befund"] == 'Kn\xf6chel, links\r\n"prall" geschwollen'
-    with pytest.raises(DataError, match=r"row 3, line 5: 'Befund' is empty .*1 more"):
+    with pytest.raises(DataError, match=r"row 3, line 5: 'Befund' is empty, and in row 4, line 6\."):
         read_classification(tmp_path / "d.csv", text="Befund", label="Grad")

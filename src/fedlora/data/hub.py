@@ -56,13 +56,14 @@ def local_folder(given: str | os.PathLike[str], files: Sequence[str]) -> Path:
     if named is None or os.path.lexists(given):
         return Path(given)
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
     repository, revision = named
     try:
         found = Path(snapshot_download(repository, revision=revision, allow_patterns=list(files),
                                        ignore_patterns=list(_OTHER_COPIES)))  # fmt: skip
     except Exception as error:  # the transport's exceptions change from version to version
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
         raise ConfigError(
             f"{repository} at revision {revision} is not cached here, and the hub does not give it: "
             f"{type(cause).__name__}: {first_line(cause)}. A private one needs `hf auth login`; without a network, "

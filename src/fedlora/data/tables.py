@@ -59,11 +59,9 @@ class Table:
         for column in columns:
             if column not in self.columns:
                 raise DataError(f"{self.name} has no column {column!r}; it has {list(self.columns[:20])}.")
-            empty = [
-                where for where, row in self.rows if not str("" if row.get(column) is None else row[column]).strip()
-            ]
+            empty = [where for where, row in self.rows if row.get(column) is None or not str(row[column]).strip()]
             if empty:
-                more = f" (and so in {len(empty) - 1} more rows)" if len(empty) > 1 else ""
+                more = f", and in {'; '.join(empty[1:6])}{'; ...' * (len(empty) > 6)}" * (len(empty) > 1)
                 raise DataError(f"{self.name}, {empty[0]}: {column!r} is empty{more}. Fill it in, or drop the row.")
         return self
 
