@@ -113,9 +113,9 @@ def test_what_is_no_partition() -> None:
         with pytest.raises(DataError, match=r"alpha .* > 0, .*got"):
             dirichlet(BALANCED, 3, alpha, seed=0)
     for clients in (0, -2):
-        with pytest.raises(DataError, match=f"at least 1 client.* got clients={clients}"):
+        with pytest.raises(DataError, match="at least 1 client"):
             dirichlet(BALANCED, clients, 0.5, seed=0)
-        with pytest.raises(DataError, match=f"at least 1 client.* got clients={clients}"):
+        with pytest.raises(DataError, match="at least 1 client"):
             iid(10, clients, seed=0)
     with pytest.raises(DataError, match=r"min_size >= 0; got 0.5 and -1"):
         dirichlet(BALANCED, 3, 0.5, seed=0, min_size=-1)

@@ -446,6 +446,7 @@ def test_settings_that_cannot_be_are_refused_where_they_are_made() -> None:
     wrong = {
         "optimizer": "adan", "schedule": "cosin", "batch_size": 0, "lr": -1.0, "clip": math.nan, "accumulation": 0,
         "steps": -1, "epochs": 0.0, "rounds": 0, "max_length": 0, "bf16": "yes", "class_weights": "even", "rate": 1.0,
+        "weight_decay": math.inf,
     }  # fmt: skip
     for name, value in wrong.items():
         with pytest.raises(ConfigError, match=rf"^TrainSettings: {name}.*; got {value!r}"):

@@ -53,8 +53,8 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
         raise DataError(f"alpha must be a finite number > 0, and min_size >= 0; got {alpha} and {min_size}.")
     if clients < 1 or clients * min_size > y.size:
         raise DataError(
-            f"a partition needs at least 1 client, and for each {min_size} of the {y.size} examples; got "
-            f"clients={clients}."
+            f"{clients} clients with at least {min_size} examples each need {clients * min_size}, and there must be at "
+            f"least 1 client; there are {y.size} examples."
         )
     rng = np.random.default_rng(derive_seed(seed, "partition", "dirichlet"))
     classes = [np.flatnonzero(y == k) for k in np.unique(y)]

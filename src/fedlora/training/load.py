@@ -29,7 +29,6 @@ from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.seeds import derive_seed
 from fedlora.training.settings import DType, Task
 
-PICKLED = "pytorch_model.bin"
 # What a loader may read of a model's folder besides its weights; .py of models whose code comes with them.
 TEXTS = (
     "*.json", "*.model", "vocab*.txt", "merges*.txt", "dict*.txt", "*.jinja", "*.spm", "*.codes", "*.tiktoken", "*.py",
@@ -84,7 +83,7 @@ def weight_files(place: Path) -> list[Path]:
     Raises:
         ConfigError: there are none, or one is missing.
     """
-    for single in (place / "model.safetensors", place / PICKLED):
+    for single in (place / "model.safetensors", place / "pytorch_model.bin"):
         if single.is_file():
             return [single]
         index = place / f"{single.name}.index.json"
@@ -269,6 +268,6 @@ def positions_of(config: Any) -> int | None:
 
 
 __all__ = [
-    "PICKLED", "TEXTS", "check_device", "config_of", "dequantised", "file_digest", "hub_name", "load_base",
+    "TEXTS", "check_device", "config_of", "dequantised", "file_digest", "hub_name", "load_base",
     "longest_input", "model_place", "positions_of", "readable", "tokenizer_of", "weight_files",
 ]  # fmt: skip
