@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedlora import Adapter, Client, Server, build
 from fedlora.data import TextData
-from fedlora.errors import NoGlobalModel
+from fedlora.errors import ConfigError, NoGlobalModel
 from fedlora.server.server import start
 from fedlora.simulation import RoundRecord, simulate
 from fedlora.training.encode import IGNORED, encode
@@ -250,6 +250,13 @@ def test_clients_are_measured_on_the_common_set_too_where_that_is_asked(model: A
     common = both.measure_clients(server, records[-1].state, common=True)
     assert common == ModelEvaluator(model, TEST, clients).measure_clients(server, records[-1].state)
     assert both.measure_clients(server, records[-1].state)["b"] != common["b"]
+
+
+def test_a_text_longer_than_the_model_can_read_is_refused(model: AdaptedModel) -> None:
+    """The tiny BERT has 16 positions; among short texts, one of 20 words is 22 tokens."""
+    long = TextData("classification", ("w1", " ".join(["w1"] * 20)), labels=(0, 1), label_names=LABELS)
+    with pytest.raises(ConfigError, match=r"22 tokens, .*16 positions"):
+        ModelEvaluator(model, long, [], max_length=64)
 
 
 def test_an_empty_set_counts_nowhere(model: AdaptedModel) -> None:

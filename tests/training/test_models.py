@@ -23,6 +23,7 @@ from fedlora.core.lora import LoRA, named_tensors
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.facts import architecture
 from fedlora.training.digests import base_digest, model_content
+from fedlora.training.load import check_device
 from fedlora.training.loop import LocalTrainer
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
@@ -226,6 +227,17 @@ def test_a_changed_base_weight_is_not_its_tied_twins(tmp_path: Path) -> None:
     torch.testing.assert_close(head.weight, base + 2 * B @ A)
     model.activate(seed)
     assert head.weight is embedding.weight and torch.equal(head.weight, base)
+
+
+def test_a_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device in ("cpu", "cuda", "cuda:1"):
+        check_device(device, four_bit=False)
+    for device, four_bit, said in (("cuda:2", False, "torch sees 2 GPUs"), ("meta", False, "on device 'meta'"),
+                                   ("gpu", False, "on device 'gpu'"), ("cpu", True, "four_bit needs a GPU")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said) as error:
+            check_device(device, four_bit)
+        assert "\n" not in str(error.value)
 
 
 def test_a_rank_beyond_memory_is_one_line(load: Loader) -> None:

@@ -171,10 +171,8 @@ def _fitted(asked: _Asked, tokenizer: Any, room: int) -> list[int]:
 def _unended(tokenizer: Any, text: str) -> list[int]:
     """A text's tokens with those that begin it, and without an end: some tokenizers end every text, but here the answer
     follows."""
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    bare = token_ids(tokenizer, text)
-    ends = len(ids) > 0 and ids[-1] == tokenizer.eos_token_id and (bare[-1:] != ids[-1:] or len(ids) > len(bare) + 1)
-    return ids[:-1] if ends else ids
+    ids, around = (tokenizer(one, verbose=False)["input_ids"] for one in (text, ""))
+    return list(ids[:-1] if ids[-1:] == around[-1:] == [tokenizer.eos_token_id] else ids)
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,7 @@ class LocalTrainer:
         data: Sequence[Any] = self._data.get(client, ())
         if len(data) == 0:
             names = sorted(name for name, some in self._data.items() if len(some))
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ConfigError(f"client {client!r} has no training data; there are data for {names[:5]}{more}.")
+            raise ConfigError(f"client {client!r} has no training data; there are data for {', '.join(names[:5])}, ...")
         return data
 
     def order(self, client: str, position: int) -> Iterator[int]:

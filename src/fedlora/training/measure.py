@@ -293,8 +293,8 @@ def server_model(server: Server, state: ServerState, *, quantised: bool = False)
     if quantised:
         rank = 1 << max(max(lora.rank for lora in update.values()) - 1, 0).bit_length()  # a power of two: few variants
         return Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads)
-    rank_one = {name: LoRA(B[:, :1] * 0, A[:1] * 0) for name, x in state.start.modules.items() for B, A in [x.factors]}
-    return Adapter(rank_one, state.heads, update)
+    nothing = {name: LoRA(B[:, :1] * 0, A[:1]) for name, x in state.start.modules.items() for B, A in [x.factors]}
+    return Adapter(nothing, state.heads, update)
 
 
 def client_model(server: Server, state: ServerState, client: Client, memory: ClientMemory) -> Adapter:

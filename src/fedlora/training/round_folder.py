@@ -191,7 +191,7 @@ def _fitting(begun: Adapter, made: Adapter, trains: list[Part]) -> Adapter:
         if part in trains:
             return now
         wide = torch.finfo(now.dtype).eps * 8  # a program may save the frozen part in a narrower type
-        if not torch.allclose(now.double(), was.double(), rtol=wide, atol=wide * float(was.abs().max() or 0)):
+        if not torch.allclose(now.double(), was.double(), rtol=wide, atol=wide * float(was.abs().max())):
             raise ProgramFailed(
                 f"the program trained {what}, which this method freezes: round.json lists what may change under "
                 f"trains. Set requires_grad to False for the rest, or use fedlora.hf."
