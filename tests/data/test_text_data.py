@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlora.data import TextData
+from fedlora.data import TextData, read_classification, read_instructions
+from fedlora.data.rows import Rows
 from fedlora.errors import DataError
 
 FIELDS = ("text", "pair", "labels", "responses", "references", "droppable", "history")
@@ -155,3 +157,20 @@ def test_lists_become_tuples_of_plain_values() -> None:
     assert data == TextData("classification", ("a", "b"), labels=(1, 0), label_names=("x", "y")) and len(data) == 2
     assert data.labels is not None and type(data.labels[0]) is int
     assert ASKED.messages(0) == (("system", "s"), ("user", "a"), ("assistant", "1"))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_rows_are_read_again_as_they_were(suffix: str, tmp_path: Path) -> None:
+    """Classes, pairs, instructions and (not in CSV) conversations, with quotes, line breaks and umlauts."""
+    words, names = ('a "b", c', "Wörter\nviele", "plain"), ("no", "yes")
+    pairs = TextData("classification", words, pair=words[::-1], labels=(0, 1, 0), label_names=names)
+    single = TextData("classification", words, labels=(0, 1, 0), label_names=names)
+    asked = TextData("instruction", words, responses=words[::-1])
+    talk = TextData("instruction", words, responses=words, history=((("system", "brief"),), (), ()))
+    for data in (pairs, single, asked, *([talk] if suffix != ".csv" else [])):
+        Rows(Rows.of(data).rows, suffix).write(file := tmp_path / f"rows{suffix}")
+        if data.labels is None:
+            assert read_instructions(file) == data
+        else:
+            pair = None if data.pair is None else "pair"
+            assert read_classification(file, text="text", label="label", pair=pair, label_names=names) == data

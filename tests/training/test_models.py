@@ -233,8 +233,10 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for device in ("cpu", "cuda", "cuda:1"):
         check_device(device, four_bit=False)
-    for device, four_bit, said in (("cuda:2", False, "torch sees 2 GPUs"), ("meta", False, "on device 'meta'"),
-                                   ("gpu", False, "on device 'gpu'"), ("cpu", True, "four_bit needs a GPU")):  # fmt: skip
+    for device, four_bit, said in (
+        ("cuda:2", False, "torch sees 2 GPUs"), ("meta", False, "on device 'meta'"), ("gpu", False, "device 'gpu'"),
+        ("cpu", True, "four_bit needs a GPU"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=said) as error:
             check_device(device, four_bit)
         assert "\n" not in str(error.value)
