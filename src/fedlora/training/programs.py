@@ -71,16 +71,9 @@ class ProgramTrainer:
     """
 
     def __init__(
-        self,
-        program: Program,
-        spec: AdapterSpec,
-        lora: LoRASettings,
-        folder: Path,
-        *,
-        data: Mapping[str, Rows | Path] | None = None,
-        labels: Sequence[str] = (),
-        rounds: int = 1,
-    ) -> None:
+        self, program: Program, spec: AdapterSpec, lora: LoRASettings, folder: Path, *,
+        data: Mapping[str, Rows | Path] | None = None, labels: Sequence[str] = (), rounds: int = 1,
+    ) -> None:  # fmt: skip
         self._program, self._spec, self._lora, self.folder = program, spec, lora, folder
         self._data, self._labels, self._rounds = dict(data or {}), list(labels), rounds
         self._written: dict[str, Path] = {}

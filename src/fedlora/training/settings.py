@@ -132,6 +132,8 @@ class LoRASettings(Section):
     @field_validator("targets")
     @classmethod
     def _words(cls, targets: Targets) -> Targets:
+        if not targets or not all(targets):
+            raise ValueError('there must be at least one target, such as ["query"] or "all-linear", and none empty')
         if isinstance(targets, str):
             try:
                 re.compile(targets)
@@ -140,10 +142,6 @@ class LoRASettings(Section):
                     f"the string {targets!r} must be a regular expression for whole module paths, but it is not: "
                     f'{error}. Write names as a list: ["query", "value"]'
                 ) from error
-        if not targets or not all(targets):
-            raise ValueError(
-                'there must be at least one target, such as ["query", "value"] or "all-linear", and none may be empty'
-            )
         return targets
 
     @model_validator(mode="before")
