@@ -8,7 +8,7 @@ cuts, keep your trainer (`fedlora.hf`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -202,6 +202,13 @@ def check_length(most: int, longest: int | None) -> None:
         )
 
 
+def batches(texts: Sequence[Sequence[int]], size: int, what: str) -> Iterator[list[int]]:
+    """Indices of `size` texts at a time, of similar lengths, which need little padding. what: for `doing`."""
+    order = sorted(range(len(texts)), key=lambda k: len(texts[k]))
+    for first in stepped(range(0, len(order), size), what):
+        yield order[first : first + size]
+
+
 def collate(examples: Sequence[Example], tokenizer: Any, device: torch.device) -> dict[str, Tensor]:
     """A batch, padded on the right to its longest example: input_ids, attention_mask, labels, token_type_ids."""
     longest = max(len(e["input_ids"]) for e in examples)
@@ -233,5 +240,5 @@ def scored(example: Example, weights: Sequence[float] | None = None) -> float:
 
 
 __all__ = [
-    "IGNORED", "Cut", "Encoded", "Example", "check_length", "collate", "cut_of", "cut_prompts", "encode", "scored",
+    "IGNORED", "Cut", "Encoded", "Example", "batches", "check_length", "collate", "cut_of", "cut_prompts", "encode", "scored",
 ]  # fmt: skip

@@ -6,13 +6,12 @@ most likely token at each position of the wanted response, given the wanted toke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fedlora.doing import stepped
-from fedlora.training.encode import IGNORED, Example, collate
+from fedlora.training.encode import IGNORED, Example, batches, collate
 from fedlora.training.models import AdaptedModel
 
 
@@ -30,7 +29,7 @@ def greedy(
     stops = list(ends) or [tokenizer.eos_token_id]
     network.eval()
     answers = [""] * len(prompts)
-    for batch in _alike([len(ids) for ids in prompts], batch_size):
+    for batch in batches(prompts, batch_size, "answering"):
         longest = max(len(prompts[k]) for k in batch)
         pads = [longest - len(prompts[k]) for k in batch]
         rows = [[tokenizer.pad_token_id] * pad + prompts[k] for k, pad in zip(batch, pads, strict=True)]
@@ -51,20 +50,13 @@ def teacher_forced(model: AdaptedModel, examples: Sequence[Example], *, batch_si
     network, tokenizer = model.network, model.tokenizer
     network.eval()
     answers = [""] * len(examples)
-    for batch in _alike([len(example["input_ids"]) for example in examples], batch_size):
+    for batch in batches([example["input_ids"] for example in examples], batch_size, "answering"):
         inputs = collate([examples[k] for k in batch], tokenizer, model.device)
         best = network(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits.argmax(dim=-1)
         for row, k in enumerate(batch):
             asked = inputs["labels"][row, 1:] != IGNORED
             answers[k] = tokenizer.decode(best[row, :-1][asked].tolist(), skip_special_tokens=True)
     return answers
-
-
-def _alike(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Batches of indices, of similar lengths: little padding."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    for first in stepped(range(0, len(order), size), "answering"):
-        yield order[first : first + size]
 
 
 __all__ = ["greedy", "teacher_forced"]

@@ -19,10 +19,10 @@ from fedlora.client import receive
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, ClientMemory
 from fedlora.data.text import TextData
-from fedlora.doing import doing, stepped
+from fedlora.doing import doing
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
-from fedlora.training.encode import IGNORED, Cut, Encoded, check_length, collate, cut_of, cut_prompts, encode
+from fedlora.training.encode import IGNORED, Cut, Encoded, batches, check_length, collate, cut_of, cut_prompts, encode
 from fedlora.training.generate import greedy, teacher_forced
 from fedlora.training.metrics import METRICS, MetricName, generates, score_name, worst_of
 from fedlora.training.models import AdaptedModel
@@ -160,11 +160,8 @@ class ModelEvaluator:
                 found = self._own_measure(self._model.network.eval(), held)
             return {str(name): float(value) for name, value in found.items()}
         batch_size = self._limits[2]
-        order = held.reading
-        seen = [
-            self._predictions([held.examples[i] for i in order[k : k + batch_size]])
-            for k in stepped(range(0, len(order), batch_size), "batches")
-        ]
+        texts = [example["input_ids"] for example in held.examples]
+        seen = [self._predictions([held.examples[k] for k in batch]) for batch in batches(texts, batch_size, "batches")]
         scores = scores_of(seen, classes=held.classes)
         if METRICS[self._metric].of == "texts":
             if held.prompts is not None:
@@ -213,9 +210,7 @@ class ModelEvaluator:
         references = data.references or tuple((response,) for response in data.responses or ())
         examples = encode(data, tokenizer, max_length=max_length, template=self._template)
         check_length(max((len(example["input_ids"]) for example in examples), default=0), self._model.longest)
-        # Batches of similar lengths need little padding.
-        reading = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))
-        return _HeldOut(examples, prompts, references, reading, bool(data.label_names), lost)
+        return _HeldOut(examples, prompts, references, bool(data.label_names), lost)
 
     @torch.no_grad()
     def _predictions(self, examples: Encoded) -> Batch:
@@ -244,13 +239,12 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
-    """One held-out set, encoded. prompts: for generation, or None. reading: its examples sorted by length, the order in
-    which batches are formed. classes: or a language model's. lost: the number of tokens cut from each prompt."""
+    """One held-out set, encoded. prompts: for generation, or None. classes: or a language model's. lost: the number of
+    tokens cut from each prompt."""
 
     examples: Encoded
     prompts: list[list[int]] | None
     references: Sequence[Sequence[str]]
-    reading: list[int]
     classes: bool
     lost: Sequence[int]
 
