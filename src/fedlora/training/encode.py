@@ -240,5 +240,6 @@ def scored(example: Example, weights: Sequence[float] | None = None) -> float:
 
 
 __all__ = [
-    "IGNORED", "Cut", "Encoded", "Example", "batches", "check_length", "collate", "cut_of", "cut_prompts", "encode", "scored",
+    "IGNORED", "Cut", "Encoded", "Example", "batches", "check_length", "collate", "cut_of", "cut_prompts", "encode",
+    "scored",
 ]  # fmt: skip
