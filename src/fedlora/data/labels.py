@@ -56,11 +56,13 @@ def decode_labels(
             k = int(value)
         if k is None:
             found = f"{source}, {where}: label {value[:80]!r}"
-            cure = "write the row's class exactly as there, or add it at all parties" if agreed else f"add it to {key}"
-            raise LabelError(
-                f"{found} is not among the {len(names)} classes of {key}, {shown(names)}: {cure}, or drop the row.",
-                found,
-            )
+            cure = f"Add it to {key}, or drop the row."
+            if agreed:
+                cure = (
+                    "Write the row's class exactly as in that list, or drop the row. If the list lacks a class, add it "
+                )
+                cure += "at all parties."
+            raise LabelError(f"{found} is not among the {len(names)} classes of {key}, {shown(names)}. {cure}", found)
         labels.append(k)
     return tuple(labels), names
 
