@@ -60,8 +60,8 @@ def decode_labels(
             if agreed:
                 cure = (
                     "Write the row's class exactly as in that list, or drop the row. If the list lacks a class, add it "
+                    "at all parties."
                 )
-                cure += "at all parties."
             raise LabelError(f"{found} is not among the {len(names)} classes of {key}, {shown(names)}. {cure}", found)
         labels.append(k)
     return tuple(labels), names
