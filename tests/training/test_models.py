@@ -10,7 +10,6 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from fedlora.training.loop import LocalTrainer
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
-from fedlora.training.skeleton import Skeleton, check_targets, longest_of
+from fedlora.training.skeleton import check_targets, longest_of
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, bits, dense, logits
 from support.tiny_models import bert, llama
@@ -93,24 +92,16 @@ ODD_CONFIGS = {
 def test_an_odd_configuration_is_one_line_at_every_door(
     load: Loader, classifier: Path, tmp_path: Path, odd: str
 ) -> None:
-    """Expected: `ConfigError`, which names the model. A federation's set-up and `doctor` read the configuration alone,
-    experiments build the model without its weights, the others load it."""
+    """Expected: `ConfigError`, which names the model. A federation's set-up and `doctor` read the configuration alone."""
     model = tmp_path / "model"
     shutil.copytree(classifier, model)
     (model / "config.json").write_text(ODD_CONFIGS[odd], "latin-1")
-    doors: dict[str, Callable[[], object]] = {
-        "load": lambda: load(model),
-        "longest": lambda: longest_of(model, "classification"),
-        "architecture": lambda: architecture(model),
-        "skeleton": lambda: Skeleton(model, "classification", LoRASettings(targets=["query"]), 2),
-        "targets": lambda: check_targets(model, "classification", ["query"]),
-    }
-    for name in ("load", "longest", "skeleton"):
+    for door in (lambda: load(model), lambda: longest_of(model, "classification")):
         with pytest.raises(ConfigError, match=re.escape(str(model))):
-            doors[name]()
-    for name in ("architecture", "targets"):  # they may find nothing odd, and leave it to the others
-        with contextlib.suppress(ConfigError):
-            doors[name]()
+            door()
+    for door in (lambda: architecture(model), lambda: check_targets(model, "classification", ["query"])):
+        with contextlib.suppress(ConfigError):  # they may find nothing odd, and leave it to the others
+            door()
 
 
 def test_a_model_without_its_tokenizer_is_refused(load: Loader, classifier: Path, tmp_path: Path) -> None:
