@@ -92,7 +92,7 @@ ODD_CONFIGS = {
 def test_an_odd_configuration_is_one_line_at_every_door(
     load: Loader, classifier: Path, tmp_path: Path, odd: str
 ) -> None:
-    """Expected: `ConfigError`, which names the model. A federation's set-up and `doctor` read the configuration alone."""
+    """`ConfigError`, which names the model. A federation's set-up reads the configuration alone."""
     model = tmp_path / "model"
     shutil.copytree(classifier, model)
     (model / "config.json").write_text(ODD_CONFIGS[odd], "latin-1")
