@@ -190,8 +190,10 @@ def _fitting(begun: Adapter, made: Adapter, trains: list[Part]) -> Adapter:
             )
         if part in trains:
             return now
-        wide = torch.finfo(now.dtype).eps * 8  # a program may save the frozen part in a narrower type
-        if not torch.allclose(now.double(), was.double(), rtol=wide, atol=wide * float(was.abs().max())):
+        type_ = torch.finfo(
+            now.dtype
+        )  # a program may save it in a narrower type, and B at another alpha: two roundings
+        if not torch.allclose(now.double(), was.double(), rtol=type_.eps, atol=type_.smallest_normal * type_.eps):
             raise ProgramFailed(
                 f"the program trained {what}, which this method freezes: round.json lists what may change under "
                 f"trains. Set requires_grad to False for the rest, or use fedlora.hf."
