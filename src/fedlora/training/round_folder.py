@@ -190,10 +190,8 @@ def _fitting(begun: Adapter, made: Adapter, trains: list[Part]) -> Adapter:
             )
         if part in trains:
             return now
-        type_ = torch.finfo(
-            now.dtype
-        )  # a program may save it in a narrower type, and B at another alpha: two roundings
-        if not torch.allclose(now.double(), was.double(), rtol=type_.eps, atol=type_.smallest_normal * type_.eps):
+        saved = torch.finfo(now.dtype)  # it may be narrower, and B scaled by another alpha: two roundings at most
+        if not torch.allclose(now.double(), was.double(), rtol=saved.eps, atol=saved.smallest_normal * saved.eps):
             raise ProgramFailed(
                 f"the program trained {what}, which this method freezes: round.json lists what may change under "
                 f"trains. Set requires_grad to False for the rest, or use fedlora.hf."
