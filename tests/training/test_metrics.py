@@ -13,6 +13,7 @@ from fedlora.training.metrics import (
     MetricName,
     accuracy,
     best_of,
+    by_guessing,
     find_metric,
     is_better,
     macro_f1,
@@ -108,3 +109,11 @@ def test_perplexity_is_exp_of_the_mean_over_tokens() -> None:
 def test_exact_match_is_squads(answer: str, references: list[str], want: float) -> None:
     """Lower case, no punctuation, no articles, single spaces (Rajpurkar et al., 2016)."""
     assert METRICS["exact-match"].measure(answer, references) == want
+
+
+def test_guessing_by_hand() -> None:
+    """Each of K classes with probability 1 / K; nothing to guess with one class, or for other metrics."""
+    assert [by_guessing(name, 4) for name in ("matthews", "loss", "accuracy", "macro-f1")] == [
+        0.0, pytest.approx(math.log(4)), 0.25, None,
+    ]  # fmt: skip
+    assert by_guessing("accuracy", 1) is None and by_guessing("matthews", 0) == 0.0
