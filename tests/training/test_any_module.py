@@ -182,7 +182,7 @@ def test_the_base_stays_as_it_is_whoever_trains() -> None:
 def test_a_layer_whose_weight_is_read_past_lora_is_no_target() -> None:
     """nn.MultiheadAttention reads out_proj.weight itself: its LoRA would never change."""
     network = nn.ModuleDict({"attention": nn.MultiheadAttention(5, 1), "head": nn.Linear(5, 2)})
-    with pytest.raises(ConfigError, match=r"'attention.out_proj', .* only on linear layers that are called.* head"):
+    with pytest.raises(ConfigError, match=r"'attention.out_proj', a Non.* head"):
         AdaptedModel(network, LoRASettings(targets=["out_proj", "head"]))
     assert [*AdaptedModel(network, LoRASettings(targets="all-linear")).seed_adapter(1, seed=0)[0].modules] == ["head"]
 
