@@ -119,7 +119,7 @@ def test_a_silent_run_says_what_is_done_and_what_is_left(
 def test_a_silent_merge_says_which_modules_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[..., list[str]]
 ) -> None:
-    import fedlora.adapters.merge_result as merging
+    import fedlora.adapters.merging as merging
 
     monkeypatch.setattr(merging, "narrowed_pair", slowed(merging.narrowed_pair))
     spec = AdapterSpec(ReadOnly({"peft_type": "LORA", "task_type": None, "base_model_name_or_path": "m"}), 2.0)

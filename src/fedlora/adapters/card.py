@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from fedlora.adapters.base_names import is_path
 from fedlora.adapters.merge_report import MergeReport, Weighed
@@ -33,8 +33,6 @@ def merge_card(report: MergeReport, inputs: Sequence[tuple[str, str]], base: str
         rows = [
             [*row[:2], f"{c:.6g}", cell(why) if why else "", row[2]] for row, (c, why) in zip(rows, judged, strict=True)
         ]
-    worst = sorted(report.modules, key=lambda r: -r.error)[:_SHOWN]
-    errors = [[cell(r.module), str(r.full), str(r.kept), f"{r.error:.2e}"] for r in worst]
     rounding = f", and writing {report.dtype} adds {report.rounding:.2e}" if report.rounding else f" ({report.dtype})"
     dropped = f"\n\nLeft out: {_names(report.dropped)}." if report.dropped else ""
     return f"""---
@@ -50,11 +48,7 @@ library_name: peft
 relative truncation error {report.error:.2e} over all modules{rounding}.
 Every module is stored at rank {report.rank}, with alpha = r: the update is B A itself.
 
-{_of_rule(report.weighed)}{_table(columns, rows)}{_others(report.module_weights)}{dropped}
-
-The modules that lost most:
-
-{_table(["module", "rank of the sum", "kept", "relative error"], errors)}
+{_of_rule(report.weighed)}{_table(columns, rows)}{dropped}
 """
 
 
@@ -78,14 +72,6 @@ def _of_rule(weighed: Weighed | None) -> str:
         f"**Weighed by a robust rule**, {cell(weighed.rule)}: {gone} of {len(weighed.counts)} adapters count for "
         f"nothing. Errors are of the mean that it weighs, which is {weighed.apart:.2e} off their plain mean.\n\n"
     )
-
-
-def _others(weights: Mapping[str, Sequence[float]]) -> str:
-    if not weights:
-        return ""
-    rows = [[cell(name), ", ".join(f"{w:.6g}" for w in each)] for name, each in list(weights.items())[:_SHOWN]]
-    rest = f"\n\nAnd {len(weights) - _SHOWN} more." if len(weights) > _SHOWN else ""
-    return f"\n\nOther weights, in the same order:\n\n{_table(['module or tensor', 'weights'], rows)}{rest}"
 
 
 def _names(names: Sequence[str]) -> str:

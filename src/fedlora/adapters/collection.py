@@ -13,16 +13,17 @@ from typing import Any, Literal, get_args
 import torch
 
 from fedlora.adapters.base_names import Base, check_same_base, public_name
+from fedlora.adapters.heads import labels_by
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import Combined, combine
-from fedlora.adapters.uploads import FILE, check_uploads, read_facts
+from fedlora.adapters.uploads import FILE, check_one_each, read_facts
 from fedlora.adapters.writer import AdapterSpec, spec_of
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 
 Missing = Literal["renormalise", "zero"]  # how a module averages over adapters that lack it
-_LARGEST, _SMALLEST = 1e12, 1e-12  # bounds on a weight, and relative to the largest: beyond these it is a typo
+_LARGEST = 1e12  # of a weight: a larger one is a typo, and sums could overflow
 _CANDIDATES = 32  # modules of one shape in one layer
 
 
@@ -123,17 +124,27 @@ def collected(
     if not adapters:
         raise AdapterFormatError("at least 1 adapter is needed; got 0.")
     files = [AdapterFile(directory, max_bytes=max_bytes) for directory in adapters]
-    said = check_uploads([file.directory for file in files], counted=weights_from is not None, labels=heads != "drop")
+    facts = [read_facts(file.directory) for file in files]
     if weights_from is not None:
-        weights = _examples_of(files)
+        if lacking := [str(file.directory) for file, one in zip(files, facts, strict=True) if not one.there]:
+            raise AdapterFormatError(
+                f"{lacking[0]} has no {FILE}, so its number of examples is unknown ({len(lacking)} of {len(files)} "
+                f"have none): give --weights instead."
+            )
+        check_one_each(one.client for one in facts)
+        weights = [one.examples for one in facts]
     known: Any = missing
     given = Collection.of(files, weights, sum=sum, same_base=same_base, missing=known)
+    labels_by(files, heads)  # refused now, not after the sum
+    notes = list(given.notes)
+    if len(rounds := {one.round for one in facts if one.round is not None}) > 1:
+        notes.append(f"the uploads belong to different rounds: {', '.join(map(str, sorted(rounds)[:8]))}")
     idle = [str(file.directory) for file, weight in zip(files, given.weights, strict=True) if not weight]
     if idle:
         more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
         names = ", ".join(quoted(name, 80) for name in idle[:8])
-        said.append(f"weight 0, so not part of the result: {names}{more}")
-    return replace(given, notes=(*said, *given.notes))
+        notes.append(f"weight 0, so not part of the result: {names}{more}")
+    return replace(given, notes=tuple(notes))
 
 
 def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: bool = False) -> tuple[float, ...]:
@@ -143,8 +154,7 @@ def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: boo
         weights: one each; None: all equal. sum: weights may be negative.
 
     Raises:
-        ConfigError: wrong number of weights; one is not a finite number, or absurdly small beside the others, or
-            negative in a mean.
+        ConfigError: wrong number of weights; one is no number of up to 1e12, or negative in a mean; all are zero.
 
     Example:
         >>> used_weights(2, [1, 3]), used_weights(2, [1, -1], sum=True)
@@ -159,25 +169,10 @@ def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: boo
         raise ConfigError(
             f"weights of a mean cannot be negative; got {list(given)}. --sum (sum=True) uses them as they are."
         )
-    sizes = [abs(w) for w in given if w]
-    if not sizes or min(sizes) < _SMALLEST * max(1.0, *sizes):
-        raise ConfigError(
-            f"weights must not all be zero, and none may be below {_SMALLEST:g} or that small beside the largest; got "
-            f"{list(given)}. Give an adapter that does not count weight 0."
-        )
+    if not any(given):
+        raise ConfigError("weights must not all be zero.")
     total = 1.0 if sum else math.fsum(given)
     return tuple(w / total for w in given)
-
-
-def _examples_of(files: Sequence[AdapterFile]) -> list[float]:
-    facts = [read_facts(file.directory) for file in files]
-    lacking = [str(one.directory) for one in facts if not one.there]
-    if lacking:
-        raise AdapterFormatError(
-            f"{lacking[0]} has no {FILE}, so its number of examples is unknown ({len(lacking)} of {len(files)} "
-            f"have none): give --weights instead."
-        )
-    return [one.examples for one in facts]
 
 
 def _check_names(files: Sequence[AdapterFile]) -> None:

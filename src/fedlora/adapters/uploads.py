@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ class Facts:
     """The contents of an adapter's upload.json. client, examples: without the file, the adapter's own path and 1, and
     `there` is False. round: from 1. labels: the classes, in order. Missing facts are None."""
 
-    directory: Path
     client: str
     examples: float = 1
     round: int | None = None
@@ -53,7 +52,7 @@ def read_facts(directory: Path) -> Facts:
     """
     path = directory / FILE
     if not os.path.lexists(path):
-        return Facts(directory, str(directory), there=False)
+        return Facts(str(directory), there=False)
     said = json_object(path)
 
     def known(key: str, fits: Callable[[Any], bool], what: str) -> Any:
@@ -72,7 +71,7 @@ def read_facts(directory: Path) -> Facts:
     labels = known(
         "label_names", lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v), "a list of texts"
     )
-    return Facts(directory, client, examples, number, None if labels is None else tuple(labels))
+    return Facts(client, examples, number, None if labels is None else tuple(labels))
 
 
 def write_upload(
@@ -115,31 +114,17 @@ def read_uploads(
         upload = Upload(Client(facts.client, adapter.ranks), facts.examples, adapter)
         checked_examples(upload)
         uploads.append(upload)
-    twice = repeated(upload.client.id for upload in uploads)
-    if twice:
-        raise AdapterFormatError(
-            f"two of the adapters belong to client {quoted(twice[0])}: give one per client, all of one round."
-        )
+    check_one_each(upload.client.id for upload in uploads)
     return uploads, spec_of(given[0].config, 1.0)
 
 
-def check_uploads(directories: Sequence[Path], *, counted: bool, labels: bool = True) -> list[str]:
-    """Notes for the user about uploads that are merged. Only stated facts are compared.
-
-    Args:
-        counted: their examples are their weights. labels: classes matter, because trained heads are merged.
-
-    Raises:
-        AdapterFormatError: facts conflict: different classes or class order, or, where examples count, two uploads from
-            one client.
-    """
-    said = [facts for directory in directories if (facts := read_facts(directory)).there]
-    notes = _of_labels(said, labels) + _of_clients(said, counted)
-    rounds = {one.client: one.round for one in said if one.round is not None}
-    if len(set(rounds.values())) > 1:
-        told = ", ".join(f"{quoted(name, 80)} {number}" for name, number in list(rounds.items())[:4])
-        notes.append(f"the uploads belong to different rounds: {told}{', ...' if len(rounds) > 4 else ''}")
-    return notes
+def check_one_each(clients: Iterable[str]) -> None:
+    """Raise `AdapterFormatError` if two adapters belong to one client, which would count twice."""
+    for twice in repeated(clients)[:1]:
+        raise AdapterFormatError(
+            f"two of the adapters belong to client {quoted(twice)}, which would count twice: give one per client, all "
+            f"of one round."
+        )
 
 
 def labels_of(directory: Path) -> tuple[str, ...]:
@@ -167,36 +152,3 @@ def write_labels(folder: Path, labels: Sequence[str]) -> None:
     """Write labels.json for these classes."""
     facts = {"num_labels": len(labels), "id2label": dict(enumerate(labels))}
     files.write(folder / LABELS_FILE, json.dumps(facts, indent=2) + "\n")
-
-
-# -------------------------------------------------------------------------------------------------------------- inside
-
-
-def _of_labels(said: Sequence[Facts], matter: bool) -> list[str]:
-    known = [one for one in said if one.labels is not None]
-    other = next((one for one in known if one.labels != known[0].labels), None)
-    if other is None:
-        return []
-    mine, theirs = (quoted(list(one.labels or ())) for one in (known[0], other))
-    both = f"{known[0].directory} has {mine} and {other.directory} {theirs}"
-    if not matter:
-        return [f"the uploads' classes differ ({both}); their heads are left out"]
-    raise AdapterFormatError(
-        f"the uploads number their classes differently, so a mean would mix them: label_names of {both} in {FILE}. "
-        f"Train with the same classes at every site; --heads drop merges the rest."
-    )
-
-
-def _of_clients(said: Sequence[Facts], counted: bool) -> list[str]:
-    """Notes on several uploads from one client; raises if their examples count."""
-    notes = []
-    by_client: dict[str, list[Facts]] = {}
-    for one in said:
-        by_client.setdefault(one.client, []).append(one)
-    for client, uploads in by_client.items():
-        if len(uploads) > 1:
-            both = f"{uploads[0].directory} and {uploads[1].directory} both belong to client {quoted(client, 80)}"
-            if counted:
-                raise AdapterFormatError(f"{both}: its examples would count twice. Give one per client, or --weights.")
-            notes.append(f"{both}: it counts {len(uploads)} times")
-    return notes
