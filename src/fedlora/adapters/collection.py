@@ -180,8 +180,9 @@ def _check_names(files: Sequence[AdapterFile]) -> None:
     other's under longer names: a wrapper or another class of model has renamed them, and each would count twice."""
     unlike = list({file.modules: file for file in files}.values())
     for one, other in combinations(unlike, 2):
-        alike = _alike(one, other)
-        if len(alike) * 2 > min(len(one.modules), len(other.modules)):
+        mine, theirs = ([m for m in a.modules if m not in b.ranks] for a, b in ((one, other), (other, one)))
+        alike = _alike(one, mine, other, theirs)
+        if len(alike) * 2 > min(len(mine), len(theirs)):
             first, second = alike[0]
             raise AdapterFormatError(
                 f"{one.directory} and {other.directory} name the same modules differently, {quoted(first, 80)} and "
@@ -191,21 +192,19 @@ def _check_names(files: Sequence[AdapterFile]) -> None:
     _check_common(unlike)
 
 
-def _alike(one: AdapterFile, other: AdapterFile) -> list[tuple[str, str]]:
-    """Pairs of modules, each in only one of the two, of one shape, whose names are equal but for added segments."""
+def _alike(one: AdapterFile, mine: Sequence[str], other: AdapterFile, theirs: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of these modules, one of each, of one shape, whose names are equal but for added segments."""
 
     def form(file: AdapterFile, module: str) -> tuple[Any, ...]:
         return file.shapes[module], tuple(part for part in module.split(".") if part.isdigit())
 
     by_form: dict[tuple[Any, ...], list[str]] = {}
-    for module in other.modules:
-        if module not in one.ranks:
-            by_form.setdefault(form(other, module), []).append(module)
+    for module in theirs:
+        by_form.setdefault(form(other, module), []).append(module)
     found = []
-    for module in one.modules:
-        if module not in other.ranks:
-            near = by_form.get(form(one, module), [])[:_CANDIDATES]
-            found += [(module, match) for match in near if _is_longer(module, match) or _is_longer(match, module)][:1]
+    for module in mine:
+        near = by_form.get(form(one, module), [])[:_CANDIDATES]
+        found += [(module, match) for match in near if _is_longer(module, match) or _is_longer(match, module)][:1]
     return found
 
 
