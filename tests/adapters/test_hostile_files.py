@@ -282,6 +282,16 @@ def test_one_limit_and_its_option(good: Path, main: Callable[..., Said]) -> None
         assert "69,793,218,560 bytes, more than the 68,719,476,736" in main("validate", good).complaint()
 
 
+def test_a_large_tensor_is_checked_in_pieces(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """20 MB in two factors: sound; and a NaN as the last number of the first is found, and named."""
+    shapes = pair(Q, r=2, d_in=1_300_000)
+    assert main("validate", put(tmp_path / "good", content=shaped(shapes))).code == 0
+    header, data = tensors(shapes)
+    end = header[QA]["data_offsets"][1]
+    bad = put(tmp_path / "bad", content=weights(header, data[: end - 4] + struct.pack("<f", math.nan) + data[end:]))
+    assert re.search("q_proj.lora_A.* holds NaN", main("validate", bad).complaint())
+
+
 def test_a_pickle_beside_the_weights_is_not_opened(good: Path, main: Callable[..., Said], tmp_path: Path) -> None:
     """Alone it is refused; beside a safetensors it is ignored. Opening it would make a directory."""
 
