@@ -25,14 +25,8 @@ def merge_card(report: MergeReport, inputs: Sequence[tuple[str, str]], base: str
         inputs: each adapter's name and the SHA-256 of its weights. base: the base model's name. made: what the result
             is, in words. asked: the requested rank, as typed.
     """
-    columns = ["adapter", "weight", "SHA-256 of its weights"]
-    rows = [[cell(name), f"{w:.6g}", digest] for (name, digest), w in zip(inputs, report.weights, strict=True)]
-    if report.weighed is not None:
-        columns[1:2] = ["weight, as given", "counts, after the rule", "why"]
-        judged = zip(report.weighed.counts, report.weighed.why, strict=True)
-        rows = [
-            [*row[:2], f"{c:.6g}", cell(why) if why else "", row[2]] for row, (c, why) in zip(rows, judged, strict=True)
-        ]
+    rows = [f"| {cell(name)} | {w:.6g} | {sha} |" for (name, sha), w in zip(inputs, report.weights, strict=True)]
+    table = "\n".join(["| adapter | weight | SHA-256 of its weights |", "| --- | --- | --- |", *rows])
     rounding = f", and writing {report.dtype} adds {report.rounding:.2e}" if report.rounding else f" ({report.dtype})"
     dropped = f"\n\nLeft out: {_names(report.dropped)}." if report.dropped else ""
     return f"""---
@@ -48,7 +42,7 @@ library_name: peft
 relative truncation error {report.error:.2e} over all modules{rounding}.
 Every module is stored at rank {report.rank}, with alpha = r: the update is B A itself.
 
-{_of_rule(report.weighed)}{_table(columns, rows)}{dropped}
+{_of_rule(report.weighed)}{table}{dropped}
 """
 
 
@@ -77,8 +71,3 @@ def _of_rule(weighed: Weighed | None) -> str:
 def _names(names: Sequence[str]) -> str:
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(cell(name) for name in names[:_SHOWN])}{rest}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
