@@ -34,6 +34,11 @@ def upload(folder: Path, name: str, **facts: Any) -> Path:
     return where
 
 
+def classed(folder: Path, names: Any) -> Path:
+    (folder / "labels.json").write_text(json.dumps({"num_labels": len(names), "id2label": dict(enumerate(names))}))
+    return folder
+
+
 def test_heads_by_each_rule(tmp_path: Path, main: Callable[..., Said]) -> None:
     """By hand: 2, 3 and none. What a rule leaves out is named in the report, the command and the card."""
     a, b, c = headed(tmp_path / "a", 2.0), headed(tmp_path / "b", 3.0), headed(tmp_path / "c", None)
@@ -88,7 +93,7 @@ def test_classes_that_all_agree_on_go_with_the_result(
     how: list[str], tmp_path: Path, main: Callable[..., Said]
 ) -> None:
     """labels.json as a run's adapter has it; not without the head. The next resize reads it."""
-    a, b = (upload(tmp_path, name, label_names=CLASSES) for name in "ab")
+    a, b = (classed(upload(tmp_path, name), CLASSES) for name in "ab")
     c = saved(tmp_path, "c", 2)  # says nothing
     for inputs in ([a, b], [a, c]) if "--method" in how else ([a, b],):
         assert main("merge", *inputs, *how, "-o", tmp_path / "m", "--force").code == 0
@@ -101,9 +106,8 @@ def test_classes_that_all_agree_on_go_with_the_result(
 
 @pytest.mark.parametrize("other", [["yes", "no", "may be"], ["no", "yes"], ["no", "Yes", "may be"]], ids=str)
 def test_classes_that_differ_are_refused_unless_heads_are_not_averaged(other: list[str], tmp_path: Path) -> None:
-    """Row k of a head is class k. By upload.json in one adapter and labels.json in the other."""
-    a, b = upload(tmp_path, "a", label_names=CLASSES), saved(tmp_path, "b", 2)
-    (b / "labels.json").write_text(json.dumps({"num_labels": len(other), "id2label": dict(enumerate(other))}))
+    """Row k of a head is class k."""
+    a, b = classed(saved(tmp_path, "a", 2), CLASSES), classed(saved(tmp_path, "b", 2), other)
     with pytest.raises(AdapterFormatError, match=r"number their classes differently.*--heads first"):
         merge([a, b], tmp_path / "m")
     assert not (tmp_path / "m").exists()
@@ -112,7 +116,7 @@ def test_classes_that_differ_are_refused_unless_heads_are_not_averaged(other: li
 
 
 def test_names_of_other_classes_than_the_head_has_are_left_out_and_it_is_said(tmp_path: Path) -> None:
-    report = merge([upload(tmp_path, name, label_names=["no", "yes"]) for name in "ab"], tmp_path / "m")
+    report = merge([classed(saved(tmp_path, name, 2), ["no", "yes"]) for name in "ab"], tmp_path / "m")
     assert "2 class names" in str(report.warnings) and not (tmp_path / "m" / "labels.json").exists()
 
 
@@ -135,7 +139,10 @@ def test_weights_from_examples(tmp_path: Path, main: Callable[..., Said]) -> Non
         assert done.code == 0 and f"weight 0, so not part of the result: '{none}'" in done.err
 
 
-@pytest.mark.parametrize("content", [b"junk", b"{}", b"[]", b"\xff", None], ids=repr)
+@pytest.mark.parametrize(
+    "content", [b"junk", b"\xff", b"{}", b"null", b"[" * 100_000, b'{"id2label": {"1": "x"}}', None,
+                b'{"client": "a", "num_examples": ' + b"9" * 10_000 + b"}"], ids=lambda c: str(c)[:20],
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["upload.json", "labels.json"])
 def test_what_lies_beside_an_adapter_is_validated_too(
     name: str, content: bytes | None, tmp_path: Path, main: Callable[..., Said]
@@ -148,8 +155,8 @@ def test_what_lies_beside_an_adapter_is_validated_too(
 
 
 @pytest.mark.parametrize(
-    "facts", [{"label_names": "no"}, {"label_names": [1]}, {"label_names": ["a", "a"]}, {"round": 0}, {"client": ""},
-              {"num_examples": -1}, {"num_examples": 1e16}, {"num_examples": True}], ids=str,
+    "facts", [{"round": 0}, {"round": True}, {"client": ""}, {"client": "a\nb"}, {"client": "a" * 201},
+              {"num_examples": -1}, {"num_examples": 1e16}, {"num_examples": True}, {"num_examples": "2"}], ids=str,
 )  # fmt: skip
 def test_facts_of_another_shape_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(AdapterFormatError, match=r"upload\.json"):

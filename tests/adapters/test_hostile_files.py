@@ -31,7 +31,6 @@ from hypothesis import strategies as st
 from fedlora import read_adapter, write_adapter
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
-from fedlora.adapters.uploads import read_uploads
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from support.command_line import Said
 
@@ -583,28 +582,6 @@ def test_adapters_that_do_not_belong_together(good: Path, main: Callable[..., Sa
         other = put(tmp_path / name, fields, content)
         for words in (["merge", good, other, "-o", tmp_path / "out"], ["diff", good, other], ["inspect", good, other]):
             assert re.search(why, main(*words).complaint())
-    assert not (tmp_path / "out").exists()
-
-
-UPLOADS = {
-    "not JSON": b"{", "not UTF-8": b"\xff", "a list": b"[1]", "null": b"null", "deep": b"[" * 100_000,
-    "no client": b'{"num_examples": 2}', "no number": b'{"client": "a"}', "client is null": b'{"client": null}',
-    "number of 10 000 digits": b'{"client": "a", "num_examples": ' + b"9" * 10_000 + b"}",
-    "number is a word": b'{"client": "a", "num_examples": "many"}',
-    "number is 400 digits": b'{"client": "a", "num_examples": ' + b"9" * 400 + b"}",
-    "number is negative": b'{"client": "a", "num_examples": -3}',
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", list(UPLOADS))
-def test_an_upload_that_does_not_say_how_much_it_counts(
-    what: str, good: Path, main: Callable[..., Said], tmp_path: Path
-) -> None:
-    folder = put(tmp_path / "bad")
-    (folder / "upload.json").write_bytes(UPLOADS[what])
-    assert "upload.json" in main("merge", good, folder, "-o", tmp_path / "out").complaint()
-    with pytest.raises(AdapterFormatError, match=r"upload\.json"):
-        read_uploads([good, folder])
     assert not (tmp_path / "out").exists()
 
 

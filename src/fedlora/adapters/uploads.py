@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedlora.adapters.base_names import Base, check_same_base
 from fedlora.adapters.reader import AdapterFile
@@ -34,12 +33,11 @@ _MOST_EXAMPLES = 1e15  # keeps sums over any number of clients finite and accura
 @dataclass(frozen=True)
 class Facts:
     """The contents of an adapter's upload.json. client, examples: without the file, the adapter's own path and 1, and
-    `there` is False. round: from 1. labels: the classes, in order. Missing facts are None."""
+    `there` is False. round: from 1; None if it is not said."""
 
     client: str
     examples: float = 1
     round: int | None = None
-    labels: tuple[str, ...] | None = None
     there: bool = True
 
 
@@ -54,24 +52,18 @@ def read_facts(directory: Path) -> Facts:
     if not os.path.lexists(path):
         return Facts(str(directory), there=False)
     said = json_object(path)
-
-    def known(key: str, fits: Callable[[Any], bool], what: str) -> Any:
-        found = said.get(key)
-        if found is not None and not fits(found):
-            raise AdapterFormatError(f"{path}: {key} is {what}; got {quoted(found)}.")
-        return found
-
-    client, examples = said.get("client"), said.get("num_examples")
-    if not isinstance(client, str) or isinstance(examples, bool) or not isinstance(examples, int | float):
-        raise AdapterFormatError(f"{path} must name its client (client) and its number of examples (num_examples).")
-    known("client", lambda v: 0 < len(v) <= _LONGEST_NAME and v.isprintable(),
-          f"a name of up to {_LONGEST_NAME} letters on one line")  # fmt: skip
-    known("num_examples", lambda v: 0 <= v <= _MOST_EXAMPLES, f"a number from 0 to {_MOST_EXAMPLES:g}")
-    number = known("round", lambda v: type(v) is int and 1 <= v < 2**31, "a whole number from 1")
-    labels = known(
-        "label_names", lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v), "a list of texts"
-    )
-    return Facts(client, examples, number, None if labels is None else tuple(labels))
+    client, examples, number = said.get("client"), said.get("num_examples"), said.get("round")
+    if not (isinstance(client, str) and 0 < len(client) <= _LONGEST_NAME and client.isprintable()):
+        raise AdapterFormatError(
+            f"{path}: client is a name of up to {_LONGEST_NAME} letters on one line; got {quoted(client)}."
+        )
+    if isinstance(examples, bool) or not isinstance(examples, int | float) or not 0 <= examples <= _MOST_EXAMPLES:
+        raise AdapterFormatError(
+            f"{path}: num_examples is a number from 0 to {_MOST_EXAMPLES:g}; got {quoted(examples)}."
+        )
+    if not (number is None or (type(number) is int and 1 <= number < 2**31)):
+        raise AdapterFormatError(f"{path}: round is a whole number from 1; got {quoted(number)}.")
+    return Facts(client, examples, number)
 
 
 def write_upload(
@@ -128,24 +120,19 @@ def check_one_each(clients: Iterable[str]) -> None:
 
 
 def labels_of(directory: Path) -> tuple[str, ...]:
-    """The class names, in order, from labels.json or upload.json; empty if no file names them.
+    """The class names, in order, from labels.json; empty if there is none.
 
     Raises:
-        AdapterFormatError: a file has them in another form.
+        AdapterFormatError: the file has them in another form.
     """
-    where: Path = directory / LABELS_FILE
-    found: Any
-    if os.path.lexists(where):
-        found = json_object(where).get("id2label")
-        if isinstance(found, dict) and set(found) == {str(k) for k in range(len(found))}:
-            found = [found[str(k)] for k in range(len(found))]
-        else:
-            found = None
-    else:
-        where, found = directory / FILE, list(read_facts(directory).labels or ())
-    if not isinstance(found, list) or not all(isinstance(n, str) for n in found) or len(set(found)) < len(found):
+    where = directory / LABELS_FILE
+    if not os.path.lexists(where):
+        return ()
+    found = json_object(where).get("id2label")
+    names = [found.get(str(k)) for k in range(len(found))] if isinstance(found, dict) else [None]
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise AdapterFormatError(f"{where} must give classes 0, 1, 2, ... distinct names; got {quoted(found)}.")
-    return tuple(found)
+    return tuple(map(str, names))
 
 
 def write_labels(folder: Path, labels: Sequence[str]) -> None:
