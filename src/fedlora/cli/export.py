@@ -70,8 +70,8 @@ def validate(
                 tell_remarks(remarks.get(name, ()))
     refused = [reason for reason in found.values() if reason is not None]
     if refused:
-        more = f"; and {len(refused) - 3} more, with their reasons in --json" if len(refused) > 3 else ""
-        raise typer.Exit(complain("; ".join(shown(reason, 700) for reason in refused[:3]) + more))
+        more = f" And {len(refused) - 3} more, with their reasons in --json." if len(refused) > 3 else ""
+        raise typer.Exit(complain(" ".join(shown(reason, 700) for reason in refused[:3]) + more))
 
 
 def export(
