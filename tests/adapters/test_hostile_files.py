@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedlora import read_adapter, write_adapter
-from fedlora.adapters.collection import Collection
+from fedlora.adapters.collection import collected
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from support.command_line import Said
@@ -102,7 +102,7 @@ def used(folder: Path, out: Path) -> None:
     file = AdapterFile(folder)
     file.check()
     write_adapter(out, *read_adapter(folder))
-    both = Collection.of([file, file], [0.7, 0.3])
+    both = collected([folder, folder], [0.7, 0.3])
     for module in both.modules:
         both.combined(module).cut()
 

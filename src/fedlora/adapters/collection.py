@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import combinations
 from typing import Any, Literal, get_args
@@ -36,37 +36,6 @@ class Collection:
     missing: Missing = "zero"
     notes: tuple[str, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        files: Sequence[AdapterFile],
-        weights: Sequence[float] | None = None,
-        *,
-        sum: bool = False,
-        same_base: bool = False,
-        missing: Missing | None = "zero",
-    ) -> Collection:
-        """weights: None: all count alike. sum: use them as they are. same_base: treat the base models as one, whatever
-        their names. missing: None: refuse adapters whose modules look like the others' under other names.
-
-        Raises:
-            AdapterFormatError: different bases or matrices. ConfigError: impossible weights.
-        """
-        used = used_weights(len(files), weights, sum=sum)
-        notes = check_same_base((Base.of(file.config) for file in files), declared=same_base)
-        first: dict[str, AdapterFile] = {}
-        for file in files:
-            for module, shape in file.shapes.items():
-                other = first.setdefault(module, file)
-                if other.shapes[module] != shape:
-                    raise AdapterFormatError(
-                        f"module {quoted(module)} is a matrix of {other.shapes[module]} in {other.directory} and of "
-                        f"{shape} in {file.directory}: different models."
-                    )
-        if missing is None:
-            _check_names(files)
-        return cls(files, used, missing or "zero", tuple(notes))
-
     @cached_property
     def modules(self) -> Sequence[str]:
         """Every module that any of them has."""
@@ -76,23 +45,18 @@ class Collection:
         """The type that holds all their factors."""
         return reduce(torch.promote_types, (file.dtype() for file in self.files))
 
-    def weights_of(self, module: str) -> tuple[float, ...]:
-        """Each adapter's weight in a module's sum; 0 for those that lack it.
+    def combined(self, module: str, dtype: torch.dtype | None = None) -> Combined:
+        """One module of the weighted sum. Scales go into the weights, so that 16-bit factors are not rounded again.
 
         Raises:
             ConfigError: `missing` is "renormalise", and the adapters that have it have weight 0.
         """
-        held = tuple(w if module in file.ranks else 0.0 for file, w in zip(self.files, self.weights, strict=True))
-        total = math.fsum(held) if self.missing == "renormalise" else 1.0
+        held = [(f, w) for f, w in zip(self.files, self.weights, strict=True) if module in f.ranks]
+        total = math.fsum(w for _, w in held) if self.missing == "renormalise" else 1.0
         if not total:
             raise ConfigError(f"module {quoted(module)} is only in adapters of weight 0.")
-        return tuple(w / total for w in held)
-
-    def combined(self, module: str, dtype: torch.dtype | None = None) -> Combined:
-        """One module of the weighted sum. Scales go into the weights, so that 16-bit factors are not rounded again."""
-        held = [(f, w) for f, w in zip(self.files, self.weights_of(module), strict=True) if module in f.ranks]
         loras, scales = zip(*(file.unscaled(module) for file, _ in held), strict=True)
-        return combine(module, loras, [w * scale for (_, w), scale in zip(held, scales, strict=True)], dtype)
+        return combine(module, loras, [w / total * scale for (_, w), scale in zip(held, scales, strict=True)], dtype)
 
     def spec(self, heads: bool) -> AdapterSpec:
         """The first adapter's spec, with the base's public name and all saved modules."""
@@ -116,7 +80,12 @@ def collected(
     same_base: bool = False,
     max_bytes: int | None = None,
 ) -> Collection:
-    """The adapters and weights, checked to belong together. Arguments as in `merge`."""
+    """The adapters and weights, checked to belong together. Arguments as in `merge`.
+
+    Raises:
+        AdapterFormatError: an adapter cannot be read; different bases, matrices or classes; without `missing`, modules
+            that look like the others' under other names. ConfigError: impossible weights.
+    """
     one_of("--missing", missing, get_args(Missing))
     one_of("--weights-from", weights_from, ("num_examples",))
     if weights is not None and weights_from is not None:
@@ -133,18 +102,19 @@ def collected(
             )
         check_one_each(one.client for one in facts)
         weights = [one.examples for one in facts]
-    known: Any = missing
-    given = Collection.of(files, weights, sum=sum, same_base=same_base, missing=known)
+    used = used_weights(len(files), weights, sum=sum)
+    notes = check_same_base((Base.of(file.config) for file in files), declared=same_base)
+    _check_shapes(files)
+    if missing is None:
+        _check_names(files)
     labels_by(files, heads)  # refused now, not after the sum
-    notes = list(given.notes)
     if len(rounds := {one.round for one in facts if one.round is not None}) > 1:
         notes.append(f"the uploads belong to different rounds: {', '.join(map(str, sorted(rounds)[:8]))}")
-    idle = [str(file.directory) for file, weight in zip(files, given.weights, strict=True) if not weight]
-    if idle:
+    if idle := [str(file.directory) for file, weight in zip(files, used, strict=True) if not weight]:
         more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
         names = ", ".join(quoted(name, 80) for name in idle[:8])
         notes.append(f"weight 0, so not part of the result: {names}{more}")
-    return replace(given, notes=tuple(notes))
+    return Collection(files, used, "renormalise" if missing == "renormalise" else "zero", tuple(notes))
 
 
 def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: bool = False) -> tuple[float, ...]:
@@ -173,6 +143,18 @@ def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: boo
         raise ConfigError("weights must not all be zero.")
     total = 1.0 if sum else math.fsum(given)
     return tuple(w / total for w in given)
+
+
+def _check_shapes(files: Sequence[AdapterFile]) -> None:
+    first: dict[str, AdapterFile] = {}
+    for file in files:
+        for module, shape in file.shapes.items():
+            other = first.setdefault(module, file)
+            if other.shapes[module] != shape:
+                raise AdapterFormatError(
+                    f"module {quoted(module)} is a matrix of {other.shapes[module]} in {other.directory} and of "
+                    f"{shape} in {file.directory}: different models."
+                )
 
 
 def _check_names(files: Sequence[AdapterFile]) -> None:

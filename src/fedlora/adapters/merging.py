@@ -118,7 +118,7 @@ def resize(
     """
     wanted = Wanted(Path(out), rank, "first", dtype, max_error, dry_run, force, padded=True)
     wanted.check([adapter])
-    given = Collection.of([AdapterFile(adapter, max_bytes=max_bytes)])
+    given = collected([adapter], heads="first", max_bytes=max_bytes)
     return write_result(given, wanted, cut_parts(given, wanted, progress), "The update B A", "the adapter's update")
 
 
