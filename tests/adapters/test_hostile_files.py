@@ -183,68 +183,44 @@ DAMAGED = r"adapter_model\.safetensors is damaged"
 # what -> (content of adapter_model.safetensors, what the refusal says)
 WEIGHTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", DAMAGED),
-    "header only": (lambda: WHOLE[: -len(DATA)], DAMAGED),
-    "cut in the header": (lambda: WHOLE[:100], DAMAGED),
     "cut in the last tensor": (lambda: WHOLE[:-4], DAMAGED),
     "trailing bytes": (lambda: WHOLE + b"PK\x03\x04", DAMAGED),
     "giant header length": (lambda: weights(HEADER, DATA, 2**63), f"{DAMAGED}.*9,223,372,036,854,775,808"),
-    "header length 0": (lambda: weights(HEADER, DATA, 0), DAMAGED),
     "bad JSON": (lambda: weights(b"{'a': 1}", DATA), DAMAGED),
     "not UTF-8": (lambda: weights(b'{"\xff\xfe": 1}', DATA), DAMAGED),
     "deep header": (lambda: weights(b"[" * 100_000, b""), DAMAGED),
     "a key twice": (lambda: twice(json.dumps(QA) + ": " + json.dumps(HEADER[QA])), "occurs twice"),
-    "a field twice": (
-        lambda: weights(json.dumps(HEADER).replace('"dtype"', '"dtype": "F16", "dtype"', 1).encode(), DATA),
-        DAMAGED,
-    ),
     "overlap": (lambda: changed(QB, data_offsets=[36, 84]), DAMAGED),
     "gap": (with_gap, DAMAGED),
-    "shape too large for its bytes": (lambda: changed(shape=[2, 50]), DAMAGED),
     "huge shape": (lambda: changed(shape=[2**62, 2**62]), DAMAGED),
     "many dimensions": (lambda: changed(shape=[1] * 50_000 + [2, 5]), f"{DAMAGED}|no LoRA"),
     "offset 1e400": (lambda: first_offset("1e400"), DAMAGED),
-    "offset NaN": (lambda: first_offset("NaN"), DAMAGED),
     "no offsets": (lambda: without(QA, "data_offsets"), DAMAGED),
-    "a line that is null": (lambda: weights({**HEADER, QA: None}, DATA), DAMAGED),
     "unknown dtype": (lambda: changed(dtype="F99"), DAMAGED),
     "fp8": (lambda: weights(ten("F8_E4M3"), bytes(10)), f"F8_E4M3|{DAMAGED}"),
     **{
         f"factors of type {dtype}": ((lambda d=dtype: shaped(SHAPES, d, 1)), f"type '{dtype}'; adapters hold")
-        for dtype in ("I64", "I32", "I8", "U8", "BOOL")
+        for dtype in ("I64", "U8", "BOOL")
     },
     "NaN": (lambda: shaped(SHAPES, value=math.nan), "holds NaN or Inf"),
-    "Inf": (lambda: shaped(SHAPES, value=math.inf), "holds NaN or Inf"),
     "-Inf in the last number": (lambda: WHOLE[:-4] + struct.pack("<f", -math.inf), r"v_proj.*holds NaN or Inf"),
     "no tensors": (lambda: weights({}, b""), "holds no lora_A and lora_B"),
     "one factor without dimensions": (lambda: shaped({**SHAPES, QB: ()}), "q_proj.* no LoRA"),
-    "factors of one dimension": (lambda: shaped({QA: (2,), QB: (2,)}), "q_proj.* no LoRA"),
     "no rank": (lambda: shaped({**SHAPES, **pair(Q, r=0)}), "q_proj"),
-    "no inputs": (lambda: shaped({**SHAPES, **pair(Q, d_in=0)}), "q_proj.* is empty"),
     "not gathered": (lambda: shaped(dict.fromkeys(SHAPES, (0,))), "is empty.*ZeRO-3.*zero_to_fp32"),
-    "A and B swapped and turned": (lambda: shaped({QA: (2, 6), QB: (5, 3), **pair(V)}), "q_proj"),
     "no B": (lambda: shaped({k: s for k, s in SHAPES.items() if k != QB}), "q_proj' is no LoRA"),
-    "no A": (lambda: shaped({k: s for k, s in SHAPES.items() if k != QA}), "q_proj' is no LoRA"),
     "two ranks": (lambda: shaped({**SHAPES, QA: (3, 5)}), "q_proj"),
     "another rank": (lambda: shaped({**SHAPES, **pair(Q, r=3)}), "q_proj' has rank 3, but its config says 2"),
     "an extra tensor": (lambda: shaped({**SHAPES, f"{PREFIX}norm.weight": (4,)}), "norm.weight' is neither"),
     "a magnitude": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_magnitude_vector": (6,)}), "magnitude_vector' is nei"),
-    "an unasked bias": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_B.bias": (6,)}), "bias' is neither"),
-    "an E without AdaLoRA": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_E": (2, 1)}), "lora_E' is neither"),
-    "both kinds of keys": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_embedding_A": (2, 5)}), "q_proj"),
     "no prefix": (lambda: renamed(PREFIX, ""), "names begin with base_model"),
-    "no module": (lambda: renamed(f"{Q}.", ""), "lora_A.weight' is neither"),
     "the adapter's name in keys": (lambda: renamed("lora_A.weight", "lora_A.default.weight"), "is neither"),
     **{
         f"name {name!r}": ((lambda n=name: renamed(Q, n)), "no name of a module|is neither|is damaged")
-        for name in ("../../etc", "..", "a..b", ".a", "a/b", "/etc/passwd", "a\\b", "a\nb", "a\rb", "a\x00b",
-                     "a\x1b[31mb", "a b", "a\u2028b", "a" * 600, "a." * 400 + "b")
+        for name in ("../../etc", "a..b", ".a", "a/b", "a\nb", "a\x00b", "a\x1b[31mb", "a\u2028b", "a." * 400 + "b")
     },
-    "an empty name": (lambda: shaped({**SHAPES, "": (1,)}), "no name of a module|names begin with"),
     "a name of a megabyte": (lambda: renamed(Q, "a" * 10**6), "no name of a module|names begin with"),
     "a pickle of torch": (lambda: _torch_pickle(), DAMAGED),
-    "a git lfs pointer": (
-        lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 12345\n", DAMAGED
-    ),
 }  # fmt: skip
 
 
@@ -436,7 +412,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     **{
         f"{field} = {text[:12]}": (literal(field, text), rf"\b{field} = ")
         for field in ("r", "lora_alpha")
-        for text in ("-1", "0", "true", "null", '"2"', "[2]", "{}", "9" * 400)
+        for text in ("0", "true", "null", '"2"', "[2]", "9" * 400)
     },
     **{
         f"{field} of {text}": (literal(field, text), "is not JSON: it has ")
@@ -446,7 +422,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     **{
         f"{field} of {text[:9]}": (literal(field, '{"q_proj": ' + text + "}"), f"{field} = ")
         for field in ("rank_pattern", "alpha_pattern")
-        for text in ("-1", "0", "true", "null", '"2"', "[2]", "9" * 400)
+        for text in ("-1", "true", "null", '"2"', "9" * 400)
     },
     "r of 10 000 digits": (literal("r", "9" * 10_000), "is not JSON"),
     "unknown field": (config(use_something_new=True), "use_something_new = True"),
