@@ -136,7 +136,7 @@ def test_weights_from_examples(tmp_path: Path, main: Callable[..., Said]) -> Non
     none = upload(tmp_path, "d", num_examples=0)
     for k, how in enumerate((["--method", "glora"], [])):
         done = main("merge", a, none, *how, "--weights-from", "num_examples", "-o", tmp_path / f"out{k}")
-        assert done.code == 0 and f"weight 0, so not part of the result: '{none}'" in done.err
+        assert done.code == 0 and "weight 0, so not" in done.err and str(none) in done.err
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def test_modules_that_one_lacks(tmp_path: Path) -> None:
         torch.testing.assert_close(updates(tmp_path / "n")[V], factor * updates(c)[V], rtol=0, atol=1e-5)
         assert report.lacking == (V,)
     assert merge([a, b, c], tmp_path / "o").lacking == (Q, V)  # c joins them
-    with pytest.raises(ConfigError, match=f"'{V}' is only in adapters of weight 0"):
+    with pytest.raises(ConfigError, match=f"'{V}' is only in"):
         merge([a, c], tmp_path / "p", weights=[1, 0], missing="renormalise")
 
 
