@@ -89,7 +89,7 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     config = settings.for_server()
     at_server = AtServer()
     if config is not None:
-        _check_base(settings, known, home)
+        _check_base(settings, known)
         at_server = load_at_server(config, seed_adapter)
     choosing = choosing_of(settings, at_server, server.has_global_model(state.server))
     damaged: list[str] = []
@@ -182,7 +182,7 @@ def playable(
     return server, plan, state
 
 
-def _check_base(settings: FederationSettings, known: Facts, home: FederationFolder) -> None:
+def _check_base(settings: FederationSettings, known: Facts) -> None:
     """Raises `Disagreement` if the server would measure with another base model than the sites train."""
     mine = model_facts(str(settings.at_server.model), settings)
     check_facts(server_facts(settings, known), mine, "the server's own model", whole=False)
