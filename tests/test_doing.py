@@ -78,7 +78,7 @@ def test_a_program_that_waits_says_so_less_and_less(shortened: None) -> None:
     """Of one thing after 0.2 s and after 0.4 s more; then the next would come after 0.8 s. Of another after 0.2 s."""
     lines: list[str] = []
     doing.heard()
-    with doing.beating(lines.append, "serve"), doing.doing("rounds", 9) as rounds:
+    with doing.beating(lines.append, "serve", most=0.8), doing.doing("rounds", 9) as rounds:
         doing.heard()
         time.sleep(1.0)
         rounds.done = 1

@@ -16,7 +16,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 FIRST = 0.7  # processor seconds without a word until the first line: most of them import libraries
-EVERY, MOST = 25.0, 600.0  # seconds of silence before a line; while nothing changes, each pause is twice the last one
+EVERY = 25.0  # seconds of silence before a line
 _LOOK = 0.1
 
 
@@ -75,10 +75,10 @@ def heard() -> None:
 
 
 @contextmanager
-def beating(say: Callable[[str], None], name: str) -> Iterator[None]:
+def beating(say: Callable[[str], None], name: str, most: float = 0.0) -> Iterator[None]:
     """While the block runs, `say` a line after FIRST processor seconds, and whenever the log was silent for EVERY
-    seconds (more and more, up to MOST, while nothing changes: a server may wait for days): `name`, what is under way,
-    and the seconds since the block began."""
+    seconds: `name`, what is under way, and the seconds since the block began. While nothing changes, each pause is
+    twice the last one, up to `most` seconds: a server may wait for days."""
     over, began = threading.Event(), time.monotonic()
 
     def beat() -> None:
@@ -92,7 +92,7 @@ def beating(say: Callable[[str], None], name: str) -> Iterator[None]:
                 what = step or ("importing libraries" if first else "at work")
                 say(f"{name}: {what}, {time.monotonic() - began:.0f} s")
                 heard()
-                pause = min(2 * pause, MOST)
+                pause = max(EVERY, min(2 * pause, most))
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()

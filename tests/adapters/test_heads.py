@@ -83,6 +83,9 @@ def test_rounding_of_heads_is_reported_and_their_sum_is_in_float64(tmp_path: Pat
     want = torch.tensor(1.001).double() / 3 + torch.tensor(1 / 3).double() * 2 / 3
     assert abs(float(AdapterFile(tmp_path / "o").head("score.weight")[0, 0] - want)) < 1e-15
     assert resize(a, tmp_path / "p", rank=2).beside_rounding == 0
+    half = bare(tmp_path / "h", {Q: 2}, beside={"score.weight": torch.ones(3, 12).half()}, modules_to_save=["score"])
+    merge([half, a], tmp_path / "q")  # the wider of the two types, whichever comes first
+    assert AdapterFile(tmp_path / "q").head("score.weight").dtype == torch.float32
 
 
 # ---- classes ---------------------------------------------------------------------------------------------------------
@@ -113,6 +116,8 @@ def test_classes_that_differ_are_refused_unless_heads_are_not_averaged(other: li
     assert not (tmp_path / "m").exists()
     merge([a, b], tmp_path / "first", heads="first"), merge([a, b], tmp_path / "drop", heads="drop")
     assert (tmp_path / "first" / "labels.json").exists() and not (tmp_path / "drop" / "labels.json").exists()
+    c, d = (classed(headed(tmp_path / name, None), names) for name, names in (("c", CLASSES), ("d", other)))
+    assert merge([c, d], tmp_path / "no heads").warnings == ()
 
 
 def test_names_of_other_classes_than_the_head_has_are_left_out_and_it_is_said(tmp_path: Path) -> None:
