@@ -128,7 +128,7 @@ def test_a_private_federation_is_the_engine_s_private_run_bit_for_bit(
     clients = [Client(name, rank) for name, rank in ranks.items()]
     records = list(simulate(server, clients, here, start(server, seed_adapter()), rounds=3))
     assert bits(strategy.flower_state.state.server) == bits(records[-1].state.server) and there.got == here.got
-    mine, theirs = ([c.event for c in Ledger(tmp_path / at / "ledger.jsonl", "toys").events()]
+    mine, theirs = (Ledger(tmp_path / at / "ledger.jsonl", "toys").read().events
                     for at in ("flower", "engine"))  # fmt: skip
     assert mine == theirs and len(mine) == 3 and {e.sampling for e in mine} == {1.0}
 
@@ -186,7 +186,7 @@ def test_strangers_are_not_asked_and_nobody_is_asked_twice(tmp_path: Path) -> No
     strategy.start(grid, num_rounds=2)
     asked = [grid.nodes[m.metadata.dst_node_id][0] for m in grid.sent]
     assert asked == [*RANKS, *RANKS]  # one attempt each, in order
-    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 2
+    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").read().events) == 2
 
 
 def test_a_round_without_answers_takes_place_and_is_charged(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_round_without_answers_takes_place_and_is_charged(tmp_path: Path) -> N
     began = strategy.clock.monotonic()
     strategy.start(grid, num_rounds=2)
     assert strategy.round == 2 and len(grid.sent) == sent and strategy.clock.monotonic() - began >= 50.0
-    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 2
+    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").read().events) == 2
     after = strategy.flower_state.state.server
     moved = (after.heads["head.weight"] - before.heads["head.weight"]).double()
     assert 0.1 < float(moved.std()) < 0.6
@@ -328,14 +328,14 @@ def test_it_stops_before_the_budget_is_passed_and_nobody_trains_for_nothing(
     assert "round 3 is not played" in caplog.text
     ends = [e.why for e in read_events(tmp_path / "out" / "events.jsonl") if isinstance(e, Ended)]
     assert ends == ["complete", "budget"]
-    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 3
+    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").read().events) == 3
 
 
 def test_no_room_for_the_first_round_is_an_error(tmp_path: Path) -> None:
     strategy, grid = private_federation(tmp_path, run=private_run(tmp_path, budget=Budget(1.0, DELTA)))
     with pytest.raises(BudgetSpent):
         strategy.start(grid, num_rounds=1)
-    assert not grid.sent and not Ledger(tmp_path / "ledger.jsonl", "toys").events()
+    assert not grid.sent and not Ledger(tmp_path / "ledger.jsonl", "toys").read().events
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

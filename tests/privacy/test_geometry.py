@@ -9,7 +9,7 @@ import torch
 
 from fedlora.core.lora import LoRA
 from fedlora.errors import HyperparameterError, ShapeError
-from fedlora.privacy import Bases, Geometry, Layout
+from fedlora.privacy.geometry import Bases, Geometry, Layout
 
 
 def pair(d_out: int, d_in: int, r: int, seed: int) -> LoRA:

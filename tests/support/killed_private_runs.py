@@ -131,14 +131,14 @@ def main(folder: Path, stride: int) -> None:
         if forked(again):
             raise RuntimeError(f"step {step}: the resumed run failed")
         entry |= {"trained": trained(log), "after": journal(home)}
-        entry["charged"] = [[c.event.round, c.event.released] for c in Ledger(home / "ledger", "toys").events()]
+        entry["charged"] = [[c.round, c.released] for c in Ledger(home / "ledger", "toys").read().events]
         shutil.rmtree(home / "run" / "checkpoints")  # from the journal alone, with nobody trained
         log.unlink(missing_ok=True)
         entry["digest"] = (home / "digest").read_text()
         if forked(again):
             raise RuntimeError(f"step {step}: the run from the journal alone failed")
         entry |= {"digest from the journal": (home / "digest").read_text(), "trained from the journal": trained(log)}
-        entry["charged from the journal"] = len(Ledger(home / "ledger", "toys").events())
+        entry["charged from the journal"] = len(Ledger(home / "ledger", "toys").read().events)
         found.append(entry)
         if code == 0:
             break

@@ -98,9 +98,9 @@ class PrivacySection(Section):
         Raises:
             BudgetSpent: privacy.budget exceeds the ledger's. LedgerError: the ledger cannot be read.
         """
-        recorded = ledger.budget()
-        if recorded is None:
+        if not (budgets := ledger.read().budgets):
             return self.most(rounds, participation)
+        recorded = budgets[-1]
         own = None if self.budget is None else Budget(self.budget, self.delta)
         if own is not None and own.delta == recorded.delta and own.epsilon > recorded.epsilon:
             raise BudgetSpent(
