@@ -28,7 +28,7 @@ from fedlora.flower.messages.records import to_array, to_tensor
 from fedlora.flower.rounds.events import Ended, read_events
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
-from fedlora.privacy import Budget, Geometry, Ledger
+from fedlora.privacy import Budget, Ledger
 from fedlora.privacy.events import Event
 from fedlora.privacy.exact import squared_norm
 from fedlora.privacy.mechanism import Mechanism
@@ -105,22 +105,22 @@ def released(folder: Path, round: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("method", "geometry"),
+    ("method", "dims"),
     [
-        ("glora", Geometry("two-sided", 3)),
-        ("glora", Geometry()),
-        ("flexlora", Geometry("two-sided", 3)),
-        ("ffa-lora", Geometry()),
+        ("glora", 3),
+        ("glora", None),
+        ("flexlora", 3),
+        ("ffa-lora", None),
     ],
 )  # fmt: skip
 def test_a_private_federation_is_the_engine_s_private_run_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, geometry: Geometry
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, dims: int | None
 ) -> None:
     """States and what each client was given to train; the noise is the same, and so are the ledgers' events."""
     monkeypatch.setattr(Mechanism, "noised", same_noise)
     ranks = dict.fromkeys(RANKS, 4) if method == "ffa-lora" else RANKS
     there, here = Watching(), Watching()
-    options: dict[str, Any] = {"method": method, "geometry": geometry}
+    options: dict[str, Any] = {"method": method, "dims": dims}
     run = private_run(tmp_path / "flower", ranks, **options)
     strategy, grid = private_federation(tmp_path / "flower", ranks, trainer=there, run=run)
     strategy.start(grid, num_rounds=3)
@@ -192,7 +192,7 @@ def test_strangers_are_not_asked_and_nobody_is_asked_twice(tmp_path: Path) -> No
 def test_a_round_without_answers_takes_place_and_is_charged(tmp_path: Path) -> None:
     """Pure noise: z = 1 and n = 3, so that the mean change of each of 3 x 3 x 2 numbers and the head has deviation 1/3.
     After round 1 it waits for the members as long as a round's deadline, and then goes on."""
-    strategy, grid = private_federation(tmp_path, run=private_run(tmp_path, geometry=Geometry()))
+    strategy, grid = private_federation(tmp_path, run=private_run(tmp_path, dims=None))
     strategy.start(grid, num_rounds=1)
     before, sent = strategy.flower_state.state.server, len(grid.sent)
     grid.offline = set(RANKS)

@@ -23,7 +23,7 @@ import torch
 from fedlora import Adapter, Client, Server, build
 from fedlora.core import checkpoint
 from fedlora.core.trainer import Trained
-from fedlora.privacy import Geometry, Ledger
+from fedlora.privacy import Ledger
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.private_releases import OnDisk, begin, private_folder, read_private
 from fedlora.server.private import Private, Releases
@@ -50,7 +50,7 @@ class Toy:
 
 
 def server(releases: Releases) -> Server:
-    privacy = Private(1.0, 1.0, Geometry("two-sided", 4), tuple(EQUAL), 4, releases, sampling=SHARE)
+    privacy = Private(1.0, 1.0, tuple(EQUAL), 4, releases, dims=4, sampling=SHARE)
     return Server(build("glora"), round=privacy)
 
 

@@ -14,7 +14,6 @@ from fedlora._lazy import face
 if TYPE_CHECKING:
     from fedlora.privacy.accounting import Spending, epsilon, epsilon_of, noise_multiplier_for
     from fedlora.privacy.events import Budget, Event, Recomputed, recompute
-    from fedlora.privacy.geometry import Geometry
     from fedlora.privacy.journal import Journal
     from fedlora.privacy.ledger import Ledger
     from fedlora.privacy.mechanism import Mechanism
@@ -24,7 +23,6 @@ __getattr__ = face(
     {
         "accounting": ("Spending", "epsilon", "epsilon_of", "noise_multiplier_for"),
         "events": ("Budget", "Event", "Recomputed", "recompute"),
-        "geometry": ("Geometry",),
         "journal": ("Journal",),
         "ledger": ("Ledger",),
         "mechanism": ("Mechanism",),
@@ -32,6 +30,6 @@ __getattr__ = face(
 )
 
 __all__ = [
-    "Budget", "Event", "Geometry", "Journal", "Ledger", "Mechanism", "Recomputed", "Spending", "epsilon", "epsilon_of",
+    "Budget", "Event", "Journal", "Ledger", "Mechanism", "Recomputed", "Spending", "epsilon", "epsilon_of",
     "noise_multiplier_for", "recompute",
 ]  # fmt: skip

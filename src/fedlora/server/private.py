@@ -35,7 +35,7 @@ from fedlora.core.text import shown
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.linalg import Term, projected_sum, unit_roundoff
 from fedlora.linalg.stored import stored_bytes
-from fedlora.privacy.geometry import Bases, Geometry, Layout
+from fedlora.privacy.geometry import Bases, Layout, bases_of
 from fedlora.privacy.mechanism import Mechanism, share_of
 from fedlora.privacy.sampling import poisson_sample
 from fedlora.server.judged import Judged
@@ -78,9 +78,10 @@ class Private(RoundKind):
     Args:
         clip: C, the largest norm of one client's change, over all modules and heads together. noise_multiplier: z, the
             noise's standard deviation in units of one client's largest effect; 0 is for tests and audits.
-        geometry: the coordinates in which changes of products are summed.
         clients: the ids of all clients, taking part or not: n public names. Uploads from anybody else are refused.
         rank: R of the next state; it cuts noised products. releases: stores and charges noised sums.
+        dims: how many directions of each side of a module changes of products are summed in (`privacy.geometry`); None:
+            all.
         sampling: q, each client's chance to be asked in a round, which makes the draw itself (`OpenRound.asked`); 1:
             all of them, always. The mean change is the noised sum / (q n), whoever came.
         most_examples: n_max; a client counts min(n_i, n_max) / n_max; None: 1.
@@ -96,8 +97,7 @@ class Private(RoundKind):
         ...         return None
         ...     def settle(self, round, context, noised, mechanism, sampling):
         ...         return noised  # a real one stores it, and charges a ledger
-        >>> from fedlora.privacy import Geometry
-        >>> private = Private(1.0, 0.0, Geometry(), ("site-1", "site-2"), rank=4, releases=InMemory())
+        >>> private = Private(1.0, 0.0, ("site-1", "site-2"), rank=4, releases=InMemory())
         >>> server = Server(build("glora"), round=private)
         >>> server.aggregate(server.init(seed_adapter), uploads).tally.weights
         {}
@@ -105,10 +105,10 @@ class Private(RoundKind):
 
     clip: float
     noise_multiplier: float
-    geometry: Geometry
     clients: tuple[str, ...]
     rank: int
     releases: Releases
+    dims: int | None = None
     sampling: float = 1.0
     most_examples: float | None = None
     warm_start: bool = False
@@ -118,8 +118,9 @@ class Private(RoundKind):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "clients", _population(self.clients))
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise HyperparameterError(f"Private: rank is a whole number >= 1; got {self.rank!r}.")
+        for name, value in (("rank", self.rank), ("dims", 1 if self.dims is None else self.dims)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise HyperparameterError(f"Private: {name} is a whole number >= 1; got {value!r}.")
         if not 0 < self.clip < math.inf:
             raise HyperparameterError(f"Private: clip is a positive norm; got {self.clip!r}.")
         if not 0 <= self.noise_multiplier < math.inf:
@@ -140,10 +141,10 @@ class Private(RoundKind):
 
     def require(self, method: Method[Any], roles: Roles) -> None:
         require_sums("Private", method)
-        if method.linear_in == "factors" and self.geometry.shape != "full":
+        if method.linear_in == "factors" and self.dims is not None:
             raise HyperparameterError(
-                f"{method.name} sums the changes of factors, which have no {self.geometry.shape!r} coordinates: leave "
-                f"shape and dims out."
+                f"{method.name} sums the changes of factors, which have no directions to choose: leave shape and dims "
+                f"out."
             )
 
     def require_start(self, start: Adapter) -> None:
@@ -288,7 +289,7 @@ class PrivateRound(OpenRound):
         bases, options = {}, self._options
         for name, origin in self._origins.items():
             if self._products:
-                bases[name] = options.geometry.bases(origin, name, self.number, options.seed)
+                bases[name] = bases_of(origin, options.dims, name, self.number, options.seed)
             else:
                 bases |= {f"{name}.{factor}": Bases(*t.shape) for factor, t in origin.tensors().items()}
         shared = self.roles.heads == "shared"
@@ -297,7 +298,7 @@ class PrivateRound(OpenRound):
     def _digest(self) -> str:
         """A digest of the round's starting point: the release before it, and every public constant."""
         o = self._options
-        constants = (self.number, self.method, self.roles, o.clip, o.noise_multiplier, o.geometry, o.clients, o.rank)
+        constants = (self.number, self.method, self.roles, o.clip, o.noise_multiplier, o.dims, o.clients, o.rank)
         digest = sha256(repr((*constants, o.sampling, o.most_examples, o.seed)).encode())
         tensors = {f"{name}.{f}": t for name, lora in self._origins.items() for f, t in lora.tensors().items()}
         if not self._products:  # a sum of B means nothing beside another A, though A is frozen and not summed
