@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, Upload
-from fedlora.server.private import PrivateRound
+from fedlora.server.private_round import PrivateRound
 from fedlora.server.state import ServerState
 from support.families import FAMILIES, Case, family, regauge
 from support.private_servers import InMemory, private

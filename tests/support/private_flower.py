@@ -20,7 +20,8 @@ from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.privacy import Budget, Ledger
 from fedlora.runs.private_releases import OnDisk, Planned
 from fedlora.runs.private_run import PrivateRun, plan_of
-from fedlora.server.private import Private, PrivateRound
+from fedlora.server.private import Private
+from fedlora.server.private_round import PrivateRound
 from fedlora.server.server import start
 from support.flower_grid import RANKS, RUN, FastClock, LocalGrid, Toy, seed_adapter
 

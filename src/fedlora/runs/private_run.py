@@ -27,7 +27,8 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 from fedlora.runs.private_releases import OnDisk, private_folder, read_private
-from fedlora.server.private import Private, PrivateRound
+from fedlora.server.private import Private
+from fedlora.server.private_round import PrivateRound
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
