@@ -173,6 +173,12 @@ def test_a_torn_line_was_never_a_charge(path: Path) -> None:
         assert [event.round for event in of(path).read().events] == [1, 2, 4]
 
 
+def test_a_ledger_in_a_folder_that_is_not_there_yet(path: Path) -> None:
+    below = path.parent / "of" / "clinics" / "ledger.jsonl"
+    of(below).charge(an_event(1))
+    assert of(below).read().events == (an_event(1),)
+
+
 def test_a_torn_header_is_begun_anew_and_no_other_file_is_touched(path: Path) -> None:
     path.write_bytes(b'{"kind": "led')
     of(path).charge(an_event(1))

@@ -131,6 +131,12 @@ def test_no_size_of_values_breaks_the_bound(value: float, dtype: torch.dtype) ->
     assert mechanism.contribution(vector).tolist() == [round(wanted / mechanism.grid)] * 16
 
 
+@pytest.mark.parametrize("bad", [torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64), torch.zeros(0)])
+def test_what_is_no_vector_is_refused(bad: torch.Tensor) -> None:
+    with pytest.raises(ShapeError, match="private vector"):
+        Mechanism.of(1.0, 1.0, size=2).contribution(bad)
+
+
 def test_weights_are_shares_that_a_client_cannot_push() -> None:
     assert [share_of(n, 100) for n in (0, 50, 100, 1e300, -5, math.nan, math.inf, 10**400, True)] == [
         0.0, 0.5, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0,
