@@ -106,7 +106,7 @@ def test_an_outsider_recomputes_epsilon_from_the_ledger(done: Finished) -> None:
 
 def test_what_was_charged_is_the_mechanism_that_ran(done: Finished) -> None:
     """d: two modules of 32 x 32 and a head of 3 x 32 and 3; the noise is of that size, by its file's length."""
-    (event, _) = [charged.event for charged in Ledger(done.ledger, "three toy sites").events()]
+    (event, _) = Ledger(done.ledger, "three toy sites").read().events
     assert event.size == 2 * 32 * 32 + 3 * 32 + 3
     mechanism = Mechanism.of(1.0, 1.0, event.size)
     assert (event.clip, event.noise_multiplier, event.grid) == (1.0, 1.0, mechanism.grid)
@@ -172,7 +172,7 @@ def test_a_copy_of_a_run_is_told_that_its_own_round_was_released(place: Path, tm
         raise AssertionError("a second release of round 2")
     why = copy.read_json("summary.json")["stopped_early"]["why"]
     assert "1 more" in why and "copy" in why
-    assert len(Ledger(tmp_path / "ledger.jsonl", "three toy sites").events()) == 2
+    assert len(Ledger(tmp_path / "ledger.jsonl", "three toy sites").read().events) == 2
 
 
 def test_who_fails_is_told_to_the_operator_and_to_no_file(
@@ -254,7 +254,7 @@ def test_it_stops_before_the_budget_is_passed_and_leaves_what_it_has(place: Path
         Ledger(ledger, "three toy sites").charge_earlier(Spending(0.5, 1))
     summary = folder.read_json("summary.json")
     assert seen == 1 and summary["rounds"] == 1 and "budget" in summary["stopped_early"]["why"]
-    assert len(Ledger(ledger, "three toy sites").events()) == 1
+    assert len(Ledger(ledger, "three toy sites").read().events) == 1
     assert (folder.path / "adapter" / "adapter_model.safetensors").exists()
     spent = summary["privacy"]
     assert spent["epsilon_planned"] == pytest.approx(accounting.epsilon(1.0, 3, 1e-3)), "of the planned T"

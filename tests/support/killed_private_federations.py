@@ -145,7 +145,7 @@ def main(folder: Path, stages: list[str]) -> None:
 
 
 def charged(home: Path) -> list[list[Any]]:
-    return [[c.event.round, c.event.released] for c in Ledger(home / "ledger.jsonl", "toys").events()]
+    return [[c.round, c.released] for c in Ledger(home / "ledger.jsonl", "toys").read().events]
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy
-from fedlora.privacy import Budget, Geometry, Ledger
+from fedlora.privacy import Budget, Ledger
 from fedlora.runs.private_releases import OnDisk, Planned
 from fedlora.runs.private_run import PrivateRun, plan_of
-from fedlora.server.private import Private, PrivateRound
+from fedlora.server.private import Private
+from fedlora.server.private_round import PrivateRound
 from fedlora.server.server import start
 from support.flower_grid import RANKS, RUN, FastClock, LocalGrid, Toy, seed_adapter
 
@@ -29,10 +30,10 @@ DELTA = 1e-3
 
 def private_run(
     folder: Path, members: Mapping[str, Any] = RANKS, *, method: str = "glora", rounds: int = 3,
-    budget: Budget | None = None, geometry: Geometry = Geometry("two-sided", 3), noise: float = 1.0,  # noqa: B008
+    budget: Budget | None = None, dims: int | None = 3, noise: float = 1.0,
 ) -> PrivateRun:  # fmt: skip
     """Its rounds are charged to FOLDER/ledger.jsonl, and kept in FOLDER/private."""
-    privacy = Private(1.0, noise, geometry, tuple(members), 4, Planned())
+    privacy = Private(1.0, noise, tuple(members), 4, Planned(), dims)
     server = Server(build(method), round=privacy)
     opened = server.open(server.init(seed_adapter()))
     assert isinstance(opened, PrivateRound)

@@ -72,7 +72,7 @@ class OnDisk(Releases):
 
     def why_spent(self, done: int) -> str:
         """Why the budget cannot pay another round after `done` of this run: from the ledger alone, which is public."""
-        more = sum(charged.event.run == self.run for charged in self.ledger.events()) - done
+        more = sum(event.run == self.run for event in self.ledger.read().events) - done
         why = "others have charged its ledger meanwhile"
         if more > 0:
             why = (
@@ -83,7 +83,7 @@ class OnDisk(Releases):
 
     def check_charged(self, done: int) -> None:
         """Raise `CheckpointError` unless the ledger holds every finished round."""
-        charged = {charged.event.round for charged in self.ledger.events() if charged.event.run == self.run}
+        charged = {event.round for event in self.ledger.read().events if event.run == self.run}
         if lacks := sorted(set(range(1, done + 1)) - charged):
             raise CheckpointError(
                 f"{len(lacks)} released rounds of this run (such as round {lacks[0]}) are missing from the ledger "
