@@ -12,6 +12,7 @@ eigenvalue; then the rest of the space, by the mean's energy there. What R took 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ class Subspace(NamedTuple):
     ranks: list[int]
 
 
-def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) -> list[Subspace]:
+def subspaces(left: Factored, right: Factored, at: Tensor, full: Sequence[int], tolerance: Tensor) -> list[Subspace]:
     """The clients' bases, from the Q R of all their columns, so that no tall matrix is read again.
 
     A direction counts if its singular value exceeds what rounding of the stored columns can make of it, tolerance
@@ -45,7 +46,8 @@ def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) ->
     Rounding reaches 0.4 of it, for deficient factors in gauges of condition 1e3.
 
     Args:
-        left, right: of the columns of B and the rows of A. at: (c, r), each client's columns, which are neighbours.
+        left, right: of the columns of B and the rows of A. at: (c, r), each client's columns, which are neighbours, and
+            then a zero column (`Factored.blocks`) as often as it takes. full: (c,), how many they are without those.
         tolerance: (m, c), see `rank_tolerance`.
 
     Source: paper section 4.1, Eq. (gauge fixing), with its footnote: a rank-deficient B gives rank(B) columns. A plain
@@ -53,25 +55,38 @@ def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) ->
     """
     B, A = left.blocks(at), right.blocks(at)
     core = B.R @ A.R.mT
+    own = torch.arange(at.shape[1], device=core.device) < torch.tensor(full, device=core.device)[:, None]
     sizes = torch.linalg.vector_norm(B.R, dim=2) * torch.linalg.vector_norm(A.R, dim=2)
     noise = tolerance * torch.linalg.vector_norm(sizes, dim=2)
-    ranks = (torch.linalg.svdvals(core) > noise[:, :, None]).sum(dim=2)
-    full = core.shape[2]
-    turn = torch.eye(full, dtype=core.dtype, device=core.device)
-    if bool((ranks < full).any()):  # of full rank any basis of col(B) will do, and the client's own costs nothing
-        counts = torch.arange(full, device=core.device) < ranks[:, :, None, None]
-        turn = torch.where((ranks < full)[:, :, None, None], torch.linalg.svd(core)[0] * counts, turn)
-    inner = B.inner(turn.expand(*core.shape[:2], full, full))
-    coordinates = B.tall @ inner
+    ranks, inner = [list(full)] * len(core), B.small
+    if not _surely_full(B, A, own, sizes, noise):
+        found = (torch.linalg.svdvals(core) > noise[:, :, None]).sum(dim=2)
+        ranks = found.tolist()
+        turn = torch.eye(at.shape[1], dtype=core.dtype, device=core.device)
+        lacking = (found < own.sum(dim=1))[:, :, None, None]
+        if bool(lacking.any()):  # of full rank any basis of col(B) will do, and the client's own costs nothing
+            counts = torch.arange(at.shape[1], device=core.device) < found[:, :, None, None]
+            turn = torch.where(lacking, torch.linalg.svd(core)[0] * counts, turn)
+        inner = B.inner(turn.expand_as(core))
+    coordinates = B.tall if inner is None else B.tall @ inner
     return [
         Subspace(
-            coordinates[:, i],
-            None if B.small is None else inner[:, i],
-            slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0),
-            ranks[:, i].tolist(),
+            coordinates[:, i, :, :r],
+            None if B.small is None or inner is None else inner[:, i, :r, :r],
+            slice(int(at[i, 0]), int(at[i, 0]) + r) if r else slice(0),
+            [of_each[i] for of_each in ranks],
         )
-        for i, columns in enumerate(at)
+        for i, r in enumerate(full)
     ]
+
+
+def _surely_full(B: Factored, A: Factored, own: Tensor, sizes: Tensor, noise: Tensor) -> bool:
+    """Whether no singular value of any client's core R_B R_A^T is noise: the least is at least 1 / ||R_A^-T R_B^-1||,
+    which costs a tenth of the singular values."""
+    if B.small is None or A.small is None:
+        return False
+    inverse = torch.linalg.matrix_norm(A.small.mT @ B.small * own[:, :, None])
+    return bool((inverse * noise < 1).all()) and bool((sizes > 0).logical_or_(~own).all())
 
 
 class Cut(NamedTuple):

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from fedlora.linalg.basics import float64s, rank_tolerance
 from fedlora.linalg.consensus import Subspace, subspaces
-from fedlora.linalg.factored import Factored, factored
+from fedlora.linalg.factored import Factored, factored, panels
 from fedlora.linalg.stacks import stacked
+
+# Clients of different ranks are padded to the largest and go together, if that makes at most so many times the columns.
+PADDED = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,23 +91,30 @@ class Sums:
     @cached_property
     def subspaces(self) -> dict[int, Subspace]:
         """For each term with a vote, by its place in the sums, in their order."""
-        starts = [*accumulate((t.rank for t in self.terms[0]), initial=0)]
+        ranks = [t.rank for t in self.terms[0]]
+        starts = [*accumulate(ranks, initial=0)]
         voters = [i for i, t in enumerate(self.terms[0]) if t.votes]
+        widest = max((ranks[i] for i in voters), default=0)
+        together = len(voters) * widest <= PADDED * sum(ranks)
         found: dict[int, Subspace] = {}
-        for r in {self.terms[0][i].rank for i in voters}:
-            some = [i for i in voters if self.terms[0][i].rank == r]
-            at = torch.tensor([starts[i] for i in some]).to(self.C.device)[:, None] + torch.arange(r).to(self.C.device)
+        for r in {widest if together else ranks[i] for i in voters}:
+            some = [i for i in voters if together or ranks[i] == r]
+            at = [[starts[i] + j if j < ranks[i] else starts[-1] for j in range(r)] for i in some]
             tolerance = float64s([[rank_tolerance(terms[i].roundoff) for i in some] for terms in self.terms], self.C)
-            found |= zip(some, subspaces(self.left, self.right, at, tolerance), strict=True)
+            made = subspaces(
+                self.left, self.right, torch.tensor(at, dtype=torch.long, device=self.C.device), [ranks[i] for i in some], tolerance
+            )
+            found |= zip(some, made, strict=True)
         return {i: found[i] for i in voters}
 
     def bases(self, own: Subspace, dtype: torch.dtype) -> list[Tensor]:
         """U_i (d_out, k_i) in each matrix, in memory of its own: a history keeps it while the client is away."""
-        if own.inner is None:
-            U = self.left.tall @ own.coordinates
-        else:
-            U = self.left.tall[:, :, own.columns].double() @ own.inner
-        return [u[:, :k].contiguous() for u, k in zip(U.to(dtype), own.ranks, strict=True)]
+        columns, inner = (slice(None), own.coordinates) if own.inner is None else (own.columns, own.inner)
+        tall = self.left.tall[:, :, columns]
+        U = tall.new_empty(*tall.shape[:2], inner.shape[2], dtype=dtype)
+        for some, rows in panels(tall):
+            U[some, rows] = tall[some, rows].double() @ inner[some]
+        return [u[:, :k].contiguous() for u, k in zip(U, own.ranks, strict=True)]
 
 
 def summed_in(terms: Sequence[Term]) -> torch.dtype:

@@ -73,12 +73,12 @@ class Spectrum:
 def store(side: Factored, Y: Tensor, out: Tensor) -> Tensor:
     """out (m, d, l) = Q Y in out's dtype. Returns the squared rounding error of each column (m, l), measured."""
     inner, off = side.inner(Y), Y.new_zeros(len(Y), Y.shape[2])
-    for rows in panels(out.shape[1], side.tall.shape[2]):
-        panel = side.tall[:, rows].double()
+    for some, rows in panels(side.tall):
+        panel = side.tall[some, rows].double()
         # In the memory order of `out`: a transposing copy would cost as much as the product.
-        exact = panel @ inner if out.stride(2) == 1 else (inner.mT @ panel.mT).mT
-        out[:, rows] = exact
-        off += exact.sub_(out[:, rows]).square_().sum(dim=1)
+        exact = panel @ inner[some] if out.stride(2) == 1 else (inner[some].mT @ panel.mT).mT
+        out[some, rows] = exact
+        off[some] += exact.sub_(out[some, rows]).square_().sum(dim=1)
     return off
 
 
