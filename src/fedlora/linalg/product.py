@@ -18,7 +18,6 @@ from torch import Tensor
 from fedlora.linalg.basics import float64s, rank_tolerance
 from fedlora.linalg.consensus import Subspace, subspaces
 from fedlora.linalg.factored import Factored, factored, panels
-from fedlora.linalg.stacks import stacked
 
 # Clients of different ranks are padded to the largest and go together, if that makes at most so many times the columns.
 PADDED = 4
@@ -70,9 +69,11 @@ class Sums:
     @classmethod
     def of(cls, sums: Sequence[Sequence[Term]]) -> Sums | None:
         """None: the sums do not all go the same way."""
-        dtype, places = summed_in(sums[0]), range(len(sums[0]))
-        B = torch.cat([stacked([terms[k].B.to(dtype) for terms in sums]) for k in places], dim=2)
-        A = torch.cat([stacked([terms[k].A.to(dtype) for terms in sums]) for k in places], dim=1)
+        dtype, first, S = summed_in(sums[0]), sums[0][0], sum(t.rank for t in sums[0])
+        B = first.B.new_empty(len(sums), len(first.B), S, dtype=dtype)
+        for k, terms in enumerate(sums):
+            torch.cat([t.B.to(dtype) for t in terms], dim=1, out=B[k])
+        A = torch.cat([t.A.to(dtype) for terms in sums for t in terms]).view(len(sums), S, first.A.shape[1])
         left, right = factored(B), factored(A.mT)
         if left is None or right is None:
             return None

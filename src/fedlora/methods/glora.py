@@ -151,12 +151,12 @@ class GLoRA(Method[GLoRAState]):
         alignment = trace.alignment
         if alignment is None:
             alignment = (trace.basis.mT.to(spectrum.U) @ spectrum.U).double().square().sum(dim=0)
-        scores = dict(enumerate(alignment[core : spectrum.sound].tolist(), start=core))
+        scores = alignment[core : spectrum.sound].double()
         # U_i moved by u in storing, so scores that differ by less than sqrt(u) are equal and go in spectral order. Then
         # the choice depends on subspaces alone, not on anyone's coordinates.
-        grid = math.sqrt(trace.roundoff) * max(*scores.values(), 1e-300)
-        tail = sorted(scores, key=lambda j: -round(scores[j] / grid))[: budget - core]  # a stable sort
-        return torch.tensor([*range(core), *sorted(tail)])
+        grid = math.sqrt(trace.roundoff) * scores.amax().clamp(min=1e-300)
+        tail = core + (scores / grid).round().argsort(descending=True, stable=True)[: budget - core]
+        return torch.cat([torch.arange(core, device=tail.device), tail.sort().values])
 
     def effective(self, state: GLoRAState) -> LoRA:
         return balanced(state.spectrum)
