@@ -42,11 +42,6 @@ class Term:
     def rank(self) -> int:
         return self.B.shape[1]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """float64, or float32: it holds both factors as they are."""
-        return torch.promote_types(torch.promote_types(self.B.dtype, self.A.dtype), torch.float32)
-
 
 @dataclass(frozen=True, eq=False)
 class Sums:
@@ -77,8 +72,14 @@ class Sums:
         left, right = factored(B), factored(A.mT)
         if left is None or right is None:
             return None
-        weights = float64s([[t.weight for t in terms for _ in range(t.rank)] for terms in sums], B)
-        tolerances = float64s([[rank_tolerance(t.roundoff) for t in terms for _ in range(t.rank)] for terms in sums], B)
+        ranks = torch.tensor([t.rank for t in sums[0]], device=B.device)
+        weights, tolerances = (
+            float64s(each, B).repeat_interleave(ranks, dim=1)
+            for each in (
+                [[t.weight for t in terms] for terms in sums],
+                [[rank_tolerance(t.roundoff) for t in terms] for terms in sums],
+            )
+        )
         C = (left.R * weights[:, None]) @ right.R.mT
         largest = C.flatten(1).abs().amax(dim=1) if C.numel() else C.new_zeros(len(C))
         if not bool(torch.isfinite(largest).all()):
@@ -120,4 +121,4 @@ class Sums:
 
 def summed_in(terms: Sequence[Term]) -> torch.dtype:
     """The dtype that holds every stored number as it is."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in terms) else torch.float32
+    return torch.float64 if any(torch.float64 in (t.B.dtype, t.A.dtype) for t in terms) else torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -115,10 +116,13 @@ def cut_by_rounding(s: Sequence[float], terms: float, floor: float, dtype: torch
     if total <= (64 * U64 * terms) ** 2:
         return Counts(0, 0, 0.0, total)
     invisible = max(0.25 * unit_roundoff(dtype) * total**0.5, 4 * U64 * terms)
-    keep = sum(x > invisible**2 for x in tail[:-1])
-    # Rounding of the factors, or of the float64 sum itself.
-    loud = sum(x > max(floor, 64 * U64 * terms) for x in s)
-    sound = max(loud, sum(x > MOST_ROUNDING * total for x in tail[:-1]))
+    keep = _above(invisible**2, tail)
+    loud = _above(max(floor, 64 * U64 * terms), s)  # rounding of the factors, or of the float64 sum itself
+    sound = max(loud, _above(MOST_ROUNDING * total, tail))
     while 0 < sound < len(s) and s[sound] > s[sound - 1] * (1 - 1e-6):  # never between two equal components
         sound += 1
     return Counts(keep, min(keep, sound), tail[loud] / total, tail[keep])
+
+
+def _above(least: float, falling: Sequence[float]) -> int:
+    return bisect_left(falling, -least, key=lambda x: -x)

@@ -151,12 +151,13 @@ class GLoRA(Method[GLoRAState]):
         alignment = trace.alignment
         if alignment is None:
             alignment = (trace.basis.mT.to(spectrum.U) @ spectrum.U).double().square().sum(dim=0)
-        scores = alignment[core : spectrum.sound].double()
+        scores = alignment[core : spectrum.sound].tolist()
         # U_i moved by u in storing, so scores that differ by less than sqrt(u) are equal and go in spectral order. Then
         # the choice depends on subspaces alone, not on anyone's coordinates.
-        grid = math.sqrt(trace.roundoff) * scores.amax().clamp(min=1e-300)
-        tail = core + (scores / grid).round().argsort(descending=True, stable=True)[: budget - core]
-        return torch.cat([torch.arange(core, device=tail.device), tail.sort().values])
+        grid = math.sqrt(trace.roundoff) * max(*scores, 1e-300)
+        steps = [-round(score / grid) for score in scores]
+        tail = sorted(range(len(steps)), key=steps.__getitem__)[: budget - core]  # a stable sort
+        return torch.tensor([*range(core), *(core + j for j in sorted(tail))])
 
     def effective(self, state: GLoRAState) -> LoRA:
         return balanced(state.spectrum)
