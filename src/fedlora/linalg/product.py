@@ -104,7 +104,11 @@ class Sums:
             at = [[starts[i] + j if j < ranks[i] else starts[-1] for j in range(r)] for i in some]
             tolerance = float64s([[rank_tolerance(terms[i].roundoff) for i in some] for terms in self.terms], self.C)
             made = subspaces(
-                self.left, self.right, torch.tensor(at, dtype=torch.long, device=self.C.device), [ranks[i] for i in some], tolerance
+                self.left,
+                self.right,
+                torch.tensor(at, dtype=torch.long, device=self.C.device),
+                [ranks[i] for i in some],
+                tolerance,
             )
             found |= zip(some, made, strict=True)
         return {i: found[i] for i in voters}

@@ -105,13 +105,7 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
     directions, s, Wh = (O if U_ref is None else U_ref @ O)[:, :, :keep], s[:, :keep], Wh[:, :keep]
     sigma = s * sums.unit[:, None]
     _require_held(sigma, dtype)
-    root = sigma.sqrt()
-    B = s.new_empty(len(s), sums.left.tall.shape[1], keep, dtype=dtype)
-    A = s.new_empty(len(s), keep, sums.right.tall.shape[1], dtype=dtype)
-    off_B = store(sums.left, directions * root[:, None], B)
-    sign = canonical_signs(B) if B.numel() else torch.ones_like(s)
-    B.mul_(sign[:, None])  # A gets its sign before it is stored: one pass less
-    off_A = store(sums.right, Wh.mT * (root * sign)[:, None], A.mT)
+    B, A, off_B, off_A = _pairs(sums, directions, sigma, Wh.mT, dtype)
     # ||dB A|| from the columns of dB, for the rows of A are orthogonal. Two roundings by the triangle inequality: at
     # most sqrt(2) above the truth, for they are independent.
     off_B, off_A = ((off * s / sums.unit[:, None]).sum(dim=1).sqrt() for off in (off_B, off_A))
@@ -143,6 +137,51 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
             )
         )
     return made
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """A sum of products in energy order, of which `pair` makes as many components as are wanted.
+
+    s (l,): all singular values, float64, descending. terms: the norm of the sizes of the summed terms, before any
+    cancel: float64's rounding is some 1e-15 of it.
+    """
+
+    s: Tensor
+    terms: float
+    _sums: Sums
+    _O: Tensor
+    _W: Tensor
+
+    @classmethod
+    def of(cls, terms: Sequence[Term]) -> Components:
+        """Raises `OverflowError` if float64 cannot hold the sum."""
+        sums = Sums.of([terms])
+        assert sums is not None, "one sum always goes one way"
+        O, s, Wh = torch.linalg.svd(sums.C, full_matrices=False)
+        return cls(s[0] * sums.unit, float(sums.sizes * sums.unit), sums, O, Wh.mT)
+
+    def pair(self, count: int) -> tuple[Tensor, Tensor]:
+        """(B (d_out, count), A (count, d_in)) of the strongest, float64, with sqrt(s) on both."""
+        O, W = self._O[:, :, :count], self._W[:, :, :count]
+        B, A, _, _ = _pairs(self._sums, O, self.s[None, :count], W, torch.float64)
+        return B[0], A[0]
+
+
+def _pairs(
+    sums: Sums, O: Tensor, sigma: Tensor, W: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """B = Q O sqrt(sigma) and A = sqrt(sigma) (P W)^T in `dtype`, and the squared rounding of each column and row.
+
+    O (m, k, n), sigma (m, n), W (m, l, n). The entry of largest magnitude of each column of B is positive.
+    """
+    root = sigma.sqrt()
+    B = O.new_empty(len(O), sums.left.tall.shape[1], O.shape[2], dtype=dtype)
+    A = O.new_empty(len(O), O.shape[2], sums.right.tall.shape[1], dtype=dtype)
+    off_B = store(sums.left, O * root[:, None], B)
+    sign = canonical_signs(B) if B.numel() else torch.ones_like(root)
+    B.mul_(sign[:, None])  # A gets its sign before it is stored: one pass less
+    return B, A, off_B, store(sums.right, W * (root * sign)[:, None], A.mT)
 
 
 def _cuts(sums: Sums, rank: int) -> list[Cut]:

@@ -64,7 +64,9 @@ def terms_and_sizes(loras: Sequence[LoRA]) -> list[tuple[float, float]]:
         terms = (of_B.diagonal(dim1=1, dim2=2) * of_A.diagonal(dim1=1, dim2=2)).sqrt().sum(dim=1, dtype=torch.float64)
         squares = (of_B * of_A).sum(dim=(1, 2), dtype=torch.float64)
         # Beyond these bounds float32 loses the sum or overflows.
-        sound = [1e-15 < t < 1e15 and x > (1e-2 * t) ** 2 for t, x in zip(terms.tolist(), squares.tolist(), strict=True)]
+        sound = [
+            1e-15 < t < 1e15 and x > (1e-2 * t) ** 2 for t, x in zip(terms.tolist(), squares.tolist(), strict=True)
+        ]
         return [
             (float(t), float(x) ** 0.5) if ok else _in_float64(lora)
             for lora, t, x, ok in zip(alike, terms, squares, sound, strict=True)
