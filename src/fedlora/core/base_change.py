@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA, stack
-from fedlora.linalg import svd_of_product
+from fedlora.linalg import Spectrum, svd_of_product
 
 # The most that all recompressions together may cut, relative to the change: 1,000 steps stay within 1e-9 of their sum
 # even if every one cuts that much in the same direction. docs/decisions/0013-exact-means-exact.md
@@ -40,13 +40,13 @@ class BaseChange:
         return self.steps[len(self.steps) - behind :]
 
 
-def moved(base: BaseChange | None, step: LoRA, dtype: torch.dtype | None = None) -> BaseChange | None:
+def moved(base: BaseChange | None, step: Spectrum, dtype: torch.dtype) -> BaseChange | None:
     """`base` after one more step; unchanged if the step is zero.
 
-    dtype: how the step is kept and sent; None: its own. The total adds the step in its original dtype.
+    step: in float64, as the total adds it. dtype: how the step is kept and sent.
     """
-    exact = _balanced(step.map(Tensor.double), _INVISIBLE)  # one SVD serves both
-    sent = _stored(exact, dtype or step.factors[0].dtype)
+    exact = _cut(LoRA(*step.balanced()), _INVISIBLE)
+    sent = _stored(exact, dtype)
     if sent.rank == 0:
         return base
     if base is None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Update
-from fedlora.linalg import ProjectedSum, Spectrum, Term, projected_sum, projected_sums, svd_of_product
+from fedlora.linalg import ProjectedSum, Spectrum, Term, projected_sums, svd_of_product
 
 
 def mean_product(updates: Sequence[Update]) -> Spectrum:
     """sum_i w_i B_i A_i in energy order: every component, and how many of them are certainly no rounding."""
-    return projected_sum([Term(*u.lora.factors, u.weight, u.roundoff) for u in updates]).spectrum
+    return mean_products([updates])[0]
+
+
+def mean_products(matrices: Sequence[Sequence[Update]], dtype: torch.dtype | None = None) -> list[Spectrum]:
+    """`mean_product` of each matrix, in `dtype` (None: that of its updates)."""
+    sums = [[Term(*u.lora.factors, u.weight, u.roundoff) for u in updates] for updates in matrices]
+    return [made.spectrum for made in projected_sums(sums, [None] * len(sums), dtype)]
 
 
 def consensus(matrices: Sequence[Sequence[Update]], ranks: Sequence[int]) -> list[ProjectedSum]:
