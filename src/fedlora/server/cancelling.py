@@ -54,11 +54,11 @@ def terms_and_sizes(loras: Sequence[LoRA]) -> list[tuple[float, float]]:
 
     def kind(lora: LoRA) -> tuple[Hashable, int]:
         B, A = lora.factors
-        wide = torch.promote_types(torch.promote_types(B.dtype, A.dtype), torch.float32)
-        return (B.shape, A.shape, wide, B.device), 8 * max(B.numel(), A.numel())
+        return (B.shape, A.shape, B.dtype, A.dtype, B.device), 8 * max(B.numel(), A.numel())
 
     def work(alike: list[LoRA]) -> list[tuple[float, float]]:
-        (_, _, wide, _), _ = kind(alike[0])
+        first, other = alike[0].factors
+        wide = torch.promote_types(torch.promote_types(first.dtype, other.dtype), torch.float32)
         B, A = (stacked([t.detach().to(wide) for t in side]) for side in zip(*(x.factors for x in alike), strict=True))
         of_B, of_A = B.mT @ B, A @ A.mT
         terms = (of_B.diagonal(dim1=1, dim2=2) * of_A.diagonal(dim1=1, dim2=2)).sqrt().sum(dim=1, dtype=torch.float64)
