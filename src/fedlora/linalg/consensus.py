@@ -89,8 +89,8 @@ def _surely_full(B: Factored, A: Factored, own: Tensor, sizes: Tensor, noise: Te
     return bool((inverse * noise < 1).all()) and bool((sizes > 0).logical_or_(~own).all())
 
 
-class Cut(NamedTuple):
-    """Where R cut.
+class Reference(NamedTuple):
+    """U_ref, and what it leaves out.
 
     basis (k, R): U_ref in coordinates; None if nothing is cut. union_rank: the directions beyond rounding that R
     chose among; None if nothing is cut. gap: (x_R - x_R+1) / x_R at the cut, of eigenvalues of K or of energies; inf if
@@ -105,10 +105,10 @@ class Cut(NamedTuple):
     quiet: float
 
 
-NO_CUT = Cut(None, None, math.inf, False, 0.0, 0.0)
+WHOLE = Reference(None, None, math.inf, False, 0.0, 0.0)
 
 
-def strongest(votes: Tensor, noise: Tensor, roundoffs: Tensor, C: Tensor, rank: int, floor: float) -> Cut:
+def strongest(votes: Tensor, noise: Tensor, roundoffs: Tensor, C: Tensor, rank: int, floor: float) -> Reference:
     """U_ref in coordinates.
 
     Args:
@@ -139,7 +139,7 @@ def strongest(votes: Tensor, noise: Tensor, roundoffs: Tensor, C: Tensor, rank: 
     elif rank < union:  # between a direction with votes and one without, any gap is wide
         gap = 1.0 if rank == first else float(1 - of_rest[rank - first] / of_rest[rank - first - 1])
     every, sound = torch.cat([energy, of_rest]), torch.cat([torch.ones_like(voted[voted]), loud])
-    return Cut(
+    return Reference(
         basis=torch.cat([X, rest], dim=1)[:, :rank],
         union_rank=union,
         gap=gap,

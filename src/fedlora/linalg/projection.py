@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedlora.errors import LostUpdate
 from fedlora.linalg.basics import U64, float64s, rank_tolerance, unit_roundoff
-from fedlora.linalg.consensus import NO_CUT, Cut, strongest
+from fedlora.linalg.consensus import WHOLE, Reference, strongest
 from fedlora.linalg.product import Sums, Term, summed_in
 from fedlora.linalg.spectrum import Spectrum, canonical_signs, cut_by_rounding, store
 from fedlora.linalg.stacks import CACHED, aligned, in_stacks
@@ -36,7 +36,7 @@ class ProjectedSum:
     error: ||result - sum|| / ||sum||, from what was left out and from rounding together, as stored; never below the
     truth, and at most sqrt(2) above it plus the roundoff of float64. captured: the share of the sum's energy in the
     result. dropped: the share lost for another reason than R. size: ||sum||.
-    union_rank, gap, tied: as in `consensus.Cut`. factored: how the columns of B and the rows of A were, as in
+    union_rank, gap, tied: as in `consensus.Reference`. factored: how the columns of B and the rows of A were, as in
     "gram/qr".
     bases, alignments: for each term with a vote, U_i (d_out, k_i) and ||U_i^T u_j||^2 (l,) with each component.
     """
@@ -93,7 +93,7 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
     sums = Sums.of(stack)
     if sums is None:
         return None
-    cuts = [NO_CUT] * len(stack) if rank is None or rank >= sums.C.shape[1] else _cuts(sums, rank)
+    cuts = [WHOLE] * len(stack) if rank is None or rank >= sums.C.shape[1] else _cuts(sums, rank)
     kept = [cut.basis for cut in cuts if cut.basis is not None]
     U_ref = torch.stack(kept) if kept else None
     O, s, Wh = torch.linalg.svd(sums.C if U_ref is None else U_ref.mT @ sums.C, full_matrices=False)
@@ -184,7 +184,7 @@ def _pairs(
     return B, A, off_B, store(sums.right, W * (root * sign)[:, None], A.mT)
 
 
-def _cuts(sums: Sums, rank: int) -> list[Cut]:
+def _cuts(sums: Sums, rank: int) -> list[Reference]:
     """Where R cuts each matrix."""
     cuts = []
     for k, terms in enumerate(sums.terms):
