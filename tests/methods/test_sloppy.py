@@ -19,7 +19,7 @@ from fedlora import Kept, LoRA, Method, Roles, Server, Update, build
 from fedlora.core.base_change import moved
 from fedlora.errors import HyperparameterError, MethodFault
 from fedlora.linalg import svd_of_product
-from fedlora.methods._slots import padded
+from fedlora.methods._shared import padded
 from fedlora.methods.fedit import mean_factors
 from fedlora.testing import CONTRACTS, EQUAL, MIXED, check, sound
 from fedlora.testing.federations import rounds

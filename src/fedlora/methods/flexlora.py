@@ -16,7 +16,7 @@ from typing import ClassVar
 from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.linalg import Spectrum
-from fedlora.methods._products import balanced, diagnostics_of, mean_product, mean_products, spectrum_of
+from fedlora.methods._shared import balanced, diagnostics_of, mean_product, mean_products, spectrum_of
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fedlora.core.base_change import BaseChange, moved
 from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.linalg import svd_of_product
-from fedlora.methods._products import mean_products
+from fedlora.methods._shared import mean_products
 
 
 @dataclass(frozen=True, eq=False)

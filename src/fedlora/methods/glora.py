@@ -28,7 +28,7 @@ from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import ProjectedSum, Spectrum
-from fedlora.methods._products import balanced, consensus, diagnostics_of, spectrum_of
+from fedlora.methods._shared import balanced, consensus, diagnostics_of, spectrum_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum
-from fedlora.methods._products import balanced, diagnostics_of, mean_products, spectrum_of
+from fedlora.methods._shared import balanced, diagnostics_of, mean_products, spectrum_of
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A round's mean update over `fedlora.linalg`: as one SVD, and the same within its clients' consensus."""
+"""What several methods share: a round's mean update as one SVD, or within its clients' consensus; zero-padding."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Update
+from fedlora.errors import RankMismatch
 from fedlora.linalg import ProjectedSum, Spectrum, Term, projected_sums, svd_of_product
 
 
@@ -48,3 +50,19 @@ def diagnostics_of(spectrum: Spectrum) -> dict[str, object]:
         "rank": spectrum.sound, "components": spectrum.rank, "rounding": spectrum.rounding,
         "singular_values": spectrum.s.tolist(),
     }  # fmt: skip
+
+
+def padded(lora: LoRA, rank: int) -> LoRA:
+    """[B 0] and [A; 0] of `rank` slots; a factor that did not travel stays absent.
+
+    Raises:
+        RankMismatch: it has more slots than that, whose coordinates nobody else knows.
+    """
+    empty = rank - lora.rank
+    if empty < 0:
+        raise RankMismatch(
+            f"an update of rank {lora.rank} does not fit into the common start's {rank} slots. Start the server from "
+            f"an adapter of the largest rank."
+        )
+    B, A = lora.B, lora.A
+    return LoRA(None if B is None else pad(B, (0, empty)), None if A is None else pad(A, (0, 0, 0, empty)))
