@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedlora.linalg.factored import Factored
+from fedlora.linalg.spectrum import Part
 
 # A singular value of the votes below this share of the largest is float64's own rounding.
 RESOLVED = 1e-13
@@ -36,6 +37,12 @@ class Subspace(NamedTuple):
     inner: Tensor | None
     columns: slice
     ranks: list[int]
+
+    def part(self, left: Factored, dtype: torch.dtype) -> Part:
+        """All r columns of U_i, to be stored."""
+        columns, inner = (slice(None), self.coordinates) if self.inner is None else (self.columns, self.inner)
+        m, d, _ = left.tall.shape
+        return Part(columns, inner, left.tall.new_empty(m, d, inner.shape[2], dtype=dtype))
 
 
 def subspaces(left: Factored, right: Factored, at: Tensor, full: Sequence[int], tolerance: Tensor) -> list[Subspace]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedlora.linalg.basics import float64s, rank_tolerance
 from fedlora.linalg.consensus import Subspace, subspaces
-from fedlora.linalg.factored import Factored, factored, panels
+from fedlora.linalg.factored import Factored, factored
 
 # Clients of different ranks are padded to the largest and go together, if that makes at most so many times the columns.
 PADDED = 4
@@ -112,15 +112,6 @@ class Sums:
             )
             found |= zip(some, made, strict=True)
         return {i: found[i] for i in voters}
-
-    def bases(self, own: Subspace, dtype: torch.dtype) -> list[Tensor]:
-        """U_i (d_out, k_i) in each matrix, in memory of its own: a history keeps it while the client is away."""
-        columns, inner = (slice(None), own.coordinates) if own.inner is None else (own.columns, own.inner)
-        tall = self.left.tall[:, :, columns]
-        U = tall.new_empty(*tall.shape[:2], inner.shape[2], dtype=dtype)
-        for some, rows in panels(tall):
-            U[some, rows] = tall[some, rows].double() @ inner[some]
-        return [u[:, :k].contiguous() for u, k in zip(U, own.ranks, strict=True)]
 
 
 def summed_in(terms: Sequence[Term]) -> torch.dtype:

@@ -22,7 +22,7 @@ from fedlora.errors import LostUpdate
 from fedlora.linalg.basics import U64, float64s, rank_tolerance, unit_roundoff
 from fedlora.linalg.consensus import WHOLE, Reference, strongest
 from fedlora.linalg.product import Sums, Term, summed_in
-from fedlora.linalg.spectrum import Spectrum, canonical_signs, cut_by_rounding, store
+from fedlora.linalg.spectrum import Part, Spectrum, canonical_signs, cut_by_rounding, store
 from fedlora.linalg.stacks import CACHED, aligned, in_stacks
 
 # The rounding of float64 arithmetic, relative to the summed terms: LAPACK's SVD of a graded matrix errs by some 50 u.
@@ -105,13 +105,13 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
     directions, s, Wh = (O if U_ref is None else U_ref @ O)[:, :, :keep], s[:, :keep], Wh[:, :keep]
     sigma = s * sums.unit[:, None]
     _require_held(sigma, dtype)
-    B, A, off_B, off_A = _pairs(sums, directions, sigma, Wh.mT, dtype)
+    parts = [own.part(sums.left, dtype) for own in sums.subspaces.values()]
+    B, A, off_B, off_A = _pairs(sums, directions, sigma, Wh.mT, dtype, parts)
     # ||dB A|| from the columns of dB, for the rows of A are orthogonal. Two roundings by the triangle inequality: at
     # most sqrt(2) above the truth, for they are independent.
     off_B, off_A = ((off * s / sums.unit[:, None]).sum(dim=1).sqrt() for off in (off_B, off_A))
     off = (off_B + off_A + ARITHMETIC * sums.sizes).tolist()
     energies, units = sums.C.square().sum(dim=(1, 2)).tolist(), sums.unit.tolist()
-    bases = [sums.bases(own, dtype) for own in sums.subspaces.values()]
     along = [(own.coordinates.mT @ directions).square().sum(dim=1) for own in sums.subspaces.values()]
     stored = sigma.to(dtype)
     made = []
@@ -132,7 +132,10 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
                 gap=cut.gap,
                 tied=cut.tied,
                 factored=f"{sums.left.how}/{sums.right.how}",
-                bases=tuple(U[k] for U in bases),
+                bases=tuple(
+                    part.out[k, :, : own.ranks[k]].contiguous()
+                    for part, own in zip(parts, sums.subspaces.values(), strict=True)
+                ),
                 alignments=tuple(scores[k] for scores in along),
             )
         )
@@ -169,7 +172,7 @@ class Components:
 
 
 def _pairs(
-    sums: Sums, O: Tensor, sigma: Tensor, W: Tensor, dtype: torch.dtype
+    sums: Sums, O: Tensor, sigma: Tensor, W: Tensor, dtype: torch.dtype, parts: Sequence[Part] = ()
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """B = Q O sqrt(sigma) and A = sqrt(sigma) (P W)^T in `dtype`, and the squared rounding of each column and row.
 
@@ -178,7 +181,7 @@ def _pairs(
     root = sigma.sqrt()
     B = O.new_empty(len(O), sums.left.tall.shape[1], O.shape[2], dtype=dtype)
     A = O.new_empty(len(O), O.shape[2], sums.right.tall.shape[1], dtype=dtype)
-    off_B = store(sums.left, O * root[:, None], B)
+    off_B = store(sums.left, O * root[:, None], B, parts)
     sign = canonical_signs(B) if B.numel() else torch.ones_like(root)
     B.mul_(sign[:, None])  # A gets its sign before it is stored: one pass less
     return B, A, off_B, store(sums.right, W * (root * sign)[:, None], A.mT)

@@ -71,8 +71,17 @@ class Spectrum:
         return max(1, int((left_out > (1 - share) * (1 + 1e-9) * left_out[0]).sum()))
 
 
-def store(side: Factored, Y: Tensor, out: Tensor) -> Tensor:
-    """out (m, d, l) = Q Y in out's dtype. Returns the squared rounding error of each column (m, l), measured."""
+class Part(NamedTuple):
+    """out (m, d, r) = tall[:, :, columns] @ inner."""
+
+    columns: slice
+    inner: Tensor
+    out: Tensor
+
+
+def store(side: Factored, Y: Tensor, out: Tensor, parts: Sequence[Part] = ()) -> Tensor:
+    """out (m, d, l) = Q Y in out's dtype. Returns the squared rounding error of each column (m, l), measured. parts:
+    what else to store of the same tall matrix, which is read once."""
     inner, off = side.inner(Y), Y.new_zeros(len(Y), Y.shape[2])
     for some, rows in panels(side.tall):
         panel = side.tall[some, rows].double()
@@ -80,6 +89,8 @@ def store(side: Factored, Y: Tensor, out: Tensor) -> Tensor:
         exact = panel @ inner[some] if out.stride(2) == 1 else (inner[some].mT @ panel.mT).mT
         out[some, rows] = exact
         off[some] += exact.sub_(out[some, rows]).square_().sum(dim=1)
+        for part in parts:
+            part.out[some, rows] = panel[:, :, part.columns] @ part.inner[some]
     return off
 
 
