@@ -45,7 +45,9 @@ class Subspace(NamedTuple):
         return Part(columns, inner, left.tall.new_empty(m, d, inner.shape[2], dtype=dtype))
 
 
-def subspaces(left: Factored, right: Factored, at: Tensor, full: Sequence[int], tolerance: Tensor) -> list[Subspace]:
+def subspaces(
+    left: Factored, right: Factored, at: Tensor, full: Sequence[int], tolerance: Tensor
+) -> list[Subspace] | None:
     """The clients' bases, from the Q R of all their columns, so that no tall matrix is read again.
 
     A direction counts if its singular value exceeds what rounding of the stored columns can make of it, tolerance
@@ -57,20 +59,26 @@ def subspaces(left: Factored, right: Factored, at: Tensor, full: Sequence[int], 
             then a zero column (`Factored.blocks`) as often as it takes. full: (c,), how many they are without those.
         tolerance: (m, c), see `rank_tolerance`.
 
+    Returns None where ranks differ and a client may lack some of its own: each rank by itself is faster then.
+
     Source: paper section 4.1, Eq. (gauge fixing), with its footnote: a rank-deficient B gives rank(B) columns. A plain
     QR would add arbitrary columns, which would enter the consensus with full weight.
     """
+    mixed = any(r < at.shape[1] for r in full)
+    if mixed and (left.small is None or right.small is None):
+        return None
     B, A = left.blocks(at), right.blocks(at)
     core = B.R @ A.R.mT
-    own = torch.arange(at.shape[1], device=core.device) < torch.tensor(full, device=core.device)[:, None]
     sizes = torch.linalg.vector_norm(B.R, dim=2) * torch.linalg.vector_norm(A.R, dim=2)
     noise = tolerance * torch.linalg.vector_norm(sizes, dim=2)
     ranks, inner = [list(full)] * len(core), B.small
-    if not _surely_full(B, A, own, sizes, noise):
+    if not _surely_full(B, A, full, sizes, noise):
+        if mixed:
+            return None
         found = (torch.linalg.svdvals(core) > noise[:, :, None]).sum(dim=2)
         ranks = found.tolist()
         turn = torch.eye(at.shape[1], dtype=core.dtype, device=core.device)
-        lacking = (found < own.sum(dim=1))[:, :, None, None]
+        lacking = (found < at.shape[1])[:, :, None, None]
         if bool(lacking.any()):  # of full rank any basis of col(B) will do, and the client's own costs nothing
             counts = torch.arange(at.shape[1], device=core.device) < found[:, :, None, None]
             turn = torch.where(lacking, torch.linalg.svd(core)[0] * counts, turn)
@@ -87,11 +95,12 @@ def subspaces(left: Factored, right: Factored, at: Tensor, full: Sequence[int], 
     ]
 
 
-def _surely_full(B: Factored, A: Factored, own: Tensor, sizes: Tensor, noise: Tensor) -> bool:
+def _surely_full(B: Factored, A: Factored, full: Sequence[int], sizes: Tensor, noise: Tensor) -> bool:
     """Whether no singular value of any client's core R_B R_A^T is noise: the least is at least 1 / ||R_A^-T R_B^-1||,
     which costs a tenth of the singular values."""
     if B.small is None or A.small is None:
         return False
+    own = torch.arange(sizes.shape[2], device=sizes.device) < torch.tensor(full, device=sizes.device)[:, None]
     inverse = torch.linalg.matrix_norm(A.small.mT @ B.small * own[:, :, None])
     return bool((inverse * noise < 1).all()) and bool((sizes > 0).logical_or_(~own).all())
 

@@ -19,7 +19,8 @@ from fedlora.linalg.basics import float64s, rank_tolerance
 from fedlora.linalg.consensus import Subspace, subspaces
 from fedlora.linalg.factored import Factored, factored
 
-# Clients of different ranks are padded to the largest and go together, if that makes at most so many times the columns.
+# Clients of different ranks are padded to the largest and go together, if all are surely of full rank and that makes at
+# most so many times the columns.
 PADDED = 4
 
 
@@ -96,21 +97,21 @@ class Sums:
         ranks = [t.rank for t in self.terms[0]]
         starts = [*accumulate(ranks, initial=0)]
         voters = [i for i, t in enumerate(self.terms[0]) if t.votes]
-        widest = max((ranks[i] for i in voters), default=0)
-        together = len(voters) * widest <= PADDED * sum(ranks)
-        found: dict[int, Subspace] = {}
-        for r in {widest if together else ranks[i] for i in voters}:
-            some = [i for i in voters if together or ranks[i] == r]
+
+        def among(some: Sequence[int]) -> list[Subspace] | None:
+            """Of these voters, padded with a zero column to the largest of their ranks."""
+            r = max(ranks[i] for i in some)
             at = [[starts[i] + j if j < ranks[i] else starts[-1] for j in range(r)] for i in some]
             tolerance = float64s([[rank_tolerance(terms[i].roundoff) for i in some] for terms in self.terms], self.C)
-            made = subspaces(
-                self.left,
-                self.right,
-                torch.tensor(at, dtype=torch.long, device=self.C.device),
-                [ranks[i] for i in some],
-                tolerance,
-            )
-            found |= zip(some, made, strict=True)
+            columns = torch.tensor(at, dtype=torch.long, device=self.C.device)
+            return subspaces(self.left, self.right, columns, [ranks[i] for i in some], tolerance)
+
+        if voters and len(voters) * max(ranks[i] for i in voters) <= PADDED * sum(ranks) and (made := among(voters)):
+            return dict(zip(voters, made, strict=True))
+        found: dict[int, Subspace] = {}
+        for r in {ranks[i] for i in voters}:
+            some = [i for i in voters if ranks[i] == r]
+            found |= zip(some, among(some) or (), strict=True)
         return {i: found[i] for i in voters}
 
 

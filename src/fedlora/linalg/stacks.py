@@ -12,7 +12,7 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 # Bytes of one stacked operand in float64, so that it and its products stay in a core's cache.
-CACHED = 2**22
+CACHED = 2**21
 
 
 def in_stacks(
