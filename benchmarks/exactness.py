@@ -376,7 +376,12 @@ def _goals(found: Sequence[Verdict]) -> list[Goal]:
     return [
         Goal("hard rounds that fail", sum(bool(v.failed) for v in found), "<= 0", dense, form=".0f"),
         Goal("worst error of a mean that nothing cuts", max(v.true for v in whole), "<= 3e-7", dense, form=".1e"),
-        Goal("error that the server reports, over the true one, where float64 can know that", _looseness(held)[-1], "<= 2", dense),
+        Goal(
+            "error that the server reports, over the true one, where float64 can know that",
+            _looseness(held)[-1],
+            "<= 2",
+            dense,
+        ),
     ]
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 X = TypeVar("X")
 Y = TypeVar("Y")
 
-# Bytes of one stacked operand in float64. Larger stacks lose more where one of them goes another way, and fresh memory of
-# this size is slow. Tall products go by panels, which stay in a core's cache (`factored.PANEL`).
+# Bytes of one stacked operand in float64. Larger stacks lose more where one of them goes another way, and fresh memory
+# of this size is slow. Tall products go by panels, which stay in a core's cache (`factored.PANEL`).
 CACHED = 2**21
 
 
