@@ -452,7 +452,7 @@ def test_drift_of_methods_of_updates_is_round_off(mixed: Sites, undrawn: None) -
 
 
 def test_who_moves_with_the_coordinates_and_who_only_hands_out_what_moved(equal: Sites, undrawn: None) -> None:
-    """methods.md, "Gauge?": factor averages move; fedex-lora's update does not, but the pair that clients get does;
+    """Factor averages move; fedex-lora's update does not, but the pair that clients get does;
     fedrot-lora undoes condition 1, which is orthogonal, and nothing else; flora hands out a fresh start."""
     found = audited(*equal.paths, "--conditions", "1,10", "--draws", 1)
     for name in ("fedit", "hetlora", "lora-fair", "padded-average"):

@@ -186,6 +186,19 @@ def test_signs_are_canonical() -> None:
     assert bool((one.B.gather(0, one.B.abs().argmax(dim=0, keepdim=True)) > 0).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_direction_that_a_client_s_a_never_uses_has_no_vote(dtype: torch.dtype) -> None:
+    """A of rank 2 at r = 4, B of rank 4: col(B A), not col(B). Beside a client of another rank, and one of none."""
+    A = noise((4, 2), "mix") @ noise((2, 30), "rows")
+    pairs = [(noise((40, 4), "B"), A), (noise((40, 7), "b"), noise((7, 30), "a")), (torch.zeros(40, 2), noise((2, 30)))]
+    terms = [Term(B.to(dtype), C.to(dtype), 0.3, unit_roundoff(dtype), votes=True) for B, C in pairs]
+    made = projected_sum(terms)
+    assert [U.shape[1] for U in made.bases] == [2, 7, 0]
+    for U, term in zip(made.bases[:2], terms, strict=False):
+        want = oracle.subspace(term)
+        assert apart(U.double() @ U.double().mT, want @ want.mT, 1.0) < 1e-5
+
+
 # ------------------------------------------------------------------------------------- what a review once found
 
 

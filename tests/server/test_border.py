@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedlora import Adapter, Client, Kept, LoRA, Server, Streamed, Upload, build
 from fedlora.errors import RankMismatch, UploadRefused
-from fedlora.server.cancelling import terms_and_size
+from fedlora.server.cancelling import terms_and_sizes
 from fedlora.testing.federations import rounds
 from support.federations import EQUAL, SHAPES, seed_adapter
 from support.private_servers import private
@@ -201,7 +201,7 @@ def cancelling(upload: Upload, size: float) -> Upload:
 def test_terms_that_cancel_are_named_or_refused(caplog: pytest.LogCaptureFixture) -> None:
     """Terms of 2 x 1e6 sqrt(30 x 22) beside a sum of size 10 are named; float64 resolves 1e6 of 1e16 no more."""
     lora = cancelling(B, 1e6).adapter.modules["attn.q"]
-    terms, size = terms_and_size(lora)
+    ((terms, size),) = terms_and_sizes([lora])
     columns = [float(L.norm() * R.norm()) for L, R in zip(lora.factors[0].mT, lora.factors[1], strict=True)]
     assert terms == pytest.approx(sum(columns)) and size == pytest.approx(float(lora.delta().norm()), rel=1e-6)
     server = Server(build("flexlora"), round=Kept(quorum=1))
