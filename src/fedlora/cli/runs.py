@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +12,7 @@ from fedlora.cli.options import AsJson, Config, DataRoot, Sets
 from fedlora.cli.run_words import show_run, tell_attack, tell_data
 from fedlora.cli.screen import bar, complain, import_plots, notes, plotted, print_json, tell_gone
 from fedlora.doing import doing
-from fedlora.errors import CheckpointError, counted
+from fedlora.errors import counted
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.quiet import quiet_libraries
 from fedlora.server.judged import in_words
@@ -61,15 +59,8 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
     if not (resume and folder.exists() and folder.finished()) or changes(folder, config):
         _rounds(config, folder, resume, config.method.name, data_root)
     else:
-        lacking = folder.lacking()
-        states = [name for name in lacking if name.startswith("checkpoints/")]
-        results = [name for name in lacking if name not in states]
-        if not results:  # otherwise the run is prepared, and then compared
-            tell_gone(check_finished(folder, config, data_root))
-        said = _made_again(folder, results) if results else _nothing_left(folder, config, states)
-        notes.warn(said)
-        if results:
-            _rounds(config, folder, resume, config.method.name, data_root)
+        tell_gone(check_finished(folder, config))
+        notes.warn(_nothing_left(folder, config))
     if not (folder.plots / "metric.png").exists():  # also if the run was killed between the summary and the plots
         plotted(lambda: import_plots().plot_run(folder))
     if as_json:
@@ -78,42 +69,12 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
         show_run(folder)
 
 
-def _nothing_left(folder: RunFolder, config: RunConfig, gone: Sequence[str]) -> str:
-    """The note of `--resume` on a finished run. gone: its missing checkpoints."""
+def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
+    """The note of `--resume` on a finished run."""
     summary = folder.read_json("summary.json")
-    if gone:
-        return (
-            f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now. "
-            f"{', '.join(gone)}: missing. The result does not need it, but more rounds, or writing an adapter again, "
-            f"may."
-        )
     said = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
     more = config.privacy is None and not summary.get("stopped_early")  # a budget and an early stop are final
     return said + f" For more rounds: --resume --set run.rounds={config.run.rounds + 1}" * more
-
-
-def _made_again(folder: RunFolder, lacking: Sequence[str]) -> str:
-    """The note of `--resume` on a finished run that has lost some results.
-
-    Raises:
-        CheckpointError: there is nothing to make them from.
-    """
-    from fedlora.core.checkpoint import newest_round
-
-    places = (re.sub(r"^(adapter|best|clients/[^/]+)/.*", r"\1/", name) for name in lacking)
-    rounds, what = folder.ended(), ", ".join(dict.fromkeys(places))
-    makeable = r"adapter/.*|best/.*|clients/.*|samples[.].*|(private/)?SHA256SUMS"
-    if for_good := [name for name in lacking if not re.fullmatch(makeable, name)]:
-        raise CheckpointError(
-            f"{folder.path} holds a finished run without {', '.join(for_good)}, and no state to make it from. "
-            f"Restore it, or choose another --out."
-        )
-    if newest_round(folder.checkpoints) != rounds:
-        raise CheckpointError(
-            f"{folder.path} holds a finished run without {what}, and the checkpoint of round {rounds}, from which it "
-            f"could be made, is missing too. Put one of them back, or choose another --out."
-        )
-    return f"{folder.path} lacks {what}: made again from the checkpoint of round {rounds}; nothing is trained."
 
 
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data_root: Path | None) -> None:

@@ -143,7 +143,7 @@ class DataSection(Section):
     prompt: str = "prompt"
     response: str = "response"
     messages: str | None = None
-    template: Annotated[str | None, Key(lasting="never")] = None  # the manifest records it, and it is compared
+    template: str | None = None
     validation: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     test: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     max_length: Positive = 128

@@ -19,7 +19,7 @@ from fedlora.data.splits import inputs
 from fedlora.methods.registry import package_of, plugins
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
-from fedlora.runs.inputs import facts_of
+from fedlora.runs.inputs import contents, facts_of
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.rank_profiles import is_attention
 from fedlora.training.models import AdaptedModel
@@ -43,6 +43,7 @@ def manifest(
         "device": config.model.chosen_device(),
         "threads": torch.get_num_threads(),
         "seed": config.run.seed,
+        "files": contents(config),
         "model": read["model"],
         "data": {
             **read["data"],

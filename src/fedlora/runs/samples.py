@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
@@ -26,12 +25,13 @@ from fedlora.training.generate import greedy
 from fedlora.training.templates import find_template
 
 
-def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> list[Path]:
-    """Write samples.jsonl and samples.md for a run that ends with `state`, if samples are configured. Returns the files
-    written."""
-    data = prepared.samples
+def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
+    """Write samples.jsonl and samples.md for a run that ends with `state`; without samples, remove an earlier end's."""
+    data, table, page = prepared.samples, folder.path / "samples.jsonl", folder.path / "samples.md"
     if data is None:
-        return []
+        table.unlink(missing_ok=True)
+        page.unlink(missing_ok=True)
+        return
     assert data.responses is not None
     new, asked = _asked(prepared, data)
     prompts = [ids for ids, _ in asked]
@@ -48,10 +48,8 @@ def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> lis
         }
         for k in range(len(data))
     ]
-    table, page = folder.path / "samples.jsonl", folder.path / "samples.md"
     files.write(table, "".join(json.dumps(row) + "\n" for row in rows))
     files.write(page, _page(rows, _speaker(prepared, state), state.round))
-    return [table, page]
 
 
 def _asked(prepared: Prepared, data: TextData) -> tuple[int, list[tuple[list[int], int]]]:

@@ -57,23 +57,19 @@ class RunSection(Section):
     rounds: Positive = 10
     participation: Share = 1.0
     seed: int = 0
-    threads: Annotated[int, Field(ge=0), Key(lasting="never")] = 0  # compared with the number in the manifest
+    threads: Annotated[int, Field(ge=0)] = 0
     workers: Annotated[
         Positive | Literal["auto"] | None,
-        Key("a server trains no clients, and each site trains itself", lasting="never", counts=False),
+        Key("a server trains no clients, and each site trains itself"),
     ] = None
-    checkpoint_every: Annotated[
-        Positive, Key("a federation's server stores every round, since it could lose none", lasting="ahead")
-    ] = 1
-    keep_checkpoints: Annotated[
-        Positive, Key("a federation's server keeps the last two rounds, and the best", lasting="ahead")
-    ] = 2
-    readouts: Annotated[bool, Key("each site has its own readout; it is for fedlora run", lasting="end")] = False
+    checkpoint_every: Annotated[Positive, Key("a federation's server stores every round, since it could lose none")] = 1
+    keep_checkpoints: Annotated[Positive, Key("a federation's server keeps the last two rounds, and the best")] = 2
+    readouts: Annotated[bool, Key("each site has its own readout; it is for fedlora run")] = False
     keep_uploads: Annotated[
         Literal["none", "last", "all"],
-        Key("a federation's server stores no uploads; it is for fedlora run", lasting="ahead"),
+        Key("a federation's server stores no uploads; it is for fedlora run"),
     ] = "none"
-    track: Annotated[list[TrackerName], Key(lasting="end", counts=False)] = []  # noqa: RUF012 - pydantic copies it
+    track: list[TrackerName] = []  # noqa: RUF012 - pydantic copies it
 
     @model_validator(mode="after")
     def _one_thread_each(self) -> RunSection:
@@ -195,7 +191,7 @@ class ServerSection(Section):
     update by about 6e-8 times the condition number.
     """
 
-    weighting: Annotated[Weighting | None, Key(former="examples")] = None
+    weighting: Weighting | None = None
     heads: Heads | None = None
     quorum: Positive | None = None
     stream: bool = False
@@ -235,16 +231,16 @@ class EvaluateSection(Section):
     evaluation, as test/NAME in metrics.jsonl, for curves; nothing is chosen by it.
     """
 
-    every: Annotated[Positive, Key(lasting="ahead")] = 1
+    every: Positive = 1
     target: Target | Literal["auto"] = "auto"
     metric: MetricName = "accuracy"
     max_new_tokens: Positive = 64
-    clients_at_end: Annotated[bool | Literal["both"], Key(lasting="end")] = False
+    clients_at_end: bool | Literal["both"] = False
     batch_size: Positive = 64
     patience: Positive | None = None
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     samples: Annotated[int, Field(ge=0), Key("a federation keeps no answers of its model; it is for fedlora run")] = 5
-    test_along: Annotated[bool, Key("a federation tests at its end; it is for fedlora run", lasting="ahead")] = False
+    test_along: Annotated[bool, Key("a federation tests at its end; it is for fedlora run")] = False
 
     @model_validator(mode="after")
     def _delta_of_patience(self) -> EvaluateSection:
