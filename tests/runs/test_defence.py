@@ -138,7 +138,7 @@ def test_a_merge_takes_a_rule_too(tmp_path: Path, main: Callable[..., Said]) -> 
     for text, why in {
         "multi-krum liars=2": "needs 7 clients",
         "multi-krum": "needs defence.liars",
-        "clip tau=1.0": "has no effect",
+        "clip tau=1.0": "is for centred-clipping",
         "clap": "cannot be read",
         "clip liars": "NAME",
     }.items():

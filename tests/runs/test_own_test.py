@@ -77,7 +77,7 @@ def test_the_summary_has_each_client_on_its_own_and_on_the_common_test_set(proje
 
 def test_without_own_tests_nothing_changes_in_the_manifest(project: Path, tmp_path: Path) -> None:
     prepared = prepare(configured(project))
-    assert "own_test" not in prepared.manifest["data"]
+    assert prepared.manifest["data"]["own_test"] == {}
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_a_process_that_has_made_a_run_holds_nothing_of_it(project: Path, tmp_pa
 def test_a_run_folder_holds_what_it_says_and_nothing_else(finished: Finished) -> None:
     top = {path.name for path in finished.folder.path.iterdir()}
     assert top == {
-        "config.json", "manifest.json", "metrics.jsonl", "summary.json", "SHA256SUMS",
+        "config.json", "manifest.json", "metrics.jsonl", "summary.json",
         "adapter", "best", "clients", "plots", "checkpoints",
     }  # fmt: skip
     files = {"README.md", "adapter_config.json", "adapter_model.safetensors", "labels.json"}

@@ -60,7 +60,11 @@ def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunStat
             keep_config(folder, config.canonical())
         folder.create(shown_config(config).canonical(), {**prepared.manifest, "run": of})
     folder.sweep()
-    return (loaded[1] if loaded else fresh), of
+    state = loaded[1] if loaded else fresh
+    if (logged := len(folder.metrics())) > state.round:
+        log.warning("%d rounds were logged, and the newest state is of round %d: the others are played again",
+                    logged, state.round)  # fmt: skip
+    return state, of
 
 
 def changes(folder: RunFolder, config: RunConfig) -> bool:
