@@ -71,14 +71,14 @@ def test_an_unknown_key_with_no_near_one_lists_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("table", "key", "value", "says"),
     [
-        ("run", "rounds", "ten", r"run\.rounds: .*integer.*'ten'"),
-        ("run", "rounds", 2.5, r"run\.rounds: .*integer.*2\.5"),
+        ("run", "rounds", "ten", r"run\.rounds: .*whole number.*'ten'"),
+        ("run", "rounds", 2.5, r"run\.rounds: .*whole number.*2\.5"),
         ("clients", "ranks", "8", r"clients\.ranks: .*list.*'8'"),
         ("clients", "ranks", True, r"clients\.ranks: .*list.*True"),
-        ("clients", "ranks", [4, "x"], r"clients\.ranks\.1: .*integer.*'x'"),
-        ("model", "bf16", "maybe", r"model\.bf16: .*boolean.*'maybe'"),
-        ("data", "clients", ["a.csv"], r"data\.clients: .*dictionary.*a\.csv"),
-        ("data", "clients", {"a": 3}, r"data\.clients\.a: .*string.*3"),
+        ("clients", "ranks", [4, "x"], r"clients\.ranks\.1: .*whole number.*'x'"),
+        ("model", "bf16", "maybe", r"model\.bf16: .*true or false.*'maybe'"),
+        ("data", "clients", ["a.csv"], r"data\.clients: .*table.*a\.csv"),
+        ("data", "clients", {"a": 3}, r"data\.clients\.a: .*text.*3"),
         ("attack", "clients", "site-1", r"attack\.clients: .*list.*'site-1'"),
     ],
 )
@@ -145,12 +145,12 @@ def test_an_impossible_share_is_one_complaint_under_the_key_of_the_file() -> Non
             ".*'clients.ranks.1.feedforward'; did you mean 'feed_forward'.*",
         ),
         ("clients", "ranks", [True, 4],
-         "clients.ranks.0: .*integer or .*dictionary; got True"),
+         "clients.ranks.0: .*whole number or .*table; got True"),
         ("run", "workers", 0, "run.workers: .* 1; got 0"),
-        ("run", "workers", "all", "run.workers: .*integer or 'auto'; got 'all'"),
-        ("lora", "targets", ["q", 3], "lora.targets.1: .*string; got 3"),
+        ("run", "workers", "all", "run.workers: .*whole number or 'auto'; got 'all'"),
+        ("lora", "targets", ["q", 3], "lora.targets.1: .*text; got 3"),
         ("evaluate", "clients_at_end", "b",
-         "evaluate.clients_at_end: .*boolean or 'both'; got 'b'"),
+         "evaluate.clients_at_end: .*true or false or 'both'; got 'b'"),
     ],
 )  # fmt: skip
 def test_of_several_types_the_one_that_was_given_says_what_is_wrong(

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client
 from fedlora.core.method import Roles
-from fedlora.errors import ConfigError, counted, said_by
+from fedlora.errors import ConfigError, said_by
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
 from fedlora.runs.defence import check_rule
+from fedlora.runs.inputs import own_paths
 from fedlora.runs.private_releases import Planned
 from fedlora.runs.tracking import check_trackers
 from fedlora.server.private import Private
@@ -25,6 +27,35 @@ from fedlora.training.load import check_device
 from fedlora.training.measure import Target
 from fedlora.training.metrics import METRICS, generates
 from fedlora.training.programs import check_program
+
+
+def of_settings(config: RunConfig) -> Iterator[str]:
+    """What can be said before any data are read, a sentence each: of each setting alone, and of settings together."""
+    gone = missing(config)
+    yield from of_parts(config)
+    yield from of_metric(config)
+    yield from said_by(
+        lambda: check_private(config, built(config)),
+        *([] if "model.path" in gone else [lambda: config.model.check_targets(config.lora.targets)]),
+    )
+
+
+def of_parts(config: RunConfig) -> Iterator[str]:
+    """What each setting alone lacks, whatever the others are: files, a method that can be made, and `of_machine`."""
+    for key, path in missing(config).items():
+        yield f"{key}: {path} does not exist."
+    yield from said_by(config.method.build)
+    yield from of_machine(config)
+
+
+def missing(config: RunConfig) -> dict[str, str]:
+    """Key -> path of the user's own files that are not there."""
+    return {key: path for key, path in own_paths(config).items() if not Path(path).exists()}
+
+
+def built(config: RunConfig) -> Server:
+    """The server of that configuration. Raises `HyperparameterError`."""
+    return config.server.build(config.method.build(), config.run.seed, config.defence.build())
 
 
 def of_machine(config: RunConfig) -> Iterator[str]:
@@ -68,19 +99,13 @@ def of_measuring(config: RunConfig, data: Dealt) -> Iterator[str]:
 def of_fit(
     config: RunConfig, server: Server, initial: ServerState, target: Target, clients: Sequence[Client]
 ) -> Iterator[str]:
-    """Options that can never work with this method or these clients, or do nothing."""
-    yield from _of_metric(config)
+    """Options that can never work with this method or these clients."""
     yield from _of_roles(config, server.method.name, server.roles(initial))
     beside = config.clients.own_test is not None and config.data.test != 0  # otherwise they form the common test set
     if beside and target == "server" and not config.evaluate.clients_at_end:
         yield (
             f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would use: set "
             f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."
-        )
-    if config.server.heads is not None and not initial.heads:
-        yield (
-            f"server.heads = {config.server.heads!r} has no effect: the model has no fully trained head. Leave it out, "
-            f"or name modules to train in full in lora.saved."
         )
     if target == "server" and not server.has_global_model(initial):
         yield (
@@ -89,19 +114,14 @@ def of_fit(
         )
     if config.run.keep_uploads != "none" and config.server.stream:
         yield "run.keep_uploads stores uploads, but server.stream keeps none: leave one of them out."
-    names, part = [client.id for client in clients], config.run.participation
-    a_round = len(sample_clients(names, part, seed=0, round=0))
-    if part < 1 and a_round == len(names) and config.privacy is None:
-        yield (
-            f"run.participation = {part:g} has no effect: of {counted(len(names), 'client')}, that is "
-            f"{a_round}. Leave it out."
-        )
-    quorum = server.round.quorum
+    names, quorum = [client.id for client in clients], server.round.quorum
+    a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))
     if quorum is not None and quorum > a_round:
         yield f"server.quorum = {quorum} can never be met: {a_round} of {len(names)} clients take part in a round."
 
 
-def _of_metric(config: RunConfig) -> Iterator[str]:
+def of_metric(config: RunConfig) -> Iterator[str]:
+    """A metric of the other task, or answers that leave no room for a prompt."""
     if config.model.task not in METRICS[config.evaluate.metric].tasks:
         wanted = "classes" if config.model.task == "causal-lm" else "generated text"
         there = ", ".join(name for name, metric in METRICS.items() if config.model.task in metric.tasks)

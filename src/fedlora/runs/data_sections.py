@@ -52,7 +52,11 @@ class ClientsSection(Section):
     @classmethod
     def _one_for_all(cls, ranks: object) -> object:
         """4 and {attention = 4, feed_forward = 8} mean [4] and a list of that table: the same configuration."""
-        return [ranks] if isinstance(ranks, dict) or (isinstance(ranks, int) and not isinstance(ranks, bool)) else ranks
+        if isinstance(ranks, dict) or (isinstance(ranks, int) and not isinstance(ranks, bool)):
+            return [ranks]
+        if ranks is not None and not isinstance(ranks, list):
+            raise ValueError("one rank for all (8), or a list with one for each client ([4, 8, 8])")
+        return ranks
 
     @property
     def how_many(self) -> int:

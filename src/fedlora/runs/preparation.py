@@ -17,16 +17,17 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.core.trainer import OneByOne, Workers
 from fedlora.data import TextData
-from fedlora.errors import refuse, said_by
+from fedlora.errors import FedLoRAError, refuse, said_by
 from fedlora.runs.attack_section import attack_facts
 from fedlora.runs.base_names import base_name
 from fedlora.runs.checks import (
+    built,
     check_liars,
-    check_private,
+    missing,
     of_fit,
-    of_machine,
     of_measuring,
     of_processes,
+    of_settings,
     planned_privacy,
 )
 from fedlora.runs.client_data import Dealt, Keep, training_rows
@@ -119,22 +120,25 @@ def prepare(
         >>> sorted(prepared.parts)
         ['site-1', 'site-2', 'site-3']
     """
-    server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
-    check_private(config, server)
+    wrong = list(of_settings(config))
+    refuse(wrong if any(key.startswith("data.") for key in missing(config)) else ())
     if threads := config.run.torch_threads():
         torch.set_num_threads(threads)
-    config.model.check_targets(config.lora.targets)
-    data, adversary = _data(config, data_root, label_names, keep)
-    parts = data.parts
+    try:
+        data, adversary = _data(config, data_root, label_names, keep)
+    except FedLoRAError as error:  # told with all that is wrong
+        refuse([*wrong, str(error)] if wrong else ())
+        raise
+    parts, sizes = data.parts, {name: len(part) for name, part in data.parts.items()}
     a_round = len(sample_clients(list(parts), config.run.participation, seed=0, round=0))
     processes = config.run.processes(config.model.chosen_device(), a_round)
-    refuse([*of_machine(config), *of_measuring(config, data), *of_processes(config, processes)])
+    refuse([*wrong, *of_measuring(config, data), *of_processes(config, processes), *_on_a_toy(config, sizes)])
+    server = built(config)
     labels, device = next(iter(parts.values())).label_names, "cpu" if processes > 1 else None  # processes move copies
     model = config.model.load(config.lora, labels, config.run.seed, device=device)
     clients, seed_adapter, spec = _start(config, model, list(parts), labels)
     if config.privacy is not None:
         server = replace(server, round=planned_privacy(config, clients, seed_adapter))
-    sizes = {name: len(part) for name, part in parts.items()}
     target, misfits = target_of(config, server, seed_adapter, clients, sizes)
     refuse(misfits)
     measuring = _Measuring.of(config, data, model, clients, target)
@@ -192,6 +196,18 @@ def _start(
     clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())
     begun = _cut(seed_adapter, clients)
     return clients, begun if config.model.adapter is None else warm_start(config, begun, labels), spec
+
+
+def _on_a_toy(config: RunConfig, sizes: Mapping[str, int]) -> list[str]:
+    """What the server says of these clients' ranks, on two small modules: reading the model takes time."""
+    try:
+        types = config.clients.assigned(list(sizes), config.run.seed)
+        r = max(max(kind.attention, kind.feed_forward) for kind in types.values())
+        toy = Adapter({name: LoRA(torch.zeros(2 * r, r), torch.ones(r, 2 * r)) for name in ("attention", "mlp")}, {})
+        clients = [Client(name, kind.ranks(toy.modules)) for name, kind in types.items()]
+        return target_of(config, built(config), toy, clients, sizes)[1]
+    except FedLoRAError as error:
+        return [str(error)]
 
 
 def target_of(
