@@ -296,7 +296,7 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
     made: list[Any] = []
 
     class Tracker:
-        def __init__(self, *_: Any, **facts: Any) -> None:
+        def __init__(self, **facts: Any) -> None:
             self.facts, self.told, self.closed = facts, [], False  # type: Any, list[tuple[int, Any]], bool
             made.append(self)
 
@@ -306,7 +306,11 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr("fedlora.runs.tracking.make_tracker", Tracker)
+    def tensorboard(library: Any, called: Any, config: Any, folder: Any, anew: bool) -> tuple[Any, Any]:
+        tracker = Tracker(called=called, anew=anew)
+        return tracker.log, tracker.close
+
+    monkeypatch.setattr("fedlora.runs.tracking._tensorboard", tensorboard)
     monkeypatch.setattr("fedlora.flower.rounds.choosing.check_trackers", lambda names: None)
     fed = FederationOnDisk(tmp_path, run={"rounds": 3, "track": ["tensorboard"]})
     grid = fed.grid()
