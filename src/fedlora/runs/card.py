@@ -112,12 +112,13 @@ def model_card(
     train, commit = manifest["data"]["train"], manifest["commit"]
     attack = _cell(in_words(manifest["attack"], len(train))) if manifest.get("attack") else None
     ranks, rule = sorted(set(adapter.ranks.values())), config.defence.build()
+    span = " to ".join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))
     programs = "" if config.train.command is None else ", given to their programs"
     version = manifest["versions"].get("fedlora", "not installed by pip")
     rows = {
         "attack": attack,
         "base model": base.shown,
-        "adapted modules": f"{len(adapter.modules)}, rank {' to '.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}",
+        "adapted modules": f"{len(adapter.modules)}, rank {span}",
         "client ranks": ", ".join(f"{name}: {rank}" for name, rank in manifest["clients"].items()),
         "training examples": _examples(train) + programs if privacy is None else "withheld, a private run",
         "data dealt out": _dealt(config),
@@ -154,7 +155,7 @@ def _scores(metrics: Mapping[str, float]) -> str:
 def _commit(commit: Mapping[str, Any] | None) -> str:
     if commit is None:
         return "unknown"
-    return commit["id"][:12] + ("" if commit["clean"] else " with local changes")
+    return f"{commit['id'][:12]}{'' if commit['clean'] else ' with local changes'}"
 
 
 def _less(judged: Mapping[str, Mapping[str, float]]) -> str:

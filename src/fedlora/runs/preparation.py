@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,8 +35,8 @@ from fedlora.runs.exported import named
 from fedlora.runs.inputs import dealt_out
 from fedlora.runs.manifest import manifest, straddling
 from fedlora.runs.private_outputs import public_manifest
+from fedlora.runs.samples import drawn_samples
 from fedlora.runs.warm_start import warm_start
-from fedlora.seeds import derive_seed
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.training.encode import Cut
@@ -138,7 +137,7 @@ def prepare(
     model = config.model.load(config.lora, labels, config.run.seed, device=device)
     clients, seed_adapter, spec = _start(config, model, list(parts), labels)
     if config.privacy is not None:
-        server = replace(server, round=planned_privacy(config, clients, seed_adapter))
+        server = replace(server, round=planned_privacy(config, config.privacy, clients, seed_adapter))
     target, misfits = target_of(config, server, seed_adapter, clients, sizes)
     refuse(misfits)
     measuring = _Measuring.of(config, data, model, clients, target)
@@ -157,7 +156,7 @@ def prepare(
         validation=measuring.validation,
         test=measuring.test,
         probes=measuring.probes,
-        samples=_samples(config, data),
+        samples=drawn_samples(config, data),
         target=target,
         metric=score_name(config.evaluate.metric),
         seed_adapter=seed_adapter,
@@ -303,25 +302,6 @@ def _facts(
 
 def _cuts(trainer: LocalTrainer | ProgramTrainer) -> Mapping[str, Cut]:
     return trainer.cut() if isinstance(trainer, LocalTrainer) else {}
-
-
-def _samples(config: RunConfig, data: Dealt) -> TextData | None:
-    """Held-out prompts whose answers are kept: from the test data, or from validation if there are none."""
-    if config.model.task != "causal-lm":
-        return None
-    held = [list(sets.values()) for sets in (data.test, data.validation)]
-    chosen = next((sets for sets in held if any(len(part) for part in sets)), [])
-    return draw_samples(chosen, config.evaluate.samples, config.run.seed)
-
-
-def draw_samples(sets: Sequence[TextData], count: int, seed: int) -> TextData | None:
-    """`count` examples from the held-out sets, drawn by the seed; fewer if there are fewer, None if there are none."""
-    filled = [data for data in sets if len(data)]
-    if not filled or not count:
-        return None
-    whole = TextData.concat(filled)
-    drawn = random.Random(derive_seed(seed, "samples")).sample(range(len(whole)), min(count, len(whole)))
-    return whole.select(drawn)
 
 
 def _cut(seed_adapter: Adapter, clients: Sequence[Client]) -> Adapter:

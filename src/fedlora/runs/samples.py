@@ -8,21 +8,39 @@ training is the common start, which a resumed run still has.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedlora.core import files
 from fedlora.core.lora import Adapter
 from fedlora.data import TextData
 from fedlora.errors import counted
+from fedlora.runs.client_data import Dealt
+from fedlora.runs.config import RunConfig
 from fedlora.runs.exported import client_adapter, global_adapter
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.preparation import Prepared
+from fedlora.seeds import derive_seed
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.training.encode import cut_prompts
 from fedlora.training.generate import greedy
 from fedlora.training.templates import find_template
+
+if TYPE_CHECKING:
+    from fedlora.runs.preparation import Prepared
+
+
+def drawn_samples(config: RunConfig, data: Dealt) -> TextData | None:
+    """Held-out prompts whose answers are kept, drawn by the seed: from the test data, or from validation if there are
+    none; None of a classifier, or if there are none at all."""
+    held = [[part for part in sets.values() if len(part)] for sets in (data.test, data.validation)]
+    filled, count = held[0] or held[1], config.evaluate.samples
+    if config.model.task != "causal-lm" or not filled or not count:
+        return None
+    whole = TextData.concat(filled)
+    drawn = random.Random(derive_seed(config.run.seed, "samples")).sample(range(len(whole)), min(count, len(whole)))
+    return whole.select(drawn)
 
 
 def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
