@@ -37,30 +37,27 @@ def run(
     json: AsJson = False,
 ) -> None:
     """Run one federation from a config file."""
-    from fedlora.runs.config import load_config
-
-    _run(load_config(config, set or []), RunFolder(out or Path("runs") / config.stem), resume, json, data_root)
+    _run(config, set or [], RunFolder(out or Path("runs") / config.stem), resume, json, data_root)
 
 
 def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson = False) -> None:
     """GLoRA on a real model and real text: six sites of ranks 2 to 16, about three minutes on two cores."""
+    file = Path(str(files("fedlora") / "demo.toml"))
+    _run(file, set or [], RunFolder(out or Path("runs") / "demo"), resume, json)
+
+
+def _run(
+    file: Path, sets: list[str], folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None
+) -> None:
     from fedlora.runs.config import load_config
-
-    config = load_config(Path(str(files("fedlora") / "demo.toml")), set or [])
-    _run(config, RunFolder(out or Path("runs") / "demo"), resume, json)
-
-
-# ------------------------------------------------------------------------------------------------------- running
-
-
-def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None) -> None:
     from fedlora.runs.resuming import changes, check_finished
 
-    if not (resume and folder.exists() and folder.finished()) or changes(folder, config):
-        _rounds(config, folder, resume, config.method.name, data_root)
-    else:
+    config = load_config(file, sets)
+    if resume and folder.exists() and not changes(folder, config) and folder.finished():
         tell_gone(check_finished(folder, config))
         notes.warn(_nothing_left(folder, config))
+    else:
+        _rounds(config, folder, resume, data_root)
     if not (folder.plots / "metric.png").exists():  # also if the run was killed between the summary and the plots
         plotted(lambda: import_plots().plot_run(folder))
     if as_json:
@@ -73,17 +70,18 @@ def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
     """The note of `--resume` on a finished run."""
     summary = folder.read_json("summary.json")
     said = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
-    more = config.privacy is None and not summary.get("stopped_early")  # a budget and an early stop are final
-    return said + f" For more rounds: --resume --set run.rounds={config.run.rounds + 1}" * more
+    if config.privacy is not None or summary.get("stopped_early"):  # a budget and an early stop are final
+        return said
+    return f"{said} For more rounds: --resume --set run.rounds={config.run.rounds + 1}"
 
 
-def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data_root: Path | None) -> None:
+def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path | None) -> None:
     """Play all rounds, behind a progress bar."""
     from fedlora.core.checkpoint import newest_round
     from fedlora.runs.execution import execute_events
     from fedlora.runs.preparation import prepare
     from fedlora.runs.private_run import check_affordable
-    from fedlora.runs.resuming import changes, stored_classes
+    from fedlora.runs.resuming import stored_classes
     from fedlora.simulation import ClientDone
 
     if folder.exists() and not resume:
@@ -91,22 +89,15 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
             complain(f"{folder.path} already holds a run; add --resume to continue it, or choose another --out.")
         )
     folder.check_place()
-    if folder.exists():
-        changes(folder, config)  # report a run that cannot continue before reading anything
-    elif resume:
+    if resume and not folder.exists():
         notes.warn(f"{folder.path} holds no run yet: it begins with round 1.")
     quiet_libraries()
-    secret = config.privacy is not None
+    label, secret = config.method.name, config.privacy is not None
     with notes.status(f"{label}: reading data and model"), doing("reading data and model", closed=secret):
         prepared = prepare(config, data_root, stored_classes(folder))
     tell_attack(prepared.manifest)
-    if len(prepared.clients) == 1:
-        notes.warn(
-            "there is one client, so nothing is combined. For several clients, list a rank for each in "
-            "clients.ranks, or set clients.count."
-        )
     tell_data(prepared.manifest, config.data.max_length, config.evaluate.max_new_tokens)
-    if config.privacy is not None:
+    if secret:
         if not folder.exists():
             check_affordable(prepared)  # a refusal needs neither a folder nor a progress bar
         notes.warn(

@@ -133,16 +133,24 @@ def prepare(
     processes = config.run.processes(config.model.chosen_device(), a_round)
     refuse([*wrong, *of_measuring(config, data), *of_processes(config, processes), *_on_a_toy(config, sizes)])
     server = built(config)
-    labels, device = next(iter(parts.values())).label_names, "cpu" if processes > 1 else None  # processes move copies
+    labels, device = data.classes, "cpu" if processes > 1 else None  # processes move copies
     model = config.model.load(config.lora, labels, config.run.seed, device=device)
     clients, seed_adapter, spec = _start(config, model, list(parts), labels)
     if config.privacy is not None:
         server = replace(server, round=planned_privacy(config, config.privacy, clients, seed_adapter))
     target, misfits = target_of(config, server, seed_adapter, clients, sizes)
     refuse(misfits)
-    measuring = _Measuring.of(config, data, model, clients, target)
-    trainer = _trainer(config, model, parts, spec, measuring.template, programs)
-    facts = _facts(config, data, clients, model, server, target, adversary, trainer, measuring)
+    trainer = _trainer(config, model, parts, spec, programs)
+    measured = _evaluators(config, data, model, clients, target)
+    facts = {
+        **manifest(config, data, clients, model, server.method),
+        "evaluation_target": target,
+        "cut": _cuts(trainer.cut() if isinstance(trainer, LocalTrainer) else {}),
+        "copies": straddling(data),
+        "answer_ends": list(_ends(config, model)),
+        **({"attack": attack_facts(adversary)} if adversary is not None else {}),
+        "cut_held_out": {name: cuts for name, each in measured.items() if (cuts := _cuts(each.cut()))},
+    }
     return Prepared(
         config=config,
         server=server,
@@ -153,9 +161,9 @@ def prepare(
         workers=OneByOne(trainer),
         processes=processes,
         adversary=adversary,
-        validation=measuring.validation,
-        test=measuring.test,
-        probes=measuring.probes,
+        validation=measured.get("validation"),
+        test=measured.get("test"),
+        probes={name: measured[name] for name in data.probes if name in measured},
         samples=drawn_samples(config, data),
         target=target,
         metric=score_name(config.evaluate.metric),
@@ -225,83 +233,52 @@ def target_of(
 
 
 def _trainer(
-    config: RunConfig, model: AdaptedModel, parts: Mapping[str, TextData], spec: AdapterSpec, template: str | None,
-    programs: Path | None,
-) -> LocalTrainer | ProgramTrainer:  # fmt: skip
+    config: RunConfig, model: AdaptedModel, parts: Mapping[str, TextData], spec: AdapterSpec, programs: Path | None
+) -> LocalTrainer | ProgramTrainer:
     """What trains the clients: fedlora's own loop, or their program."""
     program = config.train.program()
     if program is None:
-        return LocalTrainer(model, parts, _train_settings(config, template), seed=config.run.seed)
+        settings = TrainSettings(
+            **config.train.model_dump(exclude={"command", "time_limit"}), rounds=config.run.rounds,
+            max_length=config.data.max_length, bf16=config.model.bf16, template=_template(config),
+        )  # fmt: skip
+        return LocalTrainer(model, parts, settings, seed=config.run.seed)
     return ProgramTrainer(
         program, spec, model.settings, programs or Path("programs"),
         data=training_rows(config, parts), labels=next(iter(parts.values())).label_names, rounds=config.run.rounds,
     )  # fmt: skip
 
 
-def _train_settings(config: RunConfig, template: str | None) -> TrainSettings:
-    return TrainSettings(
-        **config.train.model_dump(exclude={"command", "time_limit"}), rounds=config.run.rounds,
-        max_length=config.data.max_length, bf16=config.model.bf16, template=template,
-    )  # fmt: skip
+def _template(config: RunConfig) -> str | None:
+    """For a language model's prompts."""
+    return config.data.prompting() if config.model.task == "causal-lm" else None
 
 
-@dataclass(frozen=True, eq=False)
-class _Measuring:
-    """A run's evaluators. template: for a language model's prompts. ends: the tokens that end its answers."""
-
-    template: str | None
-    ends: tuple[int, ...]
-    validation: ModelEvaluator | None
-    test: ModelEvaluator | None
-    probes: Mapping[str, ModelEvaluator]
-
-    @classmethod
-    def of(
-        cls, config: RunConfig, data: Dealt, model: AdaptedModel, clients: Sequence[Client], target: Target
-    ) -> _Measuring:
-        template: str | None = None
-        ends: tuple[int, ...] = ()
-        if config.model.task == "causal-lm":  # fail before training, not after it
-            template = config.data.prompting()
-            ends = find_template(template, model.tokenizer).ends
-
-        def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
-            return config.evaluate.evaluator(
-                model, sets, clients, target=target, own=own, max_length=config.data.max_length,
-                bf16=config.model.bf16, template=template,
-            )  # fmt: skip
-
-        probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
-        return cls(
-            template, ends, evaluator(data.validation, data.own_validation), evaluator(data.test, data.own_test),
-            {name: probe for name, probe in probes.items() if probe is not None},
-        )  # fmt: skip
-
-    def cut(self) -> dict[str, Any]:
-        """Set -> how much of it was cut to data.max_length."""
-        each = {"validation": self.validation, "test": self.test, **self.probes}
-        found = {name: evaluator.cut() for name, evaluator in each.items() if evaluator is not None}
-        return {name: {how: asdict(cut) for how, cut in cuts.items()} for name, cuts in found.items() if cuts}
+def _ends(config: RunConfig, model: AdaptedModel) -> tuple[int, ...]:
+    """The tokens that end a language model's answers."""
+    template = _template(config)
+    return () if template is None else find_template(template, model.tokenizer).ends
 
 
-def _facts(
-    config: RunConfig, data: Dealt, clients: tuple[Client, ...], model: AdaptedModel, server: Server, target: Target,
-    adversary: Adversary | None, trainer: LocalTrainer | ProgramTrainer, measuring: _Measuring,
-) -> dict[str, Any]:  # fmt: skip
-    """The manifest, plus facts that are known only after preparation."""
-    return {
-        **manifest(config, data, clients, model, server.method),
-        "evaluation_target": target,
-        "cut": {client: asdict(cut) for client, cut in _cuts(trainer).items() if cut.cut},
-        "copies": straddling(data),
-        "answer_ends": list(measuring.ends),
-        **({"attack": attack_facts(adversary)} if adversary is not None else {}),
-        "cut_held_out": measuring.cut(),
-    }
+def _evaluators(
+    config: RunConfig, data: Dealt, model: AdaptedModel, clients: Sequence[Client], target: Target
+) -> dict[str, ModelEvaluator]:
+    """Held-out set -> its evaluator; without sets that are empty."""
+    held = {"validation": (data.validation, data.own_validation), "test": (data.test, data.own_test)}
+    held |= {name: (sets, {}) for name, sets in data.probes.items()}
+    found = {
+        name: config.evaluate.evaluator(
+            model, sets, clients, target=target, own=own, max_length=config.data.max_length, bf16=config.model.bf16,
+            template=_template(config),
+        )
+        for name, (sets, own) in held.items()
+    }  # fmt: skip
+    return {name: evaluator for name, evaluator in found.items() if evaluator is not None}
 
 
-def _cuts(trainer: LocalTrainer | ProgramTrainer) -> Mapping[str, Cut]:
-    return trainer.cut() if isinstance(trainer, LocalTrainer) else {}
+def _cuts(each: Mapping[str, Cut]) -> dict[str, Any]:
+    """How much of what was cut to data.max_length, without what was not."""
+    return {name: asdict(cut) for name, cut in each.items() if cut.cut}
 
 
 def _cut(seed_adapter: Adapter, clients: Sequence[Client]) -> Adapter:
