@@ -14,10 +14,9 @@ from fedlora.runs.attack_words import in_words
 from fedlora.runs.audit_plot import plot_audit
 from fedlora.runs.drawing import COLOURS, LETTERS, WIDE, gridded, saved, short, under_attack, words
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.rank_profiles import RankType
 from fedlora.training.metrics import by_guessing
 
-__all__ = ["plot_audit", "plot_overlaps", "plot_ranks", "plot_run"]
+__all__ = ["plot_audit", "plot_overlaps", "plot_run"]
 
 
 def plot_run(folder: RunFolder) -> list[Path]:
@@ -40,28 +39,6 @@ def plot_run(folder: RunFolder) -> list[Path]:
             under_attack(figure, in_words(attack, len(ranks)))
     with plt.rc_context(LETTERS):  # tick labels are created when drawing
         return [saved(figure, folder.plots / f"{name}.png") for name, figure in figures.items()]
-
-
-def plot_ranks(profiles: Mapping[str, Mapping[RankType, int]], path: Path) -> Path:
-    """The number of clients of each rank, one panel per profile."""
-    with plt.rc_context(LETTERS):
-        columns = min(2, len(profiles))
-        rows = -(-len(profiles) // columns)
-        figure: Figure
-        figure, axes = plt.subplots(
-            rows, columns, figsize=(WIDE, 2.2 * rows + 0.6), layout="constrained", sharey=True, squeeze=False
-        )
-        for axis, (name, counts) in zip(axes.flat, profiles.items(), strict=False):
-            bars = axis.bar([str(kind) for kind in counts], list(counts.values()), color=COLOURS[0], width=0.7)
-            axis.bar_label(bars)
-            axis.set_title(name)
-            axis.margins(y=0.2)
-        for axis in axes.flat[len(profiles) :]:
-            axis.set_axis_off()
-        for axis in axes[:, 0]:
-            axis.set_ylabel("clients")
-        figure.supxlabel("rank (attention/feed-forward where they differ)", fontsize=12)
-        return saved(figure, path)
 
 
 def plot_overlaps(names: Sequence[str], overlaps: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Path:
