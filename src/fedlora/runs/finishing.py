@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +87,8 @@ def finish(
     trackers.close({name: (one.state.round, one.scores) for name, one in tested.items()})
     clear_exports(folder, [client.id for client in prepared.clients], exports.made)
     write_samples(prepared, folder, state)
-    shutil.rmtree(folder.plots, ignore_errors=True)  # of an earlier end; new ones are drawn from the summary
+    for name in ("bytes", "spectrum", "metric"):  # of an earlier end; new ones are drawn from the summary
+        (folder.plots / f"{name}.png").unlink(missing_ok=True)
     summary = {
         **results(
             server, state, prepared.metric, lines, best, {name: one.scores for name, one in tested.items()},
