@@ -97,20 +97,14 @@ class RunFolder:
             ...     print(str(error).partition(".")[0])
             mine is not empty and holds no run: 1 entry, the first is 'config
         """
-        try:
-            if self.exists():
-                return
-            if not self.path.is_dir():
-                check_target(self.path)
-                return
-            found = sorted(os.listdir(self.path))
-            unfinished = {path.name for path in files.leftovers(self.path)}
-            theirs = [name for name in found if name not in _BEFORE and name not in unfinished]
-            if not theirs and not os.access(self.path, os.W_OK | os.X_OK):
-                raise ConfigError(f"{shown(self.path)} cannot be written: Permission denied.")
-        except OSError as error:
-            raise ConfigError(f"{shown(self.path)} cannot be written: {error.strerror or error}.") from error
-        if theirs:
+        if self.exists():
+            return
+        found = sorted(os.listdir(self.path)) if self.path.is_dir() else []
+        if not found:
+            check_target(self.path)
+            return
+        unfinished = {path.name for path in files.leftovers(self.path)}
+        if theirs := [name for name in found if name not in _BEFORE and name not in unfinished]:
             entries = counted(len(found), "entry", "entries")
             raise ConfigError(
                 f"{shown(self.path)} is not empty and holds no run: {entries}, the first is {quoted(theirs[0])}. A run "
