@@ -79,7 +79,7 @@ def test_a_schedule_over_rounds_cannot_be_extended(project: Path, tmp_path: Path
     sets = (f"train.schedule={schedule}", "run.rounds=2")
     folder = ran(configured(project, *sets), tmp_path / "run", 1)
     before = contents(folder.path)
-    with pytest.raises(CheckpointError, match=r"run\.rounds is 2 there and 4 here.* constant"):
+    with pytest.raises(CheckpointError, match=r"run\.rounds .*2.*4.* constant"):
         ran(configured(project, *sets, "run.rounds=4"), folder.path, resume=True)
     assert contents(folder.path) == before
 

@@ -234,7 +234,7 @@ def test_a_run_does_not_go_on_with_another_ledger_or_length(done: Finished, plac
     prepared = prepare(configured(place, "run.rounds=2", "privacy.ledger=empty.jsonl"))
     with pytest.raises(CheckpointError, match="missing from the ledger"):
         next(execute(prepared, done.folder, resume=True))
-    with pytest.raises(CheckpointError, match=r"run\.rounds is 2 there and 5 here"):
+    with pytest.raises(CheckpointError, match=r"run\.rounds .*2.*5"):
         next(execute(prepare(configured(place, "run.rounds=5")), done.folder, resume=True))
     again = list(execute(prepare(configured(place, "run.rounds=2")), done.folder, resume=True))
     assert again == [] and done.folder.finished()
