@@ -253,10 +253,6 @@ def test_a_site_that_cannot_measure_is_named_and_stops_nobody(tmp_path: Path) ->
 
 CANNOT: dict[str, tuple[dict[str, Any], str]] = {
     "server without files": ({"evaluate": {"target": "server"}}, r"target = 'server'.*\[at_server\] names none"),
-    "clients without shares": (
-        {"evaluate": {"target": "clients"}, "data": {"validation": 0.0, "test": 0.0}},
-        "target = 'clients' has no effect: .*nothing to measure on",
-    ),
     "both at the end": ({"evaluate": {"clients_at_end": "both"}}, "'both' needs a common"),
     "patience without a score": (
         {"evaluate": {"patience": 2, "target": "server"}, "at_server": {"model": "MODEL", "test": "TEST"}},
