@@ -25,7 +25,7 @@ LATER = NO_NUMBER | {  # keys that may change on resume: they concern the end, o
     "run.rounds",
     "run.threads", "data.template",  # compared as they take effect, in the facts
     "train.command", "evaluate.every", "evaluate.test_along", "evaluate.clients_at_end", "evaluate.samples",
-    "evaluate.patience", "evaluate.min_delta", "privacy.budget",
+    "privacy.budget",
 }  # fmt: skip
 
 
