@@ -78,10 +78,10 @@ def test_a_site_trains_as_the_run_would(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("was", "now", "says"),
     [
-        ("rounds = 6", "rounds = true", r"run\.rounds: .*integer; got True"),
-        ("rounds = 6", 'rounds = "6"', r"run\.rounds: .*integer; got '6'"),
+        ("rounds = 6", "rounds = true", r"run\.rounds: .*whole number; got True"),
+        ("rounds = 6", 'rounds = "6"', r"run\.rounds: .*whole number; got '6'"),
         ("alpha = 16.0", "alpha = true", r"lora\.alpha: .*number; got True"),
-        ("[run]", "[evaluate]\npatience = true\n[run]", r"evaluate\.patience: .*integer; got True"),
+        ("[run]", "[evaluate]\npatience = true\n[run]", r"evaluate\.patience: .*whole number; got True"),
     ],
 )
 def test_true_and_text_are_no_numbers(tmp_path: Path, was: str, now: str, says: str) -> None:
