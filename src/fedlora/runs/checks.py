@@ -102,12 +102,6 @@ def of_fit(
 ) -> Iterator[str]:
     """Options that can never work with this method or these clients."""
     yield from _of_roles(config, server.method.name, server.roles(initial))
-    beside = config.clients.own_test is not None and config.data.test != 0  # otherwise they form the common test set
-    if beside and target == "server" and not config.evaluate.clients_at_end:
-        yield (
-            f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would use: set "
-            f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."
-        )
     if target == "server" and not server.has_global_model(initial):
         yield (
             f"{server.method.name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it "

@@ -39,10 +39,9 @@ class Played:
 
 
 class Observer(Protocol):
-    """Processes rounds."""
+    """Processes rounds, one after the other."""
 
-    def see(self, played: Played) -> None:
-        """Process one more round."""
+    def see(self, played: Played) -> None: ...
 
 
 def diagnosed(
