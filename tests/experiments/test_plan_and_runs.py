@@ -179,7 +179,7 @@ WRONG = {  # cell -> its changes, and a word of what is wrong
     "metric": ({"evaluate.metric": "rouge-l"}, "'rouge-l' is for generated text"),
     "liars": ({"attack.kind": "sign-flip", "attack.clients": ["nobody"]}, "'nobody'"),
     "file": ({"data.validation": "gone.jsonl"}, "gone.jsonl does not exist"),
-    "everybody": ({"run.participation": 0.9}, "run.participation = 0.9 has no effect"),
+    "everybody": ({"server.quorum": 9}, "server.quorum = 9 can never be met"),
     "private": (
         {"privacy.clip": 1.0, "privacy.epsilon": 5.0, "privacy.delta": 0.01, "data.labels": CLASSIFIED.label_names},
         "[privacy]",

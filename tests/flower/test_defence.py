@@ -33,7 +33,7 @@ def test_a_rule_is_of_the_servers_settings_and_travels(tmp_path: Path) -> None:
     path.write_text(settings.toml())
     assert FederationSettings.load(path) == settings
     path.write_text(SAID + '[defence]\nrule = "multi-krum"\nliars = 2\ntau = 1.0\n')
-    with pytest.raises(ConfigError, match=r"defence\.tau = 1\.0 has no effect"):
+    with pytest.raises(ConfigError, match=r"defence\.tau is for centred-clipping"):
         FederationSettings.load(path)
 
 

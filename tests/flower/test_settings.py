@@ -78,10 +78,10 @@ def test_a_site_trains_as_the_run_would(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("was", "now", "says"),
     [
-        ("rounds = 6", "rounds = true", r"run\.rounds: .*integer; got True"),
-        ("rounds = 6", 'rounds = "6"', r"run\.rounds: .*integer; got '6'"),
+        ("rounds = 6", "rounds = true", r"run\.rounds: .*whole number; got True"),
+        ("rounds = 6", 'rounds = "6"', r"run\.rounds: .*whole number; got '6'"),
         ("alpha = 16.0", "alpha = true", r"lora\.alpha: .*number; got True"),
-        ("[run]", "[evaluate]\npatience = true\n[run]", r"evaluate\.patience: .*integer; got True"),
+        ("[run]", "[evaluate]\npatience = true\n[run]", r"evaluate\.patience: .*whole number; got True"),
     ],
 )
 def test_true_and_text_are_no_numbers(tmp_path: Path, was: str, now: str, says: str) -> None:
@@ -108,8 +108,6 @@ def test_a_sites_columns_win(tmp_path: Path) -> None:
     talk = FederationSettings(id="f", model={"task": "causal-lm"}, data={"messages": "talk"})  # type: ignore[arg-type]
     own = talk.for_site(Site(name="a", data="a", model="m", prompt="q")).data
     assert (own.messages, own.prompt, own.response) == (None, "q", "response")
-    with pytest.raises(ConfigError, match=r"site\.toml of a: prompt = 'q' .*classification"):
-        settings(tmp_path).for_site(Site(name="a", data="a", model="m", prompt="q"))
 
 
 @pytest.mark.parametrize("key", sorted(set(ELSEWHERE) - {"model.path"}))
@@ -143,10 +141,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         RUN.replace('["no", "yes"]', '["no"]'): "at least two",
         RUN.replace("steps", "stepz"): r"'train\.stepz'; did you mean 'steps'",
         RUN.replace("rounds = 6", 'rounds = "six"'): r"run\.rounds",
-        RUN.replace("max_length", 'prompt = "q"\nmax_length'): r"data\.prompt = 'q' has no effect.*Leave it out",
         RUN.replace("max_length", "validation = 0.6\ntest = 0.4\nmax_length"): "nothing to train on",
-        RUN.replace("max_length", "validation = 0\nmax_length")
-        + "[evaluate]\nevery = 2\n": "evaluate.every = 2 has no",
         RUN + "[network]\nport = 70000\n": r"network\.port",
     }.items():
         with pytest.raises(ConfigError, match=said):
@@ -233,9 +228,6 @@ def test_what_only_the_server_uses_is_no_fault_at_a_site(tmp_path: Path) -> None
     assert there.evaluate == found.evaluate
     config = there.for_site(Site(name="acme", data="a.csv", model="m"))
     assert config.data.validation == 0 and config.evaluate.every == 1
-    (tmp_path / "federation.toml").write_text(text.replace(here, ""))
-    with pytest.raises(ConfigError, match=r"evaluate\.every"):  # where it does nothing, it is refused at the server
-        FederationSettings.load(tmp_path / "federation.toml")
 
 
 def _others(default: Any) -> Iterator[Any]:

@@ -64,7 +64,7 @@ def play(home: Path, log: Path) -> RunState:
     """The run, from wherever it is."""
     folder = RunFolder(home / "run")
     if not (folder.path / "private" / "run.json").exists():
-        begin(folder, {})
+        begin(folder)
     playing = server(on_disk(home))
     loaded = checkpoint.load_newest(folder.checkpoints, RunState, playing.method.State)
     state = loaded[1] if loaded else start(playing, seed_adapter(4))

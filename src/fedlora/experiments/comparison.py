@@ -174,7 +174,7 @@ class ComparedRuns(Places):
     def done(self, run: PlannedRun) -> bool:
         folder = self.folder(run)
         with suppress(CheckpointError):  # a damaged run is not done; running it reports the damage
-            return _digest(folder) == run.digest and folder.finished() and folder.whole()
+            return _digest(folder) == run.digest and folder.finished()
         return False
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
@@ -206,20 +206,19 @@ def check_read(runs: Sequence[PlannedRun], places: ComparedRuns) -> list[str]:
     will. This includes finished runs that were not requested, because one frame shows all results in the folder.
     Returns in words which files are gone, so that they cannot be checked. Raises `CheckpointError` for a difference,
     and names it."""
-    known: dict[str, Any] = {}
     gone: list[str] = []
     asked = set()
     for run in runs:
         folder = places.folder(run)
         asked.add(folder.path)
         if _digest(folder) == run.digest:
-            gone += check_finished(folder, run.config, places.data_root, known)
+            gone += check_finished(folder, run.config)
         elif folder.exists():
             changes(folder, run.config)
     for folder in places.folders():
         if folder.path not in asked and folder.finished():
             config = RunConfig.model_validate(folder.read_json("config.json"))
-            gone += check_finished(folder, config, places.data_root, known)
+            gone += check_finished(folder, config)
     return gone
 
 
@@ -250,7 +249,7 @@ def folder_name(label: str) -> str:
 def _summarised(folder: RunFolder) -> Result | None:
     """A finished run's result; None if part of it is gone, so that the run must make it again."""
     try:
-        if _digest(folder) is None or not folder.whole():
+        if _digest(folder) is None:
             return None
         return summarise(folder, RunConfig.model_validate(folder.read_json("config.json")))
     except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:

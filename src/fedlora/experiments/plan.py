@@ -70,7 +70,7 @@ def configured(experiment: Experiment, profile: str, cell: Cell, seed: int, valu
         files: Mapping[str, str] = {}
         if experiment.folder is not None:
             config = with_ledger(located(config, experiment.folder), LEDGER)
-            files = contents(config)
+        files = contents(config)
     except ConfigError as error:
         raise ConfigError(f"{where(experiment, cell)}: {error}") from error
     if value is not None and experiment.tune is not None:

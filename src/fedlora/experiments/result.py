@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from fedlora.experiments.scores import Number, parse_number
-from fedlora.runs.config import FORMER_DEFAULTS, RunConfig
+from fedlora.runs.config import RunConfig
 from fedlora.training.metrics import by_guessing, is_better
 
 ABSENT: Literal["absent"] = "absent"  # a client that a round did not ask, or a score that it did not measure
@@ -213,19 +213,13 @@ class Result(Part):
 
 
 def short_config(config: RunConfig) -> dict[str, Any]:
-    """Settings that differ from the defaults, and keys whose default has changed since the first runs were stored."""
-    told = config.model_dump(mode="json", exclude_defaults=True)
-    for table, key in FORMER_DEFAULTS:
-        told.setdefault(table, {})[key] = getattr(getattr(config, table), key)
-    return told
+    """Settings that differ from the defaults."""
+    return config.model_dump(mode="json", exclude_defaults=True)
 
 
 def whole_config(told: Mapping[str, Any]) -> RunConfig:
     """The whole configuration from the result of `short_config`."""
-    tables = {key: dict(value) if isinstance(value, Mapping) else value for key, value in told.items()}
-    for (table, key), former in FORMER_DEFAULTS.items():
-        tables.setdefault(table, {}).setdefault(key, former)
-    return RunConfig.model_validate(tables)
+    return RunConfig.model_validate(told)
 
 
 def content(facts: Any) -> str:

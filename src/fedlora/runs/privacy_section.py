@@ -12,7 +12,7 @@ from fedlora.privacy.accounting import LEAST_DELTA, LEAST_EPSILON, MOST_EPSILON
 from fedlora.privacy.events import Budget
 from fedlora.privacy.ledger import Ledger
 from fedlora.server.private import Private, Releases
-from fedlora.training.settings import Key, Positive, Section
+from fedlora.training.settings import Positive, Section
 
 Above = Annotated[float, Field(gt=0)]
 
@@ -43,7 +43,7 @@ class PrivacySection(Section):
     delta: Annotated[float, Field(ge=LEAST_DELTA, lt=1)]
     population: Annotated[str, Field(min_length=1, max_length=200)]
     ledger: Annotated[str, Field(min_length=1)]
-    budget: Annotated[Above | None, Key(lasting="never")] = None  # the population's; the ledger has its own
+    budget: Above | None = None  # the population's; the ledger has its own
     sampling: Literal["all", "poisson"] = "all"
     shape: Literal["full", "two-sided"] = "full"
     dims: Positive | None = None

@@ -3,7 +3,6 @@
 RUN/private/    for the server only (mode 700): none of it may be handed out
     run.json        the run's id in the ledger, and a secret for its files' identity
     config.json     the configuration with the paths of clients' data, which RUN/config.json lacks
-    content.json    digests and sizes of clients' data, compared on resuming
     journal/        the noised sums
 """
 
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,12 +103,11 @@ def _secret(folder: Path) -> None:
     folder.chmod(0o700)
 
 
-def begin(folder: RunFolder, content: Mapping[str, Any]) -> None:
-    """Store a new private run's id, and facts about clients' data, before the folder has a manifest."""
+def begin(folder: RunFolder) -> None:
+    """Store a new private run's id, before the folder has a manifest."""
     home = private_folder(folder)
     if not (home / "run.json").is_file():  # exists after a kill, or if somebody removed the manifest
         files.write(home / "run.json", json.dumps({"run": secrets.token_hex(8), "secret": secrets.token_hex(16)}))
-    files.write(home / "content.json", json.dumps(content, sort_keys=True))
 
 
 def keep_config(folder: RunFolder, config: str) -> None:

@@ -44,36 +44,31 @@ Share = Annotated[float, Field(gt=0, le=1)]
 class RunSection(Section):
     """Length, width and reproducibility of a run.
 
-    rounds: how many rounds of training and aggregation. participation: share of the clients drawn for each round. seed:
-    the seed of all randomness. threads: threads of torch (0: torch's own default); a fixed number gives the same bits.
-    workers: processes that train a round's clients and evaluate, each with one thread or one GPU; "auto" is the
-    machine's cores or GPUs, but at most the clients per round. Any number gives the same bits on a CPU, including 1.
-    checkpoint_every: rounds from one stored state to the next. keep_checkpoints: how many of the newest to keep; the
-    best by validation stays too. readouts: write each client's readout at the end. keep_uploads: store what clients
-    trained, for the last round or all, as PEFT directories for `fedlora audit`. track: also log to tensorboard,
-    trackio, wandb or mlflow; the runs of a comparison or an experiment are one group there.
+    rounds: how many. participation: share of the clients drawn for each round. seed: of all randomness. threads: of
+    torch (0: its own default); a fixed number gives the same bits. workers: processes that train clients and evaluate,
+    each with one thread or GPU; "auto" is the machine's number, at most the clients per round. Any number gives the
+    same bits on a CPU. checkpoint_every: rounds from one stored state to the next. keep_checkpoints: how many of the
+    newest; the best by validation stays too. readouts: write each client's readout at the end. keep_uploads: store what
+    clients trained, for the last round or all, as PEFT directories for `fedlora audit`. track: also log to tensorboard,
+    trackio, wandb or mlflow.
     """
 
     rounds: Positive = 10
     participation: Share = 1.0
     seed: int = 0
-    threads: Annotated[int, Field(ge=0), Key(lasting="never")] = 0  # compared with the number in the manifest
+    threads: Annotated[int, Field(ge=0)] = 0
     workers: Annotated[
         Positive | Literal["auto"] | None,
-        Key("a server trains no clients, and each site trains itself", lasting="never", counts=False),
+        Key("a server trains no clients, and each site trains itself"),
     ] = None
-    checkpoint_every: Annotated[
-        Positive, Key("a federation's server stores every round, since it could lose none", lasting="ahead")
-    ] = 1
-    keep_checkpoints: Annotated[
-        Positive, Key("a federation's server keeps the last two rounds, and the best", lasting="ahead")
-    ] = 2
-    readouts: Annotated[bool, Key("each site has its own readout; it is for fedlora run", lasting="end")] = False
+    checkpoint_every: Annotated[Positive, Key("a federation's server stores every round, since it could lose none")] = 1
+    keep_checkpoints: Annotated[Positive, Key("a federation's server keeps the last two rounds, and the best")] = 2
+    readouts: Annotated[bool, Key("each site has its own readout; it is for fedlora run")] = False
     keep_uploads: Annotated[
         Literal["none", "last", "all"],
-        Key("a federation's server stores no uploads; it is for fedlora run", lasting="ahead"),
+        Key("a federation's server stores no uploads; it is for fedlora run"),
     ] = "none"
-    track: Annotated[list[TrackerName], Key(lasting="end", counts=False)] = []  # noqa: RUF012 - pydantic copies it
+    track: list[TrackerName] = []  # noqa: RUF012 - pydantic copies it
 
     @model_validator(mode="after")
     def _one_thread_each(self) -> RunSection:
@@ -99,14 +94,13 @@ class ModelSection(Section):
     """The base model, which nobody changes.
 
     path: a local directory or GGUF file, a hub id, which may be "owner/name@revision", or a packaged model, "demo"
-    (MiniLM) or "smollm2". task: "classification", or "causal-lm" for a language model. device: "cpu", "cuda" or another
-    torch device; "auto" is a GPU if there is one. adapter: a PEFT folder to start from, also another run's or
-    "owner/name@revision" on the hub, instead of a fresh adapter. revision: the commit, tag or branch of a hub id; not
-    set: the newest. dtype: of the base weights in memory, "float32" or "bfloat16", which halves them and needs bf16;
-    adapters and heads stay float32. bf16: compute in bfloat16; a CPU without instructions for it takes many times as
-    long. checkpointing: recompute activations in the backward pass, which saves memory and costs time. dropout:
-    overrides the model's own dropout if given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library
-    bitsandbytes), on which fedex-lora and flora cannot run.
+    (MiniLM) or "smollm2". task: "classification", or "causal-lm" for a language model. device: of torch; "auto" is a
+    GPU if there is one. adapter: a PEFT folder to start from, or "owner/name@revision" on the hub, instead of a fresh
+    adapter. revision: the commit, tag or branch of a hub id; not set: the newest. dtype: of the base weights in memory;
+    "bfloat16" halves them and needs bf16; adapters and heads stay float32. bf16: compute in bfloat16; slow on a CPU
+    without instructions for it. checkpointing: recompute activations in the backward pass: less memory, more time.
+    dropout: instead of the model's own. four_bit: load the base in 4 bits (QLoRA; needs a GPU and bitsandbytes), on
+    which fedex-lora and flora cannot run.
     """
 
     path: Annotated[str, Key("each site names its own copy in its site.toml, and the server its own in [at_server]")]
@@ -190,12 +184,11 @@ class ServerSection(Section):
     heads: "average" the fully trained parts, keep them "local", or "frozen"; not set: the method's choice. quorum: bad
     uploads and failed clients are left out as long as this many good ones remain; not set: the first one stops the run
     (on Flower, one good upload is then enough). stream: add uploads up in float64 as they come and forget them, for any
-    number of clients (methods that need only the sum). gauge_stress: in every round, re-express each upload in fresh
-    random coordinates of this condition number, 1 to 1e12, before aggregation; stored in float32, that changes an
-    update by about 6e-8 times the condition number.
+    number of clients (methods that need only the sum). gauge_stress: re-express each upload in fresh random coordinates
+    of this condition number, 1 to 1e12; in float32, that changes an update by about 6e-8 times it.
     """
 
-    weighting: Annotated[Weighting | None, Key(former="examples")] = None
+    weighting: Weighting | None = None
     heads: Heads | None = None
     quorum: Positive | None = None
     stream: bool = False
@@ -223,28 +216,25 @@ class EvaluateSection(Section):
     """What is measured, and when to stop.
 
     every: rounds between evaluations; the last round is always measured. target: the "server" model or the "clients";
-    "auto" is the server if it has a model. metric: reported, and used to choose the best: "accuracy", "loss" (lower is
-    better), for classes also "macro-f1" and "matthews"; for a language model "perplexity" (lower
-    is better), or for its answers (greedy, up to max_new_tokens) "rouge-l" and "exact-match", and
-    "rouge-l-teacher-forced". max_new_tokens: the longest generated answer. batch_size: examples at a time.
-    clients_at_end: also measure each client's own readout, once: on its own test set if it has one, otherwise on the
-    common one; "both": on both. patience: stop after this many evaluations in a row whose validation metric does not
-    improve on the best before by more than min_delta; learning rate schedules still follow all run.rounds. min_delta:
-    the smallest improvement that counts. samples: how many held-out prompts to ask a language model; its greedy answers
-    before and after training are kept in samples.jsonl and samples.md. test_along: also score the test set at each
-    evaluation, as test/NAME in metrics.jsonl, for curves; nothing is chosen by it.
+    "auto" is the server if it has a model. metric: reported, and used to choose the best; docs/how-to/measuring.md
+    explains each. max_new_tokens: the longest generated answer. batch_size: examples at a time. clients_at_end: also
+    measure each client's own readout, once: on its own test set if it has one, otherwise on the common one; "both": on
+    both. patience: stop after this many evaluations in a row whose validation metric does not improve on the best
+    before by more than min_delta. min_delta: the smallest improvement that counts. samples: how many held-out prompts
+    to ask a language model, before and after training (samples.jsonl, samples.md). test_along: also score the test set
+    at each evaluation, as test/NAME in metrics.jsonl, for curves; nothing is chosen by it.
     """
 
-    every: Annotated[Positive, Key(lasting="ahead")] = 1
+    every: Positive = 1
     target: Target | Literal["auto"] = "auto"
     metric: MetricName = "accuracy"
     max_new_tokens: Positive = 64
-    clients_at_end: Annotated[bool | Literal["both"], Key(lasting="end")] = False
+    clients_at_end: bool | Literal["both"] = False
     batch_size: Positive = 64
     patience: Positive | None = None
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     samples: Annotated[int, Field(ge=0), Key("a federation keeps no answers of its model; it is for fedlora run")] = 5
-    test_along: Annotated[bool, Key("a federation tests at its end; it is for fedlora run", lasting="ahead")] = False
+    test_along: Annotated[bool, Key("a federation tests at its end; it is for fedlora run")] = False
 
     @model_validator(mode="after")
     def _delta_of_patience(self) -> EvaluateSection:

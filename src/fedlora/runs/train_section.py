@@ -23,11 +23,9 @@ class TrainTable(TrainSection):
     """
 
     command: Annotated[
-        Command | None, Key("each site names its own command in its site.toml, and the server can send none", "ahead")
+        Command | None, Key("each site names its own command in its site.toml, and the server can send none")
     ] = None
-    time_limit: Annotated[
-        Seconds | None, Key("each site sets time_limit in its site.toml", lasting="never", counts=False)
-    ] = None
+    time_limit: Annotated[Seconds | None, Key("each site sets time_limit in its site.toml")] = None
 
     def program(self) -> Program | None:
         """The clients' program, if they have one."""

@@ -29,17 +29,10 @@ ClassWeights = Literal["balanced"]
 class Key:
     """A key's properties besides type and limits, as field metadata: `Annotated[int, Key(...)]`.
 
-    elsewhere: for a key that belongs to one machine, and so is not in a federation: what replaces it there. lasting:
-    when a run may continue with another value. "always": never, it must stay; "ahead": it affects only rounds still to
-    be played; "end": it affects only the end, and a finished run gets what it lacks; "never": no round depends on it.
-    counts: whether it enters the configuration's digest, which identifies results. former: its default when the first
-    results were stored, if changed since: digests are computed relative to it.
+    elsewhere: for a key that belongs to one machine, and so is not in a federation: what replaces it there.
     """
 
     elsewhere: str = ""
-    lasting: Literal["always", "ahead", "end", "never"] = "always"
-    counts: bool = True
-    former: Any = None
 
 
 class Section(BaseModel):
@@ -177,13 +170,13 @@ class TrainSection(Section):
     class: "balanced", from each client's own counts.
     """
 
-    lr: Annotated[float, Field(gt=0), Key(former=1e-3)] = 3e-3
+    lr: Annotated[float, Field(gt=0)] = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     steps: Annotated[int, Field(ge=0)] = 10
     epochs: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Positive = 16
-    accumulation: Annotated[Positive | Literal["auto"], Key(former=1)] = "auto"
+    accumulation: Positive | Literal["auto"] = "auto"
     clip: Annotated[float, Field(ge=0)] = 1.0
     schedule: Schedule = "constant"
     class_weights: ClassWeights | None = None

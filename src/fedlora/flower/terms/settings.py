@@ -27,7 +27,6 @@ from fedlora.given_files import read_toml
 from fedlora.runs.config import RunConfig
 from fedlora.runs.data_sections import ClassNames
 from fedlora.runs.defence import DefenceSection
-from fedlora.runs.idle_keys import check_used, unused
 from fedlora.runs.reading import checked
 from fedlora.runs.sections import EvaluateSection, MethodSection, RunSection, ServerSection
 from fedlora.training.settings import LoRASettings, Positive, Section, Task, TrainSection
@@ -161,14 +160,13 @@ class FederationSettings(Section):
         return self
 
     def check(self) -> FederationSettings:
-        """The settings, if each key that is set has an effect; for the server, whose own tables do not travel.
+        """The settings, if no two keys contradict each other; for the server, whose own tables do not travel.
 
         Raises:
-            ConfigError: keys that would do nothing, or contradict each other.
+            ConfigError: two do.
         """
         if self.privacy is not None and (wrong := list(refusals(self))):
             raise ConfigError("; ".join(wrong))
-        check_used(self._everything())
         return self
 
     # ------------------------------------------------------------------------------------------------- there and back
@@ -239,7 +237,7 @@ class FederationSettings(Section):
         The site's columns take precedence. The other members, quorum and stopping are up to the server.
 
         Raises:
-            ConfigError: a column that files of this task do not have; a module chosen by the server, because importing
+            ConfigError: a module chosen by the server, because importing
                 it here would run it.
         """
         if ":" in self.method.name and self.method.name != site.method:
@@ -248,12 +246,7 @@ class FederationSettings(Section):
                 f"module runs it. Nothing was imported. If {site.name} has that module and wants to run it, set method "
                 f"= {quoted(self.method.name)} in site.toml."
             )
-        config = self._config(site, rank)
-        own = [f"data.{column}" for column in site.columns]
-        idle = [line for line in unused(config) if line.split(" ")[0] in own]
-        if idle:
-            raise ConfigError(f"site.toml of {site.name}: {'; '.join(idle).replace('data.', '')}. Leave it out.")
-        return config
+        return self._config(site, rank)
 
     def for_server(self) -> RunConfig | None:
         """The same for measuring, with the server's own model and held-out files; None without [at_server] model."""
@@ -264,19 +257,6 @@ class FederationSettings(Section):
         config = self._config(Site(name="server", data=path or "nothing", model=here.model))
         data = config.data.model_copy(update={"validation": here.validation or 0.0, "test": here.test or 0.0})
         return config.model_copy(update={"data": data, "evaluate": self.evaluate})
-
-    def _everything(self) -> RunConfig:
-        """All settings, as those of one run: a key without effect there has none here."""
-        config = self._config(Site(name="site", data="its.csv", model="its"))
-        here = {part: path for part in ("validation", "test") if (path := getattr(self.at_server, part))}
-        return config.model_copy(
-            update={
-                "data": config.data.model_copy(update=here),
-                "evaluate": self.evaluate,
-                "run": self.run,
-                "defence": self.defence,
-            }
-        )
 
     def _config(self, site: Site, rank: int = 1) -> RunConfig:
         said = self.model_dump(exclude_defaults=True, include=_OF_SITES)
