@@ -66,7 +66,7 @@ def tried(runs: Sequence[Planned], data_root: Path | None, tell: Callable[[Plann
     kinds: dict[str, Trial | str] = {}
     found = {}
     for run in runs:
-        kind = json.dumps(run.config.model_dump(mode="json", exclude=_NO_COST))  # type: ignore[arg-type]
+        kind = json.dumps(run.config.model_dump(mode="json", exclude=_NO_COST))
         if kind not in kinds:
             tell(run)
             executor = one_process(begin, "", server=("fedlora.runs.execution", "fedlora.runs.preparation", "peft"))

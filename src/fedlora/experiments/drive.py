@@ -65,9 +65,12 @@ class Store:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Be the only driver; at the end the results are sorted. Raises `ConfigError` if another one is at work."""
-        try:
-            for place, option in ((self.results.parent, "--results"), (self.work.folder, "--work")):
+        for place, option in ((self.results.parent, "--results"), (self.work.folder, "--work")):
+            try:
                 place.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"{option} {place} cannot be written: {error.strerror or error}.") from error
+        try:
             with FileLock(self.work.folder / f".{self.results.stem}.lock", timeout=0):
                 try:
                     yield
@@ -78,8 +81,6 @@ class Store:
                 f"another process drives {self.results.stem} in {self.work.folder}: wait for it, or end it. One driver "
                 f"starts all runs; it takes --workers, --on slurm or --on ray."
             ) from error
-        except OSError as error:
-            raise ConfigError(f"{option} {place} cannot be written: {error.strerror or error}.") from error
 
 
 def drive(

@@ -82,6 +82,11 @@ class Grid:
             raise ConfigError(f"{name} skips all cells" + (f" of {dict(self.only)}." if self.only else "."))
 
     @property
+    def rows(self) -> str:
+        """The axis whose labels are compared."""
+        return self.experiment.rows
+
+    @property
     def name(self) -> str:
         return f"{self.experiment.name}-{self.profile}"
 
@@ -108,8 +113,8 @@ class Grid:
     @cached_property
     def axes(self) -> list[str]:
         """The axes with more than one label, the compared one first; it alone if there is no other."""
-        rows = self.experiment.rows
-        return [rows, *(a for a in self.experiment.axes if a != rows and len({cell[a] for cell in self.cells}) > 1)]
+        several = [axis for axis in self.experiment.axes if len({cell[axis] for cell in self.cells}) > 1]
+        return [self.rows, *(axis for axis in several if axis != self.rows)]
 
     def number(self, name: str | None = None) -> Number:
         """A number by its name; by default the one that the profile or the experiment compares."""

@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, stdev
 
 import pandas as pd
@@ -197,7 +196,7 @@ class _Filled:
         times = f", times {self.paper.times:g}" if self.paper.times != 1 else ""
         caption = (
             f"{self.paper.caption} ours: profile {self.progress.grid.profile}, "
-            f"{_WHEN.get(self.number.name, self.number.name)}, mean ± standard deviation over the seeds{times}; paper: as "
-            f"printed."
+            f"{_WHEN.get(self.number.name, self.number.name)}, mean ± standard deviation over the seeds{times}; "
+            f"paper: as printed."
         )
         return Table(pd.DataFrame(found, columns=[*names, *self.paper.heads]), len(names), [caption])

@@ -234,17 +234,17 @@ def categories_figure(progress: Progress) -> Figure | None:
     sets = {"tasks that clients train on": "test, last", "tasks that nobody trains on": "unseen, last"}
     found: dict[str, dict[str, dict[str, float]]] = {}
     for words, name in sets.items():
-        for where, each in panels_of(progress).items():
-            for label, lines in each.items():
+        for where, of_label in panels_of(progress).items():
+            for label, lines in of_label.items():
                 if told := _categories(parse_number(name), lines):
                     found.setdefault(f"{where}: {words}" if where else words, {})[label] = told
     if not found:
         return None
     labels = list(progress.grid.experiment.axes[progress.grid.rows])
     figure, axes = _sheet(len(found), 1.3 + 0.3 * max(len(x) for each in found.values() for x in each.values()), 1)
-    for axis, (title, each) in zip(axes, found.items(), strict=True):
-        names = sorted({name for told in each.values() for name in told})
-        for label, told in each.items():
+    for axis, (title, told_of) in zip(axes, found.items(), strict=True):
+        names = sorted({name for told in told_of.values() for name in told})
+        for label, told in told_of.items():
             k = labels.index(label)
             axis.plot([told.get(name, math.nan) for name in names], range(len(names)), _MARKERS[k % len(_MARKERS)],
                       color=COLOURS[k % len(COLOURS)], markersize=8, alpha=0.85, label=label)  # fmt: skip

@@ -109,9 +109,8 @@ def append(path: Path, line: Line) -> None:
 def rewrite(path: Path, lines: Iterable[Line]) -> None:
     """The file with these lines alone, sorted by digest; nothing is touched if it has them so."""
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in sorted(lines, key=lambda one: one["digest"]))
-    if text or path.exists():
-        if not path.exists() or files.read(path) != text.encode():
-            files.write(path, text)
+    if (files.read(path) if path.exists() else b"") != text.encode():
+        files.write(path, text)
 
 
 def _planned(run: Planned) -> dict[str, Any]:

@@ -89,7 +89,8 @@ def parse_number(name: str) -> Number:
     if match := re.fullmatch(r"rounds to ([-+]?\d*\.?\d+(?:e[-+]?\d+)?)", name):  # Matthews correlation can be negative
         return Number(name, "rounds", target=float(match[1]))
     if name in KNOWN and not name.endswith(" X"):
-        return Number(name, *name.split(", "))
+        where, what = name.split(", ")
+        return Number(name, where, what)
     raise ConfigError(
         f"no number of a run is called {name!r}; there are: {'; '.join(KNOWN)}. X is a value of evaluate.metric, as in "
         f"'rounds to 0.92'."

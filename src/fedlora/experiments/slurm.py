@@ -82,11 +82,11 @@ def slurm(runs: Sequence[Planned], work: Work, name: str, asked: Asked, follow: 
         ours |= {run.digest for run in new}
         if follow:
             if jobs := {task.partition("_")[0] for task in _queued(work, name).values()}:
-                _sbatch(
-                    [f"--job-name={name}-next", f"--dependency=afterany:{':'.join(sorted(jobs))}", f"--time={asked.time}",
-                     f"--output={work.folder / 'slurm' / 'next.log'}", "--open-mode=append", "--requeue",
-                     *(option for option in asked.options), f"--wrap={shlex.join(follow)}"]
-                )  # fmt: skip
+                _sbatch([
+                    f"--job-name={name}-next", f"--dependency=afterany:{':'.join(sorted(jobs))}", "--requeue",
+                    f"--time={asked.time}", "--open-mode=append", f"--output={work.folder / 'slurm' / 'next.log'}",
+                    *asked.options, f"--wrap={shlex.join(follow)}",
+                ])  # fmt: skip
             return
         end = time.monotonic() + (_LOOK if left else 0)
         while time.monotonic() < end:

@@ -1,9 +1,10 @@
 """Paired comparisons: t interval, Holm, equivalence at a margin, seeds that a decision would take.
 
-Runs of one seed share split, partition, start and order, so gaps are paired by seed. For a margin each comparison has two
-null hypotheses: "same" (the mean gap is 0; a two-sided t test) and "matters" (|mean gap| >= margin; two one-sided tests,
-Schuirmann 1987). At most one of the two is true, so of 2 m hypotheses at most as many are true as there are comparisons
-with one left: Holm's procedure with this count (Shaffer 1986) keeps the error rate of the whole table at alpha.
+Runs of one seed share split, partition, start and order, so gaps are paired by seed. For a margin each comparison has
+two null hypotheses: "same" (the mean gap is 0; a two-sided t test) and "matters" (|mean gap| >= margin; two one-sided
+tests, Schuirmann 1987). At most one of the two is true, so of 2 m hypotheses at most as many are true as there are
+comparisons with one left: Holm's procedure with this count (Shaffer 1986) keeps the error rate of the whole table at
+alpha.
 """
 
 from __future__ import annotations

@@ -58,27 +58,21 @@ def mean_of(number: Number, runs: Runs) -> float:
 
 def scores(progress: Progress, number: Number) -> Table:
     """Mean and standard deviation of each cell over its seeds; n: runs with the number, of the `planned` ones."""
-    grid, rows = progress.grid, []
+    grid, rows, lacking = progress.grid, [], False
     for cell, runs in by_cell(progress):
         have = [x for _, line in runs if not math.isnan(x := number.of(line))]
         row: dict[str, Any] = {axis: cell[axis] for axis in grid.axes}
-        if grid.values:
+        if grid.experiment.tune is not None:
             choice = progress.choices.get(grid.key(cell))
-            row[grid.experiment.tune.key if grid.experiment.tune else ""] = math.nan if choice is None else choice.value
+            row[grid.experiment.tune.key] = math.nan if choice is None else choice.value
         row["median" if number.of_rounds else "mean"] = mean_of(number, runs)
         if not number.of_rounds:
             row["sd"] = stdev(have) if len(have) == len(runs) > 1 else math.nan
+            lacking = lacking or len(have) < len(runs)
         rows += [{**row, "n": len(have), "planned": len(grid.seeds)}] if runs else []
-    over = (
-        f"median over seeds; n: runs that reach it by round {_last_round(progress)}"
-        if number.of_rounds
-        else "mean over seeds"
-    )
+    over = "median over seeds; n: runs that reach it" if number.of_rounds else "mean over seeds"
     notes = [f"{in_its_unit(progress, number)}, {over}.", *_whose(progress, number), *_mixtures(progress)]
-    if any(
-        row["n"] < len(runs) for row, (_, runs) in zip(rows, ((c, r) for c, r in by_cell(progress) if r), strict=True)
-    ):
-        notes += [] if number.of_rounds else ["A run without the number failed or diverged: then there is no mean."]
+    notes += ["A run without the number failed or diverged: then there is no mean."] if lacking else []
     return Table(pd.DataFrame(rows), len(grid.axes), notes)
 
 
@@ -93,7 +87,7 @@ def differences(progress: Progress, number: Number, margin: float | None = None)
     gaps: dict[tuple[str, ...], stats.Gap] = {}
     apart, without, mixed = [], [], 0
     for cell, runs in by_cell(progress):
-        ours = {run.seed: line for run, line in found.get(tuple({**cell, grid.rows: reference}.values()), [])}
+        ours = {run.seed: line for run, line in found.get(tuple({**cell, grid.rows: reference or ""}.values()), [])}
         if cell[grid.rows] == reference or reference is None:
             continue
         place = tuple(cell[axis] for axis in grid.axes)
@@ -117,7 +111,7 @@ def differences(progress: Progress, number: Number, margin: float | None = None)
             "p": g.p,
         }
         for place, g in gaps.items()
-    ]
+    ]  # fmt: skip
     frame = pd.DataFrame(rows)
     notes = [f"{in_its_unit(progress, number)}, less that of {reference}: paired by seed, with a 95 % t interval."]
     up = number.larger_is_better(_metric(progress))
@@ -130,8 +124,8 @@ def differences(progress: Progress, number: Number, margin: float | None = None)
         frame["verdict"] = [words[place] for place in gaps]
         frame["seeds needed"] = pd.array(needed, dtype="Int64")
         notes.append(
-            f"equivalent: a difference below {margin:g} either way. All verdicts together err in 5 %. seeds needed: to find "
-            f"two equal ones equivalent with a power of 80 % ({stats.MOST}: as many or more)."
+            f"equivalent: a difference below {margin:g} either way. All verdicts together err in 5 %. seeds needed: to "
+            f"find two equal ones equivalent with a power of 80 % ({stats.MOST}: that or more)."
         )
     if without:
         notes.append(f"No difference where a run has no number, which would favour what fails: {'; '.join(without)}.")
@@ -162,8 +156,8 @@ def costs(progress: Progress) -> Table:
             worst = max((x for x in drifts if x is not None), default=math.nan)
             rows.append({**{axis: cell[axis] for axis in progress.grid.axes}, **means, "gauge": worst})
     note = (
-        "Costs of a run, the mean over seeds. gauge: how far the model moves, relative to itself, if the last uploads are "
-        "written in other coordinates."
+        "Costs of a run, the mean over seeds. gauge: how far the model moves, relative to itself, if the last uploads "
+        "are written in other coordinates."
     )
     return Table(pd.DataFrame(rows), len(progress.grid.axes), [note])
 
@@ -270,7 +264,3 @@ def _dealt(line: Line) -> Any:
 def _metric(progress: Progress) -> str:
     each = [line["metric"] for _, line in progress.used if "failed" not in line]
     return str(each[0]) if each else "loss"
-
-
-def _last_round(progress: Progress) -> int:
-    return max((run.config.run.rounds for run, _ in progress.used), default=0)
