@@ -20,8 +20,10 @@ import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file, save_file
 
-from fedlora.experiments.places import Places
+from fedlora.experiments.drive import Store
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.spec import load_experiment
+from fedlora.experiments.work import Work
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import load_config
 from support.command_line import Said, invoke
@@ -167,7 +169,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         invoke("run", "config.toml", "--out", "finished")
-        invoke(*compare("glora"))
         invoke("experiment", "run", "mine.toml", "--results", "results", "--work", "work")
     shutil.copytree(root / "finished", root / "stopped")
     (root / "stopped" / "summary.json").unlink()
@@ -187,17 +188,13 @@ def restored(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 GOES_ON: Mapping[str, list[object]] = {
     "run, stopped": ["run", "config.toml", "--out", "stopped", "--resume"],
     "run, finished": ["run", "config.toml", "--out", "finished", "--resume"],
-    "compare, nothing left": compare("glora", "--resume"),
-    "compare, work left": compare("glora, svd", "--resume"),
-    "compare, another method alone": compare("svd", "--resume"),
-    "compare, another seed alone": [*compare("glora", "--resume"), "--seeds", "1"],
 }
 
 
 def lacks(root: Path) -> int:
     """How many runs the experiment has no result for."""
-    places = Places(root / "results", root / "work", None)
-    return len(places.grid(load_experiment(root / "mine.toml"), "mini").missing)
+    store = Store(root / "results" / "mine.jsonl", Work(root / "work"))
+    return len(store.progress(Grid(load_experiment(root / "mine.toml"), "mini")).missing("run"))
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.exhaustive)])
@@ -205,15 +202,13 @@ def lacks(root: Path) -> int:
 def test_a_changed_input_is_named_by_whatever_goes_on(
     restored: Path, main: Callable[..., Said], capsys: pytest.CaptureFixture[str], what: str, every: int
 ) -> None:
-    """Nothing is trained on it: svd, which is left to run, has no folder afterwards. An experiment takes no result.
-    every: each input meets each so many-th command."""
+    """An experiment takes no result of it. every: each input meets each so many-th command."""
     file, change, name = INPUTS[what]
     assert lacks(restored) == 0
     change(restored / file)
     for command, words in list(GOES_ON.items())[list(INPUTS).index(what) % every :: every]:
         said = main(*words).error()
         assert name in said, (command, said)
-    assert not (restored / "compared" / "svd").exists()
     assert lacks(restored) == 1
 
 
@@ -227,21 +222,8 @@ def test_what_no_loader_reads_does_not_matter(restored: Path, main: Callable[...
 
 def test_what_is_gone_is_said_once_and_the_result_is_shown(restored: Path, main: Callable[..., Said]) -> None:
     (restored / "train.jsonl").unlink()
-    for words in (GOES_ON["run, finished"], GOES_ON["compare, nothing left"]):
-        said = main(*words)
-        assert said.code == 0 and said.err.count("train.jsonl") == 1
-
-
-def test_a_search_on_another_model_chooses_nothing(restored: Path, main: Callable[..., Said]) -> None:
-    """The compared runs are gone, and those of the search are there: asked before anything is trained."""
-    words = ["--tune", "train.lr=1e-3,1e-2"]
-    invoke(*compare("svd", *words, "--resume"))
-    for place in (restored / "compared" / "svd").iterdir():
-        if place.name != "search":
-            shutil.rmtree(place)
-    scaled(restored / "model/weights/part-1.safetensors")
-    assert "weights/part-1.safetensors" in main(*compare("svd", *words, "--resume")).error()
-    assert [place.name for place in (restored / "compared" / "svd").iterdir()] == ["search"]
+    said = main(*GOES_ON["run, finished"])
+    assert said.code == 0 and said.err.count("train.jsonl") == 1
 
 
 def test_a_model_of_the_hub_is_its_snapshot(
@@ -259,15 +241,9 @@ def test_a_model_of_the_hub_is_its_snapshot(
         (cache / "refs" / "main").write_text(commit)
 
     at("a" * 40)
-    places = ["--results", "results", "--work", "work"]
     shutil.move(root / "model", tmp_path / "model")
     (tmp_path / "model").rename(root / "other")
-    (root / "mine.toml").write_text((root / "mine.toml").read_text())
-    for words in (
-        ["run", "config.toml", "--out", "finished"],
-        compare("svd"),
-        ["experiment", "run", "mine.toml", *places],
-    ):
+    for words in (["run", "config.toml", "--out", "finished"], compare("svd")):
         assert main(*words).code == 0, words
     scaled(root / "other" / "weights" / "part-1.safetensors")
     (root / "other").rename(root / "model")
@@ -276,11 +252,8 @@ def test_a_model_of_the_hub_is_its_snapshot(
     calls = [
         ["run", "config.toml", "--out", "finished", "--resume"],
         ["run", "config.toml", "--out", "finished", "--resume", "--set", "run.rounds=3"],
-        compare("svd", "--resume"),
-        compare("svd, glora", "--resume"),
     ]
     for words in calls:
         assert "weights/part-1.safetensors" in main(*words).error(), words
-    (root / "mine.toml").write_text((root / "mine.toml").read_text().replace("seeds = [0]", "seeds = [0, 1]"))
-    again = main("experiment", "run", "mine.toml", *places)
-    assert again.code != 0 and "org/tiny" in again.err
+    said = main(*compare("svd, glora", "--resume"))
+    assert said.code == 0 and "'org/tiny' had 2 different contents" in said.out

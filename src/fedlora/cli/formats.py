@@ -103,7 +103,7 @@ def _on_screen(table: Table) -> Drawn:
     drawn = Drawn()
     for k, column in enumerate(table.frame.columns):
         name = k < table.names
-        drawn.add_column(column, no_wrap=not name, overflow="fold", justify="left" if name else "right")
+        drawn.add_column(column, justify="left" if name else "right")
     for row in _cells(table):
         drawn.add_row(*map(Text, row))
     return drawn
