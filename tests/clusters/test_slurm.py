@@ -39,7 +39,7 @@ def test_a_grid_ends_with_the_same_bits_though_its_driver_and_a_node_die_and_a_l
         driver.kill()
         driver.wait()
         assert {job["NodeList"] for job in first} == {"n1", "n2"}, first
-        cluster.call("scancel", "--signal=USR1", "--batch", first[1]["JobId"])
+        cluster.tell_limit(first[1]["JobId"])
         cluster.kill_node(first[0]["NodeList"])
         hit = {job["JobId"] for job in first}
         until(lambda: all(job["Restarts"] == "1" for job in cluster.jobs() if job["JobId"] in hit), 120, "queued again")

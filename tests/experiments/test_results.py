@@ -24,11 +24,11 @@ def searched(**more: Any) -> Experiment:
     run = {"model": {"path": "demo"}, "data": {"train": "demo"}}
     axes = {
         "method": {"FedIT": {"method.name": "fedit"}, "GLoRA": {"method.name": "glora"}},
-        "split": {"a": {}, "b": {}},
+        "split": {"a": {"clients.alpha": 0.1}, "b": {"clients.alpha": 0.5}},
     }
     tune = {"values": [1e-3, 1e-2, 1e-1], "seeds": [7]}
     return Experiment.model_validate(
-        {"name": "made", "title": "Made", "run": run, "axes": axes, "tune": tune, "profiles": {"mini": {"seeds": [0, 1]}},
+        {"name": "made", "title": "M", "run": run, "axes": axes, "tune": tune, "profiles": {"mini": {"seeds": [0, 1]}},
          **more}
     )  # fmt: skip
 
@@ -138,7 +138,7 @@ def test_the_frame_has_a_row_for_each_run_and_what_differs(tmp_path: Path) -> No
         tmp_path / "made.jsonl", results.failed(progress.grid.planned(progress.grid.cells[0], 99, 1.0, "run"), "x")
     )
     runs = fedlora.results(tmp_path)
-    assert len(runs) == 8 + 12 and (runs.groupby("stage").size() == {"run": 8, "search": 12}).all()
+    assert len(runs) == 8 + 12 and runs.groupby("stage").size().to_dict() == {"run": 8, "search": 12}
     assert {*runs["train.lr"]} == {1e-3, 1e-2, 1e-1} and {*runs["split"]} == {"a", "b"}
     row = runs[runs.stage == "run"].iloc[0]
     assert (row["test, last"], row["MB up"], row["MB down"], row["seconds"]) == (0.5, 4.0, 2.0, 3.5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ path = "demo"
 [run.data]
 train = "demo"
 [axes.split]
-a = {}
-b = {}
+a = { "clients.alpha" = 0.1 }
+b = { "clients.alpha" = 0.5 }
 [axes.method]
 old = { "method.name" = "fedit" }
 new = { "method.name" = "glora" }
@@ -56,6 +55,8 @@ ACCURACY: Mapping[tuple[str, str], list[float]] = {
     ("a", "old"): [0.5, 0.6, 0.7], ("a", "new"): [0.55, 0.7, 0.73],
     ("b", "old"): [0.5, 0.5, 0.5], ("b", "new"): [0.5, 0.5, 0.5],
 }  # fmt: skip
+
+TASKS = {"test": {"last": {"accuracy": 0.5, "group/t1": 0.5}, "best": {}}, "categories": {"t1": "QA"}}
 
 
 @pytest.fixture
@@ -166,8 +167,11 @@ def test_costs_clients_and_categories_are_means(experiment: Experiment) -> None:
     found = row(costs(progress), "new", "a")
     assert found.tolist() == [4.0, 2.0, 3.5, 0.5, 0.25]
     assert clients(progress).frame["new, a"].tolist() == pytest.approx([0.2, 0.4])
-    assert categories(progress, LAST).frame.iloc[:, :2].values.tolist() == [["Logic", 0.8], ["QA", pytest.approx(0.2)]]
-    assert len(tables_of(progress)) == 5
+    assert categories(progress, LAST).frame.iloc[:, :2].values.tolist() == [
+        ["Logic", pytest.approx(0.8)],
+        ["QA", pytest.approx(0.2)],
+    ]
+    assert len(tables_of(progress)) == 4, "no pair has a number"
 
 
 def test_the_papers_table_has_our_number_its_own_and_the_gap(experiment: Experiment) -> None:
@@ -196,7 +200,9 @@ def test_the_papers_table_has_our_number_its_own_and_the_gap(experiment: Experim
 )  # fmt: skip
 def test_a_wrong_file_of_printed_numbers_is_named(experiment: Experiment, old: str, new: str, said: str) -> None:
     assert experiment.folder is not None
-    (experiment.folder / "paper_numbers.toml").write_text(PAPER.replace(old, new))
+    (experiment.folder / "paper_numbers.toml").write_text(
+        PAPER.replace(old, new).replace("[one.rows]", "[two.rows]" if "two" in new else "[one.rows]")
+    )
     with pytest.raises(ConfigError, match=said):
         paper_of(experiment)
 
@@ -214,11 +220,12 @@ def test_each_kind_of_picture_is_drawn(experiment: Experiment, tmp_path: Path) -
     progress = progress_of(experiment, of)
     assert [path.name for path in drawn(progress, tmp_path / "p.png")] == ["p.png", "p-differences.png"]
     assert drawn(Progress(progress.grid, {}), tmp_path / "none.png") == []
-    numbers = {"method": {"0.1": {"method.name": "fedit"}, "1": {"method.name": "glora"}}, "split": {"2": {}, "3": {}}}
+    numbers = {
+        "method": {"0.1": {"method.name": "fedit"}, "1": {"method.name": "glora"}},
+        "split": {"2": {"train.steps": 2}, "3": {"train.steps": 3}},
+    }
     for axes in (numbers, {**numbers, "split": {"a": {}}}):
         other = experiment.model_copy(update={"axes": axes, "reference": "1"})
-        tasks = {"test": {"last": {"accuracy": 0.5, "group/t1": 0.5}, "best": {}}, "categories": {"t1": "QA"}}
-        made = progress_of(other, lambda run: line(run, {"accuracy": 0.5 + run.seed / 10}) | tasks)
+        made = progress_of(other, lambda run: line(run, {"accuracy": 0.5 + run.seed / 10}) | TASKS)
         paths = drawn(made, tmp_path / f"{len(axes['split'])}.png")
-        assert len(paths) == 3 and all(path.stat().st_size > 5000 for path in paths)
-    assert replace(progress.grid, profile="mini") == progress.grid
+        assert len(paths) == 2 and all(path.stat().st_size > 5000 for path in paths)

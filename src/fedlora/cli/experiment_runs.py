@@ -127,14 +127,14 @@ def show_status(project: Project, names: Sequence[str], profile: str, only: str 
         store = kept(project, grid.experiment)
         progress = store.progress(grid)
         searched = [sum(run.digest in progress.lines for run in grid.searches), len(grid.searches)]
-        failures = {run: why for run in [*grid.searches, *progress.runs] if (why := store.work.why(run)) is not None}
+        failures = [(run, why) for run in [*grid.searches, *progress.runs] if (why := store.work.why(run)) is not None]
         left = progress.count - len(progress.used)
         found[grid.experiment.name] = {
             "search": searched, "runs": [len(progress.used), progress.count], "failed": len(failures), "to_do": left
         }  # fmt: skip
         counts = (f"{a} of {b}" for a, b in (searched, (len(progress.used), progress.count)))
         shown.add_row(grid.experiment.name, *counts, str(len(failures)), str(left))
-        notes.warn(*(f"{run.label} failed: {why}" for run, why in failures.items()))
+        notes.warn(*(f"{run.label} failed: {why}" for run, why in failures))
     print_json(found) if as_json else console.print(shown)
 
 

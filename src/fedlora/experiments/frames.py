@@ -68,7 +68,7 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
             f"metrics.jsonl. A frame needs many runs: give the --out of fedlora compare, or a folder of results."
         )
     files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
-    if not files:
+    if not files or not files[0].exists():
         raise FileNotFoundError(f"{place} has no results (NAME.jsonl).")
     found = {digest: (file.stem, line) for file in files for digest, line in read(file).items() if "failed" not in line}
     if by_round:
