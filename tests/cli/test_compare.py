@@ -1,6 +1,6 @@
 """`fedlora compare`: several methods on one configuration, as an experiment of one axis.
 
-Kinds of evidence: *end-to-end* (real runs on tiny transformers), *oracle* (scipy), *contract* (bad input is one line and
+Kinds: *end-to-end* (real runs on tiny transformers), *oracle* (scipy), *contract* (bad input is one line and
 exit code 2).
 """
 
@@ -29,6 +29,7 @@ from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import contents, pixels, without_seconds
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+LEFT = {"runs", "results.jsonl", "comparison.png", "comparison-differences.png"}
 METHODS = ("glora", "svd", "glora rho=0.5")
 
 
@@ -84,7 +85,7 @@ def test_what_cannot_run_is_named_before_the_others_take_hours(compared: tuple[P
     out, result = compared
     assert "fedit not run: " in result.stderr and result.stdout.count("fedit not run: ") == 1
     assert result.stderr.index("fedit not run: ") < result.stderr.index("glora, seed 0 done")
-    assert {path.name for path in out.iterdir() if path.name[0] != "."} == {"runs", "results.jsonl", "comparison.png"}
+    assert {path.name for path in out.iterdir() if path.name[0] != "."} == LEFT
     picture = pixels(out / "comparison.png")
     assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.05
     assert "…" not in result.stdout, "every number whole off a terminal"
@@ -142,7 +143,7 @@ def test_csv_parses_and_a_verdict_needs_a_margin(compared: tuple[Path, Any], pro
 def test_a_search_chooses_on_validation_and_on_a_seed_of_its_own(project: Path, tmp_path: Path) -> None:
     """lr = 1e30 diverges: its uploads are refused, and it is never chosen. The chosen value is a column."""
     more = ("--tune", "train.lr=1e-2,2e-2,1e30", "--seeds", "0", "--json")
-    said = compare(project, tmp_path / "runs", *more, methods="glora,svd")
+    said = compare(project, tmp_path / "runs", *more, methods="glora,svd", code=1)
     lines = read(tmp_path / "runs" / "results.jsonl").values()
     assert {(line["seed"], line["stage"]) for line in lines} == {(1000, "search"), (0, "run")}
     for method in ("glora", "svd"):

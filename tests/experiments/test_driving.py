@@ -201,7 +201,8 @@ number = len(list(place.glob("script-*"))) + 1
 (place / f"script-{{number}}").write_text(text)
 last = int(re.search(r"--array=0-(\\d+)", text)[1])
 for k in range(last + 1) if not (place / "dead").exists() else ():
-    subprocess.run(["bash", place / f"script-{{number}}"], env={{**os.environ, "SLURM_ARRAY_TASK_ID": str(k)}}, check=False)
+    environment = {{**os.environ, "SLURM_ARRAY_TASK_ID": str(k)}}
+    subprocess.run(["bash", place / f"script-{{number}}"], env=environment, check=False)
 print(number)
 """
 

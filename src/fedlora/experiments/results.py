@@ -56,7 +56,7 @@ def make(run: Planned, folder: RunFolder) -> dict[str, Any] | None:
 
 
 def failed(run: Planned, why: str) -> dict[str, Any]:
-    """The line of a run that diverged so that no upload was left: it has no number, and will have none."""
+    """The line of a run whose uploads are refused because it diverged: it has no number, and will have none."""
     return {**_planned(run), "failed": why}
 
 

@@ -140,7 +140,7 @@ def differences(progress: Progress, number: Number, margin: float | None = None)
 
 
 def costs(progress: Progress) -> Table:
-    """What a run sends and takes, the mean over seeds; and how far its model moves with coordinates, on the worst one."""
+    """What a run sends and takes, the mean over seeds; and how far its model moves with coordinates, on the worst."""
 
     def of(line: Line) -> dict[str, float]:
         up, down = megabytes(line)

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
-from fedlora.errors import FedLoRAError, FilesChanged, LostUpdate, QuorumNotMet
+from fedlora.errors import FedLoRAError, FilesChanged, LostUpdate, QuorumNotMet, UploadRefused
 from fedlora.experiments import results
 from fedlora.experiments.grid import LEDGER, Planned, digest, from_text, with_ledger
 from fedlora.runs.folder import RunFolder
 
-_DIVERGED = (QuorumNotMet, LostUpdate)  # no upload was left to use, and the same run would end so again
+_DIVERGED = (UploadRefused, QuorumNotMet, LostUpdate)  # its training diverged, and would do so again
 
 
 @dataclass(frozen=True)
