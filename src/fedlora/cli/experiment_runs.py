@@ -67,9 +67,12 @@ def run_missing(
             forget(store.work, grid.name, [*grid.searches, *store.progress(grid).runs])
         start = starter(place, store.work, grid)
         with store.held(), watched(grid.experiment.name, store.work) as watch:
-            failed += len(drive(grid, store, start, watch, stages))
+            ended = drive(grid, store, start, watch, stages)
+        progress = store.progress(grid)
+        failed += sum(digest not in progress.lines for digest in ended)
         if not place.no_wait:
-            notes.warn(*store.progress(grid).notes() if stages[-1] == "run" else _choices(grid, store))
+            failed += sum("failed" in line for _, line in progress.used)
+            notes.warn(*progress.notes() if stages[-1] == "run" else _choices(grid, store))
     if failed:
         complain(
             f"{counted(failed, 'run')} failed; see {project.work / 'failures'}. Mend the cause, and call this again."
