@@ -127,7 +127,7 @@ def test_a_folder_with_runs_and_a_picture_of_others_stay_as_they_are(
     assert "already holds a run" in main(*words, compared[0]).complaint()
     assert contents(compared[0]) == before
     (tmp_path / "comparison.png").write_bytes(b"of a paper")
-    assert "fedlora did not draw it" in main(*words, tmp_path).complaint()
+    assert "did not draw it" in main(*words, tmp_path).complaint()
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"of a paper"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import stat
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import fedlora
 import fedlora.runs.preparation
 from fedlora.errors import ConfigError, QuorumNotMet
 from fedlora.experiments import cost, results
@@ -23,11 +25,16 @@ from fedlora.experiments.grid import Grid, Planned
 from fedlora.experiments.here import KILLED, dealt, here, worker_count
 from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.work import Work
+from support.benchmark_files import write_glue
 from support.command_line import Said, invoke
 from support.grids import COMMAND, GRID, environment, told, write_grid
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+PRIVATE = (
+    '"server.weighting" = "uniform", "privacy.clip" = 1.0, "privacy.epsilon" = 8.0, "privacy.delta" = 1e-2, '
+    '"privacy.sampling" = "all"'
+)
 SHORT = GRID.replace("rounds = 150", "rounds = 6")
 
 
@@ -152,7 +159,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
     grid = Grid(load_experiment(tmp_path / "two.toml"), "mini")
     run, work = grid.searches[0], Work(tmp_path / "work")
     (tmp_path / "mine.jsonl").write_text((tmp_path / "mine.jsonl").read_text() * 2)
-    assert "changed after the experiment was started" in (work(run) or "")
+    assert "changed after" in (work(run) or "")
     assert work.line(run) is None and not work.run_folder(run).exists()
 
 
@@ -172,6 +179,26 @@ def test_what_a_grid_costs_is_counted_before_it_runs(world: Path, grid: Grid) ->
 
 def _metrics(world: Path, run: Planned) -> str:
     return (world / "calm" / "runs" / run.digest / "metrics.jsonl").read_text()
+
+
+def test_private_runs_are_simulations_that_tell_no_traffic_and_no_data(world: Path, tmp_path: Path) -> None:
+    """Each has a ledger in its folder alone; its results stand beside those without privacy."""
+    text = SHORT.replace('train = "mine.jsonl"', 'task = "sst2"\nvalidation = 0.2').replace("rounds = 6", "rounds = 2")
+    text = text.replace("GLoRA = {", "private = {").replace('"glora"', f'"ffa-lora", {PRIVATE}')
+    (tmp_path / "two.toml").write_text(
+        text.replace('"model"', f'"{world / "model"}"').replace("values = [1e-3, 1e-2]", "values = [1e-3]")
+    )
+    write_glue(tmp_path / "root", "sst2")
+    grid = Grid(load_experiment(tmp_path / "two.toml"), "mini")
+    store = Store(tmp_path / "results" / "two.jsonl", Work(tmp_path / "work", tmp_path / "root"))
+    with store.held():
+        assert drive(grid, store, of_one(store), quiet) == {}
+    (run, line) = next(one for one in store.progress(grid).used if one[0].cell["method"] == "private")
+    assert line["privacy"]["epsilon_planned"] <= 8 and line["read"]["data"] is None and not line["bytes"]
+    assert [path.name for path in tmp_path.rglob("*ledger*")] == ["simulated-ledger.jsonl"]
+    assert store.work.run_folder(run).path in next(tmp_path.rglob("*ledger*")).parents
+    row = fedlora.results(store.results).set_index("method").loc["ffa-lora"]
+    assert row["epsilon"] <= 8 and math.isnan(row["MB up"]) and math.isnan(row["seconds"])
 
 
 def test_gpus_are_dealt_to_workers(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:

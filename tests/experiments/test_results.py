@@ -149,7 +149,7 @@ def test_the_frame_has_a_row_for_each_run_and_what_differs(tmp_path: Path) -> No
 
 def test_a_frame_is_of_many_runs(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="the folder of one run"):
+    with pytest.raises(CheckpointError, match="folder of one run"):
         fedlora.results(tmp_path)
     with pytest.raises(FileNotFoundError, match="has no results"):
         fedlora.results(tmp_path / "nothing")

@@ -93,7 +93,7 @@ def test_an_empty_table_takes_a_table_away_and_private_clients_are_simulated(tmp
     runs = Grid(written(tmp_path, text), "one").runs({("FedIT",): 1.0, ("GLoRA",): 1.0})
     private = {run.cell["method"]: run.config.privacy for run in runs}
     assert private["GLoRA"] is None and private["FedIT"] is not None and "SIMULATED" in private["FedIT"].population
-    with pytest.raises(ConfigError, match=r"privacy.ledger: an experiment's clients are simulated"):
+    with pytest.raises(ConfigError, match=r"privacy\.ledger"):
         grid = Grid(written(tmp_path, text.replace('"privacy.clip"', '"privacy.ledger" = "x", "privacy.clip"')), "one")
         grid.runs({("FedIT",): 1.0, ("GLoRA",): 1.0})
 
@@ -131,7 +131,7 @@ def test_a_configuration_is_tried_on_a_toy_before_anything_runs(tmp_path: Path) 
     assert set(grid.faults()) == {("skewed", "FedIT"), ("even", "FedIT")}
     odd = Grid(written(tmp_path, FILE.replace('method.name" = "fedit', 'method.nam" = "fedit')), "mini")
     assert all("method.nam" in why or "'nam'" in why for why in odd.faults().values()) and len(odd.faults()) == 2
-    with pytest.raises(ConfigError, match="no run can have the number 'unseen, last'"):
+    with pytest.raises(ConfigError, match="the number 'unseen, last'"):
         Grid(written(tmp_path, FILE.replace("rows =", 'metric = "unseen, last"\nrows =')), "mini").check_number()
 
 
@@ -173,8 +173,9 @@ def test_a_search_is_over_a_number_that_there_is(tmp_path: Path, key: str) -> No
 
 @pytest.mark.parametrize("name", names_in(ROOT / "experiments"))
 def test_every_experiment_here_can_be_planned(name: str) -> None:
-    """Each profile: no unknown key, and every configuration serves its clients."""
+    """Each profile: no unknown key, and every configuration serves its clients. One is at the paper's scale."""
     experiment = load_experiment(ROOT / "experiments" / f"{name}.toml")
+    assert "paper" in experiment.profiles
     for profile in experiment.profiles:
         grid = Grid(experiment, profile)
         assert grid.faults() == {}

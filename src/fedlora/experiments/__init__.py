@@ -3,12 +3,23 @@
 What an experiment runs is decided before anything runs, in two stages: the search (if there is one), then the runs that
 count. Processes, Slurm or Ray make the runs; the launcher alone writes results. A table is a frame with notes under it.
 
-spec, grid            the file; its cells x seeds, each run with its configuration and digest
-tune                  the search's choice, from lines of results; what is missing
-scores, results       a run's numbers by name; a line for each run
-work                  one run in its folder
-here, slurm, ray_tasks   where runs go on;   drive   both stages, gathered
-comparison            `fedlora compare`: methods on one configuration, as an experiment of one axis
-frames                `fedlora.results`
-stats, tables, paper, pictures   what the results show;   cost   what runs will cost
+Each file uses those above it, and none below (a contract of import-linter):
+
+scores.py       a run's numbers by name
+spec.py         an experiment's file
+grid.py         its cells x seeds: runs, each with its configuration and digest
+results.py      a line for each run
+tune.py         the search's choice from these lines, and what is missing
+stats.py        paired intervals, Holm, equivalence
+work.py         one run in its folder
+here.py         runs in this process, or in several
+slurm.py        runs as array jobs
+ray_tasks.py    runs as tasks of a Ray cluster
+drive.py        both stages, gathered
+cost.py         what runs will cost
+frames.py       results as pandas frames (`fedlora.results`)
+tables.py       scores, differences, costs, clients, categories: frames with notes
+paper.py        the paper's tables, with our numbers
+pictures.py     curves, differences, scores by an axis of numbers, categories
+comparison.py   methods on one configuration, as an experiment of one axis (`fedlora compare`)
 """

@@ -28,7 +28,7 @@ COLUMNS: Mapping[str, Callable[[Line], Any]] = {
     **{name: parse_number(name).of for name in ("test, best", "test, last", "validation, best")},
     "MB up": lambda line: megabytes(line)[0],
     "MB down": lambda line: megabytes(line)[1],
-    "seconds": lambda line: sum((line["seconds"] or {}).values()),
+    "seconds": lambda line: sum((line["seconds"] or {"": math.nan}).values()),
     "epsilon": lambda line: (line["privacy"] or {}).get("epsilon_planned"),
     "commit": lambda line: line["commit"],
     "machine": lambda line: line["machine"],

@@ -22,6 +22,7 @@ from fedlora.experiments.grid import Planned
 from fedlora.experiments.scores import Line, own_data
 from fedlora.runs.folder import RunFolder, plain
 
+_PRIVACY = ("epsilon_planned", "delta", "noise_multiplier", "sampling", "rounds_planned", "clip")
 _SUMMARY = ("method", "metric", "target", "rounds", "best_round", "clients_at_end", "probes", "bytes", "seconds")
 
 
@@ -29,7 +30,8 @@ def make(run: Planned, folder: RunFolder) -> dict[str, Any] | None:
     """The line of a finished run, from its folder; None if it is not finished.
 
     digest, experiment, cell, seed, value, stage: of the plan. history: scores on validation and losses, by columns.
-    own_data: the held-out sets that are each client's own. read: digests of the model and of the data.
+    own_data: the held-out sets that are each client's own. read: digests of the model and of the data; None for a
+    private run, which does not tell them.
     """
     if not folder.finished():
         return None
@@ -45,10 +47,13 @@ def make(run: Planned, folder: RunFolder) -> dict[str, Any] | None:
         "ranks": manifest["clients"],
         "classes": len(summary.get("classes") or ()),
         "gauge_drift": summary.get("gauge_drift") or {},
-        "privacy": summary.get("privacy"),
+        "privacy": {key: value for key, value in (summary.get("privacy") or {}).items() if key in _PRIVACY} or None,
         "history": history(folder.metrics()),
         "config": _named(folder.read_json("config.json")),
-        "read": {"model": _digest(manifest["model"]["sha256"]), "data": _digest([data["train"], data.get("test")])},
+        "read": {
+            "model": _digest(manifest["model"]["sha256"]),
+            "data": _digest([data["train"], data.get("test")]) if data["train"] else None,
+        },
         "commit": commit["id"][:12] + ("" if commit["clean"] else "+dirty"),
         "machine": _machine(manifest),
         "versions": manifest["versions"] | {"python": manifest["python"]},

@@ -99,7 +99,9 @@ def differences(progress: Progress, number: Number, margin: float | None = None)
         if any(math.isnan(x) for pair in each for x in pair):
             without.append(", ".join(place))
         elif each:
-            mixed += sum(_dealt(a) == _dealt(b) and a["read"]["data"] != b["read"]["data"] for a, b in pairs)
+            mixed += sum(
+                _dealt(a) == _dealt(b) and len({a["read"]["data"], b["read"]["data"]} - {None}) > 1 for a, b in pairs
+            )
             gaps[place] = stats.paired([0.0 if math.isclose(a, b, rel_tol=ALIKE) else a - b for a, b in each], margin)
     rows = [
         {
@@ -144,7 +146,7 @@ def costs(progress: Progress) -> Table:
 
     def of(line: Line) -> dict[str, float]:
         up, down = megabytes(line)
-        seconds = line["seconds"] or {}
+        seconds = line["seconds"] or {"aggregate": math.nan}  # a private run does not tell them
         return {"MB up": up, "MB down": down, "s": sum(seconds.values()), "aggregate s": seconds.get("aggregate", 0.0)}
 
     rows = []
