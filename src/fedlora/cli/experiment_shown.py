@@ -14,7 +14,6 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.paper import paper_of, paper_tables
 from fedlora.experiments.tables import tables_of, warnings
-from fedlora.runs.drawing import check_picture
 
 
 def show_table(
@@ -35,7 +34,6 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
     experiment = named(project, name)
     target = out or project.results / "plots" / f"{experiment.name}-{profile}.png"
     progress = kept(project, experiment).progress(Grid(experiment, profile))
-    check_picture(target)
 
     def pictures() -> list[Path]:
         from fedlora.experiments.pictures import drawn

@@ -183,15 +183,23 @@ class Grid:
 
     def faults(self) -> dict[tuple[str, ...], str]:
         """Labels of a cell -> why it cannot be run, as far as its configuration shows, without data and model."""
-        found = {}
+        found: dict[tuple[str, ...], str] = {}
+        seen: set[str] = set()  # data and models are many, servers and clients few
         tune = self.experiment.tune
         for cell in self.cells:
             searched = [{**cell, **tune.at}] if tune is not None and len(self.values) > 1 else []
             try:
                 for one in (cell, *searched):
-                    try_out(self.planned(one, self.seeds[0], self.values[0] if self.values else None, "run").config)
+                    config = self.planned(one, self.seeds[0], self.values[0] if self.values else None, "run").config
+                    apart = (
+                        bool(config.data.clients) or config.data.task == "superni"
+                    )  # then the data count the clients
+                    tables = {"method", "server", "defence", "clients", "data" if apart else "method"}
+                    if (key := config.model_dump_json(include=tables)) not in seen:
+                        try_out(config)
+                    seen.add(key)
             except FedLoRAError as error:
-                found[tuple(cell.values())] = str(error)
+                found[tuple(cell.values())] = str(error).partition(f"{dict(cell)}: ")[2] or str(error)
         return found
 
     def check_number(self) -> None:

@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator
 from fedlora.experiments.scores import Line, Number, parse_number
 from fedlora.experiments.tables import attacks, by_category, by_cell, differences, in_its_unit, mean_of
 from fedlora.experiments.tune import Progress
-from fedlora.runs.drawing import COLOURS, saved, under_attack
+from fedlora.runs.drawing import COLOURS, check_picture, saved, under_attack
 from fedlora.runs.drawing import words as metric_words
 from fedlora.training.metrics import by_guessing
 
@@ -52,7 +52,7 @@ def _styled(draw: Callable[P, R]) -> Callable[P, R]:
 @_styled
 def drawn(progress: Progress, path: Path) -> list[Path]:
     """Draw what there is, the main picture at `path`, the others beside it by their names; returns the files. Empty if
-    there is nothing to draw."""
+    there is nothing to draw. Raises `ConfigError` if a file is there that fedlora did not draw."""
     made = {
         "numbers": numbers_figure(progress), "curves": curves_figure(progress),
         "test-curves": curves_figure(progress, "test/"), "differences": differences_figure(progress),
@@ -60,6 +60,8 @@ def drawn(progress: Progress, path: Path) -> list[Path]:
     }  # fmt: skip
     there = [(name, figure) for name, figure in made.items() if figure is not None]
     places = [path if not k else path.with_stem(f"{path.stem}-{name}") for k, (name, _) in enumerate(there)]
+    for place in places:
+        check_picture(place)
     return [saved(figure, place) for (_, figure), place in zip(there, places, strict=True)]
 
 
