@@ -158,9 +158,9 @@ def show_plan(
     rows = []
     for grid in chosen:
         progress = kept(project, grid.experiment).progress(grid)
-        tell = lambda run: notes.print(f"two trial rounds of {run.label}")  # noqa: E731
-        trials = cost.tried(cost.to_do(progress), project.data_root, tell) if measure else {}
-        rows.append(cost.planned_rows(grid, progress, trials, price))
+        todo = cost.to_do(progress) if measure else []
+        trials = cost.tried(todo, project.data_root, lambda run: notes.print(f"two trial rounds of {run.label}"))
+        rows.append(cost.row_of(grid, progress, trials, price))
         notes.warn(*dict.fromkeys(f"a trial failed: {why}" for why in trials.values() if isinstance(why, str)))
     caption = "What would run." + (" Hours of one process, from two trial rounds here." if measure else "")
     show([Shown(pd.DataFrame(rows), 1, [caption])], [], Format.table)

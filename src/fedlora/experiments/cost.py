@@ -106,7 +106,7 @@ def _trial(run: Planned, data_root: Path | None) -> Trial:
     )
 
 
-def planned_rows(grid: Grid, progress: Progress, trials: dict[str, Trial | str], price: float | None) -> dict[str, Any]:
+def row_of(grid: Grid, progress: Progress, trials: dict[str, Trial | str], price: float | None) -> dict[str, Any]:
     """A row of the plan. price: of an hour of one process."""
     todo = to_do(progress)
     counts = [examples(run.config) for run in todo]

@@ -84,9 +84,13 @@ class Progress:
         return sum("failed" not in line for _, line in self.used) == self.count
 
     def missing(self, stage: Stage) -> list[Planned]:
-        """The runs of a stage that have no line, seed by seed: whatever interrupts them leaves whole pairs."""
+        """The runs of a stage that have no line, each once (two labels may be of one configuration), seed by seed:
+        whatever interrupts them leaves whole pairs."""
         each = self.grid.searches if stage == "search" else self.runs
-        return sorted((run for run in each if run.digest not in self.lines), key=lambda run: run.seed)
+        found: dict[str, Planned] = {}
+        for run in (run for run in each if run.digest not in self.lines):
+            found.setdefault(run.digest, run)
+        return sorted(found.values(), key=lambda run: run.seed)
 
     def notes(self) -> list[str]:
         """What is missing and why, and what a search does not tell apart."""
