@@ -62,11 +62,11 @@ def run_missing(
     failed = 0
     for grid in chosen:
         store = kept(project, grid.experiment)
-        if again:
-            store.forget(grid)
-            forget(store.work, grid.name, [*grid.searches, *store.progress(grid).runs])
         start = starter(place, store.work, grid)
         with store.held(), watched(grid.experiment.name, store.work) as watch:
+            if again:
+                store.forget(grid)
+                forget(store.work, grid.name, [*grid.searches, *store.progress(grid).runs])
             ended = drive(grid, store, start, watch, stages)
         progress = store.progress(grid)
         failed += sum(digest not in progress.lines for digest in ended)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fedlora.errors import WorkerDied
-from fedlora.experiments.grid import Grid, Planned, digest
+from fedlora.experiments.grid import Grid, Planned, client_count, digest
 from fedlora.experiments.tune import Progress
 from fedlora.experiments.work import Work, begin
 from fedlora.runs.config import RunConfig
@@ -54,10 +54,9 @@ def to_do(progress: Progress) -> list[Planned]:
 def examples(config: RunConfig) -> int | None:
     """The examples that a run's clients train on over all rounds, in whole batches; None if it trains by epochs, which
     only the data can count, or by a program."""
-    train, run, data = config.train, config.run, config.data
-    if train.command is not None or not train.steps:
+    train, run, count = config.train, config.run, client_count(config)
+    if train.command is not None or not train.steps or not count:
         return None
-    count = len(data.clients) or (data.tasks if data.task == "superni" else config.clients.how_many)
     return run.rounds * max(1, math.floor(run.participation * count + 0.5)) * train.steps * train.batch_size
 
 

@@ -47,8 +47,8 @@ class Store:
             results.append(self.results, line)
         return Progress(grid, {**progress.lines, **new}) if new else progress
 
-    def forget(self, grid: Grid) -> list[Planned]:
-        """Forget the failures of its runs, so that they are tried again; returns these runs."""
+    def forget(self, grid: Grid) -> None:
+        """Forget the failures of its runs, so that they are tried again."""
         progress = self.progress(grid)
         gone = [
             run for run in [*grid.searches, *progress.runs]
@@ -60,7 +60,6 @@ class Store:
         results.rewrite(
             self.results, [line for line in lines.values() if "failed" not in line or line["digest"] not in digests]
         )
-        return gone
 
     @contextmanager
     def held(self) -> Iterator[None]:

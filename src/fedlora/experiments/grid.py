@@ -215,14 +215,19 @@ def try_out(config: RunConfig) -> None:
     """Build the server, begin with a toy adapter of one square matrix, and hand it to a client of each rank: what a
     method cannot serve is told in milliseconds, and not after the model is loaded. Raises what it raises."""
     server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
-    data = config.data
-    count = len(data.clients) or (data.tasks if data.task == "superni" else config.clients.how_many)
+    count = client_count(config)
     assigned = config.clients.assigned([str(k) for k in range(count)], config.run.seed) if count else {}
     if ranks := sorted({kind.attention for kind in assigned.values()}):
         size = ranks[-1]
         state = server.init(Adapter({"any": LoRA(torch.zeros(size, size), torch.eye(size))}))
         for rank in ranks:
             server.download(state, Client("one of them", rank))
+
+
+def client_count(config: RunConfig) -> int:
+    """The number of clients, as far as the configuration tells; 0 if only the data do."""
+    data = config.data
+    return len(data.clients) or (data.tasks if data.task == "superni" else config.clients.how_many)
 
 
 def with_ledger(config: RunConfig, path: str) -> RunConfig:
