@@ -77,58 +77,57 @@ def scores(progress: Progress, number: Number) -> Table:
 
 
 def differences(progress: Progress, number: Number, margin: float | None = None) -> Table:
-    """Each label of the compared axis less the reference, over the seeds that both have, all other labels equal. A pair
-    in which a run has no number, and one of two kinds of data, is left out, and so told. With a margin: a verdict, and
-    the seeds that "equivalent" would take, from three seeds on."""
-    grid, reference = progress.grid, progress.grid.experiment.reference
+    """Each label of the compared axis less the reference, over the seeds that both have, all other labels equal. With a
+    margin: a verdict, and the seeds that "equivalent" would take, from three seeds on."""
+    grid, up = progress.grid, number.larger_is_better(_metric(progress))
     if margin is None and number == grid.number():
         margin = grid.experiment.margin
-    found = {tuple(cell.values()): runs for cell, runs in by_cell(progress)}
-    gaps: dict[tuple[str, ...], stats.Gap] = {}
-    apart, without, mixed = [], [], 0
-    for cell, runs in by_cell(progress):
-        ours = {run.seed: line for run, line in found.get(tuple({**cell, grid.rows: reference or ""}.values()), [])}
-        if cell[grid.rows] == reference or reference is None:
-            continue
-        place = tuple(cell[axis] for axis in grid.axes)
-        pairs = [(line, ours[run.seed]) for run, line in runs if run.seed in ours]
-        if any(number.on_own_data(a) != number.on_own_data(b) for a, b in pairs):
-            apart.append(", ".join(place))
-            continue
-        each = [(number.of(a), number.of(b)) for a, b in pairs]
-        if any(math.isnan(x) for pair in each for x in pair):
-            without.append(", ".join(place))
-        elif each:
-            mixed += sum(
-                _dealt(a) == _dealt(b) and len({a["read"]["data"], b["read"]["data"]} - {None}) > 1 for a, b in pairs
-            )
-            gaps[place] = stats.paired([0.0 if math.isclose(a, b, rel_tol=ALIKE) else a - b for a, b in each], margin)
-    rows = [
-        {
-            **dict(zip(grid.axes, place, strict=True)),
-            "difference": g.mean,
-            "low": g.low,
-            "high": g.high,
-            "n": g.n,
-            "p": g.p,
-        }
-        for place, g in gaps.items()
-    ]  # fmt: skip
-    frame = pd.DataFrame(rows)
+    gaps, lacking = _gaps(progress, number, margin)
+    frame = pd.DataFrame([
+        {**dict(zip(grid.axes, place, strict=True)), "difference": gap.mean, "low": gap.low, "high": gap.high,
+         "n": gap.n, "p": gap.p}
+        for place, gap in gaps.items()
+    ])  # fmt: skip
+    reference = grid.experiment.reference
     notes = [f"{in_its_unit(progress, number)}, less that of {reference}: paired by seed, with a 95 % t interval."]
-    up = number.larger_is_better(_metric(progress))
-    if rows:
+    if gaps:
         frame["p (Holm)"] = stats.holm(list(frame["p"]))
-        notes.append(f"{'Positive' if up else 'Negative'} is better. Holm's p is over {len(rows)} comparisons.")
-    if rows and margin is not None:
+        notes.append(f"{'Positive' if up else 'Negative'} is better. Holm's p is over {len(gaps)} comparisons.")
+    if gaps and margin is not None:
         words = stats.verdicts(gaps, larger_is_better=up)
-        needed = [stats.seeds_needed(g.sd, margin, len(gaps)) if g.n > 2 else None for g in gaps.values()]
+        needed = [stats.seeds_needed(gap.sd, margin, len(gaps)) if gap.n > 2 else None for gap in gaps.values()]
         frame["verdict"] = [words[place] for place in gaps]
         frame["seeds needed"] = pd.array(needed, dtype="Int64")
         notes.append(
             f"equivalent: a difference below {margin:g} either way. All verdicts together err in 5 %. seeds needed: to "
             f"find two equal ones equivalent with a power of 80 % ({stats.MOST}: that or more)."
         )
+    return Table(frame, len(grid.axes), [*notes, *lacking])
+
+
+def _gaps(
+    progress: Progress, number: Number, margin: float | None
+) -> tuple[dict[tuple[str, ...], stats.Gap], list[str]]:
+    """Labels -> the gap to the reference; and a note for each kind of pair that is left out, or that is odd."""
+    grid, reference = progress.grid, progress.grid.experiment.reference
+    theirs = {tuple(cell.values()): {run.seed: line for run, line in runs} for cell, runs in by_cell(progress)}
+    gaps: dict[tuple[str, ...], stats.Gap] = {}
+    apart, without, mixed = [], [], 0
+    for cell, runs in by_cell(progress) if reference is not None else ():
+        if cell[grid.rows] == reference:
+            continue
+        other = theirs.get(tuple({**cell, grid.rows: reference or ""}.values()), {})
+        pairs = [(line, other[run.seed]) for run, line in runs if run.seed in other]
+        each = [(number.of(ours), number.of(base)) for ours, base in pairs]
+        place = tuple(cell[axis] for axis in grid.axes)
+        if any(number.on_own_data(ours) != number.on_own_data(base) for ours, base in pairs):
+            apart.append(", ".join(place))
+        elif any(math.isnan(x) for pair in each for x in pair):
+            without.append(", ".join(place))
+        elif each:
+            gaps[place] = stats.paired([0.0 if math.isclose(a, b, rel_tol=ALIKE) else a - b for a, b in each], margin)
+            mixed += sum(_read_otherwise(ours, base) for ours, base in pairs)
+    notes = []
     if without:
         notes.append(f"No difference where a run has no number, which would favour what fails: {'; '.join(without)}.")
     if apart:
@@ -138,7 +137,7 @@ def differences(progress: Progress, number: Number, margin: float | None = None)
         )
     if mixed:
         notes.append(f"{mixed} of the pairs did not read the same data: it changed between their runs.")
-    return Table(frame, len(grid.axes), notes)
+    return gaps, notes
 
 
 def costs(progress: Progress) -> Table:
@@ -258,9 +257,10 @@ def _mixtures(progress: Progress) -> list[str]:
     return found
 
 
-def _dealt(line: Line) -> Any:
-    """What decides a run's data, beside its seed."""
-    return [line["config"].get(table) for table in ("data", "clients", "attack")]
+def _read_otherwise(one: Line, other: Line) -> bool:
+    """Whether two runs that deal the same data in the same way read other content."""
+    alike = all(one["config"].get(table) == other["config"].get(table) for table in ("data", "clients", "attack"))
+    return alike and len({one["read"]["data"], other["read"]["data"]} - {None}) > 1
 
 
 def _metric(progress: Progress) -> str:
