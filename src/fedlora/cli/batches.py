@@ -22,8 +22,8 @@ def watched(title: str, work: Work) -> Iterator[Watch]:
     Ctrl-C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with bar("{task.fields[rounds]}") as progress, doing(title) as step:
-            task = progress.add_task(title, total=None, rounds="")
+        with bar() as progress, doing(title) as step:
+            task = progress.add_task(title, total=None)
             ended: set[str] = set()
             looked = 0.0
 
@@ -42,7 +42,7 @@ def watched(title: str, work: Work) -> Iterator[Watch]:
                     shares = sum(count / run.config.run.rounds for run, count in running)
                     words = "; ".join(f"{run.label} round {n} of {run.config.run.rounds}" for run, n in running[:3])
                     step.what = f"{title} ({words})" if words else title
-                    progress.update(task, total=step.of, completed=step.done + shares, rounds=words)
+                    progress.update(task, total=step.of, completed=step.done + shares, description=step.what)
                     looked = time.monotonic()
 
             yield watch
