@@ -217,4 +217,4 @@ def planned(experiment: Experiment) -> Any:
 def test_the_lines_of_a_file_name_a_profile_that_it_has(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no profile 'big'; it has mini, one"):
         Grid(written(tmp_path), "big")
-    assert json.loads(as_text(Grid(written(tmp_path), "mini").searches[0]))["experiment"] == "tiny-mini"
+    assert json.loads(as_text(Grid(written(tmp_path), "mini").searches[0]))["experiment"] == "tiny"

@@ -177,7 +177,7 @@ class Grid:
             if experiment.folder is not None:
                 config = with_ledger(located(config, experiment.folder), LEDGER)
             _check_public(config)
-            return Planned(cell, seed, value, stage, config, digest(config), self.name)
+            return Planned(cell, seed, value, stage, config, digest(config), experiment.name)
         except ConfigError as error:
             raise ConfigError(f"experiment {experiment.name}, {dict(cell)}: {error}") from error
 
