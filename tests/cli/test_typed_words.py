@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 import typer
 from rich.console import Console
@@ -19,11 +20,11 @@ import support.command_line  # noqa: F401 - first, for it expects what typer's i
 import fedlora.cli.formats
 from fedlora.cli.flower import doctor
 from fedlora.cli.flower.common import typed
-from fedlora.cli.formats import Format, Printed, show
+from fedlora.cli.formats import Format, show
 from fedlora.cli.method_names import parse_methods, plain_label
 from fedlora.cli.screen import Screen, console
 from fedlora.errors import ConfigError
-from fedlora.experiments.table_forms import Table
+from fedlora.experiments.tables import Table
 from fedlora.flower.setup.installing import Step
 
 ODD = "[red]m[/red] :fire: [/nothing]"  # markup, the name of a picture, and a closing tag that closes nothing
@@ -61,8 +62,8 @@ def test_names_are_text_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """In titles, headers and cells; nothing is coloured, drawn or lost."""
     file = io.StringIO()
     monkeypatch.setattr(fedlora.cli.formats, "console", Console(file=file, width=300, **as_ours))
-    sheet = Table(["method", f"to {ODD}"], [[f"cell {ODD}", "1"]], f"title {ODD}")
-    show(Printed([sheet], [], {}, [f"remark {ODD}"]), Format.table)
+    sheet = Table(pd.DataFrame([{"method": f"cell {ODD}", f"to {ODD}": 1}]), 1, [f"title {ODD}"])
+    show([sheet], [f"remark {ODD}"], Format.table)
     assert [file.getvalue().count(f"{where} {ODD}") for where in ("title", "to", "cell", "remark")] == [1, 1, 1, 1]
 
 

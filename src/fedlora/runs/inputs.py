@@ -54,12 +54,9 @@ def _size(data: TextData) -> dict[str, Any]:
 def dealt_out(
     config: RunConfig, data_root: Path | None, label_names: Sequence[str] = (), keep: Keep | None = None
 ) -> tuple[Dealt, Adversary | None]:
-    """The data as clients train on them, labels flipped where one lies so; and who lies. Raises as `deal`."""
-    return with_liars(config, deal(config, data_root, label_names, keep))
-
-
-def with_liars(config: RunConfig, data: Dealt) -> tuple[Dealt, Adversary | None]:
-    """`dealt_out` of data that are dealt. Raises `ConfigError` if nobody or everybody would lie, or cannot."""
+    """The data as clients train on them, labels flipped where one lies so; and who lies. Raises as `deal`, and
+    `ConfigError` if nobody or everybody would lie, or cannot."""
+    data = deal(config, data_root, label_names, keep)
     adversary = config.attack.adversary(list(data.parts), config.run.seed)
     return replace(data, parts=with_flipped_labels(data.parts, adversary)), adversary
 
@@ -122,11 +119,6 @@ def with_paths(config: RunConfig, new: Mapping[str, str]) -> RunConfig:
             "model": model.model_copy(update=there),
         }
     )
-
-
-def named(config: RunConfig) -> RunConfig:
-    """The configuration with the user's own files given by name only."""
-    return with_paths(config, {key: Path(path).name for key, path in own_paths(config).items()})
 
 
 def contents(config: RunConfig) -> dict[str, str]:

@@ -16,7 +16,7 @@ from fedlora.training.settings import Positive, Section
 
 Above = Annotated[float, Field(gt=0)]
 
-SIMULATED = "SIMULATED clients of one run of an experiment on public data"  # a population's name: `private_simulation`
+SIMULATED = "SIMULATED clients of one run of an experiment on public data"  # a population's name
 
 
 class PrivacySection(Section):

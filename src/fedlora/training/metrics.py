@@ -160,21 +160,12 @@ def is_better(metric: str, new: float | None, old: float | None, *, by: float = 
     return (new - old if find_metric(metric).larger_is_better else old - new) > by
 
 
-def best_of(metric: str, items: Sequence[Item], value: Callable[[Item], float | None]) -> Item | None:
-    """The item with the best value, the first among equals; None if no item has a value."""
-    best: Item | None = None
-    for item in items:
-        if is_better(metric, value(item), None if best is None else value(best)):
-            best = item
-    return best
-
-
 def worst_of(metric: str, items: Sequence[Item], value: Callable[[Item], float | None]) -> Item | None:
     """The item with the worst value, the first among equals. An item without a number (None, NaN) is worst of all."""
     return functools.reduce(lambda a, b: b if is_better(metric, value(a), value(b)) else a, items) if items else None
 
 
 __all__ = [
-    "METRICS", "Metric", "MetricName", "accuracy", "best_of", "by_guessing", "exact_match", "find_metric", "generates",
+    "METRICS", "Metric", "MetricName", "accuracy", "by_guessing", "exact_match", "find_metric", "generates",
     "is_better", "macro_f1", "matthews", "mean_loss", "perplexity", "rouge_l", "score_name", "worst_of",
 ]  # fmt: skip
