@@ -40,7 +40,7 @@ def serve(folder: Folder) -> None:
 
 def played(kind: type[Supervisor], folder: Path, command: str) -> None:
     """Play a federation by a supervisor of this kind. command: the one that was called."""
-    from fedlora.flower.rounds.federation import opening
+    from fedlora.flower.server.opening import opening
     from fedlora.flower.serving.superlink import SuperLink
 
     link = SuperLink(folder)
@@ -138,7 +138,7 @@ def _show(found: Mapping[str, Any], rounds: int) -> None:
     console.print(headline(found))
     judged = _judged(found).get("clients") or {}
     columns = ["node", "last seen", "last round", "loss", "norm", *(["weight, after the rule"] if judged else []),
-               "rounds", "sent"]  # fmt: skip
+               "rounds"]  # fmt: skip
     table = Table("site", "rank", *columns)
     for name, site in found["sites"].items():
         seen = f"{since(site['last_seen'])} ago" if site["last_seen"] else "never" if found["superlink"] else "unknown"
@@ -146,7 +146,7 @@ def _show(found: Mapping[str, Any], rounds: int) -> None:
         weights = [f"{one['weight']:.1%}, {one['coefficient']:.1%}" if one else "-"] if judged else []
         table.add_row(
             cell(name), cell(site["rank"]), site["node"], seen, cell(site["fate"] or "-"), _number(site["loss"]),
-            _number(site["norm"]), *weights, str(site["fates"].get("trained", 0)), decimal(site["upload_bytes"]),
+            _number(site["norm"]), *weights, str(site["fates"].get("trained", 0)),
         )  # fmt: skip
     console.print(table)
     for name, site in found["sites"].items():
@@ -162,7 +162,7 @@ def _show(found: Mapping[str, Any], rounds: int) -> None:
 
 
 def _rounds_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
-    from fedlora.flower.rounds.progress import spent_of
+    from fedlora.flower.server.journal import spent_of
     from fedlora.privacy.accounting import epsilon_up
 
     names = sorted({str(name) for line in rounds for name in line.get("metrics") or {}})

@@ -10,8 +10,10 @@ from typing import Any
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.membership import least_usable
-from fedlora.flower.rounds.round_lines import fitting_summary, has_released, rounds_done
+from fedlora.flower.server.finishing import fitting_summary
+from fedlora.flower.server.journal import rounds_done
+from fedlora.flower.server.private import has_released
+from fedlora.flower.server.state import least_usable
 from fedlora.flower.serving.superlink import LOOPBACK
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy

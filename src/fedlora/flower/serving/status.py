@@ -6,22 +6,21 @@ Screen and JSON tell the same facts.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fedlora.errors import counted
-from fedlora.flower.locks import holder
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.events import read_events
-from fedlora.flower.rounds.log_lines import time_of
-from fedlora.flower.rounds.progress import fates_of, progress_of
+from fedlora.flower.processes import holder
+from fedlora.flower.server.journal import fates_of, read_now, read_rounds
 from fedlora.flower.serving.standing import keys_of, room_of, standing
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
 from fedlora.flower.terms.privacy import promise
 
-MOST_ROUNDS = 100  # that `Progress` keeps
+MOST_ROUNDS = 100  # that are told
 
 
 def status_of(folder: FederationFolder, rounds: int = MOST_ROUNDS) -> dict[str, Any]:
@@ -29,16 +28,17 @@ def status_of(folder: FederationFolder, rounds: int = MOST_ROUNDS) -> dict[str, 
 
     sites: name -> rank; node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted),
     "unknown" (no SuperLink answers); last_seen: the last contact with its node; fate, why, loss, norm: of the last
-    round; fates: how often it trained, was late, ..., repeated attempts included; upload_bytes. privacy: a private
+    round; fates: how often it trained, was late, .... privacy: a private
     federation's guarantee, and the spending that its last round reports. served_by: the process that serves it, or
     None. superlink: whether it answers. database_bytes, disk_free_bytes.
 
     Raises:
         ConfigError: this is not a folder of `fedlora flower init`.
     """
-    progress, now = progress_of(read_events(folder.events)), standing(folder)
+    lines, playing, now = read_rounds(folder.rounds), read_now(folder.now), standing(folder)
     online, keys = _nodes(folder), keys_of(folder)
-    playing, line = progress.playing, progress.lines.get(progress.round, {})
+    line, ended = lines[-1] if lines else {}, playing.get("ended")
+    counts = Counter((name, fate) for one in lines for name, fate in fates_of(one).items())
     nodes, fates, sites = online or {}, line.get("fates") or {}, {}
     for name, rank in now.ranks.items():
         node, last = nodes.get(name), fates.get(name, {})
@@ -50,8 +50,7 @@ def status_of(folder: FederationFolder, rounds: int = MOST_ROUNDS) -> dict[str, 
             "why": last.get("why", ""),
             "loss": (line.get("losses") or {}).get(name),
             "norm": (line.get("norms") or {}).get(name),
-            "fates": {fate: n for (client, fate), n in progress.fate_counts.items() if client == name},
-            "upload_bytes": progress.uploaded.get(name, 0),
+            "fates": {fate: n for (client, fate), n in counts.items() if client == name},
         }
     told = {
         "name": now.name,
@@ -59,28 +58,19 @@ def status_of(folder: FederationFolder, rounds: int = MOST_ROUNDS) -> dict[str, 
         "rounds": now.rounds,
         "finished": now.why or None,
         "needed": now.needed,
-        "began": progress.began or None,
-        "last_event": progress.heard or None,
-        "ended": progress.ended or None,
-        "playing": None
-        if playing is None
-        else {
-            "round": playing.round,
-            "attempt": playing.attempt,
-            "asked": list(playing.asked),
-            "since": playing.at,
-            "fates": {name: fated.fate for name, fated in progress.fates.items()},
-        },
+        "ended": ended["kind"] if ended else None,
+        "playing": {key: playing[key] for key in ("round", "doing", "asked", "answered", "since")}
+        if playing.get("asked") and not ended
+        else None,
         "sites": sites,
         "last_rounds": [
             {
-                "round": number,
-                **{key: line.get(key) for key in ("loss", "seconds", "measure_seconds")},
+                **{key: line.get(key) for key in ("round", "loss", "seconds")},
                 "fates": fates_of(line),
                 **{key: dict(line.get(key) or {}) for key in ("metrics", "site_mean")},
                 **{key: dict(line[key]) for key in ("defence", "privacy") if line.get(key)},
             }
-            for number, line in (sorted(progress.lines.items())[-rounds:] if rounds else [])
+            for line in (lines[-rounds:] if rounds else [])
         ],
         "served_by": holder(folder.lock),
         "superlink": online is not None,
@@ -101,13 +91,12 @@ def headline(told: Mapping[str, Any]) -> str:
         state = f"{told['finished']} after {told['round']} rounds"
     elif playing is not None and server is not None:
         state = f"round {playing['round']} of {told['rounds']} goes on"
-        if waiting := [name for name in playing["asked"] if name not in playing["fates"]]:
+        if waiting := [name for name in playing["asked"] if name not in playing["answered"]]:
             state += f", since {since(playing['since'])}; no answer yet: {', '.join(waiting)}"
     else:
         state = f"{told['round']} of {counted(told['rounds'], 'round')} done"
-    began = f"; the federation began {told['began'][:16].replace('T', ' ')} UTC" if told["began"] else ""
     answers = "answers" if told["superlink"] else "does not answer"
-    return f"{told['name']}: {state}{began}\n{served}; the SuperLink {answers}"
+    return f"{told['name']}: {state}\n{served}; the SuperLink {answers}"
 
 
 def database_size(path: Path) -> int:
@@ -125,6 +114,19 @@ def time_at(seconds: float) -> str:
 def since(at: str) -> str:
     """How long ago a time in that format was."""
     return time_of(max(0.0, time.time() - datetime.fromisoformat(at).timestamp()))
+
+
+def time_of(seconds: float) -> str:
+    """A time span in a readable unit.
+
+    Example:
+        >>> time_of(4), time_of(200), time_of(8000), time_of(400_000)
+        ('4 s', '3 min', '2 h', '5 days')
+    """
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _nodes(folder: FederationFolder) -> dict[str, NodeFacts] | None:

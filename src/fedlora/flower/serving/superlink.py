@@ -29,7 +29,7 @@ from typing import Any
 from cryptography.hazmat.primitives import serialization
 
 from fedlora.errors import ConfigError, FedLoRAError
-from fedlora.flower import children
+from fedlora.flower import processes
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.terms import certificates
@@ -80,7 +80,7 @@ class SuperLink:
         self.folder = FederationFolder(home.resolve())
         self.port = FederationSettings.load(self.folder.settings).network.superlink_port
         self.address = f"{LOOPBACK}:{self.port}"
-        self.env = children.environment(self.folder.flower_home) | children.GIVES_BACK  # its ServerApp's, too
+        self.env = processes.environment(self.folder.flower_home) | processes.GIVES_BACK  # its ServerApp's, too
         self.log = self.folder.logs / "superlink.log"
         self.process: subprocess.Popen[bytes] | None = None
         self._client: Any = None
@@ -99,11 +99,11 @@ class SuperLink:
                     f"port {self.port} of {LOOPBACK} is in use by another program; end it, or take another port with "
                     f"`fedlora flower init --superlink-port`. `ss -ltnp` says who has it."
                 )
-        self.process = children.started(self.command(), self.log, self.env)
+        self.process = processes.started(self.command(), self.log, self.env)
         until = time.monotonic() + _LONG
         while not self.answers() and not give_up():
             if (code := self.process.poll()) is not None:
-                words = children.last_line(self.log)
+                words = processes.last_line(self.log)
                 raise SuperLinkError(f"the SuperLink ended with code {code}: {words} (more in {self.log})")
             if time.monotonic() > until:
                 self.stop()
@@ -114,7 +114,7 @@ class SuperLink:
         """The command that starts it: on loopback, with its database, TLS and node authentication."""
         certs = self.folder.certificates
         return [
-            sys.executable, "-m", children.SUPERLINK, "--host", LOOPBACK, "--port", str(self.port),
+            sys.executable, "-m", processes.SUPERLINK, "--host", LOOPBACK, "--port", str(self.port),
             "--database", str(self.folder.database), "--disable-runtime-dependency-installation",
             "--ssl-ca-certfile", f"{certs}/ca.crt", "--ssl-certfile", f"{certs}/server.crt",
             "--ssl-keyfile", f"{certs}/server.key", "--enable-supernode-auth",
@@ -128,9 +128,9 @@ class SuperLink:
         """End it and all that it started, including what an earlier process of this folder left."""
         self.close()
         if self.process is not None:
-            children.end(self.process)
+            processes.end(self.process)
             self.process = None
-        children.end_all_of(self.folder.flower_home)
+        processes.end_all_of(self.folder.flower_home)
 
     def close(self) -> None:
         """Close the connection. The next query opens another."""

@@ -18,14 +18,12 @@ from rich.filesize import decimal
 
 from fedlora.doing import doing
 from fedlora.errors import ConfigError, FedLoRAError, counted
-from fedlora.flower import children
-from fedlora.flower.locks import serving
-from fedlora.flower.rounds.events import REFUSED
-from fedlora.flower.rounds.log_lines import nodes_line
+from fedlora.flower import processes
+from fedlora.flower.processes import serving
 from fedlora.flower.serving.standing import Standing, check_derived, keys_of, needed_room, room_of
 from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
-from fedlora.flower.serving.telling import Say, Telling
+from fedlora.flower.serving.telling import Say, Telling, nodes_line
 from fedlora.flower.terms.privacy import promise
 
 
@@ -96,8 +94,8 @@ class Supervisor:
                     while not self.telling.standing().finished:
                         self._wait_for_room()
                         self._wait_for_nodes()
-                        done = self.telling.progress.round
-                        self._after(self._play(), self.telling.progress.round > done)
+                        done = self.telling.round
+                        self._after(self._play(), self.telling.round > done)
             except Stopped:
                 self._say("asked to stop: ending the run; finished rounds are stored")
             finally:
@@ -110,7 +108,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------- beginning
 
     def _greet(self) -> None:
-        children.end_all_of(self.folder.flower_home)  # what an earlier `serve` left
+        processes.end_all_of(self.folder.flower_home)  # what an earlier `serve` left
         self.telling.events(quietly=True)
         now = self.telling.standing()
         self._say(
@@ -194,7 +192,7 @@ class Supervisor:
                 if facts is not None and not seen and now - began > self._pace.pending:
                     raise Lost(
                         f"the run did not begin within {self._pace.pending:.0f} s: the SuperLink's SuperExec could not "
-                        f"start the ServerApp. The SuperLink's last line: {children.last_line(self.link.log)}"
+                        f"start the ServerApp. The SuperLink's last line: {processes.last_line(self.link.log)}"
                     )
             self._sleep(self._pace.events, raising=False)
 
@@ -207,12 +205,11 @@ class Supervisor:
         """
         now = self.telling.standing()
         done = f"{now.done} of {counted(now.rounds, 'round')} done"
-        _, refused, words = facts.details.partition(REFUSED)
         if now.finished:
             return
-        if refused:
-            raise ConfigError(words)
-        if self.telling.progress.ended == "quorum":
+        if self.telling.ended == "refused":
+            raise ConfigError(self.telling.now["ended"]["why"])
+        if self.telling.ended == "quorum":
             self._say("too few sites gave a usable answer; the server tries again once enough are online")
             self._sleep(self._pace.thin)
         elif facts.status == "finished:completed" and new:
@@ -229,7 +226,7 @@ class Supervisor:
 
     def _tell_refused(self) -> None:
         """Report what the SuperLink has refused since the last check, from its log."""
-        children.trim(self.link.log)
+        processes.trim(self.link.log)
         with suppress(FileNotFoundError), self.link.log.open("rb") as file:
             if os.fstat(file.fileno()).st_size < self._read:
                 self._read = 0  # the log was trimmed
@@ -251,7 +248,7 @@ class Supervisor:
 
     def _require_superlink(self) -> None:
         if (code := self.link.ended()) is not None:
-            words = "killed" if code == -9 else children.last_line(self.link.log)
+            words = "killed" if code == -9 else processes.last_line(self.link.log)
             raise Lost(f"the SuperLink ended with code {code}: {words}")
 
     def _sleep(self, seconds: float, *, raising: bool = True) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fedlora.doing import Step
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.events import EventReader
-from fedlora.flower.rounds.log_lines import lines_of, nodes_line
-from fedlora.flower.rounds.progress import Progress, after
+from fedlora.flower.server.journal import beside, read_now, read_rounds, round_line
 from fedlora.flower.serving.standing import Standing, standing
 from fedlora.flower.serving.superlink import NodeFacts
 
@@ -25,8 +24,8 @@ class Telling:
 
     def __init__(self, folder: FederationFolder, say: Say, remind: float) -> None:
         self.say, self._remind = say, remind
-        self.folder, self._events = folder, EventReader(folder.events)
-        self.progress, self.nodes = Progress(), tuple[NodeFacts, ...]()
+        self.folder, self.round, self.now = folder, 0, dict[str, Any]()
+        self.nodes = tuple[NodeFacts, ...]()
         self._standing = standing(folder)
         self.step = Step("rounds")  # what `serve` is doing
         self._there, self._said_at = "", dict[str, float]()
@@ -40,16 +39,22 @@ class Telling:
         return self._standing
 
     def events(self, *, quietly: bool = False) -> None:
-        """Report the ServerApp's events since the last check."""
-        for event in self._events.new():
-            self.progress = after(self.progress, event)
-            self.step.done, playing = self.progress.round, self.progress.playing
-            self.step.what = "rounds"
-            if playing is not None:
-                answered = f"{len(self.progress.fates)} of {len(playing.asked)} sites have answered"
-                self.step.what = f"round {playing.round}, {answered}; rounds"
-            for line in [] if quietly else lines_of(event, self.standing().rounds):
-                self.say(line)
+        """Report the rounds since the last check."""
+        lines, self.now = read_rounds(self.folder.rounds), read_now(self.folder.now)
+        for line in lines:
+            if line["round"] > self.round and not quietly:
+                for said in [round_line(line, self.standing().rounds), *beside(line)]:
+                    self.say(said)
+        self.round = max((line["round"] for line in lines), default=0)
+        self.step.done, self.step.what = self.round, "rounds"
+        if asked := self.now.get("asked"):
+            answered = f"{len(self.now['answered'])} of {len(asked)} sites have answered"
+            self.step.what = f"round {self.now['round']}, {answered}; rounds"
+
+    @property
+    def ended(self) -> str:
+        """Why the last run's rounds ended, as in now.json; "" while they go on."""
+        return str((self.now.get("ended") or {}).get("kind", ""))
 
     def look(self, nodes: Sequence[NodeFacts]) -> None:
         """Report who is online and who is missing, if that has changed."""
@@ -75,4 +80,16 @@ class Telling:
             self.say(line)
 
 
-__all__ = ["Say", "Telling"]
+def nodes_line(online: Sequence[str], expected: Sequence[str], needs: str, heard: float | None = None) -> str:
+    """Who is online and who is missing. needs: a round's requirement, in words. heard: seconds since the oldest
+    heartbeat: a node that died since then still counts as online."""
+    missing = [name for name in expected if name not in online]
+    there = f"online: {', '.join(online) if online else 'nobody'}"
+    if online and heard is not None:
+        there += f", each heard within the last {max(heard, 1):.0f} s"
+    if not missing:
+        return f"{there} (all {len(expected)})"
+    return f"{there}; missing: {', '.join(missing)} ({needs})"
+
+
+__all__ = ["Say", "Telling", "nodes_line"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedlora.core.process import how_ended
 from fedlora.errors import ConfigError
-from fedlora.flower import children
+from fedlora.flower import processes
 from fedlora.flower.serving.standing import standing
 from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.serving.supervisor import Lost, Supervisor
@@ -48,7 +48,7 @@ class Trial(Supervisor):
                     return
         for name in self.names:
             command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(self.folder.site(name).path)]
-            self.nodes[name] = children.started(command, self._log(name), children.environment(self._home(name)))
+            self.nodes[name] = processes.started(command, self._log(name), processes.environment(self._home(name)))
         self._say(f"nodes started: {', '.join(self.names)} (their lines are in {self.folder.logs}/node-NAME.log)")
 
     def on_down(self) -> None:
@@ -57,7 +57,7 @@ class Trial(Supervisor):
         for process in self.nodes.values():  # signal all first, so that they end in parallel
             process.terminate()
         for process in self.nodes.values():
-            children.end(process)
+            processes.end(process)
         if self.nodes:
             self._end_left()  # a trainer or a ClientApp may take longer to end than its node
 
@@ -72,7 +72,7 @@ class Trial(Supervisor):
                 del self.nodes[name]
                 continue
             log = self._log(name)
-            words = f", which ends with: {children.last_line(log)}" if code > 0 else ""
+            words = f", which ends with: {processes.last_line(log)}" if code > 0 else ""
             raise Lost(
                 f"the node of {name} ended {how_ended(code)}. Its log is {log}{words}. Call this again to continue "
                 f"after the last round."
@@ -81,7 +81,7 @@ class Trial(Supervisor):
     def _end_left(self) -> None:
         """End the processes of this trial's nodes, including those of an earlier one that was killed."""
         for name in self.names:
-            children.end_all_of(self._home(name))
+            processes.end_all_of(self._home(name))
 
     def _home(self, name: str) -> Path:
         return self.folder.site(name).state / "flwr"

@@ -11,7 +11,7 @@ import psutil
 
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.federation import opening
+from fedlora.flower.server.opening import opening
 from fedlora.flower.serving.standing import check_derived
 from fedlora.flower.setup.start import check_max_length
 from fedlora.flower.site.site_checks import Row

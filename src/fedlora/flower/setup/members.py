@@ -25,7 +25,7 @@ from fedlora.core import files
 from fedlora.core.text import quoted
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.federation import playable
+from fedlora.flower.server.opening import playable
 from fedlora.flower.setup.policy_file import Rank, with_client, without_client
 from fedlora.flower.setup.project import Federation, derived
 from fedlora.flower.setup.start import Start, check_ranks

@@ -13,9 +13,9 @@ from fedlora.adapters.io import read_adapter, write_adapter
 from fedlora.core.folders import replacing_folder
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.federation import playable
-from fedlora.flower.rounds.membership import number_drawn
-from fedlora.flower.rounds.private_federation import check_affordable
+from fedlora.flower.server.opening import playable
+from fedlora.flower.server.private import check_affordable
+from fedlora.flower.server.state import number_drawn
 from fedlora.flower.serving.superlink import LOOPBACK
 from fedlora.flower.setup.policy_file import Rank, policy_text
 from fedlora.flower.setup.proxy import nginx_configuration

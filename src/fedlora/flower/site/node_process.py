@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from fedlora.flower import children
-from fedlora.flower.locks import locked
+from fedlora.flower import processes
 from fedlora.flower.places import SiteFolder
+from fedlora.flower.processes import locked
 from fedlora.flower.site.reach import Found
 
 PAUSES = (2.0, 4.0, 8.0, 15.0, 30.0)  # seconds between tries; the last one repeats
@@ -45,7 +45,7 @@ def become_supernode(command: list[str], site: SiteFolder, lock: int) -> NoRetur
     """
     os.umask(0o077)
     os.set_inheritable(lock, True)
-    os.execve(command[0], command, {**children.environment(site.state / "flwr"), children.OWNER: str(os.getpid())})
+    os.execve(command[0], command, {**processes.environment(site.state / "flwr"), processes.OWNER: str(os.getpid())})
 
 
 @contextlib.contextmanager

@@ -28,10 +28,10 @@ from flwr.app import RecordDict
 from fedlora.core.process import how_ended, killed_with
 from fedlora.doing import beating
 from fedlora.errors import FedLoRAError
-from fedlora.flower import children
-from fedlora.flower.messages.wire import receive_message, send_message
+from fedlora.flower import processes
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.site_work import Do, SiteWork, content_of, told_to_server
+from fedlora.flower.site.wire import receive_message, send_message
 
 _PATIENCE = 10.0  # seconds for a trainer to end by itself before it is killed, and for a client to begin to speak
 _LITTLE = 2**16  # the most bytes that are free on a full disk
@@ -141,7 +141,7 @@ class Trainer:
             self.end()
             self._pipe, self._content = self._started(), content
         assert self._pipe is not None
-        children.trim(self._log)
+        processes.trim(self._log)
         try:
             return _exchanged(self._pipe, do, record)
         except TrainerFailed:
@@ -158,7 +158,7 @@ class Trainer:
             self._pipe.close()  # then it has no more work
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_PATIENCE)
-        children.end(process)
+        processes.end(process)
         return process.returncode
 
     def _started(self) -> Connection:
@@ -182,7 +182,7 @@ class Trainer:
             told += ". MemoryMax of its unit is also a limit; a smaller train.batch_size needs less"
         if shutil.disk_usage(self._site.state).free < _LITTLE:  # then it ends silently, and its log is unchanged
             told += ". No space is left on this site's disk"
-        words = [line for line in children.tail(self._log, 65536).splitlines() if line.strip()]
+        words = [line for line in processes.tail(self._log, 65536).splitlines() if line.strip()]
         return TrainerFailed(told, f"{told}. Its last line: {words[-1]}" if words else told)
 
     @property

@@ -17,7 +17,7 @@ from flwr.app import RecordDict
 
 from fedlora.core.text import shown
 from fedlora.errors import ConfigError, KeptStateError, UploadRefused
-from fedlora.flower.messages.envelope import Envelope, RecordError, opened, receipt_of
+from fedlora.flower.envelope import Envelope, RecordError, opened, receipt_of
 from fedlora.flower.places import SiteFolder
 
 if TYPE_CHECKING:  # torch is loaded with the first message, so that earlier errors are answered at once
@@ -63,7 +63,7 @@ class SiteWork:
         return self._node.work(record) if do == "train" else self._node.measure(record)
 
     def _loaded(self, envelope: Envelope, record: RecordDict) -> Node:
-        from fedlora.flower.messages.records import record_parcel
+        from fedlora.flower.records import record_parcel
         from fedlora.flower.site.held_out import keep_held_out, record_of
         from fedlora.flower.site.node import Node, has_trained
         from fedlora.flower.terms.agreement import Facts, check

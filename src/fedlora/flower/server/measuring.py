@@ -1,42 +1,69 @@
-"""Who measures a federation's rounds, on what data, by its settings; and by whose scores rounds are compared.
+"""Who measures a federation's rounds, by its settings; what the sites answer; and by whose scores rounds are compared.
 
 The server measures on its own file, if [at_server] names one and evaluate.target is not "clients"; each site measures
 on its held-out share, unless evaluate.target is "server". With both, rounds are compared by the server's scores; with
-sites' scores alone, by the mean of those that answered, weighted by their examples.
+sites' scores alone, by the mean over those that answered, weighted by their examples.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Literal
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from fedlora.errors import ConfigError
+from fedlora.flower.inside import Limit
+from fedlora.flower.scores import SiteScores
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.stopping import Line, Ranking
 from fedlora.runs.tracking import check_trackers
 from fedlora.training.metrics import score_name
 
-if TYPE_CHECKING:
-    from fedlora.flower.rounds.server_evaluation import AtServer
-
 log = logging.getLogger(__name__)
+NUMBERS = Limit(2**20, 64, 2**20)  # a reply of numbers and of the names of parts that a site keeps
+
+
+@dataclass(frozen=True)
+class SiteRound:
+    """The sites' measurements of one state. measured: site -> its scores, with their number of examples. unmeasured:
+    site -> the reason for none."""
+
+    measured: Mapping[str, SiteScores] = field(default_factory=dict)
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
+
+    def mean(self) -> dict[str, float]:
+        """The means, weighted by examples, of the scores that all sites have, and their number of examples."""
+        each = list(self.measured.values())
+        names = [name for name in (each[0].scores if each else ()) if all(name in one.scores for one in each)]
+        total = sum(one.examples for one in each)
+        means = {name: math.fsum(one.scores[name] * one.examples for one in each) / total for name in names}
+        return {**means, "examples": total} if each else {}
+
+    def facts(self) -> dict[str, Any]:
+        """The facts for a round's scores."""
+        return {
+            "site_metrics": {name: {**one.scores, "examples": one.examples} for name, one in self.measured.items()},
+            "site_mean": self.mean(),
+            "site_unmeasured": dict(self.unmeasured),
+        }
 
 
 @dataclass(frozen=True)
 class Choosing(Ranking):
-    """The order of a federation's rounds. by: whose scores; None: no round is measured. due: which rounds are measured.
-    at_sites: whether the sites measure, even if the server's scores count."""
+    """The order of a federation's rounds. by: whose scores; None: no round is measured. every, rounds: the rounds that
+    are measured, as evaluate.every and run.rounds say. at_sites: whether the sites measure, even if the server's scores
+    count."""
 
     by: Literal["server", "sites"] | None
-    due: Callable[[int], bool] = lambda round: False
+    every: int = 1
+    rounds: int = 0
     at_sites: bool = False
 
-    def asks_sites(self, line: Line) -> bool:
-        """Whether the sites are to measure a round."""
-        return (self.at_sites or self.by == "sites") and self.due(line["round"])
+    def due(self, round: int) -> bool:
+        """Whether a round is measured."""
+        return self.by is not None and round > 0 and (round % self.every == 0 or round == self.rounds)
 
     @property
     def where(self) -> str:
@@ -76,41 +103,33 @@ def check(settings: FederationSettings) -> None:
     check_trackers(settings.run.track)
 
 
-def choosing_of(settings: FederationSettings, at_server: AtServer, global_model: bool) -> Choosing:
-    """Whose scores compare rounds. Raises `ConfigError` if patience has no scores."""
+def choosing_of(settings: FederationSettings, server_file: bool, global_model: bool) -> Choosing:
+    """Whose scores compare rounds. server_file: whether the server has a validation file; global_model: a model.
+
+    Raises:
+        ConfigError: patience has no scores, or there is no model to measure.
+    """
     evaluate, metric = settings.evaluate, score_name(settings.evaluate.metric)
-    at_sites, measured = settings.data.validation > 0 and evaluate.target != "server", partial(due, settings)
-    if at_server.validation is not None and not global_model and evaluate.target == "server":
+    at_sites, when = settings.data.validation > 0 and evaluate.target != "server", (evaluate.every, settings.run.rounds)
+    if server_file and not global_model and evaluate.target == "server":
         raise ConfigError(
             f"{settings.method.name} keeps no model at the server to measure, and evaluate.target = 'server'. Set it "
             f"to 'clients'."
         )
-    if at_server.validation is not None and global_model and evaluate.target != "clients":
-        log.info("each %s is measured at the server, on at_server.validation", _rounds(evaluate.every))
-        return Choosing(metric, "server", measured, at_sites)
+    if server_file and global_model and evaluate.target != "clients":
+        log.info("rounds are measured at the server, on at_server.validation")
+        return Choosing(metric, "server", *when, at_sites=at_sites)
     if at_sites:
-        share = f"{settings.data.validation:g}"
-        log.info(
-            "each %s is measured at the sites, on the share of %s that each holds out", _rounds(evaluate.every), share
-        )
-        return Choosing(metric, "sites", measured)
+        log.info("rounds are measured at the sites, on the share of %g that each holds out", settings.data.validation)
+        return Choosing(metric, "sites", *when, at_sites=True)
     if evaluate.patience is not None:
         raise ConfigError(
             f"evaluate.patience = {evaluate.patience} looks at a score of each round, and nothing is measured: "
             f"data.validation = {settings.data.validation:g} at the sites, evaluate.target = {evaluate.target!r}, and "
-            f"at_server.validation is {'there' if at_server.validation is not None else 'not there'}."
+            f"at_server.validation is {'there' if server_file else 'not there'}."
         )
     log.info("no round is measured: [at_server] names no validation file, and the sites hold nothing out")
     return Choosing(metric, None)
-
-
-def due(settings: FederationSettings, round: int) -> bool:
-    """Whether a round is measured."""
-    return round % settings.evaluate.every == 0 or round == settings.run.rounds
-
-
-def _rounds(every: int) -> str:
-    return "round" if every == 1 else f"{every}th round, and the last one,"
 
 
 def sites_test(settings: FederationSettings) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,11 @@ import torch
 from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.core.lora import Adapter
 from fedlora.errors import CheckpointError, ConfigError, counted
-from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
-from fedlora.flower.rounds.flower_state import FlowerState, newest
-from fedlora.flower.rounds.membership import check_playable
-from fedlora.flower.rounds.private_federation import check_affordable, planned
-from fedlora.flower.rounds.round_lines import has_released, rounds_done
-from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
+from fedlora.flower.server.journal import rounds_done
+from fedlora.flower.server.measuring import Choosing, check, choosing_of
+from fedlora.flower.server.private import check_affordable, has_released, planned
+from fedlora.flower.server.state import FederationState, check_playable, newest
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import agreed, model_facts, server_facts
@@ -32,12 +29,34 @@ from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import check_policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import RECORDS, parse_json, read_given
+from fedlora.runs.client_data import read_files
+from fedlora.runs.config import RunConfig
 from fedlora.runs.private_run import PrivacyPlan
 from fedlora.runs.reading import flat
+from fedlora.runs.warm_start import check_fits
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
+from fedlora.training.digests import model_content
+from fedlora.training.measure import ModelEvaluator
+from fedlora.training.templates import find_template
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class AtServer:
+    """The server's memory besides the adapters; empty if it has no base model.
+
+    validation, test: evaluators of its files, None if there are none. examples: a digest of the validation examples.
+    digests: SHA-256 of the model's files. ends: tokens that end an answer.
+    """
+
+    validation: ModelEvaluator | None = None
+    test: ModelEvaluator | None = None
+    examples: str | None = None
+    tokenizer: Any = None
+    digests: Mapping[str, str] = field(default_factory=dict)
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +82,7 @@ class Opening:
     choosing: Choosing
     rounds: int
     played_with: str
-    newest: FlowerState | None = None
+    newest: FederationState | None = None
 
 
 def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
@@ -91,7 +110,7 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     if config is not None:
         _check_base(settings, known, home)
         at_server = load_at_server(config, seed_adapter)
-    choosing = choosing_of(settings, at_server, server.has_global_model(state.server))
+    choosing = choosing_of(settings, at_server.validation is not None, server.has_global_model(state.server))
     damaged: list[str] = []
 
     def skip(line: str) -> None:
@@ -108,15 +127,16 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
             f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can "
             f"undo a round. {way}"
         )
-    if rounds > (last := rounds_done(home.rounds)):  # a round's line is written before its state
+    last = rounds_done(home.rounds)
+    if rounds > last + 1:  # the state of a round stands before its line, by one at most
         raise ConfigError(
             f"{home.checkpoints} has the state of round {rounds}, but {home.rounds} ends with round {last}. Probably a "
             f"backup was unpacked over a newer folder. Move this folder away, unpack the backup into an empty place, "
             f"and start again."
         )
-    if (last := rounds_done(home.rounds, finished=True)) > rounds + len(damaged):  # written after its state
+    if last > rounds + len(damaged):
         raise ConfigError(
-            f"{home.rounds} has {counted(last, 'finished round')}, but the newest state in {home.checkpoints} is "
+            f"{home.rounds} has {counted(last, 'round')}, but the newest state in {home.checkpoints} is "
             f"that of round {rounds}{' (the start)' if found is None else ''}: later ones were moved or deleted. "
             f"Restore them from a backup. To play these rounds again, remove their lines from {home.rounds.name} by "
             f"hand, or make a new federation in another folder. Nothing was changed."
@@ -178,7 +198,7 @@ def playable(
         check_policy(policy, settings.privacy)
         server, plan = planned(settings, server, seed_adapter)
     state = start(server, seed_adapter)
-    check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
+    check_playable(policy.clients, server, state.server, settings.run.participation)
     return server, plan, state
 
 
@@ -186,3 +206,40 @@ def _check_base(settings: FederationSettings, known: Facts, home: FederationFold
     """Raises `Disagreement` if the server would measure with another base model than the sites train."""
     mine = model_facts(str(settings.at_server.model), settings)
     check_facts(server_facts(settings, known), mine, "the server's own model", whole=False)
+
+
+def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
+    """The server's own base model and files, loaded and checked against the common start.
+
+    Args:
+        config: `FederationSettings.for_server`: data.validation and data.test are files of the server's, or 0.
+
+    Raises:
+        ConfigError, DataError: a file cannot be read; the start does not fit the model.
+    """
+    files = {part: path for part in ("validation", "test") if isinstance(path := getattr(config.data, part), str)}
+    text = read_files(config, list(dict.fromkeys(files.values()))) if files else {}
+    labels = config.data.labels or next((data.label_names for data in text.values()), ())
+    config.model.check_targets(config.lora.targets)
+    model = config.model.load(config.lora, labels, config.run.seed)
+    mine, _ = model.seed_adapter(1, seed=config.run.seed)
+    check_fits(mine, start, f"start/, beside at_server.model = {config.model.path!r},")
+    template = config.data.prompting() if config.model.task == "causal-lm" else None
+    ends: tuple[int, ...] = ()
+    if config.model.task == "causal-lm":
+        ends = find_template(template, model.tokenizer).ends
+    made = {
+        part: config.evaluate.evaluator(
+            model, {"": text[path]}, (), target="server", own={}, max_length=config.data.max_length,
+            bf16=config.model.bf16, template=template,
+        )
+        for part, path in files.items()
+    }  # fmt: skip
+    return AtServer(
+        validation=made.get("validation"),
+        test=made.get("test"),
+        examples=text[files["validation"]].digest() if "validation" in files else None,
+        tokenizer=model.tokenizer,
+        digests=model_content(config.model.location()),
+        ends=ends,
+    )

@@ -20,9 +20,8 @@ from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
-from fedlora.flower.messages.envelope import Envelope, RecordError, enclose, opened
-from fedlora.flower.messages.parts import parts
-from fedlora.flower.messages.records import kept_names
+from fedlora.flower.envelope import Envelope, RecordError, enclose, opened, parts
+from fedlora.flower.records import kept_names
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.metrics import METRICS, score_name
 
@@ -30,7 +29,7 @@ HeldOut = Literal["validation", "test"]
 HELD_OUT: tuple[HeldOut, ...] = ("validation", "test")
 Evaluators = Mapping[str, ModelEvaluator | None]  # a site's, by held-out part
 
-# (least, most) for scores that do not lie between 0 and 1. A loss, in nats, has the limit of training (rounds.attempt);
+# (least, most) for scores that do not lie between 0 and 1. A loss, in nats, has the limit of training (server.answers);
 # a perplexity a thousand times that of chance among a million words. No useful model exceeds it.
 _BOUNDS = {"matthews": (-1.0, 1.0), "loss": (0.0, 1e6), "perplexity": (1.0, 1e9)}
 _ROOM = 1e-6  # for rounding

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +26,7 @@ from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.core.parcels import Parcel
 from fedlora.core.text import shown
-from fedlora.flower.messages.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened
-from fedlora.flower.messages.parts import parts
+from fedlora.flower.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened, parts
 from fedlora.flower.terms.agreement import Disagreement, Facts, check
 from fedlora.linalg.stored import stored_bytes
 
@@ -191,9 +189,9 @@ def record_upload(
     carried = shapes if "shared" in (roles.B, roles.A) else ()
     modules = {module: LoRA(found.get(f"B/{module}"), found.get(f"A/{module}")) for module in carried}
     adapter = Adapter(modules, {name: found[f"heads/{name}"] for name in heads if f"heads/{name}" in found})
-    upload = Upload(client, _number(record, "num-examples"), adapter)
+    upload = Upload(client, number(record, "num-examples"), adapter)
     local = {*shapes, *heads} if "local" in (roles.B, roles.A, roles.heads) else set[str]()
-    return upload, _number(record, "loss"), kept_names(said.get("kept"), local)
+    return upload, number(record, "loss"), kept_names(said.get("kept"), local)
 
 
 def _expected(
@@ -220,39 +218,8 @@ def kept_names(said: Any, local: Collection[str]) -> list[str]:
     return said
 
 
-def stock_key(key: str) -> tuple[str, str] | None:
-    """(module, "B" or "A") from a key of get_peft_model_state_dict; None if it is not a linear layer's LoRA factor."""
-    found = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", key)
-    return (found[1], found[2]) if found is not None else None
-
-
-def stock_upload(record: RecordDict, client: Client, shapes: Mapping[str, tuple[int, int]], scale: float) -> Upload:
-    """A stock PEFT client's upload: get_peft_model_state_dict in an ArrayRecord, num-examples in a MetricRecord.
-
-    Each array leaves the record when it is read.
-
-    Args:
-        scale: the client's alpha / r relative to the server's scaling, folded into B.
-
-    Raises:
-        RecordError: keys or shapes that no LoRA of these modules has.
-    """
-    modules: dict[str, dict[str, Tensor]] = {}
-    for arrays, key in [(found, key) for found in parts(record, ArrayRecord).values() for key in found]:
-        module, factor = stock_key(key) or ("", "")
-        if module not in shapes:
-            raise RecordError(f"{key[:80]!r} is no LoRA factor of this model.")
-        (d_out, d_in), r = shapes[module], client.ranks(shapes)[module]
-        expected = (d_out, r) if factor == "B" else (r, d_in)
-        modules.setdefault(module, {})[factor] = to_tensor(arrays.pop(key), expected, key[:80])
-    lacks = [m for m in shapes if set(modules.get(m, {})) != {"A", "B"}]
-    if lacks:
-        raise RecordError(f"module {lacks[0]!r} lacks a factor ({len(lacks)} such).")
-    pairs = {m: LoRA(pair["B"] * scale if scale != 1 else pair["B"], pair["A"]) for m, pair in modules.items()}
-    return Upload(client, _number(record, "num-examples"), Adapter(pairs))
-
-
-def _number(record: RecordDict, name: str) -> float:
+def number(record: RecordDict, name: str) -> float:
+    """A number among a reply's metrics. Raises `RecordError`."""
     for metrics in parts(record, MetricRecord).values():
         value = metrics.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -275,6 +242,6 @@ def _said(record: RecordDict, what: str) -> dict[str, Any]:
 
 
 __all__ = [
-    "NUMPY", "PROTOCOL", "RAW", "RecordError", "kept_names", "parcel_record", "record_parcel", "record_upload",
-    "stock_key", "stock_upload", "to_array", "to_tensor", "upload_record",
+    "NUMPY", "PROTOCOL", "RAW", "RecordError", "kept_names", "number", "parcel_record", "record_parcel",
+    "record_upload", "to_array", "to_tensor", "upload_record",
 ]  # fmt: skip

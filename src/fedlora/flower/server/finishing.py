@@ -8,71 +8,73 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
-from typing import Any
-
-from flwr.serverapp import Grid
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
 
 from fedlora.adapters.base_names import is_path
 from fedlora.core import files
-from fedlora.flower.rounds.choosing import sites_test
-from fedlora.flower.rounds.federation import Opening
-from fedlora.flower.rounds.log_lines import measurement_lines
-from fedlora.flower.rounds.recording import Recorder
-from fedlora.flower.rounds.site_evaluation import SiteRound
-from fedlora.flower.rounds.strategy import FedLoRA
+from fedlora.flower.grid import BoundedGrid
+from fedlora.flower.server.measuring import SiteRound, sites_test
+from fedlora.flower.server.opening import Opening
 from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
+from fedlora.given_files import RECORDS, parse_json, read_given
 from fedlora.runs.base_names import BaseName, base_name
 from fedlora.runs.exported import FOLDERS, Exports, global_adapter, named
 from fedlora.runs.finishing import results
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts, shown_rank
 from fedlora.runs.private_outputs import private_summary
-from fedlora.runs.private_run import PrivateRun, told
+from fedlora.runs.private_run import told
 from fedlora.runs.stopping import Line
 from fedlora.server.judged import over_rounds
 from fedlora.server.state import RunState
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from fedlora.flower.server.federation import Federation
 
 
-def finish(
-    grid: Grid, opening: Opening, strategy: FedLoRA, recorder: Recorder, private: PrivateRun | None
-) -> dict[str, Any]:
+def finish(grid: BoundedGrid, federation: Federation) -> dict[str, Any]:
     """Write adapters, their scores, and the summary. The summary comes last: if it exists, everything does."""
-    settings, home, state = opening.settings, opening.home, strategy.flower_state.state
-    lines = strategy.lines.finished()
-    best = recorder.best(lines)
+    opening, private, state = federation.opening, federation.private, federation.state
+    settings, home, lines, best = opening.settings, opening.home, federation.lines(), federation.best
     chosen = {"last": state}
-    if (found := recorder.best_state(best)) is not None:
+    if (found := federation.best_state()) is not None:
         chosen["best"] = found
-    at_sites = strategy.measure(grid, "test") if sites_test(settings) else SiteRound()
-    for note in measurement_lines(at_sites.facts(), f"test set, round {state.round}"):
-        log.warning("%s", note)
+    at_sites = federation.measure(grid, "test") if sites_test(settings) else SiteRound()
     judged = over_rounds(lines)
     spent = None if private is None else private.spent(state.round)
-    exports = _exports(opening, strategy, judged, None if spent is None else told(spent))
+    exports = _exports(federation, judged, None if spent is None else told(spent))
     tested = _tested(opening, chosen)
     for name, measured in tested.items():
         scores, by = measured, "server"
         if not scores and chosen[name].round == state.round:  # the sites measured this state
             scores, by = {k: v for k, v in at_sites.mean().items() if k != "examples"}, "the sites"
-        model = global_adapter(opening.server, chosen[name])
+        model = global_adapter(federation.server, chosen[name])
         exports.write(home.server / FOLDERS[name], model, chosen[name].round, scores, by=by if scores else "server")
-    recorder.trackers.close({k: (one.round, tested.get(k, {})) for k, one in chosen.items()})
-    stopped = recorder.stopped(lines)
-    if stopped is None and private is not None and strategy.stopped == "budget":
+    federation.trackers.close({k: (one.round, tested.get(k, {})) for k, one in chosen.items()})
+    stopped = federation.ended
+    if stopped is None and private is not None and federation.stopped == "budget":
         why = private.releases.why_spent(state.round)
         stopped = {"round": state.round, "of": settings.run.rounds, "best_round": None, "best": None, "why": why}
-    summary = _summary(opening, strategy, best, at_sites, tested, judged, stopped)
+    summary = _summary(federation, best, at_sites, tested, judged, stopped)
     if spent is not None:
         summary = private_summary(summary, spent, "server/summary.json")
     files.write(home.summary, json.dumps(plain(summary), indent=2, sort_keys=True) + "\n")
     return dict(plain(summary))
+
+
+def fitting_summary(path: Path, settings: FederationSettings, rounds: int) -> dict[str, Any] | None:
+    """A federation's summary, if it is of these settings and of this number of rounds; None: there is work left."""
+    try:
+        found = parse_json(read_given(path, RECORDS), nan_as_none=True)
+        same = found["rounds"] == rounds and found["settings"] == json.loads(settings.travelling())
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return dict(found) if same else None
 
 
 def _tested(opening: Opening, chosen: Mapping[str, RunState]) -> dict[str, Mapping[str, float]]:
@@ -91,14 +93,14 @@ def _tested(opening: Opening, chosen: Mapping[str, RunState]) -> dict[str, Mappi
 
 
 def _summary(
-    opening: Opening, strategy: FedLoRA, best: Line | None, at_sites: SiteRound,
-    tested: Mapping[str, Mapping[str, float]], judged: Mapping[str, Any], stopped: Mapping[str, Any] | None,
+    federation: Federation, best: Line | None, at_sites: SiteRound, tested: Mapping[str, Mapping[str, float]],
+    judged: Mapping[str, Any], stopped: Mapping[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Any federation's summary; `private_summary` removes what a private one may not release."""
-    settings, choosing, lines = opening.settings, opening.choosing, strategy.lines.finished()
+    settings, choosing, lines = federation.opening.settings, federation.opening.choosing, federation.lines()
     return {
         **results(
-            strategy.server, strategy.flower_state.state, choosing.metric, lines, best, tested,
+            federation.server, federation.state, choosing.metric, lines, best, tested,
             settings.data.labels or [], stopped, judged, scores="site_mean" if choosing.by == "sites" else "metrics",
         ),
         "federation": settings.id,
@@ -107,7 +109,7 @@ def _summary(
         "site_test": {
             "sites": at_sites.facts()["site_metrics"], "mean": at_sites.mean(), "unmeasured": dict(at_sites.unmeasured),
         },
-        "sites": taken_part(strategy.policy, lines),
+        "sites": taken_part(federation.policy, lines),
         "seconds": sum(line["seconds"] or 0.0 for line in lines),
         "adapter": "last" in tested,
         "versions": code_facts()["versions"],
@@ -115,15 +117,16 @@ def _summary(
     }  # fmt: skip
 
 
-def _exports(opening: Opening, strategy: FedLoRA, judged: Mapping[str, Any], privacy: str | None) -> Exports:
+def _exports(federation: Federation, judged: Mapping[str, Any], privacy: str | None) -> Exports:
     """Writes adapters of the federation's states. judged: a robust rule's effect in all rounds. privacy: the guarantee
     of a private federation, in words."""
+    opening = federation.opening
     settings, base = opening.settings, _base(opening)
     site = Site(name="site", data="data", model=base.name or "model", method=settings.method.name)
     config = settings.for_site(site).model_copy(update={"defence": settings.defence})
     model = settings.at_server.model or opening.spec.base_model
     return Exports(
-        _facts(opening, strategy), config, named(opening.spec, base.name or (PurePath(model).name if model else None)),
+        _facts(federation), config, named(opening.spec, base.name or (PurePath(model).name if model else None)),
         opening.at_server.tokenizer, settings.data.labels or (), base=base, privacy=privacy, judged=judged,
     )  # fmt: skip
 
@@ -147,16 +150,17 @@ def _base(opening: Opening) -> BaseName:
     )
 
 
-def _facts(opening: Opening, strategy: FedLoRA) -> dict[str, Any]:
+def _facts(federation: Federation) -> dict[str, Any]:
     """The facts for cards, in the form of a run's manifest. clients: those whose training is in the model, also if they
     left."""
-    settings, here, policy = opening.settings, opening.at_server, strategy.policy
+    opening, policy, lines = federation.opening, federation.policy, federation.lines()
+    settings, here = opening.settings, opening.at_server
     clients: dict[str, int | str] = {name: shown_rank(policy.client(name)) for name in policy.clients}
     if settings.privacy is None:  # the card of a private one tells nobody who took part
-        counted = [name for line in strategy.lines.finished() for name in line["weights"]]
+        counted = [name for line in lines for name in line["weights"]]
         clients = {name: rank for name, rank in clients.items() if name in counted}
         clients |= {name: "left" for name in counted if name not in clients}
-    examples = strategy.flower_state.examples
+    examples = {name: count for line in lines for name, count in line["examples"].items()}  # with its last upload
     return {
         **code_facts(),
         "config_digest": hashlib.sha256(settings.travelling().encode()).hexdigest()[:16],
@@ -167,7 +171,7 @@ def _facts(opening: Opening, strategy: FedLoRA) -> dict[str, Any]:
             "label_counts": None,
         },
         "clients": clients,
-        "method": repr(opening.server.method),
+        "method": repr(federation.server.method),
         "answer_ends": list(here.ends),
     }
 

@@ -1,4 +1,6 @@
-"""Replies from a real SuperLink, measured before they are in memory. Nothing else in `rounds` uses flwr's internals.
+"""flwr's inside, as far as a ServerApp needs it, and the one check of flwr's version: nothing else here imports it.
+
+Replies from a real SuperLink are measured before they are in memory (`HttpInbox`).
 
 Flower cuts a message into objects: first comes a tree of their ids, then each is pulled by its id. `HttpGrid` pulls all
 of a reply, whatever its size, waits up to two hours for objects that were announced but never sent, and ends the run if
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,12 +26,48 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedlora.core.text import shown
-from fedlora.errors import ConfigError
-from fedlora.flower.rounds.arrivals import Arrival, Limit, too_large
 
 log = logging.getLogger(__name__)
 TESTED = ("1.41.", "1.42.")
 _TREE = 32 * 2**20  # bytes in the list of one message's objects
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that one reply may take: bytes in total, both packed and unpacked; objects, into which Flower cuts it;
+    bytes other than arrays' data (names, numbers, text)."""
+
+    bytes: int
+    objects: int
+    described: int
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A reply that came, or why it was not accepted. reply_to: the id of the message that it answers."""
+
+    reply_to: str
+    message: Message | None
+    why: str = ""
+
+
+def too_large(size: int, most: int) -> str:
+    """Why a reply is refused."""
+    return (
+        f"its reply has {size:,} bytes or more, and {most:,} are allowed (twice what its upload can have, or the "
+        f"policy's max_upload_mb)"
+    )
+
+
+def untested() -> str:
+    """Why the installed flwr may have another inside than this was written for, and the way out; "" if it has not."""
+    found = version("flwr")
+    if found.startswith(TESTED):
+        return ""
+    return (
+        f"flwr {found} is installed, and fedlora knows the inside of {' and '.join(f'{one}x' for one in TESTED)}: pip "
+        f"install 'flwr>=1.41,<1.43'"
+    )
 
 
 class TooLarge(Exception):
@@ -52,23 +91,15 @@ class _Coming:
     described: int = 0
 
 
-def is_http(grid: Grid) -> bool:
-    """Whether this grid talks to a SuperLink.
+def http_inbox(grid: Grid) -> HttpInbox | None:
+    """The inbox of a grid that talks to a SuperLink. None for any other grid; and, with a warning, on a flwr that was
+    not tested: replies are then measured only after they came, and Flower waits for announced ones up to two hours."""
+    if why := untested():
+        warnings.warn(f"{why}. Until then replies are measured only after they are in memory.", stacklevel=2)
+        return None
+    from flwr.superlink.grid.http_grid import HttpGrid
 
-    Raises:
-        ConfigError: flwr is another version than this was written for, with other internals.
-    """
-    from flwr.superlink.grid import http_grid
-
-    if not isinstance(grid, http_grid.HttpGrid):
-        return False
-    found = version("flwr")
-    if not found.startswith(TESTED):
-        raise ConfigError(
-            f"flwr {found} is installed, and the bounded pull of replies (fedlora.flower.rounds.bounded_pull) was "
-            f"written for {' and '.join(f'{one}x' for one in TESTED)}: pip install 'flwr>=1.41,<1.43'."
-        )
-    return True
+    return HttpInbox(grid) if isinstance(grid, HttpGrid) else None
 
 
 class HttpInbox:
@@ -124,11 +155,11 @@ class HttpInbox:
             message = put_together(coming.told.metadata.message_id, coming.contents, limit)
             about = metadata_from_proto(coming.told.metadata)  # the SuperLink's, not the sender's
             message.__dict__["_metadata"] = about
-            found = Arrival(message_id, message, coming.size)
+            found = Arrival(message_id, message)
         except TooLarge as error:
-            found = Arrival(message_id, None, error.size, too_large(error.size, limit.bytes))
+            found = Arrival(message_id, None, too_large(error.size, limit.bytes))
         except _Unreadable as error:
-            found = Arrival(message_id, None, coming.size if coming is not None else 0, str(error))
+            found = Arrival(message_id, None, str(error))
         if coming is not None:
             self._confirm(coming)
         return found
@@ -279,7 +310,7 @@ def heartbeats_outlive_errors(grid: Grid) -> Iterator[None]:
 
     flwr's own sender ends silently at the first 500, and a minute later its SuperLink considers the ServerApp dead.
     """
-    if not is_http(grid):
+    if http_inbox(grid) is None:
         yield
         return
 

@@ -1,5 +1,5 @@
-"""Flower's processes on this machine: their files are only for this user, and they end with the process that started
-them.
+"""Flower's processes on this machine, and who has a folder: a process's files are only for this user, it ends with the
+process that started it, and a lock ends with its holder.
 
 The kernel kills a child when its launcher is gone, even after kill -9; the child's own children, Flower's SuperExec
 and ServerApp, check for that and end. Flower detaches its SuperExec from the SuperLink's process group, so ending the
@@ -10,17 +10,23 @@ ServerApp that a killed `serve` left in a long computation.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from fedlora.core import files
 from fedlora.core.process import end, ends_with, killed_with
+from fedlora.core.text import shown
+from fedlora.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -89,9 +95,9 @@ def owner_of_this() -> int | None:
     return int(named) if named.isdecimal() and int(named) > 1 else None
 
 
-def last_line(log: Path) -> str:
+def last_line(path: Path) -> str:
     """The last meaningful line of a log, without the frames and colours that Flower draws."""
-    plain = [line.strip("│╭╮╰╯─ \t\r") for line in _COLOUR.sub("", tail(log)).splitlines()]
+    plain = [line.strip("│╭╮╰╯─ \t\r") for line in _COLOUR.sub("", tail(path)).splitlines()]
     said = [line for line in plain if line and line not in ("Error", "Traceback (most recent call last):")]
     return said[-1] if said else "it said nothing"
 
@@ -114,7 +120,69 @@ def trim(log: Path, largest: int = 20_000_000) -> None:
         os.truncate(log, 0)  # it is open for appending, so its writer continues at the new end
 
 
+# ---------------------------------------------------------------------------------------------- who has a folder
+
+
+@contextlib.contextmanager
+def locked(path: Path, refused: Callable[[str], str]) -> Iterator[int]:
+    """Hold the lock at `path`, with this process's id in it; the lock ends with the process. Yields its descriptor.
+
+    Args:
+        refused: makes the message if another process has it, from its id.
+
+    Raises:
+        ConfigError: another process has it. OSError: it cannot be made.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        taken = files.hold(descriptor)
+        if taken is False:
+            raise ConfigError(refused(_holder_said(descriptor)))
+        if taken is None:
+            log.warning("%s: this file system has no locks; make sure that nobody else does the same here", path)
+        with contextlib.suppress(OSError):  # on a full disk the id is missing, but the lock holds
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def serving(path: Path) -> Iterator[None]:
+    """Allow one `fedlora flower serve` or `up` per folder: hold the lock at `path`, FED/state/serve.lock.
+
+    Raises:
+        ConfigError: another process holds it; the message has its id.
+    """
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    folder = path.parents[1]
+    with locked(path, lambda who: (
+        f"process {who} already serves {folder}: two processes would run each round twice. Look with `fedlora flower "
+        f"status {folder}`; end the other process first."
+    )):  # fmt: skip
+        yield
+
+
+def holder(path: Path) -> int | None:
+    """The id of the process that holds a lock; None if nobody does."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        said = _holder_said(descriptor)
+        return int(said) if files.hold(descriptor) is False and said.isdigit() else None
+    finally:
+        os.close(descriptor)
+
+
+def _holder_said(descriptor: int) -> str:
+    """The id that a lock's holder wrote into it, in words."""
+    return shown(os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip() or "unknown")
+
+
 __all__ = [
-    "GIVES_BACK", "OF", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all_of", "ends_with", "environment", "last_line",
-    "owner_of_this", "started", "tail", "trim",
+    "GIVES_BACK", "OF", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all_of", "ends_with", "environment", "holder",
+    "last_line", "locked", "owner_of_this", "serving", "started", "tail", "trim",
 ]  # fmt: skip

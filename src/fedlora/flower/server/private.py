@@ -1,4 +1,8 @@
-"""A private federation's folder and ledger: its plan, its releases, and its spending.
+"""A private federation's plan, its releases, and its spending. docs/how-to/privacy.md states the guarantee.
+
+Each round asks all members that are online, once. A member that is refused, offline, late, fails or abstains counts as
+zero, and the round takes place: it has no quorum. The noised sum is stored and charged before the round is told or
+stored; after a kill the same sum is used again, and nobody is asked for it.
 
 FED/server/private/    for the server alone (mode 700), as RUN/private of `fedlora run`
     run.json    its id in the ledger         journal/    the noised sums
@@ -87,3 +91,15 @@ def opened_private(
 def _releases(settings: FederationSettings, folder: Path, run: str) -> OnDisk:
     assert settings.privacy is not None, "only a federation with [privacy] releases"
     return private_run.releases_of(settings.privacy, folder, run, settings.run.rounds, 1.0)
+
+
+def has_released(home: FederationFolder) -> bool:
+    """Whether a noised sum was ever made here."""
+    return any((home.private / "journal").glob("*"))
+
+
+def require_room(private: PrivateRun, round: int) -> None:
+    """Raises `BudgetSpent` if this round would exceed the population's budget. Before any site trains for it."""
+    privacy, releases, plan = private.server.privacy, private.releases, private.plan
+    assert privacy is not None, "the server of a private run releases"
+    releases.ledger.check(releases.event(round, privacy.mechanism(plan.size), plan.size, 1.0), releases.budget, 1)
