@@ -19,8 +19,8 @@ from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.flower.rounds.events import Ended, read_events
-from fedlora.flower.rounds.playing import ending
+from fedlora.flower.server.federation import ending
+from fedlora.flower.server.journal import read_now
 from fedlora.runs.config import load_config
 from support.federation_folders import RANKS, FederationOnDisk
 from support.flower_grid import LocalGrid
@@ -167,8 +167,7 @@ def test_it_stops_when_nothing_gets_better_and_says_so(tmp_path: Path, caplog: p
     fed = FederationOnDisk(tmp_path, train={"lr": 1e-9, "steps": 1}, evaluate={"patience": 2}, run={"rounds": 6})
     summary = fed.play()
     assert summary["stopped_early"]["round"] == summary["rounds"] == 3 and summary["best_round"] == 1
-    events = read_events(fed.home / "server" / "events.jsonl")
-    assert [e.why for e in events if isinstance(e, Ended)] == ["stopped early"]
+    assert read_now(fed.home / "server" / "now.json")["ended"]["kind"] == "stopped"
     caplog.set_level("INFO")
     grid = fed.grid()
     assert fed.play(grid) == summary and not grid.sent
@@ -241,7 +240,7 @@ def test_a_site_that_cannot_measure_is_named_and_stops_nobody(tmp_path: Path) ->
 
     grid.meddle, grid.offline = {"acme": broken}, {"cork"}
     summary, lines = fed.play(grid), fed.lines()
-    assert [bool(line["site_mean"]) for line in lines] == [False, True, True], "each second round, and the last"
+    assert [bool(line.get("site_mean")) for line in lines] == [False, True, True], "each second round, and the last"
     assert list(lines[1]["site_metrics"]) == ["berlin"] == list(summary["site_test"]["sites"])
     assert "out of memory" in lines[1]["site_unmeasured"]["acme"]
     assert lines[1]["site_unmeasured"]["cork"] == summary["site_test"]["unmeasured"]["cork"] == "it is not online"
@@ -307,7 +306,7 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
             self.closed = True
 
     monkeypatch.setattr("fedlora.runs.tracking.make_tracker", Tracker)
-    monkeypatch.setattr("fedlora.flower.rounds.choosing.check_trackers", lambda names: None)
+    monkeypatch.setattr("fedlora.flower.server.measuring.check_trackers", lambda names: None)
     fed = FederationOnDisk(tmp_path, run={"rounds": 3, "track": ["tensorboard"]})
     grid = fed.grid()
     kill_at(grid, 7, "train")

@@ -19,7 +19,7 @@ pytest.importorskip("dp_accounting")
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.playing import ending
+from fedlora.flower.server.federation import ending
 from fedlora.flower.serving.standing import standing
 from fedlora.flower.setup.checkup import checked_folder
 from fedlora.flower.setup.members import invite

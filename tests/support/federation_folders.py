@@ -11,7 +11,8 @@ import tomli_w
 from flwr.app import RecordDict
 
 from fedlora.adapters.io import write_adapter
-from fedlora.flower.rounds.playing import play
+from fedlora.flower.server.federation import play
+from fedlora.flower.server.journal import read_rounds
 from fedlora.flower.site.site_work import Do, SiteWork, content_of
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
@@ -113,7 +114,7 @@ class FederationOnDisk:
         return play(grid or self.grid(), self.home, clock=FastClock())
 
     def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.home / "server" / "rounds.jsonl").read_text().splitlines()]
+        return read_rounds(self.home / "server" / "rounds.jsonl")
 
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.home / "server" / "summary.json").read_text())

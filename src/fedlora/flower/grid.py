@@ -110,9 +110,10 @@ class BoundedGrid(Grid):
         dead, looked = False, self.clock.monotonic()  # dead: the SuperLink, not waited for again until it answers
         for message in messages:
             stub, since = _without_content(message), self.clock.monotonic()
-            id, why = self._push(message, 0.0 if dead else min(_PATIENCE, timeout or _PATIENCE))
+            patience = 0.0 if dead else min(_PATIENCE, timeout or _PATIENCE)
+            id, why = self._push(message, patience)
             del message  # its content; a grid in memory still holds it until its reply is pulled
-            dead = bool(why)
+            dead = bool(why) and self.clock.monotonic() - since >= patience
             if not id:
                 there = f"the SuperLink takes no message for node {stub.metadata.dst_node_id}"
                 yield _no_answer(stub, "not sent" if why else "offline", why or there)

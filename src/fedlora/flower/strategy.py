@@ -40,6 +40,7 @@ from fedlora.flower.records import parcel_record, record_upload
 from fedlora.flower.scores import as_question
 from fedlora.flower.server.answers import Answers, Reply
 from fedlora.flower.server.journal import Journal, beside, round_line
+from fedlora.flower.server.private import require_room
 from fedlora.flower.server.state import (
     FederationState,
     check_playable,
@@ -52,6 +53,7 @@ from fedlora.flower.server.state import (
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.methods.registry import build
+from fedlora.runs.private_run import PrivateRun
 from fedlora.server.kept import Kept
 from fedlora.server.rounds import OpenRound
 from fedlora.server.server import Server, start
@@ -105,6 +107,7 @@ class FedLoRA(Strategy):
         self.fraction_train, self.fraction_evaluate, self.seed = fraction_train, fraction_evaluate, seed
         self.journal = Journal(folder)
         self.stopped: str | None = None  # why no further round is played
+        self.private: PrivateRun | None = None  # what a private server releases, and charges
         self._adapter, self._timeout, self._began = adapter, 3600.0, 0.0
         self._kept: FederationState | None = None
         self._answers: Answers | None = None
@@ -253,6 +256,8 @@ class FedLoRA(Strategy):
         the first one waits for all of them, a later one as long as for an answer."""
         if opened.stored:
             return self._online(grid)
+        if self.private is not None:  # before any client trains
+            require_room(self.private, self.round + 1)
         if opened.asked is not None:
             return self._wait(grid, len(self.policy.clients), math.inf if self.round == 0 else self._timeout)
         rule, quorum = self.server.round.rule, self.server.round.quorum
@@ -286,7 +291,7 @@ class FedLoRA(Strategy):
 
     def _more(self, round: int) -> Mapping[str, Any]:
         """Further facts for the round's line, once it is aggregated."""
-        return {}
+        return {} if self.private is None else {"privacy": self.private.spent(round)}
 
     def _envelope(self) -> Envelope:
         """What every message to fedlora's own clients says besides its work."""
@@ -326,7 +331,7 @@ class FedLoRA(Strategy):
             begun = start(self.server, self._adapter or peft_adapter(initial or ArrayRecord(), self.factor))
             check_playable(self.policy.clients, self.server, begun.server, self.fraction_train)
             if self.stock:
-                require_stock(self.server, begun.server)
+                require_stock(self.server, begun.server, self.policy.clients)
             found = None
             if self.folder is not None:
                 found = newest(self.folder / "checkpoints", self.run, self.server, begun.server)

@@ -164,10 +164,8 @@ class Answers:
             fate, why = self.fates[name]
             if FATES[fate].counts:
                 clients[name] = self._after[name]
-                why = f"had no weight in the model, and the site goes on from its own state: {left_out[name]}" * (
-                    name in left_out
-                )
-                receipts[name] = Receipt(round, self._said(round, why))
+                lost = f"had no weight in the model, and the site goes on from its own state: {left_out.get(name)}"
+                receipts[name] = Receipt(round, self._said(round, lost if name in left_out else ""))
                 continue
             if name in clients:
                 clients[name] = replace(clients[name], held=None)

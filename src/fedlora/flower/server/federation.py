@@ -30,7 +30,7 @@ from fedlora.flower.server.finishing import finish, fitting_summary
 from fedlora.flower.server.journal import scores_line
 from fedlora.flower.server.measuring import NUMBERS, SiteRound
 from fedlora.flower.server.opening import Opening, opening
-from fedlora.flower.server.private import opened_private, require_room
+from fedlora.flower.server.private import opened_private
 from fedlora.flower.server.state import FederationState, check_playable, run_identity
 from fedlora.flower.strategy import FedLoRA
 from fedlora.flower.terms.agreement import Facts
@@ -42,7 +42,6 @@ from fedlora.runs.folder import plain
 from fedlora.runs.private_run import PrivateRun
 from fedlora.runs.stopping import Line
 from fedlora.runs.tracking import Called, Trackers
-from fedlora.server.rounds import OpenRound
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
@@ -129,14 +128,6 @@ class Federation(FedLoRA):
         for name in before.keys() - self.policy.clients.keys():
             log.warning("round %d on: %s may take part no longer", self.round + 1, name)
         self._kept = self.kept.under(self.policy.clients)
-
-    def _awaited(self, grid: Grid, opened: OpenRound) -> dict[str, int]:
-        if self.private is not None and not opened.stored:
-            require_room(self.private, self.round + 1)
-        return super()._awaited(grid, opened)
-
-    def _more(self, round: int) -> Mapping[str, Any]:
-        return {} if self.private is None else {"privacy": self.private.spent(round)}
 
     def _envelope(self) -> Envelope:
         return Envelope(self.opening.settings.travelling(), self._facts().text())
