@@ -25,9 +25,9 @@ pytest.importorskip("flwr")
 
 from fedlora import read_adapter
 from fedlora.flower import children
-from fedlora.flower.locks import holder
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.federation import opening
+from fedlora.flower.processes import holder
+from fedlora.flower.server.opening import opening
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start

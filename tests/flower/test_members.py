@@ -22,7 +22,7 @@ from fedlora import read_adapter
 from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.federation import opening
+from fedlora.flower.server.opening import opening
 from fedlora.flower.serving.standing import check_derived
 from fedlora.flower.setup import checkup, members
 from fedlora.flower.setup.project import with_sites

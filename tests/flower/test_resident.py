@@ -32,10 +32,9 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fedlora import Client, Server, build
 from fedlora.core.parcels import pack
 from fedlora.errors import CheckpointError, ConfigError, DataError
-from fedlora.flower.messages.envelope import Envelope, Receipt
-from fedlora.flower.messages.records import RAW, RecordError, parcel_record, to_array, to_tensor
-from fedlora.flower.messages.wire import receive_message, send_message
+from fedlora.flower.envelope import Envelope, Receipt
 from fedlora.flower.places import SiteFolder
+from fedlora.flower.records import RAW, RecordError, parcel_record, to_array, to_tensor
 from fedlora.flower.site.node import Node, state_of
 from fedlora.flower.site.resident import (
     Trainer,
@@ -47,6 +46,7 @@ from fedlora.flower.site.resident import (
     socket_of,
 )
 from fedlora.flower.site.site_work import SiteWork, content_of, told_to_server
+from fedlora.flower.site.wire import receive_message, send_message
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site

@@ -75,9 +75,7 @@ def test_everyone_has_a_fate_in_every_round(tmp_path: Path) -> None:
     meddling: dict[str, Any] = dict(zip(asked, (nan, boom, never), strict=False))
     grid.offline, grid.meddle = {"away"}, meddling
     strategy.start(BoundedGrid(grid, clock=FastClock()), num_rounds=1, timeout=50.0)
-    want = {name: "not drawn" for name in online} | dict(
-        zip(asked, ("refused", "failed", "late", "trained"), strict=True)
-    )
+    want = dict.fromkeys(online, "not drawn") | dict(zip(asked, ("refused", "failed", "late", "trained"), strict=True))
     assert fates(strategy) == want | {"away": "offline"}
     line = read_rounds(tmp_path / "server" / "rounds.jsonl")[0]
     assert line["fates"][asked[2]]["why"] == "no answer within 50 s" and line["loss"] == pytest.approx(0.5)

@@ -21,7 +21,7 @@ pytest.importorskip("flwr")
 from safetensors.torch import load_file, save_file
 
 from fedlora.errors import ConfigError
-from fedlora.flower.rounds.federation import opening
+from fedlora.flower.server.opening import opening
 from fedlora.flower.terms.facts import model_facts, of_model, write_agreed
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site

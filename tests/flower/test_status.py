@@ -11,9 +11,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedlora.errors import ConfigError
 from fedlora.flower.locks import serving
-from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import (
     AttemptFailed,
     Began,
@@ -28,6 +26,9 @@ from fedlora.flower.rounds.finishing import taken_part
 from fedlora.flower.rounds.log_lines import lines_of, nodes_line, round_line
 from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.rounds.round_lines import rounds_done
+
+from fedlora.errors import ConfigError
+from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.standing import standing
 from fedlora.flower.serving.status import headline, status_of
 from fedlora.flower.serving.superlink import NodeFacts

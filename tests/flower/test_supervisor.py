@@ -17,11 +17,12 @@ import pytest
 pytest.importorskip("flwr")
 
 
+from fedlora.flower.locks import holder, serving
+from fedlora.flower.rounds.events import REFUSED
+
 from fedlora import doing
 from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, FedLoRAError, LedgerError
 from fedlora.flower import apps
-from fedlora.flower.locks import holder, serving
-from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.serving import supervisor
 from fedlora.flower.serving.standing import Standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLinkError

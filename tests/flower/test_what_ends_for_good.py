@@ -18,8 +18,8 @@ import fedlora.flower.serving.trial  # noqa: F401
 from fedlora.core import checkpoint
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.federation import opening
-from fedlora.flower.rounds.flower_state import FlowerState, run_identity
+from fedlora.flower.server.opening import opening
+from fedlora.flower.server.state import FederationState, run_identity
 from fedlora.flower.serving.standing import check_derived, standing
 from fedlora.flower.serving.supervisor import Stopped, Supervisor
 from fedlora.flower.setup import checkup
@@ -49,8 +49,8 @@ def played(fed: FederationFolder, rounds: int) -> None:
     first = opening(fed.path)
     state = RunState(rounds, replace(first.state.server, round=rounds), first.state.clients)
     of = run_identity(first.settings.id, first.server, state.server)
-    checkpoint.save(fed.checkpoints, rounds, FlowerState(first.settings.id, state), of=of)
-    fed.rounds.write_text("".join(f'{{"round": {k}, "metrics": {{}}}}\n' for k in range(1, rounds + 1)))
+    checkpoint.save(fed.checkpoints, rounds, FederationState(first.settings.id, state), of=of)
+    fed.rounds.write_text("".join(f'{{"round": {k}, "fates": {{}}}}\n' for k in range(1, rounds + 1)))
 
 
 @pytest.mark.parametrize("words", FAULTS)
@@ -84,16 +84,16 @@ def test_serve_refuses_before_it_waits_for_a_site(
 
 def test_a_backup_that_was_unpacked_over_a_newer_folder_is_refused(tmp_path: Path) -> None:
     """Its lines end before the newest state, whose rounds would be told as never played; both files and both numbers
-    are named. A line more than states is what a crash between the two leaves, and is no fault."""
+    are named. A line less than states is what a crash between the two leaves, and is no fault."""
     fed = federation_folder(tmp_path / "fed")
     played(fed, 2)
-    lines = ['{"round": 1}\n', '{"round": 2}\n', '{"round": 3}\n']
-    fed.rounds.write_text(lines[0])
+    lines = [f'{{"round": {k}, "fates": {{}}}}\n' for k in (1, 2)]
+    fed.rounds.write_text("")
     with pytest.raises(ConfigError) as refused:
         opening(fed.path)
-    for named in (fed.checkpoints, fed.rounds, "round 2", "round 1", "backup"):
+    for named in (fed.checkpoints, fed.rounds, "round 2", "round 0", "backup"):
         assert str(named) in str(refused.value)
-    for kept in (2, 3):
+    for kept in (1, 2):
         fed.rounds.write_text("".join(lines[:kept]))
         assert opening(fed.path).rounds == 2
 
@@ -110,20 +110,19 @@ def test_doctor_tells_of_a_damaged_checkpoint_that_the_rounds_would_pass_over(tm
 
 
 def test_rounds_whose_states_are_gone_are_refused_and_not_played_again(tmp_path: Path) -> None:
-    """Finished lines, which are written after a state, and no state or that of round 2: `serve` and doctor say the
-    same. A line without scores is what a crash before a state leaves, also in round 1, and goes on."""
+    """Lines, which are written after a state, and no state or that of round 2: `serve` and doctor say the same."""
     fed = federation_folder(tmp_path / "fed")
     for state, lost in ((0, 1), (0, 4), (2, 3), (2, 4)):
         if state and not fed.checkpoints.exists():
             fed.rounds.unlink()
             played(fed, state)
-        lines = [f'{{"round": {k}, "metrics": {{}}}}\n' for k in range(1, lost + 1)]
+        lines = [f'{{"round": {k}, "fates": {{}}}}\n' for k in range(1, lost + 1)]
         fed.rounds.write_text("".join(lines))
-        with pytest.raises(ConfigError, match=f"{lost} finished rounds?, .* round {state}.* from a backup") as refused:
+        with pytest.raises(ConfigError, match=f"{lost} rounds?, .* round {state}.* from a backup") as refused:
             opening(fed.path)
         assert str(refused.value) in [found for _, found, sound in checkup.checked_folder(fed.path) if sound is False]
         assert fed.rounds.read_text() == "".join(lines)
-        fed.rounds.write_text("".join([*lines[:state], f'{{"round": {state + 1}}}\n']))
+        fed.rounds.write_text("".join(lines[:state]))
         assert opening(fed.path).rounds == state
 
 
@@ -131,11 +130,10 @@ def test_rounds_whose_states_are_gone_are_refused_and_not_played_again(tmp_path:
 def test_a_damaged_newest_state_is_told_where_the_operator_looks(
     command: str, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was in the ServerApp's log alone. The line of round 2 and the damaged state of round 3 are no lost rounds."""
+    """It was in the ServerApp's log alone. The line of round 2 is no lost round."""
     fed = federation_folder(tmp_path / "fed")
     played(fed, 1)
     played(fed, 2)
-    fed.rounds.write_text(fed.rounds.read_text() + '{"round": 3}\n')
     (newest,) = fed.checkpoints.glob("round-00002*")
     newest.write_bytes(newest.read_bytes()[:-1] + b"x")
     monkeypatch.setattr(Supervisor, "serve", lambda self: standing(self.folder))

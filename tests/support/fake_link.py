@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Began, Done, Ended, EventWriter, Fated
+
+from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.superlink import NodeFacts, RunFacts
 from fedlora.flower.terms.settings import FederationSettings
 

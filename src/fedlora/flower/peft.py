@@ -80,7 +80,9 @@ def require_stock(server: Server, state: ServerState, clients: Mapping[str, Any]
     """Raises `ConfigError` for a method that stock clients cannot serve, or a start of another rank than theirs."""
     found, wanted = set(state.start.ranks.values()), set(clients.values())
     if found != wanted:
-        raise ConfigError(f"the start has LoRA factors of rank {sorted(found)}, and the stock clients have r = {wanted}.")
+        raise ConfigError(
+            f"the start has LoRA factors of rank {sorted(found)}, and the stock clients have r = {wanted}."
+        )
     if not server.roles(state).both_shared or server.method.moves_base:
         raise ConfigError(
             f"{server.method.name} needs clients that keep or freeze a part, or that move their base weights, and "

@@ -140,7 +140,7 @@ class FedLoRA(Strategy):
         self.summary()
         with self._telling_the_end():
             self._refresh()
-            self._wait(grid, len(self.policy.clients), _WAIT)  # once; later as many as a round needs
+            self._wait(grid, None, _WAIT)  # once; later for as many as a round needs
             while True:
                 self._measure(grid, result, evaluate, evaluate_fn)
                 stop = should_stop is not None and self.round > 0 and should_stop(self.round, result)
@@ -259,21 +259,25 @@ class FedLoRA(Strategy):
         if self.private is not None:  # before any client trains
             require_room(self.private, self.round + 1)
         if opened.asked is not None:
-            return self._wait(grid, len(self.policy.clients), math.inf if self.round == 0 else self._timeout)
+            return self._wait(grid, None, math.inf if self.round == 0 else self._timeout)
         rule, quorum = self.server.round.rule, self.server.round.quorum
         return self._wait(grid, least_usable(self.policy, quorum, rule, self.fraction_train), _WAIT)
 
-    def _wait(self, grid: Grid, least: int, patience: float) -> dict[str, int]:
-        """Those that are online once `least` clients are, or after so many seconds."""
+    def _wait(self, grid: Grid, least: int | None, patience: float) -> dict[str, int]:
+        """Those that are online once `least` clients are (None: all), or after so many seconds."""
         clock, told = _clock_of(grid), -math.inf
         until = clock.monotonic() + min(patience, math.inf if patience == math.inf else self._timeout)
-        while len((found := self._online(grid)).keys() & self.policy.clients.keys()) < least:
-            now, away = clock.monotonic(), ", ".join(name for name in self.policy.clients if name not in found)
+        while True:
+            found, now = self._online(grid), clock.monotonic()
+            wanted = len(self.policy.clients) if least is None else least  # the policy may change meanwhile
+            if len(found.keys() & self.policy.clients.keys()) >= wanted:
+                break
             if now >= until:
                 break
             if now - told >= _REMIND:
                 told = now
-                log.warning("round %d waits for %d clients; not online: %s", self.round + 1, least, away)
+                away = ", ".join(name for name in self.policy.clients if name not in found)
+                log.warning("round %d waits for %d clients; not online: %s", self.round + 1, wanted, away)
             clock.sleep(1.0)
             self._refresh()
         if self.names == "order" and len(found) < len(self.policy.clients):  # all would get the name of another
