@@ -1,5 +1,5 @@
-"""FedLoRA's answers, in one process through Flower's wire format. Kinds of evidence: *contract* (what travels comes back),
-*attack* (forged replies, late ones, nodes that fail: nothing that was accepted is lost). Parity: test_parity.py.
+"""FedLoRA's answers, in one process through Flower's wire format. Kinds of evidence: *contract* (what travels comes
+back), *attack* (forged replies, late ones, nodes that fail: nothing that was accepted is lost). Parity: test_parity.py.
 """
 
 from __future__ import annotations

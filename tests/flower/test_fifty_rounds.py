@@ -57,7 +57,8 @@ def test_no_row_and_no_file_is_left_of_a_finished_round(tmp_path: Path, rounds: 
         return False
 
     strategy = FedLoRA(
-        Server(build("glora"), round=Kept(quorum=3)), RANKS, adapter=seed_adapter(), folder=tmp_path, fraction_evaluate=1.0,
+        Server(build("glora"), round=Kept(quorum=3)), RANKS, adapter=seed_adapter(), folder=tmp_path,
+        fraction_evaluate=1.0,
     )  # fmt: skip
     strategy.start(BoundedGrid(link.grid, clock=FastClock()), num_rounds=rounds, should_stop=after)
     assert set(fates(strategy).values()) == {"trained"} and len(left) == rounds

@@ -1,5 +1,5 @@
-"""`BoundedGrid`: one message for each question, whose each is, and what became of who did not answer. Kinds of evidence:
-contract, attack.
+"""`BoundedGrid`: one message for each question, whose each is, and what became of who did not answer. Kinds of
+evidence: contract, attack.
 
 The grid below it is a script: what the SuperLink would give at which second, on a clock that costs no time.
 """
@@ -30,7 +30,7 @@ Made = Callable[[str], Message]  # from the id of the question
 
 
 class Scripted(LocalGrid):
-    """script: client -> (seconds after its question, what comes then). failing: until when the SuperLink answers 500."""
+    """script: client -> (seconds after its question, what comes then). failing: until then the SuperLink fails."""
 
     def __init__(self, **script: list[tuple[float, Made]]) -> None:
         super().__init__({})
@@ -146,7 +146,7 @@ def test_a_superlink_that_fails_for_a_while_still_gets_its_messages(until: float
 
 
 def test_a_superlink_that_says_who_is_offline_is_not_dead() -> None:
-    """It fails for the first message's whole patience, answers the second ("offline"), and fails for ten seconds more."""
+    """It fails for the first message's whole patience, answers the second ("offline"), and fails ten seconds more."""
 
     class Back(Scripted):
         def push_messages(self, messages: Iterable[Message]) -> list[str]:

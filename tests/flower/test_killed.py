@@ -66,7 +66,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("method", KINDS)
 def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, method: str) -> None:
-    """Expected: the in-process engine's state; an unbroken federation's lines. Of the line that a kill cut, a part is on
+    """Expected: the in-process engine's state; an unbroken federation's lines. Of a line that a kill cut, a part is on
     the disk; at each fifth place the newest checkpoint is damaged besides, and the one before it is there."""
     server, ranks = Server(build(method)), KINDS[method]
     begun = start(server, seed_adapter())

@@ -165,7 +165,7 @@ def test_the_mean_is_weighted_by_examples() -> None:
 
 
 def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:
-    """One is away, one forges, one fails, one is silent; the last one counts: its loss is the mean, and 7 + 2 examples."""
+    """One is away, one forges, one fails, one is silent; the last one counts, and its 7 + 2 examples."""
     ranks = dict.fromkeys(["ok", "away", "forger", "broken", "silent"], 4)
     strategy, grid = toy_federation(tmp_path, Server(build("glora")), ranks)
     grid.offline = {"away"}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +21,17 @@ from flwr.proto.message_pb2 import Message as Proto
 
 from fedlora import Client, Kept, Server, build
 from fedlora.core.messages import Download
+from fedlora.core.parcels import pack
 from fedlora.errors import QuorumNotMet
 from fedlora.flower import apps
 from fedlora.flower.envelope import PROTOCOL, Envelope, opened
 from fedlora.flower.processes import OWNER
-from fedlora.flower.records import RecordError, record_parcel
+from fedlora.flower.records import RecordError, parcel_record, record_parcel, record_upload
 from fedlora.flower.site.node import Node
 from fedlora.flower.site.resident import TrainerFailed
 from fedlora.flower.terms.agreement import Facts
 from fedlora.server.server import start
-from support.flower_grid import RANKS, RUN, LocalGrid, Toy, fates, federation, last_line, play, seed_adapter
+from support.flower_grid import RANKS, RUN, SHAPES, Toy, fates, federation, last_line, play, seed_adapter
 
 OLDER = Path(__file__).parents[1] / "older" / "messages"
 
@@ -55,15 +57,15 @@ def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None
 
 
 def test_a_server_refuses_an_older_sites_reply_by_name() -> None:
-    _, state, asked = download()
+    _, _, asked = download()
     with pytest.raises(RecordError, match="'fedlora/2', and this server speaks fedlora/5"):
-        OwnClients().reply(recorded("upload"), asked, state, RUN)
+        record_upload(recorded("upload"), asked.client, run=RUN, round=0, shapes=SHAPES, roles=asked.roles, heads={})
 
 
 @pytest.mark.parametrize("protocol", ["fedlora/6", "fedlora/10", "other/1", None, 3, "x" * 10_000])
 def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
     _, _, asked = download()
-    record = OwnClients().question(asked, None, RUN)
+    record = parcel_record(pack(asked, None), RUN)
     config = record.config_records["config"]
     if protocol is None:
         del config["protocol"]
@@ -87,7 +89,7 @@ def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
 )
 def test_a_parcel_that_is_none_is_refused(tree: Any) -> None:
     _, _, asked = download()
-    record = OwnClients().question(asked, None, RUN)
+    record = parcel_record(pack(asked, None), RUN)
     record.config_records["config"]["parcel"] = json.dumps({"run": RUN, "parcel": tree})
     with pytest.raises(RecordError, match="cannot be read"):
         record_parcel(record)

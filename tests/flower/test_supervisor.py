@@ -17,12 +17,11 @@ import pytest
 pytest.importorskip("flwr")
 
 
-from fedlora.flower.locks import holder, serving
-from fedlora.flower.rounds.events import REFUSED
-
 from fedlora import doing
-from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, FedLoRAError, LedgerError
+from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, LedgerError
 from fedlora.flower import apps
+from fedlora.flower.processes import holder, serving
+from fedlora.flower.server.journal import read_now
 from fedlora.flower.serving import supervisor
 from fedlora.flower.serving.standing import Standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLinkError
@@ -176,7 +175,7 @@ def test_wrong_settings_are_told_as_such(tmp_path: Path) -> None:
     """A ConfigError is exit code 2, after which no unit starts it again: `test_what_ends_for_good`."""
     home = federation_folder(tmp_path / "f")
     with pytest.raises(ConfigError, match=r"^lora\.alpha was 8 and is 16\.$"):
-        served(home, [fails(f"ServerApp failed with exception: {REFUSED}lora.alpha was 8 and is 16.")])
+        served(home, [fails("lora.alpha was 8 and is 16.", ended="refused")])
     (home / "policy.toml").write_text("nonsense")
     with pytest.raises(ConfigError, match="policy"):
         served(home)
@@ -189,16 +188,18 @@ _FINAL = [ConfigError, AdapterFormatError, Disagreement, BudgetSpent, LedgerErro
 def test_the_app_says_what_would_fail_the_same_way_again(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the error's type, in a word of its own; and why stands in its log."""
+    """By the error's type, in now.json; and why stands in its log."""
 
     def play(grid: object, folder: Path) -> None:
         raise error("it is so")
 
-    monkeypatch.setattr("fedlora.flower.rounds.playing.play", play)
+    monkeypatch.setattr("fedlora.flower.server.federation.play", play)
     wrong = error in _FINAL
     context = SimpleNamespace(run_config={"folder": str(tmp_path)})
-    with pytest.raises(FedLoRAError if wrong else error, match=f"^{REFUSED if wrong else ''}it is so$"):
+    with pytest.raises(error, match="^it is so$"):
         apps.main(SimpleNamespace(), context)  # type: ignore[arg-type]
+    told = read_now(tmp_path / "server" / "now.json")
+    assert (told["ended"] == {"kind": "refused", "why": "it is so"}) if wrong else not told
     log = tmp_path / "state" / "logs" / "serverapp.log"
     assert "it is so" in log.read_text() and "Traceback" in log.read_text()
 
@@ -379,7 +380,7 @@ def test_two_cannot_serve_one_folder(tmp_path: Path) -> None:
     """The other one's process is named; however it ends, the folder is free again."""
     home = federation_folder(tmp_path / "f")
     words = f"import sys; sys.path[:0] = {sys.path!r}\nfrom pathlib import Path\nimport time\n"
-    words += "from fedlora.flower.locks import serving\n"
+    words += "from fedlora.flower.processes import serving\n"
     words += f"with serving(Path({str(home / 'state' / 'serve.lock')!r})):\n"
     words += "    print('held', flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True)

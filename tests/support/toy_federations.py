@@ -42,7 +42,7 @@ def write_policy(folder: Path, clients: Mapping[str, Any], **more: Any) -> None:
 def toy_federation(
     folder: Path, server: Server, ranks: Mapping[str, Any] = RANKS, *, trainer: Any = None, **tables: Any
 ) -> tuple[Federation, LocalGrid]:
-    """A federation that goes on in FOLDER. tables: of its settings; each round is measured unless they say otherwise."""
+    """A federation that goes on in FOLDER. tables: of its settings; each round is measured if they do not say no."""
     home = FederationFolder(folder)
     said: dict[str, Any] = {"id": "toys", "data": {"labels": ["no", "yes"]}, "lora": {"targets": ["q"]}, **tables}
     settings, seed = FederationSettings.model_validate(said), seed_adapter()
