@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,12 +33,12 @@ from fedlora.core.parcels import held_after, pack
 from fedlora.core.text import shown
 from fedlora.errors import BudgetSpent, ConfigError, HyperparameterError, QuorumNotMet, RankMismatch
 from fedlora.flower.envelope import Envelope, Receipt, parts
-from fedlora.flower.grid import BoundedGrid, Clock, Limit, NoAnswer
+from fedlora.flower.grid import BoundedGrid, Clock, NoAnswer
 from fedlora.flower.peft import peft_adapter, peft_record, peft_upload, ranks_of_clients, require_stock
 from fedlora.flower.records import parcel_record, record_upload
 from fedlora.flower.scores import as_question
 from fedlora.flower.server.answers import Answers, Reply
-from fedlora.flower.server.journal import Journal, beside, round_line
+from fedlora.flower.server.journal import Journal, beside, log_to_stdout, round_line
 from fedlora.flower.server.private import require_room
 from fedlora.flower.server.state import (
     FederationState,
@@ -165,7 +164,8 @@ class FedLoRA(Strategy):
         self._answers = Answers(self.kept, opened, [*self.policy.clients], online, chosen, self.policy.max_examples)
         self.journal.asked(self.round + 1, "train", self._answers.asked)
         if isinstance(grid, BoundedGrid):
-            grid.limit = self._limit(self._answers.asked)
+            asked = [self.policy.client(name) for name in self._answers.asked]
+            grid.limit = reply_limit(asked, self.state.server, self.policy.max_upload_mb)
         return self._questions(MessageType.TRAIN, self._answers.asked, online, config, grid)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord]:
@@ -438,12 +438,6 @@ class FedLoRA(Strategy):
         )  # fmt: skip
         return Reply(upload, loss, replace(held_after(sent), local=tuple(kept)))
 
-    def _limit(self, clients: Iterable[str]) -> Limit:
-        """The limit of a reply: the largest of these clients'."""
-        state, most = self.state.server, self.policy.max_upload_mb
-        found = [reply_limit(self.policy.client(name), state, most) for name in clients] or [Limit(0, 0, 0)]
-        return Limit(*(max(getattr(one, what) for one in found) for what in ("bytes", "objects", "described")))
-
     def _store(self, after: FederationState) -> None:
         """Store a round, and tell it."""
         if self.folder is not None:
@@ -487,18 +481,6 @@ def _metrics(line: Mapping[str, Any]) -> MetricRecord:
     """A round's metrics, from its line."""
     trained = sum(one["fate"] == "trained" for one in line["fates"].values())
     return MetricRecord({"train_loss": math.nan if line["loss"] is None else line["loss"], "clients": trained})
-
-
-def log_to_stdout() -> None:
-    """Print fedlora's log if nobody else does, because Flower gives a ServerApp a handler only for its own logger."""
-    package = logging.getLogger("fedlora")
-    if package.hasHandlers():
-        return
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    package.addHandler(handler)
-    if package.getEffectiveLevel() > logging.INFO:
-        package.setLevel(logging.INFO)
 
 
 __all__ = ["FedLoRA"]

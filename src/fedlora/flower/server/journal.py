@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -209,6 +210,18 @@ def scores_line(round: int, scores: Mapping[str, Any]) -> str:
             )
             return f"round {round}: {told}{where}"
     return ""
+
+
+def log_to_stdout() -> None:
+    """Print fedlora's log if nobody else does, because Flower gives a ServerApp a handler only for its own logger."""
+    package = logging.getLogger("fedlora")
+    if package.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    package.addHandler(handler)
+    if package.getEffectiveLevel() > logging.INFO:
+        package.setLevel(logging.INFO)
 
 
 def _number(value: float, digits: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
@@ -140,14 +140,18 @@ def _check_ranks(clients: Ranks, server: Server, state: ServerState) -> None:
         served.append(rank)
 
 
-def reply_limit(client: Client, state: ServerState, most_mb: float | None = None) -> Limit:
-    """The limit of this client's upload: twice its largest possible one and 1 MB, or `most_mb` in 2^20 bytes."""
-    total = tensors = 0
-    for name, rank in ranks_of(client, state).items():
-        B, A = state.start.modules[name].factors
-        total += rank * (B.shape[0] + A.shape[1]) * max(4, B.element_size(), A.element_size())
-        tensors += 2
-    total += sum(head.numel() * max(4, head.element_size()) for head in state.heads.values())
+def reply_limit(clients: Iterable[Client], state: ServerState, most_mb: float | None = None) -> Limit:
+    """The limit of these clients' uploads: twice the largest possible one and 1 MB, or `most_mb` in 2^20 bytes."""
+    largest = tensors = 0
+    for client in clients:
+        ranks = ranks_of(client, state)
+        factors = {name: state.start.modules[name].factors for name in ranks}
+        size = sum(
+            ranks[name] * (B.shape[0] + A.shape[1]) * max(4, B.element_size(), A.element_size())
+            for name, (B, A) in factors.items()
+        )
+        largest, tensors = max(largest, size), max(tensors, 2 * len(ranks))
+    largest += sum(head.numel() * max(4, head.element_size()) for head in state.heads.values())
     tensors += len(state.heads)
-    most = 2 * total + _MB if most_mb is None else int(most_mb * _MB)
+    most = 2 * largest + _MB if most_mb is None else int(most_mb * _MB)
     return Limit(most, 64 + 4 * tensors + most // (_MB // 4), 2 * _MB + 2048 * tensors)
