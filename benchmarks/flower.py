@@ -32,9 +32,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedlora.client import receive, send
 from fedlora.core.messages import Upload
 from fedlora.core.parcels import pack
-from fedlora.flower.messages.envelope import Envelope
-from fedlora.flower.messages.records import parcel_record, record_parcel, record_upload, upload_record
+from fedlora.flower.envelope import Envelope
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.records import parcel_record, record_parcel, record_upload, upload_record
 from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.serving.trial import Trial
 from fedlora.flower.setup.trial_folder import trial as write_trial

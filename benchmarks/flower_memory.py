@@ -89,12 +89,12 @@ def own_peak() -> int:
 
 @server_app.main()
 def serve(grid: Grid, context: Context) -> None:
-    import fedlora.flower.rounds.strategy  # noqa: F401 - in both, so that `before` is of the same imports
+    import fedlora.flower.strategy  # noqa: F401 - in both, so that `before` is of the same imports
 
     facts: dict[str, Any] = {"before": own_peak(), "rounds": []}
     home = Path(plan()["home"])
 
-    def note(*_: Any) -> None:
+    def note(*_: Any) -> None:  # None stops nothing
         facts["rounds"].append({"at": time.time(), "peak": own_peak(), "database": (home / "state.db").stat().st_size})
         (home / "facts.json").write_text(json.dumps(facts))
 
@@ -112,22 +112,15 @@ def play_bare(grid: Grid, note: Any) -> None:
 
 
 def play_fedlora(grid: Grid, note: Any) -> None:
-    from fedlora import Adapter, LoRA, Server, build
-    from fedlora.flower.rounds.strategy import FedLoRA
-    from fedlora.flower.terms.policy import Policy
-    from fedlora.server.server import start
+    from fedlora import Adapter, Kept, LoRA, Server, build
+    from fedlora.flower import FedLoRA
 
     t, home = seed_factors(), Path(plan()["home"])
     seed = Adapter({name: LoRA(t[f"{name}.B"], t[f"{name}.A"]) for name in dict.fromkeys(n[:-2] for n in t)})
-    server, names = Server(build(plan()["method"]), quorum=SITES), [f"site-{k}" for k in range(SITES)]
-    state = start(server, seed)
+    server = Server(build(plan()["method"]), round=Kept(quorum=SITES))
+    strategy = FedLoRA(server, SITES, adapter=seed, folder=home)
     del t, seed
-    strategy = FedLoRA(
-        server, Policy(dict.fromkeys(names, 64), deadline=3600.0), state, folder=home / "checkpoints", record=home,
-        identify=lambda grid: dict(zip(names, sorted(grid.get_node_ids()), strict=True)), after_round=note,
-    )  # fmt: skip
-    del state
-    strategy.start(grid, num_rounds=plan()["rounds"])
+    strategy.start(grid, num_rounds=plan()["rounds"], should_stop=note)
 
 
 @client_app.train()

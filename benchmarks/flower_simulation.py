@@ -19,9 +19,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedlora.errors import ConfigError, FedLoRAError
-from fedlora.flower.children import SWITCHES
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.playing import play
+from fedlora.flower.processes import SWITCHES
+from fedlora.flower.server.federation import Federation, play
 from fedlora.flower.site.site_work import Do, SiteWork
 from fedlora.flower.terms.policy import Policy
 
@@ -69,7 +69,8 @@ def simulate_federation(folder: Path, *, cpus: int = 1) -> dict[str, Any]:
     def main(grid: Grid, context: Context) -> None:
         try:
             known = claimed_names(grid, len(names))
-            found.update(play(grid, Path(home), identify=lambda _: known))
+            Federation._online = lambda self, grid: dict(known)  # type: ignore[method-assign]
+            found.update(play(grid, Path(home)))
         except FedLoRAError as error:
             found["error"] = str(error)
 

@@ -196,7 +196,7 @@ def test_the_app_says_what_would_fail_the_same_way_again(
     monkeypatch.setattr("fedlora.flower.server.federation.play", play)
     wrong = error in _FINAL
     context = SimpleNamespace(run_config={"folder": str(tmp_path)})
-    with pytest.raises(error, match="^it is so$"):
+    with pytest.raises(error, match=r"^it is so$"):
         apps.main(SimpleNamespace(), context)  # type: ignore[arg-type]
     told = read_now(tmp_path / "server" / "now.json")
     assert (told["ended"] == {"kind": "refused", "why": "it is so"}) if wrong else not told

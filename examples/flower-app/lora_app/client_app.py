@@ -2,8 +2,9 @@
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from lora_app.task import data, model, trained
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+from lora_app.task import data, model, trained
 
 app = ClientApp()
 

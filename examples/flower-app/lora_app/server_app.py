@@ -2,10 +2,10 @@
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from lora_app.task import CLIENTS, model
 from peft import get_peft_model_state_dict
 
 from fedlora.flower import FedLoRA
+from lora_app.task import CLIENTS, model
 
 app = ServerApp()
 

@@ -2,6 +2,7 @@
 
 strategy.py   `FedLoRA`: in Flower's simulation, under `flwr run`, with stock PEFT clients (peft.py) or fedlora's own
 grid.py       `BoundedGrid`: exactly one answer to each question, measured before it is in memory (inside.py)
+exchange.py   whom a round or a measurement asks, and whose each reply is
 server/       a federation's server: `Federation`, each answer's fate, its checkpoint and journal, measurements, the end
 site/         a site: its folder, its node, the trainer that stays in memory
 serving/      the server's processes: `fedlora flower serve`, status; a trial on one machine

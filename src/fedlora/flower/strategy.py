@@ -31,8 +31,9 @@ from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory, Download
 from fedlora.core.parcels import held_after, pack
 from fedlora.core.text import shown
-from fedlora.errors import BudgetSpent, ConfigError, HyperparameterError, QuorumNotMet, RankMismatch
+from fedlora.errors import BudgetSpent, ConfigError, QuorumNotMet
 from fedlora.flower.envelope import Envelope, Receipt, parts
+from fedlora.flower.exchange import Exchange
 from fedlora.flower.grid import BoundedGrid, Clock, NoAnswer
 from fedlora.flower.peft import peft_adapter, peft_record, peft_upload, ranks_of_clients, require_stock
 from fedlora.flower.records import parcel_record, record_upload
@@ -110,7 +111,6 @@ class FedLoRA(Strategy):
         self._adapter, self._timeout, self._began = adapter, 3600.0, 0.0
         self._kept: FederationState | None = None
         self._answers: Answers | None = None
-        self._waiting: dict[int, str] = {}  # node -> the client that was asked and has not answered
         self._not_sent: dict[str, str] = {}  # client -> why it gets no message
 
     # ------------------------------------------------------------------------------------------- Flower's own methods
@@ -162,11 +162,11 @@ class FedLoRA(Strategy):
         self._began = self._clock.monotonic()
         chosen = self._chosen(opened, online)
         self._answers = Answers(self.kept, opened, [*self.policy.clients], online, chosen, self.policy.max_examples)
-        self.journal.asked(self.round + 1, "train", self._answers.asked)
         if isinstance(grid, BoundedGrid):
             asked = [self.policy.client(name) for name in self._answers.asked]
             grid.limit = reply_limit(asked, self.state.server, self.policy.max_upload_mb)
-        return self._questions(MessageType.TRAIN, self._answers.asked, online, config, grid)
+        self._asked = self._exchange(MessageType.TRAIN, self._answers.asked, online, config)
+        return self._asked.questions(grid)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord]:
         """Take the replies as they come, and close and store the round. Raises `QuorumNotMet`, `CheckpointError`."""
@@ -185,15 +185,15 @@ class FedLoRA(Strategy):
         """The messages to the clients that measure, if any do."""
         online = self._online(grid) if self.round and self.fraction_evaluate else {}
         asked = drawn(self.policy.clients, online, self.fraction_evaluate, seed=self.seed, round=self.round)
-        if asked:
-            self.journal.asked(self.round, "measure", asked)
-        return self._questions(MessageType.EVALUATE, asked, online, config, grid)
+        self._asked = self._exchange(MessageType.EVALUATE, asked, online, config)
+        return self._asked.questions(grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The mean of each number that clients report, weighted by their examples. None if there is none."""
         found: dict[str, list[tuple[float, float]]] = {}
         for reply in replies:
-            name = self._waiting.pop(reply.metadata.src_node_id, "")
+            if (name := self._asked.whose(reply)) is None:
+                continue
             self.journal.answered(name)
             if reply.has_error():
                 log.warning("%s is not measured: %s", name, shown(reply.error.reason))
@@ -364,31 +364,16 @@ class FedLoRA(Strategy):
     def _download(self, name: str) -> Download:
         return self.server.download(self.state.server, self.policy.client(name))
 
-    def _questions(
-        self, kind: str, clients: Iterable[str], online: Mapping[str, int], config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """A message for each client; none for one whom the method cannot serve."""
-        self._waiting, self._not_sent = {}, {}
-        made = self._made(kind, clients, online, config)
-        return made if isinstance(grid, BoundedGrid) else list(made)  # Flower's own grids walk through them twice
+    def _exchange(self, kind: str, clients: Iterable[str], online: Mapping[str, int], config: ConfigRecord) -> Exchange:
+        """An exchange with these clients, of those that are online."""
+        self._not_sent = {}
+        number, nodes = self.round + (kind == MessageType.TRAIN), {name: online[name] for name in clients}
+        self.journal.asked(number, "train" if kind == MessageType.TRAIN else "measure", nodes)
 
-    def _made(
-        self, kind: str, clients: Iterable[str], online: Mapping[str, int], config: ConfigRecord
-    ) -> Iterator[Message]:
-        number = self.round + (kind == MessageType.TRAIN)
-        for name in clients:
-            try:
-                download = self._download(name)
-            except (RankMismatch, HyperparameterError) as error:
-                why = f"{self.server.method.name} cannot serve it: {error}"
-                self._unsent(name, why)
-                continue
-            content = self._content(kind, number, download, config)
-            self._waiting[online[name]] = name
-            message = Message(content, online[name], kind, ttl=self._timeout, group_id=f"{self.run}-{number}-{kind}")
-            del download, content
-            yield message
-            del message
+        def content(name: str) -> RecordDict:
+            return self._content(kind, number, self._download(name), config)
+
+        return Exchange(kind, f"{self.run}-{number}-{kind}", nodes, content, self._unsent, self._timeout)
 
     def _unsent(self, name: str, why: str) -> None:
         """A client gets no message."""
@@ -412,9 +397,7 @@ class FedLoRA(Strategy):
 
     def _take(self, answers: Answers, reply: Message) -> None:
         """Give a client the fate of its answer."""
-        name = self._waiting.pop(reply.metadata.src_node_id, None)
-        if name is None:
-            log.warning("a reply of node %d does not count: it was not asked", reply.metadata.src_node_id)
+        if (name := self._asked.whose(reply)) is None:
             return
         if reply.has_error():
             fate: Any = reply.error.fate if isinstance(reply.error, NoAnswer) else "failed"

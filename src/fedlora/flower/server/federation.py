@@ -145,10 +145,10 @@ class Federation(FedLoRA):
         online = self._online(grid)
         asked = [name for name in self.policy.clients if name in online]
         self._sites = SiteRound({}, {name: "it is not online" for name in self.policy.clients if name not in online})
-        self.journal.asked(self.round, "measure", asked)
         if isinstance(grid, BoundedGrid):
             grid.limit = NUMBERS
-        return self._questions(MessageType.EVALUATE, asked, online, config, grid)
+        self._asked = self._exchange(MessageType.EVALUATE, asked, online, config)
+        return self._asked.questions(grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The sites' scores, checked (`_sites`); their mean. A site that measured holds all that its next training
@@ -156,8 +156,7 @@ class Federation(FedLoRA):
         found: dict[str, SiteScores | str] = {}
         clients = dict(self.state.clients)
         for reply in replies:
-            name = self._waiting.pop(reply.metadata.src_node_id, None)
-            if name is None:
+            if (name := self._asked.whose(reply)) is None:
                 continue
             found[name] = one = self._scores(name, reply)
             if isinstance(one, SiteScores):
