@@ -21,6 +21,7 @@ from fedlora.flower.server.journal import read_rounds
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from support.flower_grid import RANKS, LocalGrid, Toy, bits, federation, play, seed_adapter
+from support.toy_federations import toy_federation
 
 ROUNDS = 3
 KINDS = {"glora": RANKS, "fedex-lora": dict.fromkeys(RANKS, 4), "fedsa-lora": dict.fromkeys(RANKS, 4)}
@@ -93,6 +94,27 @@ def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, me
         assert bits(strategy.state.server) == bits(last.state.server), (place, died)
         assert told(folder / "server") == whole, (place, died)
     assert place > 60 and {"_append: fsync", "replacing: replace", "_remove_older: unlink"} <= kinds, kinds
+
+
+def test_a_federation_that_measures_chooses_the_same_round_wherever_it_is_killed(tmp_path: Path) -> None:
+    """Scores of each site, the best round and its stored state; the writes of a measurement are among the places. Expected: an unbroken federation's; the state is that of one that never measures."""
+    server = Server(build("fedsa-lora"))
+    strategy, grid = toy_federation(tmp_path / "whole", server, KINDS["fedsa-lora"])
+    play(strategy, grid, ROUNDS)
+    whole, best, state, place = told(tmp_path / "whole" / "server"), strategy.best, bits(strategy.state.server), 0
+    assert best is not None and all(set(line["site_metrics"]) == set(RANKS) for line in whole)
+    while True:
+        place += 1
+        with dying_at(place) as died:
+            play(*toy_federation(tmp_path / str(place), server, KINDS["fedsa-lora"]), ROUNDS)
+        if not died:
+            break
+        strategy, grid = toy_federation(tmp_path / str(place), server, KINDS["fedsa-lora"])
+        play(strategy, grid, ROUNDS)
+        assert bits(strategy.state.server) == state and told(tmp_path / str(place) / "server") == whole, (place, died)
+        found = strategy.best_state()
+        assert found is not None and found.round == best["round"], (place, died)
+    assert place > 100
 
 
 def test_lines_are_appended_and_those_of_a_round_that_is_played_again_hold(tmp_path: Path) -> None:

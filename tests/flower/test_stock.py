@@ -91,7 +91,11 @@ def test_a_stock_clients_fault_is_its_own() -> None:
         reply.content["arrays"] = ArrayRecord({"base_model.model.head.weight": torch.zeros(2, 2)})  # type: ignore[dict-item]
         return reply
 
-    for meddle in (changed(train_loss=float("nan")), changed(num_examples=-1), other):
+    def diverged(asked: Message, reply: Message) -> Message:
+        reply.content["metrics"] = MetricRecord({"num-examples": 10, "train_loss": float("nan")})
+        return reply
+
+    for meddle in (diverged, changed(num_examples=-1), other):
         grid, strategy = stock_grid(), FedLoRA("glora", [*RANKS], r=4, lora_alpha=16)
         grid.meddle = {"two": meddle}
         start(strategy, grid, 1)

@@ -333,9 +333,9 @@ class FedLoRA(Strategy):
             if self._adapter is None and initial is None:
                 raise ConfigError("FedLoRA needs a start: adapter=, or initial_arrays, a PEFT state dict.")
             begun = start(self.server, self._adapter or peft_adapter(initial or ArrayRecord(), self.factor))
-            check_playable(self.policy.clients, self.server, begun.server, self.fraction_train)
             if self.stock:
                 require_stock(self.server, begun.server, self.policy.clients)
+            check_playable(self.policy.clients, self.server, begun.server, self.fraction_train)
             found = None
             if self.folder is not None:
                 found = newest(self.folder / "checkpoints", self.run, self.server, begun.server)
