@@ -97,7 +97,8 @@ def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, me
 
 
 def test_a_federation_that_measures_chooses_the_same_round_wherever_it_is_killed(tmp_path: Path) -> None:
-    """Scores of each site, the best round and its stored state; the writes of a measurement are among the places. Expected: an unbroken federation's; the state is that of one that never measures."""
+    """Scores of each site, the best round and its stored state; the writes of a measurement are among the places.
+    Expected: those of a federation that was never killed."""
     server = Server(build("fedsa-lora"))
     strategy, grid = toy_federation(tmp_path / "whole", server, KINDS["fedsa-lora"])
     play(strategy, grid, ROUNDS)

@@ -27,7 +27,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import locked
 from fedlora.flower.scores import HeldOut, SiteScores, record_measured
 from fedlora.flower.server.finishing import finish, fitting_summary
-from fedlora.flower.server.journal import scores_line
+from fedlora.flower.server.journal import Journal, scores_line
 from fedlora.flower.server.measuring import NUMBERS, SiteRound
 from fedlora.flower.server.opening import Opening, opening
 from fedlora.flower.server.private import opened_private
@@ -247,6 +247,7 @@ def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
     """
     home = FederationFolder(folder.resolve())
     with played_by_one(home.server):
+        Journal(home.server).asked(0, "", [])  # nothing of how an earlier process ended
         b = opening(folder, log.warning)
         newest, b = b.newest, replace(b, newest=None)  # kept by the strategy alone, whose rounds replace it
         private = opened_private(home, b.settings, b.server, b.plan, b.rounds) if b.plan is not None else None
