@@ -93,23 +93,24 @@ class Answers:
         self.fates[name] = (fate, shown(why, 1000))
 
     def take(self, name: str, sent: Download, read: Callable[[], Reply]) -> None:
-        """Give an asked client the fate of its upload. read: reads it, and raises `RecordError`. It never raises,
-        whatever a reply holds."""
+        """Give an asked client the fate of its upload. read: reads it, and raises `RecordError`. Nothing that a reply
+        holds is raised."""
         try:
             found = _possible(read())
-            upload = found.upload
-            examples = upload.num_examples
-            if math.isfinite(examples):  # no cap may repair a number that the round must refuse
-                examples = min(examples, self._most)
-            self._opened.add(replace(upload, num_examples=examples))
-        except UploadRefused as refusal:
-            self.fates[name] = "refused", shown(refusal.reason, 500)
-            return
         except RecordError as error:
             return self.settle(name, "refused", str(error))
         except Exception as error:  # a forged record can raise anything, and its sender is to blame
             log.exception("the reply of %s cannot be read", name)
             return self.settle(name, "refused", f"its reply cannot be read: {type(error).__name__}")
+        upload = found.upload
+        examples = upload.num_examples
+        if math.isfinite(examples):  # no cap may repair a number that the round must refuse
+            examples = min(examples, self._most)
+        try:
+            self._opened.add(replace(upload, num_examples=examples))
+        except UploadRefused as refusal:
+            self.fates[name] = "refused", shown(refusal.reason, 500)
+            return
         self._after[name], self._counted[name] = ClientMemory(None, 0, found.held), float(examples)
         if not examples:  # nobody has checked its adapter
             return self.settle(name, "abstained", "it has 0 examples for this round")
