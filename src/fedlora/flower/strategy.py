@@ -97,8 +97,8 @@ class FedLoRA(Strategy):
             )
         rank = r or (max(adapter.ranks.values()) if adapter is not None else None)
         self.factor = (
-            1.0 if r is None or lora_alpha is None else lora_alpha / r
-        )  # of a client's B, to the server's scale 1
+            lora_alpha / r if r is not None and lora_alpha is not None else 1.0
+        )  # of clients' B to the server's
         self.stock, self.names = r is not None, names or ("order" if isinstance(clients, int) else "registered")
         if isinstance(server, str):
             server = Server(build(server), "frozen" if self.stock else None, seed, Kept(quorum=1))
