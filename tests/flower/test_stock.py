@@ -123,7 +123,7 @@ def test_what_cannot_be_is_said_before_the_first_round(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             start(FedLoRA(**{"server": "glora", "clients": 3, "r": 4, "lora_alpha": 16} | said), stock_grid(), 1, state)
     start(FedLoRA("glora", 3, r=4, lora_alpha=16, folder=tmp_path), stock_grid(), 1)
-    with pytest.raises(ConfigError, match="nodes of a new simulation have other ids"):
+    with pytest.raises(ConfigError, match=r"round 1, .*simulation.*Name the clients"):
         start(FedLoRA("glora", 3, r=4, lora_alpha=16, folder=tmp_path), stock_grid(), 2)
 
 
