@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,3 +134,27 @@ def test_a_robust_rule_weighs_stock_clients() -> None:
     start(strategy, stock_grid(), 1)
     tally = strategy.state.server.tally
     assert tally is not None and tally.judged is not None and set(tally.judged.clients) == set(RANKS)
+
+
+def test_the_app_to_copy_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/flower-app with its own clients, on this grid in place of a simulation; Flower takes its project."""
+    from flwr.cli.config_utils import load_and_validate
+
+    app = Path(__file__).parents[2] / "examples" / "flower-app"
+    monkeypatch.syspath_prepend(str(app))
+    from lora_app.client_app import train  # type: ignore[import-not-found, unused-ignore]
+    from lora_app.task import CLIENTS, model  # type: ignore[import-not-found, unused-ignore]
+    from peft import get_peft_model_state_dict
+
+    class Client:
+        def __init__(self, partition: int) -> None:
+            self.context = SimpleNamespace(node_config={"partition-id": partition})
+
+        def work(self, record: RecordDict) -> RecordDict:
+            return train(Message(record, 7, "train"), self.context).content  # type: ignore[no-any-return]
+
+    grid = LocalGrid({f"node-{k}": Client(k) for k in range(CLIENTS)})  # type: ignore[misc]
+    result = start(FedLoRA("glora", CLIENTS, r=4, lora_alpha=8), grid, 2, get_peft_model_state_dict(model()))
+    losses = [metrics["train_loss"] for metrics in result.train_metrics_clientapp.values()]
+    assert losses[1] < losses[0] / 2
+    assert load_and_validate(app / "pyproject.toml")
