@@ -60,7 +60,7 @@ def status_of(folder: FederationFolder, rounds: int = MOST_ROUNDS) -> dict[str, 
         "needed": now.needed,
         "ended": ended["kind"] if ended else None,
         "playing": {key: playing[key] for key in ("round", "doing", "asked", "answered", "since")}
-        if playing.get("asked") and not ended
+        if playing.get("asked") and not ended and playing["round"] > now.done
         else None,
         "sites": sites,
         "last_rounds": [

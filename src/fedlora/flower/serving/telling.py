@@ -43,7 +43,7 @@ class Telling:
         lines, self.now = read_rounds(self.folder.rounds), read_now(self.folder.now)
         for line in lines:
             if line["round"] > self.round and not quietly:
-                for said in [round_line(line, self.standing().rounds), *beside(line)]:
+                for said in [*beside(line), round_line(line, self.standing().rounds)]:
                     self.say(said)
         self.round = max((line["round"] for line in lines), default=0)
         self.step.done, self.step.what = self.round, "rounds"
