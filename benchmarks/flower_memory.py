@@ -196,7 +196,7 @@ class Watch(threading.Thread):
 
 
 def played(home: Path, kind: str, mb: float, rounds: int, method: str) -> dict[str, Any]:
-    from fedlora.flower import children
+    from fedlora.flower.processes import GIVES_BACK, SUPERLINK, end_all_of, environment
 
     (home / "app" / "wire").mkdir(parents=True)
     (home / "flwr").mkdir()
@@ -211,10 +211,10 @@ def played(home: Path, kind: str, mb: float, rounds: int, method: str) -> dict[s
         f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
     said = json.dumps({"home": str(home), "kind": kind, "mb": mb, "rounds": rounds, "method": method})
-    env = children.environment(home / "flwr") | {"WIRE_PLAN": said, "OMP_NUM_THREADS": "1"}
+    env = environment(home / "flwr") | {"WIRE_PLAN": said, "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = f"{here.parent / 'src'}:{here}"
-    served = env | children.GIVES_BACK if kind == "fedlora" else env
-    own = ["flower-superlink"] if kind == "bare" else [sys.executable, "-m", children.SUPERLINK]
+    served = env | GIVES_BACK if kind == "fedlora" else env
+    own = ["flower-superlink"] if kind == "bare" else [sys.executable, "-m", SUPERLINK]
     watch, processes = Watch(said), list[subprocess.Popen[bytes]]()
     watch.start()
 
@@ -252,7 +252,7 @@ def played(home: Path, kind: str, mb: float, rounds: int, method: str) -> dict[s
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
             time.sleep(2)
-        children.end_all_of(home / "flwr")
+        end_all_of(home / "flwr")
         watch.over.set()
         watch.join()
     return {

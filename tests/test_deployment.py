@@ -24,7 +24,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora import read_adapter
-from fedlora.flower import children
+from fedlora.flower import processes
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import holder
 from fedlora.flower.server.opening import opening
@@ -86,7 +86,7 @@ class Kept:
 def until(true: Callable[[], bool], seconds: float, log: Path, up: Kept) -> None:
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, f"not within {seconds} s\n{children.tail(log, 6000)}"
+        assert time.monotonic() < end, f"not within {seconds} s\n{processes.tail(log, 6000)}"
         up.look()
         time.sleep(0.2)
 
@@ -112,7 +112,7 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     done = main("flower", "init", folder.path, "--config", config, "--superlink-port", free_port())
     assert done.code == 0, done.err
 
-    def processes(*programs: str) -> list[int]:
+    def running_of(*programs: str) -> list[int]:
         """Of the server, by the words of their command lines."""
         found = [(one.pid, one.cmdline()) for one in started_for(folder.flower_home)]
         return [pid for pid, words in found if any(Path(word).name in programs for word in words[:3])]
@@ -122,8 +122,8 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
         return [one for home in homes for one in started_for(home)]
 
     def kill(program: str) -> None:
-        until(lambda: bool(processes(program)), 60, log, up)
-        os.kill(processes(program)[0], signal.SIGKILL)
+        until(lambda: bool(running_of(program)), 60, log, up)
+        os.kill(running_of(program)[0], signal.SIGKILL)
 
     def played(number: int) -> Callable[[], bool]:
         return lambda: len(rounds_of(folder)) >= number
@@ -135,13 +135,13 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
         second = main("flower", "up", folder.path)
         assert second.code == 2 and f"process {up.process.pid} already serves" in second.err
         assert holder(folder.lock) == up.process.pid
-        kill(children.SUPERLINK)
+        kill(processes.SUPERLINK)
         until(played(2), 600, log, up)
         kill("flwr-serverapp")  # which Flower notices after a minute
         until(played(3), 600, log, up)
-        kill(children.SUPERLINK)
+        kill(processes.SUPERLINK)
         until(played(4), 600, log, up)
-        assert processes(children.SUPERLINK) and len(running()) >= 5
+        assert running_of(processes.SUPERLINK) and len(running()) >= 5
     finally:
         up.kill()
     end = time.monotonic() + 30
@@ -156,7 +156,7 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     again = tmp_path / "again.log"
     last = Kept(again, folder.path)
     try:
-        assert last.process.wait(900) == 0, children.tail(again, 6000)
+        assert last.process.wait(900) == 0, processes.tail(again, 6000)
     finally:
         last.kill()
     said = again.read_text()

@@ -14,7 +14,7 @@ pytest.importorskip("flwr")
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
-from fedlora.flower import children
+from fedlora.flower import processes
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.serving.supervisor import Lost
@@ -148,7 +148,7 @@ def test_a_trial_that_was_stopped_leaves_no_process(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(SuperLink, "start", lambda self, give_up: None)
     monkeypatch.setattr(SuperLink, "stop", lambda self: ended.extend(n.poll() is not None for n in mine.nodes.values()))
     stop.set()
-    detached = subprocess.Popen(["sleep", "60"], env=children.environment(home), start_new_session=True)
+    detached = subprocess.Popen(["sleep", "60"], env=processes.environment(home), start_new_session=True)
     mine.serve()
     assert detached.poll() is None
     mine.nodes = {"one": subprocess.Popen(["sleep", "60"], start_new_session=True)}
