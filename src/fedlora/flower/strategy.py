@@ -280,10 +280,10 @@ class FedLoRA(Strategy):
                 log.warning("round %d waits for %d clients; not online: %s", self.round + 1, wanted, away)
             clock.sleep(1.0)
             self._refresh()
-        if self.names == "order" and len(found) < len(self.policy.clients):  # all would get the name of another
+        if self.names == "order" and len(found) < (wanted := len(self.policy.clients)):  # some would get others' names
             raise ConfigError(
-                f"FedLoRA has {len(self.policy.clients)} clients, one for each node in the order of their ids, and "
-                f"{len(found)} nodes are online. Start as many (num-supernodes), or give FedLoRA fewer clients."
+                f"FedLoRA has {wanted} clients, one for each node in the order of their ids, and {len(found)} nodes are "
+                f"online. Start as many: flwr run ... --federation-config 'num-supernodes={wanted}'."
             )
         return found
 
