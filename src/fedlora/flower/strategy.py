@@ -280,7 +280,8 @@ class FedLoRA(Strategy):
                 log.warning("round %d waits for %d clients; not online: %s", self.round + 1, wanted, away)
             clock.sleep(1.0)
             self._refresh()
-        if self.names == "order" and len(found) < (wanted := len(self.policy.clients)):  # names would shift
+        wanted = len(self.policy.clients)
+        if self.names == "order" and len(found) < wanted:  # clients would get each other's names
             raise ConfigError(
                 f"FedLoRA has {wanted} clients, one for each node in the order of their ids, and {len(found)} nodes are "
                 f"online. Start as many: flwr run ... --federation-config 'num-supernodes={wanted}'."
