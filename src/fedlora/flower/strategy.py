@@ -283,7 +283,7 @@ class FedLoRA(Strategy):
         wanted = len(self.policy.clients)
         if self.names == "order" and len(found) < wanted:  # clients would get each other's names
             raise ConfigError(
-                f"FedLoRA has {wanted} clients, one for each node in the order of their ids, and {len(found)} nodes are "
+                f"FedLoRA has {wanted} clients, one for each node in the order of ids, and {len(found)} nodes are "
                 f"online. Start as many: flwr run ... --federation-config 'num-supernodes={wanted}'."
             )
         return found
