@@ -34,7 +34,7 @@ HELD = {  # what the kernel is to keep from the app; the lines that a unit of ro
     "TemporaryFileSystem": "/run:ro /dev/shm:mode=1777", "RestrictNamespaces": "yes", "RestrictSUIDSGID": "yes",
     "SystemCallFilter": "@system-service", "ProtectProc": "invisible", "UMask": "0077",
 }  # fmt: skip
-WRITTEN = {"server", "checkpoints", "events", "rounds", "adapter", "summary", "state", "database", "logs", "lock"} | {
+WRITTEN = {"server", "checkpoints", "now", "rounds", "adapter", "summary", "state", "database", "logs", "lock"} | {
     "played_with", "private", "flower_home", "proxy_state",
 }  # fmt: skip
 """Of the places of both folders, those that are written at run time."""
