@@ -193,8 +193,8 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
         altered(config=lambda r: ConfigRecord({"protocol": PROTOCOL, "upload": "[" * 100000})),
         "not JSON",
     ),
-    "another protocol": (altered(config=lambda r: ConfigRecord({"protocol": "x", "upload": "{}"})), "fedlora/5"),
-    "nothing at all": (lambda asked, reply: Message(RecordDict(), reply_to=asked), "fedlora/5"),
+    "another protocol": (altered(config=lambda r: ConfigRecord({"protocol": "x", "upload": "{}"})), PROTOCOL),
+    "nothing at all": (lambda asked, reply: Message(RecordDict(), reply_to=asked), PROTOCOL),
     "its app raised": (lambda asked, reply: Message(Error(2, "boom"), reply_to=asked), "it failed: boom"),
     "nothing came": (lambda asked, reply: None, "no answer within 3600 s"),
     "loss NaN": (numbers(loss=float("nan")), "its loss is nan"),
@@ -282,7 +282,7 @@ def test_a_full_disk_loses_nothing_that_was_stored(tmp_path: Path, monkeypatch: 
 
 def test_work_for_another_client_or_of_no_server_is_refused(tmp_path: Path) -> None:
     node = Node("one", Toy(), tmp_path)
-    with pytest.raises(RecordError, match="this site speaks fedlora/5"):
+    with pytest.raises(RecordError, match=f"this site speaks {PROTOCOL}"):
         node.work(RecordDict({"config": ConfigRecord({"x": 1})}))
 
 
