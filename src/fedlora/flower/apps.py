@@ -26,9 +26,7 @@ from fedlora.flower import children
 from fedlora.flower.messages.envelope import receipt_of
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.site.resident import TrainerFailed, ask
-from fedlora.flower.site.site_work import Do
-from fedlora.flower.terms.agreement import Disagreement
+from fedlora.flower.site.trainer import Do, TrainerFailed, ask
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +40,7 @@ def main(grid: Grid, context: Context) -> None:
     from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors, is_http
     from fedlora.flower.rounds.events import REFUSED
     from fedlora.flower.rounds.playing import ending, play
+    from fedlora.flower.terms.facts import Disagreement
 
     if is_http(grid):  # Flower's own SIGINT does not reach a main thread that waits to push to a dead SuperLink
         children.ends_with(os.getppid())
@@ -62,7 +61,6 @@ def main(grid: Grid, context: Context) -> None:
 def _kept_log(path: Path) -> Iterator[None]:
     """Also write fedlora's log to a file, because Flower shows a ServerApp's output to nobody."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    children.trim(path)
     with path.open("a", encoding="utf-8") as file:
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

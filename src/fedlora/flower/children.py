@@ -35,7 +35,7 @@ GIVES_BACK = {
     "MALLOC_TRIM_THRESHOLD_": "262144",
     "MALLOC_ARENA_MAX": "2",
 }
-SUPERLINK = "fedlora.flower.serving.superlink_process"
+SUPERLINK = "fedlora.flower.server.superlink_process"
 OF = "FEDLORA_PROCESSOF"
 OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that its SuperNode starts: ClientApps end with it
 _LOOPBACK = ("127.0.0.1", "localhost")

@@ -18,7 +18,7 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
 from fedlora.flower.messages.envelope import Envelope, Receipt
 from fedlora.flower.messages.records import parcel_record, record_upload, stock_upload
-from fedlora.flower.terms.agreement import Facts
+from fedlora.flower.terms.facts import Facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState

@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, RecordDict
 from fedlora.core.text import quoted
 from fedlora.errors import FedLoRAError
 from fedlora.flower.messages.parts import parts
-from fedlora.flower.terms.agreement import PROTOCOL
+from fedlora.flower.terms import PROTOCOL
 
 
 class RecordError(FedLoRAError, ValueError):

@@ -25,9 +25,8 @@ from fedlora.flower.rounds.membership import check_playable
 from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.rounds.round_lines import has_released, rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
-from fedlora.flower.terms.agreement import Facts
-from fedlora.flower.terms.agreement import check as check_facts
-from fedlora.flower.terms.facts import agreed, model_facts, server_facts
+from fedlora.flower.terms.facts import Facts, agreed, model_facts, server_facts
+from fedlora.flower.terms.facts import check as check_facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import check_policy
 from fedlora.flower.terms.settings import FederationSettings

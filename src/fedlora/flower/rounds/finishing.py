@@ -25,7 +25,6 @@ from fedlora.flower.rounds.recording import Recorder
 from fedlora.flower.rounds.site_evaluation import SiteRound
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
-from fedlora.flower.terms.site_file import Site
 from fedlora.runs.base_names import BaseName, base_name
 from fedlora.runs.exported import FOLDERS, Exports, global_adapter, named
 from fedlora.runs.finishing import results
@@ -119,8 +118,7 @@ def _exports(opening: Opening, strategy: FedLoRA, judged: Mapping[str, Any], pri
     """Writes adapters of the federation's states. judged: a robust rule's effect in all rounds. privacy: the guarantee
     of a private federation, in words."""
     settings, base = opening.settings, _base(opening)
-    site = Site(name="site", data="data", model=base.name or "model", method=settings.method.name)
-    config = settings.for_site(site).model_copy(update={"defence": settings.defence})
+    config = settings.as_run(base.name or "model")
     model = settings.at_server.model or opening.spec.base_model
     return Exports(
         _facts(opening, strategy), config, named(opening.spec, base.name or (PurePath(model).name if model else None)),

@@ -27,7 +27,7 @@ from fedlora.errors import ConfigError, KeptStateError, UploadRefused
 from fedlora.flower.messages.envelope import Receipt, opened, receipt_of
 from fedlora.flower.messages.measuring import Evaluators, asked_part, measured_record
 from fedlora.flower.messages.records import RecordError, record_parcel, upload_record
-from fedlora.flower.terms.agreement import Facts, check
+from fedlora.flower.terms.facts import Facts, check
 
 log = logging.getLogger(__name__)
 _KEPT = 5  # states: of the round in progress, and two at most that each of the last two began with

@@ -12,9 +12,7 @@ import psutil
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import opening
-from fedlora.flower.serving.standing import check_derived
-from fedlora.flower.setup.start import check_max_length
-from fedlora.flower.site.site_checks import Row
+from fedlora.flower.site.checks import Row
 from fedlora.flower.terms.certificates import verdict
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import promise
@@ -32,12 +30,10 @@ def checked_folder(folder: Path) -> list[Row]:
         settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
     except (FedLoRAError, OSError) as error:
         return [("federation", str(error), False)]
-    name = settings.network.name or "a trial on this machine"
-    rows: list[Row] = [
-        ("federation", f"{settings.id}, {name}; {settings.method.name}, {counted(settings.run.rounds, 'round')}", True)
-    ]
+    what = f"{settings.id}, {settings.network.name}; {settings.method.name}, {counted(settings.run.rounds, 'round')}"
+    rows: list[Row] = [("federation", what, True)]
     parts: dict[str, Callable[[], list[Row]]] = {
-        "serve": lambda: _begins(there, settings),
+        "serve": lambda: _begins(there),
         "sites": lambda: _sites(there, settings, policy),
         "ledger": lambda: _ledger(settings),
         "certificate": lambda: _certificates(there, settings.network),
@@ -51,11 +47,8 @@ def checked_folder(folder: Path) -> list[Row]:
     return rows
 
 
-def _begins(there: FederationFolder, settings: FederationSettings) -> list[Row]:
+def _begins(there: FederationFolder) -> list[Row]:
     """The checks that `serve` and its ServerApp make when they start, and of what would fail at the sites."""
-    check_derived(there)
-    if settings.at_server.model is not None:
-        check_max_length(settings, settings.at_server.model, str(there.settings))
     damaged: list[str] = []
     opening(there.path, damaged.append)
     rows: list[Row] = [("checkpoint", f"{line} Is the disk failing?", False) for line in damaged]
@@ -83,11 +76,8 @@ def _ledger(settings: FederationSettings) -> list[Row]:
 
 
 def _certificates(there: FederationFolder, network: NetworkSection) -> list[Row]:
-    places = [("SuperLink's certificate", there.certificates, "127.0.0.1")]
-    if network.name is not None:
-        places.append((f"certificate of {network.name}", there.public, network.name))
-    found = [(what, verdict(folder, name)) for what, folder, name in places]
-    return [(what, certificate.said(), certificate.sound) for what, certificate in found]
+    found = verdict(there.certificates, network.name)
+    return [(f"certificate of {network.name}", found.said(), found.sound)]
 
 
 def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
@@ -99,18 +89,18 @@ def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
         return [("SuperLink", f"port {port} answers on {', '.join(open_)}, not on loopback alone: {why}", False)]
     said = "answers, on loopback only" if found else "not running"
     rows: list[Row] = [("SuperLink", f"127.0.0.1:{port}, {said}", bool(found) or None)]
-    if network.name is None:
+    if network.port == port:  # of `up`: sites on this machine alone
         return rows
-    return [*rows, *_proxy(there, network, [*own_addresses(), "127.0.0.1"])]
+    return [*rows, *_proxy(network, [*own_addresses(), "127.0.0.1"])]
 
 
-def _proxy(there: FederationFolder, network: NetworkSection, addresses: list[str]) -> list[Row]:
-    found = {a: control_answer(a, network.port, str(network.name)) for a in addresses}
+def _proxy(network: NetworkSection, addresses: list[str]) -> list[Row]:
+    found = {a: control_answer(a, network.port, network.name) for a in addresses}
     open_ = {a: status for a, status in found.items() if status not in (None, 403)}
     if open_:
         address, status = next(iter(open_.items()))
         said = f"{address}:{network.port} answers {status} to {CONTROL}, which must be 403: Flower's control part"
-        return [("proxy", f"{said} has no accounts. Is the proxy started with {there.proxy}?", False)]
+        return [("proxy", f"{said} has no accounts. Is it nginx with the nginx.conf of examples/deploy?", False)]
     if 403 in found.values():
         return [("proxy", f"port {network.port}: answers, and the control part is closed (403)", True)]
     return [("proxy", f"port {network.port}: nothing answers yet", None)]

@@ -5,10 +5,12 @@ sender: a site that has learned the id of another's message could answer it in t
 would be dropped silently. Here both must be the same node. A forged answer is refused with HTTP 409, which the sender's
 log shows, and `serve` names the sender; nothing was stored, so the real answer still counts.
 
-And its database waits longer for a lock. Flower's 5 seconds are too few for 100 MB adapters on a busy machine: its
-SuperExec ends at the first error of the database, and the SuperLink with it.
+flwr 1.41 and 1.42 compare the key with the request's node, and not with the message's source.
 
-    python -m fedlora.flower.serving.superlink_process ARGUMENTS OF flower-superlink
+And its database waits longer for a lock. The 5 seconds of flwr 1.41 and 1.42 are too few for 100 MB adapters on a busy
+machine: its SuperExec ends at the first error of the database, and the SuperLink with it.
+
+    python -m fedlora.flower.server.superlink_process ARGUMENTS OF flower-superlink
 """
 
 from __future__ import annotations
