@@ -22,6 +22,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora.flower.setup.proxy import BODY_LIMIT, CALL_LIMIT, FLEET, listed_limit, nginx_configuration
+
 from support.certificates import certificates
 from support.machines import PROGRAMS, answers, free_port, program_needed, until
 

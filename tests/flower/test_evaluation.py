@@ -88,7 +88,7 @@ def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path) -> None
 def test_the_server_measures_chooses_and_leaves_adapters_that_load_anywhere(tmp_path: Path) -> None:
     """peft, example by example, gets the accuracy that the summary has; no file names a path of the server."""
     fed = FederationOnDisk(tmp_path)
-    fed.write(at_server=fed.at_server())
+    fed.write(data=fed.at_server())
     summary, lines = fed.play(), fed.lines()
     scores = [line["metrics"]["accuracy"] for line in lines]
     assert summary["measured_by"] == "server" and summary["best_round"] == 1 + scores.index(max(scores)) != 3
@@ -104,7 +104,7 @@ def test_the_server_measures_chooses_and_leaves_adapters_that_load_anywhere(tmp_
         assert sum(a == b for a, b in zip(said, test.labels or (), strict=True)) / 40 == want["accuracy"]
         card = (folder / "README.md").read_text()
         assert f"accuracy {want['accuracy']:.4f}" in card and "| classes | blue, green, red |" in card
-        assert "training examples | 90 over 3 clients" in card  # half of three times 60
+        assert "training examples | 180 over 3 clients" in card  # three times 60
         config = json.loads((folder / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == "model"
     for path in (fed.home / "server").rglob("*"):
@@ -144,7 +144,7 @@ def test_killed_anywhere_it_measures_chooses_and_stops_the_same(tmp_path: Path, 
         folder.mkdir()
         fed = FederationOnDisk(folder, **tables)
         if by == "server":
-            fed.write(at_server=fed.at_server())
+            fed.write(data=fed.at_server())
         return fed
 
     whole = made(tmp_path / "whole")
@@ -259,11 +259,11 @@ CANNOT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "both at the end": ({"evaluate": {"clients_at_end": "both"}}, "'both' needs a common"),
     "patience without a score": (
-        {"evaluate": {"patience": 2, "target": "server"}, "at_server": {"model": "MODEL", "test": "TEST"}},
+        {"evaluate": {"patience": 2, "target": "server"}, "data": {"test": "TEST"}},
         "patience = 2 looks at a score.*at_server.validation is not there",
     ),
     "a model that the start does not fit": (
-        {"lora": {"targets": ["query"]}, "at_server": {"model": "MODEL", "test": "TEST"}},
+        {"lora": {"targets": ["query"]}, "data": {"test": "TEST"}},
         r"start/.* at_server\.model .*lora\.targets .*\.value'",
     ),
 }
@@ -275,8 +275,8 @@ def test_what_cannot_be_measured_or_left_is_said_before_the_first_round(fed: Fed
     before = fed.tables
     try:
         here = fed.at_server()
-        if "at_server" in tables:
-            tables = tables | {"at_server": {k: here[k] for k in tables["at_server"]}}
+        if tables.get("data", {}).get("test") == "TEST":
+            tables = tables | {"data": {"test": here["test"]}}
         fed.write(**tables)
         with pytest.raises(ConfigError, match=why):
             fed.play(LocalGrid({}))

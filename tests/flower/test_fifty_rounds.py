@@ -16,7 +16,7 @@ pytest.importorskip("flwr")
 from fedlora import Kept, Server, build
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.strategy import FedLoRA
-from fedlora.flower.serving.status import database_size
+from fedlora.flower.server.status import database_size
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start

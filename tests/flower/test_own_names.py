@@ -17,9 +17,9 @@ pytest.importorskip("flwr")
 
 from fastapi import HTTPException
 
-from fedlora.flower.serving import superlink_process
-from fedlora.flower.serving.superlink_process import SAYS, under_own_name
-from fedlora.flower.site.reach import private_key
+from fedlora.flower.server import superlink_process
+from fedlora.flower.server.superlink_process import SAYS, under_own_name
+from fedlora.flower.site.checks import private_key
 from fedlora.flower.terms import certificates
 from support.small_apps import packed, small_link
 

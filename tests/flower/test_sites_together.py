@@ -23,8 +23,7 @@ from safetensors.torch import load_file, save_file
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.federation import opening
 from fedlora.flower.terms.facts import model_facts, of_model, write_agreed
-from fedlora.flower.terms.settings import FederationSettings
-from fedlora.flower.terms.site_file import Site
+from fedlora.flower.terms.settings import FederationSettings, Site
 from fedlora.runs.config import parse_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start

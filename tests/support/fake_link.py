@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Began, Done, Ended, EventWriter, Fated
-from fedlora.flower.serving.superlink import NodeFacts, RunFacts
+from fedlora.flower.server.superlink import NodeFacts, RunFacts
 from fedlora.flower.terms.settings import FederationSettings
 
 CLIENTS = {"acme": 8, "berlin": 4, "cork": 2}
@@ -55,6 +55,9 @@ def play_round(
     events.write(Done(number, line))
     with (home / "server" / "rounds.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
+    (home / "state" / "logs").mkdir(parents=True, exist_ok=True)
+    with (home / "state" / "logs" / "serverapp.log").open("a") as file:
+        file.write(f"2026-01-31 12:00:00,000 round {number} is played\n")
 
 
 def end_rounds(home: Path, number: int, why: str = "complete") -> None:

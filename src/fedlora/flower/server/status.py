@@ -154,7 +154,7 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
         "last_rounds": lines if rounds is None else lines[len(lines) - rounds:] if rounds else [],
         "served_by": holder(folder.lock),
         "superlink": online is not None,
-        "database_bytes": _size(folder.database),
+        "database_bytes": database_size(folder.database),
         "disk_free_bytes": shutil.disk_usage(folder.server if folder.server.is_dir() else folder.path).free,
     }  # fmt: skip
     if now.privacy is not None:
@@ -188,7 +188,7 @@ def _time_at(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def _size(database: Path) -> int:
+def database_size(database: Path) -> int:
     """Bytes of the SuperLink's database and its log; 0 if there is none. Flower keeps all payloads in it, deletes those
     of finished runs, and reuses their room."""
     places = (database, database.with_name(database.name + "-wal"))
@@ -206,4 +206,4 @@ def _nodes(folder: FederationFolder) -> dict[str, NodeFacts] | None:
         link.close()
 
 
-__all__ = ["Standing", "headline", "keys_of", "now_of", "rounds_of", "since", "standing", "status_of"]
+__all__ = ["Standing", "database_size", "headline", "keys_of", "now_of", "rounds_of", "since", "standing", "status_of"]

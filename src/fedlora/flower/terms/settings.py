@@ -73,6 +73,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("data.task", "attack", "server.gauge_stress"), "it is for `fedlora run`"),
     "clients": "policy.toml says who takes part, with which rank (fedlora flower init --sites)",
     "model.adapter": "fedlora flower init --start names a start",
+    "at_server": "data.validation and data.test may name a file of the server's",
 }
 
 
@@ -324,16 +325,12 @@ def absolute(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """A file's tables with the paths in them absolute; relative ones start at `folder`."""
     found = {name: dict(table) if isinstance(table, Mapping) else table for name, table in raw.items()}
 
-    def place(table: str, key: str, *, existing: bool = False) -> None:
+    for table, key in (*(("data", part) for part in ("train", *_PARTS)), ("privacy", "ledger"), ("model", "path")):
         keys = found.get(table)
         path = keys.get(key) if isinstance(keys, dict) else None
-        named = isinstance(path, str) and path and not is_hub(path) and path not in PACKAGED
-        if isinstance(keys, dict) and named and (not existing or (folder / path).exists()):
-            keys[key] = str((folder / path).resolve())
-
-    for table, key in (("data", "train"), ("data", "validation"), ("data", "test"), ("privacy", "ledger")):
-        place(table, key)
-    place("model", "path", existing=True)  # otherwise an id on the hub
+        if isinstance(keys, dict) and isinstance(path, str) and path and not is_hub(path) and path not in PACKAGED:
+            if table != "model" or (folder / path).exists():  # otherwise an id on the hub
+                keys[key] = str((folder / path).resolve())
     train = found.get("train")
     if isinstance(train, dict) and isinstance(train.get("command"), list):
         train["command"] = located_command([str(word) for word in train["command"]], folder)
