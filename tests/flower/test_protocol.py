@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedlora.flower.site.resident import TrainerFailed
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.serde import message_from_proto
 from flwr.proto.message_pb2 import Message as Proto
@@ -28,6 +27,7 @@ from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.messages.envelope import PROTOCOL, opened
 from fedlora.flower.messages.records import RecordError, record_parcel
 from fedlora.flower.site.node import Node
+from fedlora.flower.site.trainer import TrainerFailed
 from fedlora.flower.terms.facts import Facts
 from fedlora.server.server import start
 from support.flower_grid import RANKS, RUN, Toy, federation, seed_adapter

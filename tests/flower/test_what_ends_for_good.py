@@ -31,12 +31,12 @@ from support.deployed_folders import federation_folder, site_folder
 NOTHING = {"validation": 0.0, "test": 0.0}
 FAULTS: dict[str, dict[str, Any]] = {
     "evaluate.target = 'server' measures": {"evaluate": {"target": "server"}},
-    "evaluate.target = 'clients' has no effect": {
+    "evaluate.target = 'clients' measures on": {
         "data": {"validation": 0.0, "test": 0.0},
         "evaluate": {"target": "clients"},
     },
     "evaluate.clients_at_end = 'both' needs": {"evaluate": {"clients_at_end": "both"}},
-    "evaluate.clients_at_end = true has no effect": {"data": {"test": 0.0}, "evaluate": {"clients_at_end": True}},
+    "evaluate.clients_at_end = true measures on": {"data": {"test": 0.0}, "evaluate": {"clients_at_end": True}},
     "evaluate.patience = 2": {"data": {"validation": 0.0}, "evaluate": {"patience": 2}},
     "asks for fewer": {"run": {"rounds": 1}},
 }

@@ -75,7 +75,7 @@ class FederationOnDisk:
             write_join(root / "sites" / name, SETTINGS["id"])
         for k, name in enumerate(("validation", "test")):
             (root / f"{name}.jsonl").write_text(rows(classification(40, 10 + k)))
-        self.tables = dict(SETTINGS)
+        self.tables = merged(SETTINGS, {"model": {"path": str(self.model)}})
         self.home.mkdir(mode=0o700)
         self.write(**tables)
         settings = self.settings()

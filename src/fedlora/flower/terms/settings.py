@@ -166,6 +166,8 @@ class FederationSettings(RunConfig):
             said = "; ".join(f"{key} is no setting of a federation: {_ELSEWHERE[key]}" for key in wrong)
             raise ConfigError(f"{said}. Leave it out.")
         found = checked(cls, absolute(raw, folder))
+        if (found.at_server.validation or found.at_server.test) and found.at_server.model is None:
+            raise ConfigError("measuring on a file of the server's needs the base model: name it in model.path.")
         if found.privacy is not None:
             if refused := list(refusals(found)):
                 raise ConfigError("; ".join(refused))
@@ -328,9 +330,10 @@ def absolute(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     for table, key in (*(("data", part) for part in ("train", *_PARTS)), ("privacy", "ledger"), ("model", "path")):
         keys = found.get(table)
         path = keys.get(key) if isinstance(keys, dict) else None
-        if isinstance(keys, dict) and isinstance(path, str) and path and not is_hub(path) and path not in PACKAGED:
-            if table != "model" or (folder / path).exists():  # otherwise an id on the hub
-                keys[key] = str((folder / path).resolve())
+        named = isinstance(path, str) and path and not is_hub(path) and path not in PACKAGED
+        there = named and (table != "model" or (folder / str(path)).exists())  # otherwise an id on the hub
+        if isinstance(keys, dict) and there:
+            keys[key] = str((folder / str(path)).resolve())
     train = found.get("train")
     if isinstance(train, dict) and isinstance(train.get("command"), list):
         train["command"] = located_command([str(word) for word in train["command"]], folder)
