@@ -109,7 +109,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     root = tmp_path_factory.mktemp("s")
     here = site_folder(root / "site", federation_folder(root / "fed"))
-    here.ca.write_text(CA.pem)
     return here, server_files(root / "server", CA, ["127.0.0.1"])
 
 

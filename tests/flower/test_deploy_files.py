@@ -131,7 +131,7 @@ def test_units_and_compose_call_commands_that_there_are() -> None:
     found |= services("site.yaml", SITE="/srv/acme", OWNER="7:7")
     calls = [service["command"] for name, service in found.items() if name != "proxy"]
     calls += [shlex.split(line)[1:] for line in "".join(p.read_text() for p in UNITS).splitlines()
-              if line.startswith("ExecStart=/opt/fedlora")]  # fmt: skip
+              if line.startswith("ExecStart=/srv/fedlora/env/bin")]  # fmt: skip
     assert len(calls) == 4
     for group, command, _ in calls:
         module, _, function = COMMANDS[command].partition(":")

@@ -112,11 +112,13 @@ import os, subprocess, sys
 from pathlib import Path
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site import run
+from fedlora.flower.terms.facts import Facts
+from fedlora.flower.terms.joining import JoinFile
 run.Trainer = lambda site: None
 run.supernode_command = lambda *_: [sys.executable, "-c", {child!r}]
 here = SiteFolder(Path({site!r}))
 with run.held(here):
-    run.take_part(here, "x:1")
+    run.take_part(here, JoinFile("f", "x", 1, "CA", "{{}}", Facts()))
 """
 CHILD = """
 import os, sys, time
@@ -161,7 +163,7 @@ def test_the_command_of_a_supernode(tmp_path: Path) -> None:
     from flwr.common.config import parse_config_args
 
     site = SiteFolder(tmp_path / "a site's folder, with blanks")
-    command = supernode_command(site, "fl.example.org:443")
+    command = supernode_command(site, "fl.example.org:443", "/the/ca")
     assert command[:4] == [sys.executable, "-m", "fedlora.flower.site.supernode", str(os.getpid())]
     config = command[command.index("--node-config") + 1]
     assert parse_config_args([config]) == {"site": str(site.site)}

@@ -282,7 +282,7 @@ def test_no_site_learns_what_became_of_another_one(tmp_path: Path, monkeypatch: 
         ledger = without_tips((folder / "ledger.jsonl").read_text())[1:]  # the first is of the file
         charged = [{k: v for k, v in line.items() if k not in ("before", "released")} for line in ledger]
         found[kind] = sent_to(grid, "one"), charged
-        assert not any(receipt.why for receipt in strategy.flower_state.receipts.values())  # as in deployment.md
+        assert not any(receipt.why for receipt in strategy.flower_state.receipts.values())  # as in federation.md
     assert found["harmed"] == found["well"] and len(found["well"][0]) == 2
 
 
@@ -342,7 +342,7 @@ def test_no_room_for_the_first_round_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_breaks_the_bound_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'four' .* 3 members"):
+    with pytest.raises(ConfigError, match=r"'four' .* 3 members"):
         private_federation(tmp_path, policy=Policy({**RANKS, "four": 2}))
 
 

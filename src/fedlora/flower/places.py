@@ -66,7 +66,6 @@ class SiteFolder:
     join = place("join.toml", "The server's file, as it came.")
     key = place("key", "Its private key. It never leaves.")
     public_key = place("key.pub", "The other half.")
-    ca = place("ca.crt", "Who may vouch for the server.")
     state = place("state", "All that its processes may write: what stays here between rounds, logs, sockets.")
 
 

@@ -108,4 +108,4 @@ def node(
         with run.held(here):
             with doing("waiting until the server lets this site in"):
                 run.wait_until_admitted(lambda: checks.look(join, here))
-            run.take_part(here, join.address)
+            run.take_part(here, join)

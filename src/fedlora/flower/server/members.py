@@ -105,14 +105,11 @@ def remove(home: Path, name: str) -> str:
 
 
 def renew(home: Path) -> bool:
-    """Sign the server's next certificate, and write join.toml anew. Returns whether join.toml is another one: then the
-    sites need it.
-
-    Raises:
-        ConfigError: no such folder, or an authority whose key is not here.
-    """
+    """Sign the server's next certificate, if the authority's key is here, and write join.toml anew. Returns whether
+    join.toml is another one: then the sites need it. Raises `ConfigError`."""
     with changing(home) as (there, settings, _):
-        certificates.write_server(there.certificates, settings.network.name)
+        if (there.certificates / "ca.key").is_file():  # otherwise somebody else's authority signs
+            certificates.write_server(there.certificates, settings.network.name)
         return write_join(there, settings)
 
 

@@ -136,7 +136,7 @@ def look(server: JoinFile, here: SiteFolder) -> Found:
         NodeAuthHttpInterceptor(secret, secret.public_key()),
     ]
     try:
-        authority = here.ca.read_bytes()
+        authority = server.ca.encode()
         with FleetHttpClient.from_server_address(server.address, False, authority, interceptors=known) as client:
             request = ActivateNodeRequest(public_key=public_key_to_bytes(secret.public_key()), heartbeat_interval=0.0)
             client.ActivateNode(request)

@@ -45,7 +45,6 @@ def fill_site(folder: Path, join: JoinFile, site: Site) -> None:
     here.path.chmod(0o700)
     here.state.mkdir(mode=0o700, exist_ok=True)
     files.write(here.join, join.text())
-    files.write(here.ca, join.ca)
     files.write(here.site, tomli_w.dumps({"name": site.name, **_plain(site.own)}))
     private, public = certificates.new_key()
     certificates.write_private(here.key, private)
@@ -78,12 +77,15 @@ def held(site: SiteFolder) -> Iterator[None]:
         yield
 
 
-def take_part(site: SiteFolder, address: str) -> None:
+def take_part(site: SiteFolder, join: JoinFile) -> None:
     """Start this site's SuperNode and train what it is asked, until it or this process ends."""
     os.umask(0o077)
     listening, work = listening_at(site), Trainer(site)
     env = {**children.environment(site.state / "flwr"), children.OWNER: str(os.getpid())}
-    supernode = subprocess.Popen(supernode_command(site, address), env=env, stdin=subprocess.DEVNULL)
+    authority = os.memfd_create("ca.crt")  # so that join.toml is the one place that says whom to believe
+    os.write(authority, join.ca.encode())
+    command = supernode_command(site, join.address, f"/proc/self/fd/{authority}")
+    supernode = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=[authority])
     ending = threading.Event()
     try:
         threading.Thread(target=_end_with, args=(supernode, ending), daemon=True).start()
@@ -105,15 +107,16 @@ def _end_with(supernode: subprocess.Popen[bytes], ending: threading.Event) -> No
     os._exit(code if code > 0 else BROKEN_OFF)
 
 
-def supernode_command(site: SiteFolder, address: str) -> list[str]:
-    """The command that starts this site's SuperNode; its own API gets a free port on loopback."""
+def supernode_command(site: SiteFolder, address: str, authority: str) -> list[str]:
+    """The command that starts this site's SuperNode; its own API gets a free port on loopback. authority: the file of
+    who vouches for the server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "fedlora.flower.site.supernode", str(os.getpid()), "--superlink", address]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-wait-time", str(GONE)]
     command += ["--node-config", f"site={json.dumps(str(site.site))}"]
-    return [*command, "--root-certificates", str(site.ca), "--auth-supernode-private-key", str(site.key)]
+    return [*command, "--root-certificates", authority, "--auth-supernode-private-key", str(site.key)]
 
 
 __all__ = ["GONE", "PAUSES", "fill_site", "held", "supernode_command", "take_part", "wait_until_admitted"]

@@ -129,7 +129,9 @@ class FederationSettings(RunConfig):
     def _sites_name_their_own(cls, raw: Any) -> Any:
         """A run's tables without model and data, which each machine has its own; a file to measure on is the server's,
         and then no site holds anything out for it."""
-        if not isinstance(raw, Mapping) or not all(isinstance(raw.get(key, {}), Mapping) for key in ("model", "data")):
+        if not isinstance(raw, Mapping) or not all(
+            isinstance(raw.get(key, {}), Mapping) for key in ("model", "data", "at_server")
+        ):
             return raw
         raw = with_private_defaults(raw)
         model, data = dict(raw.get("model", {})), dict(raw.get("data", {}))
