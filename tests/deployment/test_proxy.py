@@ -1,4 +1,4 @@
-"""The closed front door: a real nginx with the file of examples/deploy, its ports alone changed, in front of a SuperLink that only
+"""The closed front door: a real nginx with the file of examples/deploy, but its ports, in front of a SuperLink that only
 writes down what reaches it. Kind: *attack*."""
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The road of docs/how-to/federation.md on five machines, by the page's own commands: from nothing to an adapter. On
-the way every site is wrong at first, a stranger knocks, a site and the SuperLink are killed and a cable is out; what somebody reads of each fault goes into the page's table (support/faults.py). Kind:
-*end to end*, *attack*."""
+"""The road of docs/how-to/federation.md on five machines, by the page's own commands: from nothing to an adapter.
+
+On the way every site is wrong at first, a stranger knocks, a site and the SuperLink are killed and a cable is out; what
+somebody reads of each fault goes into the page's table (support/faults.py). Kind: *end to end*, *attack*.
+"""
 
 from __future__ import annotations
 

@@ -197,7 +197,8 @@ def _made(running: Road, folder: str, *columns: str) -> Any:
     """`fedlora flower site` at cork, in another folder, with the file notes-FOLDER.csv."""
     cork = running.network["cork"]
     return cork.run(
-        "fedlora", "flower", "site", folder, "--name", "cork", "--join", "join.toml", "--data", f"notes-{folder}.csv", "--model", "model",
+        "fedlora", "flower", "site", folder, "--name", "cork", "--join", "join.toml", "--data",
+        f"notes-{folder}.csv", "--model", "model",
         *columns,
     )  # fmt: skip
 
