@@ -134,7 +134,8 @@ def writable(place: Path) -> list[Path]:
 def test_a_hostile_app_reaches_nothing_and_is_not_root_after_the_next_boot(place: Path) -> None:
     fed, site = FederationFolder(Path("/srv/fed")), SiteFolder(Path("/srv/site"))
     of = {
-        "site": (site.path, [site.state]), "server": (fed.path, [fed.server, fed.state]), "proxy": (fed.path, [fed.proxy])
+        "site": (site.path, [site.state]), "server": (fed.path, [fed.server, fed.state]),
+        "proxy": (fed.path, [fed.proxy]),
     }  # fmt: skip
     with booted(place) as machine:
         install(machine)

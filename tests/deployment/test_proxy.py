@@ -1,5 +1,5 @@
-"""The closed front door: a real nginx with the file of examples/deploy, but its ports, in front of a SuperLink that only
-writes down what reaches it. Kind: *attack*."""
+"""The closed front door: a real nginx with the file of examples/deploy, but its ports, in front of a SuperLink that
+only writes down what reaches it. Kind: *attack*."""
 
 from __future__ import annotations
 

@@ -106,15 +106,7 @@ def tail(path: Path, size: int = 20_000) -> str:
         return ""
 
 
-def trim(log: Path, largest: int = 20_000_000) -> None:
-    """Keep a log from filling the disk: above `largest` bytes, its last quarter moves to .1, and it starts again."""
-    if log.exists() and log.stat().st_size > largest:
-        with contextlib.suppress(OSError):  # if the disk is full, all of it goes
-            log.with_name(log.name + ".1").write_text(tail(log, largest // 4), encoding="utf-8")
-        os.truncate(log, 0)  # it is open for appending, so its writer continues at the new end
-
-
 __all__ = [
     "GIVES_BACK", "OF", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all_of", "ends_with", "environment", "last_line",
-    "owner_of_this", "started", "tail", "trim",
+    "owner_of_this", "started", "tail",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,15 +59,15 @@ class Supervisor:
 
     Args:
         say: gets each line. stop: set it, from a signal's handler or another thread, and `serve` ends in order.
-        before_end: called at the end, while the SuperLink still answers.
+        beside: entered once nobody else serves the folder, and left before the SuperLink is stopped.
     """
 
     def __init__(
         self, link: SuperLink, say: Say, *, stop: threading.Event | None = None, pace: Pace = Pace(),
-        before_end: Callable[[], None] = lambda: None,
+        beside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
         self.folder, self.link, self._say, self._pace = link.folder, link, say, pace
-        self.stop, self._before_end = stop or threading.Event(), before_end
+        self.stop, self._beside = stop or threading.Event(), beside
         self._logs = [(Tail(self.folder.logs / "serverapp.log"), ""), (Tail(link.log), SAYS)]
         self._standing, self._step = standing(self.folder), Step("rounds")
         self._nodes, self._there, self._said_at = tuple[NodeFacts, ...](), "", dict[str, float]()
@@ -88,7 +88,7 @@ class Supervisor:
             if now.privacy is not None:
                 self._say(f"private: {promise(now.privacy, now.rounds)}. docs/how-to/privacy.md")
             try:
-                with doing("rounds", now.rounds) as self._step:
+                with doing("rounds", now.rounds) as self._step, self._beside():
                     self._bring_up()
                     while not (now := self.standing()).why:
                         self._wait_for_nodes()
@@ -97,10 +97,7 @@ class Supervisor:
             except Stopped:
                 self._say("asked to stop: ending the run; finished rounds are stored")
             finally:
-                try:
-                    self._before_end()
-                finally:
-                    self.link.stop()
+                self.link.stop()
             return self.standing()
 
     def standing(self) -> Standing:

@@ -7,10 +7,11 @@ only the proxy is missing.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ def play(folder: Path, say: Say, stop: threading.Event) -> Standing:
             f"serve` plays the server's side."
         )
     nodes: dict[str, subprocess.Popen[bytes]] = {}
+    ending = threading.Event()
 
     def watch(name: str) -> None:
         code = nodes[name].wait()
@@ -124,26 +126,26 @@ def play(folder: Path, say: Say, stop: threading.Event) -> Standing:
             say(f"the node of {name} ended {how_ended(code)}: {words}. Call this again to continue")
             stop.set()
 
-    def end() -> None:
-        ending.set()
-        for process in nodes.values():  # signal all first, so that they end in parallel
-            process.terminate()
-        for name, process in nodes.items():
-            children.end(process)
-            children.end_all_of(there.site(name).state / "flwr")
+    @contextlib.contextmanager
+    def running() -> Iterator[None]:
+        try:
+            for name in names:
+                home = there.site(name).state / "flwr"
+                children.end_all_of(home)  # what an earlier call left
+                command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(there.site(name).path)]
+                nodes[name] = children.started(command, there.logs / f"node-{name}.log", children.environment(home))
+                threading.Thread(target=watch, args=(name,), daemon=True).start()
+            say(f"nodes started: {', '.join(names)} (their lines are in {there.logs}/node-NAME.log)")
+            yield
+        finally:  # while the SuperLink hears that they leave: it takes others for online for a minute
+            ending.set()
+            for process in nodes.values():  # signal all first, so that they end in parallel
+                process.terminate()
+            for name, process in nodes.items():
+                children.end(process)
+                children.end_all_of(there.site(name).state / "flwr")
 
-    ending = threading.Event()
-    supervisor = Supervisor(link, say, stop=stop, before_end=end)
-    if (now := supervisor.standing()).why:
-        return now
-    for name in names:
-        home = there.site(name).state / "flwr"
-        children.end_all_of(home)  # what an earlier call left
-        command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(there.site(name).path)]
-        nodes[name] = children.started(command, there.logs / f"node-{name}.log", children.environment(home))
-        threading.Thread(target=watch, args=(name,), daemon=True).start()
-    say(f"nodes started: {', '.join(names)} (their lines are in {there.logs}/node-NAME.log)")
-    return supervisor.serve()
+    return Supervisor(link, say, stop=stop, beside=running).serve()
 
 
 __all__ = ["make", "play"]
