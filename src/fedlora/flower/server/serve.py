@@ -12,9 +12,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from fedlora.doing import Step, doing
@@ -182,12 +183,15 @@ class Supervisor:
         """
         now = self.standing()
         done = f"{now.done} of {counted(now.rounds, 'round')} done"
+        last = now_of(self.folder)
+        fresh = bool(last) and datetime.fromisoformat(last["since"]).timestamp() >= began - 1
+        ended: Mapping[str, str] = (last["ended"] or {}) if fresh else {}
         _, refused, words = facts.details.partition(REFUSED)
         if now.why:
             return
-        if refused:
-            raise ConfigError(words)
-        if (now_of(self.folder).get("ended") or {}).get("kind") == "quorum":
+        if refused or ended.get("kind") == "refused":
+            raise ConfigError(words or ended["why"])
+        if ended.get("kind") == "quorum":
             self._say("too few sites gave a usable answer; the server tries again once enough are online")
             self._sleep(self._pace.thin)
         elif facts.status == "finished:completed" and new:
