@@ -22,7 +22,7 @@ from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import SWITCHES
 from fedlora.flower.server.federation import Federation, play
-from fedlora.flower.site.site_work import Do, SiteWork
+from fedlora.flower.site.trainer import Do, Trainer
 from fedlora.flower.terms.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -106,4 +106,4 @@ def simulate_federation(folder: Path, *, cpus: int = 1) -> dict[str, Any]:
 @lru_cache(maxsize=64)
 def _work(home: str, name: str) -> Callable[[Do, RecordDict], RecordDict]:
     """A client's work, kept in Ray's process for the next round."""
-    return SiteWork(FederationFolder(Path(home)).site(name).site)
+    return Trainer(FederationFolder(Path(home)).site(name))

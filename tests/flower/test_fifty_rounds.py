@@ -15,7 +15,7 @@ pytest.importorskip("flwr")
 
 from fedlora import Kept, Server, build
 from fedlora.flower.grid import BoundedGrid
-from fedlora.flower.serving.status import database_size
+from fedlora.flower.server.status import database_size
 from fedlora.flower.site.node import Node
 from fedlora.flower.strategy import FedLoRA
 from support.flower_grid import FastClock, Toy, fates, seed_adapter

@@ -345,7 +345,7 @@ def test_a_policy_with_somebody_who_is_no_member_is_refused() -> None:
         clip=1.0, noise_multiplier=1.0, delta=DELTA, population="toys", ledger="l.jsonl", members=list(RANKS)
     )
     with pytest.raises(ConfigError, match=r"'four' .* 3 members"):
-        check_policy(Policy({**RANKS, "four": 2}, retries=0), terms)
+        check_policy(Policy({**RANKS, "four": 2}), terms)
 
 
 # ---- killed ----------------------------------------------------------------------------------------------------------

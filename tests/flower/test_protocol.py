@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +27,8 @@ from fedlora.flower.envelope import PROTOCOL, Envelope, opened
 from fedlora.flower.processes import OWNER
 from fedlora.flower.records import RecordError, parcel_record, record_parcel, record_upload
 from fedlora.flower.site.node import Node
-from fedlora.flower.site.resident import TrainerFailed
-from fedlora.flower.terms.agreement import Facts
+from fedlora.flower.site.trainer import TrainerFailed
+from fedlora.flower.terms.facts import Facts
 from fedlora.server.server import start
 from support.flower_grid import RANKS, RUN, SHAPES, Toy, fates, federation, last_line, play, seed_adapter
 
@@ -143,7 +142,7 @@ def test_lines_for_a_screen_say_all_that_is_known() -> None:
 
 # ---- what server and site agreed on, over Flower's wire --------------------------------------------------------------
 
-FACTS = Facts(base="b" * 64, tokenizer="7" * 64, labels=("no", "yes"), scaling=2.0, max_length=16, targets=("q 4x4",))
+FACTS = Facts({"base": "b" * 64, "labels": '["no", "yes"]', "scaling": 2.0, "max_length": 16})
 
 
 def nodes(folder: Path, **others: Facts) -> dict[str, Node]:
@@ -170,7 +169,7 @@ def test_settings_and_facts_travel_with_every_message_and_facts_come_back(tmp_pa
 
 
 def test_a_site_with_another_base_model_trains_nothing_and_is_named(tmp_path: Path) -> None:
-    odd = replace(FACTS, base="d" * 64)
+    odd = FACTS.and_these(base="d" * 64)
     strategy, grid = agreeing(tmp_path, FACTS, Server(build("glora"), round=Kept(quorum=2)), two=odd)
     play(strategy, grid, 1)
     assert not (tmp_path / "two").exists() and (tmp_path / "one").exists()
@@ -181,7 +180,7 @@ def test_a_site_with_another_base_model_trains_nothing_and_is_named(tmp_path: Pa
 
 @pytest.mark.parametrize(
     "theirs",
-    [Facts(), Facts(base="d" * 64), Facts(base="b" * 64, labels=("yes", "no"))],
+    [Facts(), FACTS.and_these(base="d" * 64), FACTS.and_these(labels='["yes", "no"]')],
     ids=["silent", "base", "labels"],
 )
 def test_the_server_compares_again(tmp_path: Path, theirs: Facts) -> None:
@@ -192,12 +191,12 @@ def test_the_server_compares_again(tmp_path: Path, theirs: Facts) -> None:
         play(strategy, grid, 1)
     assert fates(strategy) == {"one": "trained", "two": "refused", "three": "trained"}
     why = last_line(strategy)["fates"]["two"]["why"]
-    assert "server's" in why or "does not say" in why
+    assert "at the server" in why or "does not say" in why
 
 
 def test_forged_facts_are_refused(tmp_path: Path) -> None:
     strategy, grid = agreeing(tmp_path, FACTS, Server(build("glora"), round=Kept(quorum=2)))
-    for round, text in enumerate(("{", "[1]", '{"base": 3}', 7, "[" * 100_000)):
+    for round, text in enumerate(("{", "[1]", '{"base": []}', 7, "[" * 100_000)):
 
         def forge(asked: Message, reply: Message, text: Any = text) -> Message:
             reply.content["config"]["agreement"] = text
@@ -209,6 +208,6 @@ def test_forged_facts_are_refused(tmp_path: Path) -> None:
 
 
 def test_nobody_agrees_no_round(tmp_path: Path) -> None:
-    strategy, grid = agreeing(tmp_path, Facts(labels=("yes", "no")))
+    strategy, grid = agreeing(tmp_path, FACTS.and_these(labels='["yes", "no"]'))
     with pytest.raises(QuorumNotMet, match="yes"):
         play(strategy, grid, 1)

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key, lo
 
 from fedlora.errors import ConfigError
 from fedlora.flower import processes
-from fedlora.flower.serving import superlink
-from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError, forget_unregistered, public_key
+from fedlora.flower.server import superlink
+from fedlora.flower.server.superlink import NodeFacts, SuperLink, SuperLinkError, forget_unregistered, public_key
 from fedlora.flower.terms import certificates
 from support.marked import started_for
 from support.small_apps import settings_with_port
@@ -31,7 +31,7 @@ from support.small_apps import settings_with_port
 def home(path: Path, port: int = 1) -> Path:
     path.mkdir()
     settings_with_port(path, port)
-    certificates.write_loopback(path / "certs")
+    certificates.write_server(path / "certs", "localhost")
     return path
 
 

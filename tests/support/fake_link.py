@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.server.journal import Journal
-from fedlora.flower.serving.superlink import NodeFacts, RunFacts
+from fedlora.flower.server.superlink import NodeFacts, RunFacts
 from fedlora.flower.terms.settings import FederationSettings
 
 CLIENTS = {"acme": 8, "berlin": 4, "cork": 2}
@@ -49,6 +49,9 @@ def play_round(
     told = Journal(home / "server")
     told.asked(number, "train", list(fates))
     told.played(json.dumps(line))
+    (home / "state" / "logs").mkdir(parents=True, exist_ok=True)
+    with (home / "state" / "logs" / "serverapp.log").open("a") as file:
+        file.write(f"2026-01-31 12:00:00,000 round {number} is played\n")
 
 
 def end_rounds(home: Path, number: int, why: str = "complete") -> None:

@@ -16,8 +16,7 @@ from fedlora.flower.server.measuring import choosing_of
 from fedlora.flower.server.opening import AtServer, Opening
 from fedlora.flower.server.state import newest
 from fedlora.flower.site.node import Node
-from fedlora.flower.terms.agreement import Facts
-from fedlora.flower.terms.facts import server_facts
+from fedlora.flower.terms.facts import Facts, server_facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.server.server import start

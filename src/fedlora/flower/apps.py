@@ -25,9 +25,7 @@ from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, LedgerE
 from fedlora.flower import processes
 from fedlora.flower.envelope import parts, receipt_of
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.site.resident import TrainerFailed, ask
-from fedlora.flower.site.site_work import Do
-from fedlora.flower.terms.agreement import Disagreement
+from fedlora.flower.site.trainer import Do, TrainerFailed, ask
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +39,7 @@ def main(grid: Grid, context: Context) -> None:
     from fedlora.flower.inside import heartbeats_outlive_errors, http_inbox
     from fedlora.flower.server.federation import ending, play
     from fedlora.flower.server.journal import Journal
+    from fedlora.flower.terms.facts import Disagreement
 
     if http_inbox(grid):  # Flower's own SIGINT does not reach a main thread that waits to push to a dead SuperLink
         processes.ends_with(os.getppid())
@@ -62,7 +61,6 @@ def main(grid: Grid, context: Context) -> None:
 def _kept_log(path: Path) -> Iterator[None]:
     """Also write fedlora's log to a file, because Flower shows a ServerApp's output to nobody."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    processes.trim(path)
     with path.open("a", encoding="utf-8") as file:
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedlora.core.text import quoted
 from fedlora.errors import FedLoRAError
-from fedlora.flower.terms.agreement import PROTOCOL
+from fedlora.flower.terms import PROTOCOL
 
 T = TypeVar("T", ArrayRecord, ConfigRecord, MetricRecord)
 

@@ -41,7 +41,7 @@ GIVES_BACK = {
     "MALLOC_TRIM_THRESHOLD_": "262144",
     "MALLOC_ARENA_MAX": "2",
 }
-SUPERLINK = "fedlora.flower.serving.superlink_process"
+SUPERLINK = "fedlora.flower.server.superlink_process"
 OF = "FEDLORA_PROCESSOF"
 OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that its SuperNode starts: ClientApps end with it
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -112,14 +112,6 @@ def tail(path: Path, size: int = 20_000) -> str:
         return ""
 
 
-def trim(log: Path, largest: int = 20_000_000) -> None:
-    """Keep a log from filling the disk: above `largest` bytes, its last quarter moves to .1, and it starts again."""
-    if log.exists() and log.stat().st_size > largest:
-        with contextlib.suppress(OSError):  # if the disk is full, all of it goes
-            log.with_name(log.name + ".1").write_text(tail(log, largest // 4), encoding="utf-8")
-        os.truncate(log, 0)  # it is open for appending, so its writer continues at the new end
-
-
 # ---------------------------------------------------------------------------------------------- who has a folder
 
 
@@ -184,5 +176,5 @@ def _holder_said(descriptor: int) -> str:
 
 __all__ = [
     "GIVES_BACK", "OF", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all_of", "ends_with", "environment", "holder",
-    "last_line", "locked", "owner_of_this", "serving", "started", "tail", "trim",
+    "last_line", "locked", "owner_of_this", "serving", "started", "tail",
 ]  # fmt: skip

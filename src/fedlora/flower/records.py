@@ -27,7 +27,7 @@ from fedlora.core.method import Roles
 from fedlora.core.parcels import Parcel
 from fedlora.core.text import shown
 from fedlora.flower.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened, parts
-from fedlora.flower.terms.agreement import Disagreement, Facts, check
+from fedlora.flower.terms.facts import Disagreement, Facts, check
 from fedlora.linalg.stored import stored_bytes
 
 RAW, NUMPY = "fedlora.raw", "numpy.ndarray"

@@ -50,7 +50,7 @@ from fedlora.flower.server.state import (
     reply_limit,
     run_identity,
 )
-from fedlora.flower.terms.agreement import Facts
+from fedlora.flower.terms.facts import Facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.methods.registry import build
 from fedlora.runs.private_run import PrivateRun

@@ -1,1 +1,1 @@
-"""A federation's server: its rounds, what it stores of them, and what comes of them."""
+"""A federation's server: make its folder, change its members, check it, and play its rounds."""

@@ -33,8 +33,7 @@ from fedlora.flower.server.opening import Opening, opening
 from fedlora.flower.server.private import opened_private
 from fedlora.flower.server.state import FederationState, check_playable, run_identity
 from fedlora.flower.strategy import FedLoRA
-from fedlora.flower.terms.agreement import Facts
-from fedlora.flower.terms.facts import server_facts
+from fedlora.flower.terms.facts import Facts, server_facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import check_policy
 from fedlora.runs.finishing import best_state

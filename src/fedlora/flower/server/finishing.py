@@ -20,7 +20,6 @@ from fedlora.flower.server.measuring import SiteRound, sites_test
 from fedlora.flower.server.opening import Opening
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.flower.terms.site_file import Site
 from fedlora.given_files import RECORDS, parse_json, read_given
 from fedlora.runs.base_names import BaseName, base_name
 from fedlora.runs.exported import FOLDERS, Exports, global_adapter, named
@@ -122,8 +121,7 @@ def _exports(federation: Federation, judged: Mapping[str, Any], privacy: str | N
     of a private federation, in words."""
     opening = federation.opening
     settings, base = opening.settings, _base(opening)
-    site = Site(name="site", data="data", model=base.name or "model", method=settings.method.name)
-    config = settings.for_site(site).model_copy(update={"defence": settings.defence})
+    config = settings.as_run(base.name or "model")
     model = settings.at_server.model or opening.spec.base_model
     return Exports(
         _facts(federation), config, named(opening.spec, base.name or (PurePath(model).name if model else None)),

@@ -22,9 +22,8 @@ from fedlora.flower.server.journal import rounds_done
 from fedlora.flower.server.measuring import Choosing, check, choosing_of
 from fedlora.flower.server.private import check_affordable, has_released, planned
 from fedlora.flower.server.state import FederationState, check_playable, newest
-from fedlora.flower.terms.agreement import Facts
-from fedlora.flower.terms.agreement import check as check_facts
-from fedlora.flower.terms.facts import agreed, model_facts, server_facts
+from fedlora.flower.terms.facts import Facts, agreed, model_facts, server_facts
+from fedlora.flower.terms.facts import check as check_facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import check_policy
 from fedlora.flower.terms.settings import FederationSettings

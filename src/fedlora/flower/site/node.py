@@ -26,7 +26,7 @@ from fedlora.errors import ConfigError, KeptStateError
 from fedlora.flower.envelope import Receipt, RecordError, opened, receipt_of
 from fedlora.flower.records import record_parcel, upload_record
 from fedlora.flower.scores import Evaluators, asked_part, measured_record
-from fedlora.flower.terms.agreement import Facts, check
+from fedlora.flower.terms.facts import Facts, check
 
 log = logging.getLogger(__name__)
 _KEPT = 4  # states: of the round in progress, the one that it began with, and that one's own
