@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +27,11 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from fedlora import Adapter, LoRA
 from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
+from fedlora.errors import ConfigError
 from fedlora.flower import inside
 from fedlora.flower.inside import HttpInbox, Limit, TooLarge, answers_at_most, heartbeats_outlive_errors, http_inbox
 from fedlora.flower.records import record_upload, upload_record
+from fedlora.flower.server import federation
 from support import flower_grid
 
 MB = 2**20
@@ -389,14 +392,18 @@ def test_who_answers_is_the_superlinks_word_and_not_the_messages(link: Link) -> 
 CHANGED = "flwr has changed inside: read its HttpGrid, mend fedlora/flower/inside.py, and set TESTED there. "
 
 
-def test_another_flwr_takes_the_public_path_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`serve` and `node` refuse it by the same words."""
+def test_another_flwr_takes_the_public_path_and_says_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A federation's rounds refuse it by the same words."""
     from flwr.superlink.grid.http_grid import HttpGrid
 
     assert inside.untested() == ""
     monkeypatch.setattr(inside, "version", lambda name: "1.43.0")
     with pytest.warns(UserWarning, match=r"flwr 1\.43\.0 .*1\.41\.x and 1\.42\.x.*'flwr>=1\.41,<1\.43'.* only after"):
         assert http_inbox(HttpGrid("127.0.0.1:1", insecure=True, token="x")) is None
+    with pytest.raises(ConfigError, match=r"flwr 1\.43\.0 "):
+        federation.play(flower_grid.LocalGrid({}), tmp_path)
 
 
 def test_flwr_is_inside_as_the_bounded_pull_takes_it_to_be() -> None:
