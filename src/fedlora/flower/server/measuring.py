@@ -79,16 +79,26 @@ class Choosing(Ranking):
 def check(settings: FederationSettings) -> None:
     """Raises `ConfigError` for evaluation settings that cannot work; the message names the contradiction."""
     evaluate, here = settings.evaluate, settings.at_server
-    if evaluate.target == "server" and not (here.validation or here.test):
+    files_here, at_sites = bool(here.validation or here.test), settings.data.validation or settings.data.test
+    if evaluate.target == "server" and not files_here:
         raise ConfigError(
             "evaluate.target = 'server' measures the server's model on files of the server's, and [at_server] names "
             "none. Give at_server.model with at_server.validation or at_server.test, or set evaluate.target = "
             "'clients'."
         )
+    if evaluate.target == "clients" and not at_sites:
+        raise ConfigError(
+            "evaluate.target = 'clients' measures on what each site holds out, and data.validation = 0 and data.test = "
+            "0 hold nothing out. Give a share, or set evaluate.target = 'server'."
+        )
     if evaluate.clients_at_end == "both":
         raise ConfigError(
             "evaluate.clients_at_end = 'both' needs a common test set at the sites, and each has its own only: set it "
             "to true, or leave it out."
+        )
+    if evaluate.clients_at_end and not settings.data.test:
+        raise ConfigError(
+            "evaluate.clients_at_end = true measures on the test share of each site, and data.test = 0 holds none out."
         )
     check_trackers(settings.run.track)
 
