@@ -114,7 +114,7 @@ class Trainer:
         keep, agreed = keeping(settings), keeping(FederationSettings.from_travelling(join.settings))
         if keep.keywords != agreed.keywords:  # or a server could have this site train on what it measures on
             raise ConfigError(
-                f"the server now holds out other rows ({keep.keywords}) than this site's join.toml ({agreed.keywords}): "
+                f"the server now holds out other rows ({keep.keywords}) than join.toml says ({agreed.keywords}): "
                 f"nothing is trained. If that is meant, put the server's new join.toml in place of this one."
             )
         files = model_facts(site.model, settings, config.model.revision)  # before the model is loaded, which would hide
