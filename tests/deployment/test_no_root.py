@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
+import fedlora
 from fedlora.flower.places import FederationFolder, SiteFolder
 from support.containers import PLACE
 from support.deployed_folders import federation_folder, site_folder
@@ -89,7 +90,9 @@ def install(machine: Booted) -> None:
     """The static units, with this machine's places in them, as the page installs them."""
     for unit in UNITS.values():
         text = (PLACE / unit).read_text().replace("/srv/fedlora/env/bin/fedlora", f"{sys.executable} -m fedlora.cli")
-        (machine.folder / "srv" / unit).write_text(text.replace("/srv/fedlora/", "/srv/"))
+        code = f"[Service]\nEnvironment=PYTHONPATH={Path(fedlora.__file__ or '').parents[1]}\n"  # that under test
+        text = text.replace("/srv/fedlora/", "/srv/").replace("[Service]\n", code)
+        (machine.folder / "srv" / unit).write_text(text)
     names = " ".join(UNITS.values())
     lines = [f"for unit in {names}; do install -m 644 /srv/$unit /etc/systemd/system/$unit; rm /srv/$unit; done",
              "systemctl daemon-reload", f"systemctl enable --now {names}"]  # fmt: skip

@@ -55,10 +55,12 @@ def everything_is_wrong_at_first(road: Road) -> None:
         cork.folder / "site" / "key",
         road.fed / "certs",
     )
-    kept = {path: path.read_bytes() for path in (weights, key, public / "server.crt", public / "server.key")}
+    half = key.with_name("key.pub")
+    kept = {path: path.read_bytes() for path in (weights, key, half, public / "server.crt", public / "server.key")}
     weights.write_bytes(kept[weights][:-1] + bytes([kept[weights][-1] ^ 1]))
     assert cork.run("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", "other").code == 0
     key.write_bytes((cork.folder / "other").read_bytes())
+    half.write_bytes((cork.folder / "other.pub").read_bytes())
     acme.clock = "+600s"
     shutil.copytree(acme.folder / "model", stranger.folder / "model")
     write_notes(stranger.folder / "notes.csv", 40, 9)

@@ -26,6 +26,7 @@ from fedlora import Client, Server, build
 from fedlora.core.parcels import pack
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, DataError
+from fedlora.flower.envelope import Envelope, enclose
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.records import parcel_record, to_tensor
 from fedlora.flower.site import trainer
@@ -34,7 +35,9 @@ from fedlora.flower.site.node import Node
 from fedlora.flower.site.run import GONE, held, supernode_command, wait_until_admitted
 from fedlora.flower.site.supernode import watched
 from fedlora.flower.site.trainer import TrainerFailed, answer, ask, held_out, listening_at, told_to_server
+from fedlora.flower.terms.settings import FederationSettings
 from fedlora.server.server import start
+from support.deployed_folders import federation_folder, site_folder
 from support.flower_grid import RUN, Toy, seed_adapter
 from support.processes import Program
 
@@ -260,6 +263,21 @@ def test_a_row_stays_on_its_side_whatever_becomes_of_the_file() -> None:
     for count, share in zip(counts, (0.7, 0.2, 0.1), strict=True):
         assert abs(count - 2000 * share) < 5 * (2000 * share * (1 - share)) ** 0.5
     assert sides(names, seed=1) != before
+
+
+def test_no_server_changes_what_is_held_out(tmp_path: Path) -> None:
+    """By another seed or share in its messages than in the site's join.toml: nothing is loaded or trained."""
+    tables: dict[str, Any] = {"id": "f", "data": {"labels": ["no", "yes"]}, "lora": {"targets": ["q"]}}
+    site, settings = site_folder(tmp_path / "s", federation_folder(tmp_path / "fed")), FederationSettings(**tables)
+    for other in ({"run": {"seed": 1}}, {"data": {"labels": ["no", "yes"], "validation": 0.0}}):
+        asked = question()
+        enclose(asked, Envelope(FederationSettings(**{**tables, **other}).travelling()))
+        with pytest.raises(ConfigError, match=r"join\.toml"):
+            trainer.Trainer(site)("train", asked)
+    with pytest.raises(ConfigError, match="nowhere"):  # the site's model is not there: it went on
+        asked = question()
+        enclose(asked, Envelope(settings.travelling()))
+        trainer.Trainer(site)("train", asked)
 
 
 def test_a_file_without_a_row_to_train_on_is_refused() -> None:

@@ -23,6 +23,7 @@ from support.flower_grid import FastClock, LocalGrid
 from support.shown_certificates import authority
 from support.training_data import LABELS, classification, rows, save_encoder
 
+CA = authority().pem
 RANKS = {"acme": 2, "berlin": 4, "cork": 4}
 SETTINGS: dict[str, Any] = {
     "id": "fed-test",
@@ -43,9 +44,9 @@ def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def write_join(folder: Path, federation: str) -> None:
+def write_join(folder: Path, federation: str, settings: str = "{}") -> None:
     """A site's join file, as far as its trainer reads it."""
-    join = JoinFile(federation, "fl.example.org", 443, authority().pem, "{}", Facts())
+    join = JoinFile(federation, "fl.example.org", 443, CA, settings, Facts())
     (folder / "join.toml").write_text(join.text())
 
 
@@ -100,6 +101,8 @@ class FederationOnDisk:
 
     def grid(self) -> LocalGrid:
         """The sites, over what they keep on their disks."""
+        for name in RANKS:
+            write_join(self.root / "sites" / name, SETTINGS["id"], self.settings().travelling())
         nodes: dict[str, Any] = {name: SiteNode(self.root / "sites" / name / "site.toml") for name in RANKS}
         return LocalGrid(nodes)
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from flwr.app import RecordDict
 
@@ -110,19 +110,25 @@ class Trainer:
         from fedlora.runs.preparation import prepare
 
         settings, site = FederationSettings.from_travelling(envelope.settings), Site.read(self._site.site)
-        config = settings.for_site(site)
+        config, join = settings.for_site(site), JoinFile.read(self._site.join)
+        keep, agreed = keeping(settings), keeping(FederationSettings.from_travelling(join.settings))
+        if keep.keywords != agreed.keywords:  # or a server could have this site train on what it measures on
+            raise ConfigError(
+                f"the server now holds out other rows ({keep.keywords}) than join.toml says ({agreed.keywords}): "
+                f"nothing is trained. If that is meant, put the server's new join.toml in place of this one."
+            )
         files = model_facts(site.model, settings, config.model.revision)  # before the model is loaded, which would hide
         check(Facts.from_text(envelope.facts), files, site.name, whole=False)  # the cause of a difference
-        prepared = prepare(config, None, keep=keeping(settings), programs=self._site.state / "programs")
+        prepared = prepare(config, None, keep=keep, programs=self._site.state / "programs")
         return Node(
             site.name, prepared.trainer, self._site.state,
             evaluators={"validation": prepared.validation, "test": prepared.test},
             facts=files.and_these(targets=targets_of(prepared.seed_adapter.modules)),
-            run=JoinFile.read(self._site.join).federation,
+            run=join.federation,
         )  # fmt: skip
 
 
-def keeping(settings: FederationSettings) -> Any:
+def keeping(settings: FederationSettings) -> partial[Parts]:
     """What makes a site's parts of its file, by `held_out`, from these settings."""
     data = settings.data
     return partial(held_out, seed=settings.run.seed, validation=data.validation, test=data.test)
