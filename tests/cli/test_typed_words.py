@@ -18,14 +18,12 @@ import support.command_line  # noqa: F401 - first, for it expects what typer's i
 # isort: split
 
 import fedlora.cli.formats
-from fedlora.cli.flower import doctor
-from fedlora.cli.flower.common import typed
+from fedlora.cli.flower import doctor, typed
 from fedlora.cli.formats import Format, show
 from fedlora.cli.method_names import parse_methods, plain_label
 from fedlora.cli.screen import Screen, console
 from fedlora.errors import ConfigError
 from fedlora.experiments.tables import Table
-from fedlora.flower.setup.installing import Step
 
 ODD = "[red]m[/red] :fire: [/nothing]"  # markup, the name of a picture, and a closing tag that closes nothing
 
@@ -121,12 +119,9 @@ def test_a_bar_begins_where_the_run_does(monkeypatch: pytest.MonkeyPatch, done: 
 
 
 def test_a_path_with_spaces_can_be_typed() -> None:
-    """A shell takes each printed command apart into the words that were meant: in units, too."""
+    """A shell takes each printed command apart into the words that were meant."""
     place = Path("/srv/a fed's")
     assert shlex.split(f"fedlora doctor {typed(place)}") == ["fedlora", "doctor", str(place)]
-    line, *text = Step(("install", "/dev/stdin", str(place)), "a 'b' $3\n").shown().splitlines()
-    assert shlex.split(line) == ["install", "/dev/stdin", str(place), "<<END_OF_UNIT"]
-    assert "<<'END_OF_UNIT'" in line and text == ["a 'b' $3", "END_OF_UNIT"]
 
 
 def test_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ def test_readers_find_every_name_that_they_expect() -> None:
     finishing = pytest.importorskip("fedlora.runs.finishing")
     own = keys_of(finishing._own_results, "bytes") | keys_of(finishing.finish, "exports")
     names = {"summary.json": keys_of(finishing.results, "metric") | own}
-    federated = pytest.importorskip("fedlora.flower.rounds.finishing")
+    federated = pytest.importorskip("fedlora.flower.server.finishing")
     names["server/summary.json"] = keys_of(finishing.results, "metric") | keys_of(federated._summary, "site_test")
     preparation = pytest.importorskip("fedlora.runs.preparation")
     names["manifest.json"] = keys_of(preparation, "evaluation_target")
