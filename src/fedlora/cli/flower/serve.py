@@ -50,8 +50,8 @@ def up(
 ) -> None:
     """On this machine alone: deal a run's data to sites, and play it as a server and its sites, on loopback.
 
-    If one of the processes dies, it stops the others, with exit code 1. Call it again to continue after the last
-    finished round. Ctrl-C ends it in order.
+    A node that ends is started again. If the server's processes die, it stops the others, with exit code 1. Call it
+    again to continue after the last finished round. Ctrl-C ends it in order.
     """
     needed()
     from fedlora.flower.places import FederationFolder

@@ -103,8 +103,7 @@ def _federation(
 
 
 def play(folder: Path, say: Say, stop: threading.Event) -> Standing:
-    """Serve the folder, with a node for each of its sites. If a node ends, everything ends, because a federation
-    without one of its sites would be another one; unless the site was removed.
+    """Serve the folder, with a node for each of its sites, which is started again when it ends.
 
     Raises:
         ConfigError: the folder's sites are on machines of their own. Others, as `Supervisor.serve`.
@@ -119,29 +118,34 @@ def play(folder: Path, say: Say, stop: threading.Event) -> Standing:
     nodes: dict[str, subprocess.Popen[bytes]] = {}
     ending = threading.Event()
 
-    def watch(name: str) -> None:
-        code = nodes[name].wait()
-        if not stop.is_set() and not ending.is_set() and name in standing(there).ranks:
-            words = processes.last_line(there.logs / f"node-{name}.log")
-            say(f"the node of {name} ended {how_ended(code)}: {words}. Call this again to continue")
-            stop.set()
+    def keep(name: str) -> None:
+        """As its unit would: start it again when it ends, but not for a fault in its own files. After a kill the
+        SuperLink takes the old node for online for a minute, and refuses the new one."""
+        home, log = there.site(name).state / "flwr", there.logs / f"node-{name}.log"
+        command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(there.site(name).path)]
+        while not ending.is_set():
+            processes.end_all_of(home)  # what an earlier call left
+            nodes[name] = processes.started(command, log, processes.environment(home))
+            code = nodes[name].wait()
+            if ending.is_set() or name not in standing(there).ranks:
+                return
+            say(f"the node of {name} ended {how_ended(code)}: {processes.last_line(log)}")
+            if code == 2:
+                stop.set()
+            ending.wait(10.0)
 
     @contextlib.contextmanager
     def running() -> Iterator[None]:
         try:
             for name in names:
-                home = there.site(name).state / "flwr"
-                processes.end_all_of(home)  # what an earlier call left
-                command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(there.site(name).path)]
-                nodes[name] = processes.started(command, there.logs / f"node-{name}.log", processes.environment(home))
-                threading.Thread(target=watch, args=(name,), daemon=True).start()
-            say(f"nodes started: {', '.join(names)} (their lines are in {there.logs}/node-NAME.log)")
+                threading.Thread(target=keep, args=(name,), daemon=True).start()
+            say(f"nodes: {', '.join(names)} (their lines are in {there.logs}/node-NAME.log)")
             yield
         finally:  # while the SuperLink hears that they leave: it takes others for online for a minute
             ending.set()
-            for process in nodes.values():  # signal all first, so that they end in parallel
+            for process in list(nodes.values()):  # signal all first, so that they end in parallel
                 process.terminate()
-            for name, process in nodes.items():
+            for name, process in list(nodes.items()):
                 processes.end(process)
                 processes.end_all_of(there.site(name).state / "flwr")
 
