@@ -25,7 +25,7 @@ from support.training_data import save_model
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
 SERVER = Facts({
     "base": "a" * 64, "tokenizer": "b" * 64, "labels": '["no", "yes"]', "scaling": 2.0, "max_length": 128,
-    "targets": "2 modules, 0123456789abcdef", "config.hidden_size": 384, "protocol": "fedlora/5", "fedlora": "0.1.4",
+    "targets": "2 modules, 0123456789abcdef", "config.hidden_size": 384, "protocol": "fedlora/6", "fedlora": "0.1.4",
     "torch": "2.12.0",
 })  # fmt: skip
 

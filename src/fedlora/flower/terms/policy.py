@@ -21,7 +21,6 @@ from fedlora.errors import ConfigError
 from fedlora.given_files import parse_toml, read_toml
 
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
 Rank = int | Mapping[str, int]
 MOST_RANK = 4096
 _SITE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
@@ -44,14 +43,12 @@ class Policy:
 
     clients: name -> its rank, or its ranks by module: the allow-list, in the order in which rounds draw from it.
     max_examples: the most that a claim counts for. max_upload_mb: for one reply, in 2^20 bytes; None: twice this
-    client's largest upload, and 1. deadline: seconds for a reply, also the life of a message. retries: of a round with
-    too few replies, before the run ends and `serve` plays it again.
+    client's largest upload, and 1. deadline: seconds for a reply, also the life of a message.
     """
 
     clients: Mapping[str, Rank]
     max_examples: Above = 1e9
     deadline: Above = 3600.0
-    retries: Count = 0
     max_upload_mb: Above | None = None
 
     @field_validator("clients", mode="before")
