@@ -82,7 +82,7 @@ class LoRA:
         return self.A.shape[0]
 
     def delta(self) -> Tensor:
-        """The dense update B @ A, (d_out, d_in). For tests and small matrices; the server never forms it."""
+        """The dense update B @ A, (d_out, d_in). A server forms it in streamed and private rounds only."""
         B, A = self.factors
         return B @ A
 
