@@ -201,7 +201,7 @@ def test_an_interrupt_of_the_imports_has_the_same_code(
     """Or at any other moment at which the command line cannot answer it. Before: a traceback."""
     import fedlora.__main__ as entry
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(entry, "beating", interrupted)

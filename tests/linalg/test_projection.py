@@ -137,6 +137,17 @@ def test_float64_and_wide_stacks_go_by_householder() -> None:
     assert projected_sum([replace(idle, B=0 * idle.B), *others]).factored == "gram/gram", "an idle client"
 
 
+@pytest.mark.parametrize("shape", [(8, 30), (30, 8)])
+def test_a_client_of_more_columns_than_the_matrix_has(shape: tuple[int, int]) -> None:
+    """Rank 40 beside rank 4. The oracle is the dense sum; nobody's basis has more columns than the matrix has rows."""
+    draw = torch.Generator().manual_seed(0)
+    pairs = [(torch.randn(shape[0], r, generator=draw), torch.randn(r, shape[1], generator=draw)) for r in (40, 4)]
+    made = projected_sum([Term(B, A, 0.5, U32, votes=True) for B, A in pairs])
+    dense = sum(0.5 * B.double() @ A.double() for B, A in pairs)
+    assert apart(product(made.spectrum), dense, float(dense.norm())) < 2e-7
+    assert [U.shape[1] for U in made.bases] == [8, 4]
+
+
 def test_the_unit_of_an_update_decides_nothing() -> None:
     """Powers of two round no number, so they change none."""
     terms = terms_of("gauge_1e1", (96, 80))

@@ -371,7 +371,7 @@ def test_methods_that_need_more_than_a_sum_are_refused_with_the_way_out() -> Non
     for cut in ({"rho": 0.5}, {"rank": 4}):
         with pytest.raises(HyperparameterError, match="svd with that rank"):
             replace(plain, method=build("glora", **cut))
-    with pytest.raises(HyperparameterError, match="shape and dims"):
+    with pytest.raises(HyperparameterError, match="leave dims"):
         private("ffa-lora", dims=5)
 
 

@@ -182,7 +182,7 @@ def narrowed_pair(lora: LoRA, dtype: torch.dtype, module: str) -> tuple[LoRA, fl
 def _gram_beside_change(old: Tensor, new: Tensor, kept: Tensor, unit: float) -> Tensor:
     """The Gram matrix (2 k, 2 k) of [new - old, kept] / unit, all (d, k). In float32: the change is no part of what is
     kept, so nothing cancels. By panels, which stay in a core's cache."""
-    G = torch.zeros(2 * old.shape[1], 2 * old.shape[1])
+    G = torch.zeros(2 * old.shape[1], 2 * old.shape[1], dtype=torch.float32)
     for a, b, c in zip(*(torch.split(X, _PANEL) for X in (old, new, kept)), strict=True):
         X = torch.cat([b.double() - a, c], dim=1).div_(unit).float()
         G.addmm_(X.mT, X)

@@ -76,13 +76,13 @@ def subspaces(
         if mixed:
             return None
         found = (torch.linalg.svdvals(core) > noise[:, :, None]).sum(dim=2)
-        ranks = found.tolist()
-        turn = torch.eye(at.shape[1], dtype=core.dtype, device=core.device)
-        lacking = (found < at.shape[1])[:, :, None, None]
+        ranks, size = found.tolist(), core.shape[2]  # of B's columns, or fewer: the matrix may have fewer rows
+        turn = torch.eye(size, dtype=core.dtype, device=core.device)
+        lacking = (found < size)[:, :, None, None]
         if bool(lacking.any()):  # of full rank any basis of col(B) will do, and the client's own costs nothing
-            counts = torch.arange(at.shape[1], device=core.device) < found[:, :, None, None]
+            counts = torch.arange(size, device=core.device) < found[:, :, None, None]
             turn = torch.where(lacking, torch.linalg.svd(core)[0] * counts, turn)
-        inner = B.inner(turn.expand_as(core))
+        inner = B.inner(turn.expand(*core.shape[:2], size, size))
     coordinates = B.tall if inner is None else B.tall @ inner
     return [
         Subspace(
