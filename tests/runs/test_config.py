@@ -363,7 +363,7 @@ def test_every_key_is_of_the_digest_and_the_identity_or_in_a_named_set() -> None
     """Each field of each table, changed alone: no run is taken for another, nor made twice for nothing."""
     base, facts = parsed(), {"model": {"sha256": {}}, "data": {}, "threads": 1}
     apart = {"data.clients", "data.task"}  # in place of data.train
-    for name in KEYS.keys() - apart:
+    for name in {*KEYS} - apart:
         table, key = name.split(".")
         if table == "privacy":
             continue  # which may be left out: test_private_run.py

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 from fedlora.runs.reading import checked, partly, set_in, tables_in
 from fedlora.runs.sections import EvaluateSection, MethodSection, ModelSection, RunSection, ServerSection
 from fedlora.runs.train_section import TrainTable
-from fedlora.training.settings import Key, LoRASettings, Section
+from fedlora.training.settings import LoRASettings, Section
 
 
 class RunConfig(Section):
@@ -61,12 +61,12 @@ class RunConfig(Section):
         return digest(self)
 
 
-KEYS: Mapping[str, Key] = {  # "table.key" -> its properties, for every key a configuration may have
-    f"{table}.{name}": key
+KEYS = tuple(  # "table.key" of every key that a configuration may have
+    f"{table}.{name}"
     for table, field in RunConfig.model_fields.items()
     for section in tables_in(field.annotation)
-    for name, key in section.keys().items()
-}
+    for name in section.model_fields
+)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

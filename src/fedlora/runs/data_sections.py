@@ -10,14 +10,10 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from fedlora.errors import ConfigError
 from fedlora.runs.rank_profiles import PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
-from fedlora.training.settings import Key, Positive, Section
+from fedlora.training.settings import Positive, Section
 from fedlora.training.templates import BARE, CHAT, check_template
 
 DataTask = Literal["sst2", "qqp", "qnli", "mnli", "superni"]
-_EACH_ITS_OWN = "each site names its own in its site.toml (fedlora flower site)"
-_BENCHMARK = Key("it is for benchmarks, which only fedlora run has")
-_NOT_DEALT = Key("nothing is dealt out: each site has its own file")
-_IN_POLICY = Key("policy.toml says who takes part, with which rank (fedlora flower init --sites)")
 
 
 class RankEntry(Section):
@@ -38,13 +34,13 @@ class ClientsSection(Section):
     measured on (evaluate.clients_at_end); with data.test = 0 all own sets together form the common one.
     """
 
-    count: Annotated[Positive | None, _IN_POLICY] = None
-    ranks: Annotated[list[Positive | RankEntry] | None, _IN_POLICY] = None
-    profile: Annotated[RankProfile | None, _IN_POLICY] = None
-    partition: Annotated[Literal["dirichlet", "iid"], _NOT_DEALT] = "dirichlet"
-    alpha: Annotated[Annotated[float, Field(gt=0)] | None, _NOT_DEALT] = None
-    min_size: Annotated[Positive, _NOT_DEALT] = 8
-    own_test: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Key("each site holds out data.test")] = None
+    count: Positive | None = None
+    ranks: list[Positive | RankEntry] | None = None
+    profile: RankProfile | None = None
+    partition: Literal["dirichlet", "iid"] = "dirichlet"
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    min_size: Positive = 8
+    own_test: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @field_validator("ranks", mode="before")
     @classmethod
@@ -123,18 +119,15 @@ class DataSection(Section):
     the manifest counts both.
     """
 
-    train: Annotated[str | None, Key(f"{_EACH_ITS_OWN}. To deal one file out, for a trial, leave --sites out")] = None
-    clients: Annotated[dict[str, str], Key(_EACH_ITS_OWN)] = {}  # noqa: RUF012 - pydantic copies it
-    task: Annotated[DataTask | None, Key(f"{_EACH_ITS_OWN}; a benchmark is for fedlora run")] = None
-    revision: Annotated[str | None, _BENCHMARK] = None
-    tasks: Annotated[Positive, _BENCHMARK] = 50
-    unseen: Annotated[int, Field(ge=0), _BENCHMARK] = 20
-    task_lists: Annotated[list[str], _BENCHMARK] = []  # noqa: RUF012 - pydantic copies it
+    train: str | None = None
+    clients: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
+    task: DataTask | None = None
+    revision: str | None = None
+    tasks: Positive = 50
+    unseen: Annotated[int, Field(ge=0)] = 20
+    task_lists: list[str] = []  # noqa: RUF012 - pydantic copies it
     max_train: Positive | None = None
-    max_test: Annotated[
-        Positive | None,
-        Key("each site holds out its shares data.validation and data.test; the server's file can be shortened"),
-    ] = None
+    max_test: Positive | None = None
     text: str = "text"
     pair: str | None = None
     label: str = "label"

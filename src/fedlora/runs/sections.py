@@ -34,7 +34,7 @@ from fedlora.training.load import model_place
 from fedlora.training.measure import ModelEvaluator, Target
 from fedlora.training.metrics import MetricName
 from fedlora.training.models import AdaptedModel
-from fedlora.training.settings import DType, Key, LoRASettings, Positive, Section, Targets, Task
+from fedlora.training.settings import DType, LoRASettings, Positive, Section, Targets, Task
 from fedlora.training.skeleton import check_targets
 from fedlora.workers.processes import available
 
@@ -57,17 +57,11 @@ class RunSection(Section):
     participation: Share = 1.0
     seed: int = 0
     threads: Annotated[int, Field(ge=0)] = 0
-    workers: Annotated[
-        Positive | Literal["auto"] | None,
-        Key("a server trains no clients, and each site trains itself"),
-    ] = None
-    checkpoint_every: Annotated[Positive, Key("a federation's server stores every round, since it could lose none")] = 1
-    keep_checkpoints: Annotated[Positive, Key("a federation's server keeps the last two rounds, and the best")] = 2
-    readouts: Annotated[bool, Key("each site has its own readout; it is for fedlora run")] = False
-    keep_uploads: Annotated[
-        Literal["none", "last", "all"],
-        Key("a federation's server stores no uploads; it is for fedlora run"),
-    ] = "none"
+    workers: Positive | Literal["auto"] | None = None
+    checkpoint_every: Positive = 1
+    keep_checkpoints: Positive = 2
+    readouts: bool = False
+    keep_uploads: Literal["none", "last", "all"] = "none"
     track: list[TrackerName] = []  # noqa: RUF012 - pydantic copies it
 
     @model_validator(mode="after")
@@ -103,17 +97,12 @@ class ModelSection(Section):
     which fedex-lora and flora cannot run.
     """
 
-    path: Annotated[str, Key("each site names its own copy in its site.toml, and the server its own in [at_server]")]
+    path: str
     task: Task = "classification"
-    device: Annotated[str, Key("each machine has its own: device in a site's site.toml")] = "auto"
-    adapter: Annotated[str | None, Key("fedlora flower init --start names a start")] = None
-    revision: Annotated[
-        str | None, Key("each site names its own copy in its site.toml, and the weights' digests are compared")
-    ] = None
-    dtype: Annotated[
-        DType, Key("its sites hold the base in float32, or in 4 bits with model.four_bit, and no key of a site.toml "
-                   "changes that")
-    ] = "float32"  # fmt: skip
+    device: str = "auto"
+    adapter: str | None = None
+    revision: str | None = None
+    dtype: DType = "float32"
     bf16: bool = False
     four_bit: bool = False
     checkpointing: bool = False
@@ -192,9 +181,7 @@ class ServerSection(Section):
     heads: Heads | None = None
     quorum: Positive | None = None
     stream: bool = False
-    gauge_stress: Annotated[
-        Annotated[float, Field(ge=1, le=MOST)] | None, Key("it is an experiment with uploads, for fedlora run")
-    ] = None
+    gauge_stress: Annotated[float, Field(ge=1, le=MOST)] | None = None
 
     def build(self, method: Method[Any], seed: int, rule: Rule | None = None) -> Server:
         """The server with that method. rule: from [defence]. Raises `HyperparameterError`."""
@@ -233,8 +220,8 @@ class EvaluateSection(Section):
     batch_size: Positive = 64
     patience: Positive | None = None
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    samples: Annotated[int, Field(ge=0), Key("a federation keeps no answers of its model; it is for fedlora run")] = 5
-    test_along: Annotated[bool, Key("a federation tests at its end; it is for fedlora run")] = False
+    samples: Annotated[int, Field(ge=0)] = 5
+    test_along: bool = False
 
     @model_validator(mode="after")
     def _delta_of_patience(self) -> EvaluateSection:

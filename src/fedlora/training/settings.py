@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -25,24 +24,12 @@ Schedule = Literal["constant", "linear", "cosine"]
 ClassWeights = Literal["balanced"]
 
 
-@dataclass(frozen=True)
-class Key:
-    """A key's properties besides type and limits, as field metadata: `Annotated[int, Key(...)]`.
-
-    elsewhere: for a key that belongs to one machine, and so is not in a federation: what replaces it there.
-    """
-
-    elsewhere: str = ""
-
-
 class Section(BaseModel):
     """A table of settings. Values are taken literally: true and "3" are not numbers, 1 and "yes" not booleans. 3 is a
     valid float, and 3.0 a valid integer. An error is a `ConfigError` if Python constructs the table, and pydantic's own
     error inside a larger table, whose reader words it."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-    of_each: ClassVar[Key] = Key()  # for keys whose fields have no Key
 
     if not TYPE_CHECKING:  # the fields are the arguments
 
@@ -54,12 +41,6 @@ class Section(BaseModel):
                 raise ConfigError(f"{type(self).__name__}: {'; '.join(wrong)}.") from error
 
         __init__.__pydantic_base_init__ = True  # pydantic builds nested tables without this
-
-    @classmethod
-    def keys(cls) -> dict[str, Key]:
-        """Key -> its properties."""
-        own = {name: [m for m in field.metadata if isinstance(m, Key)] for name, field in cls.model_fields.items()}
-        return {name: found[0] if found else cls.of_each for name, found in own.items()}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -200,6 +181,6 @@ class TrainSettings(TrainSection):
 
 
 __all__ = [
-    "ClassWeights", "DType", "Key", "LoRASettings", "Optimizer", "Positive", "Schedule", "Section", "Targets", "Task",
+    "ClassWeights", "DType", "LoRASettings", "Optimizer", "Positive", "Schedule", "Section", "Targets", "Task",
     "TrainSection", "TrainSettings",
 ]  # fmt: skip

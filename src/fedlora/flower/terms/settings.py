@@ -70,7 +70,10 @@ _OF_SITES: dict[str, Any] = {
 _ELSEWHERE = {
     **dict.fromkeys(("data.train", "data.clients"), "each site names its file in its site.toml"),
     **dict.fromkeys(("train.command", "train.time_limit", "model.device"), "each site sets it in its site.toml"),
-    **dict.fromkeys(("data.task", "attack", "server.gauge_stress"), "it is for `fedlora run`"),
+    **dict.fromkeys(
+        ("data.task", "attack", "server.gauge_stress", "run.readouts", "run.keep_uploads", "evaluate.test_along"),
+        "it is for `fedlora run`",
+    ),
     "clients": "policy.toml says who takes part, with which rank (fedlora flower init --sites)",
     "model.adapter": "fedlora flower init --start names a start",
     "at_server": "data.validation and data.test may name a file of the server's",
