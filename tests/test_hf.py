@@ -227,6 +227,12 @@ def test_a_posted_script_runs_alone_and_as_a_client(
     assert set(read_adapter(tmp_path / f"{script}-adapter")[0].ranks.values()) == {4}
 
 
+def trained_a_little(model: torch.nn.Module) -> None:
+    """One B of it."""
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "lora_B" in name).add_(1.0)
+
+
 def test_the_base_of_a_round_is_what_peft_makes_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """base/ merged by peft, then start/ loaded by peft: the model on which `federate` trains says the same."""
     site = Site(tmp_path, "loop")
@@ -245,10 +251,11 @@ def test_the_base_of_a_round_is_what_peft_makes_of_the_folder(tmp_path: Path, mo
     federate(mine)
     torch.testing.assert_close(logits(mine.eval()), expected, rtol=0, atol=1e-5)
     assert {n.split(".")[-3] for n, p in mine.named_parameters() if p.requires_grad} == {"lora_B"}
+    trained_a_little(mine)
     hand_back(mine, examples=12, loss=0.5)
     made, said = folder.read_result(begun, facts)
     assert said.base == facts.base and made.base == begun.base
-    for name, lora in begun.modules.items():  # nothing was trained: the same bits
+    for name, lora in begun.modules.items():  # what was not trained has the same bits
         assert torch.equal(made.modules[name].A, lora.A)
 
 
@@ -295,6 +302,19 @@ def test_classes_in_another_order_are_refused(
     assert "0 = 'calm'" not in capsys.readouterr().err
     federate(model())
     assert "0 = 'calm', 1 = 'urgent'" in capsys.readouterr().err
+
+
+def test_a_loop_that_trained_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose optimiser was made before `federate` gave the model parameters of another rank."""
+    site = Site(tmp_path, "classify")
+    folder, _, _ = site.round(1)
+    monkeypatch.setenv(VARIABLE, str(folder.path))
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
+    model = get_peft_model(network, LoraConfig(target_modules=["query", "value"], task_type="SEQ_CLS"))
+    federate(model)
+    with pytest.raises(ConfigError, match="nothing was trained"):
+        hand_back(model, examples=3, loss=0.5)
+    assert not folder.told.exists()
 
 
 def test_resuming_a_checkpoint_of_another_round_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,6 +392,7 @@ def test_a_compiled_model_is_the_peft_model_inside(
             federate(model)
         return
     federate(model)
+    trained_a_little(model)
     hand_back(model, examples=3, loss=0.25)
     made, said = folder.read_result(begun, facts)
     assert (said.examples, said.loss) == (3, 0.25)

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import TrainerCallback, set_seed
 
 from fedlora.adapters.io import load_into_model, read_model
-from fedlora.core.lora import Adapter
+from fedlora.core.lora import Adapter, named_tensors
 from fedlora.errors import ConfigError
 from fedlora.training.models import rank_fields, trainable
 from fedlora.training.round_folder import Part, RoundFolder
@@ -102,7 +102,8 @@ def hand_back(model: nn.Module, *, examples: int, loss: float) -> None:
         loss: the round's mean training loss, for the records.
 
     Raises:
-        ConfigError: the model is sharded. AdapterFormatError: adapter or loss is not finite: training diverged.
+        ConfigError: the model is sharded, or nothing in it was trained. AdapterFormatError: adapter or loss is not
+            finite: training diverged.
 
     Example:
         >>> import peft, transformers
@@ -114,10 +115,17 @@ def hand_back(model: nn.Module, *, examples: int, loss: float) -> None:
     if folder is None or not _is_first():
         return
     _check_sharding(model)
-    facts, _ = folder.read()
+    facts, begun = folder.read()
     whole = _peft_model(model)
     made, spec = read_model(whole, _active(whole), scaling=facts.scaling)
-    folder.write_result(facts, made.map(lambda t: t.cpu()), spec, examples, loss)
+    made = made.map(lambda t: t.cpu())
+    was = dict(named_tensors(begun))
+    if all(torch.equal(tensor, was[name].to(tensor.dtype)) for name, tensor in named_tensors(made)):
+        raise ConfigError(
+            "nothing was trained: the adapter is bit for bit as this round began. Make the optimiser after "
+            "federate(...), which may give the model new parameters."
+        )
+    folder.write_result(facts, made, spec, examples, loss)
 
 
 class _HandBack(TrainerCallback):  # type: ignore[misc] # transformers has no types here

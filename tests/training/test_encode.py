@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from fedlora.data import TextData, read_instructions
 from fedlora.errors import ConfigError, DataError
-from fedlora.training.encode import IGNORED, Cut, collate, cut_of, encode
+from fedlora.training.encode import IGNORED, Cut, collate, cut_of, encode, lost_of
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader
 from support.training_data import CLS, EOS, LABELS, PAD, SEP, encode_prompts, tokenizer, word
@@ -92,7 +92,7 @@ def test_a_response_that_fills_the_length_keeps_half_of_it_and_is_counted() -> N
     assert cut["input_ids"] == [*map(word, (1, 2, 3, 4)), *map(word, (5, 6, 7))]
     assert cut["labels"] == [*[IGNORED] * 4, *map(word, (5, 6, 7))] and cut["cut"] == 1 + 4
     assert whole["input_ids"][-1] == EOS and "cut" not in whole
-    assert cut_of([cut, whole]) == Cut(2, 1, 5, 1)
+    assert cut_of(map(lost_of, [cut, whole])) == Cut(2, 1, 5, 1)
 
 
 def test_what_cannot_be_encoded_is_named_by_file_and_row(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fedlora.data import TextData
 from fedlora.errors import ConfigError, NoGlobalModel
 from fedlora.server.server import start
 from fedlora.simulation import RoundRecord, simulate
-from fedlora.training.encode import IGNORED, encode
+from fedlora.training.encode import IGNORED, Cut, encode
 from fedlora.training.loop import LocalTrainer
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
@@ -250,6 +250,15 @@ def test_clients_are_measured_on_the_common_set_too_where_that_is_asked(model: A
     common = both.measure_clients(server, records[-1].state, common=True)
     assert common == ModelEvaluator(model, TEST, clients).measure_clients(server, records[-1].state)
     assert both.measure_clients(server, records[-1].state)["b"] != common["b"]
+
+
+def test_a_cut_text_that_is_common_and_a_clients_own_counts_once(model: AdaptedModel) -> None:
+    """As in a run with a file for each client, whose common set is all own ones. By hand: 3 tokens are left of [CLS],
+    five words and [SEP], in both of b's texts; one text is of the common set alone, and short."""
+    own = TextData("classification", ("w1 w2 w3 w4 w5", "w5 w4 w3 w2 w1"), labels=(0, 1), label_names=LABELS)
+    short = TextData("classification", ("w1",), labels=(0,), label_names=LABELS)
+    evaluator = ModelEvaluator(model, TextData.concat([own, short]), [Client("b", 2)], own={"b": own}, max_length=3)
+    assert evaluator.cut() == {"read": Cut(3, 2, 8)}
 
 
 def test_a_text_longer_than_the_model_can_read_is_refused(model: AdaptedModel) -> None:

@@ -47,7 +47,7 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
         )
         notes.warn(
             f"of the {counts['examples']} examples of {name}, {where}, so its scores are too good. fedlora uses the "
-            f"files as they are; remove the copies from one of them, or let fedlora split one file by shares."
+            f"files as they are: remove the copies from one of them. (Copies within one file stay together.)"
         )
     if cut := manifest["cut"]:
         each = ("cut", "tokens", "responses")

@@ -167,7 +167,7 @@ class DataSection(Section):
         for client in self.clients:
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
                 raise ValueError(
-                    f"a client id names a folder: it may have letters, digits, '_', '-' and '.', and may not begin "
-                    f"with '-' or '.'; got {client!r}"
+                    f"a client id names a folder: it may have the letters a to z and A to Z, digits, '_', '-' and '.', "
+                    f"and may not begin with '-' or '.'; got {client!r}"
                 )
         return self

@@ -186,9 +186,17 @@ class Cut:
     responses: int = 0
 
 
-def cut_of(examples: Iterable[Example]) -> Cut:
-    """How much was cut from these examples."""
-    lost = [(example.get("cut", 0), example.get("short", False)) for example in examples]
+Lost = tuple[tuple[int, ...], int, bool]  # a text's tokens, how many of it were cut, and whether of its answer
+
+
+def lost_of(example: Example) -> Lost:
+    """What an example lost."""
+    return tuple(example["input_ids"]), example.get("cut", 0), example.get("short", False)
+
+
+def cut_of(texts: Iterable[Lost]) -> Cut:
+    """How much was cut from these texts."""
+    lost = [(n, short) for _, n, short in texts]
     return Cut(len(lost), sum(n > 0 for n, _ in lost), sum(n for n, _ in lost), sum(short for _, short in lost))
 
 
@@ -240,6 +248,6 @@ def scored(example: Example, weights: Sequence[float] | None = None) -> float:
 
 
 __all__ = [
-    "IGNORED", "Cut", "Encoded", "Example", "batches", "check_length", "collate", "cut_of", "cut_prompts", "encode",
-    "scored",
+    "IGNORED", "Cut", "Encoded", "Example", "Lost", "batches", "check_length", "collate", "cut_of", "cut_prompts",
+    "encode", "lost_of", "scored",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ A FedSA-LoRA run has no server model, so what is evaluated is a named choice (`T
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -22,7 +23,19 @@ from fedlora.data.text import TextData
 from fedlora.doing import doing
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
-from fedlora.training.encode import IGNORED, Cut, Encoded, batches, check_length, collate, cut_of, cut_prompts, encode
+from fedlora.training.encode import (
+    IGNORED,
+    Cut,
+    Encoded,
+    Lost,
+    batches,
+    check_length,
+    collate,
+    cut_of,
+    cut_prompts,
+    encode,
+    lost_of,
+)
 from fedlora.training.generate import greedy, teacher_forced
 from fedlora.training.metrics import METRICS, MetricName, generates, score_name, worst_of
 from fedlora.training.models import AdaptedModel
@@ -99,12 +112,10 @@ class ModelEvaluator:
 
     def cut(self) -> dict[str, Cut]:
         """How much held-out text did not fit: "read", where the wanted answer follows a prompt (losses, and scores of
-        classes), and "asked", prompts to answer, which must leave room for max_new_tokens."""
-        each = [self._groups, *self._own.values()]
-        sets = [held for part in each for held in part.values() if isinstance(held, _HeldOut)]
-        read = cut_of(example for held in sets for example in held.examples)
-        lost = [tokens for held in sets for tokens in held.lost]
-        asked = Cut(len(lost), sum(tokens > 0 for tokens in lost), sum(lost))
+        classes), and "asked", prompts to answer, which must leave room for max_new_tokens. A text that is in a common
+        set and in a client's own counts once."""
+        common, own = _texts(self._groups.values()), _texts(s for sets in self._own.values() for s in sets.values())
+        read, asked = (cut_of((common[kind] | own[kind]).elements()) for kind in (0, 1))
         return {name: cut for name, cut in (("read", read), ("asked", asked)) if cut.cut}
 
     @property
@@ -247,6 +258,14 @@ class _HeldOut:
     references: Sequence[Sequence[str]]
     classes: bool
     lost: Sequence[int]
+
+
+def _texts(sets: Iterable[Any]) -> tuple[Counter[Lost], Counter[Lost]]:
+    """The texts of sets that are read, and their prompts that are asked, with what each lost."""
+    held = [one for one in sets if isinstance(one, _HeldOut)]
+    read = Counter(lost_of(example) for one in held for example in one.examples)
+    asked = Counter((tuple(ids), n, False) for one in held for ids, n in zip(one.prompts or (), one.lost, strict=False))
+    return read, asked
 
 
 def scores_of(seen: Sequence[Batch], *, classes: bool) -> Scores:
