@@ -27,6 +27,7 @@ from fedlora import read_adapter
 from fedlora.flower import processes
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import holder
+from fedlora.flower.server.journal import read_rounds
 from fedlora.flower.server.opening import opening
 from fedlora.flower.site.trainer import keeping
 from fedlora.flower.terms.settings import FederationSettings
@@ -93,12 +94,6 @@ def until(true: Callable[[], bool], seconds: float, log: Path, up: Kept) -> None
         time.sleep(0.2)
 
 
-def rounds_of(folder: FederationFolder) -> list[dict[str, Any]]:
-    with suppress(FileNotFoundError):
-        return [json.loads(line) for line in folder.rounds.read_text().splitlines()]
-    return []
-
-
 def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Callable[..., Said]) -> None:
     """The SuperLink killed -9 twice, the ServerApp once, `up` itself once, which leaves nothing running: the state is
     bit for bit the in-process engine's after as many rounds, each round is recorded once, and nothing is left."""
@@ -127,7 +122,7 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
         os.kill(running_of(program)[0], signal.SIGKILL)
 
     def played(number: int) -> Callable[[], bool]:
-        return lambda: len(rounds_of(folder)) >= number
+        return lambda: len(read_rounds(folder.rounds)) >= number
 
     log = tmp_path / "up.log"
     up = Kept(log, words)
@@ -170,7 +165,7 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     assert (told["round"], told["finished"], told["superlink"], told["served_by"]) == (ROUNDS, "complete", False, None)
     assert all(told["sites"][name]["fates"]["trained"] == ROUNDS for name in "abc")
 
-    lines = rounds_of(folder)
+    lines = read_rounds(folder.rounds)
     assert [line["round"] for line in lines] == list(range(1, ROUNDS + 1))
     assert all(set(line["losses"]) == {"a", "b", "c"} for line in lines)
     adapter, _ = read_adapter(folder.adapter)

@@ -147,7 +147,7 @@ def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Ro
     cork.link(up=True)
     road.until_next_rounds(1, 300, of=("acme", "berlin"))
     tell("a site's link is down for 30 s", "the round takes longer; the site is back by itself", "the server",
-         road.wait_said(server, SERVER, r"round \d+ of", told))  # fmt: skip
+         road.wait_said(server, SERVER, r"round \d+  loss", told))  # fmt: skip
     road.until_round(6, 300)
     road.wait_said(server, SERVER, "complete after 6 rounds", seconds=120)
     road.walk("4. Watch the rounds", "5. After the last round")

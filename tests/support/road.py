@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import random
 import re
 import shutil
@@ -22,6 +21,7 @@ from typing import Any
 
 from transformers import BertConfig, BertModel
 
+from fedlora.flower.server.journal import read_rounds
 from support.machines import SERVER_NAME, Done, Machine, Network, until
 from support.page import PAGE, Block, under
 from support.tiny_models import VOCABULARY
@@ -121,10 +121,8 @@ class Road:
         return done
 
     def rounds(self) -> list[dict[str, Any]]:
-        """The lines of rounds.jsonl."""
-        path = self.fed / "server" / "rounds.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines()]
+        """The lines of rounds.jsonl, each with its scores."""
+        return read_rounds(self.fed / "server" / "rounds.jsonl")
 
     def until_round(self, number: int, seconds: float = 90) -> None:
         def played() -> bool:

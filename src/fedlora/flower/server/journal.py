@@ -176,10 +176,10 @@ def spent_of(line: Mapping[str, Any]) -> tuple[float, float] | None:
     return so_far, planned
 
 
-def round_line(line: Mapping[str, Any], rounds: int | None = None) -> str:
-    """A round in one line: everyone by name, with its loss if it trained, otherwise its fate. rounds: of how many."""
+def round_line(line: Mapping[str, Any]) -> str:
+    """A round in one line: everyone by name, with its loss if it trained, otherwise its fate."""
     loss, seconds = line.get("loss"), line.get("seconds")
-    head = f"round {line['round']}" + (f" of {rounds}" if rounds else "")
+    head = f"round {line['round']}"
     if (spent := spent_of(line)) is not None:
         head += f"  epsilon {epsilon_up(spent[0])} of {epsilon_up(spent[1])}"
     head += f"  loss {_number(loss, 3)}" if loss is not None else "  no loss"
