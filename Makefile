@@ -15,11 +15,11 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal --assert=plain
 
-# Real processes on separate machines (network namespaces, as root): the road of docs/how-to/deployment.md.
+# Real processes on separate machines (network namespaces, as root): the road of docs/how-to/federation.md.
 deployment: $(VENV)/.ready
 	$(BIN)/python -m pytest -m deployment -rs
 
-# All faults, half an hour; writes the table of docs/how-to/runbook.md.
+# All faults, half an hour; writes the table of docs/how-to/federation.md.
 deployment-all: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "deployment or deployment_all" -rs
 	$(BIN)/python tests/support/faults.py --write

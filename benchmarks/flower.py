@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -32,15 +33,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedlora.client import receive, send
 from fedlora.core.messages import Upload
 from fedlora.core.parcels import pack
-from fedlora.flower.messages.envelope import Envelope
-from fedlora.flower.messages.records import parcel_record, record_parcel, record_upload, upload_record
+from fedlora.flower.envelope import Envelope
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.serving.superlink import SuperLink
-from fedlora.flower.serving.trial import Trial
-from fedlora.flower.setup.trial_folder import trial as write_trial
-from fedlora.flower.site.node_process import free_port
-from fedlora.flower.site.resident import ask
-from fedlora.flower.site.site_work import SiteWork
+from fedlora.flower.records import parcel_record, record_parcel, record_upload, upload_record
+from fedlora.flower.server.up import make, play
+from fedlora.flower.site.trainer import Trainer
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import Prepared, prepare
@@ -106,18 +103,18 @@ def resident(prepared: Prepared, folder: Path, repeats: int = 3) -> dict[str, fl
     server, state = prepared.server, start(prepared.server, prepared.seed_adapter)
     client = prepared.clients[0]
     settings = FederationSettings.load(FederationFolder(folder).settings)
-    site = FederationFolder(folder).site(client.id).site
+    site = FederationFolder(folder).site(client.id)
     parcel = pack(server.download(state.server, client), None)
     record = parcel_record(parcel, "b", Envelope(settings.travelling()))
-    times = []
+    times, stays = [], Trainer(site)
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        ask(site, "train", record)
+        stays("train", record)
         times.append(time.perf_counter() - began)
     loads = []
     for _ in range(repeats):
         began = time.perf_counter()
-        SiteWork(site)("train", record)
+        Trainer(site)("train", record)
         loads.append(time.perf_counter() - began)
     return {"first": times[0], "resident": median(times[1:]), "loading": median(loads)}
 
@@ -140,7 +137,7 @@ def main() -> None:
     found["wire"] = wire(prepared)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "f"
-        write_trial(folder, prepared.config, free_port())
+        make(folder, prepared.config, 18081)
         found["resident"] = resident(prepared, folder)
         if not options.skip_simulation:
             from flower_simulation import simulate_federation
@@ -152,7 +149,7 @@ def main() -> None:
             for site in (folder / "sites").iterdir():  # what they kept is of rounds that are played anew
                 shutil.rmtree(site / "state")
                 (site / "state").mkdir(mode=0o700)
-        Trial(SuperLink(folder)).serve()
+        play(folder, lambda line: None, threading.Event())
         rows["deployment (TLS)"] = rounds_of(folder)
     print(f"{'':20}{'first round, s':>16}{'later rounds, s':>17}{'beyond training, s':>20}")
     for name, times in rows.items():

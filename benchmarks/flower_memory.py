@@ -89,12 +89,12 @@ def own_peak() -> int:
 
 @server_app.main()
 def serve(grid: Grid, context: Context) -> None:
-    import fedlora.flower.rounds.strategy  # noqa: F401 - in both, so that `before` is of the same imports
+    import fedlora.flower.strategy  # noqa: F401 - in both, so that `before` is of the same imports
 
     facts: dict[str, Any] = {"before": own_peak(), "rounds": []}
     home = Path(plan()["home"])
 
-    def note(*_: Any) -> None:
+    def note(*_: Any) -> None:  # None stops nothing
         facts["rounds"].append({"at": time.time(), "peak": own_peak(), "database": (home / "state.db").stat().st_size})
         (home / "facts.json").write_text(json.dumps(facts))
 
@@ -112,22 +112,15 @@ def play_bare(grid: Grid, note: Any) -> None:
 
 
 def play_fedlora(grid: Grid, note: Any) -> None:
-    from fedlora import Adapter, LoRA, Server, build
-    from fedlora.flower.rounds.strategy import FedLoRA
-    from fedlora.flower.terms.policy import Policy
-    from fedlora.server.server import start
+    from fedlora import Adapter, Kept, LoRA, Server, build
+    from fedlora.flower import FedLoRA
 
     t, home = seed_factors(), Path(plan()["home"])
     seed = Adapter({name: LoRA(t[f"{name}.B"], t[f"{name}.A"]) for name in dict.fromkeys(n[:-2] for n in t)})
-    server, names = Server(build(plan()["method"]), quorum=SITES), [f"site-{k}" for k in range(SITES)]
-    state = start(server, seed)
+    server = Server(build(plan()["method"]), round=Kept(quorum=SITES))
+    strategy = FedLoRA(server, SITES, adapter=seed, folder=home)
     del t, seed
-    strategy = FedLoRA(
-        server, Policy(dict.fromkeys(names, 64), deadline=3600.0), state, folder=home / "checkpoints", record=home,
-        identify=lambda grid: dict(zip(names, sorted(grid.get_node_ids()), strict=True)), after_round=note,
-    )  # fmt: skip
-    del state
-    strategy.start(grid, num_rounds=plan()["rounds"])
+    strategy.start(grid, num_rounds=plan()["rounds"], should_stop=note)
 
 
 @client_app.train()
@@ -203,7 +196,7 @@ class Watch(threading.Thread):
 
 
 def played(home: Path, kind: str, mb: float, rounds: int, method: str) -> dict[str, Any]:
-    from fedlora.flower import children
+    from fedlora.flower.processes import GIVES_BACK, SUPERLINK, end_all_of, environment
 
     (home / "app" / "wire").mkdir(parents=True)
     (home / "flwr").mkdir()
@@ -218,10 +211,10 @@ def played(home: Path, kind: str, mb: float, rounds: int, method: str) -> dict[s
         f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
     said = json.dumps({"home": str(home), "kind": kind, "mb": mb, "rounds": rounds, "method": method})
-    env = children.environment(home / "flwr") | {"WIRE_PLAN": said, "OMP_NUM_THREADS": "1"}
+    env = environment(home / "flwr") | {"WIRE_PLAN": said, "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = f"{here.parent / 'src'}:{here}"
-    served = env | children.GIVES_BACK if kind == "fedlora" else env
-    own = ["flower-superlink"] if kind == "bare" else [sys.executable, "-m", children.SUPERLINK]
+    served = env | GIVES_BACK if kind == "fedlora" else env
+    own = ["flower-superlink"] if kind == "bare" else [sys.executable, "-m", SUPERLINK]
     watch, processes = Watch(said), list[subprocess.Popen[bytes]]()
     watch.start()
 
@@ -259,7 +252,7 @@ def played(home: Path, kind: str, mb: float, rounds: int, method: str) -> dict[s
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
             time.sleep(2)
-        children.end_all_of(home / "flwr")
+        end_all_of(home / "flwr")
         watch.over.set()
         watch.join()
     return {

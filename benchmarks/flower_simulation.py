@@ -19,10 +19,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedlora.errors import ConfigError, FedLoRAError
-from fedlora.flower.children import SWITCHES
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.playing import play
-from fedlora.flower.site.site_work import Do, SiteWork
+from fedlora.flower.processes import SWITCHES
+from fedlora.flower.server.federation import Federation, play
+from fedlora.flower.site.trainer import Do, Trainer
 from fedlora.flower.terms.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,8 @@ def simulate_federation(folder: Path, *, cpus: int = 1) -> dict[str, Any]:
     def main(grid: Grid, context: Context) -> None:
         try:
             known = claimed_names(grid, len(names))
-            found.update(play(grid, Path(home), identify=lambda _: known))
+            Federation._online = lambda self, grid: dict(known)  # type: ignore[method-assign]
+            found.update(play(grid, Path(home)))
         except FedLoRAError as error:
             found["error"] = str(error)
 
@@ -105,4 +106,4 @@ def simulate_federation(folder: Path, *, cpus: int = 1) -> dict[str, Any]:
 @lru_cache(maxsize=64)
 def _work(home: str, name: str) -> Callable[[Do, RecordDict], RecordDict]:
     """A client's work, kept in Ray's process for the next round."""
-    return SiteWork(FederationFolder(Path(home)).site(name).site)
+    return Trainer(FederationFolder(Path(home)).site(name))

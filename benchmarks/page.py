@@ -36,7 +36,7 @@ BENCHMARKS = {
     "exactness": "exactness.py --quick --every 5",
     "rank_tolerance": "rank_tolerance.py --draws 30",
     "defences": "defences.py",
-    "many_clients": "many_clients.py --d 768 --memory 16 --clients 1000,5000 --methods glora,svd",
+    "many_clients": "many_clients.py --d 768 --clients 1000,5000",
     "merging": "merging.py",
     "engine": "engine.py",
     "training": "training.py --repeats 2",

@@ -22,9 +22,8 @@ from pathlib import Path
 
 import torch
 
-from fedlora.privacy import Geometry, Mechanism
-from fedlora.privacy.accounting import noise_multiplier_for
-from fedlora.privacy.geometry import Layout
+from fedlora.privacy import Mechanism, noise_multiplier_for
+from fedlora.privacy.geometry import Layout, bases_of
 from fedlora.runs.config import RunConfig
 from fedlora.runs.preparation import Prepared, prepare
 from fedlora.simulation import RoundRecord, play, start
@@ -51,13 +50,12 @@ def one_round(quick: bool) -> tuple[Prepared, RoundRecord]:
     return prepared, next(event for event in events if isinstance(event, RoundRecord))
 
 
-def vectors(prepared: Prepared, record: RoundRecord) -> tuple[dict[str, torch.Tensor], slice]:
-    """Client -> its change in two-sided coordinates (d,), float64; and where the classifier's bias stands in it."""
+def vectors(prepared: Prepared, record: RoundRecord) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Client -> its change in two-sided coordinates (d,), float64; and a mask of the classifier's bias."""
     first = prepared.seed_adapter
-    geometry = Geometry("two-sided", dims=4)
     zero = {name: type(lora)(torch.zeros_like(lora.B), lora.A) for name, lora in first.modules.items()}
     layout = Layout(
-        {name: geometry.bases(lora, name, 0, 0) for name, lora in zero.items()},
+        {name: bases_of(lora, 4, name, 0, 0) for name, lora in zero.items()},
         {name: tuple(head.shape) for name, head in first.heads.items()},
     )
     found = {
@@ -68,10 +66,10 @@ def vectors(prepared: Prepared, record: RoundRecord) -> tuple[dict[str, torch.Te
         for upload in record.uploads
     }
     bias = next(name for name in first.heads if name.endswith("bias"))
-    return found, layout.slices()[bias]
+    return found, layout.vector({}, {bias: torch.ones_like(first.heads[bias])}) > 0
 
 
-def guessed(seen: torch.Tensor, bias: slice) -> int:
+def guessed(seen: torch.Tensor, bias: torch.Tensor) -> int:
     """The class that the client has more of, by what is seen of its change."""
     return int(seen[bias].argmax())
 

@@ -16,7 +16,8 @@ from fedlora import METHODS, Client, Method, Server, build
 from fedlora.core.lora import stack
 from fedlora.methods.glora import GLoRA
 from fedlora.testing import CONTRACTS, EQUAL, MIXED, check, sound
-from fedlora.testing.contracts import ALWAYS, relative
+from fedlora.testing.comparing import relative
+from fedlora.testing.contracts import ALWAYS
 from fedlora.testing.federations import SHAPES, Ranks, Who, rounds
 
 VARIANTS: dict[str, Method[Any]] = {

@@ -1,4 +1,4 @@
-"""A trial on loopback, its processes killed one after the other: supervised, it ends as if nothing had happened.
+"""A federation on loopback, its processes killed one after the other: supervised, it ends as if nothing had happened.
 
 Kind: *end to end*. SuperLink and three nodes over TLS with node authentication, as `fedlora flower up` starts them.
 Marked `deployment_all` (`make deployment-all`), for it takes some minutes of real processes. On separate machines:
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,13 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora import read_adapter
-from fedlora.flower import children
-from fedlora.flower.locks import holder
+from fedlora.flower import processes
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.federation import opening
+from fedlora.flower.processes import holder
+from fedlora.flower.server.journal import read_rounds
+from fedlora.flower.server.opening import opening
+from fedlora.flower.site.trainer import keeping
+from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
@@ -59,10 +62,10 @@ max_length = 16
 
 
 class Kept:
-    """`fedlora flower up FOLDER`, started again when it fails, as a unit would do with `serve`; its output in `log`."""
+    """`fedlora flower up`, started again when it fails, as a unit would do with `serve`; its output in `log`."""
 
-    def __init__(self, log: Path, folder: Path) -> None:
-        self._words = [sys.executable, "-m", "fedlora.cli", "flower", "up", str(folder)]
+    def __init__(self, log: Path, words: Sequence[object]) -> None:
+        self._words = [sys.executable, "-m", "fedlora.cli", *map(str, words)]
         self._log, self.codes = log, list[int]()
         self.process = self._started()
 
@@ -86,15 +89,9 @@ class Kept:
 def until(true: Callable[[], bool], seconds: float, log: Path, up: Kept) -> None:
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, f"not within {seconds} s\n{children.tail(log, 6000)}"
+        assert time.monotonic() < end, f"not within {seconds} s\n{processes.tail(log, 6000)}"
         up.look()
         time.sleep(0.2)
-
-
-def rounds_of(folder: FederationFolder) -> list[dict[str, Any]]:
-    with suppress(FileNotFoundError):
-        return [json.loads(line) for line in folder.rounds.read_text().splitlines()]
-    return []
 
 
 def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -109,10 +106,9 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     config = tmp_path / "run.toml"
     config.write_text(CONFIG.format(base=base, root=tmp_path, rounds=ROUNDS))
     folder = FederationFolder(tmp_path / "f")
-    done = main("flower", "init", folder.path, "--config", config, "--superlink-port", free_port())
-    assert done.code == 0, done.err
+    words = ("flower", "up", config, "--out", folder.path, "--superlink-port", free_port())
 
-    def processes(*programs: str) -> list[int]:
+    def running_of(*programs: str) -> list[int]:
         """Of the server, by the words of their command lines."""
         found = [(one.pid, one.cmdline()) for one in started_for(folder.flower_home)]
         return [pid for pid, words in found if any(Path(word).name in programs for word in words[:3])]
@@ -122,26 +118,26 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
         return [one for home in homes for one in started_for(home)]
 
     def kill(program: str) -> None:
-        until(lambda: bool(processes(program)), 60, log, up)
-        os.kill(processes(program)[0], signal.SIGKILL)
+        until(lambda: bool(running_of(program)), 60, log, up)
+        os.kill(running_of(program)[0], signal.SIGKILL)
 
     def played(number: int) -> Callable[[], bool]:
-        return lambda: len(rounds_of(folder)) >= number
+        return lambda: len(read_rounds(folder.rounds)) >= number
 
     log = tmp_path / "up.log"
-    up = Kept(log, folder.path)
+    up = Kept(log, words)
     try:
         until(played(1), 600, log, up)
-        second = main("flower", "up", folder.path)
+        second = main(*words)
         assert second.code == 2 and f"process {up.process.pid} already serves" in second.err
         assert holder(folder.lock) == up.process.pid
-        kill(children.SUPERLINK)
+        kill(processes.SUPERLINK)
         until(played(2), 600, log, up)
         kill("flwr-serverapp")  # which Flower notices after a minute
         until(played(3), 600, log, up)
-        kill(children.SUPERLINK)
+        kill(processes.SUPERLINK)
         until(played(4), 600, log, up)
-        assert processes(children.SUPERLINK) and len(running()) >= 5
+        assert running_of(processes.SUPERLINK) and len(running()) >= 5
     finally:
         up.kill()
     end = time.monotonic() + 30
@@ -154,29 +150,29 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     assert folder.database.stat().st_mode & 0o077 == 0
 
     again = tmp_path / "again.log"
-    last = Kept(again, folder.path)
+    last = Kept(again, words)
     try:
-        assert last.process.wait(900) == 0, children.tail(again, 6000)
+        assert last.process.wait(900) == 0, processes.tail(again, 6000)
     finally:
         last.kill()
     said = again.read_text()
     assert f"complete after {ROUNDS} rounds" in said and "raise [run] rounds" in said
     assert not running()
 
-    finished = main("flower", "up", folder.path)
+    finished = main(*words)
     assert finished.code == 0 and f"complete after {ROUNDS} rounds" in finished.out
     told = json.loads(main("flower", "status", folder.path, "--json").out)
     assert (told["round"], told["finished"], told["superlink"], told["served_by"]) == (ROUNDS, "complete", False, None)
     assert all(told["sites"][name]["fates"]["trained"] == ROUNDS for name in "abc")
 
-    lines = rounds_of(folder)
+    lines = read_rounds(folder.rounds)
     assert [line["round"] for line in lines] == list(range(1, ROUNDS + 1))
     assert all(set(line["losses"]) == {"a", "b", "c"} for line in lines)
     adapter, _ = read_adapter(folder.adapter)
     assert adapter.modules and adapter.heads
 
     loaded_config = load_config(config, [])
-    prepared: Any = prepare(loaded_config)
+    prepared: Any = prepare(loaded_config, keep=keeping(FederationSettings.load(folder.settings)))
     state = start(prepared.server, prepared.seed_adapter)
     expected = list(simulate(prepared.server, prepared.clients, prepared.trainer, state, rounds=ROUNDS))[-1]
     newest = opening(folder.path).newest

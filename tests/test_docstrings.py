@@ -21,10 +21,12 @@ from torch import nn
 import fedlora
 from fedlora import Adapter, Client, LoRA, Server, Upload, build, receive, send, write_adapter
 from fedlora.adapters import AdapterSpec
-from fedlora.experiments.store import gather
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.results import append
+from fedlora.experiments.spec import Experiment
 from support.benchmark_files import task_file, write_glue, write_tasks
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.made_results import bare
+from support.made_results import line
 from support.projects import make_project
 from support.worked_examples import Toy
 
@@ -87,7 +89,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_glue(folder / "root", "sst2")
     write_tasks(folder / "root", {"task1": task_file(), "task2": task_file(category="Logic")})
     config = {"peft_type": "LORA", "target_modules": ["q", "v"], "base_model_name_or_path": "model"}
-    gather(folder / "results", "mine", bare("0123456789abcdef"))
+    run = {"model": {"path": "demo"}, "data": {"train": "demo"}}
+    axes = {"method": {"GLoRA": {"method.name": "glora"}}}
+    mine = Experiment(name="mine", title="Mine", run=run, axes=axes, profiles={"mini": {"seeds": [0]}})
+    append(folder / "results" / "mine.jsonl", line(Grid(mine, "mini").runs({})[0], {"accuracy": 0.5}))
     write_adapter(folder / "adapter", Adapter(world()["seed_adapter"].modules), AdapterSpec(config, scaling=2.0))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "privacy": ("privacy", "{}"),
     "privacy --plan": ("privacy", "{}", "--plan"),
     "init": ("flower", "init", "fed", "--server-name", "a.b", "--sites", "x=2", "--config", "{}"),
-    "site": ("flower", "site", "s", "--join", "{}", "--data", "d.csv", "--model", "demo"),
+    "site": ("flower", "site", "s", "--name", "x", "--join", "{}", "--data", "d.csv", "--model", "demo"),
     "data": ("run", "run.toml"),
 }
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {

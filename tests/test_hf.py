@@ -10,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from fedlora import Adapter, Client, LoRA, Server, build, read_adapter
+from fedlora import Adapter, AdapterSpec, Client, LoRA, Server, build, read_adapter
+from fedlora.core.messages import Download
+from fedlora.core.trainer import Trained
 from fedlora.data import TextData
 from fedlora.errors import AdapterFormatError, ConfigError
-from fedlora.hf import HFTrainer, federate, hand_back
+from fedlora.hf import federate, hand_back
 from fedlora.runs.config import load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
@@ -38,7 +41,7 @@ from fedlora.simulation import simulate
 from fedlora.training.encode import encode
 from fedlora.training.loop import LocalTrainer
 from fedlora.training.models import AdaptedModel
-from fedlora.training.round_folder import VARIABLE, RoundFacts, RoundFolder
+from fedlora.training.round_folder import VARIABLE, RoundFacts, RoundFolder, trained_parts
 from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert, llama, logits
@@ -89,6 +92,27 @@ def trainer_of(model: Any, examples: TextData, out: Path, **more: Any) -> Traine
     )  # fmt: skip
 
 
+class InThisProcess:
+    """`core.trainer.Trainer`: each round as a program's, with its folder, but by a trainer made here."""
+
+    def __init__(self, make: Callable[[str], Trainer], spec: AdapterSpec, folder: Path) -> None:
+        self.make, self.spec, self.folder = make, spec, folder
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        name = download.client.id
+        folder = RoundFolder(self.folder / f"{name}-{download.round}")
+        folder.path.mkdir()
+        facts = RoundFacts(
+            client=name, round=download.round + 1, rounds=ROUNDS, scaling=2.0, trains=trained_parts(download.roles)
+        )  # fmt: skip
+        facts = folder.write(facts, adapter, self.spec)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv(VARIABLE, str(folder.path))
+            federate(self.make(name)).train()
+        made, said = folder.read_result(adapter, facts)
+        return Trained(made, said.examples, said.loss, position)
+
+
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("method", ["glora", "fedex-lora", "ffa-lora"])
 def test_three_rounds_of_a_trainer_have_the_losses_of_our_own_loop(
@@ -102,11 +126,10 @@ def test_three_rounds_of_a_trainer_have_the_losses_of_our_own_loop(
     ours = AdaptedModel.load(
         base, "classification", LoRASettings(targets=["query", "value"]), labels=LABELS, dropout=0.0
     )  # fmt: skip
-    seed_adapter, _ = ours.seed_adapter(4, seed=0)
+    seed_adapter, spec = ours.seed_adapter(4, seed=0)
     settings = TrainSettings(lr=LR, steps=STEPS, batch_size=SIZE, accumulation=1, max_length=16)
     local = LocalTrainer(ours, data, settings, seed=0)
-    model = model_of(base)
-    theirs = HFTrainer({name: trainer_of(model, part, tmp_path) for name, part in data.items()})
+    theirs = InThisProcess(lambda name: trainer_of(model_of(base), data[name], tmp_path), spec, tmp_path)
     expected = [dict(r.losses) for r in simulate(server, clients, local, start(server, seed_adapter), rounds=ROUNDS)]
     found = list(simulate(server, clients, theirs, start(server, seed_adapter), rounds=ROUNDS))
     for record, losses in zip(found, expected, strict=True):
@@ -204,6 +227,12 @@ def test_a_posted_script_runs_alone_and_as_a_client(
     assert set(read_adapter(tmp_path / f"{script}-adapter")[0].ranks.values()) == {4}
 
 
+def trained_a_little(model: torch.nn.Module) -> None:
+    """One B of it."""
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "lora_B" in name).add_(1.0)
+
+
 def test_the_base_of_a_round_is_what_peft_makes_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """base/ merged by peft, then start/ loaded by peft: the model on which `federate` trains says the same."""
     site = Site(tmp_path, "loop")
@@ -222,10 +251,11 @@ def test_the_base_of_a_round_is_what_peft_makes_of_the_folder(tmp_path: Path, mo
     federate(mine)
     torch.testing.assert_close(logits(mine.eval()), expected, rtol=0, atol=1e-5)
     assert {n.split(".")[-3] for n, p in mine.named_parameters() if p.requires_grad} == {"lora_B"}
+    trained_a_little(mine)
     hand_back(mine, examples=12, loss=0.5)
     made, said = folder.read_result(begun, facts)
     assert said.base == facts.base and made.base == begun.base
-    for name, lora in begun.modules.items():  # nothing was trained: the same bits
+    for name, lora in begun.modules.items():  # what was not trained has the same bits
         assert torch.equal(made.modules[name].A, lora.A)
 
 
@@ -272,6 +302,19 @@ def test_classes_in_another_order_are_refused(
     assert "0 = 'calm'" not in capsys.readouterr().err
     federate(model())
     assert "0 = 'calm', 1 = 'urgent'" in capsys.readouterr().err
+
+
+def test_a_loop_that_trained_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose optimiser was made before `federate` gave the model parameters of another rank."""
+    site = Site(tmp_path, "classify")
+    folder, _, _ = site.round(1)
+    monkeypatch.setenv(VARIABLE, str(folder.path))
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
+    model = get_peft_model(network, LoraConfig(target_modules=["query", "value"], task_type="SEQ_CLS"))
+    federate(model)
+    with pytest.raises(ConfigError, match="nothing was trained"):
+        hand_back(model, examples=3, loss=0.5)
+    assert not folder.told.exists()
 
 
 def test_resuming_a_checkpoint_of_another_round_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,6 +392,7 @@ def test_a_compiled_model_is_the_peft_model_inside(
             federate(model)
         return
     federate(model)
+    trained_a_little(model)
     hand_back(model, examples=3, loss=0.25)
     made, said = folder.read_result(begun, facts)
     assert (said.examples, said.loss) == (3, 0.25)
@@ -430,19 +474,6 @@ def test_the_pages_program_needs_peft_alone(tmp_path: Path, monkeypatch: pytest.
     assert (said.examples, said.loss) == (7, 0.25)
     for name, lora in begun.modules.items():
         assert torch.equal(made.modules[name].B, lora.B + 1) and torch.equal(made.modules[name].A, lora.A)
-
-
-def test_the_pages_block_for_one_process(
-    base: Path, data: dict[str, TextData], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (block,) = (text for text in python_blocks(PAGE) if "HFTrainer" in text)
-    model = model_of(base, 4)
-
-    def trainer(model: Any, args: object, train_dataset: TextData) -> Trainer:
-        return trainer_of(model, train_dataset, tmp_path, max_steps=1)
-
-    exec(compile(block, str(PAGE), "exec"), {"Trainer": trainer, "model": model, "args": None, "parts": data})
-    assert capsys.readouterr().out.count("{'a': ") == 3
 
 
 @pytest.mark.parametrize("script", ["chat", "classify", "loop"])

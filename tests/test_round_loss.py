@@ -8,7 +8,6 @@ the last client's 0.5, the middle one 0.5.
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,18 +49,18 @@ def record() -> RoundRecord:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Any, list[str]]:
     """Of a federation on Flower: its folder, the round's line, Flower's result and what the log said."""
-    from fedlora.flower.rounds import strategy as module
+    from fedlora.flower import strategy as module
 
     folder = tmp_path_factory.mktemp("flower")
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.log, "log", lambda level, words, *a, **_: said.append(words % a))
+        patch.setattr(module.log, "info", lambda words, *a, **_: said.append(words % a))
         ranks = dict.fromkeys((*EXAMPLES, "ill"), 2)
         server = Server(build("glora"), round=Kept(weighting="uniform", quorum=1))
-        strategy, grid = flower_grid.federation(folder, server, ranks, trainer=Told(), record=folder / "out")
-        result = strategy.start(grid, num_rounds=1)
-    [line] = map(json.loads, (folder / "out" / "rounds.jsonl").read_text().splitlines())
-    return folder / "out", line, result, said
+        strategy, grid = flower_grid.federation(folder, server, ranks, trainer=Told())
+        result = flower_grid.play(strategy, grid, 1)
+    [line] = strategy.journal.lines()
+    return folder / "server", line, result, said
 
 
 def test_the_mean_is_by_examples_and_over_those_that_count() -> None:
@@ -101,7 +100,7 @@ def test_on_the_screen(record: RoundRecord, monkeypatch: pytest.MonkeyPatch, ter
 
 def test_on_flower(played: tuple[Path, dict[str, Any], Any, list[str]]) -> None:
     """rounds.jsonl, what trackers get, Flower's own result, serve's line, the log."""
-    from fedlora.flower.rounds.log_lines import round_line
+    from fedlora.flower.server.journal import round_line
     from fedlora.runs import tracking
 
     _, line, result, said = played
@@ -109,7 +108,7 @@ def test_on_flower(played: tuple[Path, dict[str, Any], Any, list[str]]) -> None:
     assert {
         "rounds.jsonl": line["loss"],
         "tracker": tracking.numbers(line)["loss"],
-        "Flower": result.train_metrics_clientapp[1]["loss"],
+        "Flower": result.train_metrics_clientapp[1]["train_loss"],
     } == dict.fromkeys(("rounds.jsonl", "tracker", "Flower"), MEAN)
-    assert "  loss 0.725  " in round_line(line, 1, 1)
-    assert round_line(line, 1, 1) in said, said
+    assert "  loss 0.725  " in round_line(line)
+    assert round_line(line) in said, said

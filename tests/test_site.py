@@ -149,7 +149,6 @@ class TestNames:
 METHODS_PAGE = DOCS / "reference" / "methods.md"
 SECTION = (  # what stands in each method's section, in this order
     "<!-- generated: NAME -->\n", "<!-- end of NAME -->\n\n**Use it** ", "**Not**",
-    "**Ranks.** ", "**Bytes.** ", "**Exact?** ", "**Gauge?** ", "**Deviations",
 )  # fmt: skip
 BUILT_IN = pytest.mark.parametrize("row", [r for r in listed() if r.name in fedlora.METHODS], ids=lambda r: r.name)
 

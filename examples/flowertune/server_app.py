@@ -5,7 +5,7 @@ from flwr.serverapp import Grid, ServerApp
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from fedlora.flower.stock import stock_strategy
+from fedlora.flower import FedLoRA
 
 app = ServerApp()
 R, ALPHA = 16, 32
@@ -15,7 +15,7 @@ R, ALPHA = 16, 32
 def main(grid: Grid, context: Context) -> None:
     base = AutoModelForCausalLM.from_pretrained(context.run_config["model"])
     model = get_peft_model(base, LoraConfig(r=R, lora_alpha=ALPHA, task_type="CAUSAL_LM"))
-    state = get_peft_model_state_dict(model)
-    strategy = stock_strategy(state, r=R, alpha=ALPHA, clients=["site-1", "site-2", "site-3"], method="glora")
-    result = strategy.start(grid=grid, initial_arrays=ArrayRecord(state), num_rounds=context.run_config["num-rounds"])
+    arrays = ArrayRecord(get_peft_model_state_dict(model))
+    strategy = FedLoRA("glora", context.run_config["num-supernodes"], r=R, lora_alpha=ALPHA)
+    result = strategy.start(grid=grid, initial_arrays=arrays, num_rounds=context.run_config["num-rounds"])
     print(result)

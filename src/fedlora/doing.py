@@ -6,8 +6,6 @@ prints nothing. A program with a log runs `beating`, which writes a line wheneve
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -18,10 +16,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 FIRST = 0.7  # processor seconds without a word until the first line: most of them import libraries
-EVERY = 25.0  # seconds of silence before each further line
-# The same in systemd's journal, which keeps all lines of a program that may wait for days: the first, second, ...
-# line about one thing. The last repeats.
-PAUSES = (EVERY, 60.0, 120.0, 300.0, 600.0)
+EVERY = 25.0  # seconds of silence before a line
 _LOOK = 0.1
 
 
@@ -80,26 +75,24 @@ def heard() -> None:
 
 
 @contextmanager
-def beating(say: Callable[[str], None], name: str) -> Iterator[None]:
+def beating(say: Callable[[str], None], name: str, most: float = 0.0) -> Iterator[None]:
     """While the block runs, `say` a line after FIRST processor seconds, and whenever the log was silent for EVERY
-    seconds (in systemd's journal PAUSES, while nothing changes): `name`, what is under way, and the seconds since the
-    block began."""
+    seconds: `name`, what is under way, and the seconds since the block began. While nothing changes, each pause is
+    twice the last one, up to `most` seconds: a server may wait for days."""
     over, began = threading.Event(), time.monotonic()
-    journal = "JOURNAL_STREAM" in os.environ and not sys.stderr.isatty()  # a desktop's terminals inherit the variable
-    pauses = PAUSES if journal else (EVERY,)
 
     def beat() -> None:
-        before, again = "", 0
+        before, pause = "", EVERY
         while not over.wait(_LOOK):
             if (step := now()) != before:
-                before, again = step, 0
+                before, pause = step, EVERY
             silent = time.monotonic() - max(began, _heard_at)
             first = _heard_at < began
-            if silent >= pauses[min(again, len(pauses) - 1)] or (first and time.process_time() >= FIRST):
+            if silent >= pause or (first and time.process_time() >= FIRST):
                 what = step or ("importing libraries" if first else "at work")
                 say(f"{name}: {what}, {time.monotonic() - began:.0f} s")
                 heard()
-                again += 1
+                pause = max(EVERY, min(2 * pause, most))
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
@@ -108,6 +101,3 @@ def beating(say: Callable[[str], None], name: str) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-__all__ = ["Step", "beating", "doing", "heard", "now", "stepped"]

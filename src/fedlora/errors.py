@@ -26,46 +26,22 @@ class FedLoRAError(Exception):
 
 
 def escaped(text: str) -> str:
-    """The text with each unprintable letter (control, line break, direction mark, half a letter) shown by its code.
-
-    Example:
-        >>> from fedlora.errors import escaped
-        >>> print(escaped(chr(27) + "[31m"))
-        \\x1b[31m
-    """
+    """The text with each unprintable letter (control, line break, direction mark, half a letter) shown by its code."""
     return text if text.isprintable() else "".join(c if c.isprintable() else _code(c) for c in text)
 
 
 def counted(number: int, what: str, many: str | None = None) -> str:
-    """A number with its noun. many: the plural, if adding an s is not enough.
-
-    Example:
-        >>> from fedlora.errors import counted
-        >>> counted(1, "round"), counted(2, "round"), counted(2, "entry", "entries")
-        ('1 round', '2 rounds', '2 entries')
-    """
+    """A number with its noun. many: the plural, if adding an s is not enough."""
     return f"{number} {what if number == 1 else many or what + 's'}"
 
 
 def repeated(names: Iterable[str]) -> list[str]:
-    """The names that occur more than once, sorted.
-
-    Example:
-        >>> from fedlora.errors import repeated
-        >>> repeated(["berlin", "acme", "berlin"])
-        ['berlin']
-    """
+    """The names that occur more than once, sorted."""
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 def said_by(*checks: Callable[[], object]) -> Iterator[str]:
-    """What each of these refuses, so that all is told at once.
-
-    Example:
-        >>> from fedlora.errors import said_by
-        >>> list(said_by(lambda: build("gloras"), lambda: build("glora")))[0].partition(";")[0]
-        "no method is called 'gloras'"
-    """
+    """What each of these refuses, so that all is told at once."""
     for check in checks:
         try:
             check()
@@ -74,12 +50,7 @@ def said_by(*checks: Callable[[], object]) -> Iterator[str]:
 
 
 def refuse(found: Iterable[str], where: str = "") -> None:
-    """Raise `ConfigError` with all of these sentences, if there is one. where: before them.
-
-    Example:
-        >>> from fedlora.errors import refuse
-        >>> refuse([])
-    """
+    """Raise `ConfigError` with all of these sentences, if there is one. where: before them."""
     if lines := list(dict.fromkeys(found)):
         raise ConfigError(where + " ".join(lines))
 

@@ -5,8 +5,8 @@
     trainer.train()
 
 Run alone, the script does what it did before. Started by a federation as `train.command`, it trains the round's adapter
-and hands it back. `HFTrainer` lets the engine play several trainers in one process. A trainer keeps all its methods:
-its model becomes the round's, and one `TrainerCallback` hands it back.
+and hands it back. A trainer keeps all its methods: its model becomes the round's, and one `TrainerCallback` hands it
+back.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+from peft import PeftModel
 from torch import nn
+from transformers import TrainerCallback, set_seed
 
-from fedlora.adapters.io import AdapterSpec, load_into_model, read_model
-from fedlora.core.lora import Adapter
-from fedlora.core.messages import Download
-from fedlora.core.trainer import Trained
+from fedlora.adapters.io import load_into_model, read_model
+from fedlora.core.lora import Adapter, named_tensors
 from fedlora.errors import ConfigError
 from fedlora.training.models import rank_fields, trainable
-from fedlora.training.round_folder import Part, RoundFolder, trained_parts
+from fedlora.training.round_folder import Part, RoundFolder
 from fedlora.training.targets import in_words
 
 T = TypeVar("T")
@@ -57,39 +57,39 @@ def federate(trainer: T, *, examples: int | None = None) -> T:
         >>> federate(model) is model  # no federation started this process
         True
     """
-    folder = RoundFolder.named()
+    folder, given = RoundFolder.named(), trainer
     if folder is None:
         return trainer
-    facts, adapter = folder.read()
-    given: Any = trainer
-    loop = isinstance(given, nn.Module)
-    if not loop and not all(hasattr(given, name) for name in ("model", "args", "train")):
+    loop = given if isinstance(given, nn.Module) else None
+    own: Any = None if loop is not None else given
+    if loop is None and not hasattr(own, "add_callback"):
         raise ConfigError(
             f"federate takes a transformers.Trainer or a PEFT model; got a {type(given).__name__}. For a loop of your "
             f"own: federate(model), and hand_back(model, examples=len(data), loss=...) at its end."
         )
+    facts, adapter = folder.read()
     _check_sharding(given)
-    model = _peft_model(given if loop else given.model)
+    model = _peft_model(own.model if loop is None else loop)
     _check_classes(model, facts.labels)
-    if not loop:
-        _check_trainer(given, facts.moves_base or bool(adapter.base))
+    if own is not None:
+        _check_trainer(own, facts.moves_base or bool(adapter.base))
     rebuilt = _install(model, adapter, facts.scaling, facts.trains)
-    if loop:
+    if own is None:
         if facts.round > 1:
             torch.manual_seed(torch.initial_seed() + facts.round - 1)
     else:
-        if rebuilt and given.optimizer is not None:
+        if rebuilt and own.optimizer is not None:
             raise ConfigError(
-                f"the trainer has an optimiser object (optimizers=...) for parameters of another rank or scaling than "
-                f"this round's (rank {sorted(set(adapter.ranks.values()))}, scaling {facts.scaling:g}). Give r and "
-                f"lora_alpha in LoraConfig as the federation has them, or optimizer_cls_and_kwargs instead."
+                f"the trainer has an optimiser object (optimizers=...) for other parameters than this round's, of rank "
+                f"{sorted(set(adapter.ranks.values()))} and scaling {facts.scaling:g}. Give LoraConfig these, or use "
+                f"optimizer_cls_and_kwargs."
             )
-        _seed_round(given, facts.round - 1)
-        given.add_callback(_callback(given, examples))
-    if _is_first():
-        ranks = sorted(set(adapter.ranks.values()))
-        print(f"fedlora: round {facts.round} of {facts.client!r}, rank {ranks}, scaling {facts.scaling:g}",
-              file=sys.stderr)  # fmt: skip
+        set_seed(own.args.seed + facts.round - 1)  # before `train`, which makes the sampler
+        if own.args.data_seed is not None:
+            own.accelerator.dataloader_config.data_seed = own.args.data_seed + facts.round - 1
+        own.add_callback(_HandBack(own, examples))
+    ranks = sorted(set(adapter.ranks.values()))
+    _say(f"round {facts.round} of {facts.client!r}, rank {ranks}, scaling {facts.scaling:g}")
     return trainer
 
 
@@ -102,7 +102,8 @@ def hand_back(model: nn.Module, *, examples: int, loss: float) -> None:
         loss: the round's mean training loss, for the records.
 
     Raises:
-        ConfigError: the model is sharded. AdapterFormatError: adapter or loss is not finite: training diverged.
+        ConfigError: the model is sharded, or nothing in it was trained. AdapterFormatError: adapter or loss is not
+            finite: training diverged.
 
     Example:
         >>> import peft, transformers
@@ -114,95 +115,40 @@ def hand_back(model: nn.Module, *, examples: int, loss: float) -> None:
     if folder is None or not _is_first():
         return
     _check_sharding(model)
-    facts, _ = folder.read()
+    facts, begun = folder.read()
     whole = _peft_model(model)
     made, spec = read_model(whole, _active(whole), scaling=facts.scaling)
-    folder.write_result(facts, made.map(lambda t: t.cpu()), spec, examples, loss)
+    made = made.map(lambda t: t.cpu())
+    was = dict(named_tensors(begun))
+    if all(torch.equal(tensor, was[name].to(tensor.dtype)) for name, tensor in named_tensors(made)):
+        raise ConfigError(
+            "nothing was trained: the adapter is bit for bit as this round began. Make the optimiser after "
+            "federate(...), which may give the model new parameters."
+        )
+    folder.write_result(facts, made, spec, examples, loss)
 
 
-class HFTrainer:
-    """Trains each client by its own `transformers.Trainer`, in this process. Implements `core.trainer.Trainer`.
+class _HandBack(TrainerCallback):  # type: ignore[misc] # transformers has no types here
+    """Hands the model back at the end of training; after the best checkpoint is loaded, if that is asked for."""
 
-    Args:
-        trainers: client -> its trainer, with its data; their models may be one and the same PEFT model.
-        scaling: of the federation's adapters; default: that of the first model.
+    def __init__(self, trainer: Any, examples: int | None) -> None:
+        self._trainer, self._examples = trainer, examples
 
-    Raises:
-        ConfigError: as `federate`, or a trainer with an optimiser object of its own.
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step:
+            raise ConfigError(
+                "trainer.train(resume_from_checkpoint=...) replaces the round's adapter by a checkpoint of another "
+                "round. In a federation, call trainer.train() without it."
+            )
 
-    Example:
-        >>> import torch, peft, transformers
-        >>> network = transformers.AutoModelForSequenceClassification.from_pretrained("model")
-        >>> model = peft.get_peft_model(network, peft.LoraConfig(target_modules=["query"]))
-        >>> args = transformers.TrainingArguments("out", report_to="none", max_steps=1)
-        >>> trainer = HFTrainer({"site-1": transformers.Trainer(model, args, train_dataset=[])})
-        >>> start_adapter, spec = trainer.seed_adapter()
-        >>> spec.scaling
-        1.0
-    """
-
-    def __init__(self, trainers: Mapping[str, Any], *, scaling: float | None = None) -> None:
-        self._trainers = dict(trainers)
-        for client, trainer in self._trainers.items():
-            if trainer.optimizer is not None:
-                raise ConfigError(
-                    f"the trainer of {client!r} has an optimiser object (optimizers=...), which is tied to the first "
-                    f"round's parameters. Give optimizer_cls_and_kwargs, or name it in args.optim."
-                )
-        self._scaling = scaling or _scale_of(_peft_model(next(iter(self._trainers.values())).model))
-
-    def seed_adapter(self) -> tuple[Adapter, AdapterSpec]:
-        """The common start: the first model's adapter as it is now, and its spec."""
-        model = _peft_model(next(iter(self._trainers.values())).model)
-        adapter, spec = read_model(model, _active(model), scaling=self._scaling)
-        whole = adapter.map(lambda t: t.cpu())
-        return Adapter(whole.modules, whole.heads), spec
-
-    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
-        """Train the client's round by its trainer.
-
-        Raises:
-            ConfigError: no trainer for the client.
-        """
-        client = download.client.id
-        if client not in self._trainers:
-            raise ConfigError(f"client {client!r} has no trainer; there are {sorted(self._trainers)[:5]}.")
-        trainer = self._trainers[client]
-        model = _peft_model(trainer.model)
-        _check_trainer(trainer, download.roles.moves_base or bool(adapter.base))
-        _install(model, adapter, self._scaling, trained_parts(download.roles))
-        trainer.optimizer = trainer.lr_scheduler = None
-        _seed_round(trainer, download.round)
-        output = trainer.train()
-        made, _ = read_model(model, _active(model), scaling=self._scaling)
-        return Trained(
-            made.map(lambda t: t.cpu()), _examples_of(trainer), float(output.training_loss),
-            position + _seen_by(trainer),
-        )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------------------ a trainer
-
-
-def _callback(trainer: Any, examples: int | None) -> Any:
-    """What hands the model back at the end of training; after the best checkpoint is loaded, if that is asked for."""
-    from transformers import TrainerCallback
-
-    class HandBack(TrainerCallback):  # type: ignore[misc] # transformers has no types here
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step:
-                raise ConfigError(
-                    "trainer.train(resume_from_checkpoint=...) replaces the round's adapter by a checkpoint of another "
-                    "round. In a federation, call trainer.train() without it."
-                )
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            loss = next(line["train_loss"] for line in reversed(state.log_history) if "train_loss" in line)
-            count = _examples_of(trainer) if examples is None else examples
-            hand_back(trainer.model, examples=count, loss=loss)
-            trainer.accelerator.wait_for_everyone()
-
-    return HandBack()
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        loss = next(line["train_loss"] for line in reversed(state.log_history) if "train_loss" in line)
+        count, data = self._examples, self._trainer.train_dataset
+        if count is None:  # of a stream, those that it trained on
+            batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            count = len(data) if hasattr(data, "__len__") else state.global_step * batch
+        hand_back(self._trainer.model, examples=count, loss=loss)
+        self._trainer.accelerator.wait_for_everyone()
 
 
 def _check_trainer(trainer: Any, moves_base: bool) -> None:
@@ -220,37 +166,14 @@ def _check_trainer(trainer: Any, moves_base: bool) -> None:
 def _check_sharding(given: Any) -> None:
     """Raise `ConfigError` if processes hold parts of the adapter, which then nobody can read whole."""
     module = given if isinstance(given, nn.Module) else given.model
-    sharded = any(type(p).__name__ == "DTensor" for p in module.parameters()) or any(
-        type(m).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine") for m in module.modules()
-    )
+    kinds = {type(part).__name__ for part in (*module.parameters(), *module.modules())}
     asked = any(getattr(given, name, False) for name in ("is_fsdp_enabled", "is_deepspeed_enabled"))
-    if sharded or asked or any(os.environ.get(name, "").lower() in ("1", "true") for name in _SHARDING):
+    asked = asked or any(os.environ.get(name, "").lower() in ("1", "true") for name in _SHARDING)
+    if asked or kinds & {"DTensor", "FullyShardedDataParallel", "DeepSpeedEngine"}:
         raise ConfigError(
             "FSDP and DeepSpeed shard the adapter over the processes, and fedlora cannot read it: train without them. "
             "Several processes with whole copies of the model (torchrun, DDP) work."
         )
-
-
-def _seed_round(trainer: Any, number: int) -> None:
-    """Let each round, of which the first is number 0, draw its own batches. Before `train`, which makes the sampler."""
-    from transformers import set_seed
-
-    set_seed(trainer.args.seed + number)
-    if trainer.args.data_seed is not None:
-        trainer.accelerator.dataloader_config.data_seed = trainer.args.data_seed + number
-
-
-def _examples_of(trainer: Any) -> int:
-    try:
-        return len(trainer.train_dataset)
-    except TypeError:  # a stream
-        return _seen_by(trainer)
-
-
-def _seen_by(trainer: Any) -> int:
-    """The examples of the last `train()`."""
-    args = trainer.args
-    return int(trainer.state.global_step * args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
 def _is_first() -> bool:
@@ -258,13 +181,16 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def _say(line: str) -> None:
+    if _is_first():
+        print(f"fedlora: {line}", file=sys.stderr)
+
+
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
 def _peft_model(model: Any) -> Any:
     """The PEFT model without what torch puts around it. Raises `ConfigError` if there is none."""
-    from peft import PeftModel
-
     while hasattr(model, "_orig_mod") or isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = getattr(model, "_orig_mod", None) or model.module
     if not isinstance(model, PeftModel):
@@ -280,7 +206,7 @@ def _peft_model(model: Any) -> Any:
     return model
 
 
-def _check_classes(model: nn.Module, labels: Sequence[str]) -> None:
+def _check_classes(model: Any, labels: Sequence[str]) -> None:
     """Raise `ConfigError` if the model numbers its classes in another order than the federation, which would average
     heads of different meanings. A model that does not name its classes (transformers' LABEL_0, ...) is told the order.
     """
@@ -294,8 +220,7 @@ def _check_classes(model: nn.Module, labels: Sequence[str]) -> None:
             f"this model numbers its classes {own}, and the federation {list(labels)}: heads of different meanings "
             f"would be averaged. Number your labels as the federation does ({order}), in id2label and in the data."
         )
-    if _is_first():
-        print(f"fedlora: the federation's classes are {order}; this model names none (id2label)", file=sys.stderr)
+    _say(f"the federation's classes are {order}; this model names none (id2label)")
 
 
 def _install(model: Any, adapter: Adapter, scaling: float, trains: list[Part]) -> bool:
@@ -303,15 +228,19 @@ def _install(model: Any, adapter: Adapter, scaling: float, trains: list[Part]) -
     are new ones, as they must be if ranks or scaling differ."""
     name = _active(model)
     now, _ = read_model(model, name, scaling=scaling)
-    rebuilt = now.ranks != adapter.ranks or any(scale != scaling for scale in _scales(model, name))
-    if set(now.modules) != set(adapter.modules) or set(now.heads) != set(adapter.heads):
-        odd = sorted({*now.modules, *now.heads} ^ {*adapter.modules, *adapter.heads})
+    odd = sorted({*now.modules, *now.heads} ^ {*adapter.modules, *adapter.heads})
+    if odd:
         raise ConfigError(
             f"the script's model and the federation's adapter differ in {odd[0]!r} ({len(odd)} such). The script "
             f"adapts {in_words(now.modules)}, the federation {in_words(adapter.modules)}: give target_modules and "
             f"modules_to_save of LoraConfig the same names as lora.targets and lora.saved of the federation."
         )
+    scales = {float(m.scaling[name]) for m in model.modules() if name in getattr(m, "lora_A", {})}
+    rebuilt = now.ranks != adapter.ranks or scales != {scaling}
     if rebuilt:
+        if scales != {scaling}:
+            own = ", ".join(f"{scale:g}" for scale in sorted(scales))
+            _say(f"alpha / r is {scaling:g} in this federation; {own} of LoraConfig is not used")
         _rebuild(model, name, adapter, scaling)
     load_into_model(model, adapter, name, scaling=scaling)
     trainable(model, name, B="B" in trains, A="A" in trains, heads="heads" in trains)
@@ -321,9 +250,6 @@ def _install(model: Any, adapter: Adapter, scaling: float, trains: list[Part]) -
 def _rebuild(model: Any, name: str, adapter: Adapter, scaling: float) -> None:
     """Replace the model's adapter by one of the round's ranks and scaling; all else as the script configured it."""
     config, distinct = copy.deepcopy(model.peft_config[name]), set(adapter.ranks.values())
-    if scaling not in _scales(model, name) and _is_first():
-        own = ", ".join(f"{scale:g}" for scale in sorted(_scales(model, name)))
-        print(f"fedlora: alpha / r is {scaling:g} in this federation; {own} of LoraConfig is not used", file=sys.stderr)
     ranked = rank_fields(distinct.pop() if len(distinct) == 1 else adapter.ranks, scaling)
     for field, value in {**ranked, "use_rslora": False}.items():
         setattr(config, field, value)
@@ -346,16 +272,4 @@ def _active(model: Any) -> str:
     return str(names[0])
 
 
-def _scales(model: Any, name: str) -> set[float]:
-    """alpha / r, or what stands for it, of the model's LoRA layers."""
-    return {float(m.scaling[name]) for m in model.modules() if name in getattr(m, "lora_A", {})}
-
-
-def _scale_of(model: Any) -> float:
-    scales = _scales(model, _active(model))
-    if len(scales) != 1:
-        raise ConfigError(f"the model's layers have the scales {sorted(scales)}: give HFTrainer(scaling=...).")
-    return scales.pop()
-
-
-__all__ = ["HFTrainer", "federate", "hand_back"]
+__all__ = ["federate", "hand_back"]

@@ -29,9 +29,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedlora import read_adapter, write_adapter
-from fedlora.adapters.collection import Collection
+from fedlora.adapters.collection import collected
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
-from fedlora.adapters.uploads import read_uploads
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from support.command_line import Said
 
@@ -103,7 +102,7 @@ def used(folder: Path, out: Path) -> None:
     file = AdapterFile(folder)
     file.check()
     write_adapter(out, *read_adapter(folder))
-    both = Collection.of([file, file], [0.7, 0.3])
+    both = collected([folder, folder], [0.7, 0.3])
     for module in both.modules:
         both.combined(module).cut()
 
@@ -184,68 +183,44 @@ DAMAGED = r"adapter_model\.safetensors is damaged"
 # what -> (content of adapter_model.safetensors, what the refusal says)
 WEIGHTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", DAMAGED),
-    "header only": (lambda: WHOLE[: -len(DATA)], DAMAGED),
-    "cut in the header": (lambda: WHOLE[:100], DAMAGED),
     "cut in the last tensor": (lambda: WHOLE[:-4], DAMAGED),
     "trailing bytes": (lambda: WHOLE + b"PK\x03\x04", DAMAGED),
     "giant header length": (lambda: weights(HEADER, DATA, 2**63), f"{DAMAGED}.*9,223,372,036,854,775,808"),
-    "header length 0": (lambda: weights(HEADER, DATA, 0), DAMAGED),
     "bad JSON": (lambda: weights(b"{'a': 1}", DATA), DAMAGED),
     "not UTF-8": (lambda: weights(b'{"\xff\xfe": 1}', DATA), DAMAGED),
     "deep header": (lambda: weights(b"[" * 100_000, b""), DAMAGED),
     "a key twice": (lambda: twice(json.dumps(QA) + ": " + json.dumps(HEADER[QA])), "occurs twice"),
-    "a field twice": (
-        lambda: weights(json.dumps(HEADER).replace('"dtype"', '"dtype": "F16", "dtype"', 1).encode(), DATA),
-        DAMAGED,
-    ),
     "overlap": (lambda: changed(QB, data_offsets=[36, 84]), DAMAGED),
     "gap": (with_gap, DAMAGED),
-    "shape too large for its bytes": (lambda: changed(shape=[2, 50]), DAMAGED),
     "huge shape": (lambda: changed(shape=[2**62, 2**62]), DAMAGED),
     "many dimensions": (lambda: changed(shape=[1] * 50_000 + [2, 5]), f"{DAMAGED}|no LoRA"),
     "offset 1e400": (lambda: first_offset("1e400"), DAMAGED),
-    "offset NaN": (lambda: first_offset("NaN"), DAMAGED),
     "no offsets": (lambda: without(QA, "data_offsets"), DAMAGED),
-    "a line that is null": (lambda: weights({**HEADER, QA: None}, DATA), DAMAGED),
     "unknown dtype": (lambda: changed(dtype="F99"), DAMAGED),
     "fp8": (lambda: weights(ten("F8_E4M3"), bytes(10)), f"F8_E4M3|{DAMAGED}"),
     **{
         f"factors of type {dtype}": ((lambda d=dtype: shaped(SHAPES, d, 1)), f"type '{dtype}'; adapters hold")
-        for dtype in ("I64", "I32", "I8", "U8", "BOOL")
+        for dtype in ("I64", "U8", "BOOL")
     },
     "NaN": (lambda: shaped(SHAPES, value=math.nan), "holds NaN or Inf"),
-    "Inf": (lambda: shaped(SHAPES, value=math.inf), "holds NaN or Inf"),
     "-Inf in the last number": (lambda: WHOLE[:-4] + struct.pack("<f", -math.inf), r"v_proj.*holds NaN or Inf"),
     "no tensors": (lambda: weights({}, b""), "holds no lora_A and lora_B"),
     "one factor without dimensions": (lambda: shaped({**SHAPES, QB: ()}), "q_proj.* no LoRA"),
-    "factors of one dimension": (lambda: shaped({QA: (2,), QB: (2,)}), "q_proj.* no LoRA"),
     "no rank": (lambda: shaped({**SHAPES, **pair(Q, r=0)}), "q_proj"),
-    "no inputs": (lambda: shaped({**SHAPES, **pair(Q, d_in=0)}), "q_proj.* is empty"),
     "not gathered": (lambda: shaped(dict.fromkeys(SHAPES, (0,))), "is empty.*ZeRO-3.*zero_to_fp32"),
-    "A and B swapped and turned": (lambda: shaped({QA: (2, 6), QB: (5, 3), **pair(V)}), "q_proj"),
     "no B": (lambda: shaped({k: s for k, s in SHAPES.items() if k != QB}), "q_proj' is no LoRA"),
-    "no A": (lambda: shaped({k: s for k, s in SHAPES.items() if k != QA}), "q_proj' is no LoRA"),
     "two ranks": (lambda: shaped({**SHAPES, QA: (3, 5)}), "q_proj"),
     "another rank": (lambda: shaped({**SHAPES, **pair(Q, r=3)}), "q_proj' has rank 3, but its config says 2"),
     "an extra tensor": (lambda: shaped({**SHAPES, f"{PREFIX}norm.weight": (4,)}), "norm.weight' is neither"),
     "a magnitude": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_magnitude_vector": (6,)}), "magnitude_vector' is nei"),
-    "an unasked bias": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_B.bias": (6,)}), "bias' is neither"),
-    "an E without AdaLoRA": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_E": (2, 1)}), "lora_E' is neither"),
-    "both kinds of keys": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_embedding_A": (2, 5)}), "q_proj"),
     "no prefix": (lambda: renamed(PREFIX, ""), "names begin with base_model"),
-    "no module": (lambda: renamed(f"{Q}.", ""), "lora_A.weight' is neither"),
     "the adapter's name in keys": (lambda: renamed("lora_A.weight", "lora_A.default.weight"), "is neither"),
     **{
         f"name {name!r}": ((lambda n=name: renamed(Q, n)), "no name of a module|is neither|is damaged")
-        for name in ("../../etc", "..", "a..b", ".a", "a/b", "/etc/passwd", "a\\b", "a\nb", "a\rb", "a\x00b",
-                     "a\x1b[31mb", "a b", "a\u2028b", "a" * 600, "a." * 400 + "b")
+        for name in ("../../etc", "a..b", ".a", "a/b", "a\nb", "a\x00b", "a\x1b[31mb", "a\u2028b", "a." * 400 + "b")
     },
-    "an empty name": (lambda: shaped({**SHAPES, "": (1,)}), "no name of a module|names begin with"),
     "a name of a megabyte": (lambda: renamed(Q, "a" * 10**6), "no name of a module|names begin with"),
     "a pickle of torch": (lambda: _torch_pickle(), DAMAGED),
-    "a git lfs pointer": (
-        lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 12345\n", DAMAGED
-    ),
 }  # fmt: skip
 
 
@@ -280,6 +255,16 @@ def test_one_limit_and_its_option(good: Path, main: Callable[..., Said]) -> None
         file.truncate(65 * 2**30)
     with quick():
         assert "69,793,218,560 bytes, more than the 68,719,476,736" in main("validate", good).complaint()
+
+
+def test_a_large_tensor_is_checked_in_pieces(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """20 MB in two factors: sound; and a NaN as the last number of the first is found, and named."""
+    shapes = pair(Q, r=2, d_in=1_300_000)
+    assert main("validate", put(tmp_path / "good", content=shaped(shapes))).code == 0
+    header, data = tensors(shapes)
+    end = header[QA]["data_offsets"][1]
+    bad = put(tmp_path / "bad", content=weights(header, data[: end - 4] + struct.pack("<f", math.nan) + data[end:]))
+    assert re.search("q_proj.lora_A.* holds NaN", main("validate", bad).complaint())
 
 
 def test_a_pickle_beside_the_weights_is_not_opened(good: Path, main: Callable[..., Said], tmp_path: Path) -> None:
@@ -427,7 +412,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     **{
         f"{field} = {text[:12]}": (literal(field, text), rf"\b{field} = ")
         for field in ("r", "lora_alpha")
-        for text in ("-1", "0", "true", "null", '"2"', "[2]", "{}", "9" * 400)
+        for text in ("0", "true", "null", '"2"', "[2]", "9" * 400)
     },
     **{
         f"{field} of {text}": (literal(field, text), "is not JSON: it has ")
@@ -437,7 +422,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     **{
         f"{field} of {text[:9]}": (literal(field, '{"q_proj": ' + text + "}"), f"{field} = ")
         for field in ("rank_pattern", "alpha_pattern")
-        for text in ("-1", "0", "true", "null", '"2"', "[2]", "9" * 400)
+        for text in ("-1", "true", "null", '"2"', "9" * 400)
     },
     "r of 10 000 digits": (literal("r", "9" * 10_000), "is not JSON"),
     "unknown field": (config(use_something_new=True), "use_something_new = True"),
@@ -512,29 +497,30 @@ from fedlora.adapters import AdapterFile
 from fedlora.errors import AdapterFormatError
 AdapterFile(sys.argv[1]).check()
 peak = lambda: int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-Path("/proc/self/clear_refs").write_text("5")  # or it would begin at what the parent once had
-before = peak()
-began = time.process_time()
-try:
-    AdapterFile(sys.argv[2]).check()
-    said = "sound"
-except AdapterFormatError as error:
-    said = str(error)
-print(json.dumps([time.process_time() - began, (peak() - before) / 1024, said]))
+for folder in sys.argv[2:]:
+    Path("/proc/self/clear_refs").write_text("5")  # or it would begin at what was once had
+    before, began = peak(), time.process_time()
+    try:
+        AdapterFile(folder).check()
+        said = "sound"
+    except AdapterFormatError as error:
+        said = str(error)
+    print(json.dumps([time.process_time() - began, (peak() - before) / 1024, said]))
 """
 
 
-@pytest.mark.parametrize("what", LARGE)
-def test_what_claims_much_is_refused_soon_and_in_little_memory(what: str, good: Path, tmp_path: Path) -> None:
-    bad = put(tmp_path / "bad")
-    LARGE[what](bad)
-    done = subprocess.run([sys.executable, "-c", CHILD, good, bad], capture_output=True, text=True, check=True)
-    seconds, megabytes, said = json.loads(done.stdout)
-    assert str(bad) in said and len(said) < 1000 and "\n" not in said, said
-    assert seconds < SECONDS and megabytes < 100, (seconds, megabytes)
+def test_what_claims_much_is_refused_soon_and_in_little_memory(good: Path, tmp_path: Path) -> None:
+    bad = [put(tmp_path / f"bad{k}") for k in range(len(LARGE))]
+    for folder, spoil in zip(bad, LARGE.values(), strict=True):
+        spoil(folder)
+    done = subprocess.run([sys.executable, "-c", CHILD, good, *bad], capture_output=True, text=True, check=True)
+    for what, folder, line in zip(LARGE, bad, done.stdout.splitlines(), strict=True):
+        seconds, megabytes, said = json.loads(line)
+        assert str(folder) in said and len(said) < 1000, (what, said)
+        assert seconds < SECONDS and megabytes < 100, (what, seconds, megabytes)
 
 
-# ---- every field, every type -----------------------------------------------------------------------------------------
+# ---- a full config ---------------------------------------------------------------------------------------------------
 
 FULL: dict[str, Any] = CONFIG | {
     "alora_invocation_tokens": None, "auto_mapping": None, "ensure_weight_tying": False, "eva_config": None,
@@ -545,10 +531,6 @@ FULL: dict[str, Any] = CONFIG | {
 }  # fmt: skip
 RICH = FULL | {"modules_to_save": ["head"]}
 RICH_SHAPES = {**SHAPES, f"{PREFIX}head.weight": (3, 6)}
-VALUES: tuple[Any, ...] = (
-    None, True, 0, 1, -1, 2.5, 10**30, "", "q_proj", [], [1], ["q_proj"], [None], [[0, 1]], [{}], {}, {"q_proj": None},
-    {"a": []},
-)  # fmt: skip
 
 
 def only_refused(folder: Path, out: Path) -> None:
@@ -561,66 +543,21 @@ def only_refused(folder: Path, out: Path) -> None:
         assert isinstance(error, AdapterFormatError) and "\n" not in str(error)
 
 
-@pytest.mark.parametrize("field", sorted(FULL))
-def test_every_field_of_every_type(field: str, tmp_path: Path) -> None:
-    folder = put(tmp_path / "a", RICH, shaped(RICH_SHAPES))
-    failed = []
-    for value in VALUES:
-        (folder / CONFIG_FILE).write_text(json.dumps(RICH | {field: value}))
-        try:
-            only_refused(folder, tmp_path / "again")
-        except Exception as error:
-            failed.append(f"{field} = {value!r}: {type(error).__name__}: {error}")
-    assert not failed, "\n".join(failed)
-
-
 # ---- two adapters ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"base_model_name_or_path": "another/base"}, "different base models"),
-        ({"base_model_name_or_path": None}, "different base models"),
-        ({"revision": "abc"}, "different base models.*at revision abc"),
-    ],
-)
-def test_adapters_of_different_bases_are_not_merged(
-    fields: dict[str, object], why: str, good: Path, main: Callable[..., Said], tmp_path: Path
-) -> None:
-    other = put(tmp_path / "other", CONFIG | fields)
-    for words in (["merge", good, other, "-o", tmp_path / "out"], ["diff", good, other], ["audit", good, other]):
-        assert re.search(why, main(*words).complaint())
-    assert not (tmp_path / "out").exists()
-
-
-def test_adapters_of_other_shapes_are_not_merged(good: Path, main: Callable[..., Said], tmp_path: Path) -> None:
-    """Each is sound by itself; the message names the module."""
-    other = put(tmp_path / "other", content=shaped({**pair(Q, d_out=7), **pair(V, 4)}))
-    for command in (["merge", good, other, "-o", tmp_path / "out"], ["diff", good, other], ["inspect", good, other]):
-        assert "q_proj" in main(*command).complaint()
-    assert not (tmp_path / "out").exists()
-
-
-UPLOADS = {
-    "not JSON": b"{", "not UTF-8": b"\xff", "a list": b"[1]", "null": b"null", "deep": b"[" * 100_000,
-    "no client": b'{"num_examples": 2}', "no number": b'{"client": "a"}', "client is null": b'{"client": null}',
-    "number of 10 000 digits": b'{"client": "a", "num_examples": ' + b"9" * 10_000 + b"}",
-    "number is a word": b'{"client": "a", "num_examples": "many"}',
-    "number is 400 digits": b'{"client": "a", "num_examples": ' + b"9" * 400 + b"}",
-    "number is negative": b'{"client": "a", "num_examples": -3}',
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", list(UPLOADS))
-def test_an_upload_that_does_not_say_how_much_it_counts(
-    what: str, good: Path, main: Callable[..., Said], tmp_path: Path
-) -> None:
-    folder = put(tmp_path / "bad")
-    (folder / "upload.json").write_bytes(UPLOADS[what])
-    assert "upload.json" in main("merge", good, folder, "-o", tmp_path / "out").complaint()
-    with pytest.raises(AdapterFormatError, match=r"upload\.json"):
-        read_uploads([good, folder])
+def test_adapters_that_do_not_belong_together(good: Path, main: Callable[..., Said], tmp_path: Path) -> None:
+    """Of another base, revision or shape; each is sound by itself."""
+    others = {
+        "another": (CONFIG | {"base_model_name_or_path": "another/base"}, None, "different base models"),
+        "none": (CONFIG | {"base_model_name_or_path": None}, None, "different base models"),
+        "later": (CONFIG | {"revision": "abc"}, None, "different base models.*at revision abc"),
+        "shape": (CONFIG, shaped({**pair(Q, d_out=7), **pair(V, 4)}), "q_proj"),
+    }
+    for name, (fields, content, why) in others.items():
+        other = put(tmp_path / name, fields, content)
+        for words in (["merge", good, other, "-o", tmp_path / "out"], ["diff", good, other], ["inspect", good, other]):
+            assert re.search(why, main(*words).complaint())
     assert not (tmp_path / "out").exists()
 
 
@@ -673,7 +610,12 @@ def test_a_damaged_config_is_read_or_refused(data: st.DataObject, tmp_path: Path
 
 
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=6),
+    st.sampled_from(["q_proj", ["q_proj"], {"q_proj": None}, [[0, 1]], {"a": []}])
+    | st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=5,
 )

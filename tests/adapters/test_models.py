@@ -151,6 +151,22 @@ class TestModels:
             load_into_model(model, adapter, "three")
 
 
+@pytest.mark.parametrize("name", ["list", "Conv1D"])
+def test_a_base_that_moves_and_comes_back(name):
+    """W0 + scaling * base, densely, also where weights are stored turned; the next adapter's base counts from the
+    pre-trained weights, not from the last."""
+    build, model, _ = readable(name)
+    adapter, _ = read_model(model)
+    for seed in (3, 4):
+        base = random_like(adapter, [2], seed=seed).modules
+        load_into_model(model, Adapter(adapter.modules, adapter.heads, base), scaling=0.5)
+        whole = {path: 0.5 * (lora.delta() + base[path].delta()) for path, lora in adapter.modules.items()}
+        assert_close(logits(model), dense_logits(build, whole, adapter.heads))
+        assert read_model(model)[0].base is not None
+    load_into_model(model, adapter, scaling=0.5)
+    assert_close(logits(model), dense_logits(build, updates_of(adapter, 0.5), adapter.heads))
+
+
 def changed_module(change):
     """Apply `change` to the last module, so that the others would be copied before it is looked at."""
 

@@ -452,7 +452,7 @@ def test_drift_of_methods_of_updates_is_round_off(mixed: Sites, undrawn: None) -
 
 
 def test_who_moves_with_the_coordinates_and_who_only_hands_out_what_moved(equal: Sites, undrawn: None) -> None:
-    """methods.md, "Gauge?": factor averages move; fedex-lora's update does not, but the pair that clients get does;
+    """Factor averages move; fedex-lora's update does not, but the pair that clients get does;
     fedrot-lora undoes condition 1, which is orthogonal, and nothing else; flora hands out a fresh start."""
     found = audited(*equal.paths, "--conditions", "1,10", "--draws", 1)
     for name in ("fedit", "hetlora", "lora-fair", "padded-average"):
@@ -618,16 +618,16 @@ def test_a_picture_replaces_pictures_of_fedlora_alone(
     monkeypatch.chdir(tmp_path)
     theirs = tmp_path / f"theirs.{ending}"
     theirs.write_bytes(b"of a paper")
-    for command in (("inspect", *mixed.paths), ("ranks",), ("audit", *mixed.paths, "--methods", "glora")):
+    for command in (("inspect", *mixed.paths), ("audit", *mixed.paths, "--methods", "glora")):
         said = main(*command, "--plot", theirs)
         assert "fedlora did not draw" in said.complaint() and not said.out, command
         assert theirs.read_bytes() == b"of a paper"
     ours = tmp_path / f"ours.{ending}"
-    assert [main("ranks", "uniform", "--plot", ours).code for _ in range(2)] == [0, 0]
+    assert [main("inspect", *mixed.paths, "--plot", ours).code for _ in range(2)] == [0, 0]
     Path("audit.png").write_bytes(b"mine")
     assert "audit.png exists" in main("audit", *mixed.paths, "--methods", "glora").complaint()
     (tmp_path / "folder.png").mkdir()
-    assert "folder.png is a directory" in main("ranks", "--plot", "folder.png").complaint()
+    assert "folder.png is a directory" in main("inspect", *mixed.paths, "--plot", "folder.png").complaint()
 
 
 def colours(path: Path, rgb: tuple[int, int, int]) -> int:

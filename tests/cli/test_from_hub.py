@@ -84,12 +84,12 @@ def test_what_the_hub_lacks_is_named(tmp_path: Path, main: Main, monkeypatch: py
     hub = {"me/adapter": adapter, "me/base": base, "me/empty": tmp_path / "empty"}
     with serving(hub, tmp_path / "cache", monkeypatch):
         for name, why in (
-            ("me/none@main", "hub has no repository me/none"),
-            ("me/adapter@v9", "has no revision 'v9'"),
+            ("me/none@main", "me/none at revision main .*RepositoryNotFound"),
+            ("me/adapter@v9", "at revision v9 .*RevisionNotFound"),
             ("me/empty@main", "me/empty .* adapter_config.json, "),
         ):
             assert re.search(why, main("validate", name).error())
-        assert "has no repository me/none" in main("validate", adapter, "--base", "me/none@main").error()
+        assert "RepositoryNotFound" in main("validate", adapter, "--base", "me/none@main").error()
 
 
 def test_a_folder_of_that_name_wins_and_a_plain_name_asks_nobody(

@@ -11,7 +11,6 @@ import pytest
 from fedlora import METHODS, build
 from support.command_line import Said, cells, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import pixels
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
@@ -68,21 +67,6 @@ def test_ranks_without_arguments_shows_all_profiles_as_documented() -> None:
     assert len(found) == 8 and all(sum(counts.values()) == 50 for counts in found.values())
 
 
-def test_ranks_draws_a_picture_of_what_it_counts(tmp_path: Path) -> None:
-    """A panel for each profile: more of them are a larger picture; other counts are another one."""
-    names = []
-    for k, args in enumerate((["uniform"], ["heavy-tail"], ["uniform", "heavy-tail", "normal"])):
-        said = invoke("ranks", *args, "--plot", tmp_path / f"{k}.png")
-        assert f"plot: {tmp_path / f'{k}.png'}" in said.stderr
-        names.append(tmp_path / f"{k}.png")
-    pictures = [pixels(path) for path in names]
-    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in names)
-    assert all(picture[..., :3].std() > 0.05 and min(picture.shape[:2]) > 300 for picture in pictures)
-    assert len({picture.tobytes() for picture in pictures}) == 3
-    assert pictures[2].shape[0] > 1.5 * pictures[0].shape[0], "a second row, for a page is no wider"
-    assert not list(tmp_path.glob("*.part"))
-
-
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -93,7 +77,6 @@ def test_ranks_draws_a_picture_of_what_it_counts(tmp_path: Path) -> None:
         (["--ranks", ""], "separated by commas; got ''"),
         (["--ranks", "0,4"], "at least 1; got 0"),
         (["--ranks=-4,4"], "at least 1; got -4"),
-        pytest.param(["--plot", "ranks.xyz"], "xyz"),
     ],
 )
 def test_what_is_no_profile_or_rank_is_one_line(
@@ -103,7 +86,7 @@ def test_what_is_no_profile_or_rank_is_one_line(
     monkeypatch.chdir(tmp_path)
     said = main("ranks", *args)
     assert says in said.complaint() and not list(tmp_path.iterdir())
-    assert said.out == "" or "--plot" in args
+    assert said.out == ""
 
 
 def test_ranks_of_no_clients_is_a_usage_error(main: Callable[..., Said]) -> None:

@@ -162,3 +162,26 @@ def test_usage_errors_are_typers_and_code_2(main: Callable[..., Said]) -> None:
     for args in (["run"], ["walk"], ["run", "a.toml", "--nope"]):
         said = main(*args)
         assert said.code == 2 and "Traceback" not in said.err
+
+
+def test_all_that_is_wrong_with_a_file_is_said_at_once(
+    project: Path, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """Of each kind one: a misspelt key, a wrong value, two keys that contradict each other, a method that cannot be
+    made, a file that is missing. And of a file whose keys are right: files, metric, ranks that do not fit."""
+    wrong = ["run.round=3", "train.lr=fast", "lora.alpha=8.0", "lora.scaling=2.0", "method.rho=2", "data.test=no.csv"]
+    says = [
+        "'rounds'",
+        "train.lr: must be a number; got 'fast'",
+        "contradict",
+        "rho is a share",
+        "no.csv does not exist",
+    ]
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in wrong for a in ("--set", s)))
+    assert all(words in said.error() for words in says), said.err
+    wrong = ["data.test=no.csv", "evaluate.metric=rouge-l", "method.rho=2", "data.validation=none.csv"]
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in wrong for a in ("--set", s)))
+    assert all(words in said.error() for words in ["no.csv", "none.csv", "rouge-l", "rho is a share"]), said.err
+    wrong = ["evaluate.metric=rouge-l", "method.name=fedit", "attack.kind=sign-flip", "attack.clients=['site-9']"]
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in wrong for a in ("--set", s)))
+    assert all(words in said.error() for words in ["rouge-l", "'site-9'"]), said.err

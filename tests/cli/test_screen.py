@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import fedlora
-from fedlora.experiments import table_forms
 from support.command_line import invoke  # imports fedlora.cli, without click's warnings
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import Finished
@@ -52,16 +51,6 @@ def test_on_a_terminal_its_width_counts() -> None:
 def test_the_tables_of_commands_are_whole_in_a_pipe(finished: Finished) -> None:
     for said in (invoke("methods").stdout, invoke("ranks").stdout, finished.out):
         assert "…" not in said and "│" in said
-
-
-def test_a_sheet_that_is_too_wide_goes_on_below_with_its_names() -> None:
-    """By hand: a name of 4 and three numbers of 6 are 1 + 7 + 3 x 9 = 35 characters with their borders."""
-    sheet = table_forms.Table(["name", "a", "b", "c"], [["x", "1.0000", "2.0000", "3.0000"]], "t")
-    fitting = fedlora.cli.formats.fitting
-    assert fitting(sheet, 35) == [sheet]
-    assert [part.columns for part in fitting(sheet, 34)] == [["name", "a", "b"], ["name", "c"]]
-    assert [part.rows for part in fitting(sheet, 17)] == [[["x", f"{k}.0000"]] for k in (1, 2, 3)]
-    assert [part.caption for part in fitting(sheet, 1)] == ["t", "t (continued)", "t (continued)"]
 
 
 def test_a_narrow_terminal_cuts_no_word() -> None:

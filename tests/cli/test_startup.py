@@ -77,11 +77,11 @@ def test_what_is_asked_of_any_command_imports_nothing_heavy() -> None:
     pages = [[*path, "--help"] for path, _ in reversed([*walk(ROOT)])]
     assert len(pages) > 30 and ["--help"] in pages and ["flower", "serve", "--help"] in pages
     found = asked(
-        ([], completion("fedlora m", 1)), ([], completion("fedlora ranks --pl", 2)), *((page, {}) for page in pages),
+        ([], completion("fedlora m", 1)), ([], completion("fedlora ranks --pa", 2)), *((page, {}) for page in pages),
         (["--version"], {}), (["ranks", "uniform", "--json"], {}),
     )  # fmt: skip
     assert "uniform" in found.pop()[1]  # a command that works, warnings being errors
-    assert [out.split() for _, out, _ in found[:2]] == [["merge", "methods"], ["--plot"]]
+    assert [out.split() for _, out, _ in found[:2]] == [["merge", "methods"], ["--participation"]]
     assert all("Usage" in out for words, out, _ in found if "--help" in words)
     assert all(f" {name} " in found[-2][1] for name in COMMANDS) and found[-1][1].startswith("fedlora")
     first = {name: next(words for words, _, there in found if name in there) for name in HEAVY & found[-1][2]}
@@ -201,7 +201,7 @@ def test_an_interrupt_of_the_imports_has_the_same_code(
     """Or at any other moment at which the command line cannot answer it. Before: a traceback."""
     import fedlora.__main__ as entry
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(entry, "beating", interrupted)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 import typer
 from rich.console import Console
@@ -17,14 +18,12 @@ import support.command_line  # noqa: F401 - first, for it expects what typer's i
 # isort: split
 
 import fedlora.cli.formats
-from fedlora.cli.flower import doctor
-from fedlora.cli.flower.common import typed
-from fedlora.cli.formats import Format, Printed, show
+from fedlora.cli.flower import doctor, typed
+from fedlora.cli.formats import Format, show
 from fedlora.cli.method_names import parse_methods, plain_label
 from fedlora.cli.screen import Screen, console
 from fedlora.errors import ConfigError
-from fedlora.experiments.table_forms import Table
-from fedlora.flower.setup.installing import Step
+from fedlora.experiments.tables import Table
 
 ODD = "[red]m[/red] :fire: [/nothing]"  # markup, the name of a picture, and a closing tag that closes nothing
 
@@ -61,8 +60,8 @@ def test_names_are_text_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """In titles, headers and cells; nothing is coloured, drawn or lost."""
     file = io.StringIO()
     monkeypatch.setattr(fedlora.cli.formats, "console", Console(file=file, width=300, **as_ours))
-    sheet = Table(["method", f"to {ODD}"], [[f"cell {ODD}", "1"]], f"title {ODD}")
-    show(Printed([sheet], [], {}, [f"remark {ODD}"]), Format.table)
+    sheet = Table(pd.DataFrame([{"method": f"cell {ODD}", f"to {ODD}": 1}]), 1, [f"title {ODD}"])
+    show([sheet], [f"remark {ODD}"], Format.table)
     assert [file.getvalue().count(f"{where} {ODD}") for where in ("title", "to", "cell", "remark")] == [1, 1, 1, 1]
 
 
@@ -120,12 +119,9 @@ def test_a_bar_begins_where_the_run_does(monkeypatch: pytest.MonkeyPatch, done: 
 
 
 def test_a_path_with_spaces_can_be_typed() -> None:
-    """A shell takes each printed command apart into the words that were meant: in units, too."""
+    """A shell takes each printed command apart into the words that were meant."""
     place = Path("/srv/a fed's")
     assert shlex.split(f"fedlora doctor {typed(place)}") == ["fedlora", "doctor", str(place)]
-    line, *text = Step(("install", "/dev/stdin", str(place)), "a 'b' $3\n").shown().splitlines()
-    assert shlex.split(line) == ["install", "/dev/stdin", str(place), "<<END_OF_UNIT"]
-    assert "<<'END_OF_UNIT'" in line and text == ["a 'b' $3", "END_OF_UNIT"]
 
 
 def test_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.grids import GRID, fedlora, in_the_middle, told, write_grid
+from support.grids import COMMAND, GRID, fedlora, in_the_middle, told, write_grid
 from support.slurm_cluster import until
 
 pytestmark = [
@@ -37,8 +37,8 @@ def test_nothing_is_lost_if_a_node_dies(tmp_path: Path, cluster: Any) -> None:
     """Four runs of a search and two that it decides. While two runs are in the middle, one on each node, a node is
     killed; its run goes on, on the other one. All end with the bits of a calm run."""
     write_grid(tmp_path)
-    words = [sys.executable, "-m", "fedlora", "experiment", "run", "two.toml", "--on", "ray", "--address"]
-    words += [cluster.address, "--results", "results", "--work", "work"]
+    words = [*COMMAND, "run", "two.toml", "--on", "ray", "--address", cluster.address, "--results", "results"]
+    words += ["--work", "work"]
     with (tmp_path / "said").open("w") as said:
         driver = subprocess.Popen(words, cwd=tmp_path, stderr=said)
         two = until(lambda: driver.poll() is None and in_the_middle(tmp_path / "work"), 300, "two runs in the middle")

@@ -1,16 +1,18 @@
-"""A grid on a real Slurm of two nodes on this machine: a node dies, a time limit comes. Kind: end-to-end."""
+"""A grid on a real Slurm of two nodes here: the driver and a node die, a time limit comes. Kind: end-to-end."""
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from support.grids import fedlora, in_the_middle, told, write_grid
+from support.grids import COMMAND, environment, fedlora, in_the_middle, told, write_grid
 from support.slurm_cluster import Slurm, slurm, slurm_needed, until
 
 pytestmark = [pytest.mark.cluster, slurm_needed, pytest.mark.timeout(1500)]
+PLACES = ("--results", "results", "--work", "work")
 
 
 def running(cluster: Slurm, work: Path) -> list[dict[str, str]]:
@@ -18,24 +20,42 @@ def running(cluster: Slurm, work: Path) -> list[dict[str, str]]:
     return [job for job in cluster.jobs() if job["JobState"] == "RUNNING"] if in_the_middle(work) else []
 
 
-def test_a_grid_ends_with_the_same_bits_though_a_node_dies_and_a_limit_comes(tmp_path: Path) -> None:
-    """Four runs of a search and two that it decides, as two tasks. In the first wave one node loses its power, and the
-    other task is told that its time is over. Both are queued again, and end as if nothing had been."""
+def check_calm(folder: Path) -> None:
+    """Six runs ended as they do without a cluster."""
+    fedlora(folder, "run", "two.toml", "--results", "alone", "--work", "calm")
+    calm, after = told(folder / "alone", folder / "calm"), told(folder / "results", folder / "work")
+    assert len(calm) == 6 and after == calm
+
+
+def test_a_grid_ends_with_the_same_bits_though_its_driver_and_a_node_die_and_a_limit_comes(tmp_path: Path) -> None:
+    """Four runs of a search and two that it decides. In the search the driver is killed, one node loses its power, and
+    the other task is told that its time is over. Both are queued again; a second driver finds them in the queue."""
     write_grid(tmp_path)
-    options = ["--shards", "2", "--time", "20", "--results", "results", "--work", "work"]
-    script = tmp_path / "work" / "slurm" / "two-mini.sh"
-    assert f"bash {script}" in fedlora(tmp_path, "sbatch", "two.toml", *options)
+    words = ["run", "two.toml", "--on", "slurm", "--time", "20", *PLACES]
     with tempfile.TemporaryDirectory() as short, slurm(Path(short)) as cluster:
-        assert cluster.call("bash", script).startswith("Submitted batch job ")
+        conf = str(Path(short) / "slurm.conf")
+        driver = subprocess.Popen([*COMMAND, *words], cwd=tmp_path, env={**environment(), "SLURM_CONF": conf})
         first = until(lambda: running(cluster, tmp_path / "work"), 300, "two in the middle")
+        driver.kill()
+        driver.wait()
         assert {job["NodeList"] for job in first} == {"n1", "n2"}, first
+        cluster.tell_limit(first[1]["JobId"])
         cluster.kill_node(first[0]["NodeList"])
-        cluster.call("scancel", "--signal=USR1", "--batch", first[1]["JobId"])
         hit = {job["JobId"] for job in first}
         until(lambda: all(job["Restarts"] == "1" for job in cluster.jobs() if job["JobId"] in hit), 120, "queued again")
         cluster.begin_node(first[0]["NodeList"])
-        until(lambda: {job["JobState"] for job in cluster.jobs()} == {"COMPLETED"}, 900, "all tasks are completed")
-        assert len(cluster.jobs()) == 4, "two waves of two tasks"
-    fedlora(tmp_path, "run", "two.toml", "--results", "alone", "--work", "calm")
-    calm, after = told(tmp_path / "alone", tmp_path / "calm"), told(tmp_path / "results", tmp_path / "work")
-    assert len(calm) == 6 and after == calm
+        fedlora(tmp_path, *words, SLURM_CONF=conf)
+        assert len(cluster.jobs()) == 6, "no run was submitted twice"
+    check_calm(tmp_path)
+
+
+def test_a_driver_that_does_not_wait_is_followed_by_jobs_that_call_it_again(tmp_path: Path) -> None:
+    """The search, then the runs that it decides, though the command came back at once."""
+    write_grid(tmp_path)
+    with tempfile.TemporaryDirectory() as short, slurm(Path(short)) as cluster:
+        conf = str(Path(short) / "slurm.conf")
+        fedlora(tmp_path, "run", "two.toml", "--on", "slurm", "--time", "20", "--no-wait", *PLACES, SLURM_CONF=conf)
+        results = tmp_path / "results" / "two.jsonl"
+        until(lambda: results.exists() and results.read_text().count("\n") == 6, 600, "all six have a line")
+        until(lambda: not cluster.call("squeue", "--me", "-h").strip(), 120, "the last driver ended")
+    check_calm(tmp_path)

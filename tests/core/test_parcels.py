@@ -24,6 +24,7 @@ from fedlora.core.lora import stack
 from fedlora.core.parcels import Cache, Parcel, held_after, pack, remember, unpack
 from fedlora.core.trainer import Trained
 from fedlora.errors import KeptStateError
+from fedlora.linalg import svd_of_product
 from fedlora.server.server import start
 from fedlora.simulation import Traffic, simulate
 from support.federations import EQUAL, EXAMPLES, FULL, HEADS, MIXED, PARTIAL, SHAPES, noise, pushed, seed_adapter
@@ -72,6 +73,10 @@ def drawn(rank: int, *seed: str | int, dtype: torch.dtype = torch.float64) -> Lo
     return LoRA(noise((9, rank), "B", *seed, dtype=dtype), noise((rank, 7), "A", *seed, dtype=dtype))
 
 
+def stepped(base: BaseChange | None, step: LoRA) -> BaseChange | None:
+    return moved(base, svd_of_product(*step.map(Tensor.double).factors), step.factors[0].dtype)
+
+
 def dense(loras: Sequence[LoRA]) -> Tensor:
     return sum((lora.map(Tensor.double).delta() for lora in loras), torch.zeros(9, 7).double())
 
@@ -83,7 +88,7 @@ def test_a_base_change_is_the_dense_sum_of_its_steps_from_any_version(dtype: tor
     steps: list[LoRA] = []
     for k, rank in enumerate(STEPS):
         steps.append(drawn(rank, k, dtype=dtype))
-        base = moved(base, stack([steps[-1], steps[-1]], [1.0, 0.0]))  # with as many idle slots, to be dropped
+        base = stepped(base, stack([steps[-1], steps[-1]], [1.0, 0.0]))  # with as many idle slots, to be dropped
         assert base is not None and base.version == k + 1
         B, A = base.total.factors
         assert len(A) == min(7, sum(STEPS[: k + 1])) and B.dtype == A.dtype == torch.float64  # whatever the steps are
@@ -100,17 +105,17 @@ def test_a_base_change_is_the_dense_sum_of_its_steps_from_any_version(dtype: tor
 
 def test_a_step_of_zero_is_no_step() -> None:
     """x - x = 0 and 0 A = 0: no version, and the very same value. But x and then -x are two steps, to a total of 0."""
-    x, base = drawn(2, "x"), moved(None, drawn(2, "x"))
+    x, base = drawn(2, "x"), stepped(None, drawn(2, "x"))
     for zero in (LoRA(torch.zeros(9, 3).double(), drawn(3, 0).A), stack([x, x], [1.0, -1.0])):
         assert compressed(zero, torch.float64).rank == 0
-        assert moved(None, zero) is None and moved(base, zero) is base
-    back = moved(base, stack([x], [-1.0]))
+        assert stepped(None, zero) is None and stepped(base, zero) is base
+    back = stepped(base, stack([x], [-1.0]))
     assert back is not None and (back.version, back.total.rank) == (2, 0)
 
 
 def test_steps_stay_no_larger_than_a_total_that_shrank() -> None:
     """Expected: the docstring's "under twice its size". Here the total is 0, and a step of rank 2 is kept."""
-    base = moved(moved(None, drawn(2, "x")), stack([drawn(2, "x")], [-1.0]))
+    base = stepped(stepped(None, drawn(2, "x")), stack([drawn(2, "x")], [-1.0]))
     assert base is not None and sum(step.rank for step in base.steps) <= base.total.rank
 
 

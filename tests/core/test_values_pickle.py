@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import pkgutil
+from dataclasses import is_dataclass
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -70,3 +73,15 @@ def test_what_came_back_cannot_be_changed() -> None:
         with pytest.raises(TypeError, match="belongs to a value"):
             change()
     assert {**adapter.modules, "n": 1}.keys() == {"m", "n"}
+
+
+@pytest.mark.parametrize("room", ["core", "privacy", "server"])
+def test_every_value_is_frozen(room: str) -> None:
+    home = import_module(f"fedlora.{room}")
+    found = [
+        value
+        for module in pkgutil.iter_modules(home.__path__, f"{home.__name__}.")
+        for value in vars(import_module(module.name)).values()
+        if isinstance(value, type) and is_dataclass(value)
+    ]
+    assert len(found) > 4 and all(value.__dataclass_params__.frozen for value in found)  # type: ignore[attr-defined]

@@ -60,31 +60,9 @@ def test_a_class_label_brings_its_names_and_goes_by_them(form: str, tmp_path: Pa
     one_line(error)
 
 
-def test_instructions_conversations_and_plain_columns(tmp_path: Path) -> None:
-    """Of an object and of a Parquet file of it; without names whole numbers go by size and words by the alphabet."""
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_dict(
-        {"q": ["Hi", "Hi"], "a": ["Hello", "Hello"], "talk": [TALK] * 2, "n": [1, 0], "w": ["x", "c"], "odd": [[1], []]}
-    )
-    rows.to_parquet(tmp_path / "a.parquet")
-    want = TextData("instruction", ("Hi", "Hi"), responses=("Hello", "Hello"))
-    for source in (rows, tmp_path / "a.parquet"):
-        assert read_instructions(source, prompt="q", response="a") == want
-        assert read_instructions(source, messages="talk") == want
-        assert read_classification(source, text="q", label="n").label_names == ("0", "1")
-        assert read_classification(source, text="q", label="w", pair="a").labels == (1, 0)
-        for columns in (
-            {"text": "q", "label": "nn"},
-            {"text": "qq", "label": "n"},
-            {"text": "q", "label": "n", "pair": "p"},
-        ):
-            with pytest.raises(DataError, match=r"no column '(nn|qq|p)'; .*'q', 'a', 'talk'"):
-                read_classification(source, **columns)
-
-
 def test_an_empty_cell_a_dictionary_of_splits_and_a_stream() -> None:
     datasets = pytest.importorskip("datasets")
-    with pytest.raises(DataError, match="row 2: 'more' is missing"):
+    with pytest.raises(DataError, match="row 2: 'more' is empty"):
         read_classification(news(0, 1, more=["x", None]), text="more", label="label")
     with pytest.raises(DataError, match=r"splits \['train'\]"):
         read_classification(datasets.DatasetDict({"train": news(0)}), text="text", label="label")

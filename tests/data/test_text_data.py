@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlora.data import TextData
+from fedlora.data import TextData, read_classification, read_instructions
+from fedlora.data.rows import Rows
 from fedlora.errors import DataError
 
 FIELDS = ("text", "pair", "labels", "responses", "references", "droppable", "history")
@@ -120,19 +122,19 @@ def test_what_is_no_data_is_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"text": ("a", "b"), "labels": (0,), "label_names": ("x",)}, r"'text': 2, 'labels': 1"),
         ({"pair": (), "labels": (0,), "label_names": ("x",)}, r"'pair': 0"),
-        ({"label_names": ("x",)}, "has labels"),
+        ({"label_names": ("x",)}, "with labels"),
         ({"labels": (0,)}, "label_names"),
-        ({"labels": (0,), "responses": ("r",), "label_names": ("x",)}, "no responses"),
+        ({"labels": (0,), "responses": ("r",), "label_names": ("x",)}, "with labels"),
         ({"text": ("a", "b"), "labels": (0, 2), "label_names": ("x", "y")}, r"example 1 has label 2.*0\.\.1"),
         ({"labels": (-1,), "label_names": ("x",)}, "example 0 has label -1"),
         *(
-            ({"labels": (0,), "label_names": ("x",), name: value}, "references, droppable and history")
+            ({"labels": (0,), "label_names": ("x",), name: value}, "references, droppable, history")
             for name, value in (("references", (("r",),)), ("droppable", ((0, 1),)), ("history", ((),)))
         ),
-        ({"kind": "instruction"}, "instruction data has text"),
-        ({"kind": "instruction", "labels": (0,), "responses": ("r",)}, "instruction data has text"),
-        ({"kind": "instruction", "responses": ("r",), "pair": ("b",)}, "instruction data has text"),
-        ({"kind": "instruction", "responses": ("r",), "label_names": ("x",)}, "instruction data has text"),
+        ({"kind": "instruction"}, "'instruction' with responses"),
+        ({"kind": "instruction", "labels": (0,), "responses": ("r",)}, "'instruction' with responses"),
+        ({"kind": "instruction", "responses": ("r",), "pair": ("b",)}, "'instruction' with responses"),
+        ({"kind": "instruction", "responses": ("r",), "label_names": ("x",)}, "instructions none"),
         ({"kind": "instruction", "responses": ("r",), "references": ((),)}, "at least one answer"),
         ({"kind": "instruction", "responses": ("r",), "droppable": ()}, "'droppable': 0"),
         ({"kind": "instruction", "responses": ("r",), "history": ((("tool", "x"),),)}, "assistant; got 'tool'"),
@@ -155,3 +157,20 @@ def test_lists_become_tuples_of_plain_values() -> None:
     assert data == TextData("classification", ("a", "b"), labels=(1, 0), label_names=("x", "y")) and len(data) == 2
     assert data.labels is not None and type(data.labels[0]) is int
     assert ASKED.messages(0) == (("system", "s"), ("user", "a"), ("assistant", "1"))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_rows_are_read_again_as_they_were(suffix: str, tmp_path: Path) -> None:
+    """Classes, pairs, instructions and (not in CSV) conversations, with quotes, line breaks and umlauts."""
+    words, names = ('a "b", c', "Wörter\nviele", "plain"), ("no", "yes")
+    pairs = TextData("classification", words, pair=words[::-1], labels=(0, 1, 0), label_names=names)
+    single = TextData("classification", words, labels=(0, 1, 0), label_names=names)
+    asked = TextData("instruction", words, responses=words[::-1])
+    talk = TextData("instruction", words, responses=words, history=((("system", "brief"),), (), ()))
+    for data in (pairs, single, asked, *([talk] if suffix != ".csv" else [])):
+        Rows(Rows.of(data).rows, suffix).write(file := tmp_path / f"rows{suffix}")
+        if data.labels is None:
+            assert read_instructions(file) == data
+        else:
+            pair = None if data.pair is None else "pair"
+            assert read_classification(file, text="text", label="label", pair=pair, label_names=names) == data

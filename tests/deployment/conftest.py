@@ -12,9 +12,7 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """A server and three sites, furnished, and a stranger who has nothing. No command was run yet."""
     from support.road import walking
 
-    with walking(
-        tmp_path_factory.mktemp("road"), others=("stranger",), disks={"server": 300, "berlin": 300}
-    ) as furnished:
+    with walking(tmp_path_factory.mktemp("road"), others=("stranger",)) as furnished:
         yield furnished
 
 

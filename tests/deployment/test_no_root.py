@@ -19,7 +19,9 @@ import pytest
 
 pytest.importorskip("flwr")
 
+import fedlora
 from fedlora.flower.places import FederationFolder, SiteFolder
+from support.containers import PLACE
 from support.deployed_folders import federation_folder, site_folder
 from support.real_systemd import UID, Booted, booted, furnish, systemd_needed
 
@@ -72,10 +74,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     furnish(root)
     srv = root / "srv"
     fed = federation_folder(srv / "fed")
-    site_folder(srv / "site", fed.join("one"))
-    for path in fed.path.rglob("*"):  # paths in it are those on the machine
-        if path.is_file() and (content := path.read_bytes()).replace(bytes(srv), b"/srv") != content:
-            path.write_bytes(content.replace(bytes(srv), b"/srv"))
+    site_folder(srv / "site", fed)
+    shutil.copy(PLACE / "nginx.conf", fed.path / "nginx.conf")
     (srv / "program").mkdir()
     (srv / "program" / "fedlora").write_text("#!/bin/sh\n")
     (srv / "hostile_unit.py").write_bytes(HOSTILE.read_bytes())
@@ -87,11 +87,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def install(machine: Booted) -> None:
-    """By the script that the command prints."""
-    call = f"{sys.executable} -m fedlora.cli flower install"
-    for line in (f"{call} /srv/site | sh", f"{call} /srv/fed | sh"):
-        done = machine.run("sh", "-c", line, seconds=120)
-        assert done.returncode == 0, done.stderr[-3000:] + (machine.folder / "console").read_text()[-3000:]
+    """The static units, with this machine's places in them, as the page installs them."""
+    for unit in UNITS.values():
+        text = (PLACE / unit).read_text().replace("/srv/fedlora/env/bin/fedlora", f"{sys.executable} -m fedlora.cli")
+        code = f"[Service]\nEnvironment=PYTHONPATH={Path(fedlora.__file__ or '').parents[1]}\n"  # that under test
+        text = text.replace("/srv/fedlora/", "/srv/").replace("[Service]\n", code)
+        (machine.folder / "srv" / unit).write_text(text)
+    names = " ".join(UNITS.values())
+    lines = [f"for unit in {names}; do install -m 644 /srv/$unit /etc/systemd/system/$unit; rm /srv/$unit; done",
+             "systemctl daemon-reload", f"systemctl enable --now {names}"]  # fmt: skip
+    done = machine.run("sh", "-ec", "\n".join(lines), seconds=120)
+    assert done.returncode == 0, done.stderr[-3000:] + (machine.folder / "console").read_text()[-3000:]
 
 
 def properties(machine: Booted, unit: str, *names: str) -> dict[str, str]:
@@ -100,7 +106,7 @@ def properties(machine: Booted, unit: str, *names: str) -> dict[str, str]:
 
 
 def test_the_units_are_roots_and_start_what_they_are_for(place: Path) -> None:
-    """Installed by the command itself. The proxy and the SuperLink answer within their unit's limits. The site's data
+    """The proxy and the SuperLink answer within their unit's limits. The site's data
     are not there: its node ends with code 2, and is not started again."""
     with booted(place) as machine:
         machine.run("ip", "link", "set", "lo", "up")
@@ -125,13 +131,14 @@ def test_the_units_are_roots_and_start_what_they_are_for(place: Path) -> None:
 
 def writable(place: Path) -> list[Path]:
     fed, site = FederationFolder(place / "srv" / "fed"), SiteFolder(place / "srv" / "site")
-    return [*fed.written, fed.proxy_state, site.state]
+    return [fed.server, fed.state, fed.proxy, site.state]
 
 
 def test_a_hostile_app_reaches_nothing_and_is_not_root_after_the_next_boot(place: Path) -> None:
     fed, site = FederationFolder(Path("/srv/fed")), SiteFolder(Path("/srv/site"))
     of = {
-        "site": (site.path, [site.state]), "server": (fed.path, [*fed.written]), "proxy": (fed.path, [fed.proxy_state])
+        "site": (site.path, [site.state]), "server": (fed.path, [fed.server, fed.state]),
+        "proxy": (fed.path, [fed.proxy]),
     }  # fmt: skip
     with booted(place) as machine:
         install(machine)

@@ -1,5 +1,5 @@
-"""The closed front door: a real nginx with the configuration that `init` writes, in front of a SuperLink that only
-writes down what reaches it. Kind: *attack*."""
+"""The closed front door: a real nginx with the file of examples/deploy, but its ports, in front of a SuperLink that
+only writes down what reaches it. Kind: *attack*."""
 
 from __future__ import annotations
 
@@ -21,14 +21,30 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedlora.flower.setup.proxy import BODY_LIMIT, CALL_LIMIT, FLEET, listed_limit, nginx_configuration
+
 from support.certificates import certificates
+from support.containers import PLACE
 from support.machines import PROGRAMS, answers, free_port, program_needed, until
 
 pytestmark = [
     pytest.mark.deployment,
     program_needed("nginx"),
 ]
+
+
+TEXT = (PLACE / "nginx.conf").read_text(encoding="utf-8")
+FLEET = re.findall(r"[^|(]+", re.findall(r"/v1/fleet/[(]([a-z|-]+)[)] HTTP", TEXT)[0])
+BODY_LIMIT, LISTED_LIMIT, CALL_LIMIT = 16 * 2**20, 512 * 2**10, 16 * 2**10
+
+
+def nginx_in(folder: Path, port: int, superlink_port: int) -> list[str]:
+    """The file in that federation's folder, and the command that runs it."""
+    (folder / "proxy").mkdir(exist_ok=True)
+    text = TEXT.replace("listen 443 ssl", f"listen {port} ssl").replace(
+        "127.0.0.1:18080", f"127.0.0.1:{superlink_port}"
+    )
+    (folder / "nginx.conf").write_text(text)
+    return [NGINX, "-p", str(folder), "-e", "proxy/error.log", "-c", "nginx.conf"]
 
 
 NGINX = shutil.which("nginx", path=PROGRAMS) or "nginx"
@@ -116,13 +132,9 @@ class Door:
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     folder = tmp_path_factory.mktemp("a federation")  # with a space
-    (folder / "proxy" / "state").mkdir(parents=True)
-    certificates(folder / "certs", ["localhost", "127.0.0.1"])
-    certificates(folder / "public", ["fl.example.org"])
+    certificates(folder / "certs", ["fl.example.org", "localhost", "127.0.0.1"])
     port, behind = free_port(), Behind(free_port())
-    text = nginx_configuration(folder, name="fl.example.org", tensors=8, port=port, superlink_port=behind.port)
-    (folder / "proxy" / "nginx.conf").write_text(text)
-    program = [NGINX, "-c", str(folder / "proxy" / "nginx.conf")]
+    program = nginx_in(folder, port, behind.port)
     checked = subprocess.run([*program, "-t"], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
     assert "warn" not in checked.stderr and "emerg" not in checked.stderr
@@ -130,7 +142,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     nginx = subprocess.Popen(program)
     try:
         until_answers(port)
-        yield Door(port, folder / "public" / "ca.crt", folder, behind)
+        yield Door(port, folder / "certs" / "ca.crt", folder, behind)
     finally:
         nginx.terminate()
         nginx.wait(10)
@@ -285,7 +297,7 @@ def plain(answer: bytes) -> bool:
 def test_a_call_has_no_larger_body_than_an_honest_one(door: Door, call: str) -> None:
     """push-messages lists a reply's objects, each of which costs the SuperLink a write: one such call with 16 MB took
     it away from everybody for half a minute. The others carry no object."""
-    limit = {"push-object": BODY_LIMIT, "push-messages": listed_limit(8)}.get(call, CALL_LIMIT)
+    limit = {"push-object": BODY_LIMIT, "push-messages": LISTED_LIMIT}.get(call, CALL_LIMIT)
     before = len(door.behind.came)
     head = f"POST /v1/fleet/{call} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {limit + 1}\r\n\r\n"
     answer = door.raw(head.encode(), one=True)
@@ -293,7 +305,7 @@ def test_a_call_has_no_larger_body_than_an_honest_one(door: Door, call: str) -> 
     assert len(door.behind.came) == before
     if call not in ("push-object", "other"):
         assert code(door.ask(f"POST /v1/fleet/{call} HTTP/1.1", body=b"x" * limit)) == 200
-    log = door.folder / "proxy" / "state" / "access.log"  # written once the connection is closed
+    log = door.folder / "proxy" / "access.log"  # written once the connection is closed
     until(lambda: f'"POST /v1/fleet/{call} HTTP/1.1" 413' in log.read_text(), 5, "a line in the log")
     assert '"remote' not in log.read_text()
 
@@ -324,13 +336,11 @@ def test_a_superlink_with_another_certificate_gets_nothing(door: Door, tmp_path:
     folder, port, false = tmp_path / "fed", free_port(), Behind(free_port())
     shutil.copytree(door.folder, folder)
     certificates(tmp_path / "other", ["localhost"])
-    text = nginx_configuration(folder, name="fl.example.org", tensors=8, port=port, superlink_port=false.port)
-    (folder / "proxy" / "nginx.conf").write_text(text)
     listening = false.serve(tmp_path / "other")
-    nginx = subprocess.Popen([NGINX, "-c", str(folder / "proxy" / "nginx.conf")])
+    nginx = subprocess.Popen(nginx_in(folder, port, false.port))
     try:
         until_answers(port)
-        other = Door(port, folder / "public" / "ca.crt", folder, false)
+        other = Door(port, folder / "certs" / "ca.crt", folder, false)
         answer = other.ask("POST /v1/fleet/get-run HTTP/1.1", body=b"private")
         assert code(answer) == 502 and plain(answer)  # nodes try again after it
         assert not false.came
@@ -348,24 +358,16 @@ def test_it_needs_no_root(door: Door) -> None:
     with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to others
         folder = Path(place) / "fed"
         shutil.copytree(door.folder, folder, ignore=shutil.ignore_patterns("*.log", "temp-*", "*.pid", "nginx.conf"))
-        text = nginx_configuration(folder, name="fl.example.org", tensors=8, port=port, superlink_port=door.behind.port)
-        (folder / "proxy" / "nginx.conf").write_text(text)
+        program = nginx_in(folder, port, door.behind.port)
         for path in [Path(place), folder, *folder.rglob("*")]:
             os.chown(path, nobody, nobody)
-        program = ["setpriv", f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups", NGINX]
-        command = [
-            *program,
-            "-e",
-            str(folder / "proxy" / "state" / "error.log"),
-            "-c",
-            str(folder / "proxy" / "nginx.conf"),
-        ]
+        command = ["setpriv", f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups", *program]
         checked = subprocess.run([*command, "-t"], capture_output=True, text=True, check=False)
         assert checked.returncode == 0 and "[warn]" not in checked.stderr, checked.stderr
         nginx = subprocess.Popen(command)
         try:
             until_answers(port)
-            asked = Door(port, folder / "public" / "ca.crt", folder, door.behind)
+            asked = Door(port, folder / "certs" / "ca.crt", folder, door.behind)
             assert code(asked.ask("POST /v1/fleet/push-object HTTP/1.1", body=b"x" * 10**6)) == 200
         finally:
             nginx.terminate()
@@ -411,7 +413,7 @@ def test_a_stranger_that_holds_connections_open_does_not_keep_a_node_out(door: D
 def test_the_log_names_what_was_refused_and_holds_no_body(door: Door) -> None:
     door.ask("POST /v1/control/start-run HTTP/1.1", "flwr-signature: very-secret", body=b"private")
     door.ask("POST /v1/fleet/activate-node HTTP/1.1", "flwr-signature: very-secret", body=b"private")
-    log = (door.folder / "proxy" / "state" / "access.log").read_text()
+    log = (door.folder / "proxy" / "access.log").read_text()
     assert '"POST /v1/control/start-run HTTP/1.1" 403' in log
     assert '"POST /v1/fleet/activate-node HTTP/1.1" 200' in log
     assert '"POST /v1/fleet/push-object HTTP/1.1" 200' not in log  # thousands a round say nothing

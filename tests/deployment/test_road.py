@@ -1,7 +1,8 @@
-"""The road of docs/how-to/deployment.md on five machines, by the page's own commands: from nothing to an adapter. On
-the way every site is wrong at first, a stranger knocks, a site and the SuperLink are killed, a cable is out and the
-disk is full; what somebody reads of each fault goes into the page's table (support/faults.py). Kind:
-*end to end*, *attack*."""
+"""The road of docs/how-to/federation.md on five machines, by the page's own commands: from nothing to an adapter.
+
+On the way every site is wrong at first, a stranger knocks, a site and the SuperLink are killed and a cable is out; what
+somebody reads of each fault goes into the page's table (support/faults.py). Kind: *end to end*, *attack*.
+"""
 
 from __future__ import annotations
 
@@ -52,37 +53,50 @@ def everything_is_wrong_at_first(road: Road) -> None:
     weights, key, public = (
         berlin.folder / "model" / "model.safetensors",
         cork.folder / "site" / "key",
-        road.fed / "public",
+        road.fed / "certs",
     )
-    kept = {path: path.read_bytes() for path in (weights, key, public / "server.crt", public / "server.key")}
+    half = key.with_name("key.pub")
+    kept = {path: path.read_bytes() for path in (weights, key, half, public / "server.crt", public / "server.key")}
     weights.write_bytes(kept[weights][:-1] + bytes([kept[weights][-1] ^ 1]))
     assert cork.run("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", "other").code == 0
     key.write_bytes((cork.folder / "other").read_bytes())
+    half.write_bytes((cork.folder / "other.pub").read_bytes())
     acme.clock = "+600s"
     shutil.copytree(acme.folder / "model", stranger.folder / "model")
     write_notes(stranger.folder / "notes.csv", 40, 9)
-    shutil.copy(road.fed / "join" / "acme.toml", stranger.folder / "join.toml")
-    shutil.copy(road.fed / "public" / "ca.crt", stranger.folder / "ca.crt")
+    shutil.copy(road.fed / "join.toml", stranger.folder / "join.toml")
+    shutil.copy(road.fed / "certs" / "ca.crt", stranger.folder / "ca.crt")
     for site in road.sites:
         assert site.run("systemctl", "start", SITE).code == 0
     made = stranger.run(
-        "fedlora", "flower", "site", "site", "--join", "join.toml", "--data", "notes.csv", "--model", "model"
+        "fedlora",
+        "flower",
+        "site",
+        "site",
+        "--name",
+        "acme",
+        "--join",
+        "join.toml",
+        "--data",
+        "notes.csv",
+        "--model",
+        "model",
     )
     assert made.code == 0, made.out
     stranger.start("node", "fedlora", "flower", "node", "site")
     knocks_where_it_may_not(stranger)
 
     tell("a byte of a site's base weights differs", "it is refused before training", "the site",
-         road.wait_said(berlin, SITE, "has the weights [0-9a-f]+"))  # fmt: skip
+         road.wait_said(berlin, SITE, "base is [0-9a-f]+"))  # fmt: skip
     tell("a site has another key than was admitted", "it gets no work", "the site",
          road.wait_said(cork, SITE, "this site's key is not registered"))  # fmt: skip
     tell("a site's clock is 10 minutes ahead", "it is not let in until the clock is right", "the site",
-         road.wait_said(acme, SITE, "clock is \\d+ (?:seconds|minutes) ahead"))  # fmt: skip
+         road.wait_said(acme, SITE, "clock is \\+\\d+ seconds from"))  # fmt: skip
     tell("somebody with the join file but an unknown key", "gets no work", "the stranger",
          road.wait_said(stranger, "node", "this site's key is not registered"))  # fmt: skip
     stranger.end("node")
     told = len(cork.said(SITE))
-    certificates(public, [SERVER_NAME], begins=-40 * DAY, ends=-DAY, of=public)
+    certificates(public, [SERVER_NAME, "localhost"], begins=-40 * DAY, ends=-DAY, of=public)
     with stopped(road.server, PROXY):
         pass
     tell("the server's certificate has expired", "sites send nothing until it is renewed", "the site",
@@ -117,16 +131,10 @@ def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Ro
     cork, server = road.network["cork"], road.server
     road.wait_said(cork, SITE, "admitted: online")
     told_site = len(cork.said(SITE))
-    assert (
-        cork.kill("site.supernode") >= 1
-    )  # its unit starts it again; Flower takes the old one for online for a minute
+    assert cork.kill("flower node") >= 1  # with its SuperNode; its unit starts both again
     road.until_round(1, 300)
     told = len(server.said(SERVER))
-    everything = server.fill_disk()
-    full = road.wait_said(server, SERVER, "the disk of \\S+ is full", told, 200)
-    everything.unlink()
-    tell("the server's disk is full", "it waits for room, and continues", "the server", full)
-    road.wait_said(cork, SITE, "admitted: online", told_site, 180)  # a server without room has no SuperLink
+    road.wait_said(cork, SITE, "admitted: online", told_site, 180)
     road.until_next_rounds(1, 300)
 
     told = len(server.said(SERVER))
@@ -139,7 +147,7 @@ def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Ro
     cork.link(up=True)
     road.until_next_rounds(1, 300, of=("acme", "berlin"))
     tell("a site's link is down for 30 s", "the round takes longer; the site is back by itself", "the server",
-         road.wait_said(server, SERVER, r"round \d+ of", told))  # fmt: skip
+         road.wait_said(server, SERVER, r"round \d+  loss", told))  # fmt: skip
     road.until_round(6, 300)
     road.wait_said(server, SERVER, "complete after 6 rounds", seconds=120)
     road.walk("4. Watch the rounds", "5. After the last round")

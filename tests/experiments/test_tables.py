@@ -1,143 +1,231 @@
-"""Rounds to a target with runs that never get there, and further tables and pictures. Kinds: arithmetic by hand,
-structural."""
+"""Tables, the paper's tables and pictures of made-up results. Kind: by hand, oracle (scipy)."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from scipy import stats
 
-from fedlora.cli.formats import Format
-from fedlora.cli.scores import show_scores
-from fedlora.experiments.grid import Grid
-from fedlora.experiments.method_tables import categories, clients
-from fedlora.experiments.page_tables import tables_of
-from fedlora.experiments.result import Result, short_config
+from fedlora.errors import ConfigError
+from fedlora.experiments import results
+from fedlora.experiments.grid import Planned
+from fedlora.experiments.paper import paper_of, paper_tables
+from fedlora.experiments.pictures import drawn
+from fedlora.experiments.scores import parse_number
 from fedlora.experiments.spec import Experiment, load_experiment
-from support.made_results import bare
+from fedlora.experiments.tables import Table, categories, clients, costs, differences, scores, tables_of, warnings
+from fedlora.experiments.tune import Progress
+from support.made_results import line, progress_of
 
+LAST = parse_number("test, last")
 FILE = """
-title = "Numbers"
-question = "Which?"
-rows = "rho"
-reference = "1"
-metric = "{metric}"
+title = "Made"
+reference = "old"
+margin = 0.05
+paper = "one"
 [run.model]
 path = "demo"
 [run.data]
 train = "demo"
-[run.clients]
-count = 3
-[run.run]
-rounds = 5
-[axes.rho]
-"1" = {{}}
-"0.5" = {{ "method.name" = "glora", "method.rho" = 0.5 }}
-[axes.lr]
-"1e-3" = {{ "train.lr" = 1e-3 }}
-"1e-2" = {{ "train.lr" = 1e-2 }}
 [axes.split]
-even = {{}}
-odd = {{ "clients.alpha" = 0.5 }}
+a = { "clients.alpha" = 0.1 }
+b = { "clients.alpha" = 0.5 }
+[axes.method]
+old = { "method.name" = "fedit" }
+new = { "method.name" = "glora" }
 [profiles.mini]
 seeds = [0, 1, 2]
-axes = {axes}
 """
-ONE = '{ lr = ["1e-3"], split = ["even"] }'
-# rho -> seed -> the round at 0.7; 0: never; -3: never, stopped early after round 3; None: diverged, and ended after 3
-WHEN = {"1": {0: 2, 1: 4, 2: -3}, "0.5": {0: 5, 1: 0, 2: None}}
+PAPER = """
+[one]
+caption = "A table."
+times = 100
+average = "AVG"
+columns = [{ head = "A", at = { split = "a" } }, { head = "B", at = { split = "b" } }]
+[one.rows]
+old = ["50.0 ± 1.0", "60.0", "55.0"]
+other = ["1.0", "2.0", "1.5"]
+"""
+ACCURACY: Mapping[tuple[str, str], list[float]] = {
+    ("a", "old"): [0.5, 0.6, 0.7], ("a", "new"): [0.55, 0.7, 0.73],
+    ("b", "old"): [0.5, 0.5, 0.5], ("b", "new"): [0.5, 0.5, 0.5],
+}  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    """Pictures that a test only looks at are not kept open."""
-    yield
-    pyplot = sys.modules.get("matplotlib.pyplot")
-    if pyplot is not None:
-        pyplot.close("all")
-
-
-def experiment_of(folder: Path, metric: str, axes: str) -> Experiment:
-    (folder / "numbers.toml").write_text(FILE.format(metric=metric, axes=axes))
-    return load_experiment(folder / "numbers.toml")
-
-
-def results_of(experiment: Experiment) -> dict[str, Result]:
-    """Accuracy 0.5, and 0.8 from the round of `WHEN`; on the test set 0.6 + 0.2 rho, and 0.01 more for each seed."""
-    found = {}
-    for run in Grid(experiment, "mini").runs:
-        when = WHEN[run.cell["rho"]][run.seed]
-        curve = [0.8 if when and t >= when > 0 else 0.5 for t in range(1, 6)]
-        if when is None or when < 0:
-            curve = [0.5, 0.5, math.nan if when is None else 0.5]
-        history = [
-            {"round": t, "metrics": {"accuracy": None if math.isnan(x) else x, "test/accuracy": x / 2}, "losses": {}}
-            for t, x in enumerate(curve, start=1)
-        ]
-        held = {"accuracy": 0.6 + 0.2 * float(run.cell["rho"]) + 0.01 * run.seed}
-        categories = {"one": "Easy", "two": "Easy", "three": "Hard"}
-        held |= {"group/one": 0.4, "group/two": 0.6, "group/three": 0.1 * float(run.cell["rho"])}
-        found[run.digest] = bare(
-            run.digest, history, config=short_config(run.config), test={"last": held, "best": held},
-            categories=categories, ranks={"a": 2, "b": 4},
-            clients_at_end={"a": {"accuracy": 0.3}, "b": {"accuracy": 0.1 * run.seed}},
-        )  # fmt: skip
-    return found
+TASKS = {"test": {"last": {"accuracy": 0.5, "group/t1": 0.5}, "best": {}}, "categories": {"t1": "QA"}}
 
 
 @pytest.fixture
-def rounds(tmp_path: Path) -> Grid:
-    experiment = experiment_of(tmp_path, "rounds to 0.7", ONE)
-    return Grid(experiment, "mini", results_of(experiment))
+def experiment(tmp_path: Path) -> Experiment:
+    (tmp_path / "made.toml").write_text(FILE)
+    (tmp_path / "paper_numbers.toml").write_text(PAPER)
+    return load_experiment(tmp_path / "made.toml")
 
 
-def test_a_run_that_never_gets_there_counts_as_the_worst(rounds: Grid, capsys: pytest.CaptureFixture[str]) -> None:
-    """By hand: of 2, 4 and never the median is 4; of 5, never and never it is never. Programs get the same."""
-    table = tables_of(rounds)[0]
-    assert [*table.rows] == [["1", "4", "1 of 3"], ["0.5", "never", "2 of 3"]]
-    assert "validation accuracy reaches 0.7" in table.caption
-    show_scores(rounds, "", tables_of(rounds), Format.json)
-    assert [cell["median"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [4, None]
-    show_scores(rounds, "", tables_of(rounds), Format.csv)
-    assert [line["median"] for line in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["4", ""]
+def of(run: Planned, **more: Any) -> dict[str, Any]:
+    score = ACCURACY[run.cell["split"], run.cell["method"]][run.seed]
+    return line(run, {"accuracy": score}, [{"accuracy": score - 0.2}, {"accuracy": score}], **more)
 
 
-def test_categories_and_clients_stand_by_set_up(tmp_path: Path) -> None:
-    """Easy is the mean of 0.4 and 0.6; Hard a tenth of rho; client b's mean over the seeds 0, 0.1, 0.2 is 0.1."""
-    experiment = experiment_of(tmp_path, "test, last", '{ lr = ["1e-3"] }')
-    grid = Grid(experiment, "mini", results_of(experiment))
-    table = categories(grid, "test, last")
-    assert table.columns == ["category", "1", "1", "0.5", "0.5"] and table.over == ["", "even", "odd", "even", "odd"]
-    assert table.rows == [["Easy", *["0.500"] * 4], ["Hard", "0.100", "0.100", "0.050", "0.050"]]
-    each = clients(grid)
-    assert each.rows == [["a (2)", *["0.300"] * 4], ["b (4)", *["0.100"] * 4]]
+def row(table: Table, *labels: str) -> Any:
+    """The row with these labels."""
+    return table.frame.set_index(list(table.frame.columns[: table.names])).loc[labels]
 
 
-def test_a_picture_over_an_axis_of_numbers(tmp_path: Path) -> None:
-    """One line a split, x at rho, y the mean 0.6 + 0.2 rho + 0.01; with a second axis of numbers a map a split."""
-    pytest.importorskip("matplotlib")
-    from fedlora.experiments.pictures import figures_of
+def test_scores_and_paired_differences_are_numpys_and_scipys(experiment: Experiment) -> None:
+    progress = progress_of(experiment, of)
+    table, old, new = scores(progress, LAST), ACCURACY["a", "old"], ACCURACY["a", "new"]
+    assert list(table.frame.columns) == ["method", "split", "mean", "sd", "n", "planned"]
+    found = row(table, "old", "a")
+    assert (found["mean"], found["sd"], found["n"]) == (
+        pytest.approx(np.mean(old)),
+        pytest.approx(np.std(old, ddof=1)),
+        3,
+    )
+    gaps = differences(progress, LAST)
+    test = stats.ttest_rel(new, old)
+    gap = row(gaps, "new", "a")
+    assert gap[["difference", "p"]].tolist() == pytest.approx([np.mean(new) - np.mean(old), test.pvalue])
+    assert (gap["low"], gap["high"]) == pytest.approx(tuple(test.confidence_interval(0.95)))
+    assert gap["p (Holm)"] == pytest.approx(2 * test.pvalue) and gap["verdict"] == "undecided"
+    same = row(gaps, "new", "b")
+    assert (same["difference"], same["p"], same["verdict"]) == (0.0, 1.0, "equivalent")
+    assert "verdict" not in differences(progress, parse_number("test, best")).frame, "the margin is of its own number"
+    assert "verdict" in differences(progress, parse_number("test, best"), 0.1).frame
 
-    experiment = experiment_of(tmp_path, "test, last", '{ lr = ["1e-3"] }')
-    figures = figures_of(Grid(experiment, "mini", results_of(experiment)))
-    assert [*figures] == ["numbers", "curves", "test-curves", "categories"]
-    (axis,) = figures["numbers"].axes
-    assert [line.get_label() for line in axis.containers] == ["even", "odd"]
-    for container in axis.containers:
-        assert container[0].get_xdata() == pytest.approx([0.5, 1.0])
-        assert container[0].get_ydata() == pytest.approx([0.71, 0.81])
-    assert figures["test-curves"].axes[0].get_ylabel() == "test accuracy"
 
-    experiment = experiment_of(tmp_path, "test, last", "{}")
-    maps = figures_of(Grid(experiment, "mini", results_of(experiment)))["numbers"]
-    panels = [axis for axis in maps.axes if axis.get_ylabel() == "rho"]
-    assert [axis.get_title(loc="left") for axis in panels] == ["even", "odd"]
-    for axis in panels:
-        assert [text.get_text() for text in axis.get_yticklabels()] == ["0.5", "1"]
-        assert [text.get_text() for text in axis.texts] == [".810", ".810", ".710", ".710"]
+def test_of_a_loss_less_is_better(experiment: Experiment) -> None:
+    progress = progress_of(
+        experiment, lambda run: line(run, {"loss": 1.0 + (run.cell["method"] == "new") + run.seed / 99}, metric="loss")
+    )
+    table = differences(progress, LAST, 0.01)
+    assert set(table.frame["difference"]) == {1.0} and "Negative is better" in " ".join(table.notes)
+
+
+def test_a_run_without_a_number_takes_mean_and_difference_away(experiment: Experiment) -> None:
+    """The mean of the others would favour what fails. A seed that is not there yet is only missing."""
+
+    def made(run: Planned) -> Any:
+        if run.cell == {"split": "a", "method": "new"} and run.seed == 1:
+            return results.failed(run, "no upload left")
+        return None if run.cell == {"split": "b", "method": "new"} and run.seed == 2 else of(run)
+
+    progress = progress_of(experiment, made)
+    found = row(scores(progress, LAST), "new", "a")
+    assert math.isnan(found["mean"]) and math.isnan(found["sd"]) and (found["n"], found["planned"]) == (2, 3)
+    assert row(scores(progress, LAST), "new", "b")["mean"] == 0.5
+    gaps = differences(progress, LAST)
+    assert gaps.frame["split"].tolist() == ["b"] and gaps.frame["n"].tolist() == [2]
+    assert any("new, a" in note for note in gaps.notes)
+    assert any("seed 1 failed" in note for note in progress.notes()) and "10 of 12" in progress.notes()[-1]
+
+
+def test_rounds_to_a_target_have_a_median_and_how_many_got_there(experiment: Experiment) -> None:
+    """By hand: old in a reaches 0.55 with 0.6 and 0.7, in round 2; new with all three; nobody in b."""
+    progress = progress_of(experiment, of)
+    table = scores(progress, parse_number("rounds to 0.55"))
+    assert [row(table, *at)["n"] for at in (("old", "a"), ("new", "a"), ("old", "b"))] == [2, 3, 0]
+    assert row(table, "old", "a")["median"] == 2 and math.isinf(row(table, "old", "b")["median"])
+
+
+def test_clients_own_models_on_their_own_data_are_not_compared(experiment: Experiment) -> None:
+    def made(run: Planned) -> Any:
+        own = run.cell["method"] == "new"
+        sets = ["test"] if run.cell["split"] == "a" else []
+        return of(run, target="clients" if own else "server", own_data=sets)
+
+    table = differences(progress_of(experiment, made), LAST)
+    assert table.frame["split"].tolist() == ["b"] and any("Not compared" in n and "new, a" in n for n in table.notes)
+    notes = " ".join(scores(progress_of(experiment, made), LAST).notes)
+    assert "new: the mean" in notes and "old:" not in notes
+
+
+def test_mixtures_attacks_and_simulated_privacy_are_told(experiment: Experiment) -> None:
+    def made(run: Planned) -> Any:
+        found = of(run, commit="ab" if run.seed else "cd+dirty", privacy={"epsilon_planned": 3.0})
+        found["read"] = {"model": f"m{run.seed}", "data": f"{run.cell['method']}{run.seed}"}
+        found["config"]["attack"] = {"kind": "sign-flip", "share": 0.2, "clients": []}
+        return found
+
+    progress = progress_of(experiment, made)
+    notes = " ".join(scores(progress, LAST).notes)
+    assert "2 commits: ab, cd+dirty" in notes and "'demo' had 3 different contents" in notes
+    assert any("6 of the pairs" in note for note in differences(progress, LAST).notes)
+    assert [word in " ".join(warnings(progress)) for word in ("UNDER ATTACK", "simulations")] == [True, True]
+
+
+def test_costs_clients_and_categories_are_means(experiment: Experiment) -> None:
+    own = {"a": {"accuracy": 0.2}, "b": {"accuracy": 0.4}}
+    tasks = {"test": {"last": {"group/t1": 0.1, "group/t2": 0.3, "group/t3": 0.8}, "best": {}},
+             "categories": {"t1": "QA", "t2": "QA", "t3": "Logic"}}  # fmt: skip
+    drift = {"gauge_drift": {"glora": 0.25, "fedit": 0.5}}
+    progress = progress_of(experiment, lambda run: of(run, clients_at_end=own, ranks={"a": 2, "b": 4}) | tasks | drift)
+    found = row(costs(progress), "new", "a")
+    assert found.tolist() == [4.0, 2.0, 3.5, 0.5, 0.25]
+    assert clients(progress).frame["new, a"].tolist() == pytest.approx([0.2, 0.4])
+    assert categories(progress, LAST).frame.iloc[:, :2].values.tolist() == [
+        ["Logic", pytest.approx(0.8)],
+        ["QA", pytest.approx(0.2)],
+    ]
+    assert len(tables_of(progress)) == 4, "no pair has a number"
+
+
+def test_the_papers_table_has_our_number_its_own_and_the_gap(experiment: Experiment) -> None:
+    """By hand, times 100; a row that only we have, and one that only the paper has."""
+    progress, paper = progress_of(experiment, of), paper_of(experiment)
+    assert paper is not None
+    last, best = paper_tables(progress, paper)
+    rows = {tuple(r[:2]): r[2:] for r in last.frame.values.tolist()}
+    assert rows["old", "ours"] == ["60.00 ± 10.00", "50.00 ± 0.00", "55.00 ± 5.00"]
+    assert rows["old", "paper"] == ["50.0 ± 1.0", "60.0", "55.0"] and rows["old", "ours - paper"] == [
+        "+10.00",
+        "-10.00",
+        "+0.00",
+    ]
+    assert ("new", "paper") not in rows and rows["other", "paper"] == ["1.0", "2.0", "1.5"]
+    assert "best on validation" in best.notes[0] and list(last.frame.columns) == ["method", "", "A", "B", "AVG"]
+    half = Progress(progress.grid, {d: x for d, x in progress.lines.items() if x["cell"]["split"] == "a"})
+    rows = {tuple(r[:2]): r[2:] for r in paper_tables(half, paper)[0].frame.values.tolist()}
+    assert rows["old", "ours"] == ["60.00 ± 10.00", "", ""], "no average of what is not whole"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [("[one]", "[two]", "has only: two"), ('"60.0", "55.0"', '"60.0"', "3 columns .* has 2 numbers"),
+     ("caption", "captoin", "captoin")],
+)  # fmt: skip
+def test_a_wrong_file_of_printed_numbers_is_named(experiment: Experiment, old: str, new: str, said: str) -> None:
+    assert experiment.folder is not None
+    (experiment.folder / "paper_numbers.toml").write_text(
+        PAPER.replace(old, new).replace("[one.rows]", "[two.rows]" if "two" in new else "[one.rows]")
+    )
+    with pytest.raises(ConfigError, match=said):
+        paper_of(experiment)
+
+
+def test_a_papers_column_of_two_cells_is_refused(experiment: Experiment) -> None:
+    paper = paper_of(experiment)
+    assert paper is not None
+    wrong = paper.model_copy(update={"columns": [paper.columns[0].model_copy(update={"at": {}}), *paper.columns[1:]]})
+    with pytest.raises(ConfigError, match="is 2 of ours"):
+        paper_tables(progress_of(experiment, of), wrong)
+
+
+def test_each_kind_of_picture_is_drawn(experiment: Experiment, tmp_path: Path) -> None:
+    """Curves and differences; by an axis of numbers, and by two; categories. Nothing of nothing."""
+    progress = progress_of(experiment, of)
+    assert [path.name for path in drawn(progress, tmp_path / "p.png")] == ["p.png", "p-differences.png"]
+    assert drawn(Progress(progress.grid, {}), tmp_path / "none.png") == []
+    numbers = {
+        "method": {"0.1": {"method.name": "fedit"}, "1": {"method.name": "glora"}},
+        "split": {"2": {"train.steps": 2}, "3": {"train.steps": 3}},
+    }
+    for axes in (numbers, {**numbers, "split": {"a": {}}}):
+        other = experiment.model_copy(update={"axes": axes, "reference": "1"})
+        made = progress_of(other, lambda run: line(run, {"accuracy": 0.5 + run.seed / 10}) | TASKS)
+        paths = drawn(made, tmp_path / f"{len(axes['split'])}.png")
+        assert len(paths) == 2 and all(path.stat().st_size > 5000 for path in paths)

@@ -77,6 +77,8 @@ def test_a_classifier_brings_its_head_and_its_classes(tmp_path: Path, main: Main
     want = said(PeftModel.from_pretrained(bert(), adapter).eval(), {"input_ids": TOKENS})
     torch.testing.assert_close(said(full, {"input_ids": TOKENS}), want, rtol=0, atol=1e-5)
     assert full.config.id2label == {0: "a", 1: "b", 2: "c"}
+    (adapter / "labels.json").write_text(json.dumps({"num_labels": 2, "id2label": {"0": "a", "1": "b"}}))
+    assert main("validate", adapter, "--base", base).code == 0  # the head's rows count, not the names
 
 
 def rewrite_base(base: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
@@ -165,6 +167,7 @@ def test_a_base_that_transformers_does_not_know_is_refused(tmp_path: Path, main:
 def test_a_wrong_merge_is_never_written(tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     """peft's merge broken on purpose, for one layer of two: the answers differ, and no folder appears."""
     adapter, base = small(tmp_path)
+    rewrite(adapter, lambda t: t.update({key: t[key] * 0.1 for key in t}))  # it moves the answers by a percent
     right = next(kind for kind in LoraLayer.__subclasses__() if kind.__name__ == "Linear").merge
     calls: list[Any] = []
 

@@ -19,9 +19,12 @@ from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.flower.rounds.events import Ended, read_events
-from fedlora.flower.rounds.playing import ending
+from fedlora.flower.server.federation import ending
+from fedlora.flower.server.journal import read_now
+from fedlora.flower.site.trainer import keeping
+from fedlora.runs import preparation
 from fedlora.runs.config import load_config
+from fedlora.runs.inputs import dealt_out
 from support.federation_folders import RANKS, FederationOnDisk
 from support.flower_grid import LocalGrid
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
@@ -60,9 +63,12 @@ def adapters(fed: FederationOnDisk) -> dict[str, bytes]:
     return {str(path.relative_to(server)): path.read_bytes() for path in sorted(server.rglob("adapter_model.*"))}
 
 
-def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path) -> None:
-    """The same data, model and rounds in one process, by another loop: each client's score on its own, bit for bit."""
+def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same data, model and rounds in one process, by another loop: each client's score on its own, bit for bit. The
+    run is given the sites' way to hold rows out."""
     fed = FederationOnDisk(tmp_path)
+    keep = keeping(fed.settings())
+    monkeypatch.setattr(preparation, "dealt_out", lambda config, root, names, _: dealt_out(config, root, names, keep))
     summary = fed.play()
     said = fed.settings()
     lines = ["[model]", f'path = "{fed.model}"', "dropout = 0.0", "[data]", "validation = 0.25", "test = 0.25"]
@@ -75,7 +81,6 @@ def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path) -> None
         assert mine["losses"] == theirs["losses"] and mine["weights"] == theirs["weights"]
         for name in RANKS:
             assert mine["site_metrics"][name]["accuracy"] == theirs["metrics"][f"client/{name}"]
-            assert mine["site_metrics"][name]["examples"] == 15  # a quarter of 60
     at_end = folder.read_json("summary.json")["clients_at_end"]
     for name, scores in summary["site_test"]["sites"].items():
         assert {k: v for k, v in at_end[name].items() if "/" not in k} == {
@@ -88,7 +93,7 @@ def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path) -> None
 def test_the_server_measures_chooses_and_leaves_adapters_that_load_anywhere(tmp_path: Path) -> None:
     """peft, example by example, gets the accuracy that the summary has; no file names a path of the server."""
     fed = FederationOnDisk(tmp_path)
-    fed.write(at_server=fed.at_server())
+    fed.write(data=fed.at_server())
     summary, lines = fed.play(), fed.lines()
     scores = [line["metrics"]["accuracy"] for line in lines]
     assert summary["measured_by"] == "server" and summary["best_round"] == 1 + scores.index(max(scores)) != 3
@@ -104,7 +109,7 @@ def test_the_server_measures_chooses_and_leaves_adapters_that_load_anywhere(tmp_
         assert sum(a == b for a, b in zip(said, test.labels or (), strict=True)) / 40 == want["accuracy"]
         card = (folder / "README.md").read_text()
         assert f"accuracy {want['accuracy']:.4f}" in card and "| classes | blue, green, red |" in card
-        assert "training examples | 90 over 3 clients" in card  # half of three times 60
+        assert "training examples | 180 over 3 clients" in card  # three times 60
         config = json.loads((folder / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == "model"
     for path in (fed.home / "server").rglob("*"):
@@ -144,14 +149,15 @@ def test_killed_anywhere_it_measures_chooses_and_stops_the_same(tmp_path: Path, 
         folder.mkdir()
         fed = FederationOnDisk(folder, **tables)
         if by == "server":
-            fed.write(at_server=fed.at_server())
+            fed.write(data=fed.at_server())
         return fed
 
     whole = made(tmp_path / "whole")
     want = whole.play()
     assert want["stopped_early"] is not None and want["best_round"] < want["rounds"] < 5, "or nothing is tested here"
     killed = made(tmp_path / "killed")
-    for what, number in (("train", 5), ("validation", 2), ("train", 2), ("test", 3)):
+    kills = (("train", 5), ("validation", 2), ("train", 2), ("test", 3))
+    for what, number in kills if by == "sites" else kills[::2]:  # a server that measures asks no site to
         grid = killed.grid()
         kill_at(grid, number, what)
         with pytest.raises(Killed):
@@ -167,8 +173,7 @@ def test_it_stops_when_nothing_gets_better_and_says_so(tmp_path: Path, caplog: p
     fed = FederationOnDisk(tmp_path, train={"lr": 1e-9, "steps": 1}, evaluate={"patience": 2}, run={"rounds": 6})
     summary = fed.play()
     assert summary["stopped_early"]["round"] == summary["rounds"] == 3 and summary["best_round"] == 1
-    events = read_events(fed.home / "server" / "events.jsonl")
-    assert [e.why for e in events if isinstance(e, Ended)] == ["stopped early"]
+    assert read_now(fed.home / "server" / "now.json")["ended"]["kind"] == "stopped"
     caplog.set_level("INFO")
     grid = fed.grid()
     assert fed.play(grid) == summary and not grid.sent
@@ -241,7 +246,7 @@ def test_a_site_that_cannot_measure_is_named_and_stops_nobody(tmp_path: Path) ->
 
     grid.meddle, grid.offline = {"acme": broken}, {"cork"}
     summary, lines = fed.play(grid), fed.lines()
-    assert [bool(line["site_mean"]) for line in lines] == [False, True, True], "each second round, and the last"
+    assert [bool(line.get("site_mean")) for line in lines] == [False, True, True], "each second round, and the last"
     assert list(lines[1]["site_metrics"]) == ["berlin"] == list(summary["site_test"]["sites"])
     assert "out of memory" in lines[1]["site_unmeasured"]["acme"]
     assert lines[1]["site_unmeasured"]["cork"] == summary["site_test"]["unmeasured"]["cork"] == "it is not online"
@@ -253,17 +258,13 @@ def test_a_site_that_cannot_measure_is_named_and_stops_nobody(tmp_path: Path) ->
 
 CANNOT: dict[str, tuple[dict[str, Any], str]] = {
     "server without files": ({"evaluate": {"target": "server"}}, r"target = 'server'.*\[at_server\] names none"),
-    "clients without shares": (
-        {"evaluate": {"target": "clients"}, "data": {"validation": 0.0, "test": 0.0}},
-        "target = 'clients' has no effect: .*nothing to measure on",
-    ),
     "both at the end": ({"evaluate": {"clients_at_end": "both"}}, "'both' needs a common"),
     "patience without a score": (
-        {"evaluate": {"patience": 2, "target": "server"}, "at_server": {"model": "MODEL", "test": "TEST"}},
+        {"evaluate": {"patience": 2, "target": "server"}, "data": {"test": "TEST"}},
         "patience = 2 looks at a score.*at_server.validation is not there",
     ),
     "a model that the start does not fit": (
-        {"lora": {"targets": ["query"]}, "at_server": {"model": "MODEL", "test": "TEST"}},
+        {"lora": {"targets": ["query"]}, "data": {"test": "TEST"}},
         r"start/.* at_server\.model .*lora\.targets .*\.value'",
     ),
 }
@@ -275,8 +276,8 @@ def test_what_cannot_be_measured_or_left_is_said_before_the_first_round(fed: Fed
     before = fed.tables
     try:
         here = fed.at_server()
-        if "at_server" in tables:
-            tables = tables | {"at_server": {k: here[k] for k in tables["at_server"]}}
+        if tables.get("data", {}).get("test") == "TEST":
+            tables = tables | {"data": {"test": here["test"]}}
         fed.write(**tables)
         with pytest.raises(ConfigError, match=why):
             fed.play(LocalGrid({}))
@@ -296,7 +297,7 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
     made: list[Any] = []
 
     class Tracker:
-        def __init__(self, *_: Any, **facts: Any) -> None:
+        def __init__(self, **facts: Any) -> None:
             self.facts, self.told, self.closed = facts, [], False  # type: Any, list[tuple[int, Any]], bool
             made.append(self)
 
@@ -306,8 +307,12 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr("fedlora.runs.tracking.make_tracker", Tracker)
-    monkeypatch.setattr("fedlora.flower.rounds.choosing.check_trackers", lambda names: None)
+    def tensorboard(library: Any, called: Any, config: Any, folder: Any, anew: bool) -> tuple[Any, Any]:
+        tracker = Tracker(called=called, anew=anew)
+        return tracker.log, tracker.close
+
+    monkeypatch.setattr("fedlora.runs.tracking._tensorboard", tensorboard)
+    monkeypatch.setattr("fedlora.flower.server.measuring.check_trackers", lambda names: None)
     fed = FederationOnDisk(tmp_path, run={"rounds": 3, "track": ["tensorboard"]})
     grid = fed.grid()
     kill_at(grid, 7, "train")

@@ -14,13 +14,11 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora import Kept, Server, build
-from fedlora.flower.rounds.choosing import Choosing
-from fedlora.flower.rounds.strategy import FedLoRA
-from fedlora.flower.serving.status import database_size
+from fedlora.flower.grid import BoundedGrid
+from fedlora.flower.server.status import database_size
 from fedlora.flower.site.node import Node
-from fedlora.flower.terms.policy import Policy
-from fedlora.server.server import start
-from support.flower_grid import FastClock, Toy, fate_of, seed_adapter
+from fedlora.flower.strategy import FedLoRA
+from support.flower_grid import FastClock, Toy, fates, seed_adapter
 from support.stored_link import StoredLink
 
 RANKS = dict.fromkeys(("one", "two", "three"), 4)
@@ -52,18 +50,18 @@ def test_no_row_and_no_file_is_left_of_a_finished_round(tmp_path: Path, rounds: 
     link, left = StoredLink(tmp_path / "state.db", nodes), list[dict[str, int]]()
     before, sizes, checkpoints = rows(link.database), list[int](), list[int]()
 
-    def after(line: Any) -> None:
+    def after(round: int, _: Any) -> bool:
         left.append(rows(link.database))
         sizes.append(database_size(link.database))
         checkpoints.append(sum(one.stat().st_size for one in (tmp_path / "checkpoints").iterdir()))
+        return False
 
     strategy = FedLoRA(
-        Server(build("glora"), round=Kept(quorum=3)), Policy(RANKS), start(Server(build("glora")), seed_adapter()),
-        folder=tmp_path / "checkpoints", record=tmp_path, choosing=Choosing("accuracy", "sites", lambda round: True),
-        after_round=after, clock=FastClock(),
+        Server(build("glora"), round=Kept(quorum=3)), RANKS, adapter=seed_adapter(), folder=tmp_path,
+        fraction_evaluate=1.0,
     )  # fmt: skip
-    strategy.start(link.grid, num_rounds=rounds)
-    assert {fate_of(strategy, name) for name in strategy.policy.clients} == {"trained"} and len(left) == rounds
+    strategy.start(BoundedGrid(link.grid, clock=FastClock()), num_rounds=rounds, should_stop=after)
+    assert set(fates(strategy).values()) == {"trained"} and len(left) == rounds
     assert [{name: n for name, n in one.items() if n > before[name]} for one in left] == [
         {"objectstore_locks": 1}
     ] * rounds

@@ -5,7 +5,6 @@ train, and what stays at the site is the same), *attack* (answers that no site o
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,18 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Error, MetricRecord, RecordDict
 
 from fedlora import Adapter, Client, Server, build
+from fedlora.core.parcels import pack
 from fedlora.errors import ConfigError, KeptStateError
-from fedlora.flower.messages.codecs import OwnClients
-from fedlora.flower.messages.envelope import Receipt
-from fedlora.flower.messages.measuring import SiteScores, as_question, asked_part, record_measured
-from fedlora.flower.messages.records import PROTOCOL, RecordError
-from fedlora.flower.rounds.collecting import Answer
-from fedlora.flower.rounds.flower_state import FlowerState
-from fedlora.flower.rounds.questions import MessageMaker
-from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
+from fedlora.flower.envelope import Receipt
+from fedlora.flower.records import PROTOCOL, RecordError, parcel_record
+from fedlora.flower.scores import SiteScores, as_question, asked_part, record_measured
+from fedlora.flower.server.measuring import SiteRound
 from fedlora.flower.site.node import Node
-from fedlora.flower.terms.policy import Policy
-from fedlora.server.server import start
-from support.flower_grid import RANKS, RUN, Message, Toy, federation, seed_adapter, wired
+from support.flower_grid import RANKS, RUN, Message, Toy, bits, federation, play, seed_adapter, wired
+from support.toy_federations import toy_federation
 
 
 class Ruler:
@@ -49,7 +44,7 @@ class Ruler:
 
 
 def question(download: Any, part: Any, receipt: Receipt = Receipt()) -> RecordDict:  # noqa: B008 - immutable
-    return as_question(OwnClients().question(download, None, RUN, receipt), part)
+    return as_question(parcel_record(pack(download, None), RUN, receipt=receipt), part)
 
 
 @pytest.mark.parametrize("method", ["glora", "fedsa-lora", "ffa-lora", "fedex-lora", "rolora"])
@@ -77,17 +72,17 @@ def test_a_site_measures_what_it_would_start_its_next_round_with_and_changes_no_
     trainer, seed = Noting(), seed_adapter()
     nodes = made(tmp_path / "nodes", trainer)
     strategy, grid = federation(tmp_path, Server(build(method)), ranks, nodes=nodes)
-    strategy.start(grid, num_rounds=2)
-    state = strategy.flower_state.state
+    play(strategy, grid, 2)
+    state = strategy.state
     for name in ranks:
         download = strategy.server.download(state.server, Client(name, 4))
-        asked = wired(Message(question(download, "validation", Receipt(2, 2)), 7, "evaluate"))
+        asked = wired(Message(question(download, "validation", Receipt(2)), 7, "evaluate"))
         answer = nodes[name].measure(asked.content)
         found = record_measured(
             answer, run=RUN, round=2, part="validation", metric="accuracy", local=seed.ranks | seed.heads
         )
         assert set(found.scores) == {"accuracy", "loss"} and found.examples == 7  # NaN and names of classes stay home
-    strategy.start(grid, num_rounds=3)
+    play(strategy, grid, 3)
     for name, ruler in rulers.items():
         want = trainer.given[name, 2]
         assert want.modules.keys() == ruler.seen[0].modules.keys()
@@ -96,19 +91,17 @@ def test_a_site_measures_what_it_would_start_its_next_round_with_and_changes_no_
                 assert torch.equal(mine, theirs), (name, module)
 
     undisturbed, grid = federation(tmp_path / "b", Server(build(method)), ranks, trainer=Toy())
-    undisturbed.start(grid, num_rounds=3)
-    from support.flower_grid import bits
-
-    assert bits(undisturbed.flower_state.state.server) == bits(strategy.flower_state.state.server)
+    play(undisturbed, grid, 3)
+    assert bits(undisturbed.state.server) == bits(strategy.state.server)
 
 
 def test_who_holds_nothing_out_or_lost_its_state_says_so(tmp_path: Path) -> None:
     server = Server(build("fedsa-lora"))
     ranks = dict.fromkeys(RANKS, 4)
     strategy, grid = federation(tmp_path, server, ranks)
-    strategy.start(grid, num_rounds=1)
-    download = strategy.server.download(strategy.flower_state.state.server, Client("one", 4))
-    record = question(download, "test", Receipt(1, 1))
+    play(strategy, grid, 1)
+    download = strategy.server.download(strategy.state.server, Client("one", 4))
+    record = question(download, "test", Receipt(1))
     with pytest.raises(ConfigError, match="'one' holds no test"):
         Node("one", Toy(), tmp_path / "nodes" / "one").measure(record)
     with pytest.raises(ConfigError, match="this node is 'two'"):
@@ -165,60 +158,32 @@ def test_an_answer_that_cannot_be_is_refused_by_name(name: str) -> None:
         record_measured(answer(change), run=RUN, round=2, part="validation", metric="accuracy")
 
 
-def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:
-    """One is away, one forges, one fails, one is silent; the last one counts. Any order of replies."""
-    ranks = dict.fromkeys(["ok", "away", "forger", "broken", "silent"], 4)
-    server = Server(build("glora"))
-    state = start(server, seed_adapter())
-    online = {name: 1000 + k for k, name in enumerate(ranks) if name != "away"}
-    known = FlowerState(RUN, state)
-    asked = SiteEvaluation(MessageMaker(server, Policy(ranks), OwnClients(), known, online), "validation")
-    sent = {q.message.metadata.dst_node_id: q.message for q in asked.questions(60.0)}
-    assert sorted(sent) == sorted(online[n] for n in ("ok", "forger", "broken", "silent"))
-    assert all(m.metadata.message_type == "evaluate" and m.metadata.ttl == 60.0 for m in sent.values())
-
-    def at_round_0(change: Callable[[dict[str, Any], dict[str, Any]], None] = lambda c, m: None) -> RecordDict:
-        def both(c: dict[str, Any], m: dict[str, Any]) -> None:
-            c["measured"] = c["measured"].replace("2", "0")
-            change(c, m)
-
-        return answer(both)
-
-    def reply(name: str, content: Any) -> Answer:
-        question = sent[online[name]]
-        question.metadata.__dict__["_message_id"] = name
-        return Answer(name, 1.0, Message(content, reply_to=question))
-
-    replies = [
-        Answer("broken", 1.0, None, "failed", "it failed: out of memory"),
-        reply("forger", at_round_0(FORGED["too good"][0])),
-        reply("ok", at_round_0()),
-        Answer("silent", 60.0, None, "late", "no answer within 60 s"),
-    ]
-    for said in (replies, replies[::-1]):
-        found = asked.read(said, "accuracy")
-        assert list(found.measured) == ["ok"] and found.mean() == {"accuracy": 0.5, "loss": 0.7, "examples": 5}
-        assert found.unmeasured["away"] == "it is not online"
-        assert "out of memory" in found.unmeasured["broken"] and "1.5" in found.unmeasured["forger"]
-        assert found.unmeasured["silent"] == "no answer within 60 s"
-        assert list(found.facts()) == ["site_metrics", "site_mean", "site_unmeasured"]
-
-
 def test_the_mean_is_weighted_by_examples() -> None:
     """(0.5 * 10 + 1.0 * 30) / 40, by hand; a score that one of them lacks has no mean."""
     said = {"a": SiteScores({"accuracy": 0.5, "loss": 1.0}, 10), "b": SiteScores({"accuracy": 1.0}, 30)}
     assert SiteRound(said).mean() == {"accuracy": pytest.approx(0.875), "examples": 40} and SiteRound().mean() == {}
 
 
-def test_whom_the_method_cannot_serve_is_not_measured_and_the_others_are() -> None:
-    """As in training. Before, the error of one client's rank ended the measuring of all."""
-    state, ranks = start(Server(build("fedsa-lora")), seed_adapter(4)), {"one": 4, "two": 8}
-    maker = MessageMaker(
-        Server(build("fedsa-lora")), Policy(ranks), OwnClients(), FlowerState(RUN, state), {"one": 1, "two": 2}
-    )
-    asked = SiteEvaluation(maker, "validation")
-    assert [question.client for question in asked.questions(60.0)] == ["one"]
-    found = asked.read([Answer("one", 60.0, None, "late", "no answer")], "accuracy")
-    assert found.unmeasured["one"] == "no answer" and re.match(
-        "fedsa-lora cannot serve it: .*8", found.unmeasured["two"]
-    )
+def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:
+    """One is away, one forges, one fails, one is silent; the last one counts, and its 7 + 2 examples."""
+    ranks = dict.fromkeys(["ok", "away", "forger", "broken", "silent"], 4)
+    strategy, grid = toy_federation(tmp_path, Server(build("glora")), ranks)
+    grid.offline = {"away"}
+
+    def measured(meddle: Callable[[Message, Message], Any]) -> Callable[[Message, Message], Any]:
+        return lambda asked, reply: meddle(asked, reply) if asked.metadata.message_type == "evaluate" else reply
+
+    def forged(asked: Message, reply: Message) -> Message:
+        reply.content["metrics"] = MetricRecord({**dict(reply.content["metrics"]), "score-accuracy": 1.5})
+        return reply
+
+    grid.meddle = {
+        "forger": measured(forged), "silent": measured(lambda asked, reply: None),
+        "broken": measured(lambda asked, reply: Message(Error(2, "out of memory"), reply_to=asked)),
+    }  # fmt: skip
+    play(strategy, grid, 1)
+    [line] = strategy.lines()
+    assert list(line["site_metrics"]) == ["ok"] and line["site_mean"] == pytest.approx(line["site_metrics"]["ok"])
+    assert line["site_mean"]["examples"] == 9 and set(line["site_unmeasured"]) == {"away", "forger", "broken", "silent"}
+    for name, why in (("away", "not online"), ("forger", "1.5"), ("broken", "out of memory"), ("silent", "no answer")):
+        assert why in line["site_unmeasured"][name]

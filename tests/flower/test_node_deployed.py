@@ -18,11 +18,11 @@ pytest.importorskip("flwr")
 
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.serving.superlink import SuperLink
-from fedlora.flower.site.site_folder import fill_site
+from fedlora.flower.server.superlink import SuperLink
+from fedlora.flower.site.run import fill_site
+from fedlora.flower.terms.facts import Facts
 from fedlora.flower.terms.joining import JoinFile
-from fedlora.flower.terms.settings import FederationSettings
-from fedlora.flower.terms.site_file import Site
+from fedlora.flower.terms.settings import FederationSettings, Site
 from support.small_apps import packed, small_link
 
 pytestmark = [
@@ -38,16 +38,16 @@ def made(tmp_path: Path) -> tuple[SuperLink, SiteFolder]:
     host, _, port = link.address.rpartition(":")
     settings = FederationSettings.from_travelling('{"id": "fed-1", "data": {"labels": ["no", "yes"]}}')
     ca = (link.folder.certificates / "ca.crt").read_text()
-    join = JoinFile("fed-1", "acme", 4, host, int(port), ca, settings.travelling(), {})
+    join = JoinFile("fed-1", host, int(port), ca, settings.travelling(), Facts())
     here.path.mkdir()
-    fill_site(here.path, join.text().encode(), Site(name="acme", data="notes.csv", model="base"), {})
+    fill_site(here.path, join, Site("acme", {"data": {"train": "notes.csv"}, "model": {"path": "base"}}))
     return link, here
 
 
 UNCHECKED = """
 from fedlora.cli import main
-from fedlora.flower.site import site_checks
-site_checks.checked_site = lambda folder, server: []  # it has neither data nor a base model
+from fedlora.flower.site import checks
+checks.checked_site = lambda folder, server: []  # it has neither data nor a base model
 main()
 """
 
@@ -83,7 +83,7 @@ class Running:
 def test_a_site_runs_no_app_but_that_of_its_fedlora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another is refused before anything of it is on the site's disk, at both ends in words with both digests."""
     other = packed("other")
-    monkeypatch.setattr("fedlora.flower.serving.superlink.bundle", lambda: other)
+    monkeypatch.setattr("fedlora.flower.server.superlink.bundle", lambda: other)
     link, here = made(tmp_path)
     node, replies = Running(here, tmp_path / "lines"), link.folder.path / "replies"
     try:
@@ -110,7 +110,7 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
     running = Running(here, tmp_path / "lines")
     until = running.until
     try:
-        until("nothing listens at port")
+        until("nothing listens there")
         link.start()
         until("this site's key is not registered there")
         link.keep_keys({"acme": here.public_key})
@@ -119,7 +119,7 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
         assert link.process is not None
         os.killpg(link.process.pid, signal.SIGKILL)
         link.process.wait()
-        until("nothing listens at port", 2)
+        until("nothing listens there", 2)
         link.start()
         until("admitted: online", 2)
         link.keep_keys({})

@@ -17,9 +17,9 @@ pytest.importorskip("flwr")
 
 from fastapi import HTTPException
 
-from fedlora.flower.serving import superlink_process
-from fedlora.flower.serving.superlink_process import SAYS, under_own_name
-from fedlora.flower.site.reach import private_key
+from fedlora.flower.server import superlink_process
+from fedlora.flower.server.superlink_process import SAYS, under_own_name
+from fedlora.flower.site.checks import private_key
 from fedlora.flower.terms import certificates
 from support.small_apps import packed, small_link
 
@@ -95,7 +95,7 @@ def test_a_site_that_knows_another_s_message_cannot_answer_it(tmp_path: Path, mo
             nodes[name] = node.__enter__()
             stack.callback(node.__exit__, None, None, None)  # of an exception it would make a line of its log
         app = packed("any")
-        monkeypatch.setattr("fedlora.flower.serving.superlink.bundle", lambda: app)
+        monkeypatch.setattr("fedlora.flower.server.superlink.bundle", lambda: app)
         link.run()
         asked, until = dict[str, Message](), time.monotonic() + 60
         while len(asked) < 2:

@@ -19,19 +19,17 @@ pytest.importorskip("dp_accounting")
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.playing import ending
-from fedlora.flower.serving.standing import standing
-from fedlora.flower.setup.checkup import checked_folder
-from fedlora.flower.setup.members import invite
-from fedlora.flower.setup.policy_file import policy_text
-from fedlora.flower.setup.project import federation, make_federation
-from fedlora.flower.site.site_checks import checked_work
+from fedlora.flower.server.doctor import checked_folder
+from fedlora.flower.server.federation import ending
+from fedlora.flower.server.init import federation, make_federation
+from fedlora.flower.server.members import admit
+from fedlora.flower.server.status import standing
+from fedlora.flower.site.checks import checked_work
+from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy, promise
-from fedlora.flower.terms.settings import FederationSettings
-from fedlora.flower.terms.settings_from_run import from_run
-from fedlora.flower.terms.site_file import Site
+from fedlora.flower.terms.settings import FederationSettings, NetworkSection, Site
 from fedlora.privacy import recompute
 from fedlora.runs.privacy_section import SIMULATED
 from support.federation_folders import RANKS, FederationOnDisk
@@ -48,6 +46,10 @@ PRIVATE: dict[str, Any] = {
 TABLES: dict[str, Any] = {
     "id": "f", "data": {"labels": ["no", "yes"]}, "lora": {"targets": ["query"]}, "privacy": PRIVATE,
 }  # fmt: skip
+
+
+SITE: dict[str, Any] = {"data": {"train": "a.csv"}, "model": {"path": "m"}}
+NETWORK = NetworkSection(name="fl.example.org")
 
 
 def with_(**tables: Any) -> dict[str, Any]:
@@ -71,15 +73,7 @@ def test_the_table_sets_what_nobody_set_and_the_ledger_stays_at_the_server(tmp_p
     assert "ledger" not in said and said["members"] == list(RANKS) and str(tmp_path) not in settings.travelling()
     there = FederationSettings.from_travelling(settings.travelling())
     assert there.travelling() == settings.travelling()
-    (tmp_path / "again.toml").write_text(settings.toml())
-    assert FederationSettings.load(tmp_path / "again.toml") == settings
-    assert there.for_site(Site(name="acme", data="a.csv", model="m")).privacy is None  # nothing of it is a site's
-
-
-def test_a_federation_without_the_table_travels_as_before() -> None:
-    settings = from_run({k: v for k, v in TABLES.items() if k != "privacy"}, id="f")
-    assert json.loads(settings.travelling())["privacy"] is None
-    assert settings.data.validation == 0.1
+    assert there.for_site(Site("acme", SITE)).privacy is None  # nothing of it is a site's
 
 
 @pytest.mark.parametrize(
@@ -111,7 +105,7 @@ def test_what_would_break_the_promise_is_refused(tmp_path: Path, tables: dict[st
 
 
 def test_init_doctor_and_sites(tmp_path: Path) -> None:
-    """`fedlora flower init` with [privacy] and no word of a quorum; who is no member is not invited."""
+    """`fedlora flower init` with [privacy] and no word of a quorum; who is no member is not admitted."""
     fed = FederationOnDisk(tmp_path, data={"validation": 0.0, "test": 0.0})
     run = {
         "model": {"path": str(fed.model)}, "lora": {"targets": ["query", "value"]}, "run": {"rounds": 3},
@@ -120,30 +114,29 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "ledgers").mkdir()  # what charges it writes beside it, so that nothing else may lie there
     (tmp_path / "run.toml").write_text(tomli_w.dumps(run))
-    made = federation(tmp_path / "run.toml", [], "fl.example.org", RANKS, None, None, 443, 18080)
+    made = federation(tmp_path / "run.toml", [], NETWORK, RANKS, None, None)
     terms = made.settings.privacy
     assert terms is not None and terms.members == list(RANKS) and terms.rank == 4
     assert made.settings.server.quorum is None
     home = tmp_path / "made"
     make_federation(home, made)
-    policy = Policy.read(home / "policy.toml")
-    assert (policy.retries, dict(policy.clients)) == (0, RANKS)
-    assert Policy.read(FederationFolder(home).policy) == policy and "retries = 1" in policy_text(RANKS)
+    assert dict(Policy.read(home / "policy.toml").clients) == RANKS
     rows = [row for row in checked_folder(home) if row[0] in ("serve", "privacy", "ledger")][1:]
     assert [row[0] for row in rows] == ["privacy", "ledger"] and all(row[2] for row in rows)
     assert rows[0][1].startswith("epsilon 706.09") and "nothing is charged yet" in rows[1][1]
+    (tmp_path / "key.pub").write_bytes(certificates.new_key()[1])
     with pytest.raises(ConfigError, match=r"'dublin' .* 3 members"):
-        invite(home, "dublin", 4)
+        admit(home, "dublin", 4, tmp_path / "key.pub")
 
-    join = JoinFile.read(home / "join" / "acme.toml")
-    site = Site(name="acme", data=str(tmp_path / "acme.jsonl"), model=str(fed.model))
-    (row,) = [row for row in checked_work(join, site)[0] if row[0] == "privacy"]
+    join = JoinFile.read(home / "join.toml")
+    site = Site("acme", {"data": {"train": str(tmp_path / "acme.jsonl")}, "model": {"path": str(fed.model)}})
+    (row,) = [row for row in checked_work(join, site) if row[0] == "privacy"]
     assert row[1] == rows[0][1] and "one site" in row[1] and "server is trusted" in row[1]
 
     with pytest.raises(ConfigError, match="this budget leaves nothing"):
         tables = {**run, "privacy": {**run["privacy"], "noise_multiplier": 50.0}}
         (tmp_path / "run.toml").write_text(tomli_w.dumps(tables))
-        federation(tmp_path / "run.toml", [], "fl.example.org", RANKS, None, None, 443, 18080)
+        federation(tmp_path / "run.toml", [], NETWORK, RANKS, None, None)
 
 
 def test_a_site_without_the_libraries_still_sees_the_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +158,8 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     """Real tiny models; one site is away. Adapter, card and summary do not tell of it; rounds are what was promised;
     the ledger is recomputed by dp-accounting."""
     fed = FederationOnDisk(tmp_path, data={"validation": 0.0, "test": 0.0}, privacy=PRIVATE, run={"rounds": 2})
-    fed.write(at_server=fed.at_server())
-    text = tomli_w.dumps({"retries": 0, "deadline": 30.0, "clients": RANKS})
+    fed.write(data=fed.at_server())
+    text = tomli_w.dumps({"deadline": 30.0, "clients": RANKS})
     (fed.home / "policy.toml").write_text(text)
     assert standing(FederationFolder(fed.home)).needed == 3  # it begins once all are there
     assert standing(FederationFolder(fed.home)).needs.startswith("round 1 waits for all 3")

@@ -20,17 +20,17 @@ from flwr.proto.message_pb2 import Message as Proto
 
 from fedlora import Client, Kept, Server, build
 from fedlora.core.messages import Download
+from fedlora.core.parcels import pack
 from fedlora.errors import QuorumNotMet
 from fedlora.flower import apps
-from fedlora.flower.children import OWNER
-from fedlora.flower.messages.codecs import OwnClients
-from fedlora.flower.messages.envelope import PROTOCOL, opened
-from fedlora.flower.messages.records import RecordError, record_parcel
+from fedlora.flower.envelope import PROTOCOL, Envelope, opened
+from fedlora.flower.processes import OWNER
+from fedlora.flower.records import RecordError, parcel_record, record_parcel, record_upload
 from fedlora.flower.site.node import Node
-from fedlora.flower.site.resident import TrainerFailed
-from fedlora.flower.terms.agreement import Facts
+from fedlora.flower.site.trainer import TrainerFailed
+from fedlora.flower.terms.facts import Facts
 from fedlora.server.server import start
-from support.flower_grid import RANKS, RUN, Toy, federation, seed_adapter
+from support.flower_grid import RANKS, RUN, SHAPES, Toy, fates, federation, last_line, play, seed_adapter
 
 OLDER = Path(__file__).parents[1] / "older" / "messages"
 
@@ -48,7 +48,7 @@ def download() -> tuple[Server, Any, Download]:
 def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None:
     assert recorded("parcel")["config"]["protocol"] == "fedlora/2" != PROTOCOL
     node = Node("one", Toy(), tmp_path)
-    words = r"the server .*'fedlora/2', .*fedlora/5: install one version"
+    words = rf"the server .*'fedlora/2', .*{PROTOCOL}: install one version"
     for work in (node.work, node.measure):
         with pytest.raises(RecordError, match=words):
             work(recorded("parcel"))
@@ -56,21 +56,21 @@ def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None
 
 
 def test_a_server_refuses_an_older_sites_reply_by_name() -> None:
-    _, state, asked = download()
-    with pytest.raises(RecordError, match="'fedlora/2', and this server speaks fedlora/5"):
-        OwnClients().reply(recorded("upload"), asked, state, RUN)
+    _, _, asked = download()
+    with pytest.raises(RecordError, match=f"'fedlora/2', and this server speaks {PROTOCOL}"):
+        record_upload(recorded("upload"), asked.client, run=RUN, round=0, shapes=SHAPES, roles=asked.roles, heads={})
 
 
-@pytest.mark.parametrize("protocol", ["fedlora/6", "fedlora/10", "other/1", None, 3, "x" * 10_000])
+@pytest.mark.parametrize("protocol", ["fedlora/66", "fedlora/10", "other/1", None, 3, "x" * 10_000])
 def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
     _, _, asked = download()
-    record = OwnClients().question(asked, None, RUN)
+    record = parcel_record(pack(asked, None), RUN)
     config = record.config_records["config"]
     if protocol is None:
         del config["protocol"]
     else:
         config["protocol"] = protocol
-    with pytest.raises(RecordError, match="this site speaks fedlora/5") as error:
+    with pytest.raises(RecordError, match=f"this site speaks {PROTOCOL}") as error:
         Node("one", Toy(), tmp_path).work(record)
     assert len(str(error.value)) < 300
 
@@ -88,7 +88,7 @@ def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
 )
 def test_a_parcel_that_is_none_is_refused(tree: Any) -> None:
     _, _, asked = download()
-    record = OwnClients().question(asked, None, RUN)
+    record = parcel_record(pack(asked, None), RUN)
     record.config_records["config"]["parcel"] = json.dumps({"run": RUN, "parcel": tree})
     with pytest.raises(RecordError, match="cannot be read"):
         record_parcel(record)
@@ -142,18 +142,25 @@ def test_lines_for_a_screen_say_all_that_is_known() -> None:
 
 # ---- what server and site agreed on, over Flower's wire --------------------------------------------------------------
 
-FACTS = Facts(base="b" * 64, tokenizer="7" * 64, labels=("no", "yes"), scaling=2.0, max_length=16, targets=("q 4x4",))
+FACTS = Facts({"base": "b" * 64, "labels": '["no", "yes"]', "scaling": 2.0, "max_length": 16})
 
 
 def nodes(folder: Path, **others: Facts) -> dict[str, Node]:
     return {n: Node(n, Toy(), folder / n, facts=others.get(n, FACTS)) for n in RANKS}
 
 
+def agreeing(folder: Path, facts: Facts, server: Server | None = None, **others: Facts) -> tuple[Any, Any]:
+    """A strategy whose clients must have these facts."""
+    strategy, grid = federation(folder, server or Server(build("glora")), nodes=nodes(folder, **others))
+    strategy._facts = lambda: facts  # type: ignore[method-assign]
+    return strategy, grid
+
+
 def test_settings_and_facts_travel_with_every_message_and_facts_come_back(tmp_path: Path) -> None:
-    codec = OwnClients(settings='{"id": "x"}', facts=lambda: FACTS)
-    strategy, grid = federation(tmp_path, Server(build("glora")), nodes=nodes(tmp_path), codec=codec)
-    strategy.start(grid, num_rounds=2)
-    assert strategy.flower_state.state.round == 2
+    strategy, grid = agreeing(tmp_path, FACTS)
+    strategy._envelope = lambda: Envelope('{"id": "x"}', FACTS.text())
+    play(strategy, grid, 2)
+    assert strategy.state.round == 2
     for message in grid.sent:
         said = opened(message.content, "a", "b")
         assert said.settings == '{"id": "x"}' and Facts.from_text(said.facts) == FACTS
@@ -161,62 +168,46 @@ def test_settings_and_facts_travel_with_every_message_and_facts_come_back(tmp_pa
     assert Facts.from_text(opened(reply, "a", "b").facts) == FACTS
 
 
-def test_what_becomes_known_in_between_holds_for_the_next_message() -> None:
-    """A site is admitted while rounds are played, and with it a base model that nobody had named."""
-    _, _, asked = download()
-    learned = [Facts(scaling=2.0)]
-    codec = OwnClients(facts=lambda: Facts(labels=("no", "yes")).filled(learned[0]))
-    learned[0] = Facts(base="b" * 64)
-    said = Facts.from_text(opened(codec.question(asked, None, RUN), "a", "b").facts)
-    assert (said.base, said.labels, said.scaling) == ("b" * 64, ("no", "yes"), 0)
-
-
 def test_a_site_with_another_base_model_trains_nothing_and_is_named(tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    odd = replace(FACTS, base="d" * 64)
-    made = nodes(tmp_path, two=odd)
-    strategy, grid = federation(
-        tmp_path, Server(build("glora"), round=Kept(quorum=2)), nodes=made, codec=OwnClients(facts=lambda: FACTS)
-    )
-    strategy.start(grid, num_rounds=1)
+    odd = FACTS.and_these(base="d" * 64)
+    strategy, grid = agreeing(tmp_path, FACTS, Server(build("glora"), round=Kept(quorum=2)), two=odd)
+    play(strategy, grid, 1)
     assert not (tmp_path / "two").exists() and (tmp_path / "one").exists()
-    line = strategy.lines.get(1)
-    assert line is not None and "dddddddddddd" in json.dumps(line["fates"]["two"])
+    [line] = strategy.journal.lines()
+    assert "dddddddddddd" in json.dumps(line["fates"]["two"])
     assert line["fates"]["one"]["fate"] == "trained"
 
 
 @pytest.mark.parametrize(
     "theirs",
-    [Facts(), Facts(base="d" * 64), Facts(base="b" * 64, labels=("yes", "no"))],
+    [Facts(), FACTS.and_these(base="d" * 64), FACTS.and_these(labels='["yes", "no"]')],
     ids=["silent", "base", "labels"],
 )
-def test_the_server_compares_again(theirs: Facts) -> None:
+def test_the_server_compares_again(tmp_path: Path, theirs: Facts) -> None:
     """A site that trained nevertheless (its code is its own) is refused by what it says, or does not say."""
-    _, state, asked = download()
-    node = Node("one", Toy(), Path("/nowhere"), facts=theirs)
+    strategy, grid = agreeing(tmp_path, FACTS, Server(build("glora"), round=Kept(quorum=2)), two=theirs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedlora.flower.site.node.check", lambda *_: ())
-        patch.setattr("fedlora.core.checkpoint.save", lambda *_, **__: None)
-        reply = node.work(OwnClients(facts=lambda: FACTS).question(asked, None, RUN))
-    with pytest.raises(RecordError, match=r"server's|does not say"):
-        OwnClients(facts=lambda: FACTS).reply(reply, asked, state, RUN)
-    OwnClients().reply(reply, asked, state, RUN)
+        play(strategy, grid, 1)
+    assert fates(strategy) == {"one": "trained", "two": "refused", "three": "trained"}
+    why = last_line(strategy)["fates"]["two"]["why"]
+    assert "at the server" in why or "does not say" in why
 
 
 def test_forged_facts_are_refused(tmp_path: Path) -> None:
-    _, state, asked = download()
-    reply = Node("one", Toy(), tmp_path).work(OwnClients().question(asked, None, RUN))
-    for text in ("{", "[1]", '{"base": 3}', 7, "[" * 100_000):
-        reply.config_records["config"]["agreement"] = text
-        with pytest.raises(RecordError):
-            OwnClients(facts=lambda: FACTS).reply(reply, asked, state, RUN)
+    strategy, grid = agreeing(tmp_path, FACTS, Server(build("glora"), round=Kept(quorum=2)))
+    for round, text in enumerate(("{", "[1]", '{"base": []}', 7, "[" * 100_000)):
+
+        def forge(asked: Message, reply: Message, text: Any = text) -> Message:
+            reply.content["config"]["agreement"] = text
+            return reply
+
+        grid.meddle = {"two": forge}
+        play(strategy, grid, round + 1)
+        assert fates(strategy) == {"one": "trained", "two": "refused", "three": "trained"}
 
 
 def test_nobody_agrees_no_round(tmp_path: Path) -> None:
-    other = Facts(labels=("yes", "no"))
-    strategy, grid = federation(
-        tmp_path, Server(build("glora")), nodes=nodes(tmp_path), codec=OwnClients(facts=lambda: other)
-    )
+    strategy, grid = agreeing(tmp_path, FACTS.and_these(labels='["yes", "no"]'))
     with pytest.raises(QuorumNotMet, match="yes"):
-        strategy.start(grid, num_rounds=1)
+        play(strategy, grid, 1)

@@ -10,26 +10,29 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 pytest.importorskip("flwr")
 
 from safetensors.torch import load_file, save_file
 
 from fedlora.errors import ConfigError
-from fedlora.flower.rounds.federation import opening
-from fedlora.flower.terms.facts import model_facts, of_model, write_agreed
-from fedlora.flower.terms.settings import FederationSettings
-from fedlora.flower.terms.site_file import Site
+from fedlora.flower.server.opening import opening
+from fedlora.flower.site.trainer import keeping
+from fedlora.flower.terms.facts import model_facts, write_agreed
+from fedlora.flower.terms.settings import FederationSettings, Site
 from fedlora.runs.config import parse_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from support.federation_folders import RANKS, SETTINGS, FederationOnDisk
+from support.federation_folders import RANKS, SETTINGS, FederationOnDisk, merged
 from support.flower_grid import bits
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.training_data import LABELS, classification, rows
@@ -44,14 +47,13 @@ def federation(root: Path, **tables: Any) -> FederationOnDisk:
 def knowing(made: FederationOnDisk) -> FederationOnDisk:
     """The server knows the base model, as after `init` with one."""
     facts = model_facts(str(made.model), made.settings())
-    write_agreed(made.home / "agreement.json", of_model(facts))
+    write_agreed(made.home / "agreement.json", facts)
     return made
 
 
-def rewrite(made: FederationOnDisk, name: str, **changes: Any) -> None:
+def rewrite(made: FederationOnDisk, name: str, **tables: Any) -> None:
     path = made.root / "sites" / name / "site.toml"
-    site = Site.read(path)
-    path.write_text(site.model_copy(update=changes).toml())
+    path.write_text(tomli_w.dumps(merged(tomllib.loads(path.read_text()), tables)))
 
 
 def state_of(made: FederationOnDisk) -> Any:
@@ -79,7 +81,7 @@ def test_a_site_imports_no_module_of_the_server_s_choice(
     with pytest.raises(ConfigError, match=r"theirs_only:Theirs.*site\.toml"):
         received.for_site(site)
     assert "theirs_only" not in sys.modules and not ran.exists()
-    config = received.for_site(site.model_copy(update={"method": "theirs_only:Theirs"}))
+    config = received.for_site(replace(site, own={**site.own, "method": {"name": "theirs_only:Theirs"}}))
     assert config.method.build().name == "glora" and ran.read_text() == "x"
 
 
@@ -93,7 +95,7 @@ def test_sites_are_bit_for_bit_the_engine_on_the_same_files(tmp_path: Path) -> N
     renamed = [json.loads(x) for x in (tmp_path / "acme.jsonl").read_text().splitlines()]
     own = "".join(json.dumps({"note": r["text"], "label": r["label"]}) + "\n" for r in renamed)
     (tmp_path / "own.jsonl").write_text(own)
-    rewrite(made, "acme", data=str(tmp_path / "own.jsonl"), text="note")
+    rewrite(made, "acme", data={"train": str(tmp_path / "own.jsonl"), "text": "note"})
     made.play()
     assert {len(line["losses"]) for line in made.lines()} == {3}
 
@@ -105,7 +107,7 @@ def test_sites_are_bit_for_bit_the_engine_on_the_same_files(tmp_path: Path) -> N
         "data": {**SETTINGS["data"], "clients": {name: str(tmp_path / f"{name}.jsonl") for name in RANKS}},
         "clients": {"ranks": list(RANKS.values())},
     })  # fmt: skip
-    run = prepare(config)
+    run = prepare(config, keep=keeping(made.settings()))
     records = list(
         simulate(run.server, run.clients, run.trainer, start(run.server, run.seed_adapter), rounds=2, seed=0)
     )
@@ -137,9 +139,9 @@ def other_numbers(model: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (one_byte, "the server's base model"),
-        (other_words, "the server's tokenizer is"),
-        (other_numbers, "layer_norm_eps is 1e-12"),
+        (one_byte, "base is"),
+        (other_words, "tokenizer is"),
+        (other_numbers, "config.layer_norm_eps is 1e-12"),
     ],
 )
 def test_a_site_with_another_model_is_named_and_costs_nobody_the_round(
@@ -149,7 +151,7 @@ def test_a_site_with_another_model_is_named_and_costs_nobody_the_round(
     other = tmp_path / "other"
     shutil.copytree(made.model, other)
     change(other)
-    rewrite(made, "berlin", model=str(other))
+    rewrite(made, "berlin", model={"path": str(other)})
     made.play()
     (line,) = made.lines()
     assert said in line["fates"]["berlin"]["why"] and set(line["losses"]) == {"acme", "cork"}, line["fates"]

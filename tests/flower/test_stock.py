@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,18 @@ from torch import Tensor
 
 pytest.importorskip("flwr")
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedlora import Server, build
 from fedlora.errors import ConfigError
-from fedlora.flower.messages.codecs import StockClients
-from fedlora.server.rules import GeometricMedian, Krum
-from support.flower_grid import RANKS, SHAPES, LocalGrid, federation, seed_adapter
+from fedlora.flower import BoundedGrid, FedLoRA
+from fedlora.server.kept import Kept
+from fedlora.server.rules import GeometricMedian
+from support.flower_grid import RANKS, SHAPES, FastClock, LocalGrid, changed, fates, seed_adapter
+
+PEFT = "base_model.model.{}.lora_{}.weight"
+STATE = {PEFT.format(m, f): t for m, lora in seed_adapter(4).modules.items() for f, t in lora.tensors().items()}
+STEPS = {name: 0.1 * (k + 1) for k, name in enumerate(RANKS)}
 
 
 class StockNode:
@@ -28,90 +34,127 @@ class StockNode:
 
     def work(self, record: RecordDict) -> RecordDict:
         state = record.array_records["arrays"].to_torch_state_dict()
-        moved = {name: tensor + self.step for name, tensor in state.items()}
-        return RecordDict(
-            {"arrays": ArrayRecord(moved), "metrics": MetricRecord({"num-examples": 10, "train_loss": 0.5})}
-        )
+        metrics = MetricRecord({"num-examples": 10, "train_loss": 5 * self.step})
+        return RecordDict({"arrays": ArrayRecord({k: t + self.step for k, t in state.items()}), "metrics": metrics})
+
+    def measure(self, record: RecordDict) -> RecordDict:
+        return RecordDict({"metrics": MetricRecord({"num-examples": int(100 * self.step), "accuracy": self.step})})
 
 
-def test_stock_peft_clients_need_nothing_of_fedlora(tmp_path: Path) -> None:
-    """alpha / r = 4 at the clients and 1 at the server: the update is the mean of 4 (B + s)(A + s), by hand."""
-    ranks = dict.fromkeys(RANKS, 4)
-    server = Server(build("glora"), heads="frozen")
-    nodes = {name: StockNode(0.1 * (k + 1)) for k, name in enumerate(ranks)}
-    strategy, grid = federation(tmp_path, server, ranks, nodes=nodes, codec=StockClients(r=4, alpha=16))
-    strategy.start(grid, num_rounds=1)
-    start_A = {m: lora.factors[1] for m, lora in seed_adapter(4).modules.items()}
-    for module, lora in server.global_update(strategy.flower_state.state.server).items():
+def stock_grid() -> LocalGrid:
+    return LocalGrid({name: StockNode(step) for name, step in STEPS.items()})  # type: ignore[misc]
+
+
+def start(strategy: FedLoRA, grid: LocalGrid, rounds: int, state: Any = STATE, **more: Any) -> Any:
+    return strategy.start(BoundedGrid(grid, clock=FastClock()), ArrayRecord(state), num_rounds=rounds, **more)
+
+
+def test_stock_peft_clients_need_nothing_of_fedlora() -> None:
+    """alpha / r = 4 at the clients and 1 at the server: the update is the mean of 4 (B + s)(A + s), by hand. Their loss
+    is the mean of 0.5, 1 and 1.5, and their accuracy that of 0.1, 0.2 and 0.3 with weights 10, 20 and 30."""
+    grid, strategy = stock_grid(), FedLoRA("glora", 3, r=4, lora_alpha=16, fraction_evaluate=1.0)
+    result = start(strategy, grid, 1)
+    start_A = {m: lora.factors[1].double() for m, lora in seed_adapter(4).modules.items()}
+    for module, lora in strategy.server.global_update(strategy.state.server).items():
         d_out, _ = SHAPES[module]
-        want = sum(
-            4.0 * torch.full((d_out, 4), 0.1 * (k + 1)).double() @ (start_A[module].double() + 0.1 * (k + 1)) / 3
-            for k in range(3)
-        )
+        want = sum(4.0 * torch.full((d_out, 4), s).double() @ (start_A[module] + s) / 3 for s in STEPS.values())
         torch.testing.assert_close(lora.map(Tensor.double).delta(), want, atol=1e-5, rtol=1e-5)
-    names = set(grid.sent[0].content.array_records["arrays"])
-    assert names == {f"base_model.model.{m}.lora_{f}.weight" for m in SHAPES for f in "AB"}
+    assert set(grid.sent[0].content.array_records["arrays"]) == set(STATE)
+    assert result.train_metrics_clientapp[1]["train_loss"] == pytest.approx(1.0)
+    assert result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx((0.1 * 10 + 0.2 * 20 + 0.3 * 30) / 60)
 
 
-@pytest.mark.parametrize("method", ["fedex-lora", "flora", "fedsa-lora", "ffa-lora", "rolora"])
-def test_methods_that_stock_clients_cannot_run_are_refused(tmp_path: Path, method: str) -> None:
-    with pytest.raises(ConfigError, match="stock PEFT clients do neither"):
-        federation(tmp_path, Server(build(method)), dict.fromkeys(RANKS, 4), codec=StockClients(4, 8))
-    with pytest.raises(ConfigError, match="stock clients have r = 8"):
-        federation(tmp_path, Server(build("glora")), dict.fromkeys(RANKS, 4), codec=StockClients(8, 8))
-
-
-def test_a_flowertune_server_adopts_it_in_two_lines(tmp_path: Path) -> None:
-    """examples/flowertune: the same state dict in as with FedAvg; stock clients receive B = 0 and A of their rank."""
-    from fedlora.flower.stock import stock_strategy
-
-    state = {
-        f"base_model.model.{m}.lora_{f}.weight": t
-        for m, lora in seed_adapter(4).modules.items()
-        for f, t in lora.tensors().items()
-    }
-    strategy = stock_strategy(state, r=4, alpha=16, clients=list(RANKS), names="order", rho=1.0)
-    grid = LocalGrid({name: StockNode(0.1) for name in RANKS})  # type: ignore[misc]
+def test_a_flowertune_server_adopts_it_in_two_lines() -> None:
+    """examples/flowertune: all other arguments of `start` are FedAvg's, and what comes back loads into the model."""
+    grid, strategy = stock_grid(), FedLoRA("glora", 3, r=4, lora_alpha=16)
     seen: list[tuple[int, set[str]]] = []
 
     def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
         seen.append((round, set(arrays)))
         return MetricRecord({"loss": float(round)})
 
-    result = strategy.start(
-        grid=grid, initial_arrays=ArrayRecord(state), num_rounds=2, evaluate_fn=evaluate,
-        train_config=ConfigRecord({"save_path": "here"}),
-    )  # fmt: skip
-    assert seen == [(k, set(state)) for k in range(3)] and result.evaluate_metrics_serverapp[2]["loss"] == 2
-    assert all(dict(m.content.config_records["config"])["save_path"] == "here" for m in grid.sent)
-    model = result.arrays.to_torch_state_dict()  # which set_peft_model_state_dict takes, at the clients' rank and alpha
-    assert {k: t.shape for k, t in model.items()} == {k: t.shape for k, t in state.items()}
-    with pytest.raises(ConfigError, match="evaluate_config"):
-        strategy.start(grid, evaluate_config=ConfigRecord({"a": 1}))
+    config = ConfigRecord({"save_path": "here"})
+    result = start(strategy, grid, 2, evaluate_fn=evaluate, train_config=config, timeout=60)
+    assert seen == [(k, set(STATE)) for k in range(3)] and result.evaluate_metrics_serverapp[2]["loss"] == 2
+    sent = [dict(m.content.config_records["config"]) for m in grid.sent]
+    assert sent == [{"save_path": "here", "server-round": k} for k in (1, 1, 1, 2, 2, 2)]
+    model = result.arrays.to_torch_state_dict()
+    assert {k: t.shape for k, t in model.items()} == {k: t.shape for k, t in STATE.items()}
     first = grid.sent[0].content.array_records["arrays"].to_torch_state_dict()
-    assert first.keys() == state.keys() and strategy.round == 2 and result.arrays is not None
-    for key, tensor in first.items():
-        if "lora_B" in key:
-            assert not tensor.any()  # B = 0; A may be in other coordinates, which change nothing then
-    with pytest.raises(ConfigError, match=r"lora_B.*LoRA factor of rank 8"):
-        stock_strategy(state, r=8, alpha=16, clients=["x"])
-    with pytest.raises(ConfigError, match="folder=PATH"):  # nothing to resume from, and it would begin again
-        stock_strategy(state, r=4, alpha=16, clients=["x"], resume=True)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"names": "bogus"}, "'registered' or 'order'; got 'bogus'"),
-        ({"alpha": 0}, "above 0; got 0"),
-        ({"alpha": float("nan")}, "above 0; got nan"),
-        ({"clients": "c0"}, "list of different names.*got 'c0'"),
-        ({"clients": ["x", "x"]}, "list of different names"),
-        ({"resume": True, "folder": tmp_path / "typo"}, "typo is not there"),
-        ({"peft_state": {k: t for k, t in state.items() if "lora_A" in k}}, "has no lora_B"),
+    assert not any(t.any() for k, t in first.items() if "lora_B" in k), "B = 0; A may be in other coordinates"
+    stopped = FedLoRA("glora", 3, r=4, lora_alpha=16)
+    start(stopped, stock_grid(), 9, should_stop=lambda round, result: round == 2)
+    assert stopped.round == 2
+
+
+def test_a_stock_clients_fault_is_its_own() -> None:
+    def other(asked: Message, reply: Message) -> Message:
+        reply.content["arrays"] = ArrayRecord({"base_model.model.head.weight": torch.zeros(2, 2)})  # type: ignore[dict-item]
+        return reply
+
+    def diverged(asked: Message, reply: Message) -> Message:
+        reply.content["metrics"] = MetricRecord({"num-examples": 10, "train_loss": float("nan")})
+        return reply
+
+    for meddle in (diverged, changed(num_examples=-1), other):
+        grid, strategy = stock_grid(), FedLoRA("glora", [*RANKS], r=4, lora_alpha=16)
+        grid.meddle = {"two": meddle}
+        start(strategy, grid, 1)
+        assert fates(strategy) == {"one": "trained", "two": "refused", "three": "trained"}
+
+
+@pytest.mark.parametrize("method", ["fedex-lora", "flora", "fedsa-lora", "ffa-lora", "rolora"])
+def test_methods_that_stock_clients_cannot_run_are_refused(method: str) -> None:
+    with pytest.raises(ConfigError, match="stock PEFT clients do neither"):
+        start(FedLoRA(method, 3, r=4, lora_alpha=8), stock_grid(), 1)
+
+
+def test_what_cannot_be_is_said_before_the_first_round(tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], Any, str]] = [
+        ({"r": 8}, STATE, r"rank \[4\], .* r = "),
+        ({}, {k: t for k, t in STATE.items() if "lora_A" in k}, "has no lora_B"),
+        ({}, {**STATE, "classifier.weight": torch.zeros(2, 2)}, "classifier.weight is no LoRA factor"),
+        ({"clients": 4}, STATE, "4 clients, .* and 3 nodes are online"),
+        ({"lora_alpha": 0}, STATE, "r and lora_alpha"),
+        ({"r": None}, STATE, "r and lora_alpha"),
+        ({"clients": ["x", "x"]}, STATE, "list of different names"),
+        ({"clients": "site-1"}, STATE, "list of different names"),
     ]
-    for said, words in wrong:
+    for said, state, words in wrong:
         with pytest.raises(ConfigError, match=words):
-            stock_strategy(**({"peft_state": state, "r": 4, "alpha": 16, "clients": ["x"]} | said))
-    weighed = stock_strategy(state, r=4, alpha=16, clients=list(RANKS), names="order", rule=GeometricMedian())
-    weighed.start(grid=grid, initial_arrays=ArrayRecord(state), num_rounds=1)
-    tally = weighed.flower_state.state.server.tally
+            start(FedLoRA(**{"server": "glora", "clients": 3, "r": 4, "lora_alpha": 16} | said), stock_grid(), 1, state)
+    start(FedLoRA("glora", 3, r=4, lora_alpha=16, folder=tmp_path), stock_grid(), 1)
+    with pytest.raises(ConfigError, match=r"round 1, .*simulation.*Name the clients"):
+        start(FedLoRA("glora", 3, r=4, lora_alpha=16, folder=tmp_path), stock_grid(), 2)
+
+
+def test_a_robust_rule_weighs_stock_clients() -> None:
+    server = Server(build("glora"), heads="frozen", round=Kept(GeometricMedian(), quorum=1))
+    strategy = FedLoRA(server, [*RANKS], r=4, lora_alpha=16)
+    start(strategy, stock_grid(), 1)
+    tally = strategy.state.server.tally
     assert tally is not None and tally.judged is not None and set(tally.judged.clients) == set(RANKS)
-    with pytest.raises(ConfigError, match=r"krum .* needs 5 clients, but a round has 1"):
-        stock_strategy(state, r=4, alpha=16, clients=["x"], rule=Krum(f=1))
+
+
+def test_the_app_to_copy_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/flower-app with its own clients, on this grid in place of a simulation; Flower takes its project."""
+    from flwr.cli.config_utils import load_and_validate
+
+    app = Path(__file__).parents[2] / "examples" / "flower-app"
+    monkeypatch.syspath_prepend(str(app))
+    from lora_app.client_app import train  # type: ignore[import-not-found, unused-ignore]
+    from lora_app.task import CLIENTS, model  # type: ignore[import-not-found, unused-ignore]
+    from peft import get_peft_model_state_dict
+
+    class Client:
+        def __init__(self, partition: int) -> None:
+            self.context = SimpleNamespace(node_config={"partition-id": partition})
+
+        def work(self, record: RecordDict) -> RecordDict:
+            return train(Message(record, 7, "train"), self.context).content  # type: ignore[no-any-return]
+
+    grid = LocalGrid({f"node-{k}": Client(k) for k in range(CLIENTS)})  # type: ignore[misc]
+    result = start(FedLoRA("glora", CLIENTS, r=4, lora_alpha=8), grid, 2, get_peft_model_state_dict(model()))
+    losses = [metrics["train_loss"] for metrics in result.train_metrics_clientapp.values()]
+    assert losses[1] < losses[0] / 2
+    assert load_and_validate(app / "pyproject.toml")

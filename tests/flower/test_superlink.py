@@ -20,9 +20,9 @@ pytest.importorskip("flwr")
 from cryptography.hazmat.primitives.serialization import load_pem_public_key, load_ssh_public_key
 
 from fedlora.errors import ConfigError
-from fedlora.flower import children
-from fedlora.flower.serving import superlink
-from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError, forget_unregistered, public_key
+from fedlora.flower import processes
+from fedlora.flower.server import superlink
+from fedlora.flower.server.superlink import NodeFacts, SuperLink, SuperLinkError, forget_unregistered, public_key
 from fedlora.flower.terms import certificates
 from support.marked import started_for
 from support.small_apps import settings_with_port
@@ -31,7 +31,7 @@ from support.small_apps import settings_with_port
 def home(path: Path, port: int = 1) -> Path:
     path.mkdir()
     settings_with_port(path, port)
-    certificates.write_loopback(path / "certs")
+    certificates.write_server(path / "certs", "localhost")
     return path
 
 
@@ -99,7 +99,7 @@ def test_its_list_becomes_that_of_the_keys(tmp_path: Path, monkeypatch: pytest.M
 def test_it_listens_on_loopback_and_knows_only_registered_nodes(tmp_path: Path) -> None:
     link = SuperLink(home(tmp_path / "f", 18123))
     command = link.command()
-    assert command[1:7] == ["-m", children.SUPERLINK, "--host", "127.0.0.1", "--port", "18123"]
+    assert command[1:7] == ["-m", processes.SUPERLINK, "--host", "127.0.0.1", "--port", "18123"]
     assert "--enable-supernode-auth" in command and "--insecure" not in command
     with pytest.raises(ConfigError, match=r"it has no federation\.toml"):
         SuperLink(tmp_path)
@@ -144,7 +144,7 @@ def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path
     """A detached grandchild, as Flower's SuperExec is one, is found by whose it is, and ended."""
     sleeper = program(tmp_path / "bin", "flower-superexec", "import time; time.sleep(60)")
     program(
-        tmp_path / "bin", children.SUPERLINK,
+        tmp_path / "bin", processes.SUPERLINK,
         "import subprocess, sys, time\nopen(sys.argv[1], 'w')\n"
         f"subprocess.Popen([{str(sleeper)!r}], start_new_session=True)\n"
         "time.sleep(60)",
@@ -152,10 +152,10 @@ def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path
     ours, another = tmp_path / "f" / "flwr", tmp_path / "g" / "flwr"
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     made = tmp_path / "superlink.db"
-    command = [children.SUPERLINK, str(made)]
-    process = children.started(command, tmp_path / "logs" / "log", {**children.environment(ours), "PATH": path})
-    env = {**children.environment(another), "PATH": path}
-    other = children.started(["flower-superexec"], tmp_path / "logs" / "o", env)
+    command = [processes.SUPERLINK, str(made)]
+    process = processes.started(command, tmp_path / "logs" / "log", {**processes.environment(ours), "PATH": path})
+    env = {**processes.environment(another), "PATH": path}
+    other = processes.started(["flower-superexec"], tmp_path / "logs" / "o", env)
     try:
         until = time.monotonic() + 20
         while len(started_for(ours)) < 2 or not made.exists():
@@ -165,7 +165,7 @@ def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path
         killed(process)
         left = started_for(ours)
         assert len(left) == 1 and left[0].pid not in (process.pid, other.pid)
-        children.end_all_of(ours)
+        processes.end_all_of(ours)
         assert started_for(ours) == [] and other.poll() is None
     finally:
         killed(process)
@@ -184,18 +184,18 @@ def test_a_killed_launcher_leaves_nothing_running(tmp_path: Path) -> None:
     code = f"""
 import os, time
 from pathlib import Path
-from fedlora.flower import children
-children.started([{str(becomes)!r}], Path({str(log)!r}), dict(os.environ))
+from fedlora.flower import processes
+processes.started([{str(becomes)!r}], Path({str(log)!r}), dict(os.environ))
 time.sleep(60)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     launcher = subprocess.Popen([sys.executable, "-c", code], env=env)
     try:
         until = time.monotonic() + 60
-        while not children.tail(log).endswith("\n"):
+        while not processes.tail(log).endswith("\n"):
             assert launcher.poll() is None and time.monotonic() < until
             time.sleep(0.02)
-        child = psutil.Process(int(children.tail(log)))
+        child = psutil.Process(int(processes.tail(log)))
         assert child.is_running()
     finally:
         launcher.kill()
@@ -208,10 +208,10 @@ def test_one_that_will_not_end_is_killed(tmp_path: Path) -> None:
     stubborn = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
     program(tmp_path / "bin", "stubborn", stubborn)
     env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    process = children.started(["stubborn"], tmp_path / "log", env)
-    while "up" not in children.tail(tmp_path / "log"):
+    process = processes.started(["stubborn"], tmp_path / "log", env)
+    while "up" not in processes.tail(tmp_path / "log"):
         time.sleep(0.02)
-    children.end(process, 0.2)
+    processes.end(process, 0.2)
     assert process.returncode == -9
 
 
@@ -240,4 +240,4 @@ def test_a_key_can_come_back(tmp_path: Path) -> None:
 )
 def test_the_last_line(log: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(log)
-    assert children.last_line(tmp_path / "log") == said
+    assert processes.last_line(tmp_path / "log") == said

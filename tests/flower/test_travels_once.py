@@ -16,30 +16,17 @@ pytest.importorskip("flwr")
 from flwr.app import Message
 
 from fedlora import Server, build
-from fedlora.flower.rounds.choosing import Choosing
-from fedlora.flower.rounds.strategy import FedLoRA
-from fedlora.flower.site.node import Node
-from support.flower_grid import LocalGrid, Toy, bits, fate_of, federation
+from fedlora.flower.grid import BoundedGrid
+from fedlora.flower.server.federation import Federation
+from support.flower_grid import FastClock, LocalGrid, bits, fates, play
+from support.toy_federations import toy_federation
 
 RANKS = dict.fromkeys(("one", "two", "three"), 4)
 METHODS = ["glora", "fedsa-lora", "ffa-lora", "fedex-lora", "rolora", "flora"]
-EVERY = Choosing("accuracy", "sites", lambda round: True)
 
 
-class Ruler:
-    """An evaluator that looks at nothing."""
-
-    def measure_adapter(self, adapter: Any, client: str | None = None) -> dict[str, float]:
-        return {"accuracy": 0.5}
-
-    def count(self, client: str | None = None) -> int:
-        return 7
-
-
-def measuring(folder: Path, method: str, **more: Any) -> tuple[FedLoRA, LocalGrid]:
-    evaluators: Any = {"validation": Ruler(), "test": Ruler()}
-    nodes = {name: Node(name, Toy(), folder / "nodes" / name, evaluators=evaluators) for name in RANKS}
-    return federation(folder, Server(build(method)), RANKS, nodes=nodes, **{"choosing": EVERY, **more})
+def measuring(folder: Path, method: str, **tables: Any) -> tuple[Federation, LocalGrid]:
+    return toy_federation(folder, Server(build(method)), RANKS, **tables)
 
 
 def sizes(grid: LocalGrid, kind: str, name: str = "two") -> list[int]:
@@ -57,9 +44,11 @@ def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """method -> (bits of the state after three rounds, bytes of each training message) where nobody measures."""
     found = {}
     for method in METHODS:
-        strategy, grid = measuring(tmp_path_factory.mktemp(method), method, choosing=None)
-        strategy.start(grid, num_rounds=3)
-        found[method] = bits(strategy.flower_state.state.server), sizes(grid, "train")
+        strategy, grid = measuring(
+            tmp_path_factory.mktemp(method), method, data={"labels": ["a", "b"], "validation": 0.0}
+        )
+        play(strategy, grid, 3)
+        found[method] = bits(strategy.state.server), sizes(grid, "train")
     return found
 
 
@@ -67,28 +56,24 @@ def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_measured_adapter_is_trained_where_it_is(tmp_path: Path, method: str, unmeasured: Any) -> None:
     """Measuring and training of a round together carry what training alone does without measuring, and no byte more."""
     strategy, grid = measuring(tmp_path, method)
-    strategy.start(grid, num_rounds=3)
+    play(strategy, grid, 3)
     state, alone = unmeasured[method]
     measured, trained = sizes(grid, "evaluate"), sizes(grid, "train")
     assert trained == [alone[0], 0, 0] and measured[:2] == alone[1:] and min(measured) > 0
-    assert bits(strategy.flower_state.state.server) == state
-    strategy.measure(grid, "test")
+    assert bits(strategy.state.server) == state
+    strategy.measure(BoundedGrid(grid, clock=FastClock()), "test")
     assert sizes(grid, "evaluate")[3:] == [0], "at the end the test share is measured of what is there"
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_who_lost_what_it_stored_says_so_and_trains_in_the_same_round(
-    tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_lost_what_it_stored_loses_a_round_and_is_sent_everything_then(tmp_path: Path, method: str) -> None:
     strategy, grid = measuring(tmp_path, method)
-    strategy.start(grid, num_rounds=1)
+    play(strategy, grid, 1)
     shutil.rmtree(tmp_path / "nodes" / "two")
-    strategy.start(grid, num_rounds=2)
-    assert fate_of(strategy, "two") == "trained" and sizes(grid, "train")[1] == 0 < sizes(grid, "train")[2]
-    warned = [line for line in caplog.records if line.levelname == "WARNING" and "two" in line.getMessage()]
-    said = [line.name.split(".")[2] for line in warned]
-    assert sizes(grid, "train", "one")[1:] == [0] and said == ["site", "rounds"], "its name is said, once at each side"
-    assert len(sizes(grid, "evaluate")) == 2, "measured after the second round, and once"
+    play(strategy, grid, 2)
+    assert fates(strategy) == {"one": "trained", "two": "failed", "three": "trained"}
+    play(strategy, grid, 3)
+    assert fates(strategy)["two"] == "trained" and sizes(grid, "train")[1] == 0 < sum(sizes(grid, "evaluate")[1:])
 
 
 def drops(kind: str) -> Any:
@@ -101,8 +86,8 @@ def test_an_answer_that_is_lost_costs_bytes_and_nothing_else(tmp_path: Path, met
     """The site stored what came, and the server never hears of it: it sends what the site did not have before."""
     strategy, grid = measuring(tmp_path, method)
     grid.meddle["two"] = drops("evaluate")
-    strategy.start(grid, num_rounds=3)
-    assert (bits(strategy.flower_state.state.server), sizes(grid, "train")) == unmeasured[method]
+    play(strategy, grid, 3)
+    assert (bits(strategy.state.server), sizes(grid, "train")) == unmeasured[method]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -117,12 +102,12 @@ def test_a_server_that_forgot_the_measurement_plays_the_same_rounds(
         raise Killed
 
     strategy, grid = measuring(tmp_path, method)
-    strategy.start(grid, num_rounds=2)
+    play(strategy, grid, 2)
     grid.meddle["one"] = die
     with pytest.raises(Killed):
-        strategy.start(grid, num_rounds=3)
-    again, grid = measuring(tmp_path, method, resume=True)
+        play(strategy, grid, 3)
+    again, grid = measuring(tmp_path, method)
     assert again.round == 2
-    again.start(grid, num_rounds=3)
-    assert bits(again.flower_state.state.server) == unmeasured[method][0]
+    play(again, grid, 3)
+    assert bits(again.state.server) == unmeasured[method][0]
     assert sizes(grid, "train") == unmeasured[method][1][2:], "each is sent what it had before it measured, and once"

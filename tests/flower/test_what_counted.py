@@ -16,22 +16,19 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 
 from fedlora import Adapter, Client, Kept, LoRA, Server, build
 from fedlora.core.trainer import Trained
-from fedlora.flower.messages.envelope import Receipt, receipt_of
-from fedlora.flower.messages.records import RecordError
-from fedlora.flower.rounds.strategy import FedLoRA
-from fedlora.flower.terms.policy import Policy
+from fedlora.flower.envelope import Receipt, RecordError, receipt_of
+from fedlora.flower.strategy import FedLoRA
 from fedlora.server.rules import Krum
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from support.flower_grid import RANKS, LocalGrid, Watching, bits, fate_of, federation, seed_adapter
+from support.flower_grid import RANKS, LocalGrid, Watching, bits, fates, federation, last_line, play, seed_adapter
 from support.private_flower import private_federation
 
 EQUAL = dict.fromkeys(RANKS, 4)
-ALL = Policy(EQUAL, retries=0)
 KEEPING = {"fedsa-lora": {}, "glora": {"heads": "local"}, "ffa-lora": {"heads": "local"}}  # method -> server's options
 Harm = Callable[[Trained], Trained]
 
@@ -80,7 +77,7 @@ def served(method: str) -> Server:
 
 
 def playing(folder: Path, method: str, trainer: Any, **more: Any) -> tuple[FedLoRA, LocalGrid]:
-    return federation(folder, served(method), EQUAL, trainer=trainer, **{"policy": ALL, **more})
+    return federation(folder, served(method), EQUAL, trainer=trainer, **more)
 
 
 def without_one(folder: Path, method: str, rounds: int, *absent: int) -> tuple[FedLoRA, Sick]:
@@ -89,7 +86,7 @@ def without_one(folder: Path, method: str, rounds: int, *absent: int) -> tuple[F
     strategy, grid = playing(folder, method, trainer)
     for number in range(1, rounds + 1):
         grid.offline = {"one"} if number in absent else set()
-        strategy.start(grid, num_rounds=number)
+        play(strategy, grid, number)
     return strategy, trainer
 
 
@@ -103,14 +100,14 @@ def test_refused_work_leaves_no_trace_at_a_site_as_in_the_engine(tmp_path: Path,
     """Refused in its first round, and twice in a row later. The engine keeps what the client had; its data move on."""
     there, here = Sick(HARM[harm], (0, 2, 3)), Sick(HARM[harm], (0, 2, 3))
     strategy, grid = playing(tmp_path, method, there)
-    strategy.start(grid, num_rounds=6)
+    play(strategy, grid, 6)
     clients, begin = [Client(name, 4) for name in RANKS], start(served(method), seed_adapter())
     if harm == "its loss":  # only a network refuses a loss: the engine's client is refused for its tensors
         here = Sick(HARM["all of it"], (0, 2, 3))
     *_, last = simulate(served(method), clients, here, begin, rounds=6)
     assert there.given(*range(6)) == here.given(*range(6))
-    assert bits(strategy.flower_state.state.server) == bits(last.state.server)
-    assert strategy.flower_state.receipts["one"] == Receipt(6, 6)
+    assert bits(strategy.state.server) == bits(last.state.server)
+    assert strategy.kept.receipts["one"] == Receipt(6)
     stored = list((tmp_path / "nodes" / "one").rglob("*.safetensors"))
     assert len(stored) <= 4, "of 6; of 5; and what 5 began with: the state of 2, the place in the data of 4"
 
@@ -122,14 +119,14 @@ def test_work_without_weight_stays_with_its_site_as_in_the_engine(tmp_path: Path
     harm, rule = (none, None) if how == "abstains" else (None, Krum(f=0))
     there, here = Sick(harm, (0, 2)), Sick(harm, (0, 2))
     server = Server(build("glora"), heads="local", round=Kept(rule, quorum=1))
-    strategy, grid = federation(tmp_path, server, EQUAL, trainer=there, policy=ALL)
-    strategy.start(grid, num_rounds=4)
+    strategy, grid = federation(tmp_path, server, EQUAL, trainer=there)
+    play(strategy, grid, 4)
     clients, begin = [Client(name, 4) for name in RANKS], start(server, seed_adapter())
     *_, last = simulate(server, clients, here, begin, rounds=4)
     assert there.given(*range(4)) == here.given(*range(4))
-    assert bits(strategy.flower_state.state.server) == bits(last.state.server)
-    receipts, tally = strategy.flower_state.receipts, last.state.server.tally
-    assert {(one.counted, one.answered) for one in receipts.values()} == {(4, 4)}
+    assert bits(strategy.state.server) == bits(last.state.server)
+    receipts, tally = strategy.kept.receipts, last.state.server.tally
+    assert {one.counted for one in receipts.values()} == {4}
     left_out = tally.judged.left_out if rule is not None else {}
     assert {name for name, one in receipts.items() if one.why} == set(left_out) and len(left_out) == 2 * bool(rule)
     assert all("had no weight" in receipts[name].why and "did not count" not in receipts[name].why for name in left_out)
@@ -140,42 +137,16 @@ def test_late_work_leaves_no_trace_at_a_site(tmp_path: Path, method: str) -> Non
     """The site trained, and its answers of rounds 2 and 3 never came. Reference: it was not there."""
     trainer = Sick()
     strategy, grid = playing(tmp_path / "a", method, trainer)
-    strategy.start(grid, num_rounds=1)
+    play(strategy, grid, 1)
     grid.meddle["one"] = lambda asked, reply: None
-    strategy.start(grid, num_rounds=3)
-    receipt = strategy.flower_state.receipts["one"]
-    assert fate_of(strategy, "one") == "late" and (receipt.counted, receipt.answered) == (1, 1)
+    play(strategy, grid, 3)
+    receipt = strategy.kept.receipts["one"]
+    assert fates(strategy)["one"] == "late" and receipt.counted == 1
     del grid.meddle["one"]
-    strategy.start(grid, num_rounds=5)
+    play(strategy, grid, 5)
     whole, there = without_one(tmp_path / "b", method, 5, 2, 3)
     assert trainer.given(3, 4) == there.given(3, 4)
-    assert bits(strategy.flower_state.state.server) == bits(whole.flower_state.state.server)
-
-
-@pytest.mark.parametrize("method", KEEPING)
-def test_a_failed_attempt_leaves_no_trace_at_the_sites(tmp_path: Path, method: str) -> None:
-    """Round 2 fails once for want of a quorum, and "one" is away when it is played again. Reference: it was away."""
-    trainer, server = Sick(), replace(served(method), round=Kept(quorum=2))
-    policy = replace(ALL, retries=1)
-    strategy, grid = federation(tmp_path / "a", server, EQUAL, trainer=trainer, policy=policy)
-    strategy.start(grid, num_rounds=1)
-
-    def once(asked: Message, reply: Message) -> None:
-        grid.meddle.clear()
-        grid.meddle["three"] = last
-
-    def last(asked: Message, reply: Message) -> None:
-        grid.meddle.clear()
-        grid.offline = {"one"}
-
-    grid.meddle["two"] = once
-    strategy.start(grid, num_rounds=2)
-    assert strategy.lines.all()[-1]["attempt"] == 2 and fate_of(strategy, "one") == "offline"
-    grid.offline = set()
-    strategy.start(grid, num_rounds=4)
-    whole, there = without_one(tmp_path / "b", method, 4, 2)
-    assert trainer.given(2, 3) == there.given(2, 3)
-    assert bits(strategy.flower_state.state.server) == bits(whole.flower_state.state.server)
+    assert bits(strategy.state.server) == bits(whole.state.server)
 
 
 # ---- backups ---------------------------------------------------------------------------------------------------------
@@ -190,12 +161,12 @@ def test_a_restored_server_takes_its_sites_back_with_it(tmp_path: Path, method: 
     trainer = Sick()
     again, grid = set_back(tmp_path, method, Sick(), trainer)
     grid.offline = {"one"} if absent else set()
-    again.start(grid, num_rounds=4)
+    play(again, grid, 4)
     grid.offline = set()
-    again.start(grid, num_rounds=6)
+    play(again, grid, 6)
     whole, there = without_one(tmp_path / "b", method, 6, *absent)
     assert trainer.given(3, 4, 5) == there.given(3, 4, 5)
-    assert bits(again.flower_state.state.server) == bits(whole.flower_state.state.server)
+    assert bits(again.state.server) == bits(whole.state.server)
 
 
 @pytest.mark.parametrize("refused", [(0, 1), (1, 2), (0, 1, 2), (1, 3), (2, 3), (1, 2, 3, 4)])
@@ -203,25 +174,23 @@ def test_it_takes_them_back_to_work_that_did_not_count(tmp_path: Path, refused: 
     """The work of "one" in some rounds (from 0) is refused. Reference: no server was set back."""
     trainer, there = (Sick(HARM["what is shared"], refused) for _ in range(2))
     again, grid = set_back(tmp_path, "fedsa-lora", Sick(HARM["what is shared"], refused), trainer)
-    again.start(grid, num_rounds=6)
+    play(again, grid, 6)
     whole, grid = playing(tmp_path / "b", "fedsa-lora", there)
-    whole.start(grid, num_rounds=6)
+    play(whole, grid, 6)
     assert trainer.given(3, 4, 5) == there.given(3, 4, 5)
-    assert bits(again.flower_state.state.server) == bits(whole.flower_state.state.server)
+    assert bits(again.state.server) == bits(whole.state.server)
 
 
 def set_back(folder: Path, method: str, before: Sick, after: Sick) -> tuple[FedLoRA, LocalGrid]:
     """A server from the backup of round 3. Its sites were asked by another one, which was at round 4: all have answered
     in round 5 too, and a site cannot tell whether that one was finished."""
     strategy, grid = playing(folder / "a", method, before)
-    strategy.start(grid, num_rounds=3)
+    play(strategy, grid, 3)
     shutil.copytree(folder / "a" / "server", folder / "backup")
-    strategy.start(grid, num_rounds=5)
+    play(strategy, grid, 5)
     shutil.rmtree(folder / "a" / "server")
     shutil.copytree(folder / "backup", folder / "a" / "server")
-    again, grid = playing(folder / "a", method, after, resume=True)
-    assert again.round == 3
-    return again, grid
+    return playing(folder / "a", method, after)
 
 
 @pytest.mark.parametrize("method", KEEPING)
@@ -229,27 +198,29 @@ def test_a_restored_site_is_refused_by_name_and_the_way_out_works(tmp_path: Path
     trainer = Sick()
     strategy, grid = playing(tmp_path, method, trainer)
     mine = tmp_path / "nodes" / "one"
-    strategy.start(grid, num_rounds=2)
+    play(strategy, grid, 2)
     shutil.copytree(mine, tmp_path / "old")
-    strategy.start(grid, num_rounds=5)
+    play(strategy, grid, 5)
     newest = tmp_path / "newest"
     shutil.copytree(mine, newest)
     for number in (6, 7):  # twice: it is refused as long as nobody mends it
         shutil.rmtree(mine)
         shutil.copytree(tmp_path / "old", mine)
-        strategy.start(grid, num_rounds=number)
-        why = strategy.lines.all()[-1]["missing"]["one"]
-        assert fate_of(strategy, "one") == "failed" and "round 5" in why and "backup" in why and "empty" in why
+        play(strategy, grid, number)
+        why = last_line(strategy)["fates"]["one"]["why"]
+        assert fates(strategy)["one"] == "failed" and "round 5" in why and "backup" in why and "empty" in why
     assert ("one", 5) not in trainer.got and ("two", 5) in trainer.got
     shutil.rmtree(mine)
     shutil.copytree(newest, mine)  # the first way out: a backup of the right round
-    strategy.start(grid, num_rounds=8)
-    assert fate_of(strategy, "one") == "trained" and trainer.places["one", 7] == 15, "five rounds of 3, by hand"
+    play(strategy, grid, 8)
+    assert fates(strategy)["one"] == "trained" and trainer.places["one", 7] == 15, "five rounds of 3, by hand"
     shutil.rmtree(mine)  # the other one
-    strategy.start(grid, num_rounds=9)
+    play(strategy, grid, 9)
+    assert fates(strategy)["one"] == "failed", "it lacks what its message left out; the next one leaves out nothing"
+    play(strategy, grid, 10)
     first = {name: part for name, part in trainer.got["one", 0].items() if _local(name, method)}
-    assert first and first == {name: trainer.got["one", 8][name] for name in first}, "the common start"
-    assert fate_of(strategy, "one") == "trained" and trainer.places["one", 8] == 0
+    assert first and first == {name: trainer.got["one", 9][name] for name in first}, "the common start"
+    assert fates(strategy)["one"] == "trained" and trainer.places["one", 9] == 0
 
 
 def _local(name: str, method: str) -> bool:
@@ -258,13 +229,13 @@ def _local(name: str, method: str) -> bool:
 
 def test_who_was_refused_after_it_began_afresh_begins_so_again(tmp_path: Path) -> None:
     """An emptied folder, and then a round that does not count: the server still names the round before both."""
-    trainer = Sick(HARM["what is shared"], (2,))
+    trainer = Sick(HARM["what is shared"], (3,))
     strategy, grid = playing(tmp_path, "fedsa-lora", trainer)
-    strategy.start(grid, num_rounds=2)
+    play(strategy, grid, 2)
     shutil.rmtree(tmp_path / "nodes" / "one")
-    strategy.start(grid, num_rounds=5)
-    assert [trainer.places["one", round] for round in range(5)] == [0, 3, 0, 0, 3]
-    assert not any(float(t.abs().max()) for t in _B(trainer, 3)) and any(float(t.abs().max()) for t in _B(trainer, 4))
+    play(strategy, grid, 6)
+    assert [trainer.places.get(("one", round)) for round in range(6)] == [0, 3, None, 0, 0, 3]
+    assert not any(float(t.abs().max()) for t in _B(trainer, 4)) and any(float(t.abs().max()) for t in _B(trainer, 5))
 
 
 def _B(trainer: Sick, round: int) -> list[torch.Tensor]:
@@ -277,42 +248,45 @@ def test_where_nothing_is_kept_a_restored_site_goes_on(tmp_path: Path, caplog: p
     trainer = Sick()
     strategy, grid = federation(tmp_path, Server(build("fedex-lora")), EQUAL, trainer=trainer)
     mine = tmp_path / "nodes" / "one"
-    strategy.start(grid, num_rounds=2)
+    play(strategy, grid, 2)
     shutil.copytree(mine, tmp_path / "old")
-    strategy.start(grid, num_rounds=4)
+    play(strategy, grid, 4)
     shutil.rmtree(mine)
     shutil.copytree(tmp_path / "old", mine)
-    strategy.start(grid, num_rounds=6)
-    assert fate_of(strategy, "one") == "trained" and [trainer.places["one", k] for k in (4, 5)] == [6, 9]
+    play(strategy, grid, 7)
+    assert fates(strategy)["one"] == "trained" and [trainer.places["one", k] for k in (5, 6)] == [6, 9]
     assert "round 4" in caplog.text and "round 2" in caplog.text
 
 
 # ---- what the server knows -------------------------------------------------------------------------------------------
 
 
-def test_after_a_kill_in_a_private_round_the_newest_state_is_taken(tmp_path: Path) -> None:
-    """The sum was stored, but not its checkpoint: no site is asked again, and the server cannot know who trained."""
+@pytest.mark.parametrize("said", [None, "7", '{"counted": -2}', '{"counted": "a"}', '{"counted": true}', "[" * 9999])
+def test_a_message_that_does_not_say_what_counted_is_refused(tmp_path: Path, said: Any) -> None:
+    record = RecordDict({"config": ConfigRecord({} if said is None else {"receipt": said})})
+    with pytest.raises(RecordError, match="counted"):
+        receipt_of(record)
+
+
+def test_after_a_kill_in_a_private_round_the_sites_go_on_from_the_last_work_that_is_known_to_count(
+    tmp_path: Path,
+) -> None:
+    """The sum was stored, but not its checkpoint: no site is asked again, and the server cannot know who trained. So do
+    the engine's clients, whose memory is that of the checkpoint."""
     strategy, grid = private_federation(tmp_path, EQUAL)
-    strategy.start(grid, num_rounds=1)
+    play(strategy, grid, 1)
 
     class Killed(BaseException): ...
 
     def die(state: Any) -> None:
         raise Killed
 
-    strategy._save = die  # type: ignore[method-assign]
+    strategy._store = die  # type: ignore[method-assign]
     with pytest.raises(Killed):
-        strategy.start(grid, num_rounds=2)
+        play(strategy, grid, 2)
     trainer = Sick()
     again, grid = private_federation(tmp_path, EQUAL, trainer=trainer)
-    again.start(grid, num_rounds=2)
-    assert not trainer.got and again.flower_state.receipts == dict.fromkeys(EQUAL, Receipt(2, 2, sure=False))
-    again.start(grid, num_rounds=3)
-    assert trainer.places == {(name, 2): 6 for name in EQUAL} and again.flower_state.receipts["one"] == Receipt(3, 3)
-
-
-@pytest.mark.parametrize("said", [None, [1, 2], [1, -2, 1], ["a", "b", "c"], 7])
-def test_a_message_that_does_not_say_what_counted_is_refused(tmp_path: Path, said: Any) -> None:
-    record = RecordDict({"config": ConfigRecord({} if said is None else {"counted": said})})
-    with pytest.raises(RecordError, match="counted"):
-        receipt_of(record)
+    play(again, grid, 2)
+    assert not trainer.got and again.kept.receipts == dict.fromkeys(EQUAL, Receipt(1))
+    play(again, grid, 3)
+    assert trainer.places == {(name, 2): 3 for name in EQUAL} and again.kept.receipts["one"] == Receipt(3)

@@ -62,6 +62,9 @@ def test_where_rounding_cuts_a_spectrum() -> None:
     assert cut([3.0, 2.0, 1e-9, 3e-10], 1e6, 0.0) == (3, 2, pytest.approx(1e-18 / 13, rel=0.1), pytest.approx(9e-20))
     assert cut([3.0, 2.0, 1e-9, 3e-13], 1e3, 1e-8) == (3, 2, pytest.approx(1e-18 / 13), pytest.approx(9e-26))
     assert cut([3.0, 2.0, 1e-9], 1e3, 0.0) == (3, 3, 0.0, 0.0)
+    # A quarter of float32's u, 1.5e-8, beside 100: 1.5e-6 is invisible.
+    assert cut_by_rounding([100.0, 1e-6], 100.0, 0.0, torch.float32).keep == 1
+    assert cut_by_rounding([100.0, 2e-6], 100.0, 0.0, torch.float32).keep == 2
     assert cut([1e-3, 1e-4], 1e13, 0.0) == (0, 0, 0.0, pytest.approx(1.01e-6)), "64 u 1e13 is 0.07: all rounding"
     assert cut([1.0, 1.0, 1.0], 2.0, 9.0)[:3] == (3, 3, 1.0), "too much to leave out, and none of equals is"
     assert cut([1.0, 0.02, 0.01, 0.01], 2.0, 0.5)[1] == 1, "4e-4 and twice 1e-4 are less than a thousandth"

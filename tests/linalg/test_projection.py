@@ -137,6 +137,17 @@ def test_float64_and_wide_stacks_go_by_householder() -> None:
     assert projected_sum([replace(idle, B=0 * idle.B), *others]).factored == "gram/gram", "an idle client"
 
 
+@pytest.mark.parametrize("shape", [(8, 30), (30, 8)])
+def test_a_client_of_more_columns_than_the_matrix_has(shape: tuple[int, int]) -> None:
+    """Rank 40 beside rank 4. The oracle is the dense sum; nobody's basis has more columns than the matrix has rows."""
+    draw = torch.Generator().manual_seed(0)
+    pairs = [(torch.randn(shape[0], r, generator=draw), torch.randn(r, shape[1], generator=draw)) for r in (40, 4)]
+    made = projected_sum([Term(B, A, 0.5, U32, votes=True) for B, A in pairs])
+    dense = sum(0.5 * B.double() @ A.double() for B, A in pairs)
+    assert apart(product(made.spectrum), dense, float(dense.norm())) < 2e-7
+    assert [U.shape[1] for U in made.bases] == [8, 4]
+
+
 def test_the_unit_of_an_update_decides_nothing() -> None:
     """Powers of two round no number, so they change none."""
     terms = terms_of("gauge_1e1", (96, 80))
@@ -184,6 +195,19 @@ def test_signs_are_canonical() -> None:
     for a, b in zip(one.balanced(), two.balanced(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
     assert bool((one.B.gather(0, one.B.abs().argmax(dim=0, keepdim=True)) > 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_direction_that_a_client_s_a_never_uses_has_no_vote(dtype: torch.dtype) -> None:
+    """A of rank 2 at r = 4, B of rank 4: col(B A), not col(B). Beside a client of another rank, and one of none."""
+    A = noise((4, 2), "mix") @ noise((2, 30), "rows")
+    pairs = [(noise((40, 4), "B"), A), (noise((40, 7), "b"), noise((7, 30), "a")), (torch.zeros(40, 2), noise((2, 30)))]
+    terms = [Term(B.to(dtype), C.to(dtype), 0.3, unit_roundoff(dtype), votes=True) for B, C in pairs]
+    made = projected_sum(terms)
+    assert [U.shape[1] for U in made.bases] == [2, 7, 0]
+    for U, term in zip(made.bases[:2], terms, strict=False):
+        want = oracle.subspace(term)
+        assert apart(U.double() @ U.double().mT, want @ want.mT, 1.0) < 1e-5
 
 
 # ------------------------------------------------------------------------------------- what a review once found

@@ -22,7 +22,7 @@ from fedlora import Adapter, Client, LoRA, Server, ServerState, Update, Upload, 
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from fedlora.errors import HyperparameterError, LostUpdate, RankMismatch, UploadRefused
 from fedlora.linalg import unit_roundoff
-from fedlora.methods._slots import padded
+from fedlora.methods._shared import padded
 from fedlora.methods.rolora import _alive
 from support.formulas import (
     ROWS,

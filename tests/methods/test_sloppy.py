@@ -18,7 +18,8 @@ import torch
 from fedlora import Kept, LoRA, Method, Roles, Server, Update, build
 from fedlora.core.base_change import moved
 from fedlora.errors import HyperparameterError, MethodFault
-from fedlora.methods._slots import padded
+from fedlora.linalg import svd_of_product
+from fedlora.methods._shared import padded
 from fedlora.methods.fedit import mean_factors
 from fedlora.testing import CONTRACTS, EQUAL, MIXED, check, sound
 from fedlora.testing.federations import rounds
@@ -183,7 +184,7 @@ class MovesAnotherBase(Sound):
 
     def base(self, state: Any) -> Any:
         B, A = state.mean.factors
-        return moved(None, LoRA(A.mT.contiguous(), B.mT.contiguous()))
+        return moved(None, svd_of_product(A.mT.double(), B.mT.double()), torch.float32)
 
 
 # Class -> the contract that says so, and words of what it says.

@@ -50,7 +50,9 @@ def test_the_noise_for_an_epsilon() -> None:
     for eps in (1e9, 101.0, math.nan, math.inf, -1.0, 0, 1e-4):
         with pytest.raises(HyperparameterError, match=r"from 0\.01 to 100"):
             noise_multiplier_for(eps, 20, 1e-3)
-    for eps, rounds, delta, sampling in ((0.5, 10, 1e-6, 1.0), (1.0, 5, 1e-5, 0.5)):
+    with pytest.raises(HyperparameterError, match="releases nothing"):
+        noise_multiplier_for(8.0, 0, 1e-3)
+    for eps, rounds, delta, sampling in ((0.5, 10, 1e-6, 1.0), (1.0, 5, 1e-5, 0.5), (2.0, 1, 1e-3, 1.0)):
         z = noise_multiplier_for(eps, rounds, delta, sampling)
         assert epsilon(z, rounds, delta, sampling) <= eps < epsilon(z * (1 - 3e-4), rounds, delta, sampling)
 
@@ -71,7 +73,7 @@ def test_events_compose_in_any_order_and_cost_more_together() -> None:
     assert together == epsilon_of([other, Spending(1.0, 2), Spending(1.0, 3)], 1e-5)
     assert max(epsilon_of([one], 1e-5), epsilon_of([other], 1e-5)) < together
     assert epsilon_of([], 1e-5) == 0.0 == epsilon_of([Spending(1.0, 0)], 1e-5)
-    assert math.isinf(epsilon_of([one, Spending(0.0, 1)], 1e-5))
+    assert math.isinf(epsilon_of([one, Spending(1e-3, 10**6)], 1e-5))  # beyond the bound for rounds
 
 
 @pytest.mark.parametrize("scale", [3.0, 10.0, 40.0])
@@ -124,7 +126,8 @@ def test_impossible_deltas(delta: float) -> None:
 
 @pytest.mark.parametrize(
     ("z", "rounds", "sampling"),
-    list(itertools.chain([(-1.0, 1, 1.0), (math.nan, 1, 1.0), (1.0, -1, 1.0), (1.0, 2.5, 1.0), (1.0, 10**30, 1.0)],
+    list(itertools.chain([(-1.0, 1, 1.0), (0.0, 1, 1.0), (9e-4, 1, 1.0), (math.nan, 1, 1.0), (1.0, -1, 1.0),
+                          (1.0, 2.5, 1.0), (1.0, 10**30, 1.0)],
                          [(1.0, 1, 0.0), (1.0, 1, 1.1), (1.0, 1, math.nan)])),
 )  # fmt: skip
 def test_impossible_spendings(z: float, rounds: int, sampling: float) -> None:

@@ -78,7 +78,7 @@ def test_a_kill_at_any_step_releases_once_and_charged(
 def test_what_left_is_given_again_bit_for_bit_and_charged_once(tmp_path: Path) -> None:
     """The extremes of int64 included, little-endian in the file; another journal on the same folder gives the same."""
     journal = a_journal(tmp_path)
-    assert journal.stored(1) is None and journal.ledger.events() == ()
+    assert journal.stored(1) is None and journal.ledger.read().events == ()
     left = journal.store(1, TOTAL, an_event(), context="state")
     assert torch.equal(left, TOTAL)
     body = the_file(tmp_path).read_bytes().partition(b"\n")[2]
@@ -86,9 +86,9 @@ def test_what_left_is_given_again_bit_for_bit_and_charged_once(tmp_path: Path) -
     for _ in range(3):
         again = a_journal(tmp_path).stored(1, context="state")
         assert again is not None and torch.equal(again, TOTAL)
-    (charged,) = journal.ledger.events()
-    assert hashlib.sha256(the_file(tmp_path).read_bytes()).hexdigest() == charged.event.released
-    assert the_file(tmp_path).name == f"round-00001-{charged.event.released[:16]}.noised"
+    (event,) = journal.ledger.read().events
+    assert hashlib.sha256(the_file(tmp_path).read_bytes()).hexdigest() == event.released
+    assert the_file(tmp_path).name == f"round-00001-{event.released[:16]}.noised"
 
 
 def test_a_round_has_one_sum(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_round_has_one_sum(tmp_path: Path) -> None:
     journal.store(1, TOTAL, an_event())
     with pytest.raises(LedgerError, match="a round is released once"):
         journal.store(1, TOTAL + 0, an_event())
-    assert len(journal.ledger.events()) == 1
+    assert len(journal.ledger.read().events) == 1
 
 
 def test_a_sum_of_another_state_is_not_used(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_written_sum_that_was_not_charged_is_charged_before_it_leaves(tmp_path
     journal.store(1, TOTAL, an_event())
     (tmp_path / "ledger.jsonl").unlink()
     assert torch.equal(journal.stored(1), TOTAL)  # type: ignore[arg-type]
-    assert [charged.event.round for charged in journal.ledger.events()] == [1]
+    assert [event.round for event in journal.ledger.read().events] == [1]
 
 
 def test_a_copied_folder_spends_from_the_same_ledger(tmp_path: Path) -> None:
@@ -123,12 +123,12 @@ def test_a_copied_folder_spends_from_the_same_ledger(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     for path in (tmp_path / "a").iterdir():
         (tmp_path / "b" / path.name).write_bytes(path.read_bytes())
-    assert other.stored(1) is not None and len(ledger.events()) == 1
+    assert other.stored(1) is not None and len(ledger.read().events) == 1
     one.store(2, TOTAL, an_event(2))
     other.store(2, TOTAL + 0 * TOTAL, an_event(2))  # the same bytes: the same release
-    assert len(ledger.events()) == 2
+    assert len(ledger.read().events) == 2
     Journal(tmp_path / "c", ledger).store(2, TOTAL.flip(0), an_event(2))
-    assert [charged.event.round for charged in ledger.events()] == [1, 2, 2]
+    assert [event.round for event in ledger.read().events] == [1, 2, 2]
 
 
 @pytest.mark.parametrize("at", [0, 30, -1])
@@ -161,7 +161,7 @@ def test_what_is_no_sum_of_the_event_is_refused(tmp_path: Path) -> None:
             journal.store(1, bad, an_event())
     with pytest.raises(ShapeError, match="round 2"):
         journal.store(1, TOTAL, an_event(2))
-    assert not journal.folder.exists() and journal.ledger.events() == ()
+    assert not journal.folder.exists() and journal.ledger.read().events == ()
 
 
 def test_what_a_killed_writer_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_disk_that_refuses_releases_nothing(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("no folder")
     with pytest.raises(LedgerError, match="nothing was released"):
         a_journal(tmp_path).store(1, TOTAL, an_event())
-    assert a_journal(tmp_path).ledger.events() == ()
+    assert a_journal(tmp_path).ledger.read().events == ()
 
 
 @PLD
@@ -189,7 +189,7 @@ def test_a_spent_budget_stops_before_anything_is_written(tmp_path: Path) -> None
     journal.store(1, TOTAL, an_event(1))
     with pytest.raises(BudgetSpent, match="is 4, and"):
         journal.store(2, TOTAL, an_event(2))
-    assert len(list(journal.folder.iterdir())) == 1 and len(journal.ledger.events()) == 1
+    assert len(list(journal.folder.iterdir())) == 1 and len(journal.ledger.read().events) == 1
     assert journal.stored(1) is not None  # what was charged may leave again
 
 

@@ -20,13 +20,15 @@ import torch
 import fedlora.privacy
 from fedlora.core.lora import LoRA
 from fedlora.errors import HyperparameterError, ShapeError
-from fedlora.privacy import Geometry, Layout, Mechanism, exact, share_of
+from fedlora.privacy import exact
 from fedlora.privacy import mechanism as mechanism_module
 from fedlora.privacy.exact import LARGEST, held, squared_norm
+from fedlora.privacy.geometry import Layout, bases_of
+from fedlora.privacy.mechanism import Mechanism, share_of
 from support.families import FAMILIES, family, random_gauge
 
 NOISE = pytest.mark.skipif(importlib.util.find_spec("opendp") is None, reason="opendp is not installed")
-GEOMETRIES = [Geometry("full"), Geometry("two-sided", 6), Geometry("two-sided", 1)]
+DIMS = [None, 6, 1]
 
 
 def exact_norm_squared(integers: torch.Tensor) -> int:
@@ -46,14 +48,14 @@ def changes(name: str, client: str, scale: float, cond: float, seed: int) -> LoR
 
 @pytest.mark.quick(30)
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"{g.shape}-{g.dims}")
-def test_one_client_never_moves_the_sum_by_more_than_the_ledger_says(name: str, geometry: Geometry) -> None:
+@pytest.mark.parametrize("dims", DIMS)
+def test_one_client_never_moves_the_sum_by_more_than_the_ledger_says(name: str, dims: int | None) -> None:
     """Neighbours by construction: the same round with a client's contribution and with zero in its place. Expected: by
     definition |sum(D) - sum(D')|_2 <= sensitivity / grid, in exact integers. Gauges of condition 1e6, huge and tiny
     values, a module and a head that the client lacks."""
     clients = sorted(family(name).uploads)
     released = changes(name, clients[0], 1.0, 1.0, seed=9)
-    bases = {m: geometry.bases(released, m, round=1, seed=0) for m in ("q", "v")}
+    bases = {m: bases_of(released, dims, m, round=1, seed=0) for m in ("q", "v")}
     layout = Layout(bases, {"head": (3, 4)})
     mechanism = Mechanism.of(clip=0.7, noise_multiplier=1.0, size=layout.size)
     mechanism.check_room(layout.size, len(clients))
@@ -100,7 +102,7 @@ def test_the_clip_keeps_direction_and_length() -> None:
     assert (untouched.double() * mechanism.grid).tolist() == [0.25, -0.5, 1.0]
 
 
-@pytest.mark.parametrize("vector", [[-3.0, -4.0, 0.0], [-1e-300, -1e300, 0.0], [-1e-3, -1e-2, -1e-1]])
+@pytest.mark.parametrize("vector", [[-3.0, -4.0, 0.0], [-1e-300, -1e100, 0.0], [-1e-3, -1e-2, -1e-1]])
 def test_the_opposite_vector_gives_the_opposite_integers(vector: list[float]) -> None:
     """Sizes count, not signs: where no entry is positive, too."""
     mechanism, one = Mechanism.of(1.0, 1.0, size=3), torch.tensor(vector, dtype=torch.float64)
@@ -118,30 +120,27 @@ def test_values_that_are_no_numbers_count_as_zero(bad: float, caplog: pytest.Log
     assert "counts as zero" in caplog.text
 
 
-@pytest.mark.parametrize("value", [1e38, 1e154, 1.7e308, 5e-324, 1e-308, 1e-200, 1.0])
+@pytest.mark.parametrize("value", [1e38, 1e150, 1e154, 1.7e308, 5e-324, 1e-308, 1e-200, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_no_size_of_values_pushes_the_norm_computation(value: float, dtype: torch.dtype) -> None:
-    """The squares overflow or vanish in float64. Expected: rational arithmetic of the stored numbers says what the clip
-    gives: every entry C / sqrt(d), or zero below half a step of the grid."""
+def test_no_size_of_values_breaks_the_bound(value: float, dtype: torch.dtype) -> None:
+    """Expected: every entry C / sqrt(d), or its own value below that; zero if the squares overflow float64."""
     mechanism = Mechanism.of(1.0, 1.0, size=16)
     vector = torch.full((16,), value, dtype=torch.float64).to(dtype)
     stored = float(vector[0])
-    found = mechanism.contribution(vector)
-    assert exact_norm_squared(found) <= mechanism.bound(16) ** 2
-    wanted = min(1.0, 4 * stored if stored < 1e300 else 1.0) / 4 if math.isfinite(stored) else 0.0
-    assert found.tolist() == [round(wanted / mechanism.grid)] * 16
+    wanted = min(1.0, 4 * stored) / 4 if math.isfinite(16 * stored * stored) else 0.0
+    assert mechanism.contribution(vector).tolist() == [round(wanted / mechanism.grid)] * 16
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64), torch.zeros(0)])
+def test_what_is_no_vector_is_refused(bad: torch.Tensor) -> None:
+    with pytest.raises(ShapeError, match="private vector"):
+        Mechanism.of(1.0, 1.0, size=2).contribution(bad)
 
 
 def test_weights_are_shares_that_a_client_cannot_push() -> None:
     assert [share_of(n, 100) for n in (0, 50, 100, 1e300, -5, math.nan, math.inf, 10**400, True)] == [
         0.0, 0.5, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0,
     ]  # fmt: skip
-    with pytest.raises(HyperparameterError, match="n_max"):
-        share_of(5, 0)
-    with pytest.raises(HyperparameterError, match=r"in \[0, 1\]"):
-        Mechanism.of(1.0, 1.0, size=1).contribution(torch.ones(1), weight=1.5)
-    with pytest.raises(HyperparameterError, match=r"in \[0, 1\]"):
-        Mechanism.of(1.0, 1.0, size=1).contribution(torch.ones(1), weight=math.nan)
 
 
 def test_exact_squares_and_the_shrinking_of_what_is_above() -> None:
@@ -177,7 +176,7 @@ def test_sums_that_could_leave_64_bits_are_refused_in_advance() -> None:
     with pytest.raises(HyperparameterError, match="64-bit"):
         Mechanism(1.0, 1.0, 2.0**-41).check_room(size=100, clients=10**7)
     with pytest.raises(HyperparameterError, match="64-bit"):
-        Mechanism.of(1.0, 1e12, 10**6).check_room(size=10**6, clients=1)
+        Mechanism(1.0, 1e6, 2.0**-41).check_room(size=10**6, clients=1)
     with pytest.raises(HyperparameterError, match="exact sums hold"):
         Mechanism(1.0, 1.0, 2.0**-60)
     with pytest.raises(HyperparameterError, match="too coarse"):
@@ -191,7 +190,8 @@ def test_sums_that_could_leave_64_bits_are_refused_in_advance() -> None:
 @pytest.mark.parametrize(
     ("clip", "z", "grid"),
     [(0, 1, 0.5), (-1, 1, 0.5), (math.nan, 1, 0.5), (math.inf, 1, 0.5), (True, 1, 0.5), (1, -1, 0.5),
-     (1, math.nan, 0.5), (1, 1, 0.3), (1, 1, 0.0), (1, 1, math.inf)],
+     (1, math.nan, 0.5), (1, 1, 0.3), (1, 1, 0.0), (1, 1, math.inf), (1e-101, 1, 0.5), (1e101, 1, 0.5), (1, 1e-4, 0.5),
+     (1, 1e7, 0.5)],
 )  # fmt: skip
 def test_impossible_constants_are_refused(clip: float, z: float, grid: float) -> None:
     with pytest.raises(HyperparameterError, match="privacy"):
@@ -201,9 +201,6 @@ def test_impossible_constants_are_refused(clip: float, z: float, grid: float) ->
 def test_the_mean_has_a_public_denominator() -> None:
     mechanism = Mechanism(1.0, 1.0, 0.25)
     assert mechanism.mean(torch.tensor([8, -4]), 4.0).tolist() == [0.5, -0.25]
-    for bad in (0, -1, math.nan, math.inf):
-        with pytest.raises(HyperparameterError, match="denominator"):
-            mechanism.mean(torch.tensor([1]), bad)
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------

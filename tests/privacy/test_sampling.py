@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedlora.errors import HyperparameterError
-from fedlora.privacy import poisson_sample
+from fedlora.privacy.sampling import poisson_sample
 
 MANY = [f"site-{k:05d}" for k in range(20_000)]
 

@@ -1,4 +1,4 @@
-"""The steps of the Dockerfile of examples/containers, executed without Docker. Kind: end-to-end.
+"""The steps of the Dockerfile of examples/deploy, executed without Docker. Kind: end-to-end.
 
 RUN lines go to a shell as they are, in an environment that stands for the image. pip is the environment's. Users are
 made below a folder (`useradd --prefix`), and /wheels lies there too. Two options of pip are left out: the index of CPU

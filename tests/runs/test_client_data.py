@@ -293,8 +293,8 @@ def test_one_number_in_two_spellings_in_two_files(tmp_path: Path) -> None:
         (("-1", "1"), 'give data.labels = ["-1", "1"].'),
         (("+1", "-1"), 'give data.labels = ["-1", "+1"].'),
         (("1", "+1", "0"), 'give data.labels = ["0", "+1", "1"].'),
-        (("a", "1"), "every class in data.labels."),
-        (("0.5", "1"), "every class in data.labels."),
+        (("a", "1"), "give data.labels = ["),
+        (("0.5", "1"), "give data.labels = ["),
         (tuple(f"c{k}" for k in range(10_001)), "every class in data.labels."),
     ],
 )
@@ -304,7 +304,7 @@ def test_an_error_of_labels_says_what_to_type_in_a_run(tmp_path: Path, labels: t
     with pytest.raises(DataError) as error:
         deal(clients_of(tmp_path, {"a": rows}), None)
     said = one_line(error)
-    assert said.endswith(cure) and "label_names" not in said
+    assert cure in said and "label_names" not in said
 
 
 def test_a_run_that_was_begun_with_other_classes_keeps_them(tmp_path: Path) -> None:

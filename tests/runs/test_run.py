@@ -32,6 +32,8 @@ from fedlora.errors import CheckpointError, ConfigError, FedLoRAError
 from fedlora.runs.config import load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.inputs import contents as inputs
+from fedlora.runs.inputs import digest_of
 from fedlora.runs.preparation import prepare
 from fedlora.server.state import RunState
 from fedlora.training.encode import encode
@@ -74,7 +76,7 @@ def test_a_process_that_has_made_a_run_holds_nothing_of_it(project: Path, tmp_pa
 def test_a_run_folder_holds_what_it_says_and_nothing_else(finished: Finished) -> None:
     top = {path.name for path in finished.folder.path.iterdir()}
     assert top == {
-        "config.json", "manifest.json", "metrics.jsonl", "summary.json", "SHA256SUMS",
+        "config.json", "manifest.json", "metrics.jsonl", "summary.json",
         "adapter", "best", "clients", "plots", "checkpoints",
     }  # fmt: skip
     files = {"README.md", "adapter_config.json", "adapter_model.safetensors", "labels.json"}
@@ -94,7 +96,7 @@ def test_config_json_is_the_resolved_configuration(finished: Finished) -> None:
 
 def test_manifest_json_says_what_ran_on_what(finished: Finished, project: Path) -> None:
     manifest = finished.folder.read_json("manifest.json")
-    assert manifest["config_digest"] == finished.config.digest()
+    assert manifest["config_digest"] == digest_of(finished.config, inputs(finished.config))
     assert manifest["clients"] == {"site-1": 2, "site-2": 4, "site-3": 4}
     assert manifest["method"] == repr(build("glora"))
     assert manifest["evaluation_target"] == "server"
@@ -191,7 +193,7 @@ def test_the_model_card_names_the_run(finished: Finished) -> None:
     card = (finished.folder.path / "adapter" / "README.md").read_text()
     s = finished.folder.read_json("summary.json")
     assert card.startswith("---\nlibrary_name: peft\n")
-    assert f"digest {finished.config.digest()}" in card
+    assert f"digest {digest_of(finished.config, inputs(finished.config))}" in card
     assert "| rounds | 3 of 3 planned, seed 0 |" in card and "| data dealt out | label skew, Dirichlet 1 |" in card
     assert "(glora, round 3)" in card and "site-1: 2, site-2: 4, site-3: 4" in card
     assert f"accuracy {s['test']['last']['accuracy']:.4f}" in card

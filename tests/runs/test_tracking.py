@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
-from fedlora.runs.tracking import numbers, numbers_of_test
+from fedlora.runs.tracking import numbers
 from support.command_line import invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, ran
@@ -76,7 +76,6 @@ def test_what_is_no_number_is_not_told() -> None:
         "seconds": {"train": 2}, "bytes": {"total": 8}, "server_rank": None, "padded_error": None,
     }  # fmt: skip
     assert numbers(line) == {"metrics/accuracy": 0.5, "loss/a": 1.0, "loss": 1.0, "seconds/train": 2, "bytes": 8}
-    assert numbers_of_test({"accuracy": 0.5, "loss": float("nan")}, best=True) == {"test_best/accuracy": 0.5}
 
 
 class Library:

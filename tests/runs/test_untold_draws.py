@@ -20,7 +20,7 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.runs.checks import check_private
-from fedlora.server import private
+from fedlora.server import private_round
 from fedlora.training import LocalTrainer
 from support.command_line import invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
@@ -125,7 +125,7 @@ def test_nothing_that_is_published_tells_where_the_slow_client_was(
 
     monkeypatch.setattr(LocalTrainer, "train", train)
     monkeypatch.setattr(
-        private, "poisson_sample", lambda *_: ["site-1", "site-2"] if next(draws) else ["site-2", "site-3"]
+        private_round, "poisson_sample", lambda *_: ["site-1", "site-2"] if next(draws) else ["site-2", "site-3"]
     )
     began = time.time()
     sets = ("--set", f"run.rounds={len(THERE)}", "--set", f"privacy.ledger={tmp_path / 'ledger.jsonl'}")

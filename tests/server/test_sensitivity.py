@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, Upload
-from fedlora.privacy import Geometry
-from fedlora.server.private import PrivateRound
+from fedlora.server.private_round import PrivateRound
 from fedlora.server.state import ServerState
 from support.families import FAMILIES, Case, family, regauge
 from support.private_servers import InMemory, private
@@ -52,8 +51,8 @@ def test_no_client_moves_the_sum_beyond_the_ledger_s_bound(name: str, method: st
     """From a state with a model in it, in float32 as families are stored, and in coordinates of condition 1e6."""
     case = family(name, d_out=OUT, d_in=IN)
     largest = max(B.shape[1] for B, _ in case.uploads.values())
-    geometry = Geometry() if shape == "full" else Geometry(shape, 6)  # type: ignore[arg-type]
-    server = private(method, clip=CLIP, geometry=geometry, clients=tuple(case.uploads), rank=largest)
+    dims = None if shape == "full" else 6
+    server = private(method, clip=CLIP, dims=dims, clients=tuple(case.uploads), rank=largest)
     start = {m: LoRA(torch.zeros(OUT, largest), torch.ones(largest, IN).tril(3) / IN) for m in ("first", "second")}
     state = server.init(Adapter(start, {"head": torch.zeros(5)}))
     state = server.aggregate(state, uploads_of(family("generic", seed=1, d_out=OUT, d_in=IN), server, state))

@@ -62,28 +62,28 @@ def claimed_names(grid: Grid, count: int, seconds: float = 60.0) -> Mapping[str,
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     from fedlora import Kept, Server, build
-    from fedlora.flower.rounds.strategy import FedLoRA
+    from fedlora.flower.strategy import FedLoRA
     from fedlora.flower.terms.policy import Policy
-    from fedlora.server.server import start
 
     plan = json.loads((home() / "plan.json").read_text())
-    names = claimed_names(grid, len(NAMES))
-    server = Server(build("glora"), round=Kept(quorum=1), seed=3)
+    names, ranks = claimed_names(grid, len(NAMES)), dict.fromkeys(NAMES, 4)
     peaks = [peak()]
 
-    def after(line: Any) -> None:
+    class Claimed(FedLoRA):
+        """These nodes have no registered names."""
+
+        def _online(self, grid: Grid) -> dict[str, int]:
+            return dict(names)
+
+    def after(round: int, _: Any) -> bool:
         peaks.append(peak())
         (home() / "peaks.json").write_text(json.dumps(peaks))
+        return False
 
-    strategy = FedLoRA(
-        server,
-        Policy(dict.fromkeys(NAMES, 4), retries=0, deadline=90.0, max_upload_mb=20),
-        start(server, toys().seed_adapter()),
-        record=home(),
-        identify=lambda _: names,
-        after_round=after,
-    )
-    strategy.start(grid, num_rounds=len(plan))
+    server = Server(build("glora"), round=Kept(quorum=1), seed=3)
+    strategy = Claimed(server, ranks, adapter=toys().seed_adapter(), folder=home())
+    strategy.policy = Policy(ranks, max_upload_mb=20)
+    strategy.start(grid, num_rounds=len(plan), timeout=90, should_stop=after)
 
 
 @client_app.query()

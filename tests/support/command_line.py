@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     import fedlora.cli.run_words
     import fedlora.cli.runs
     import fedlora.cli.screen
-    import fedlora.experiments.runner
+    import fedlora.experiments.work
     import fedlora.runs.manifest
 
 
@@ -41,7 +41,7 @@ for _module in DRAWING:  # pictures cost more than most runs of tiny models: the
 
 
 # After each run of a comparison Python looks for the models of the one before among all that the tests have imported.
-fedlora.experiments.runner.gc = SimpleNamespace(collect=lambda: 0)  # type: ignore[attr-defined,assignment]
+fedlora.experiments.work.gc = SimpleNamespace(collect=lambda: 0)  # type: ignore[attr-defined,assignment]
 
 fedlora.cli._leave = sys.exit  # the process of the tests goes on
 

@@ -1,4 +1,4 @@
-"""The files of examples/containers with their variables filled in, as compose reads them."""
+"""The files of examples/deploy with their variables filled in, as compose reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-PLACE = Path(__file__).parents[2] / "examples" / "containers"
+PLACE = Path(__file__).parents[2] / "examples" / "deploy"
 
 
 def services(file: str, **said: object) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.events import Began, Done, Ended, EventWriter, Fated
-from fedlora.flower.serving.superlink import NodeFacts, RunFacts
+from fedlora.flower.server.journal import Journal
+from fedlora.flower.server.superlink import NodeFacts, RunFacts
 from fedlora.flower.terms.settings import FederationSettings
 
 CLIENTS = {"acme": 8, "berlin": 4, "cork": 2}
@@ -33,7 +33,6 @@ def play_round(
 ) -> None:
     """What a ServerApp writes of a round. after: the clients' weights after a robust rule."""
     fates = {**dict.fromkeys(CLIENTS, "trained"), **(fates or {})}
-    events = EventWriter(home / "server" / "events.jsonl")
     losses = {name: 1 / number + k / 10 for k, name in enumerate(fates) if fates[name] == "trained"}
     line = {
         "round": number, "seconds": 2.5, "loss": sum(losses.values()) / len(losses) if losses else None,
@@ -47,19 +46,17 @@ def play_round(
             for name, x in after.items()
         }
         line["defence"] = {"rule": "multi-krum (liars = 1)", "clients": judged}
-    events.write(Began(number, 0, list(fates), {}, 60.0))
-    for name, fate in fates.items():
-        events.write(
-            Fated(number, 0, name, fate, line["fates"][name]["why"], 1.0, losses.get(name), 10.0, 0.5, 1000)  # type: ignore[arg-type, index]
-        )
-    events.write(Done(number, line))
-    with (home / "server" / "rounds.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    told = Journal(home / "server")
+    told.asked(number, "train", list(fates))
+    told.played(json.dumps(line))
+    (home / "state" / "logs").mkdir(parents=True, exist_ok=True)
+    with (home / "state" / "logs" / "serverapp.log").open("a") as file:
+        file.write(f"2026-01-31 12:00:00,000 round {number} is played\n")
 
 
 def end_rounds(home: Path, number: int, why: str = "complete") -> None:
     """What a ServerApp writes when it ends well."""
-    EventWriter(home / "server" / "events.jsonl").write(Ended(number, why))
+    Journal(home / "server").ended("stopped" if why == "stopped early" else why, "")
     settings = json.loads(FederationSettings.load(home / "federation.toml").travelling())
     early = {"why": why} if why == "stopped early" else None
     summary = {"rounds": number, "stopped_early": early, "settings": settings}
@@ -146,11 +143,11 @@ def completes(number: int, why: str = "complete") -> Turn:
 
 
 def fails(details: str, *, ended: str = "") -> Turn:
-    """The run fails. ended: why, in the events."""
+    """The run fails. ended: why, in now.json."""
 
     def turn(link: FakeLink) -> RunFacts:
         if ended:
-            EventWriter(link.folder.path / "server" / "events.jsonl").write(Ended(0, ended))
+            Journal(link.folder.path / "server").ended(ended, details)
         return RunFacts(7, "finished:failed", details)
 
     return turn

@@ -1,4 +1,4 @@
-"""The table of faults in docs/how-to/runbook.md: `python tests/support/faults.py --write` puts it there, after the
+"""The table of faults in docs/how-to/federation.md: `python tests/support/faults.py --write` puts it there, after the
 long run (`make deployment-all`) has written down what was said.
 
 Each line is a fault that a test has made, what came of it, and the sentence that somebody read: at the site, or at the
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "how-to" / "runbook.md"
+PAGE = ROOT / "docs" / "how-to" / "federation.md"
 SEEN = ROOT / "tests" / "deployment" / ".faults.jsonl"
 BEGIN, END = "<!-- faults: written by tests/support/faults.py --write -->", "<!-- end of faults -->"
 _VARYING = [

@@ -11,16 +11,19 @@ import tomli_w
 from flwr.app import RecordDict
 
 from fedlora.adapters.io import write_adapter
-from fedlora.flower.rounds.playing import play
-from fedlora.flower.site.site_work import Do, SiteWork, content_of
+from fedlora.flower.places import SiteFolder
+from fedlora.flower.server.federation import play
+from fedlora.flower.server.journal import read_rounds
+from fedlora.flower.site.trainer import Trainer
+from fedlora.flower.terms.facts import Facts, write_agreed
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.flower.terms.site_file import Site
 from fedlora.runs.sections import ModelSection
 from support.flower_grid import FastClock, LocalGrid
 from support.shown_certificates import authority
 from support.training_data import LABELS, classification, rows, save_encoder
 
+CA = authority().pem
 RANKS = {"acme": 2, "berlin": 4, "cork": 4}
 SETTINGS: dict[str, Any] = {
     "id": "fed-test",
@@ -41,29 +44,23 @@ def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def write_join(folder: Path, name: str, federation: str) -> None:
+def write_join(folder: Path, federation: str, settings: str = "{}") -> None:
     """A site's join file, as far as its trainer reads it."""
-    facts: dict[str, Any] = {}
-    join = JoinFile(federation, name, 4, "fl.example.org", 443, authority().pem, "{}", facts)
+    join = JoinFile(federation, "fl.example.org", 443, CA, settings, Facts())
     (folder / "join.toml").write_text(join.text())
 
 
 class SiteNode:
-    """A site's trainer in this process: another one is made when the settings change, as its resident one is."""
+    """A site's trainer in this process."""
 
     def __init__(self, site_file: Path) -> None:
-        self._file, self._site, self._content = site_file, SiteWork(site_file), b""
+        self._do: Trainer = Trainer(SiteFolder(site_file.parent))
 
     def work(self, record: RecordDict) -> RecordDict:
         return self._do("train", record)
 
     def measure(self, record: RecordDict) -> RecordDict:
         return self._do("evaluate", record)
-
-    def _do(self, do: Do, record: RecordDict) -> RecordDict:
-        if (content := content_of(self._file, record)) != self._content:
-            self._site, self._content = SiteWork(self._file), content
-        return self._site(do, record)
 
 
 class FederationOnDisk:
@@ -74,20 +71,21 @@ class FederationOnDisk:
         save_encoder(self.model, layers=2)  # tests ask which round is best and where scores stop moving
         for k, name in enumerate(RANKS):
             (root / f"{name}.jsonl").write_text(rows(classification(60, k, skew=k)))
-            site = Site(name=name, data=str(root / f"{name}.jsonl"), model=str(self.model), device="cpu")
+            site = {"model": {"path": str(self.model), "device": "cpu"}, "data": {"train": str(root / f"{name}.jsonl")}}
             (root / "sites" / name).mkdir(parents=True)
-            (root / "sites" / name / "site.toml").write_text(site.toml())
-            write_join(root / "sites" / name, name, SETTINGS["id"])
+            (root / "sites" / name / "site.toml").write_text(tomli_w.dumps({"name": name, **site}))
+            write_join(root / "sites" / name, SETTINGS["id"])
         for k, name in enumerate(("validation", "test")):
             (root / f"{name}.jsonl").write_text(rows(classification(40, 10 + k)))
-        self.tables = dict(SETTINGS)
+        self.tables = merged(SETTINGS, {"model": {"path": str(self.model)}})
         self.home.mkdir(mode=0o700)
         self.write(**tables)
         settings = self.settings()
         model = ModelSection(path=str(self.model), dropout=0.0)
         adapter, spec = model.load(settings.lora, LABELS, 0, device="cpu").seed_adapter(4, seed=0)
         write_adapter(self.home / "start", adapter, spec)
-        (self.home / "policy.toml").write_text(tomli_w.dumps({"retries": 0, "deadline": 30.0, "clients": RANKS}))
+        write_agreed(self.home / "agreement.json", Facts())
+        (self.home / "policy.toml").write_text(tomli_w.dumps({"deadline": 30.0, "clients": RANKS}))
 
     def write(self, **tables: Any) -> None:
         """Edit federation.toml."""
@@ -98,14 +96,13 @@ class FederationOnDisk:
         return FederationSettings.load(self.home / "federation.toml")
 
     def at_server(self) -> dict[str, str]:
-        """The table [at_server] of a server that has the model and files of its own."""
-        return {
-            "model": str(self.model),
-            **{part: str(self.root / f"{part}.jsonl") for part in ("validation", "test")},
-        }
+        """The keys of [data] of a server that has files of its own to measure on."""
+        return {part: str(self.root / f"{part}.jsonl") for part in ("validation", "test")}
 
     def grid(self) -> LocalGrid:
         """The sites, over what they keep on their disks."""
+        for name in RANKS:
+            write_join(self.root / "sites" / name, SETTINGS["id"], self.settings().travelling())
         nodes: dict[str, Any] = {name: SiteNode(self.root / "sites" / name / "site.toml") for name in RANKS}
         return LocalGrid(nodes)
 
@@ -113,7 +110,7 @@ class FederationOnDisk:
         return play(grid or self.grid(), self.home, clock=FastClock())
 
     def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.home / "server" / "rounds.jsonl").read_text().splitlines()]
+        return read_rounds(self.home / "server" / "rounds.jsonl")
 
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.home / "server" / "summary.json").read_text())

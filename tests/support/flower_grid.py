@@ -22,12 +22,10 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedlora import Adapter, LoRA, Server
 from fedlora.core.trainer import Trained
-from fedlora.flower.messages.records import to_array
-from fedlora.flower.rounds.flower_state import newest
-from fedlora.flower.rounds.strategy import FedLoRA
+from fedlora.flower.grid import BoundedGrid
+from fedlora.flower.records import to_array
 from fedlora.flower.site.node import Node
-from fedlora.flower.terms.policy import Policy
-from fedlora.server.server import start
+from fedlora.flower.strategy import FedLoRA
 from support.federations import noise
 
 TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 1, 1, 1  # no `Message` can be made without
@@ -115,7 +113,7 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        found, self.waiting = self.waiting, []
+        found, self.waiting = self.waiting, []  # all, as a grid that is no SuperLink's may give them
         return found
 
     def get_node_ids(self) -> Iterable[int]:
@@ -174,27 +172,29 @@ def nan(asked: Message, reply: Message) -> Message:
 
 
 def federation(
-    folder: Path,
-    server: Server,
-    ranks: Mapping[str, Any] = RANKS,
-    *,
-    trainer: Any = None,
-    nodes: Any = None,
+    folder: Path, server: Server, ranks: Mapping[str, Any] = RANKS, *, trainer: Any = None, nodes: Any = None,
     **more: Any,
-) -> tuple[FedLoRA, LocalGrid]:
-    state = start(server, seed_adapter(max(r if isinstance(r, int) else max(r.values()) for r in ranks.values())))
-    policy = more.pop("policy", None) or Policy(ranks, retries=0)
-    more.setdefault("clock", FastClock())
-    place = folder / "server"
-    resume = newest(place, RUN, server, state.server) if more.pop("resume", False) else None
-    strategy = FedLoRA(server, policy, state, run=RUN, folder=place, resume=resume, **more)
+) -> tuple[FedLoRA, LocalGrid]:  # fmt: skip
+    """A strategy that goes on in FOLDER/server, and toy nodes whose states are in FOLDER/nodes."""
+    largest = max(r if isinstance(r, int) else max(r.values()) for r in ranks.values())
+    strategy = FedLoRA(server, ranks, adapter=seed_adapter(largest), run=RUN, folder=folder / "server", **more)
     made = nodes or {name: Node(name, trainer or Toy(), folder / "nodes" / name) for name in ranks}
     return strategy, LocalGrid(made)
 
 
-def fate_of(strategy: FedLoRA, name: str) -> str:
-    """What became of a client in the last round."""
-    return str(strategy.lines.all()[-1]["fates"][name]["fate"])
+def play(strategy: FedLoRA, grid: LocalGrid, rounds: int, **more: Any) -> Any:
+    """Rounds until so many are done, on a clock on which waiting takes no time."""
+    return strategy.start(BoundedGrid(grid, clock=FastClock()), num_rounds=rounds, **more)
+
+
+def last_line(strategy: FedLoRA) -> dict[str, Any]:
+    """The line of the last round."""
+    return strategy.journal.lines()[-1]
+
+
+def fates(strategy: FedLoRA) -> dict[str, str]:
+    """What became of each client in the last round."""
+    return {name: str(one["fate"]) for name, one in last_line(strategy)["fates"].items()}
 
 
 def bits(value: Any, path: str = "") -> dict[str, Any]:

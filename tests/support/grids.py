@@ -7,8 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fedlora.experiments.result import Result
-from fedlora.experiments.store import read_results
+from fedlora.experiments.results import read
 from support.training_data import classification, rows, save_encoder
 
 GRID = """
@@ -46,11 +45,17 @@ def write_grid(folder: Path, grid: str = GRID) -> None:
     (folder / "two.toml").write_text(grid)
 
 
-def fedlora(folder: Path, *words: str, code: int = 0) -> str:
-    """What `fedlora experiment WORDS` said, called in the folder."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "fedlora", "experiment", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+COMMAND = [sys.executable, "-m", "fedlora", "experiment"]
+
+
+def environment() -> dict[str, str]:
+    """In which a process finds what this one finds."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def fedlora(folder: Path, *words: str, code: int = 0, **more: str) -> str:
+    """What `fedlora experiment WORDS` said, called in the folder. more: of its environment."""
+    done = subprocess.run([*COMMAND, *words], cwd=folder, env={**environment(), **more}, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     return done.stderr
 
@@ -64,9 +69,11 @@ def in_the_middle(work: Path) -> list[Path]:
 
 def told(results: Path, work: Path) -> dict[str, tuple[object, bytes]]:
     """Digest -> what the run came to: all numbers of its result, and the bits of its adapter."""
-    found: dict[str, Result] = read_results(results)
     adapter = "adapter/adapter_model.safetensors"
     return {
-        digest: ((one.history, one.test, one.best_round), (work / "runs" / digest / adapter).read_bytes())
-        for digest, one in found.items()
+        digest: (
+            [line[key] for key in ("history", "test", "best_round")],
+            (work / "runs" / digest / adapter).read_bytes(),
+        )
+        for digest, line in read(results / "two.jsonl").items()
     }

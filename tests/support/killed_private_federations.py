@@ -3,7 +3,7 @@
     python killed_private_federations.py FOLDER STAGE ...
 
 prints a JSON table with one entry for each of these stages. A kill is `os._exit`: nothing of Python's own end runs. The
-sites are toys; journal, ledger, checkpoints, lines and events are the real ones. What was spent is not computed, so it
+sites are toys; journal, ledger, checkpoints and lines are the real ones. What was spent is not computed, so it
 is fast.
 """
 
@@ -23,12 +23,12 @@ import torch
 
 from fedlora import build
 from fedlora.core.trainer import Trained
-from fedlora.flower.rounds.round_lines import RoundLines
-from fedlora.flower.rounds.strategy import FedLoRA
+from fedlora.flower.server.journal import Journal as Told
+from fedlora.flower.strategy import FedLoRA
 from fedlora.privacy import Journal, Ledger
 from fedlora.runs.private_run import PrivateRun
 from fedlora.server.state import RunState
-from support.flower_grid import Toy
+from support.flower_grid import Toy, play
 from support.private_flower import private_federation
 
 ROUNDS = 2
@@ -46,11 +46,11 @@ class Logging(Toy):
         return super().train(download, adapter, position)
 
 
-def play(home: Path, log: Path) -> RunState:
+def played(home: Path, log: Path) -> RunState:
     """The federation, from wherever it is."""
     strategy, grid = private_federation(home, trainer=Logging(log))
-    strategy.start(grid, num_rounds=ROUNDS)
-    return strategy.flower_state.state
+    play(strategy, grid, ROUNDS)
+    return strategy.state
 
 
 def digest(state: RunState) -> str:
@@ -85,9 +85,9 @@ def forked(work: Any) -> int:
 STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "before the sum is written": (Journal, "store", lambda self, round, *_: round),
     "before the charge": (Ledger, "charge", lambda self, event, *_: event.round),
-    "before its line": (RoundLines, "put", lambda self, line: line["round"]),
-    "before its checkpoint": (FedLoRA, "_save", lambda self: self.round),
-    "after its checkpoint": (FedLoRA, "_finish", lambda self, grid, line: line["round"]),
+    "before its checkpoint": (FedLoRA, "_store", lambda self, after: after.state.round),
+    "before its line": (Told, "played", lambda self, line: json.loads(line)["round"]),
+    "after its line": (FedLoRA, "_measure", lambda self, *_: self.round),
 }
 
 
@@ -117,7 +117,7 @@ def main(folder: Path, stages: list[str]) -> None:
 
         def once(where: Any = where, home: Path = home, log: Path = log) -> int:
             die_at(*where)
-            play(home, log)
+            played(home, log)
             return 0
 
         if forked(once) != 9:
@@ -126,16 +126,15 @@ def main(folder: Path, stages: list[str]) -> None:
         log.unlink(missing_ok=True)
 
         def again(home: Path = home, log: Path = log) -> None:
-            (home / "digest").write_text(digest(play(home, log)))
+            (home / "digest").write_text(digest(played(home, log)))
 
         if forked(again):
             raise RuntimeError(f"{stage}: it could not go on")
-        lines = (home / "out" / "rounds.jsonl").read_text().splitlines()
+        lines = (home / "server" / "rounds.jsonl").read_text().splitlines()
         entry |= {"trained": trained(log), "after": journal(home), "lines": [json.loads(x)["round"] for x in lines]}
         entry |= {"charged": charged(home), "digest": (home / "digest").read_text()}
         if stage == "before its line":
             shutil.rmtree(home / "server")  # from the journal alone, with nobody trained
-            (home / "out" / "rounds.jsonl").unlink()
             log.unlink(missing_ok=True)
             if forked(again) or trained(log):
                 raise RuntimeError(f"{stage}: the journal alone does not give the rounds again")
@@ -145,7 +144,7 @@ def main(folder: Path, stages: list[str]) -> None:
 
 
 def charged(home: Path) -> list[list[Any]]:
-    return [[c.event.round, c.event.released] for c in Ledger(home / "ledger.jsonl", "toys").events()]
+    return [[c.round, c.released] for c in Ledger(home / "ledger.jsonl", "toys").read().events]
 
 
 if __name__ == "__main__":

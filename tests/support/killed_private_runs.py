@@ -23,7 +23,7 @@ import torch
 from fedlora import Adapter, Client, Server, build
 from fedlora.core import checkpoint
 from fedlora.core.trainer import Trained
-from fedlora.privacy import Geometry, Ledger
+from fedlora.privacy import Ledger
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.private_releases import OnDisk, begin, private_folder, read_private
 from fedlora.server.private import Private, Releases
@@ -50,7 +50,7 @@ class Toy:
 
 
 def server(releases: Releases) -> Server:
-    privacy = Private(1.0, 1.0, Geometry("two-sided", 4), tuple(EQUAL), 4, releases, sampling=SHARE)
+    privacy = Private(1.0, 1.0, tuple(EQUAL), 4, releases, dims=4, sampling=SHARE)
     return Server(build("glora"), round=privacy)
 
 
@@ -64,7 +64,7 @@ def play(home: Path, log: Path) -> RunState:
     """The run, from wherever it is."""
     folder = RunFolder(home / "run")
     if not (folder.path / "private" / "run.json").exists():
-        begin(folder, {})
+        begin(folder)
     playing = server(on_disk(home))
     loaded = checkpoint.load_newest(folder.checkpoints, RunState, playing.method.State)
     state = loaded[1] if loaded else start(playing, seed_adapter(4))
@@ -131,14 +131,14 @@ def main(folder: Path, stride: int) -> None:
         if forked(again):
             raise RuntimeError(f"step {step}: the resumed run failed")
         entry |= {"trained": trained(log), "after": journal(home)}
-        entry["charged"] = [[c.event.round, c.event.released] for c in Ledger(home / "ledger", "toys").events()]
+        entry["charged"] = [[c.round, c.released] for c in Ledger(home / "ledger", "toys").read().events]
         shutil.rmtree(home / "run" / "checkpoints")  # from the journal alone, with nobody trained
         log.unlink(missing_ok=True)
         entry["digest"] = (home / "digest").read_text()
         if forked(again):
             raise RuntimeError(f"step {step}: the run from the journal alone failed")
         entry |= {"digest from the journal": (home / "digest").read_text(), "trained from the journal": trained(log)}
-        entry["charged from the journal"] = len(Ledger(home / "ledger", "toys").events())
+        entry["charged from the journal"] = len(Ledger(home / "ledger", "toys").read().events)
         found.append(entry)
         if code == 0:
             break

@@ -209,26 +209,6 @@ class Machine:
         assert self.namespace, "addresses of loopback have no cable"
         _ip("-n", self.namespace, "link", "set", "eth0", "up" if up else "down")
 
-    @contextlib.contextmanager
-    def small_disk(self, megabytes: int) -> Iterator[None]:
-        """Its folder on a disk of that size, empty at first. Needs root."""
-        words = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,mode=0700", "tmpfs", str(self.folder)]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        try:
-            yield
-        finally:
-            self.kill()
-            subprocess.run(["umount", "-l", str(self.folder)], capture_output=True, check=False)
-
-    def fill_disk(self) -> Path:
-        """A file that takes all that is left of its disk."""
-        path = self.folder / "everything"
-        with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
-            while True:
-                file.write(b"x" * 65536)
-        return path
-
     def _mine(self, process: Path) -> bool:
         if not self.namespace:
             return Path(os.readlink(process / "cwd")).is_relative_to(self.folder)

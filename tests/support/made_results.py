@@ -1,59 +1,44 @@
-"""Results of an experiment that nobody ran."""
+"""Lines of results of runs that nobody made."""
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fedlora.experiments.plan import PlannedRun
-from fedlora.experiments.result import History, Result, short_config
-from fedlora.experiments.store import gather
-from fedlora.runs.config import RunConfig
-from fedlora.runs.folder import plain
+from fedlora.experiments.grid import Grid, Planned
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.tune import Progress
+
+Scores = Mapping[str, float | None]
 
 
-def stored(raw: Mapping[str, Any]) -> Result:
-    """What `whole` gives as the value that is stored: its history by columns, its configuration in short."""
-    lines = plain(raw["history"])
-    config = _short(json.dumps(raw["config"]))
-    told = {**plain(raw), "config": config, "history": History.of(lines), "rounds": len(lines)}
-    return Result.model_validate(told)
-
-
-@functools.cache
-def _short(config: str) -> Any:
-    """Once for the runs that tests write again and again with other scores."""
-    return short_config(RunConfig.model_validate_json(config))
-
-
-def bare(digest: str, history: Sequence[Mapping[str, Any]] = (), **told: Any) -> Result:
-    """A result of which only this is known. history: lines with "round" and "metrics"."""
-    of = {
-        "method": "glora", "metric": "accuracy", "target": "server", "test": {}, "commit": None,
-        "rounds": len(history), "config": {"model": {"path": "demo"}, "data": {"train": "demo"}},
-        "machine": {"device": "cpu", "architecture": "x86_64"},
-    }  # fmt: skip
-    return Result.model_validate({**of, "digest": digest, "history": History.of(history), **told})
-
-
-def write_result(folder: Path, raw: Mapping[str, Any], name: str = "made") -> None:
-    gather(folder, name, stored(raw))
-
-
-def whole(run: PlannedRun, metric: str, scores: Mapping[str, float]) -> dict[str, Any]:
-    """A result of the run with all that a result has: these scores on each set in each round."""
-    rounds = range(1, run.config.run.rounds + 1)
+def line(run: Planned, scores: Scores, curve: Sequence[Scores] = (), **more: Any) -> dict[str, Any]:
+    """A finished run's line: these scores on each set, best and last. curve: on validation, by round."""
+    names = dict.fromkeys(name for each in curve for name in each)
     return {
-        "digest": run.digest, "config": json.loads(run.config.canonical()), "metric": metric, "target": "server",
-        "method": run.config.method.name, "wall_seconds": 40.0,
-        "history": [{"round": k, "metrics": dict(scores), "losses": {"a": 1.0}} for k in rounds],
-        "best_round": len(rounds),
-        "test": {"best": dict(scores), "last": dict(scores)},
-        "probes": {"best": {}, "last": {}}, "clients_at_end": {}, "categories": {}, "ranks": {"a": 8}, "bytes": {},
-        "commit": {"id": "c" * 40, "clean": True},
-        "machine": {"device": "cpu", "architecture": "x86_64", "cpus": 2, "threads": 1},
-        **({"files": dict(run.files)} if run.files else {}),
+        "digest": run.digest, "experiment": run.experiment, "cell": dict(run.cell), "seed": run.seed,
+        "value": run.value, "stage": run.stage, "method": run.config.method.name, "metric": "accuracy",
+        "target": "server", "rounds": run.config.run.rounds, "best_round": 1, "own_data": [], "categories": {},
+        "ranks": {"a": 8}, "classes": 2, "gauge_drift": {}, "privacy": None, "clients_at_end": {},
+        "validation": {"last": dict(scores), "best": dict(scores)},
+        "test": {"last": dict(scores), "best": dict(scores)},
+        "probes": {"best": {}, "last": {}},
+        "bytes": {"up_adapter": 3e6, "up_heads": 1e6, "total": 6e6}, "seconds": {"train": 3.0, "aggregate": 0.5},
+        "history": {
+            "evaluated": [k for k, _ in enumerate(curve, start=1)],
+            "scores": {name: [each.get(name) for each in curve] for name in names}, "losses": {"a": [1.0, 0.5]},
+        },
+        "config": json.loads(run.config.canonical()), "read": {"model": "m", "data": f"d{run.seed}"},
+        "commit": "c" * 12, "machine": "cpu", "versions": {}, **more,
     }  # fmt: skip
+
+
+def progress_of(
+    experiment: Experiment, made: Callable[[Planned], Mapping[str, Any] | None], profile: str = "mini"
+) -> Progress:
+    """The experiment with a line for each run of which `made` makes one: first the search's, then what it chooses."""
+    grid = Grid(experiment, profile)
+    lines = {run.digest: found for run in grid.searches if (found := made(run)) is not None}
+    runs = Progress(grid, lines).runs
+    return Progress(grid, {**lines, **{run.digest: found for run in runs if (found := made(run)) is not None}})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from fedlora.flower.children import OF
+from fedlora.flower.processes import OF
 
 
 def started_for(flower_home: Path) -> list[psutil.Process]:

@@ -58,6 +58,6 @@ NEEDS = {
     "Mechanism.of(1.0, 1.0, 4).noised(torch.zeros(4, dtype=torch.int64))\n"
     "print('sound' if 0 < epsilon(2.0, 1, 1e-3) < 10 else '')",
     "train,track": "from fedlora.runs.tracking import check_trackers; check_trackers(['tensorboard']); print('sound')",
-    "flower": "import fedlora.flower.rounds.strategy, fedlora.flower.setup.trial_folder, fedlora.flower.site.resident\n"
-    "import fedlora.flower.serving.trial, cryptography; print('sound')",
+    "flower": "import fedlora.flower.strategy, fedlora.flower.server.up, fedlora.flower.site.trainer\n"
+    "import fedlora.flower.server.doctor, cryptography; print('sound')",
 }

@@ -1,6 +1,6 @@
-"""The commands of docs/how-to/deployment.md, taken from the page: what the tests run is what a reader types.
+"""The commands of docs/how-to/federation.md, taken from the page: what the tests run is what a reader types.
 
-```sh server        commands at the server          ```sh trial         a trial on one machine
+```sh server        commands at the server
 ```sh site          commands at each site           ```python server    Python at the server
 ```sh computer      on the computer with the checkout
 ```toml run.toml    a file of that name, on that computer
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "how-to" / "deployment.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "how-to" / "federation.md"
 _FENCE = re.compile(r"^```(\w+)(?: +([^\n]+))?\n(.*?)^```$", re.M | re.S)
 KINDS = {
-    *(("sh", whom) for whom in ("computer", "server", "site", "trial")), ("python", "server"), ("toml", "run.toml"),
+    *(("sh", whom) for whom in ("computer", "server", "site")), ("python", "server"), ("toml", "run.toml"),
     ("text", ""),
 }  # fmt: skip
 

@@ -94,7 +94,11 @@ READABLE = {
     "an output saved whole": (llama, CAUSAL | {"modules_to_save": ["lm_head"]}, 2.0),
     "ranks by suffix": (llama, CAUSAL | {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 4}}, 2.0),
     "alphas by suffix": (llama, CAUSAL | {"alpha_pattern": {"self_attn.q_proj": 3, "v_proj": 0.5}}, None),
-    "whole names": (llama, CAUSAL | {"alpha_pattern": {r"^model\.layers\.0\.self_attn\.q_proj": 3.5}}, None),
+    "whole names": (
+        llama,
+        CAUSAL | {"alpha_pattern": {r"^model\.layers\.0\.self_attn\.q_proj": 3.5, r"v_proj$": 5}},
+        None,
+    ),
     "rsLoRA with patterns": (
         bert_of_two_layers,
         SEQ | {"use_rslora": True, "rank_pattern": {"query": 9}, "alpha_pattern": {"1.attention.self.value": 5}},

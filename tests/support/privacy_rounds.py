@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ STEPS = ("mkdir", "open", "rename", "replace", "rmdir", "unlink", "fchmod", "fsy
 
 def event(run: str, round: int, released: str = "") -> Event:
     found = Event.of(MECHANISM, SIZE, run=run, round=round, sampling=1.0, rounds=20, delta=1e-3)
-    return Event(**{**found.plain(), "released": released})
+    return Event(**{**asdict(found), "released": released})
 
 
 def some_digest() -> str:
@@ -66,7 +67,7 @@ def look(home: Path) -> str:
     for path in journal.folder.glob("*.noised"):
         event, _, released = _read(path, round := int(path.name.split("-")[1]))
         held[round] = [digest(released), event.released]
-    charged = [[c.event.round, c.event.released] for c in journal.ledger.events()]
+    charged = [[c.round, c.released] for c in journal.ledger.read().events]
     left = (
         sorted(p.name.split("-")[0] + " " + p.read_text() for p in (home / "left").glob("*")) if home.exists() else []
     )

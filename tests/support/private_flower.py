@@ -11,28 +11,24 @@ import torch
 from torch import Tensor
 
 from fedlora import Server, build
-from fedlora.flower.rounds.flower_state import newest
-from fedlora.flower.rounds.private_rounds import PrivateRounds
-from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.site.node import Node
-from fedlora.flower.terms.policy import Policy
-from fedlora.flower.terms.privacy import FederationPrivacy
-from fedlora.privacy import Budget, Geometry, Ledger
+from fedlora.flower.strategy import FedLoRA
+from fedlora.privacy import Budget, Ledger
 from fedlora.runs.private_releases import OnDisk, Planned
 from fedlora.runs.private_run import PrivateRun, plan_of
-from fedlora.server.private import Private, PrivateRound
-from fedlora.server.server import start
-from support.flower_grid import RANKS, RUN, FastClock, LocalGrid, Toy, seed_adapter
+from fedlora.server.private import Private
+from fedlora.server.private_round import PrivateRound
+from support.flower_grid import RANKS, RUN, LocalGrid, Toy, seed_adapter
 
 DELTA = 1e-3
 
 
 def private_run(
     folder: Path, members: Mapping[str, Any] = RANKS, *, method: str = "glora", rounds: int = 3,
-    budget: Budget | None = None, geometry: Geometry = Geometry("two-sided", 3), noise: float = 1.0,  # noqa: B008
+    budget: Budget | None = None, dims: int | None = 3, noise: float = 1.0,
 ) -> PrivateRun:  # fmt: skip
     """Its rounds are charged to FOLDER/ledger.jsonl, and kept in FOLDER/private."""
-    privacy = Private(1.0, noise, geometry, tuple(members), 4, Planned())
+    privacy = Private(1.0, noise, tuple(members), 4, Planned(), dims)
     server = Server(build(method), round=privacy)
     opened = server.open(server.init(seed_adapter()))
     assert isinstance(opened, PrivateRound)
@@ -45,41 +41,28 @@ def private_run(
 
 
 def private_federation(
-    folder: Path, members: Mapping[str, Any] = RANKS, *, trainer: Any = None, policy: Policy | None = None,
-    run: PrivateRun | None = None, others: tuple[str, ...] = (), **more: Any,
+    folder: Path, members: Mapping[str, Any] = RANKS, *, trainer: Any = None, run: PrivateRun | None = None,
+    others: tuple[str, ...] = (),
 ) -> tuple[FedLoRA, LocalGrid]:  # fmt: skip
     """others: nodes of strangers that are online too."""
     found = run or private_run(folder, members)
-    terms = FederationPrivacy(
-        clip=1.0, noise_multiplier=1.0, delta=DELTA, population="toys", ledger="ledger.jsonl", members=list(members)
-    )
-    state = start(found.server, seed_adapter())
-    strategy = FedLoRA(
-        found.server,
-        policy or Policy(members, retries=0, deadline=50.0),
-        state,
-        hooks=PrivateRounds(found, terms),
-        run=RUN,
-        folder=folder / "server",
-        record=folder / "out",
-        resume=newest(folder / "server", RUN, found.server, state.server),
-        clock=more.pop("clock", None) or FastClock(),
-        **more,
-    )
+    strategy = FedLoRA(found.server, members, adapter=seed_adapter(), run=RUN, folder=folder / "server")
+    strategy.private = found
     names = [*members, *others]
     return strategy, LocalGrid({name: Node(name, trainer or Toy(), folder / "nodes" / name) for name in names})
 
 
 def leave(grid: LocalGrid, *names: str) -> None:
-    """They are online when they are waited for (as in round 1 all are), and gone before anybody is asked."""
-    look = grid.get_nodes
+    """They are online when they are waited for (as in round 1 all are), and their messages are not taken."""
+    push = grid.push_messages
 
-    def get_nodes() -> Any:
-        found = look()
-        grid.offline = set(names)
-        return found
+    def push_messages(messages: Any) -> Any:
+        if grid.nodes[messages[0].metadata.dst_node_id][0] in names:
+            grid.offline = set(names)
+            return [""]
+        return push(messages)
 
-    grid.get_nodes = get_nodes  # type: ignore[method-assign]
+    grid.push_messages = push_messages  # type: ignore[method-assign]
 
 
 def same_noise(self: Any, total: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Three hospitals walk the page docs/how-to/deployment.md: machines furnished, its blocks played where they belong.
+"""Three hospitals walk the page docs/how-to/federation.md: machines furnished, its blocks played where they belong.
 
 with walking(tmp_path) as road:
     road.walk("1. At the server", "2. At each site", ...)
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import random
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +21,14 @@ from typing import Any
 
 from transformers import BertConfig, BertModel
 
+from fedlora.flower.server.journal import read_rounds
 from support.machines import SERVER_NAME, Done, Machine, Network, until
 from support.page import PAGE, Block, under
 from support.tiny_models import VOCABULARY
 from support.training_data import save_model
 
 SITES = ("acme", "berlin", "cork")
+EXAMPLES = Path(__file__).parents[2] / "examples" / "deploy"
 START = ("1. At the server", "2. At each site", "3. At the server: admit the sites")
 LABELS = ("no", "yes")
 SITE, SERVER, PROXY = "fedlora-site", "fedlora-server", "fedlora-proxy"  # the units
@@ -109,8 +110,8 @@ class Road:
 
     def play(self, machine: Machine, block: Block, seconds: float = 180) -> Done:
         text = block.text.replace(SERVER_NAME, self.network.server_name)
-        text = text.replace("flower install ", "flower install --user nobody ")  # root plays the page's user here,
-        text = text.replace("~fedlora", '"$HOME"')  # whose home is the machine's folder
+        text = text.replace("~fedlora", '"$HOME"').replace("--name NAME", f"--name {machine.name}")
+        text = text.replace("examples/deploy", str(EXAMPLES))
         if block.language == "python":
             done = machine.run("python", "-c", text, seconds=seconds)
         else:
@@ -120,10 +121,8 @@ class Road:
         return done
 
     def rounds(self) -> list[dict[str, Any]]:
-        """The lines of rounds.jsonl."""
-        path = self.fed / "server" / "rounds.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines()]
+        """The lines of rounds.jsonl, each with its scores."""
+        return read_rounds(self.fed / "server" / "rounds.jsonl")
 
     def until_round(self, number: int, seconds: float = 90) -> None:
         def played() -> bool:
@@ -132,7 +131,7 @@ class Road:
         until(played, seconds, f"round {number}", *self.network)
 
     def go_on(self, rounds: int, *, deadline: float) -> None:
-        """More rounds, as docs/how-to/runbook.md has it, each of which waits no longer than `deadline` seconds."""
+        """More rounds, as docs/how-to/federation.md has it, each of which waits no longer than `deadline` seconds."""
         self._set(self.fed / "federation.toml", r"rounds = \d+", f"rounds = {rounds}")
         self.set_deadline(deadline)
         assert self.server.shell("sudo systemctl restart fedlora-server").code == 0
@@ -164,17 +163,10 @@ class Road:
 
 
 @contextlib.contextmanager
-def walking(root: Path, *, others: tuple[str, ...] = (), disks: Mapping[str, int] | None = None) -> Iterator[Road]:
-    """The machines: server, three sites with their data, a computer with the base model, `others` with nothing.
-
-    disks: megabytes of the disks of some of them.
-    """
+def walking(root: Path, *, others: tuple[str, ...] = ()) -> Iterator[Road]:
+    """The machines: server, three sites with their data, a computer with the base model, `others` with nothing."""
     model = write_model(root / "model")
-    with Network(root, ["server", *SITES, "computer", *others]) as network, contextlib.ExitStack() as mounted:
-        for name, size in (disks or {}).items():
-            mounted.enter_context(network[name].small_disk(size))
-            for unit in ("fedlora-server", "fedlora-proxy", "fedlora-site"):  # the journal is on another disk
-                network[name].log(unit).symlink_to(root / f"{name}-{unit}.said")
+    with Network(root, ["server", *SITES, "computer", *others]) as network:
         shutil.copytree(model, own(network["computer"]) / "model")
         for name in ("server", *SITES):
             own(network[name])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -83,6 +84,17 @@ class Slurm:
 
     def begin_node(self, name: str) -> None:
         self.begin(name, "slurmd", "-D", "-N", name)
+
+    def tell_limit(self, job: str) -> None:
+        """What --signal=B:USR1@120 does before the time limit: the signal to the job's own script alone."""
+        scripts = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                mine = process.environ().get("SLURM_JOB_ID") == job
+                scripts += [process] if mine and any("slurm_script" in word for word in process.cmdline()) else []
+        for script in scripts:
+            script.send_signal(signal.SIGUSR1)
+        assert len(scripts) == 1, scripts
 
     def kill_node(self, name: str) -> None:
         """As a power cut: its daemon and all processes of its jobs are gone without a word."""

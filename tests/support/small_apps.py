@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedlora.flower.serving.superlink import SuperLink
-from fedlora.flower.site.node_process import free_port
+from fedlora.flower.server.superlink import SuperLink
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.settings import FederationSettings
+from support.machines import free_port
 
 APP = {
     "pyproject.toml": """\
@@ -73,13 +72,13 @@ def packed(version: str) -> bytes:
 
 def settings_with_port(home: Path, port: int) -> None:
     """A server's settings, of which its SuperLink reads the port alone."""
-    settings = FederationSettings(id="f", data={"labels": ["a", "b"]}, network={"superlink_port": port})  # type: ignore[arg-type]
-    (home / "federation.toml").write_text(settings.toml())
+    text = f'id = "f"\n[data]\nlabels = ["a", "b"]\n[network]\nsuperlink_port = {port}\n'
+    (home / "federation.toml").write_text(text)
 
 
 def small_link(home: Path) -> SuperLink:
     """A server's folder, as far as its SuperLink needs one."""
     home.mkdir()
     settings_with_port(home, free_port())
-    certificates.write_loopback(home / "certs")
+    certificates.write_server(home / "certs", "localhost")
     return SuperLink(home)

@@ -27,6 +27,9 @@ class HubRows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def with_format(self, kind: None) -> HubRows:
+        return self
+
     def __getitem__(self, column: str) -> list[Any]:
         return [row[column] for row in self._rows]
 

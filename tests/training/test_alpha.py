@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from fedlora import Adapter, Client, LoRA, Server, build
+from fedlora import Adapter, Client, Server, build
 from fedlora.runs.config import RunConfig, parse_config
 from fedlora.server.server import start
 from fedlora.simulation import simulate
@@ -26,7 +26,7 @@ from fedlora.training.loop import LocalTrainer
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import TrainSettings
 from support.known_warnings import FUTURE_NAMES
-from support.local_training import Loader, bits, download
+from support.local_training import Loader, download
 from support.training_data import classification
 
 pytestmark = FUTURE_NAMES
@@ -122,20 +122,6 @@ def test_the_server_averages_effective_updates(load: Loader, classifier: Path) -
             want[name] = want.get(name, torch.zeros(())) + len(data[client.id]) / 32 * update
     for name, lora in server.global_update(record.state.server).items():
         torch.testing.assert_close(UNIT * lora.delta().double(), want[name], rtol=1e-3, atol=2e-6)
-
-
-def test_one_alpha_at_one_rank_is_the_scaling(load: Loader) -> None:
-    """alpha = 6 at rank 3 is scaling = 2: the same training, whose B travels twice as large, to the bit."""
-    lora = configured(alpha=6).lora
-    assert (lora.unit, lora.scale(3), lora.scale(6)) == (1.0, 2.0, 1.0)
-    trained = []
-    for options in ({"alpha": 6.0}, {"scaling": 2.0}):
-        model = load(lora=options)
-        adapter, _ = model.seed_adapter(3, seed=3)
-        trainer = LocalTrainer(model, {"a": classification(16, 1)}, SETTINGS, seed=2)
-        trained.append(trainer.train(download(adapter), adapter, 0).adapter)
-    doubled = {name: LoRA(2 * lora.B, lora.A) for name, lora in trained[1].modules.items()}
-    assert bits(trained[0]) == bits(Adapter(doubled, trained[1].heads))
 
 
 # ---- the keys --------------------------------------------------------------------------------------------------------

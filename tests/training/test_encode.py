@@ -13,20 +13,12 @@ from transformers import AutoTokenizer
 
 from fedlora.data import TextData, read_instructions
 from fedlora.errors import ConfigError, DataError
-from fedlora.training.encode import IGNORED, Cut, collate, cut_of, encode
+from fedlora.training.encode import IGNORED, Cut, collate, cut_of, encode, lost_of
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader
-from support.training_data import CLS, EOS, LABELS, PAD, SEP, UNK, classification, encode_prompts, tokenizer, word
+from support.training_data import CLS, EOS, LABELS, PAD, SEP, encode_prompts, tokenizer, word
 
 pytestmark = [FUTURE_NAMES, CONV1D]
-
-
-def test_classification_is_encoded_as_the_tokenizer_does_and_cut() -> None:
-    data = TextData("classification", ("w0 w1", "w2 nonsense w3 w4"), labels=(1, 0), label_names=("no", "yes"))
-    assert encode(data, tokenizer(classifies=True), max_length=5) == [
-        {"input_ids": [CLS, word(0), word(1), SEP], "labels": 1},
-        {"input_ids": [CLS, word(2), UNK, word(3), SEP], "labels": 0, "cut": 1},
-    ]
 
 
 def test_a_pair_is_two_segments_and_the_longer_one_is_cut() -> None:
@@ -100,7 +92,7 @@ def test_a_response_that_fills_the_length_keeps_half_of_it_and_is_counted() -> N
     assert cut["input_ids"] == [*map(word, (1, 2, 3, 4)), *map(word, (5, 6, 7))]
     assert cut["labels"] == [*[IGNORED] * 4, *map(word, (5, 6, 7))] and cut["cut"] == 1 + 4
     assert whole["input_ids"][-1] == EOS and "cut" not in whole
-    assert cut_of([cut, whole]) == Cut(2, 1, 5, 1)
+    assert cut_of(map(lost_of, [cut, whole])) == Cut(2, 1, 5, 1)
 
 
 def test_what_cannot_be_encoded_is_named_by_file_and_row(tmp_path: Path) -> None:
@@ -127,10 +119,6 @@ def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt(template: str,
     (example,) = encode(data, ending, max_length=64, template=template)
     assert example["input_ids"] == [*map(word, left), word(5), EOS]
     assert encode_prompts(data, ending, max_length=64, template=template) == [[word(k) for k in left]]
-
-
-def test_no_examples_are_no_examples() -> None:
-    assert encode(classification(3, 0).select([]), tokenizer(classifies=True), max_length=8) == []
 
 
 def test_a_batch_is_padded_on_the_right_to_its_own_longest() -> None:

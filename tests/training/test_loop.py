@@ -81,15 +81,6 @@ def test_training_with_dropout_is_seeded_by_round_and_client(load: Loader) -> No
     assert distance(other_seed.adapter, first.adapter) > 1e-4
 
 
-def test_training_leaves_torchs_global_generator_alone(load: Loader) -> None:
-    model = load(**DROPOUT)
-    adapter, _ = model.seed_adapter(4, seed=0)
-    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=2, batch_size=4), seed=0)
-    before = torch.random.get_rng_state()
-    trainer.train(download(adapter), adapter, 0)
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
 # ---- the order of the data -------------------------------------------------------------------------------------------
 
 
@@ -455,6 +446,7 @@ def test_settings_that_cannot_be_are_refused_where_they_are_made() -> None:
     wrong = {
         "optimizer": "adan", "schedule": "cosin", "batch_size": 0, "lr": -1.0, "clip": math.nan, "accumulation": 0,
         "steps": -1, "epochs": 0.0, "rounds": 0, "max_length": 0, "bf16": "yes", "class_weights": "even", "rate": 1.0,
+        "weight_decay": math.inf,
     }  # fmt: skip
     for name, value in wrong.items():
         with pytest.raises(ConfigError, match=rf"^TrainSettings: {name}.*; got {value!r}"):

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from fedlora import Adapter, Client, Server, build
 from fedlora.data import TextData
-from fedlora.errors import NoGlobalModel
+from fedlora.errors import ConfigError, NoGlobalModel
 from fedlora.server.server import start
 from fedlora.simulation import RoundRecord, simulate
-from fedlora.training.encode import IGNORED, encode
+from fedlora.training.encode import IGNORED, Cut, encode
 from fedlora.training.loop import LocalTrainer
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
@@ -242,23 +242,6 @@ def test_clients_are_measured_at_their_own_rank_on_their_own_text(model: Adapted
         assert score == pytest.approx(scores[client], rel=1e-3)
 
 
-def test_the_worst_client_is_the_least_accurate_one(model: AdaptedModel) -> None:
-    """Each client answers one question of its own: with the same model for all, one is right and one is wrong."""
-    server = Server(build("fedit"))
-    state = start(server, model.seed_adapter(4, seed=0)[0])
-    answers = {}
-    for k in range(len(TEST)):
-        one = TEST.select([k])
-        score = ModelEvaluator(model, one, []).evaluate(server, state)["accuracy"]
-        answers.setdefault(score, one)
-    assert set(answers) == {0.0, 1.0}
-    own = {"right": answers[1.0], "wrong": answers[0.0]}
-    clients = [Client(name, 4) for name in own]
-    got = ModelEvaluator(model, TEST, clients, target="clients", own=own).evaluate(server, state)
-    assert got["accuracy"] == 0.5 and got["worst"] == 0.0
-    assert (got["client/right"], got["client/wrong"]) == (1.0, 0.0)
-
-
 def test_clients_are_measured_on_the_common_set_too_where_that_is_asked(model: AdaptedModel) -> None:
     """b has text of its own; on the common set it is what an evaluator that knows of no own text says."""
     server, records, _ = played(model, "glora", RANKS, rounds=1)
@@ -267,6 +250,22 @@ def test_clients_are_measured_on_the_common_set_too_where_that_is_asked(model: A
     common = both.measure_clients(server, records[-1].state, common=True)
     assert common == ModelEvaluator(model, TEST, clients).measure_clients(server, records[-1].state)
     assert both.measure_clients(server, records[-1].state)["b"] != common["b"]
+
+
+def test_a_cut_text_that_is_common_and_a_clients_own_counts_once(model: AdaptedModel) -> None:
+    """As in a run with a file for each client, whose common set is all own ones. By hand: 3 tokens are left of [CLS],
+    five words and [SEP], in both of b's texts; one text is of the common set alone, and short."""
+    own = TextData("classification", ("w1 w2 w3 w4 w5", "w5 w4 w3 w2 w1"), labels=(0, 1), label_names=LABELS)
+    short = TextData("classification", ("w1",), labels=(0,), label_names=LABELS)
+    evaluator = ModelEvaluator(model, TextData.concat([own, short]), [Client("b", 2)], own={"b": own}, max_length=3)
+    assert evaluator.cut() == {"read": Cut(3, 2, 8)}
+
+
+def test_a_text_longer_than_the_model_can_read_is_refused(model: AdaptedModel) -> None:
+    """The tiny BERT has 16 positions; among short texts, one of 20 words is 22 tokens."""
+    long = TextData("classification", ("w1", " ".join(["w1"] * 20)), labels=(0, 1), label_names=LABELS)
+    with pytest.raises(ConfigError, match=r"22 tokens, .*16 positions"):
+        ModelEvaluator(model, long, [], max_length=64)
 
 
 def test_an_empty_set_counts_nowhere(model: AdaptedModel) -> None:

@@ -12,7 +12,7 @@ from fedlora.training.metrics import (
     METRICS,
     MetricName,
     accuracy,
-    best_of,
+    by_guessing,
     find_metric,
     is_better,
     macro_f1,
@@ -76,14 +76,13 @@ def test_which_way_is_better() -> None:
     assert is_better("loss", 0.25, 0.5, by=0.125) and not is_better("loss", 0.375, 0.5, by=0.125)
 
 
-def test_best_and_worst_are_the_first_of_equals() -> None:
+def test_the_worst_is_the_first_of_equals() -> None:
     def value(item: tuple[str, Any]) -> Any:
         return item[1]
 
     items = [("a", 0.5), ("b", 0.25), ("c", 0.5), ("d", 0.25)]
-    assert best_of("accuracy", items, value) == ("a", 0.5) and worst_of("accuracy", items, value) == ("b", 0.25)
-    assert best_of("loss", items, value) == ("b", 0.25) and worst_of("loss", items, value) == ("a", 0.5)
-    assert best_of("loss", [("x", None), ("y", math.nan)], value) is None and best_of("loss", [], value) is None
+    assert worst_of("accuracy", items, value) == ("b", 0.25)
+    assert worst_of("loss", items, value) == ("a", 0.5)
     assert worst_of("loss", [("x", 0.5), ("y", math.nan), ("z", 0.75)], value)[0] == "y"  # type: ignore[index]
 
 
@@ -108,3 +107,11 @@ def test_perplexity_is_exp_of_the_mean_over_tokens() -> None:
 def test_exact_match_is_squads(answer: str, references: list[str], want: float) -> None:
     """Lower case, no punctuation, no articles, single spaces (Rajpurkar et al., 2016)."""
     assert METRICS["exact-match"].measure(answer, references) == want
+
+
+def test_guessing_by_hand() -> None:
+    """Each of K classes with probability 1 / K; nothing to guess with one class, or for other metrics."""
+    assert [by_guessing(name, 4) for name in ("matthews", "loss", "accuracy", "macro-f1")] == [
+        0.0, pytest.approx(math.log(4)), 0.25, None,
+    ]  # fmt: skip
+    assert by_guessing("accuracy", 1) is None and by_guessing("matthews", 0) == 0.0

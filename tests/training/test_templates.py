@@ -16,8 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from fedlora.data import TextData, read_instructions
 from fedlora.errors import ConfigError, DataError
+from fedlora.runs.client_data import deal
+from fedlora.runs.config import load_config
 from fedlora.training.encode import IGNORED, encode
 from fedlora.training.loop import LocalTrainer
+from fedlora.training.measure import ModelEvaluator
 from fedlora.training.settings import TrainSettings
 from fedlora.training.templates import BARE, check_template, find_template, rendered
 from support.known_warnings import CONV1D, FUTURE_NAMES
@@ -242,10 +245,32 @@ def test_a_border_in_a_text_is_refused_by_client_file_and_row(
     rows = [{"prompt": "Well?", "response": "Yes."}, {"prompt": "Well?", "response": "No."}]
     rows[1]["prompt" if role == "user" else "response"] = text
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    says = rf"^the data of client 'berlin': {file}, row 2, line 2: the {role}'s text has '{sign.replace('|', '.')}' at"
+    says = rf"^client 'berlin', {file}, row 2, line 2: the {role}'s text has '{sign.replace('|', '.')}' at"
     with pytest.raises(DataError, match=says) as error:
         LocalTrainer(model, {"berlin": read_instructions(file)}, TrainSettings(max_length=512), seed=0)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["No<|im_end|>", "\n<|im_start|>", "<|end|>No"])
+def test_a_held_out_row_is_named_by_client_file_and_row_too(
+    text: str, tmp_path: Path, load_language_model: Loader
+) -> None:
+    """In a client's own set, and in the set that is made of all clients' held-out rows."""
+    model = load_language_model()
+    model.tokenizer = letters(CHATML, special=MARKS)
+    for name in ("cork", "oslo"):
+        rows = [{"prompt": f"{name} {k}", "response": text if name == "cork" else "Yes."} for k in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(
+        'model = {path = "base", task = "causal-lm"}\n'
+        'data = {clients = {oslo = "oslo.jsonl", cork = "cork.jsonl"}, validation = 0.5, test = 0.25}'
+    )
+    dealt = deal(load_config(tmp_path / "run.toml"), None)
+    says = rf"^client 'cork', {tmp_path}/cork.jsonl, row \d, line \d: the assistant's text has '"
+    mine = {"cork": dealt.own_test["cork"]}
+    for common, own in ((dealt.validation[""], {}), (dealt.test[""], {}), (dealt.own_test["oslo"], mine)):
+        with pytest.raises(DataError, match=says):
+            ModelEvaluator(model, common, [], own=own, max_length=512)
 
 
 @pytest.mark.exhaustive  # it takes seconds to read the real tokenizer; quick: the templates above, written by hand

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from fedlora.adapters.base_names import is_path
 from fedlora.adapters.merge_report import MergeReport, Weighed
@@ -25,16 +25,8 @@ def merge_card(report: MergeReport, inputs: Sequence[tuple[str, str]], base: str
         inputs: each adapter's name and the SHA-256 of its weights. base: the base model's name. made: what the result
             is, in words. asked: the requested rank, as typed.
     """
-    columns = ["adapter", "weight", "SHA-256 of its weights"]
-    rows = [[cell(name), f"{w:.6g}", digest] for (name, digest), w in zip(inputs, report.weights, strict=True)]
-    if report.weighed is not None:
-        columns[1:2] = ["weight, as given", "counts, after the rule", "why"]
-        judged = zip(report.weighed.counts, report.weighed.why, strict=True)
-        rows = [
-            [*row[:2], f"{c:.6g}", cell(why) if why else "", row[2]] for row, (c, why) in zip(rows, judged, strict=True)
-        ]
-    worst = sorted(report.modules, key=lambda r: -r.error)[:_SHOWN]
-    errors = [[cell(r.module), str(r.full), str(r.kept), f"{r.error:.2e}"] for r in worst]
+    rows = [f"| {cell(name)} | {w:.6g} | {sha} |" for (name, sha), w in zip(inputs, report.weights, strict=True)]
+    table = "\n".join(["| adapter | weight | SHA-256 of its weights |", "| --- | --- | --- |", *rows])
     rounding = f", and writing {report.dtype} adds {report.rounding:.2e}" if report.rounding else f" ({report.dtype})"
     dropped = f"\n\nLeft out: {_names(report.dropped)}." if report.dropped else ""
     return f"""---
@@ -50,11 +42,7 @@ library_name: peft
 relative truncation error {report.error:.2e} over all modules{rounding}.
 Every module is stored at rank {report.rank}, with alpha = r: the update is B A itself.
 
-{_of_rule(report.weighed)}{_table(columns, rows)}{_others(report.module_weights)}{dropped}
-
-The modules that lost most:
-
-{_table(["module", "rank of the sum", "kept", "relative error"], errors)}
+{_of_rule(report.weighed)}{table}{dropped}
 """
 
 
@@ -80,19 +68,6 @@ def _of_rule(weighed: Weighed | None) -> str:
     )
 
 
-def _others(weights: Mapping[str, Sequence[float]]) -> str:
-    if not weights:
-        return ""
-    rows = [[cell(name), ", ".join(f"{w:.6g}" for w in each)] for name, each in list(weights.items())[:_SHOWN]]
-    rest = f"\n\nAnd {len(weights) - _SHOWN} more." if len(weights) > _SHOWN else ""
-    return f"\n\nOther weights, in the same order:\n\n{_table(['module or tensor', 'weights'], rows)}{rest}"
-
-
 def _names(names: Sequence[str]) -> str:
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(cell(name) for name in names[:_SHOWN])}{rest}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import combinations
 from typing import Any, Literal, get_args
@@ -13,16 +13,17 @@ from typing import Any, Literal, get_args
 import torch
 
 from fedlora.adapters.base_names import Base, check_same_base, public_name
+from fedlora.adapters.heads import labels_by
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import Combined, combine
-from fedlora.adapters.uploads import FILE, check_uploads, read_facts
+from fedlora.adapters.uploads import FILE, check_one_each, read_facts
 from fedlora.adapters.writer import AdapterSpec, spec_of
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 
 Missing = Literal["renormalise", "zero"]  # how a module averages over adapters that lack it
-_LARGEST, _SMALLEST = 1e12, 1e-12  # bounds on a weight, and relative to the largest: beyond these it is a typo
+_LARGEST = 1e12  # of a weight: a larger one is a typo, and sums could overflow
 _CANDIDATES = 32  # modules of one shape in one layer
 
 
@@ -35,37 +36,6 @@ class Collection:
     missing: Missing = "zero"
     notes: tuple[str, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        files: Sequence[AdapterFile],
-        weights: Sequence[float] | None = None,
-        *,
-        sum: bool = False,
-        same_base: bool = False,
-        missing: Missing | None = "zero",
-    ) -> Collection:
-        """weights: None: all count alike. sum: use them as they are. same_base: treat the base models as one, whatever
-        their names. missing: None: refuse adapters whose modules look like the others' under other names.
-
-        Raises:
-            AdapterFormatError: different bases or matrices. ConfigError: impossible weights.
-        """
-        used = used_weights(len(files), weights, sum=sum)
-        notes = check_same_base((Base.of(file.config) for file in files), declared=same_base)
-        first: dict[str, AdapterFile] = {}
-        for file in files:
-            for module, shape in file.shapes.items():
-                other = first.setdefault(module, file)
-                if other.shapes[module] != shape:
-                    raise AdapterFormatError(
-                        f"module {quoted(module)} is a matrix of {other.shapes[module]} in {other.directory} and of "
-                        f"{shape} in {file.directory}: different models."
-                    )
-        if missing is None:
-            _check_names(files)
-        return cls(files, used, missing or "zero", tuple(notes))
-
     @cached_property
     def modules(self) -> Sequence[str]:
         """Every module that any of them has."""
@@ -75,23 +45,18 @@ class Collection:
         """The type that holds all their factors."""
         return reduce(torch.promote_types, (file.dtype() for file in self.files))
 
-    def weights_of(self, module: str) -> tuple[float, ...]:
-        """Each adapter's weight in a module's sum; 0 for those that lack it.
+    def combined(self, module: str, dtype: torch.dtype | None = None) -> Combined:
+        """One module of the weighted sum. Scales go into the weights, so that 16-bit factors are not rounded again.
 
         Raises:
             ConfigError: `missing` is "renormalise", and the adapters that have it have weight 0.
         """
-        held = tuple(w if module in file.ranks else 0.0 for file, w in zip(self.files, self.weights, strict=True))
-        total = math.fsum(held) if self.missing == "renormalise" else 1.0
+        held = [(f, w) for f, w in zip(self.files, self.weights, strict=True) if module in f.ranks]
+        total = math.fsum(w for _, w in held) if self.missing == "renormalise" else 1.0
         if not total:
             raise ConfigError(f"module {quoted(module)} is only in adapters of weight 0.")
-        return tuple(w / total for w in held)
-
-    def combined(self, module: str, dtype: torch.dtype | None = None) -> Combined:
-        """One module of the weighted sum. Scales go into the weights, so that 16-bit factors are not rounded again."""
-        held = [(f, w) for f, w in zip(self.files, self.weights_of(module), strict=True) if module in f.ranks]
         loras, scales = zip(*(file.unscaled(module) for file, _ in held), strict=True)
-        return combine(module, loras, [w * scale for (_, w), scale in zip(held, scales, strict=True)], dtype)
+        return combine(module, loras, [w / total * scale for (_, w), scale in zip(held, scales, strict=True)], dtype)
 
     def spec(self, heads: bool) -> AdapterSpec:
         """The first adapter's spec, with the base's public name and all saved modules."""
@@ -115,7 +80,12 @@ def collected(
     same_base: bool = False,
     max_bytes: int | None = None,
 ) -> Collection:
-    """The adapters and weights, checked to belong together. Arguments as in `merge`."""
+    """The adapters and weights, checked to belong together. Arguments as in `merge`.
+
+    Raises:
+        AdapterFormatError: an adapter cannot be read; different bases, matrices or classes; without `missing`, modules
+            that look like the others' under other names. ConfigError: impossible weights.
+    """
     one_of("--missing", missing, get_args(Missing))
     one_of("--weights-from", weights_from, ("num_examples",))
     if weights is not None and weights_from is not None:
@@ -123,17 +93,28 @@ def collected(
     if not adapters:
         raise AdapterFormatError("at least 1 adapter is needed; got 0.")
     files = [AdapterFile(directory, max_bytes=max_bytes) for directory in adapters]
-    said = check_uploads([file.directory for file in files], counted=weights_from is not None, labels=heads != "drop")
+    facts = [read_facts(file.directory) for file in files]
     if weights_from is not None:
-        weights = _examples_of(files)
-    known: Any = missing
-    given = Collection.of(files, weights, sum=sum, same_base=same_base, missing=known)
-    idle = [str(file.directory) for file, weight in zip(files, given.weights, strict=True) if not weight]
-    if idle:
+        if lacking := [str(file.directory) for file, one in zip(files, facts, strict=True) if not one.there]:
+            raise AdapterFormatError(
+                f"{lacking[0]} has no {FILE}, so its number of examples is unknown ({len(lacking)} of {len(files)} "
+                f"have none): give --weights instead."
+            )
+        check_one_each(one.client for one in facts)
+        weights = [one.examples for one in facts]
+    used = used_weights(len(files), weights, sum=sum)
+    notes = check_same_base((Base.of(file.config) for file in files), declared=same_base)
+    _check_shapes(files)
+    if missing is None:
+        _check_names(files)
+    labels_by(files, heads)  # refused now, not after the sum
+    if len(rounds := {one.round for one in facts if one.round is not None}) > 1:
+        notes.append(f"the uploads belong to different rounds: {', '.join(map(str, sorted(rounds)[:8]))}")
+    if idle := [str(file.directory) for file, weight in zip(files, used, strict=True) if not weight]:
         more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
         names = ", ".join(quoted(name, 80) for name in idle[:8])
-        said.append(f"weight 0, so not part of the result: {names}{more}")
-    return replace(given, notes=(*said, *given.notes))
+        notes.append(f"weight 0, so not part of the result: {names}{more}")
+    return Collection(files, used, "renormalise" if missing == "renormalise" else "zero", tuple(notes))
 
 
 def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: bool = False) -> tuple[float, ...]:
@@ -143,8 +124,7 @@ def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: boo
         weights: one each; None: all equal. sum: weights may be negative.
 
     Raises:
-        ConfigError: wrong number of weights; one is not a finite number, or absurdly small beside the others, or
-            negative in a mean.
+        ConfigError: wrong number of weights; one is no number of up to 1e12, or negative in a mean; all are zero.
 
     Example:
         >>> used_weights(2, [1, 3]), used_weights(2, [1, -1], sum=True)
@@ -159,25 +139,22 @@ def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: boo
         raise ConfigError(
             f"weights of a mean cannot be negative; got {list(given)}. --sum (sum=True) uses them as they are."
         )
-    sizes = [abs(w) for w in given if w]
-    if not sizes or min(sizes) < _SMALLEST * max(1.0, *sizes):
-        raise ConfigError(
-            f"weights must not all be zero, and none may be below {_SMALLEST:g} or that small beside the largest; got "
-            f"{list(given)}. Give an adapter that does not count weight 0."
-        )
+    if not any(given):
+        raise ConfigError("weights must not all be zero.")
     total = 1.0 if sum else math.fsum(given)
     return tuple(w / total for w in given)
 
 
-def _examples_of(files: Sequence[AdapterFile]) -> list[float]:
-    facts = [read_facts(file.directory) for file in files]
-    lacking = [str(one.directory) for one in facts if not one.there]
-    if lacking:
-        raise AdapterFormatError(
-            f"{lacking[0]} has no {FILE}, so its number of examples is unknown ({len(lacking)} of {len(files)} "
-            f"have none): give --weights instead."
-        )
-    return [one.examples for one in facts]
+def _check_shapes(files: Sequence[AdapterFile]) -> None:
+    first: dict[str, AdapterFile] = {}
+    for file in files:
+        for module, shape in file.shapes.items():
+            other = first.setdefault(module, file)
+            if other.shapes[module] != shape:
+                raise AdapterFormatError(
+                    f"module {quoted(module)} is a matrix of {other.shapes[module]} in {other.directory} and of "
+                    f"{shape} in {file.directory}: different models."
+                )
 
 
 def _check_names(files: Sequence[AdapterFile]) -> None:
@@ -185,8 +162,9 @@ def _check_names(files: Sequence[AdapterFile]) -> None:
     other's under longer names: a wrapper or another class of model has renamed them, and each would count twice."""
     unlike = list({file.modules: file for file in files}.values())
     for one, other in combinations(unlike, 2):
-        alike = _alike(one, other)
-        if len(alike) * 2 > min(len(one.modules), len(other.modules)):
+        mine, theirs = ([m for m in a.modules if m not in b.ranks] for a, b in ((one, other), (other, one)))
+        alike = _alike(one, mine, other, theirs)
+        if len(alike) * 2 > min(len(mine), len(theirs)):
             first, second = alike[0]
             raise AdapterFormatError(
                 f"{one.directory} and {other.directory} name the same modules differently, {quoted(first, 80)} and "
@@ -196,21 +174,19 @@ def _check_names(files: Sequence[AdapterFile]) -> None:
     _check_common(unlike)
 
 
-def _alike(one: AdapterFile, other: AdapterFile) -> list[tuple[str, str]]:
-    """Pairs of modules, each in only one of the two, of one shape, whose names are equal but for added segments."""
+def _alike(one: AdapterFile, mine: Sequence[str], other: AdapterFile, theirs: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of these modules, one of each, of one shape, whose names are equal but for added segments."""
 
     def form(file: AdapterFile, module: str) -> tuple[Any, ...]:
         return file.shapes[module], tuple(part for part in module.split(".") if part.isdigit())
 
     by_form: dict[tuple[Any, ...], list[str]] = {}
-    for module in other.modules:
-        if module not in one.ranks:
-            by_form.setdefault(form(other, module), []).append(module)
+    for module in theirs:
+        by_form.setdefault(form(other, module), []).append(module)
     found = []
-    for module in one.modules:
-        if module not in other.ranks:
-            near = by_form.get(form(one, module), [])[:_CANDIDATES]
-            found += [(module, match) for match in near if _is_longer(module, match) or _is_longer(match, module)][:1]
+    for module in mine:
+        near = by_form.get(form(one, module), [])[:_CANDIDATES]
+        found += [(module, match) for match in near if _is_longer(module, match) or _is_longer(match, module)][:1]
     return found
 
 

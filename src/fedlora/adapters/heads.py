@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import narrowed
-from fedlora.adapters.untrusted_files import FLOATS
+from fedlora.adapters.uploads import labels_of
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError
 from fedlora.linalg import weighted_mean
@@ -29,59 +29,71 @@ _WAYS = "--heads first takes the first adapter's, --heads drop leaves out all sa
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """A result's tensors of saved modules. left: names that the rule leaves out. rounding: name -> relative change from
-    writing it in its dtype, where not zero."""
+    """A result's tensors of saved modules. left: names that the rule leaves out. rounding: the largest relative change
+    of a tensor from writing it in its dtype."""
 
     tensors: Mapping[str, Tensor]
     left: tuple[str, ...]
-    rounding: Mapping[str, float]
+    rounding: float
 
 
 def heads_by(
     files: Sequence[AdapterFile], weights: Sequence[float], rule: str, dtype: torch.dtype | None = None
 ) -> Heads:
-    """The tensors of saved modules by a `HeadRule`. dtype: of the result; None: their own, or the wider one.
+    """The tensors of saved modules by a `HeadRule`, summed in float64. dtype: of the result; None: their own, or the
+    wider one.
 
     Raises:
         AdapterFormatError: an adapter lacks a tensor that others trained, or has another shape of it; or the weights do
             not add up to 1, which has no meaning for whole weights.
     """
     every = tuple(dict.fromkeys(path for file in files for path in file.heads))
-    if rule == "drop":
-        return Heads({}, every, {})
-    if rule == "first":
+    if rule != "average":
         files, weights = files[:1], [1.0]
-    found, rounding = {}, {}
-    for path in every if rule == "average" else files[0].heads:
-        lacks = next((file for file in files if path not in file.heads), None)
-        if lacks is not None:
-            raise AdapterFormatError(
-                f"{lacks.directory} has no {quoted(path)}, which others trained in full, and its value in the base "
-                f"model is unknown here. {_WAYS}"
-            )
-        if not math.isclose(math.fsum(weights), 1, rel_tol=1e-9):
-            raise AdapterFormatError(
-                f"{quoted(path)} was trained in full and is no update, so weights that add up to "
-                f"{math.fsum(weights):g} have no meaning for it. {_WAYS}"
-            )
-        shapes = {str(file.directory): file.stored_head(path).shape for file in files}
-        if len(set(shapes.values())) > 1:
-            raise AdapterFormatError(
-                f"{quoted(path)} has different shapes, so there is no mean: {quoted(shapes, 400)}. {_WAYS}"
-            )
-        stored = reduce(torch.promote_types, (FLOATS[file.stored_head(path).dtype] for file in files))
-        wide = torch.promote_types(torch.promote_types(stored, dtype or stored), torch.float32)
-        tensors = [file.head(path).to(wide) for file in files]
-        same = all(torch.equal(t, tensors[0]) for t in tensors[1:])
-        mean = tensors[0] if same else weighted_mean(tensors, weights)
-        found[path] = narrowed(mean, dtype or stored, f"tensor {quoted(path)}")
-        if moved := _moved(mean, found[path]):
-            rounding[path] = moved
+    found, rounding = {}, 0.0
+    for path in {"average": every, "first": files[0].heads, "drop": ()}[rule]:
+        _check(path, files, weights)
+        tensors = [file.head(path) for file in files]
+        mean = weighted_mean([tensor.double() for tensor in tensors], weights)
+        own = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        found[path] = narrowed(mean, dtype or own, f"tensor {quoted(path)}")
+        size = float(torch.linalg.vector_norm(mean)) or 1.0
+        rounding = max(rounding, float(torch.linalg.vector_norm(found[path].double() - mean)) / size)
     return Heads(found, tuple(path for path in every if path not in found), rounding)
 
 
-def _moved(before: Tensor, after: Tensor) -> float:
-    """The relative change when a tensor is cast to another type."""
-    wide = before.double()
-    size = float(torch.linalg.vector_norm(wide))
-    return float(torch.linalg.vector_norm(after.double() - wide)) / size if size else 0.0
+def labels_by(files: Sequence[AdapterFile], rule: str) -> tuple[str, ...]:
+    """The class names of the result's heads, in order, if a file names them.
+
+    Raises:
+        AdapterFormatError: adapters whose heads would be averaged number their classes differently.
+    """
+    files = {"average": files, "first": files[:1], "drop": ()}[rule]
+    said = [(file.directory, names) for file in files if file.heads and (names := labels_of(file.directory))]
+    for other, names in said:
+        if names != said[0][1]:
+            raise AdapterFormatError(
+                f"{said[0][0]} and {other} number their classes differently, {quoted(list(said[0][1]))} and "
+                f"{quoted(list(names))}, so a mean of their heads would mix classes. {_WAYS}"
+            )
+    return said[0][1] if said else ()
+
+
+def _check(path: str, files: Sequence[AdapterFile], weights: Sequence[float]) -> None:
+    """Raise `AdapterFormatError` if these have no mean of one saved tensor."""
+    for file in files:
+        if path not in file.heads:
+            raise AdapterFormatError(
+                f"{file.directory} has no {quoted(path)}, which others trained in full, and its value in the base "
+                f"model is unknown here. {_WAYS}"
+            )
+    if not math.isclose(math.fsum(weights), 1, rel_tol=1e-9):
+        raise AdapterFormatError(
+            f"{quoted(path)} was trained in full and is no update, so weights that add up to "
+            f"{math.fsum(weights):g} have no meaning for it. {_WAYS}"
+        )
+    shapes = {str(file.directory): file.stored_head(path).shape for file in files}
+    if len(set(shapes.values())) > 1:
+        raise AdapterFormatError(
+            f"{quoted(path)} has different shapes, so there is no mean: {quoted(shapes, 400)}. {_WAYS}"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -38,14 +37,13 @@ class Weighed:
 class MergeReport:
     """What a merge or a resize did.
 
-    out: the folder; written: False after a dry run. weights: each adapter's, as used; module_weights: for modules and
-    heads whose weights differ from those. beside: the result's tensors of saved modules. rank: the result's r, which
-    every module has. dtype: the result's. error: relative truncation error; rounding: relative error from writing in
-    `dtype`; both over all modules. beside_rounding: the largest such error among the heads, each
-    relative to its own size: these are whole weights, and how much training changed them is unknown here. modules: one
-    by one. lacking: modules that some adapter lacks. dropped: heads that `--heads` left out. bytes, bytes_before: size
-    of the result's tensors and of the adapters'. weighed: the robust rule's part (`--defence`); `weights` are
-    those before it, and `error` refers to the rule's mean.
+    out: the folder; written: False after a dry run. weights: each adapter's, as used. beside: the result's tensors of
+    saved modules. rank: the result's r, which every module has. dtype: the result's. error: relative truncation error;
+    rounding: relative error from writing in `dtype`; both over all modules. beside_rounding: the largest such error
+    among the saved modules, each relative to its own size: these are whole weights, and how much training changed them
+    is unknown here. modules: one by one. lacking: modules that some adapter lacks. dropped: heads that `--heads` left
+    out. bytes, bytes_before: size of the result's tensors and of the adapters'. weighed: the robust rule's part
+    (`--defence`); `weights` are those before it, and `error` refers to the rule's mean.
 
     Example:
         >>> report = resize("adapter", "of-rank-2", rank=2, dry_run=True)
@@ -57,7 +55,6 @@ class MergeReport:
     written: bool
     adapters: tuple[str, ...]
     weights: tuple[float, ...]
-    module_weights: Mapping[str, tuple[float, ...]]
     beside: tuple[str, ...]
     rank: int
     dtype: str

@@ -1,23 +1,37 @@
 """Merge adapter folders into one, or change an adapter's rank: the Python functions behind the commands.
 
 Four steps: `collected` says whether the adapters belong together, `Collection.combined` sums each module exactly, its
-`cut` keeps the requested rank, and `write_result` narrows, checks, reports and writes.
+`cut` keeps the requested rank, and `write_result` checks, reports and writes, also what a method made of them. The
+result is held in memory until then, so that nothing is written unless everything is right.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from fedlora.adapters.collection import Collection, Missing, collected
-from fedlora.adapters.heads import HeadRule
-from fedlora.adapters.merge_report import MergeReport
-from fedlora.adapters.merge_result import Progress, Wanted, cut_parts, write_result
+import torch
+
+from fedlora.adapters.card import merge_card
+from fedlora.adapters.collection import Collection, Missing, collected, one_of
+from fedlora.adapters.heads import HeadRule, heads_by, labels_by
+from fedlora.adapters.merge_report import MergeReport, ModuleReport, Weighed
 from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.truncation import RankRule, name_of, narrowed_pair, overall, parse_type
+from fedlora.adapters.uploads import write_labels
+from fedlora.adapters.writer import ADAPTER_FOLDER, fill_adapter, pad_rank
+from fedlora.core.folders import check_target, replacing_folder
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 from fedlora.linalg.own_modes import own_modes
+
+Progress = Callable[[Sequence[str], str], Iterable[str]]  # (steps, activity) -> the steps
+Part = tuple[LoRA, ModuleReport]  # one module of a result
 
 
 @own_modes()
@@ -104,5 +118,141 @@ def resize(
     """
     wanted = Wanted(Path(out), rank, "first", dtype, max_error, dry_run, force, padded=True)
     wanted.check([adapter])
-    given = Collection.of([AdapterFile(adapter, max_bytes=max_bytes)])
+    given = collected([adapter], heads="first", max_bytes=max_bytes)
     return write_result(given, wanted, cut_parts(given, wanted, progress), "The update B A", "the adapter's update")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The desired result, however it is made. Fields as in `merge`. padded: every module gets the requested rank."""
+
+    out: Path
+    rank: str | int = "exact"
+    heads: str = "average"
+    dtype: str | None = None
+    max_error: float | None = None
+    dry_run: bool = False
+    force: bool = False
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        RankRule.parse(self.rank)
+        one_of("--heads", self.heads, get_args(HeadRule))
+        if self.dtype is not None:
+            parse_type(self.dtype)
+        if self.max_error is not None and not 0 <= self.max_error < math.inf:
+            raise ConfigError(f"--max-error must be a number from 0; got {self.max_error}.")
+
+    def check(self, inputs: Sequence[str | os.PathLike[str]]) -> None:
+        """Raise `ConfigError` if the result may not be written; call it before long work."""
+        check_target(self.out, force=self.force, kind=ADAPTER_FOLDER, inputs=inputs)
+
+    @property
+    def rule(self) -> RankRule:
+        return RankRule.parse(self.rank)
+
+    def type_for(self, given: Collection, *, wide: bool = False) -> torch.dtype:
+        """The result's type. wide: of its numbers before they are narrowed, at least float32."""
+        dtype = parse_type(self.dtype) if self.dtype else given.dtype()
+        return torch.promote_types(dtype, torch.float32) if wide else dtype
+
+
+def cut_parts(given: Collection, wanted: Wanted, progress: Progress | None = None) -> dict[str, Part]:
+    """Module -> its cut sum in the result's type, and its report."""
+    wide, dtype = wanted.type_for(given, wide=True), wanted.type_for(given)
+    steps = progress(given.modules, "merging") if progress else given.modules
+    return {name: in_type(given.combined(name, wide).cut(wanted.rule), dtype) for name in steps}
+
+
+def in_type(part: Part, dtype: torch.dtype) -> Part:
+    """The pair in the result's type, of rank 1 at least, and what rounding to it costs."""
+    lora, report = part
+    pair, moved = narrowed_pair(pad_rank(lora, 1), dtype, report.module)
+    return pair, replace(report, rounding=moved / report.norm if report.norm else 0.0)
+
+
+def write_result(
+    given: Collection,
+    wanted: Wanted,
+    parts: Mapping[str, Part],
+    made: str,
+    of: str,
+    *,
+    weighed: Weighed | None = None,
+    notes: Sequence[str] = (),
+) -> MergeReport:
+    """Check and write a result, whoever made its parts; return the report.
+
+    Args:
+        parts: in the result's type. made: what the result is, in words, for its card. of: what errors are relative to.
+        weighed: the robust rule's part. notes: for the user, more of them.
+    """
+    dtype, reports = wanted.type_for(given), tuple(report for _, report in parts.values())
+    heads = heads_by(given.files, given.weights, wanted.heads, dtype if wanted.dtype else None)
+    error, rounding = (overall(reports, [getattr(r, what) for r in reports]) for what in ("error", "rounding"))
+    _check_error(wanted, of, error, rounding, dtype)
+    rank, remark = _rank(wanted, reports)
+    said = [*notes, *given.notes, *remark, *_zeros(given, reports)]
+    labels = labels_by(given.files, wanted.heads)
+    if labels and not any(tensor.ndim == 2 and len(tensor) == len(labels) for tensor in heads.tensors.values()):
+        said.append(f"{len(labels)} class names, but no saved module has as many rows: the result has no labels.json")
+        labels = ()
+    adapter = Adapter({name: pad_rank(lora, rank) for name, (lora, _) in parts.items()}, heads.tensors)
+    report = MergeReport(
+        out=str(wanted.out), written=not wanted.dry_run, adapters=tuple(str(file.directory) for file in given.files),
+        weights=given.weights, beside=tuple(heads.tensors), rank=rank, dtype=name_of(dtype), error=error,
+        rounding=rounding, beside_rounding=heads.rounding, modules=reports,
+        lacking=tuple(r.module for r in reports if any(r.module not in file.ranks for file in given.files)),
+        dropped=heads.left, warnings=tuple(said), bytes=sum(tensor.nbytes for tensor in adapter.tensors()),
+        bytes_before=sum(stored.size for file in given.files for stored in file.stored.values()), weighed=weighed,
+    )  # fmt: skip
+    if not wanted.dry_run:
+        spec = given.spec(heads=bool(heads.tensors))
+        inputs = [(file.directory.resolve().name, file.sha256()) for file in given.files]
+        card = merge_card(report, inputs, spec.base_model, made, str(wanted.rank))
+        sources = [file.directory for file in given.files]
+        with replacing_folder(wanted.out, force=wanted.force, kind=ADAPTER_FOLDER, inputs=sources) as building:
+            fill_adapter(building, adapter, spec, card)
+            if labels:
+                write_labels(building, labels)
+    return report
+
+
+def _check_error(wanted: Wanted, of: str, cut: float, rounding: float, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` if the update's loss exceeds --max-error, naming its parts and how to reduce each."""
+    most, lost = wanted.max_error, math.hypot(cut, rounding)
+    if most is not None and not lost <= most:
+        wider = "float32" if dtype.itemsize < 4 else "float64"
+        raise ConfigError(
+            f"the result is off {of} by {lost:.2g} of its size ({cut:.2g} by the cut to rank {wanted.rank}, or by "
+            f"terms that nearly cancel; {rounding:.2g} by writing {name_of(dtype)}): more than --max-error {most:g}; "
+            f"nothing was written. A higher rank cuts less, --rank exact nothing; --dtype {wider} rounds less."
+        )
+
+
+def _rank(wanted: Wanted, reports: Sequence[ModuleReport]) -> tuple[int, list[str]]:
+    """The rank to which all modules are padded, and a note if it is not the one asked for."""
+    own, rule = max(1, *(report.kept for report in reports)), wanted.rule
+    if rule.kind != "rank" or rule.value <= own:
+        return own, []
+    if wanted.padded:
+        return int(rule.value), [
+            f"rank {rule.value:.0f} is more than the update has ({own}): the additional slots are zero in both "
+            f"factors; they change nothing and cannot train"
+        ]
+    return own, [f"you asked for rank {rule.value:.0f}, but the update has only {own}: nothing is cut"]
+
+
+def _zeros(given: Collection, reports: Sequence[ModuleReport]) -> list[str]:
+    """Notes on updates that are zero: of an adapter, which only shrinks a mean, or of the result."""
+    idle = [file for file in given.files if not any(_some_update(file, module) for module in file.modules)]
+    notes = [f"the update of {quoted(str(file.directory), 80)} is zero in every module, yet it counts" for file in idle]
+    if any(report.norm for report in reports):
+        return notes if len(given.files) > 1 else []
+    every = len(idle) == len(given.files)
+    return [*notes, "the update is zero, and so is the result" if every else "the updates cancel: the result is zero"]
+
+
+def _some_update(file: AdapterFile, module: str) -> bool:
+    B, A = file.unscaled(module)[0].factors
+    return bool(B.any()) and bool(A.any())

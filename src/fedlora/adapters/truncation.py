@@ -22,14 +22,12 @@ from fedlora.adapters.merge_report import ModuleReport
 from fedlora.core.lora import LoRA, stack
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError, HyperparameterError, ShapeError
-from fedlora.linalg import unit_roundoff
+from fedlora.linalg import Components, Term, unit_roundoff
 
 TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _FLOAT64 = 8 * 2.0**-52  # bound on a sum's error relative to its terms; we measured up to 5 roundings
 _TOLD = 1e-9  # relative errors of a sum below this are not reported
-# The Gram matrix squares the condition. Up to this one of unit columns, Q is orthonormal to 1e-10.
-_CONDITION = 1e3
-_PANEL, _STRIP = 512, 64  # rows in float64 at a time, which stay in a core's cache; columns of a Gram matrix
+_PANEL = 512  # rows at a time
 
 
 @dataclass(frozen=True)
@@ -74,46 +72,34 @@ class RankRule:
 
 @dataclass(frozen=True, eq=False)
 class Combined:
-    """One module's weighted sum, before truncation: Q_B O diag(s) W^T Q_A^T with orthonormal O and W, all in float64.
+    """One module's weighted sum in energy order, before truncation.
 
-    stacked: the sum of the inputs' ranks. s: descending. lost: a bound on what summing has lost, absolute; 0 if that
-    cannot be seen in the result.
+    stacked: the sum of the inputs' ranks. full: how many components the result's type can hold beside the largest.
+    lost: a bound on what summing has lost, absolute; 0 if that cannot be seen in the result.
     """
 
     module: str
     stacked: int
-    s: tuple[float, ...]
+    full: int
     lost: float
-    _left: _Side
-    _right: _Side
-    _O: Tensor
-    _W: Tensor
+    components: Components
 
     def cut(self, rule: RankRule = RankRule("exact")) -> tuple[LoRA, ModuleReport]:
-        """The best pair of the rank that the rule keeps, with sqrt(s) on both sides, and its report."""
-        unit = self.s[0] if self.s else 1.0
-        energy = [(x / unit) ** 2 for x in self.s]  # unscaled squares would underflow or overflow
+        """The best pair of the rank that the rule keeps, float64, with sqrt(s) on both sides, and its report."""
+        s = self.components.s[: self.full].tolist()
+        unit = s[0] if s else 1.0
+        energy = [(x / unit) ** 2 for x in s]  # unscaled squares would underflow or overflow
         total = math.fsum(energy)
         kept = rule.keep(energy)
         error = math.sqrt(math.fsum(energy[kept:]) / total) if total else 0.0
         error = math.hypot(error, self.lost / (math.sqrt(total) * unit)) if total else error
-        root = torch.tensor(self.s[:kept], dtype=torch.float64).sqrt()
-        B, A = self._left.times(self._O[:, :kept] * root), self._right.times(self._W[:, :kept] * root)
-        if kept:  # the largest entry of each column is positive, so that equal sums are stored as equal files
-            sign = torch.where(B.amax(dim=0) >= -B.amin(dim=0), 1.0, -1.0).double()
-            B, A = B * sign, A * sign
-        norm = math.sqrt(total) * unit
-        report = ModuleReport(self.module, self.stacked, len(self.s), kept, error, norm, self.s)
-        return LoRA(B, A.mT), report
+        report = ModuleReport(self.module, self.stacked, self.full, kept, error, math.sqrt(total) * unit, tuple(s))
+        return LoRA(*self.components.pair(kept)), report
 
 
 def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: torch.dtype | None = None) -> Combined:
-    """The weighted sum of updates in energy order.
-
-    The stacked factors stay as they are stored; weights, products and the result are float64, so that nothing rounds
-    before the result is written:
-
-        [B_1 B_2 ..] = Q_B R_B,   [A_1; A_2; ..]^T = Q_A R_A,   R_B diag(w) R_A^T = O diag(s) W^T
+    """The weighted sum of updates in energy order. The factors stay as they are stored; weights, products and the
+    result are float64, so that nothing rounds before the result is written.
 
     Args:
         loras: of one matrix, any ranks and types. weights: one each; they need not sum to 1. dtype: the result's, which
@@ -126,62 +112,20 @@ def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: t
     shapes = sorted({(len(B), A.shape[1]) for B, A in pairs})
     if len(shapes) > 1:
         raise ShapeError(f"module {quoted(name)}: the updates belong to different matrices, {shapes}.")
-    wide = reduce(torch.promote_types, [t.dtype for pair in pairs for t in pair], torch.float32)
-    left = _side(torch.cat([B.to(wide) for B, _ in pairs], dim=1))
-    right = _side(torch.cat([A.to(wide) for _, A in pairs]).mT)
-    scales = [w for lora, w in zip(loras, weights, strict=True) for _ in range(lora.rank)]
-    w = torch.tensor(scales, dtype=torch.float64)
-    core = (left.R * w) @ right.R.mT
-    if not bool(torch.isfinite(core).all()):
+    try:
+        made = Components.of([Term(B, A, w, 0.0) for (B, A), w in zip(pairs, weights, strict=True)])
+    except OverflowError as error:
         raise AdapterFormatError(
             f"module {quoted(name)}: the sum of its updates overflows float64. Training does not produce such weights: "
             f"a file is damaged, or a scaling is wrong."
-        )
-    O, s, Wh = torch.linalg.svd(core, full_matrices=False)
-    largest = float(s[0]) or 1.0  # squares of tiny numbers are zero
-    size, terms = (float(torch.linalg.vector_norm(x / largest)) for x in (s, left.sizes * w * right.sizes))
-    tail = max(0.25 * unit_roundoff(dtype or wide) * size, _FLOAT64 * terms)
-    left_out = (s / largest).square().flip(0).cumsum(0).flip(0).sqrt()  # by a cut before each component
-    keep = int((left_out > tail).sum())
+        ) from error
+    largest = float(made.s[:1].sum()) or 1.0  # squares of tiny numbers are zero
+    size, terms = float(torch.linalg.vector_norm(made.s / largest)), made.terms / largest
+    wide = dtype or reduce(torch.promote_types, [t.dtype for pair in pairs for t in pair], torch.float32)
+    tail = max(0.25 * unit_roundoff(wide) * size, _FLOAT64 * terms)
+    left_out = (made.s / largest).square().flip(0).cumsum(0).flip(0).sqrt()  # by a cut before each component
     lost = _FLOAT64 * terms * largest if _FLOAT64 * terms > _TOLD * size else 0.0
-    return Combined(name, len(w), tuple(s[:keep].tolist()), lost, left, right, O, Wh.mT)
-
-
-@dataclass(frozen=True, eq=False)
-class _Side:
-    """One side of the stacked factors, X (d, n) = Q R. R (k, n), float64. sizes (n,): the columns' norms. Q is
-    `tall`, or tall @ small, which is never formed."""
-
-    R: Tensor
-    sizes: Tensor
-    tall: Tensor
-    small: Tensor | None
-
-    def times(self, Y: Tensor) -> Tensor:
-        """Q @ Y (d, l), in float64."""
-        inner = Y if self.small is None else self.small @ Y
-        return torch.cat([panel.double() @ inner for panel in torch.split(self.tall, _PANEL)])
-
-
-def _side(X: Tensor) -> _Side:
-    """Q and R by Cholesky of the Gram matrix, which reads X once and never forms Q; where that loses digits, or X is
-    float64, which would show it, by Householder."""
-    if X.dtype != torch.float64 and X.shape[1] <= X.shape[0]:
-        G = torch.zeros(X.shape[1], X.shape[1], dtype=torch.float64)
-        for panel in torch.split(X, _PANEL):
-            P = panel.double()
-            for at in range(0, len(G), _STRIP):  # its lower triangle: half of the work
-                G[at:, at : at + _STRIP].addmm_(P[:, at:].mT, P[:, at : at + _STRIP])
-        sizes = G.diagonal().sqrt()
-        unit = sizes + (sizes == 0)  # a padded slot, both here and in R
-        G = (G.tril() + G.tril(-1).mT) / unit / unit[:, None]
-        G.diagonal().fill_(1.0)
-        R, failed = torch.linalg.cholesky_ex(G, upper=True)
-        inverse = torch.linalg.solve_triangular(R, torch.eye(len(R)).to(R), upper=True)
-        if not failed and float(torch.linalg.matrix_norm(inverse)) <= _CONDITION:
-            return _Side(R * sizes, sizes, X, inverse / unit[:, None])
-    Q, R = torch.linalg.qr(X.double())
-    return _Side(R, torch.linalg.vector_norm(R, dim=0), Q, None)
+    return Combined(name, sum(lora.rank for lora in loras), int((left_out > tail).sum()), lost, made)
 
 
 def against_mean(lora: LoRA, report: ModuleReport, mean: tuple[LoRA, ModuleReport]) -> tuple[LoRA, ModuleReport]:
@@ -228,10 +172,21 @@ def narrowed_pair(lora: LoRA, dtype: torch.dtype, module: str) -> tuple[LoRA, fl
     if torch.promote_types(dtype, B.dtype) == dtype:
         return stored, 0.0
     units = [2.0 ** math.frexp(float(t.abs().max()))[1] for t in (B, A)]  # squares of tiny numbers are zero
-    B, A, new_B, new_A = (t.double() / u for t, u in zip((B, A, *stored.factors), units * 2, strict=True))
-    left, right = torch.cat([new_B - B, B], dim=1), torch.cat([new_A, new_A - A])
-    square = float(((left.mT @ left) * (right @ right.mT)).sum())  # dB and dA are no part of B and A: nothing cancels
+    new_B, new_A = stored.factors
+    left = _gram_beside_change(B, new_B, B, units[0])
+    right = _gram_beside_change(A.mT, new_A.mT, new_A.mT, units[1]).roll((len(A), len(A)), dims=(0, 1))
+    square = float((left * right).sum(dtype=torch.float64))
     return stored, math.sqrt(max(square, 0.0)) * units[0] * units[1]
+
+
+def _gram_beside_change(old: Tensor, new: Tensor, kept: Tensor, unit: float) -> Tensor:
+    """The Gram matrix (2 k, 2 k) of [new - old, kept] / unit, all (d, k). In float32: the change is no part of what is
+    kept, so nothing cancels. By panels, which stay in a core's cache."""
+    G = torch.zeros(2 * old.shape[1], 2 * old.shape[1], dtype=torch.float32)
+    for a, b, c in zip(*(torch.split(X, _PANEL) for X in (old, new, kept)), strict=True):
+        X = torch.cat([b.double() - a, c], dim=1).div_(unit).float()
+        G.addmm_(X.mT, X)
+    return G
 
 
 def overall(reports: Sequence[ModuleReport], errors: Sequence[float]) -> float:

@@ -55,7 +55,7 @@ class TensorFile:
         most = max_bytes or _MAX_BYTES
         self.path, self._real = path, _real(path)
         try:
-            with opened(self._real, links=False) as file:
+            with self._reading() as file:
                 self.size = file.seek(0, 2)
                 if self.size > most:
                     raise AdapterFormatError(
@@ -77,11 +77,9 @@ class TensorFile:
             if len(header) != raw.count(_ENTRY):
                 raise ValueError("a tensor occurs twice")
             self.tensors: Mapping[str, Stored] = ReadOnly(header)
-        except OSError as error:
-            raise AdapterFormatError(f"{path} cannot be read: {error.strerror or error}.") from error
+        except AdapterFormatError:
+            raise
         except (ValueError, TypeError, AttributeError, LookupError, OverflowError, SafetensorError) as error:
-            if isinstance(error, AdapterFormatError):
-                raise
             raise AdapterFormatError(f"{path} is damaged: its header cannot be read: {shown(error)}.") from error
 
     def tensor(self, name: str) -> Tensor:
@@ -111,12 +109,12 @@ class TensorFile:
 
     def _piece(self, file: BufferedReader, stored: Stored, at: int, size: int) -> Tensor:
         if not size:
-            return torch.empty(0, dtype=_type(stored.dtype))
+            return torch.empty(0, dtype=FLOATS[stored.dtype])
         content = bytearray(size)
         file.seek(stored.begin + at)
         if file.readinto(content) != size:
             raise AdapterFormatError(f"{self.path} has changed while being read.")
-        return torch.frombuffer(content, dtype=_type(stored.dtype))
+        return torch.frombuffer(content, dtype=FLOATS[stored.dtype])
 
 
 def json_object(path: Path, most: int = _JSON) -> dict[str, Any]:
@@ -129,9 +127,9 @@ def json_object(path: Path, most: int = _JSON) -> dict[str, Any]:
         found = parse_json(read_given(_real(path), most), depth=_DEPTH, values=_VALUES)
     except OSError as error:
         raise AdapterFormatError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except AdapterFormatError:
+        raise
     except ValueError as error:
-        if isinstance(error, AdapterFormatError):
-            raise
         raise AdapterFormatError(f"{path} is not JSON: {error}.") from error
     if not isinstance(found, dict):
         raise AdapterFormatError(f"{path} is not JSON: it holds no JSON object.")
@@ -160,13 +158,6 @@ def _stored(entry: dict[str, Any], data: int) -> Any:
         return entry
     begin, end = entry["data_offsets"]
     return Stored(str(entry["dtype"]), tuple(entry["shape"]), data + begin, end - begin)
-
-
-def _type(name: str) -> torch.dtype:
-    found = FLOATS.get(name)
-    if found is None:
-        raise AdapterFormatError(f"fedlora does not read tensors of type {shown(name, 20)}.")
-    return found
 
 
 def _real(path: Path) -> Path:

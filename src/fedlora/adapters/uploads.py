@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedlora.adapters.base_names import Base, check_same_base
 from fedlora.adapters.reader import AdapterFile
@@ -34,13 +33,11 @@ _MOST_EXAMPLES = 1e15  # keeps sums over any number of clients finite and accura
 @dataclass(frozen=True)
 class Facts:
     """The contents of an adapter's upload.json. client, examples: without the file, the adapter's own path and 1, and
-    `there` is False. round: from 1. labels: the classes, in order. Missing facts are None."""
+    `there` is False. round: from 1; None if it is not said."""
 
-    directory: Path
     client: str
     examples: float = 1
     round: int | None = None
-    labels: tuple[str, ...] | None = None
     there: bool = True
 
 
@@ -53,26 +50,20 @@ def read_facts(directory: Path) -> Facts:
     """
     path = directory / FILE
     if not os.path.lexists(path):
-        return Facts(directory, str(directory), there=False)
+        return Facts(str(directory), there=False)
     said = json_object(path)
-
-    def known(key: str, fits: Callable[[Any], bool], what: str) -> Any:
-        found = said.get(key)
-        if found is not None and not fits(found):
-            raise AdapterFormatError(f"{path}: {key} is {what}; got {quoted(found)}.")
-        return found
-
-    client, examples = said.get("client"), said.get("num_examples")
-    if not isinstance(client, str) or isinstance(examples, bool) or not isinstance(examples, int | float):
-        raise AdapterFormatError(f"{path} must name its client (client) and its number of examples (num_examples).")
-    known("client", lambda v: 0 < len(v) <= _LONGEST_NAME and v.isprintable(),
-          f"a name of up to {_LONGEST_NAME} letters on one line")  # fmt: skip
-    known("num_examples", lambda v: 0 <= v <= _MOST_EXAMPLES, f"a number from 0 to {_MOST_EXAMPLES:g}")
-    number = known("round", lambda v: type(v) is int and 1 <= v < 2**31, "a whole number from 1")
-    labels = known(
-        "label_names", lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v), "a list of texts"
-    )
-    return Facts(directory, client, examples, number, None if labels is None else tuple(labels))
+    client, examples, number = said.get("client"), said.get("num_examples"), said.get("round")
+    if not (isinstance(client, str) and 0 < len(client) <= _LONGEST_NAME and client.isprintable()):
+        raise AdapterFormatError(
+            f"{path}: client is a name of up to {_LONGEST_NAME} letters on one line; got {quoted(client)}."
+        )
+    if isinstance(examples, bool) or not isinstance(examples, int | float) or not 0 <= examples <= _MOST_EXAMPLES:
+        raise AdapterFormatError(
+            f"{path}: num_examples is a number from 0 to {_MOST_EXAMPLES:g}; got {quoted(examples)}."
+        )
+    if not (number is None or (type(number) is int and 1 <= number < 2**31)):
+        raise AdapterFormatError(f"{path}: round is a whole number from 1; got {quoted(number)}.")
+    return Facts(client, examples, number)
 
 
 def write_upload(
@@ -115,88 +106,36 @@ def read_uploads(
         upload = Upload(Client(facts.client, adapter.ranks), facts.examples, adapter)
         checked_examples(upload)
         uploads.append(upload)
-    twice = repeated(upload.client.id for upload in uploads)
-    if twice:
-        raise AdapterFormatError(
-            f"two of the adapters belong to client {quoted(twice[0])}: give one per client, all of one round."
-        )
+    check_one_each(upload.client.id for upload in uploads)
     return uploads, spec_of(given[0].config, 1.0)
 
 
-def check_uploads(directories: Sequence[Path], *, counted: bool, labels: bool = True) -> list[str]:
-    """Notes for the user about uploads that are merged. Only stated facts are compared.
-
-    Args:
-        counted: their examples are their weights. labels: classes matter, because trained heads are merged.
-
-    Raises:
-        AdapterFormatError: facts conflict: different classes or class order, or, where examples count, two uploads from
-            one client.
-    """
-    said = [facts for directory in directories if (facts := read_facts(directory)).there]
-    notes = _of_labels(said, labels) + _of_clients(said, counted)
-    rounds = {one.client: one.round for one in said if one.round is not None}
-    if len(set(rounds.values())) > 1:
-        told = ", ".join(f"{quoted(name, 80)} {number}" for name, number in list(rounds.items())[:4])
-        notes.append(f"the uploads belong to different rounds: {told}{', ...' if len(rounds) > 4 else ''}")
-    return notes
+def check_one_each(clients: Iterable[str]) -> None:
+    """Raise `AdapterFormatError` if two adapters belong to one client, which would count twice."""
+    for twice in repeated(clients)[:1]:
+        raise AdapterFormatError(
+            f"two of the adapters belong to client {quoted(twice)}, which would count twice: give one per client, all "
+            f"of one round."
+        )
 
 
 def labels_of(directory: Path) -> tuple[str, ...]:
-    """The class names, in order, from labels.json or upload.json; empty if no file names them.
+    """The class names, in order, from labels.json; empty if there is none.
 
     Raises:
-        AdapterFormatError: a file has them in another form.
+        AdapterFormatError: the file has them in another form.
     """
-    where: Path = directory / LABELS_FILE
-    found: Any
-    if os.path.lexists(where):
-        found = json_object(where).get("id2label")
-        if isinstance(found, dict) and set(found) == {str(k) for k in range(len(found))}:
-            found = [found[str(k)] for k in range(len(found))]
-        else:
-            found = None
-    else:
-        where, found = directory / FILE, list(read_facts(directory).labels or ())
-    if not isinstance(found, list) or not all(isinstance(n, str) for n in found) or len(set(found)) < len(found):
+    where = directory / LABELS_FILE
+    if not os.path.lexists(where):
+        return ()
+    found = json_object(where).get("id2label")
+    names = [found.get(str(k)) for k in range(len(found))] if isinstance(found, dict) else [None]
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise AdapterFormatError(f"{where} must give classes 0, 1, 2, ... distinct names; got {quoted(found)}.")
-    return tuple(found)
+    return tuple(map(str, names))
 
 
 def write_labels(folder: Path, labels: Sequence[str]) -> None:
     """Write labels.json for these classes."""
     facts = {"num_labels": len(labels), "id2label": dict(enumerate(labels))}
     files.write(folder / LABELS_FILE, json.dumps(facts, indent=2) + "\n")
-
-
-# -------------------------------------------------------------------------------------------------------------- inside
-
-
-def _of_labels(said: Sequence[Facts], matter: bool) -> list[str]:
-    known = [one for one in said if one.labels is not None]
-    other = next((one for one in known if one.labels != known[0].labels), None)
-    if other is None:
-        return []
-    mine, theirs = (quoted(list(one.labels or ())) for one in (known[0], other))
-    both = f"{known[0].directory} has {mine} and {other.directory} {theirs}"
-    if not matter:
-        return [f"the uploads' classes differ ({both}); their heads are left out"]
-    raise AdapterFormatError(
-        f"the uploads number their classes differently, so a mean would mix them: label_names of {both} in {FILE}. "
-        f"Train with the same classes at every site; --heads drop merges the rest."
-    )
-
-
-def _of_clients(said: Sequence[Facts], counted: bool) -> list[str]:
-    """Notes on several uploads from one client; raises if their examples count."""
-    notes = []
-    by_client: dict[str, list[Facts]] = {}
-    for one in said:
-        by_client.setdefault(one.client, []).append(one)
-    for client, uploads in by_client.items():
-        if len(uploads) > 1:
-            both = f"{uploads[0].directory} and {uploads[1].directory} both belong to client {quoted(client, 80)}"
-            if counted:
-                raise AdapterFormatError(f"{both}: its examples would count twice. Give one per client, or --weights.")
-            notes.append(f"{both}: it counts {len(uploads)} times")
-    return notes

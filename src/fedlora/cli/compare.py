@@ -1,8 +1,4 @@
-"""`fedlora compare`: several methods on one configuration over several seeds, with intervals of their differences.
-
-compare_runs.py   the runs and their results           tuning.py   the --tune option
-scores.py         the tables, also for `fedlora experiment table`
-"""
+"""`fedlora compare`: several methods on one config, as an experiment of one axis. Its work is in compare_runs.py."""
 
 from __future__ import annotations
 
@@ -37,6 +33,9 @@ def compare(
     metric: Annotated[
         str | None, typer.Option(help="the score to compare (default: 'test, best', at the best validation round)")
     ] = None,
+    margin: Annotated[
+        float | None, typer.Option(help="a difference that does not matter: then each difference gets a verdict")
+    ] = None,
     set: Sets = None,
     out: Annotated[Path | None, typer.Option(help="folder of the runs (default: runs/<config name>-compare)")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue the comparison in the folder")] = False,
@@ -45,9 +44,7 @@ def compare(
     json: JsonAlias = False,
 ) -> None:
     """Run several methods on the same clients, data and seeds: means and paired intervals."""
-    from fedlora.cli.compare_runs import compare_all  # imports torch, which `--help` does not need
+    from fedlora.cli.compare_runs import Asked, compare_all  # imports torch, which `--help` does not need
 
-    compare_all(
-        config, methods, seeds, workers, tune, tune_seeds, reference, metric, set or [], out, resume, data_root,
-        chosen(format, json),
-    )  # fmt: skip
+    asked = Asked(methods, seeds, tune, tune_seeds, reference, metric, margin)
+    compare_all(config, set or [], asked, workers, out, resume, data_root, chosen(format, json))

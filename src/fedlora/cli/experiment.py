@@ -1,13 +1,11 @@
 """`fedlora experiment`: grids of runs, and their results. This file holds the commands' texts and options, no torch.
 
-experiment_project.py   a command's folders and files
-experiment_runs.py      run, retry, status            experiment_costs.py    run --plan
-experiment_clusters.py  sbatch, run --on
-experiment_shown.py     table, plot
+experiment_runs.py   run, tune, status            experiment_shown.py   table, plot
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -24,10 +22,11 @@ ProfileName = Annotated[
 ]
 Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
 Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
-Work = Annotated[Path, typer.Option("--work", help="where run folders and failures go")]
+WorkFolder = Annotated[Path, typer.Option("--work", help="where run folders and failures go")]
 Seeds = Annotated[str | None, typer.Option(help="only these seeds: 0:8 (eight of them), 0,3,5 or 7")]
 DataRoot = Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")]
 Only = Annotated[str | None, typer.Option(help='only these labels of axes: "task=SST-2,method=GLoRA,method=FedIT"')]
+Again = Annotated[bool, typer.Option("--again", help="first forget the failures of these runs, and try them again")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 EXPERIMENTS, RESULTS, WORK = map(Path, ("experiments", "results", "runs/experiments"))
 
@@ -36,7 +35,43 @@ class Machines(StrEnum):
     """Where runs go on."""
 
     here = "here"
+    slurm = "slurm"
     ray = "ray"
+
+
+On = Annotated[Machines, typer.Option(help="this machine, an array job on Slurm, or a Ray cluster that runs already")]
+Address = Annotated[str | None, typer.Option(help="of the Ray cluster (default: RAY_ADDRESS, or here)")]
+Gpus = Annotated[int | None, typer.Option(min=0, help="GPUs of a run on Slurm, or on Ray (default there: 1 if it has)")]
+Memory = Annotated[str | None, typer.Option(help="memory of a run on Slurm or Ray: 16G")]
+Time = Annotated[str | None, typer.Option(help="the time limit of a run on Slurm, as it takes it: 04:00:00")]
+Options = Annotated[list[str] | None, typer.Option("--option", help="a further option of sbatch: --partition=gpu")]
+NoWait = Annotated[
+    bool, typer.Option("--no-wait", help="on Slurm: submit and return; one more job calls this command when they end")
+]
+
+
+@dataclass(frozen=True)
+class Project:
+    """The folders of a command. experiments: of the files. results: of the lines. work: of runs and failures."""
+
+    experiments: Path
+    results: Path
+    work: Path
+    data_root: Path | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs go on, as typed."""
+
+    on: Machines
+    workers: str
+    address: str | None
+    gpus: int | None
+    memory: str | None
+    time: str | None
+    options: list[str]
+    no_wait: bool
 
 
 app = typer.Typer(help="Grids of runs from experiments/*.toml, and their results.", no_args_is_help=True)
@@ -48,66 +83,62 @@ def run(
     profile: ProfileName = "mini",
     seeds: Seeds = None,
     only: Only = None,
-    shard: Annotated[str | None, typer.Option(metavar="I/N", help="only the I-th of N parts of the runs")] = None,
+    again: Again = False,
     workers: Annotated[str, WorkersHelp] = "1",
     data_root: DataRoot = None,
     plan: Annotated[bool, typer.Option("--plan", help="show what would run, and run nothing")] = False,
     measure: Annotated[
-        bool, typer.Option("--measure", help="time a few steps of each kind of run on this device, for --plan's hours")
+        bool, typer.Option("--measure", help="for --plan: two trial rounds of each kind of run give bytes and hours")
     ] = False,
-    price: Annotated[float | None, typer.Option(min=0, help="of an hour of one process, for --plan's costs")] = None,
-    on: Annotated[Machines, typer.Option(help="this machine, or a Ray cluster that runs already")] = Machines.here,
-    address: Annotated[str | None, typer.Option(help="of the Ray cluster (default: RAY_ADDRESS, or here)")] = None,
-    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of a run on Ray (default: 1 if it has GPUs)")] = None,
-    memory: Annotated[str | None, typer.Option(help="memory of a run on Ray: 16G")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="of an hour of one process, for --measure")] = None,
+    on: On = Machines.here,
+    address: Address = None,
+    gpus: Gpus = None,
+    memory: Memory = None,
+    time: Time = None,
+    option: Options = None,
+    no_wait: NoWait = False,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
-    work: Work = WORK,
+    work: WorkFolder = WORK,
 ) -> None:
-    """Run what is missing: finished runs are skipped, interrupted ones resumed, failures kept apart."""
-    from fedlora.cli.experiment_clusters import cluster
-    from fedlora.cli.experiment_project import Project
-    from fedlora.cli.experiment_runs import run_missing
+    """Run what is missing, first the search. Finished runs are skipped, interrupted ones resumed."""
+    from fedlora.cli.experiment_runs import run_missing, show_plan
 
-    there = cluster(on, address, gpus, memory, workers)
-    project = Project(experiments, results, work, data_root=data_root)
-    run_missing(project, names, profile, seeds, workers, plan, measure, price, only=only, shard=shard, cluster=there)
+    project = Project(experiments, results, work, data_root)
+    if plan or measure or price is not None:
+        show_plan(project, names, profile, seeds, only, measure, price)
+        return
+    place = Place(on, workers, address, gpus, memory, time, option or [], no_wait)
+    run_missing(project, names, profile, seeds, only, again, place)
 
 
 @app.command()
-def sbatch(
+def tune(
     names: Names,
-    time: Annotated[str, typer.Option(help="the time limit of a task, as Slurm takes it: 04:00:00")],
-    shards: Annotated[int, typer.Option(min=1, help="number of tasks, each with a part of the runs")] = 1,
-    gpus: Annotated[int, typer.Option(min=0, help="GPUs of a task")] = 0,
-    memory: Annotated[str | None, typer.Option(help="memory of a task, as Slurm takes it: 16G")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="a further option of sbatch: --partition=gpu")] = None,
-    out: Annotated[Path | None, typer.Option(help="the script (default: WORK/slurm/NAME-PROFILE.sh)")] = None,
     profile: ProfileName = "mini",
-    seeds: Seeds = None,
     only: Only = None,
+    again: Again = False,
     workers: Annotated[str, WorkersHelp] = "1",
     data_root: DataRoot = None,
+    on: On = Machines.here,
+    address: Address = None,
+    gpus: Gpus = None,
+    memory: Memory = None,
+    time: Time = None,
+    option: Options = None,
+    no_wait: NoWait = False,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
-    work: Work = WORK,
+    work: WorkFolder = WORK,
 ) -> None:
-    """Write a script for Slurm: an array of tasks, first for the search, then for the runs that count.
+    """The search alone, and what it chooses; `run` does the rest."""
+    from fedlora.cli.experiment_runs import run_missing
 
-    All folders must be shared by the nodes. A task whose node dies, or whose time ends, is queued again and resumes."""
-    from fedlora.cli.experiment_clusters import write_script
-    from fedlora.cli.experiment_project import Project
-
-    project = Project(experiments, results, work, data_root=data_root)
-    write_script(project, names, profile, seeds, only, workers, shards, time, gpus, memory, option or [], out)
-
-
-@app.command()
-def retry(results: Results = RESULTS, work: Work = WORK) -> None:
-    """Forget failures, so that the next `run` tries those runs again."""
-    from fedlora.cli.experiment_runs import forget_failures
-
-    forget_failures(results, work)
+    place = Place(on, workers, address, gpus, memory, time, option or [], no_wait)
+    run_missing(
+        Project(experiments, results, work, data_root), names, profile, None, only, again, place, stages=("search",)
+    )
 
 
 @app.command()
@@ -117,14 +148,13 @@ def status(
     only: Only = None,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
-    work: Work = WORK,
+    work: WorkFolder = WORK,
     json: AsJson = False,
 ) -> None:
-    """How many runs are finished, failed and still to do."""
-    from fedlora.cli.experiment_project import Project
+    """How many runs are finished, failed and still to do, and why they failed."""
     from fedlora.cli.experiment_runs import show_status
 
-    show_status(Project(experiments, results, work), names, profile, json, only=only)
+    show_status(Project(experiments, results, work), names, profile, only, json)
 
 
 @app.command()
@@ -132,18 +162,19 @@ def table(
     name: Name,
     profile: ProfileName = "mini",
     metric: Annotated[str | None, typer.Option(help='as "test, best" or "rounds to 0.92"')] = None,
+    margin: Annotated[
+        float | None, typer.Option(help="a difference that does not matter: then each difference gets a verdict")
+    ] = None,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
-    work: Work = WORK,
+    work: WorkFolder = WORK,
     format: FormatOption = Format.table,
     json: JsonAlias = False,
-    out: Annotated[Path | None, typer.Option(help="write this file instead")] = None,
 ) -> None:
-    """The paper's table with our numbers, means and spreads over seeds, paired differences with 95 % intervals."""
-    from fedlora.cli.experiment_project import Project
+    """The paper's table with our numbers, means over seeds, paired differences with 95 % intervals, costs."""
     from fedlora.cli.experiment_shown import show_table
 
-    show_table(Project(experiments, results, work), name, profile, metric, chosen(format, json), out)
+    show_table(Project(experiments, results, work), name, profile, metric, margin, chosen(format, json))
 
 
 @app.command()
@@ -153,10 +184,9 @@ def plot(
     profile: ProfileName = "mini",
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
-    work: Work = WORK,
+    work: WorkFolder = WORK,
 ) -> None:
-    """Curves over rounds, or dots of runs evaluated once."""
-    from fedlora.cli.experiment_project import Project
+    """Curves over rounds, differences with intervals, scores by an axis of numbers, or by category."""
     from fedlora.cli.experiment_shown import draw
 
     draw(Project(experiments, results, work), name, profile, out)

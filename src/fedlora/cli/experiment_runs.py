@@ -1,154 +1,166 @@
-"""`fedlora experiment run | retry | status`: run what is missing, and count the runs."""
+"""`fedlora experiment run | tune | status`: run what is missing, count the runs, and say what they will cost."""
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from fedlora.cli.batches import Cluster, run_stages, worker_count
-from fedlora.cli.experiment_costs import show_plan
-from fedlora.cli.experiment_project import Project
-from fedlora.cli.grid_parts import parse_only, parse_seeds, parse_shard
+from fedlora.cli.batches import watched
+from fedlora.cli.experiment import Machines, Place, Project
+from fedlora.cli.formats import Format, show
+from fedlora.cli.grid_parts import parse_only, parse_seeds
 from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, print_json
-from fedlora.errors import ConfigError, counted, said_by
-from fedlora.experiments.checks import problems
-from fedlora.experiments.costs import Workloads
-from fedlora.experiments.grid import Grid
-from fedlora.experiments.lost import dead_ends, lost_lines, lost_of
-from fedlora.experiments.places import Places
-from fedlora.experiments.plan import PlannedRun
-from fedlora.experiments.runnable import check_number, other_files
-from fedlora.experiments.spec import Experiment
-from fedlora.experiments.store import forget_failed
-from fedlora.runs.quiet import quiet_libraries
+from fedlora.errors import ConfigError, counted
+from fedlora.experiments.drive import Start, Store, drive
+from fedlora.experiments.grid import Grid, Stage
+from fedlora.experiments.here import here, worker_count
+from fedlora.experiments.ray_tasks import ray_tasks
+from fedlora.experiments.slurm import Asked, forget, slurm
+from fedlora.experiments.spec import Experiment, load_experiment, names_in
+from fedlora.experiments.work import Work
+
+
+def named(project: Project, name: str) -> Experiment:
+    """NAME.toml in the folder, or a path. Raises `ConfigError` if there is none; the message lists the names."""
+    path = Path(name) if name.endswith(".toml") else project.experiments / f"{name}.toml"
+    if not path.is_file():
+        known = ", ".join(names_in(project.experiments)) or "none"
+        raise ConfigError(f"there is no experiment {path}; in {project.experiments} there are: {known}.")
+    return load_experiment(path)
+
+
+def kept(project: Project, experiment: Experiment) -> Store:
+    """Where the experiment's runs and results are."""
+    return Store(project.results / f"{experiment.name}.jsonl", Work(project.work, project.data_root))
+
+
+def grids(project: Project, names: Sequence[str], profile: str, seeds: str | None, only: str | None) -> list[Grid]:
+    """The experiments with these seeds and labels alone. Raises `ConfigError`."""
+    wanted = None if seeds is None else parse_seeds(seeds, "--seeds")
+    loaded = [named(project, name) for name in names]
+    return [Grid(one, profile, {} if only is None else parse_only(only, one.axes), wanted) for one in loaded]
 
 
 def run_missing(
-    project: Project, names: Sequence[str], profile: str, seeds: str | None, workers: str, plan: bool, measure: bool,
-    price: float | None, *, only: str | None = None, shard: str | None = None, cluster: Cluster | None = None,
-) -> None:  # fmt: skip
+    project: Project,
+    names: Sequence[str],
+    profile: str,
+    seeds: str | None,
+    only: str | None,
+    again: bool,
+    place: Place,
+    stages: Sequence[Stage] = ("search", "run"),
+) -> None:
     """Run what is missing; `fedlora experiment run --help` explains each argument."""
-    places = project.places
-    grids = [places.grid(one, profile) for one in chosen(project, names, profile, seeds, only)]
-    if (measure or price is not None) and not plan:
-        raise ConfigError("--measure and --price are for --plan, which runs nothing: give it too, or leave them out.")
-    if plan and shard is not None:
-        raise ConfigError("--plan counts the runs of all shards; leave --shard out.")
-    quiet_libraries()
-    mine = (lambda run: True) if shard is None else parse_shard(shard)
-    count = Workloads(places.data_root)
-    wrong: list[str] = []
-    for k, grid in enumerate(grids):
-        grids[k], faults = grid.without_faults()
-        wrong += [*faults, *said_by(partial(check_number, grids[k]))]
-    todo = [run for grid in grids for run in grid.missing]
-    later = [run for grid in grids for run in grid.waiting if run.digest not in grid.results]
-    at_once = worker_count(workers, todo)
-    here = at_once if cluster is None else None
-    wrong += problems([run for run in [*todo, *later] if mine(run)], places, here, count)
-    if plan:
-        show_plan(grids, count, wrong, measure=measure, price=price)
-        return
-    _tell_wrong(wrong)
-    places.check_writable()
-    notes.warn(*other_files(todo, grids[0].results))
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's end is like Ctrl-C
-    try:
-        for grid in grids:
-            run_stages(
-                grid, places, workers, again=lambda grid, _: places.again(grid), cluster=cluster,
-                wanted=lambda run: mine(run) and not places.failure(run).exists(),
-            )  # fmt: skip
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    broken = 0
-    for grid in map(places.again, grids):
-        if shard is not None:
-            broken += _tell_shard(grid, places, shard, mine)
-            continue
-        notes.warn(*lost_lines(grid))
-        broken += sum(len(one.seeds) for one in lost_of(grid) if one.why) + len(dead_ends(grid))
-    if broken:
-        said = f"{counted(broken, 'run')} failed; see {places.work / 'failures'}. Mend the cause, then: fedlora "
-        complain(f"{said}experiment retry --work {places.work}, and run again.")
+    chosen = grids(project, names, profile, seeds, only)
+    _check(chosen)
+    failed = 0
+    for grid in chosen:
+        store = kept(project, grid.experiment)
+        start = starter(place, store.work, grid)
+        with store.held(), watched(grid.experiment.name, store.work) as watch:
+            if again:
+                store.forget(grid)
+                forget(store.work, grid.name, [*grid.searches, *store.progress(grid).runs])
+            ended = drive(grid, store, start, watch, stages)
+        progress = store.progress(grid)
+        failed += sum(digest not in progress.lines for digest in ended)
+        if not place.no_wait:
+            failed += sum("failed" in line for _, line in progress.used)
+            notes.warn(*progress.notes() if stages[-1] == "run" else _choices(grid, store))
+    if failed:
+        complain(
+            f"{counted(failed, 'run')} failed; see {project.work / 'failures'}. Mend the cause, and call this again."
+        )
         raise typer.Exit(NOT_WHOLE)
 
 
-def _tell_shard(grid: Grid, places: Places, shard: str, mine: Callable[[PlannedRun], bool]) -> int:
-    """Print what a shard left, and what others have to do; returns how many runs of the shard failed."""
-    left, waiting_for = grid.missing, len(grid.waiting)
-    failed = [run for run in [*left, *grid.searches] if mine(run) and places.failure(run).exists()]
-    others = sum(not mine(run) for run in left)
-    notes.warn(*(f"{run.label} failed" for run in failed))
-    notes.print(
-        f"{grid.experiment.name}, shard {shard}: done; {counted(others, 'run')} of other shards to do"
-        + (
-            f"; {counted(waiting_for, 'run')} wait for the search, which decides their shards: when all shards have "
-            f"ended, call each one's command again"
-            if waiting_for
-            else ""
-        )
-    )
-    return len({run.digest for run in failed})
+def starter(place: Place, work: Work, grid: Grid) -> Start:
+    """What makes the runs. Raises `ConfigError` for options of another place."""
+    of = {"address": "ray", "gpus": "slurm or ray", "memory": "slurm or ray", "time": "slurm", "options": "slurm",
+          "no_wait": "slurm"}  # fmt: skip
+    for name, where in of.items():
+        if getattr(place, name) and place.on not in where.split(" or "):
+            raise ConfigError(f"--{name.rstrip('s').replace('_', '-')} is for --on {where}; leave it out.")
+    if place.on == Machines.here:
+        return lambda runs: here(runs, work, worker_count(place.workers, runs))
+    if place.workers != "1":
+        raise ConfigError("--workers are processes of this machine; a cluster runs as many as it has room for.")
+    if place.on == Machines.ray:
+        return partial(ray_tasks, work=work, address=place.address, gpus=place.gpus, memory=place.memory)
+    if place.time is None:
+        raise ConfigError("--on slurm needs --time, the limit of a run: 04:00:00. A run that meets it is queued again.")
+    asked = Asked(place.time, place.gpus or 0, place.memory, place.options)
+    follow = [sys.executable, "-m", "fedlora", *sys.argv[1:]] if place.no_wait else []
+    return partial(slurm, work=work, name=grid.name, asked=asked, follow=[word for word in follow if word != "--again"])
 
 
-def chosen(
-    project: Project, names: Sequence[str], profile: str, seeds: str | None, only: str | None
-) -> list[Experiment]:
-    """The experiments with these seeds and labels alone. Raises `ConfigError`."""
-    wanted = None if seeds is None else parse_seeds(seeds, "--seeds")
-    loaded = [_of_seeds(project.named(name), profile, wanted) for name in names]
-    return loaded if only is None else [one.narrowed(profile, parse_only(only, one)) for one in loaded]
+def _check(chosen: Sequence[Grid]) -> None:
+    """Raises `ConfigError` with all that is wrong, before anything is started: each configuration is tried on a toy."""
+    found: dict[str, list[str]] = {}
+    for grid in chosen:
+        grid.check_number()
+        for cell, why in grid.faults().items():
+            found.setdefault(why, []).append(", ".join(cell))
+    lines = [f"{cells[0]}{f' and {len(cells) - 1} more' if cells[1:] else ''}: {why}" for why, cells in found.items()]
+    if len(lines) > 1:
+        notes.warn(*lines)
+        raise ConfigError(f"{len(lines)} things are wrong, each in a line above. No run was started.")
+    if lines:
+        raise ConfigError(lines[0])
 
 
-def _tell_wrong(found: Sequence[str]) -> None:
-    """Raises `ConfigError` if anything is wrong; more than one thing stands in lines before it."""
-    if len(found) == 1:
-        raise ConfigError(found[0])
-    notes.warn(*found)
-    if found:
-        raise ConfigError(f"{len(found)} things are wrong, each in a line above. No run was started.")
+def _choices(grid: Grid, store: Store) -> list[str]:
+    """What the search chose."""
+    tune, made = grid.experiment.tune, store.progress(grid).choices
+    key = "" if tune is None else tune.key
+    return [f"{', '.join(over) or 'all'}: {key} = {one.value}" for over, one in made.items()] or ["No choice yet."]
 
 
-def _of_seeds(experiment: Experiment, profile: str, only: list[int] | None) -> Experiment:
-    """The experiment with the requested seeds alone. Raises `ConfigError` for a seed that
-    the profile lacks."""
-    known = experiment.profile(profile).seeds
-    if unknown := sorted({*(only or [])} - {*known}):
-        raise ConfigError(
-            f"--seeds {unknown[0]} is not a seed of {experiment.name}, profile {profile}: it has "
-            f"{', '.join(map(str, known))}."
-        )
-    return experiment if only is None else experiment.with_seeds(profile, only)
-
-
-def forget_failures(results: Path, work: Path) -> None:
-    """Forget the failures on this machine and those stored with the results."""
-    found = sorted((work / "failures").glob("*.json"))
-    forget_failed(results, {path.stem for path in found})
-    for path in found:
-        path.unlink()
-    notes.print(f"{counted(len(found), 'failure')} forgotten")
-
-
-def show_status(
-    project: Project, names: Sequence[str], profile: str, as_json: bool, *, only: str | None = None
-) -> None:
-    """Show a row for each experiment."""
-    places = project.places
+def show_status(project: Project, names: Sequence[str], profile: str, only: str | None, as_json: bool) -> None:
+    """Show a row for each experiment, and a line for each failure."""
     shown = Table("experiment", "search", "runs", "failed", "to do", title=f"Experiments, profile {profile}")
     found: dict[str, Any] = {}
-    for experiment in chosen(project, names, profile, None, only):
-        grid = places.grid(experiment, profile)
-        failed = sum(places.failure(run).exists() for run in grid.missing)
-        notes.warn(*other_files(grid.missing, grid.results))
-        searched = [sum(run.digest in grid.results for run in grid.searches), len(grid.searches)]
-        runs, left = [len(grid.used), grid.count], grid.count - len(grid.used)
-        found[experiment.name] = {"search": searched, "runs": runs, "failed": failed, "to_do": left}
-        shown.add_row(experiment.name, *(f"{a} of {b}" for a, b in (searched, runs)), str(failed), str(left))
+    for grid in grids(project, names, profile, None, only):
+        store = kept(project, grid.experiment)
+        progress = store.progress(grid)
+        searched = [sum(run.digest in progress.lines for run in grid.searches), len(grid.searches)]
+        failures = [(run, why) for run in [*grid.searches, *progress.runs] if (why := store.work.why(run)) is not None]
+        left = progress.count - len(progress.used)
+        found[grid.experiment.name] = {
+            "search": searched, "runs": [len(progress.used), progress.count], "failed": len(failures), "to_do": left
+        }  # fmt: skip
+        counts = (f"{a} of {b}" for a, b in (searched, (len(progress.used), progress.count)))
+        shown.add_row(grid.experiment.name, *counts, str(len(failures)), str(left))
+        notes.warn(*(f"{run.label} failed: {why}" for run, why in failures))
     print_json(found) if as_json else console.print(shown)
+
+
+def show_plan(
+    project: Project, names: Sequence[str], profile: str, seeds: str | None, only: str | None, measure: bool,
+    price: float | None,
+) -> None:  # fmt: skip
+    """Show what would run, and what it costs; nothing is kept."""
+    import pandas as pd
+
+    from fedlora.experiments import cost
+    from fedlora.experiments.tables import Table as Shown
+
+    if price is not None and not measure:
+        raise ConfigError("--price is of the hours that --measure finds: give it too.")
+    chosen = grids(project, names, profile, seeds, only)
+    _check(chosen)
+    rows = []
+    for grid in chosen:
+        progress = kept(project, grid.experiment).progress(grid)
+        todo = cost.to_do(progress) if measure else []
+        trials = cost.tried(todo, project.data_root, lambda run: notes.print(f"two trial rounds of {run.label}"))
+        rows.append(cost.row_of(grid, progress, trials, price))
+        notes.warn(*dict.fromkeys(f"a trial failed: {why}" for why in trials.values() if isinstance(why, str)))
+    caption = "What would run." + (" Hours of one process, from two trial rounds here." if measure else "")
+    show([Shown(pd.DataFrame(rows), 1, [caption])], [], Format.table)

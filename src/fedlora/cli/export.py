@@ -70,8 +70,8 @@ def validate(
                 tell_remarks(remarks.get(name, ()))
     refused = [reason for reason in found.values() if reason is not None]
     if refused:
-        more = f"; and {len(refused) - 3} more, with their reasons in --json" if len(refused) > 3 else ""
-        raise typer.Exit(complain("; ".join(shown(reason, 700) for reason in refused[:3]) + more))
+        more = f" And {len(refused) - 3} more, with their reasons in --json." if len(refused) > 3 else ""
+        raise typer.Exit(complain(" ".join(shown(reason, 700) for reason in refused[:3]) + more))
 
 
 def export(
@@ -109,12 +109,11 @@ def export(
 
 
 def _merged(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: bool, json: bool) -> None:
-    from fedlora.export.merged import DTYPES, export_merged
+    from fedlora.adapters.truncation import parse_type
+    from fedlora.export.merged import export_merged
 
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
     done = export_merged(
-        file, _base_folder(base), out, DTYPES[dtype] if dtype else None,
+        file, _base_folder(base), out, parse_type(dtype) if dtype else None,
         progress=lambda steps: tracked(steps, "merging"), force=force,
     )  # fmt: skip
     if json:

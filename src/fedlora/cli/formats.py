@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,12 +14,11 @@ from rich.text import Text
 
 from fedlora.cli.screen import Table as Drawn
 from fedlora.cli.screen import console
-from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
-    from fedlora.experiments.table_forms import Table  # imports torch
+    from fedlora.experiments.tables import Table  # imports torch
 
 
 class Format(StrEnum):
@@ -39,17 +35,6 @@ FormatOption = Annotated[Format, typer.Option("--format", help="for people, docu
 JsonAlias = Annotated[bool, typer.Option("--json", help="the same as --format json")]
 
 
-@dataclass(frozen=True)
-class Printed:
-    """One result in all formats. tables and remarks: text for people; records: one CSV line each, with all digits;
-    value: for JSON."""
-
-    tables: Sequence[Table]
-    records: Sequence[Mapping[str, Any]]
-    value: Mapping[str, Any]
-    remarks: Sequence[str] = field(default=())
-
-
 def chosen(format: Format, json: bool) -> Format:
     """The format; --json is an alias. Raises `ConfigError` if both are given and differ."""
     if json and format not in (Format.table, Format.json):
@@ -57,85 +42,88 @@ def chosen(format: Format, json: bool) -> Format:
     return Format.json if json else format
 
 
-def show(printed: Printed, format: Format, out: Path | None = None) -> None:
-    """Print the result to stdout. out: write it to this file instead. Raises `ConfigError` for a format that no file
-    has."""
-    if out is not None and format is Format.table:
-        raise ConfigError(f"{out} is written in a format: give --format markdown, latex, csv or json.")
+def show(tables: Sequence[Table], remarks: Sequence[str], format: Format) -> None:
+    """Print tables, and below them what a reader must know. For programs: as JSON all of it, and as CSV the first table
+    (with the second's columns beside it, if both are of the same cells), with the remarks on stderr."""
     if format is Format.table:
-        for part in (part for table in printed.tables for part in fitting(table, console.width)):
-            console.print(_on_screen(part))
-        for remark in printed.remarks:
+        for table in tables:
+            console.print(table.notes[0])
+            console.print(_on_screen(table))
+            for note in table.notes[1:]:
+                console.print(note)
+        for remark in remarks:
             console.print(remark)
-    elif out is not None:
-        files.write(out, _text(printed, format))
-    else:
-        print(_text(printed, format), end="")
-    if format is Format.csv or out is not None:
-        for remark in printed.remarks:  # a program reads the lines, a person reads what they are about
-            print(remark, file=sys.stderr)
+    elif format is Format.markdown:
+        parts = [f"{table.notes[0]}\n\n{_markdown(table)}" for table in tables]
+        notes = [note for table in tables for note in table.notes[1:]]
+        print("\n\n".join([*parts, *dict.fromkeys([*notes, *remarks])]))
+    elif format is Format.latex:
+        parts = [_latex(table) for table in tables]
+        notes = [note for table in tables for note in table.notes]
+        print("\n".join(["\n\n".join(parts), *(f"% {note}" for note in dict.fromkeys([*notes, *remarks]))]))
+    elif format is Format.json:
+        told = [{"about": table.notes[0], "notes": table.notes[1:], "rows": _records(table)} for table in tables]
+        print(json.dumps({"tables": told, "notes": list(remarks)}, indent=2))
+    elif tables:
+        names = list(tables[0].frame.columns[: tables[0].names])
+        beside = [t.frame for t in tables[1:2] if list(t.frame.columns[: t.names]) == names and t.names == len(names)]
+        frame = (
+            tables[0].frame.merge(beside[0], "left", names, suffixes=("", " of pairs")) if beside else tables[0].frame
+        )
+        print(frame.to_csv(index=False), end="")
+        for note in dict.fromkeys([*(note for table in tables[:2] for note in table.notes), *remarks]):
+            print(note, file=sys.stderr)
 
 
-def _text(printed: Printed, format: Format) -> str:
-    """The result in a format for documents and programs."""
-    from fedlora.experiments.table_forms import latex, markdown, plain_caption
-
-    if format is Format.json:
-        return json.dumps(plain(printed.value), indent=2, sort_keys=True) + "\n"
-    if format is Format.csv:
-        return _csv(printed.records)
-    if format is Format.latex:
-        apart = "\n\n".join(map(latex, printed.tables))  # tabulars of one paragraph would stand side by side
-        return "\n".join([apart, *(f"% {remark}" for remark in printed.remarks)]) + "\n"
-    parts = [f"{plain_caption(table)}\n\n{markdown(table)}".rstrip() for table in printed.tables]
-    return "\n\n".join([*parts, *printed.remarks]) + "\n"
+def in_words(value: Any, column: str = "") -> str:
+    """A cell: four significant digits, of p two; "" for no number, and "never" for rounds that never come."""
+    if value is None or (not isinstance(value, str) and value != value) or str(value) == "<NA>":
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    if math.isinf(value):
+        return "never"
+    if column.startswith("p"):
+        return f"{value:.2g}"
+    return f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def fitting(table: Table, width: int) -> list[Table]:
-    """The table; if it is wider than `width` characters, several with part of the columns, each with the names."""
-    from fedlora.experiments.table_forms import heads
+def _cells(table: Table) -> list[list[str]]:
+    columns = list(table.frame.columns)
+    rows = table.frame.itertuples(index=False, name=None)
+    return [[in_words(value, name) for name, value in zip(columns, row, strict=True)] for row in rows]
 
-    lines = [heads(table), *table.rows]
-    widths = [max(len(line[k]) for line in lines) + len(" │ ") for k in range(len(table.columns))]
-    names = list(range(table.names))
-    parts, used = [names], 1 + sum(widths[: table.names])
-    for k in range(table.names, len(widths)):
-        if len(parts[-1]) > table.names and used + widths[k] > width:
-            parts.append(names)
-            used = 1 + sum(widths[: table.names])
-        parts[-1] = [*parts[-1], k]
-        used += widths[k]
-    captions = [table.caption, *[f"{table.caption} (continued)"] * (len(parts) - 1)]
-    return [
-        replace(table, caption=caption, columns=[lines[0][k] for k in part], over=(),
-                rows=[[row[k] for k in part] for row in table.rows],
-                marks={(row, part.index(k)): mark for (row, k), mark in table.marks.items() if k in part})
-        for caption, part in zip(captions, parts, strict=True)
-    ]  # fmt: skip
+
+def _records(table: Table) -> list[Any]:
+    rows = table.frame.astype(object).where(table.frame.notna(), None).to_dict("records")
+    return list(plain(rows))
 
 
 def _on_screen(table: Table) -> Drawn:
-    """Numbers are never folded; if even one number column does not fit beside the names, the names are folded."""
-    from fedlora.experiments.table_forms import plain_caption
-
-    drawn = Drawn(title=plain_caption(table), title_justify="left")
-    for k, column in enumerate(table.columns):
+    drawn = Drawn()
+    for k, column in enumerate(table.frame.columns):
         name = k < table.names
-        drawn.add_column(column, no_wrap=not name, overflow="fold", justify="left" if name else "right")
-    styles = {"best": "bold", "second": "underline", "": ""}
-    for k, row in enumerate(table.rows):
-        told = [cell if table.spans(k, c) else "" for c, cell in enumerate(row)]
-        drawn.add_row(*(Text(cell, styles[table.marks.get((k, c), "")]) for c, cell in enumerate(told)))
-        if table.grouped and k + 1 < len(table.rows) and table.spans(k + 1, 0):
-            drawn.add_section()
+        drawn.add_column(column, justify="left" if name else "right")
+    for row in _cells(table):
+        drawn.add_row(*map(Text, row))
     return drawn
 
 
-def _csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """A header and one line per record; a missing number is empty."""
-    text = io.StringIO()
-    columns = list(dict.fromkeys(key for record in records for key in record))
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(plain(records))
-    return text.getvalue()
+def _markdown(table: Table) -> str:
+    head = list(table.frame.columns)
+    lines = [head, ["---" if k < table.names else "--:" for k in range(len(head))], *_cells(table)]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def _latex(table: Table) -> str:
+    """A tabular, for the package booktabs."""
+    columns = "l" * table.names + "r" * (len(table.frame.columns) - table.names)
+    head, *rows = [" & ".join(map(_escaped, line)) + r" \\" for line in [table.frame.columns, *_cells(table)]]
+    return "\n".join([
+        rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"
+    ])  # fmt: skip
+
+
+def _escaped(text: str) -> str:
+    codes = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    return "".join(codes.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)

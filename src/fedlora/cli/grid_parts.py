@@ -1,13 +1,13 @@
-"""Parts of a grid as typed on the command line: `--seeds`, `--only` and `--shard`."""
+"""Parts of a grid as typed on the command line: `--seeds`, `--only` and `--tune`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
+from fedlora.cli.options import numbers
 from fedlora.errors import ConfigError
-from fedlora.experiments.plan import PlannedRun
-from fedlora.experiments.spec import Experiment
+from fedlora.experiments.spec import NOT_TO_SEARCH, Tune
 
 MOST = 10_000  # more is a typing error, and would not fit in memory
 
@@ -31,25 +31,23 @@ def parse_seeds(text: str, option: str) -> list[int]:
     return list(found)
 
 
-def parse_only(text: str, experiment: Experiment) -> dict[str, list[str]]:
+def parse_only(text: str, axes: Mapping[str, object]) -> dict[str, list[str]]:
     """Axis -> labels from "task=SST-2,method=GLoRA,method=FedIT". A label may have commas. Raises `ConfigError`."""
-    axes = "|".join(map(re.escape, experiment.axes))
     found: dict[str, list[str]] = {}
-    for part in re.split(rf",(?=\s*(?:{axes})\s*=)", text):
+    for part in re.split(rf",(?=\s*(?:{'|'.join(map(re.escape, axes))})\s*=)", text):
         axis, equals, label = (word.strip() for word in part.partition("="))
         if not (axis and equals and label):
-            raise ConfigError(
-                f"--only takes AXIS=LABEL,AXIS=LABEL; got {text!r}. Axes of {experiment.name}: "
-                f"{', '.join(experiment.axes)}."
-            )
+            raise ConfigError(f"--only takes AXIS=LABEL,AXIS=LABEL; got {text!r}. The axes are {', '.join(axes)}.")
         found.setdefault(axis, []).append(label)
     return found
 
 
-def parse_shard(text: str) -> Callable[[PlannedRun], bool]:
-    """Whether a run belongs to the shard "i/n": the i-th of n parts of all runs, by digest. Raises `ConfigError`."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    number, count = (int(word) for word in match.groups()) if match else (0, 0)
-    if not 1 <= number <= count:
-        raise ConfigError(f"--shard takes I/N with 1 <= I <= N, such as 1/4; got {text!r}.")
-    return lambda run: int(run.digest, 16) % count == number - 1
+def parse_tune(text: str, seeds: Sequence[int]) -> Tune:
+    """A search from "KEY=VALUE,VALUE,...", for each method. Raises `ConfigError`."""
+    key, _, values = text.partition("=")
+    found = numbers(values, f"--tune {key.strip() or 'KEY'}=NUMBERS (as train.lr=1e-3,3e-3,1e-2)")
+    if key.strip() in NOT_TO_SEARCH:
+        raise ConfigError(f"--tune: {key.strip()} is not a setting that can be searched.")
+    if len({*found}) < len(found):
+        raise ConfigError(f"--tune {text} names a value twice.")
+    return Tune(key=key.strip(), values=found, over=["method"], seeds=list(seeds))

@@ -34,7 +34,6 @@ Out = Annotated[
 ]
 MaxError = Annotated[float | None, typer.Option(help="refuse to write beyond this relative error")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="compute and report everything, write nothing")]
-_LISTED = 8  # the most names with other weights in the output
 
 
 def merge(
@@ -72,7 +71,6 @@ def merge(
     """Merge adapters into one: the exact weighted mean of their updates; with --rank its best approximation."""
     from fedlora.adapters import merging
     from fedlora.adapters.collection import collected
-    from fedlora.adapters.merge_result import Wanted
     from fedlora.cli.merge_method import merge_round
     from fedlora.cli.method_names import parse_defence
 
@@ -88,14 +86,14 @@ def merge(
     else:
         if sum:
             raise ConfigError("--sum is for merges without --method and --defence.")
-        wanted = Wanted(target, rank, heads, dtype, max_error, dry_run, force)
+        wanted = merging.Wanted(target, rank, heads, dtype, max_error, dry_run, force)
         wanted.check(adapters)
         given = collected(
             adapters, counts, weights_from, missing, heads=heads, same_base=same_base, max_bytes=max_bytes
         )
         chosen, label = _method(method)
         report = merge_round(given, chosen, label, wanted, rule=rule, progress=tracked)
-    show_report(report if out else replace(report, out=""), json, _of_what(method, ruled=rule is not None))
+    _show(report if out else replace(report, out=""), json, "Merged", _of_what(method, ruled=rule is not None))
 
 
 def resize(
@@ -116,7 +114,7 @@ def resize(
         adapter, _target(out, dry_run), rank=rank, dtype=dtype, max_error=max_error,
         dry_run=dry_run, force=force, max_bytes=max_bytes, progress=tracked,
     )  # fmt: skip
-    show_report(report if out else replace(report, out=""), json, None)
+    _show(report if out else replace(report, out=""), json, "Resized", "truncation error over all modules:")
 
 
 # -------------------------------------------------------------------------------------------------------- inside
@@ -132,12 +130,12 @@ def _target(out: Path | None, dry_run: bool) -> Path:
     return out or Path(tempfile.gettempdir()) / f"fedlora-{uuid.uuid4().hex}"
 
 
-def _of_what(method: str, *, ruled: bool) -> str | None:
-    """The mean that the result's error refers to, in words; None: its own modules before truncation."""
+def _of_what(method: str, *, ruled: bool) -> str:
+    """What the result's error is, in words."""
     if ruled:
         mean = "the mean that the rule weighs"
         return f"truncation error over all modules, of {mean}:" if method == "svd" else f"off {mean} by"
-    return "off the mean of the adapters by" if method != "svd" else None
+    return "truncation error over all modules:" if method == "svd" else "off the mean of the adapters by"
 
 
 def _method(text: str) -> tuple[Method[Any], str]:
@@ -150,14 +148,14 @@ def _method(text: str) -> tuple[Method[Any], str]:
     return section.build(), label
 
 
-def show_report(report: MergeReport, json: bool, of_mean: str | None) -> None:
-    """Print the modules, the assumptions, and how far off the result is. of_mean: from which mean, in words."""
+def _show(report: MergeReport, json: bool, title: str, off: str) -> None:
+    """Print the modules, the assumptions, and how far off the result is. off: what the error is, in words."""
     if json:
         print_json(plain(asdict(report)))
         return
     reports = report.modules
     if len(reports) <= 60:
-        table = Table("module", "stacked rank", "rank of the mean", "kept", "error", "spectrum", title="Merged")
+        table = Table("module", "stacked rank", "full rank", "kept", "error", "spectrum", title=title)
         for r in reports:
             values = " ".join(f"{s:.2g}" for s in r.singular_values[:4]) + (" ..." if r.full > 4 else "")
             table.add_row(cell(r.module), str(r.stacked), str(r.full), str(r.kept), f"{r.error:.1e}", values)
@@ -165,23 +163,19 @@ def show_report(report: MergeReport, json: bool, of_mean: str | None) -> None:
     tell_remarks(report.warnings)
     told = ", ".join(f"{w:.4g}" for w in report.weights)
     count = f"{len(report.adapters)} adapters, weights {told}" if len(report.adapters) > 1 else "1 adapter"
-    others = f"; others in {len(report.module_weights)} modules and tensors" if report.module_weights else ""
+    ruled = ""
     if report.weighed is not None:
         counts = ", ".join(f"{c:.4g}" for c in report.weighed.counts)
         gone = sum(c == 0 for c in report.weighed.counts)
-        others += f"; after {report.weighed.rule} their changes count {counts} ({gone} left out)"
-    console.print(f"{count}{others}")
-    for name in list(report.module_weights)[:_LISTED]:
-        console.print(f"  {shown(name)}: {', '.join(f'{w:.4g}' for w in report.module_weights[name])}")
-    if len(report.module_weights) > _LISTED:
-        console.print(f"  and {len(report.module_weights) - _LISTED} more; --json has all")
+        ruled = f"; after {report.weighed.rule} their changes count {counts} ({gone} left out)"
+    console.print(f"{count}{ruled}")
     if report.beside:
         console.print(f"{len(report.beside)} tensors of saved modules, such as {shown(report.beside[0])}")
     if report.lacking:
         console.print(f"{len(report.lacking)} modules are not in every adapter, such as {shown(report.lacking[0])}")
     if report.dropped:
         console.print(f"left out: {len(report.dropped)} tensors of saved modules, such as {shown(report.dropped[0])}")
-    console.print(f"{of_mean or 'truncation error over all modules:'} {report.error:.2e}")
+    console.print(f"{off} {report.error:.2e}")
     if report.weighed is not None:
         console.print(
             f"the mean that the rule weighs is off the plain mean of all adapters by {report.weighed.apart:.2e}"
@@ -189,10 +183,7 @@ def show_report(report: MergeReport, json: bool, of_mean: str | None) -> None:
     if report.rounding:
         console.print(f"writing {report.dtype} adds {report.rounding:.2e}")
     if report.beside_rounding:
-        console.print(
-            f"it changes saved modules by up to {report.beside_rounding:.2e} of their own size; only the "
-            f"base model tells how much of their change that is"
-        )
+        console.print(f"writing saved modules changes them by up to {report.beside_rounding:.2e} of their own size")
     to = f" to {report.out}" if report.out else ""
     where = f"{report.out}: " if report.written else f"dry run, nothing was written{to}: "
     size = f"{byte_size(report.bytes)} of {report.dtype}, from {byte_size(report.bytes_before)}"

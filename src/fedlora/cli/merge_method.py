@@ -10,7 +10,7 @@ import torch
 
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.merge_report import MergeReport, Weighed
-from fedlora.adapters.merge_result import Part, Progress, Wanted, in_type, write_result
+from fedlora.adapters.merging import Part, Progress, Wanted, in_type, write_result
 from fedlora.adapters.truncation import against_mean, combine
 from fedlora.adapters.uploads import read_facts
 from fedlora.core.lora import Adapter, LoRA, stack

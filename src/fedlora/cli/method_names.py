@@ -65,9 +65,6 @@ def parse_defence(text: str) -> Rule | None:
         section = checked(DefenceSection, {"rule": name, **values})
     except ConfigError as error:
         raise ConfigError(f"--defence {text!r} cannot be read: {_sentence(error)}") from error
-    without = [f"{key} has no effect: {why}" for key, why in section.idle() if key.split(".")[1] in values]
-    if without:
-        raise ConfigError(f"--defence {text!r}: {'; '.join(without)}. Leave it out.")
     return section.build()
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from fedlora.cli.options import AsJson
-from fedlora.cli.screen import Table, console, import_plots, plotted, print_json, red
+from fedlora.cli.screen import Table, console, print_json, red
 from fedlora.errors import ConfigError, counted
-from fedlora.runs.drawing import check_picture
 from fedlora.runs.rank_profiles import FLEXLORA_TYPES, RankProfile, RankType, brings_types, rank_counts, total_rank
 
 if TYPE_CHECKING:
@@ -78,12 +76,9 @@ def ranks(
     ranks: Annotated[str, typer.Option(help="ranks to distribute, separated by commas")] = "4,8,16,32,64",
     clients: Annotated[int, typer.Option(min=1, help="number of clients")] = 50,
     participation: Annotated[float, typer.Option(min=0.0, max=1.0, help="share of clients in a round")] = 0.5,
-    plot: Annotated[Path | None, typer.Option(help="write a picture")] = None,
     json: AsJson = False,
 ) -> None:
     """Show how many clients of which rank a profile (clients.profile) makes."""
-    if plot is not None:
-        check_picture(plot)
     chosen = {name: _counts(name, ranks, clients) for name in profile or get_args(RankProfile)}
     if json:
         print_json({name: {str(kind): n for kind, n in counts.items()} for name, counts in chosen.items()})
@@ -98,8 +93,6 @@ def ranks(
             table.add_row(name, shown, f"{total:g}", f"{total * participation:g}")
         console.print(table)
         console.print("sums over attention modules, mean over rounds", style="dim")
-    if plot is not None:
-        plotted(lambda: [import_plots().plot_ranks(chosen, plot)])
 
 
 def _facts(row: Listed) -> dict[str, Any]:

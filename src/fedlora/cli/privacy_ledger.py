@@ -19,20 +19,19 @@ def write_line(
     earlier: tuple[float | None, int | None, float],
 ) -> None:
     """Write one line: a budget (epsilon, delta), or without one an earlier training (z, T, q)."""
-    if not file.is_file() and population is None:
+    begun = file.is_file() and file.stat().st_size > 0
+    if not begun and population is None:
         raise ConfigError(
-            f"{file} does not exist. To begin a ledger with this line, name its clients: --population 'the 200 clinics "
-            f"of 2026', as privacy.population of the runs will."
+            f"{file} does not exist, or is empty. To begin a ledger with this line, name its clients: --population "
+            f"'the 200 clinics of 2026', as privacy.population of the runs will."
         )
-    whose = recompute(file).population if file.is_file() and file.stat().st_size else population
-    ledger = Ledger(file, population or whose or "")
+    ledger = Ledger(file, population or recompute(file).population)
     if budget is not None:
         delta = budget[1]
         if delta is None:
-            before = ledger.budget()
-            if before is None:
+            if not (before := ledger.read().budgets):
                 raise ConfigError("--delta is missing: a budget is an epsilon at a delta, far below 1 / clients.")
-            delta = before.delta
+            delta = before[-1].delta
         ledger.set_budget(Budget(budget[0], delta))
         return
     z, rounds, sampling = earlier
@@ -57,8 +56,8 @@ def show_ledger(file: Path, delta: float | None, as_json: bool) -> None:
         })  # fmt: skip
         return
     table = Table("run", "rounds", "of", "noise multiplier", "sampling", "clip", title="Releases")
-    for run in dict.fromkeys(charged.event.run for charged in found.events):
-        of = [charged.event for charged in found.events if charged.event.run == run]
+    for run in dict.fromkeys(event.run for event in found.events):
+        of = [event for event in found.events if event.run == run]
         table.add_row(
             cell(run), str(len(of)), str(of[-1].rounds), f"{of[-1].noise_multiplier:.4g}", f"{of[-1].sampling:g}",
             f"{of[-1].clip:g}",

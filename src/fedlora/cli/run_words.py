@@ -47,7 +47,7 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
         )
         notes.warn(
             f"of the {counts['examples']} examples of {name}, {where}, so its scores are too good. fedlora uses the "
-            f"files as they are; remove the copies from one of them, or let fedlora split one file by shares."
+            f"files as they are: remove the copies from one of them. (Copies within one file stay together.)"
         )
     if cut := manifest["cut"]:
         each = ("cut", "tokens", "responses")
@@ -79,12 +79,11 @@ def show_run(folder: RunFolder) -> None:
         console.print(_clients(s, manifest, folder.metrics()))
     title = f"{s['method']}, {counted(s['rounds'], 'round')}, {counted(s['clients'], 'client')}"
     table = Table("", "", title=title, show_header=False)
-    for rows in (_scores(s), _costs(s), _gauge(s), _rules(s)):
-        for row in rows:
-            table.add_row(*row)
+    for row in _rows(s):
+        table.add_row(*row)
     console.print(table)
     if s.get("defence"):
-        console.print(_weighed(s["defence"]))
+        console.print(_weighed(s["defence"], folder.read_json("config.json")["defence"]["rule"]))
     if s["gauge_drift"]:
         console.print(
             "gauge check: the same updates in coordinates of condition number 10; the model should stay the same"
@@ -94,7 +93,8 @@ def show_run(folder: RunFolder) -> None:
     console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json")
 
 
-def _scores(s: Mapping[str, Any]) -> Rows:
+def _rows(s: Mapping[str, Any]) -> Rows:
+    """What a run came to, and what it cost."""
     metric = s["metric"]
     if s.get("attack"):
         yield red("under attack"), red(in_words(s["attack"], s["clients"]))
@@ -112,9 +112,6 @@ def _scores(s: Mapping[str, Any]) -> Rows:
         yield "because of", s["stopped_early"]["why"]
     if s["clients_at_end"]:
         yield "worst client's own readout", worst_client(s["clients_at_end"], metric)
-
-
-def _costs(s: Mapping[str, Any]) -> Rows:
     if s["bytes"]:  # a private run does not report it
         up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
         yield "sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}"
@@ -122,23 +119,32 @@ def _costs(s: Mapping[str, Any]) -> Rows:
         yield "seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items())
     if s["server_rank"] is not None:
         yield "rank of the server's update", f"{s['server_rank']:.1f} (mean over modules)"
-
-
-def _gauge(s: Mapping[str, Any]) -> Rows:
     if s["padded_error"] is not None:
         of = "plain mean, which this server does not compute" if s.get("defence") else "true mean"
         yield "zero-padded factor averaging would be off by", f"{s['padded_error']:.1%} of the {of}"
     for method, drift in (s["gauge_drift"] or {}).items():
         yield f"gauge check: {method} moves by", Text(f"{drift:.1e}") if drift < 1e-3 else red(f"{drift:.1%}")
-
-
-def _rules(s: Mapping[str, Any]) -> Rows:
     if s["refused"]:
         yield "client rounds left out", str(s["refused"])
     if spent := s.get("privacy"):
-        from fedlora.cli.privacy_rows import privacy_rows  # imports torch
+        yield from _privacy_rows(spent)
 
-        yield from privacy_rows(spent)
+
+def _privacy_rows(spent: Mapping[str, Any]) -> Rows:
+    from fedlora.privacy.accounting import epsilon_up  # imports torch
+
+    who = "all clients a round" if spent["sampling"] == 1.0 else f"each client with chance {spent['sampling']:g}"
+    ledger = spent["ledger"]
+    yield (
+        "epsilon of the planned rounds",
+        f"{epsilon_up(spent['epsilon_planned'])} at delta {spent['delta']:g} ({spent['rounds_planned']} rounds, noise "
+        f"multiplier {spent['noise_multiplier']:.3f}, {who})",
+    )
+    yield "epsilon of the rounds played", epsilon_up(spent["epsilon"])
+    yield (
+        "epsilon of the population, all runs",
+        f"{epsilon_up(ledger['epsilon'])} in {ledger['events']} releases ({ledger['population']})",
+    )
 
 
 def _clients(s: dict[str, Any], manifest: dict[str, Any], lines: Sequence[dict[str, Any]]) -> Table:
@@ -174,9 +180,9 @@ def _examples(rows: int, said: Sequence[float]) -> str:
     return f"{rows}{many}" + (f"; abstained in {counted(idle, 'round')}" if idle else "")
 
 
-def _weighed(clients: Mapping[str, Mapping[str, float]], most: int = 12) -> Table:
+def _weighed(clients: Mapping[str, Mapping[str, float]], rule: str, most: int = 12) -> Table:
     """How a robust rule weighed each client; those that lost most come first (`server.judged.over_rounds`)."""
-    table = Table("client", "rounds", "left out", "mean weight", "after the rule", title="What the robust rule did")
+    table = Table("client", "rounds", "left out", "mean weight", "after the rule", title=f"What {rule} did")
     for name, one in list(clients.items())[:most]:
         counts = f"{one['rounds']:.0f}", f"{one['left_out']:.0f}"
         table.add_row(name, *counts, f"{one['weight']:.1%}", f"{one['coefficient']:.1%}")

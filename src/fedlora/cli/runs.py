@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +12,7 @@ from fedlora.cli.options import AsJson, Config, DataRoot, Sets
 from fedlora.cli.run_words import show_run, tell_attack, tell_data
 from fedlora.cli.screen import bar, complain, import_plots, notes, plotted, print_json, tell_gone
 from fedlora.doing import doing
-from fedlora.errors import CheckpointError, counted
+from fedlora.errors import counted
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.quiet import quiet_libraries
 from fedlora.server.judged import in_words
@@ -39,37 +37,27 @@ def run(
     json: AsJson = False,
 ) -> None:
     """Run one federation from a config file."""
-    from fedlora.runs.config import load_config
-
-    _run(load_config(config, set or []), RunFolder(out or Path("runs") / config.stem), resume, json, data_root)
+    _run(config, set or [], RunFolder(out or Path("runs") / config.stem), resume, json, data_root)
 
 
 def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson = False) -> None:
     """GLoRA on a real model and real text: six sites of ranks 2 to 16, about three minutes on two cores."""
+    file = Path(str(files("fedlora") / "demo.toml"))
+    _run(file, set or [], RunFolder(out or Path("runs") / "demo"), resume, json)
+
+
+def _run(
+    file: Path, sets: list[str], folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None
+) -> None:
     from fedlora.runs.config import load_config
-
-    config = load_config(Path(str(files("fedlora") / "demo.toml")), set or [])
-    _run(config, RunFolder(out or Path("runs") / "demo"), resume, json)
-
-
-# ------------------------------------------------------------------------------------------------------- running
-
-
-def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None) -> None:
     from fedlora.runs.resuming import changes, check_finished
 
-    if not (resume and folder.exists() and folder.finished()) or changes(folder, config):
-        _rounds(config, folder, resume, config.method.name, data_root)
+    config = load_config(file, sets)
+    if resume and folder.exists() and not changes(folder, config) and folder.finished():
+        tell_gone(check_finished(folder, config))
+        notes.warn(_nothing_left(folder, config))
     else:
-        lacking = folder.lacking()
-        states = [name for name in lacking if name.startswith("checkpoints/")]
-        results = [name for name in lacking if name not in states]
-        if not results:  # otherwise the run is prepared, and then compared
-            tell_gone(check_finished(folder, config, data_root))
-        said = _made_again(folder, results) if results else _nothing_left(folder, config, states)
-        notes.warn(said)
-        if results:
-            _rounds(config, folder, resume, config.method.name, data_root)
+        _rounds(config, folder, resume, data_root)
     if not (folder.plots / "metric.png").exists():  # also if the run was killed between the summary and the plots
         plotted(lambda: import_plots().plot_run(folder))
     if as_json:
@@ -78,51 +66,22 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
         show_run(folder)
 
 
-def _nothing_left(folder: RunFolder, config: RunConfig, gone: Sequence[str]) -> str:
-    """The note of `--resume` on a finished run. gone: its missing checkpoints."""
+def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
+    """The note of `--resume` on a finished run."""
     summary = folder.read_json("summary.json")
-    if gone:
-        return (
-            f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now. "
-            f"{', '.join(gone)}: missing. The result does not need it, but more rounds, or writing an adapter again, "
-            f"may."
-        )
     said = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
-    more = config.privacy is None and not summary.get("stopped_early")  # a budget and an early stop are final
-    return said + f" For more rounds: --resume --set run.rounds={config.run.rounds + 1}" * more
+    if config.privacy is not None or summary.get("stopped_early"):  # a budget and an early stop are final
+        return said
+    return f"{said} For more rounds: --resume --set run.rounds={config.run.rounds + 1}"
 
 
-def _made_again(folder: RunFolder, lacking: Sequence[str]) -> str:
-    """The note of `--resume` on a finished run that has lost some results.
-
-    Raises:
-        CheckpointError: there is nothing to make them from.
-    """
-    from fedlora.core.checkpoint import newest_round
-
-    places = (re.sub(r"^(adapter|best|clients/[^/]+)/.*", r"\1/", name) for name in lacking)
-    rounds, what = folder.ended(), ", ".join(dict.fromkeys(places))
-    makeable = r"adapter/.*|best/.*|clients/.*|samples[.].*|(private/)?SHA256SUMS"
-    if for_good := [name for name in lacking if not re.fullmatch(makeable, name)]:
-        raise CheckpointError(
-            f"{folder.path} holds a finished run without {', '.join(for_good)}, and no state to make it from. "
-            f"Restore it, or choose another --out."
-        )
-    if newest_round(folder.checkpoints) != rounds:
-        raise CheckpointError(
-            f"{folder.path} holds a finished run without {what}, and the checkpoint of round {rounds}, from which it "
-            f"could be made, is missing too. Put one of them back, or choose another --out."
-        )
-    return f"{folder.path} lacks {what}: made again from the checkpoint of round {rounds}; nothing is trained."
-
-
-def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data_root: Path | None) -> None:
+def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path | None) -> None:
     """Play all rounds, behind a progress bar."""
     from fedlora.core.checkpoint import newest_round
     from fedlora.runs.execution import execute_events
     from fedlora.runs.preparation import prepare
     from fedlora.runs.private_run import check_affordable
-    from fedlora.runs.resuming import changes, stored_classes
+    from fedlora.runs.resuming import stored_classes
     from fedlora.simulation import ClientDone
 
     if folder.exists() and not resume:
@@ -130,22 +89,15 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
             complain(f"{folder.path} already holds a run; add --resume to continue it, or choose another --out.")
         )
     folder.check_place()
-    if folder.exists():
-        changes(folder, config)  # report a run that cannot continue before reading anything
-    elif resume:
+    if resume and not folder.exists():
         notes.warn(f"{folder.path} holds no run yet: it begins with round 1.")
     quiet_libraries()
-    secret = config.privacy is not None
+    label, secret = config.method.name, config.privacy is not None
     with notes.status(f"{label}: reading data and model"), doing("reading data and model", closed=secret):
         prepared = prepare(config, data_root, stored_classes(folder))
     tell_attack(prepared.manifest)
-    if len(prepared.clients) == 1:
-        notes.warn(
-            "there is one client, so nothing is combined. For several clients, list a rank for each in "
-            "clients.ranks, or set clients.count."
-        )
     tell_data(prepared.manifest, config.data.max_length, config.evaluate.max_new_tokens)
-    if config.privacy is not None:
+    if secret:
         if not folder.exists():
             check_affordable(prepared)  # a refusal needs neither a folder nor a progress bar
         notes.warn(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA, stack
-from fedlora.linalg import svd_of_product
+from fedlora.linalg import Spectrum, svd_of_product
 
 # The most that all recompressions together may cut, relative to the change: 1,000 steps stay within 1e-9 of their sum
 # even if every one cuts that much in the same direction. docs/decisions/0013-exact-means-exact.md
@@ -40,13 +40,13 @@ class BaseChange:
         return self.steps[len(self.steps) - behind :]
 
 
-def moved(base: BaseChange | None, step: LoRA, dtype: torch.dtype | None = None) -> BaseChange | None:
+def moved(base: BaseChange | None, step: Spectrum, dtype: torch.dtype) -> BaseChange | None:
     """`base` after one more step; unchanged if the step is zero.
 
-    dtype: how the step is kept and sent; None: its own. The total adds the step in its original dtype.
+    step: in float64, as the total adds it. dtype: how the step is kept and sent.
     """
-    exact = _balanced(step.map(Tensor.double), _INVISIBLE)  # one SVD serves both
-    sent = _stored(exact, dtype or step.factors[0].dtype)
+    cut = _cut(step, _INVISIBLE)
+    exact, sent = LoRA(*cut.balanced()), _stored(cut, dtype)
     if sent.rank == 0:
         return base
     if base is None:
@@ -60,12 +60,12 @@ def moved(base: BaseChange | None, step: LoRA, dtype: torch.dtype | None = None)
 
 def added(total: LoRA, step: LoRA) -> LoRA:
     """total + step as one balanced float64 pair with as many columns as its rank."""
-    return _balanced(stack([total.map(Tensor.double), step.map(Tensor.double)], [1.0, 1.0]), _INVISIBLE)
+    return _balanced(stack([total.map(Tensor.double), step.map(Tensor.double)], [1.0, 1.0]))
 
 
 def compressed(lora: LoRA, dtype: torch.dtype) -> LoRA:
     """The same update as a balanced pair with as many columns as `dtype` can hold beside the largest, in `dtype`."""
-    return _stored(_balanced(lora.map(Tensor.double), _INVISIBLE), dtype)
+    return _stored(_cut(svd_of_product(*lora.map(Tensor.double).factors), _INVISIBLE), dtype)
 
 
 def _joined(total: LoRA, step: LoRA) -> LoRA:
@@ -81,21 +81,19 @@ def _joined(total: LoRA, step: LoRA) -> LoRA:
         return LoRA(B @ A, one) if A.shape[1] <= len(B) else LoRA(one, B @ A)
     products = (B.mT @ B) * (A @ A.mT)  # <b_j a_j, b_k a_k>
     cancels = float(products.sum()) < float(products.diagonal().sum()) / 16
-    return _balanced(pair, _INVISIBLE) if cancels else pair
+    return _balanced(pair) if cancels else pair
 
 
-def _balanced(lora: LoRA, invisible: float) -> LoRA:
-    """`lora` (float64) as a balanced pair in energy order, less a tail whose norm is at most `invisible` of its own."""
-    B, A = lora.factors
-    return _cut(LoRA(*svd_of_product(B, A).balanced()), invisible)
+def _balanced(lora: LoRA) -> LoRA:
+    """`lora` (float64) as a balanced pair in energy order, less what is invisible."""
+    return LoRA(*_cut(svd_of_product(*lora.factors), _INVISIBLE).balanced())
 
 
-def _stored(balanced: LoRA, dtype: torch.dtype) -> LoRA:
-    return _cut(balanced, torch.finfo(dtype).eps / 8).map(lambda t: t.to(dtype).contiguous())
+def _stored(spectrum: Spectrum, dtype: torch.dtype) -> LoRA:
+    return LoRA(*_cut(spectrum, torch.finfo(dtype).eps / 8).balanced()).map(lambda t: t.to(dtype).contiguous())
 
 
-def _cut(balanced: LoRA, invisible: float) -> LoRA:
-    """A balanced pair in energy order, less a tail whose norm is at most `invisible` of its own."""
-    s = balanced.factors[0].square().sum(dim=0)  # of the columns of U sqrt(s)
-    left_out = s.square().flip(0).cumsum(0).flip(0)
-    return balanced.first(int((left_out > invisible**2 * left_out[:1]).sum()))
+def _cut(spectrum: Spectrum, invisible: float) -> Spectrum:
+    """Less a tail whose norm is at most `invisible` of its own."""
+    left_out = spectrum.s.square().flip(0).cumsum(0).flip(0)
+    return spectrum.head(int((left_out > invisible**2 * left_out[:1]).sum()))

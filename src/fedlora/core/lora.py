@@ -82,7 +82,7 @@ class LoRA:
         return self.A.shape[0]
 
     def delta(self) -> Tensor:
-        """The dense update B @ A, (d_out, d_in). For tests and small matrices; the server never forms it."""
+        """The dense update B @ A, (d_out, d_in). A server forms it in streamed and private rounds only."""
         B, A = self.factors
         return B @ A
 
@@ -220,7 +220,8 @@ def filled(lora: LoRA, rank: int, rows: Callable[[], Tensor]) -> LoRA:
     B, A = lora.factors
     if lora.rank < rank:
         B, A = pad(B, (0, rank - lora.rank)), pad(A, (0, 0, 0, rank - lora.rank))
-    if not bool(((B[0] == 0) & (A[:, 0] == 0)).any()):  # usually, and then no other entry needs a look
+    # Usually one of these holds, and then no other entry needs a look.
+    if bool(B[0].all()) or not bool(((B[0] == 0) & (A[:, 0] == 0)).any()):
         return LoRA(B, A)
     alive = B.any(dim=0) | A.any(dim=1)
     return LoRA(B, torch.where(alive[:, None], A, rows().to(A)))

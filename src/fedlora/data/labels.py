@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 
 from fedlora.errors import DataError
@@ -29,12 +28,7 @@ class LabelError(DataError):
 
 
 def decode_labels(
-    source: object,
-    cells: Cells,
-    label_names: Sequence[str] | None,
-    *,
-    agreed: bool = False,
-    key: str = "label_names",
+    source: object, cells: Cells, label_names: Sequence[str] | None, *, agreed: bool = False, key: str = "label_names"
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Class indices and names, by the rule in `read_classification`, which also describes the arguments.
 
@@ -46,18 +40,29 @@ def decode_labels(
     """
     if label_names is not None and (not label_names or len(set(label_names)) < len(label_names)):
         raise DataError(f"{key} must be different names, at least one; got {tuple(label_names)}.")
-    raw = [_as_text(source, where, value, label_names or ()) for where, value in cells]
+    raw = []
+    for where, value in cells:
+        if not isinstance(value, str | int | float):
+            raise DataError(f"{source}, {where}: a label must be a name or a whole number; got {value!r}.")
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        raw.append(text if text in (label_names or ()) else text.strip())  # a name may have blanks around it
     names = _found_names(source, cells, raw, key) if label_names is None else tuple(label_names)
     lookup = {name: k for k, name in enumerate(names)}
     by_index = not agreed and not any(map(_WHOLE.fullmatch, names))
     labels: list[int] = []
-    for (where, cell), value in zip(cells, raw, strict=True):
+    for (where, _), value in zip(cells, raw, strict=True):
         k = lookup.get(value)
-        index = str(int(cell)) if isinstance(cell, bool) else value
-        if k is None and by_index and _INDEX.fullmatch(index) and int(index) < len(names):
-            k = int(index)
+        if k is None and by_index and _INDEX.fullmatch(value) and int(value) < len(names):
+            k = int(value)
         if k is None:
-            raise _unknown(f"{source}, {where}: label {value[:80]!r}", value[:80], names, agreed, key)
+            found = f"{source}, {where}: label {value[:80]!r}"
+            cure = f"Add it to {key}, or drop the row."
+            if agreed:
+                cure = (
+                    "Write the row's class exactly as in that list, or drop the row. If the list lacks a class, add it "
+                    "at all parties."
+                )
+            raise LabelError(f"{found} is not among the {len(names)} classes of {key}, {shown(names)}. {cure}", found)
         labels.append(k)
     return tuple(labels), names
 
@@ -107,50 +112,33 @@ def look_alike(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def _unknown(found: str, value: str, names: Sequence[str], agreed: bool, key: str) -> LabelError:
-    near = difflib.get_close_matches(value, names, n=1)
-    hint = f" Is {near[0]!r} meant?" if near else ""
-    cure = f"Add it to {key}, or drop the row."
-    if agreed:
-        cure = (
-            "Write the row's class exactly as in that list, or drop the row. If the list lacks a class, add it at all "
-            "parties."
-        )
-    return LabelError(f"{found} is not among the {len(names)} classes of {key}, {shown(names)}.{hint} {cure}", found)
-
-
-def _as_text(source: object, where: str, value: object, names: Sequence[str]) -> str:
-    """A label in lookup form. Surrounding blanks are kept only if a name has them."""
-    if not isinstance(value, str | int | float):
-        raise DataError(f"{source}, {where}: a label must be a name or a whole number; got {value!r}.")
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if text in names else text.strip()
-
-
 def _found_names(source: object, cells: Cells, raw: Sequence[str], key: str) -> tuple[str, ...]:
     """Classes without given names: the values that occur, words alphabetically and integers by size."""
-    kinds: dict[str, int] = {}  # kind -> its first row
-    rows: dict[str, int] = {}  # label -> its first row
-    for i, ((_, value), text) in enumerate(zip(cells, raw, strict=True)):
-        kinds.setdefault(
-            "true or false" if isinstance(value, bool) else "numbers" if _NUMBER.fullmatch(text) else "names", i
-        )
-        rows.setdefault(text, i)
-    if len(kinds) > 1:
-        seen = " and ".join(f"{kind} ({cells[i][0]}: {cells[i][1]!r})" for kind, i in kinds.items())
-        raise LabelError(
-            f"{source}: the labels are {seen}, so it is unclear whether they mean the same classes. Write all of them "
-            f"in one way (a number that is a name like 'grade 1'), or name every class in {key}."
-        )
+    rows: dict[str, str] = {}  # label -> its first row
+    for (where, _), text in zip(cells, raw, strict=True):
+        rows.setdefault(text, where)
     names = in_order(rows)
+    numbers = [name for name in rows if _NUMBER.fullmatch(name)]
+    if 0 < len(numbers) < len(rows):
+        word = next(name for name in rows if name not in numbers)
+        raise LabelError(
+            f"{source}: the labels are numbers ({rows[numbers[0]]}: {numbers[0]!r}) and names ({rows[word]}: {word!r})"
+            f", so it is unclear whether they mean the same classes. Write all of them in one way, or give "
+            f"{given(key, names)}."
+        )
     if same := look_alike(rows):
-        places = [f"{label!r} ({cells[rows[label]][0]})" for label in same]
+        places = [f"{label!r} ({rows[label]})" for label in same]
         raise LabelError(
             f"{source}: the labels {places[0]} and {places[1]} look alike: it is unclear whether they mean one class. "
             f"Write them alike; if they are two classes, give {given(key, names)}."
         )
-    if "numbers" in kinds:
-        _check_numbers(source, {text: cells[i][0] for text, i in rows.items()}, names, key)
+    odd = next((name for name in numbers if not _WHOLE.fullmatch(name) or Decimal(name) < 0), None)
+    if odd is not None:
+        raise LabelError(
+            f"{source}, {rows[odd]}: label {odd} is no whole number from 0 on. Scores to regress on are not supported, "
+            f"and GLUE marks the unlabelled rows of its test sets with -1: use the validation set. If the numbers are "
+            f"names of classes, give {given(key, names)}."
+        )
     if len(names) > MAX_LABELS:
         raise LabelError(
             f"{source}: the label column would make {len(names)} classes (limit {MAX_LABELS}); first value {raw[0]!r}. "
@@ -159,16 +147,4 @@ def _found_names(source: object, cells: Cells, raw: Sequence[str], key: str) -> 
     return names
 
 
-def _check_numbers(source: object, places: Mapping[str, str], names: Sequence[str], key: str) -> None:
-    """Raise `LabelError` for numbers that are not classes. places: label -> its first row. names: all, in order."""
-    broken = next((name for name in places if not _WHOLE.fullmatch(name)), None)
-    if broken is not None:
-        raise LabelError(
-            f"{source}, {places[broken]}: label {broken} is not a whole number. Classes are 0, 1, 2, ... or names; "
-            f"scores to regress on (STS-B) are not supported. If it is a name, name every class in {key}."
-        )
-    if Decimal(lowest := names[0]) < 0:
-        raise LabelError(
-            f"{source}, {places[lowest]}: label {lowest} is negative. GLUE marks the unlabelled rows of its test sets "
-            f"with -1: use the validation set. If {lowest} is a class, give {given(key, names)}."
-        )
+__all__ = ["LabelError", "decode_labels", "given", "in_order", "look_alike", "shown"]

@@ -22,8 +22,7 @@ _DRAWS = 1000  # the most complete draws to try
 def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size: int = 8) -> list[Indices]:
     """Deal the examples to clients with label skew: the clients' shares of class k follow Dir(alpha 1_n).
 
-    Use it for non-IID runs. alpha = 0.1 leaves most clients nearly one class, 0.5 is milder, 100 is close to iid.
-    Client sizes are unequal too, as nothing balances them: log them with `label_counts`.
+    alpha = 0.1 leaves most clients nearly one class, 0.5 is milder, 100 is close to iid. Sizes are unequal too.
 
         for each class k: shuffle its indices; prop ~ Dir(alpha 1_n); cut at (cumsum(prop) * len).astype(int)[:-1]
         repeat the whole draw until the smallest client has min_size examples; then shuffle within each client
@@ -50,20 +49,13 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
         100
     """
     y = _as_labels(labels)
-    _check_clients(clients)
-    if not (math.isfinite(alpha) and alpha > 0):
+    if not (math.isfinite(alpha) and alpha > 0) or min_size < 0:
+        raise DataError(f"alpha must be a finite number > 0, and min_size >= 0; got {alpha} and {min_size}.")
+    if clients < 1 or clients * min_size > y.size:
         raise DataError(
-            f"the Dirichlet alpha must be a finite number > 0; got {alpha}. The papers use 0.1 (strong skew) and 0.5; "
-            f"for no skew use iid()."
+            f"{clients} clients with at least {min_size} examples each need {clients * min_size}, and there must be at "
+            f"least 1 client; there are {y.size} examples."
         )
-    if min_size < 0:
-        raise DataError(f"min_size must be >= 0; got {min_size}.")
-    if clients * min_size > y.size:
-        raise DataError(
-            f"{clients} clients with at least {min_size} examples each need {clients * min_size}, but there are only "
-            f"{y.size}. Use fewer clients or a smaller min_size, or bring more examples."
-        )
-
     rng = np.random.default_rng(derive_seed(seed, "partition", "dirichlet"))
     classes = [np.flatnonzero(y == k) for k in np.unique(y)]
     best = -1
@@ -73,10 +65,7 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
             shuffled = rng.permutation(members)
             prop = rng.dirichlet(np.full(clients, alpha))
             if not abs(prop.sum() - 1) < 1e-6:  # a huge alpha overflows to all zeros; nan fails too
-                raise DataError(
-                    f"numpy cannot draw Dir({alpha}) for {clients} clients: the shares add up to {prop.sum()}, not "
-                    f"to 1. Use an alpha between 0.001 and 1e6; for no skew use iid()."
-                )
+                raise DataError(f"numpy cannot draw Dir({alpha}) for {clients} clients; for no skew use iid().")
             cuts = (np.cumsum(prop) * len(shuffled)).astype(int)[:-1]
             for mine, piece in zip(pieces, np.split(shuffled, cuts), strict=True):
                 mine.append(piece)
@@ -91,9 +80,8 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
 
 
 def iid(size: int, clients: int, *, seed: int) -> list[Indices]:
-    """Deal the examples to clients at random, with sizes that differ by at most one.
-
-    Use it as the control without skew, and for data without labels (instructions).
+    """Deal the examples to clients at random, with sizes that differ by at most one: for data without labels, and as
+    the control without skew.
 
     Args:
         size: N, the number of examples.
@@ -106,23 +94,20 @@ def iid(size: int, clients: int, *, seed: int) -> list[Indices]:
     Raises:
         DataError: clients < 1, or fewer examples than clients.
 
-    Source: common practice; no paper.
-
     Example:
         >>> [len(part) for part in iid(10, clients=3, seed=0)]
         [4, 3, 3]
     """
-    _check_clients(clients)
-    if size < clients:
-        raise DataError(f"{size} examples cannot give each of {clients} clients one. Use at most {size} clients.")
+    if not 1 <= clients <= size:
+        raise DataError(
+            f"a partition needs at least 1 client, and an example for each; got clients={clients}, N={size}."
+        )
     rng = np.random.default_rng(derive_seed(seed, "partition", "iid"))
     return np.array_split(rng.permutation(size).astype(np.int64), clients)
 
 
 def label_counts(labels: Labels, parts: Sequence[Indices]) -> NDArray[np.int64]:
-    """How many examples of each class each client holds.
-
-    Use it to log a partition: rows sum to client sizes, columns to class sizes, if the parts cover the data.
+    """How many examples of each class each client holds. Rows sum to client sizes, columns to class sizes.
 
     Args:
         labels: (N,) whole numbers >= 0.
@@ -132,44 +117,26 @@ def label_counts(labels: Labels, parts: Sequence[Indices]) -> NDArray[np.int64]:
         (clients, classes) counts, int64; classes = max(labels) + 1, so a class without examples has a zero column.
 
     Raises:
-        DataError: labels are not whole numbers >= 0, or an index lies outside [0, N).
-
-    Source: bookkeeping; no paper.
+        DataError: labels are not whole numbers >= 0. IndexError: an index beyond them.
 
     Example:
         >>> label_counts([0, 0, 1, 1], [[0, 2, 3], [1]]).tolist()
         [[1, 2], [1, 0]]
     """
     y = _as_labels(labels)
-    table = np.zeros((len(parts), int(y.max()) + 1), dtype=np.int64)
-    for client, part in enumerate(parts):
-        indices = np.asarray(part, dtype=np.int64)
-        if indices.size and not (indices.min() >= 0 and indices.max() < y.size):
-            raise DataError(
-                f"part {client} points at examples {indices.min()}..{indices.max()}, but the labels have indices "
-                f"0..{y.size - 1}. Was the partition made for another split of the data?"
-            )
-        table[client] = np.bincount(y[indices], minlength=table.shape[1])
-    return table
+    classes = int(y.max()) + 1
+    return np.stack([np.bincount(y[np.asarray(part, dtype=np.int64)], minlength=classes) for part in parts])
 
 
 def _as_labels(labels: Labels) -> NDArray[np.int64]:
     y = np.asarray(labels)
-    if y.ndim != 1 or y.size == 0:
-        raise DataError(f"labels must be one non-empty list with one class per example; got shape {y.shape}.")
-    if y.dtype.kind not in "iu":
+    if y.ndim != 1 or y.size == 0 or y.dtype.kind not in "iu" or y.min() < 0:
         raise DataError(
-            f"labels must be whole numbers (class indices); got {y.dtype}, first value {y[0]!r}. Map names to indices "
-            f"first (read_classification does); partition data without classes with iid()."
-        )
-    if y.min() < 0:
-        raise DataError(
-            f"labels must be >= 0; got {y.min()} at example {int(y.argmin())}. GLUE marks the unlabelled rows of its "
-            f"test sets with -1: use the validation set."
+            f"labels must be one non-empty list of whole numbers >= 0, the class of each example; got {y.dtype} of "
+            f"shape {y.shape}{f', at least {y.min()}' if y.size and y.dtype.kind in 'iu' else ''}. "
+            f"`read_classification` numbers classes; data without classes are partitioned by iid()."
         )
     return y.astype(np.int64)
 
 
-def _check_clients(clients: int) -> None:
-    if clients < 1:
-        raise DataError(f"a partition needs at least 1 client; got clients={clients}.")
+__all__ = ["dirichlet", "iid", "label_counts"]

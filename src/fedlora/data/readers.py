@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from fedlora.data.labels import decode_labels
-from fedlora.data.tables import Table, open_table, readable
+from fedlora.data.tables import open_table
 from fedlora.data.text import ROLES, Message, TextData
 from fedlora.errors import DataError
 
@@ -18,31 +19,23 @@ CHAT = "messages"  # the default column for conversations
 
 
 def read_classification(
-    source: str | os.PathLike[str] | Dataset,
-    *,
-    text: str,
-    label: str,
-    pair: str | None = None,
-    label_names: Sequence[str] | None = None,
-    agreed: bool = False,
-    key: str = "label_names",
-) -> TextData:
+    source: str | os.PathLike[str] | Dataset, *, text: str, label: str, pair: str | None = None,
+    label_names: Sequence[str] | None = None, agreed: bool = False, key: str = "label_names",
+) -> TextData:  # fmt: skip
     """Read a classification task, one example per row. Give `label_names` whenever you read several files of one task:
     without it, each file numbers the classes it happens to contain.
 
-    Labels are names, whole numbers, or booleans; a column that mixes these is refused. Without label_names the classes
-    are the values that occur: names alphabetically, whole numbers by size, "false" before "true"; a number that is
-    negative or written in two ways is refused. With label_names, a label is looked up as a name; a whole number (false
-    is 0, true is 1) is taken as an index, unless some label name is itself a number (then only names count). A
-    ClassLabel column of `datasets` brings its own names.
+    Labels are names or whole numbers; true and false are names. Without label_names the classes are the values that
+    occur: names alphabetically, whole numbers by size; labels that look alike, or are of both kinds, are refused. With
+    label_names, a label is looked up as a name; a whole number is taken as an index, unless some label name is itself a
+    number (then only names count). A ClassLabel column of `datasets` brings its own names.
 
     Args:
-        source: a UTF-8 file, .jsonl or .json (one object per line), .csv or .tsv (a header row, Excel's quoting); with
-            the extra `hub` also a .parquet file, one split as a `datasets.Dataset` (no stream), or a data set of the
-            hub, "hf://owner/name?config=...&split=...&revision=...".
-        text: the column of the sentence.
-        label: the column of the class.
-        pair: the column of the second sentence, if the task has one.
+        source: a UTF-8 file, .jsonl or .json (one object per line), .csv or .tsv (a header row, Excel's quoting, the
+            separator that the header has); with the extra `hub` also a .parquet file, one split as a
+            `datasets.Dataset` (no stream), or a data set of the hub,
+            "hf://owner/name?config=...&split=...&revision=...".
+        text, label, pair: the columns of the sentence, of the class, and of the second sentence, if the task has one.
         label_names: the classes, by index.
         agreed: several parties agreed on label_names: each row must have one of these names; an index is refused,
             since it could follow another party's order.
@@ -62,21 +55,15 @@ def read_classification(
     given = table.classes.get(label) if label_names is None else label_names
     labels, names = decode_labels(table.name, table.cells(label), given, agreed=agreed, key=key)
     return TextData(
-        kind="classification",
-        text=table.texts(text),
-        pair=None if pair is None else table.texts(pair),
-        labels=labels,
+        "classification", table.texts(text), pair=None if pair is None else table.texts(pair), labels=labels,
         label_names=names,
-    )
+    )  # fmt: skip
 
 
 def read_instructions(
-    source: str | os.PathLike[str] | Dataset,
-    *,
-    prompt: str = "prompt",
-    response: str = "response",
+    source: str | os.PathLike[str] | Dataset, *, prompt: str = "prompt", response: str = "response",
     messages: str | None = None,
-) -> TextData:
+) -> TextData:  # fmt: skip
     """Read prompts with their wanted responses, or conversations, one per row. Texts are used as they are; the
     trainer's template adds what surrounds a prompt.
 
@@ -84,19 +71,16 @@ def read_instructions(
         {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
     A conversation is an instruction with a history: its last user message is the prompt, the assistant's answer to it
-    the response. It may start with a system message, then has a user message, and ends with an assistant message. Two
-    user messages may follow each other (the model's template may reject that later); two assistant messages may not.
+    the response. It may start with a system message, then has a user message, and ends with an assistant message.
 
     Args:
         source: as for `read_classification`; CSV cannot hold conversations.
-        prompt: the column with the model's input.
-        response: the column with its wanted answer.
+        prompt, response: the columns of the model's input and of its wanted answer.
         messages: the column of conversations. None: "messages", if the rows have it and not both of the others.
 
     Raises:
-        DataError: as in `read_classification`; ambiguous rows; an unknown role, content that is empty or not a string,
-            a conversation that starts with the assistant or does not end with an answer, tool calls. The message names
-            row, line and message.
+        DataError: as in `read_classification`; ambiguous rows; a message that is not a role and a text; a conversation
+            that starts with the assistant or does not end with an answer. The message names row, line and message.
 
     Example:
         >>> _ = Path("ask.jsonl").write_text('{"prompt": "2 + 2?", "response": "4"}\\n')
@@ -104,80 +88,62 @@ def read_instructions(
         ('4',)
     """
     table = open_table(source, [prompt, response, messages or CHAT])
+    places = tuple(f"{table.name}, {where}" for where, _ in table.rows)
     if messages is None and CHAT in table.columns:
         if prompt in table.columns and response in table.columns:
             raise DataError(
                 f"{table.name} has the columns {prompt!r} and {response!r}, and conversations in {CHAT!r} too: say "
-                f"which to read, with data.messages = {CHAT!r} (in Python messages={CHAT!r}), or by leaving one of "
-                f"them out of the file."
+                f"which to read, with data.messages = {CHAT!r} (in Python messages={CHAT!r}), or leave one of them out."
             )
         messages = CHAT
     if messages is None:
         table.having([prompt, response])
-        return TextData("instruction", table.texts(prompt), responses=table.texts(response), places=_places(table))
-    found = [
-        _conversation(f"{table.name}, {where}", value, messages)
-        for where, value in table.having([messages]).cells(messages)
-    ]
+        return TextData("instruction", table.texts(prompt), responses=table.texts(response), places=places)
+    cells = table.having([messages]).cells(messages)
+    found = [_conversation(place, value, messages) for place, (_, value) in zip(places, cells, strict=True)]
     history = tuple(turns[:-2] for turns in found)
     return TextData(
-        kind="instruction",
-        text=tuple(turns[-2][1] for turns in found),
-        responses=tuple(turns[-1][1] for turns in found),
-        history=history if any(history) else None,
-        places=_places(table),
-    )
-
-
-def _places(table: Table) -> tuple[str, ...]:
-    return tuple(f"{table.name}, {where}" for where, _ in table.rows)
+        "instruction", tuple(turns[-2][1] for turns in found), responses=tuple(turns[-1][1] for turns in found),
+        history=history if any(history) else None, places=places,
+    )  # fmt: skip
 
 
 def _conversation(where: str, value: object, column: str) -> tuple[Message, ...]:
     """Each message's (role, content), checked."""
     if not isinstance(value, list) or not value:
-        what = f"a string, {value[:40]!r}" if isinstance(value, str) else "empty" if value == [] else repr(value)[:60]
         raise DataError(
             f"{where}: {column!r} must be a list of messages such as "
-            f'[{{"role": "user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]; it is {what}.'
+            f'[{{"role": "user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]; it is {value!r:.60}.'
         )
     turns = tuple(_message(f"{where}, message {k + 1}", message) for k, message in enumerate(value))
     roles = [role for role, _ in turns]
-    if "system" in roles[1:]:
-        raise DataError(f"{where}, message {roles.index('system', 1) + 1}: a system message can only come first.")
-    if "assistant" not in roles:
-        raise DataError(f"{where}: there is no message from the assistant, so there is nothing to learn. Drop the row.")
-    if roles[roles[0] == "system"] == "assistant":
-        raise DataError(f"{where}: the assistant speaks first, so its answer has no prompt. Drop that message.")
-    if roles[-1] != "assistant":
-        raise DataError(f"{where}: the last message is the user's and has no answer. Drop it, or add the answer.")
-    for k in range(1, len(roles)):
-        if roles[k] == roles[k - 1] == "assistant":
-            raise DataError(
-                f"{where}, message {k + 1}: two messages from the assistant in a row, so it is unclear where the "
-                f"first ends. "
-                f"Join them, or drop one."
-            )
+    spoken = roles[1:] if roles[0] == "system" else roles
+    if "system" in spoken:
+        raise DataError(f"{where}: a system message can only come first.")
+    if spoken[:1] != ["user"] or spoken[-1] != "assistant":
+        raise DataError(
+            f"{where}: a conversation begins with the user (after a system message, if there is one) and ends with the "
+            f"assistant's answer, which is learned; its roles are {', '.join(roles)}. Drop what stands outside."
+        )
+    if any(pair == ("assistant", "assistant") for pair in pairwise(spoken)):
+        raise DataError(f"{where}: two messages from the assistant in a row, so it is unclear where the first ends.")
     return turns
 
 
 def _message(where: str, message: object) -> Message:
-    if not isinstance(message, Mapping):
-        raise DataError(f'{where} must be {{"role": ..., "content": ...}}; got {type(message).__name__} {message!r}.')
-    missing = [key for key in ("role", "content") if message.get(key) is None]
-    if missing:
-        hint = " (ShareGPT's from and value? Rename them.)" if {"from", "value"} <= set(message) else ""
-        raise DataError(f"{where} has no {missing[0]!r}; it has {sorted(message)}.{hint}")
-    more = sorted(key for key, given in message.items() if key not in ("role", "content") and given)
-    if more:
+    if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        raise DataError(f'{where} must be {{"role": ..., "content": ...}}, two strings; got {message!r:.80}.')
+    if more := sorted(key for key, given in message.items() if key not in ("role", "content") and given):
         raise DataError(
             f"{where} has {more}, but only role and content are read: tool calls, weights and names are not "
             f"supported. Drop them from the file if they mean nothing, or drop the row."
         )
-    role = message["role"]
+    role, content = message["role"], message["content"]
     if role not in ROLES:
         raise DataError(f"{where}: the role {role!r} is not one of {', '.join(ROLES)}.")
-    content = readable(f"{where}: 'content'", message["content"])
     if not content.strip():
         raise DataError(f"{where}: the {role}'s content is empty. Fill it in, or drop the message.")
-    return (role, content)
+    return role, content
+
+
+__all__ = ["read_classification", "read_instructions"]

@@ -40,9 +40,9 @@ class Rows:
         """Write them; the path's suffix should be theirs."""
         import pandas
 
-        frame = pandas.DataFrame(list(self.rows), dtype=object)
+        frame = pandas.DataFrame(list(self.rows), dtype=None if self.suffix == ".parquet" else object)
         if self.suffix == ".parquet":
-            pandas.DataFrame(list(self.rows)).to_parquet(path)
+            frame.to_parquet(path)
         elif self.suffix in (".csv", ".tsv"):
             frame.to_csv(path, index=False, sep="\t" if self.suffix == ".tsv" else ",")
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,17 +15,14 @@ from fedlora.seeds import derive_seed
 def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple[TextData, TextData, TextData]:
     """Split into (train, validation, test) at random, without leaks: copies of one input all go to the same part.
 
-    Use it for data without official splits. Two examples are copies if their texts (and pair or history) agree after
-    case folding and collapsing white space. Classification is stratified: each part has (nearly) the overall class
-    proportions; a group of copies counts as the class of its first example. Each part is in random order.
-
-    The shuffled groups are dealt class by class, each to the part furthest below its share. Without copies, every size
-    is then within 4/3 of its share, and within 2 for each class; groups of copies cannot be cut.
+    Two examples are copies if their texts (and pair or history) agree after case folding and collapsing white space.
+    Classification is stratified; a group of copies counts as the class of its first example. Each part is in random
+    order. The shuffled groups are dealt class by class, each to the part furthest below its share. Without copies,
+    every size is then within 4/3 of its share, and within 2 for each class; groups of copies cannot be cut.
 
     Args:
         data: N examples, N >= 1.
-        validation: fraction of N in [0, 1). 0 gives an empty part.
-        test: fraction of N in [0, 1), validation + test < 1. 0 gives an empty part.
+        validation, test: fractions of N in [0, 1), with a sum below 1. 0 gives an empty part.
         seed: the run's seed; the stream is `derive_seed(seed, "split")`.
 
     Raises:
@@ -38,8 +34,7 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
         >>> len(train) + len(validation) + len(test) == len(data)
         True
     """
-    bad = [f for f in (validation, test) if not (math.isfinite(f) and 0 <= f < 1)]
-    if bad or validation + test >= 1:
+    if not (validation >= 0 and test >= 0 and validation + test < 1):
         raise DataError(
             f"validation and test are fractions >= 0 whose sum is below 1, so that training keeps some; got "
             f"validation={validation}, test={test}. For 10 % write 0.1."
@@ -99,3 +94,6 @@ def digests(data: TextData) -> list[str]:
 
 def _normalised(text: str) -> str:
     return " ".join(text.split()).casefold()
+
+
+__all__ = ["Parts", "digests", "inputs", "rearranged", "split"]

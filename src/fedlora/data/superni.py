@@ -11,12 +11,14 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedlora.data.text import TextData
 from fedlora.errors import DataError, repeated
 from fedlora.given_files import half_the_memory, parse_json, read_given
 from fedlora.seeds import derive_seed
 
+_LANGUAGES = ("Input_language", "Output_language")
 _INTRO = "Below is an instruction that describes a task"
 _WITH_INPUT = ", paired with an input that provides further context"
 _ASK = ". Write a response that appropriately completes the request.\n\n### Instruction:\n"
@@ -63,7 +65,7 @@ def list_tasks(folder: Path, *, min_instances: int = 100) -> dict[str, str]:
     found = {}
     for path in sorted(folder.glob("task*.json")):
         raw = _load(path)
-        languages = {*(raw.get("Input_language") or ["English"]), *(raw.get("Output_language") or ["English"])}
+        languages = {language for key in _LANGUAGES for language in raw.get(key) or ["English"]}
         if languages == {"English"} and len(raw["Instances"]) >= min_instances:
             found[path.stem] = raw["Categories"][0]
     if not found:
@@ -79,13 +81,7 @@ def select_tasks(tasks: Mapping[str, str], train: int, unseen: int, *, seed: int
 
     We draw `train` categories with one task each, and the unseen tasks from the remaining categories. If there are too
     few categories, some are set aside for the unseen tasks first, and the clients share the others as evenly as
-    possible.
-
-    Args:
-        tasks: name -> category, from `list_tasks`.
-
-    Raises:
-        DataError: there are not enough tasks.
+    possible. tasks: name -> category, from `list_tasks`. Raises `DataError` if they are too few.
 
     Example:
         >>> chosen = select_tasks(list_tasks(Path("root/superni")), train=1, unseen=1, seed=0)
@@ -128,20 +124,19 @@ def read_selection(train: Path, unseen: Path) -> Selection:
     lists = []
     for path in (train, unseen):
         try:
-            names = tuple(line.strip() for line in read_given(path).decode().split("\n") if line.strip())
-        except OSError as error:
-            raise DataError(f"the task list {path} cannot be read: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"the task list {path} is not UTF-8: {error}.") from error
-        twice = repeated(names)
-        if twice:
-            raise DataError(f"the task list {path} names {twice[0]!r} twice; each task is one client.")
-        lists.append(names)
+            names = read_given(path).decode().split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"the task list {path} cannot be read: {getattr(error, 'strerror', None) or error}."
+            ) from error
+        lists.append(tuple(names))
     if not lists[0]:
         raise DataError(f"the task list {train} is empty: there would be no client.")
-    both = sorted(set(lists[0]) & set(lists[1]))
-    if both:
-        raise DataError(f"the task {both[0]!r} is in both lists: a task that is trained on is not unseen.")
+    if twice := repeated([*lists[0], *lists[1]]):
+        raise DataError(
+            f"the task lists {train} and {unseen} name {twice[0]!r} twice: each task is one client, and a task that is "
+            f"trained on is not unseen."
+        )
     return Selection(*lists)
 
 
@@ -178,17 +173,18 @@ def _prompt(definition: str, text: str) -> tuple[str, tuple[int, int]]:
     return f"{head}{text}\n\n### Response:\n", (len(head), len(head) + len(text))
 
 
-def _load(path: Path) -> dict[str, list]:  # type: ignore[type-arg]
+def _load(path: Path) -> dict[str, Any]:
+    """A task file, checked."""
     try:
         raw = parse_json(read_given(path, half_the_memory() // 8))
-        sound = isinstance(raw, dict) and _strings(raw["Definition"]) and _strings(raw["Categories"])
-        for key in ("Input_language", "Output_language"):  # may be missing or empty
-            sound = sound and (raw.get(key, []) == [] or _strings(raw[key]))
-        sound = sound and isinstance(raw["Instances"], list) and bool(raw["Instances"])
-        sound = sound and all(isinstance(i["input"], str) and _strings(i["output"]) for i in raw["Instances"])
     except (OSError, ValueError) as error:
         raise DataError(f"the task file {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    except (KeyError, TypeError):
+    try:
+        lists = [raw["Definition"], raw["Categories"], *(i["output"] for i in raw["Instances"])]
+        lists += [found for key in _LANGUAGES if (found := raw.get(key))]  # may be missing or empty
+        sound = all(isinstance(each, list) and each and all(isinstance(x, str) for x in each) for each in lists)
+        sound = sound and bool(raw["Instances"]) and all(isinstance(i["input"], str) for i in raw["Instances"])
+    except (KeyError, TypeError, AttributeError):
         sound = False
     if not sound:
         raise DataError(
@@ -198,5 +194,4 @@ def _load(path: Path) -> dict[str, list]:  # type: ignore[type-arg]
     return dict(raw)
 
 
-def _strings(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+__all__ = ["Selection", "Task", "list_tasks", "read_selection", "read_tasks", "select_tasks"]

@@ -1,13 +1,12 @@
 """Tables of text: CSV, TSV and JSONL files, Parquet files and objects of `datasets`, data sets of the hub.
 
-Nothing is guessed. The csv module and our JSON parser read text files; pandas silently drops a surplus field, turns a
-missing one into "", skips blank lines, and renames columns. Each row keeps its place for error messages.
+The csv module and our JSON parser read text files; pandas silently drops a surplus field, turns a missing one into "",
+skips blank lines, and renames columns. Each row keeps its place for error messages.
 """
 
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 import os
 import re
@@ -17,14 +16,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedlora.data.hub import hub_data_set, is_hub
+from fedlora.data.hub import first_line, hub_data_set, is_hub
 from fedlora.errors import DataError, repeated
 from fedlora.given_files import half_the_memory, opened, parse_json, read_given
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}  # the usual ones
 _FIELD = 2**24  # letters in one field; a book has one million
 
 Rows = list[tuple[str, dict[str, object]]]  # (where, {column: value})
@@ -59,15 +58,11 @@ class Table:
         """Itself. Raises `DataError` if a column is missing, or a row has no value in one of them."""
         for column in columns:
             if column not in self.columns:
-                near = difflib.get_close_matches(column, self.columns, n=1, cutoff=0.5)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise DataError(f"{self.name} has no column {column!r}; it has {list(self.columns[:20])}.{hint}")
-        for where, row in self.rows:
-            for column in columns:
-                value = row.get(column)
-                if value is None or (isinstance(value, str) and not value.strip()):
-                    state = "missing" if value is None else "empty"
-                    raise DataError(f"{self.name}, {where}: {column!r} is {state}. Fill it in, or drop the row.")
+                raise DataError(f"{self.name} has no column {column!r}; it has {list(self.columns[:20])}.")
+            empty = [where for where, row in self.rows if row.get(column) is None or not str(row[column]).strip()]
+            if empty:
+                more = f", and in {'; '.join(empty[1:6])}{'; ...' * (len(empty) > 6)}" * (len(empty) > 1)
+                raise DataError(f"{self.name}, {empty[0]}: {column!r} is empty{more}. Fill it in, or drop the row.")
         return self
 
     def cells(self, column: str) -> list[tuple[str, object]]:
@@ -75,22 +70,13 @@ class Table:
         return [(where, row[column]) for where, row in self.rows]
 
     def texts(self, column: str) -> tuple[str, ...]:
-        """A column's values. Raises `DataError` if one is not a string that a tokeniser can read."""
-        return tuple(readable(f"{self.name}, {where}: {column!r}", row[column]) for where, row in self.rows)
-
-
-def readable(place: str, value: object) -> str:
-    """`value` as a string that a tokeniser can read. Raises `DataError`, whose message begins with `place`."""
-    if not isinstance(value, str):
-        raise DataError(f"{place} must be a string; got {type(value).__name__} {value!r}.")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place} holds half of a surrogate pair at character {error.start}, which no tokeniser can read: the text "
-            f"was cut inside an emoji or the like. Repair the row."
-        ) from error
-    return value
+        """A column's values. Raises `DataError` if one is not a string."""
+        for where, value in self.cells(column):
+            if not isinstance(value, str):
+                raise DataError(
+                    f"{self.name}, {where}: {column!r} must be a string; got {type(value).__name__} {value!r:.60}."
+                )
+        return tuple(str(value) for _, value in self.cells(column))
 
 
 def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str]) -> Table:
@@ -103,10 +89,9 @@ def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str])
         DataError: no such file, unknown suffix, not UTF-8, a malformed row, no rows. The message names row and line.
     """
     if is_hub(source):
-        data_set, name = hub_data_set(str(source))
-        return _dataset_table(data_set, columns, name)
+        return _dataset_table(*hub_data_set(str(source)), columns)
     if not isinstance(source, str | os.PathLike):
-        return _dataset_table(source, columns, "the data set")
+        return _dataset_table(source, "the data set", columns)
     file = Path(source)
     suffix = file.suffix.lower()
     if suffix not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
@@ -147,38 +132,40 @@ def _json_rows(file: Path, content: str) -> list[tuple[int, dict[str, object]]]:
         advice = "The file is one JSON array: convert it with `jq -c '.[]'`."
     rows = []
     for line, text in enumerate(content.split("\n"), start=1):  # splitlines() would also split at U+2028 and U+0085
-        if not text.strip():
-            continue
-        try:
-            value = parse_json(text)
-        except ValueError as error:
-            raise DataError(f"{file}, line {line} is not a JSON object on one line: {error}. {advice}") from error
-        if not isinstance(value, dict):
-            raise DataError(f"{file}, line {line} holds a JSON {type(value).__name__}, not an object. {advice}")
-        rows.append((line, value))
+        if text.strip():
+            try:
+                value = parse_json(text)
+                if not isinstance(value, dict):
+                    raise ValueError(f"it holds a {type(value).__name__}")
+            except ValueError as error:
+                raise DataError(f"{file}, line {line} is not a JSON object on one line: {error}. {advice}") from error
+            rows.append((line, value))
     return rows
 
 
-def _csv_rows(file: Path, content: str, separator: str) -> tuple[list[str], list[tuple[int, dict[str, object]]]]:
+def _csv_rows(file: Path, content: str, usual: str) -> tuple[list[str], list[tuple[int, dict[str, object]]]]:
     """The header, and (first line, fields by header name) for each row; None for a missing field."""
-    _check_separator(file, content, separator)
+    separator, first = _separator(content, usual)
     limit = csv.field_size_limit(_FIELD)  # a process-wide setting, restored below
     header: list[str] = []
     rows: list[tuple[int, dict[str, object]]] = []
-    line = 1
+    line = first
     try:
-        reader = csv.reader(io.StringIO(content, newline=""), delimiter=separator, strict=True)
+        reader = csv.reader(
+            io.StringIO(content.split("\n", first - 1)[-1], newline=""), delimiter=separator, strict=True
+        )
         for fields in reader:
             if fields and header:
                 if len(fields) > len(header):
                     raise DataError(
                         f"{file}, row {len(rows) + 1}, line {line} has {len(fields)} fields, but the header has "
-                        f"{len(header)}: {header[:20]}. A field that contains the separator must be in double quotes."
+                        f"{len(header)}: {header[:20]}. A field that contains the separator {separator!r} must be in "
+                        f"double quotes."
                     )
                 rows.append((line, dict(zip_longest(header, fields))))
             elif fields:
                 header = fields
-            line = reader.line_num + 1
+            line = reader.line_num + first
     except csv.Error as error:
         raise DataError(
             f"{file}, row starting at line {line}: {error}. A field that begins with a double quote must end with one, "
@@ -189,18 +176,15 @@ def _csv_rows(file: Path, content: str, separator: str) -> tuple[list[str], list
     return header, rows
 
 
-def _check_separator(file: Path, content: str, separator: str) -> None:
-    """Raises `DataError` if the header has more of another mark between its names: Excel writes semicolons where
-    numbers have decimal commas, and a first line `sep=;`."""
-    first = next((line for line in content.split("\n") if line.strip()), "").strip()
-    bare = re.sub(r'"[^"]*"', "", first)
-    counts = {mark: bare.count(mark) for mark in ",;\t|"}
-    mark = max(counts, key=lambda one: (counts[one], one == separator))
-    if first.startswith("sep=") or mark != separator:
-        raise DataError(
-            f"{file}: its first line, {first[:60]!r}, has {mark!r} between the columns; a .csv has commas, a .tsv has "
-            f"tabs. Save it with {separator!r}, and without a line that begins with sep=."
-        )
+def _separator(content: str, usual: str) -> tuple[str, int]:
+    """The mark between the columns, and the header's line. It is the one that the header has most often outside of
+    quotes, the usual one among equals: Excel writes semicolons where numbers have decimal commas. Or that of Excel's
+    first line `sep=;`. With a wrong one, the columns that are asked for are not in the header."""
+    line, head = next(((k, text) for k, text in enumerate(content.split("\n"), 1) if text.strip()), (1, ""))
+    if said := re.fullmatch(r"sep=(.)\s*", head):
+        return said[1], line + 1
+    bare = re.sub(r'"[^"]*"', "", head)
+    return max((usual, *",;\t|"), key=bare.count), line
 
 
 # ------------------------------------------------------------------------------------------------------- typed sources
@@ -214,29 +198,23 @@ def _parquet_table(file: Path, columns: Sequence[str]) -> Table:
         from datasets.table import InMemoryTable
     except ImportError as error:
         raise DataError(f"{file}: Parquet needs pyarrow and datasets: pip install 'fedlora[hub]'.") from error
-    try:
-        with opened(file) as stream:
+    with opened(file) as stream:
+        try:
             found = pyarrow.parquet.ParquetFile(stream)
             names = found.schema_arrow.names
-            if twice := repeated(names):
-                raise DataError(f"{file}: the header names {twice[:5]} more than once. Rename one of them.")
-            table = found.read(columns=[name for name in names if name in set(columns)])
+            table = found.read(columns=[name for name in dict.fromkeys(names) if name in columns])
             table.validate(full=True)
-        if table.num_rows != found.metadata.num_rows:
-            raise ValueError(f"it announces {found.metadata.num_rows:,} rows but holds {table.num_rows:,}")
-        read = _dataset_table(Dataset(InMemoryTable(table)), columns, str(file))
-    except (DataError, FileNotFoundError):
-        raise
-    except OSError as error:
-        if error.strerror:
+            if table.num_rows != found.metadata.num_rows:
+                raise ValueError(f"it announces {found.metadata.num_rows:,} rows but holds {table.num_rows:,}")
+            read = _dataset_table(Dataset(InMemoryTable(table)), str(file), columns)
+        except DataError:
             raise
-        raise DataError(f"{file} cannot be read as Parquet: {_first_line(error)}") from error
-    except Exception as error:  # pyarrow and datasets raise whatever a damaged file makes them stumble over
-        raise DataError(f"{file} cannot be read as Parquet: {_first_line(error)}") from error
+        except Exception as error:  # pyarrow and datasets raise whatever a damaged file makes them stumble over
+            raise DataError(f"{file} cannot be read as Parquet: {first_line(error)}. Write it again.") from error
     return Table(read.name, tuple(names), read.rows, read.classes)
 
 
-def _dataset_table(dataset: Any, columns: Sequence[str], name: str) -> Table:
+def _dataset_table(dataset: Any, name: str, columns: Sequence[str]) -> Table:
     """Those of these columns that a `datasets.Dataset` has. A ClassLabel column is returned as class names."""
     if isinstance(dataset, Mapping):
         raise DataError(f"{name} is a dictionary of the splits {sorted(dataset)}; use one of them: data['train'].")
@@ -245,30 +223,19 @@ def _dataset_table(dataset: Any, columns: Sequence[str], name: str) -> Table:
             f"{name} is a {type(dataset).__name__}, not a datasets.Dataset: the rows of a stream cannot be counted and "
             f"distributed. Load it without streaming=True."
         )
-    values = {c: [_plain(value) for value in dataset[c]] for c in dataset.column_names if c in columns}
+    dataset = dataset.with_format(None)  # Python's numbers, whatever format the user set
+    values = {c: list(dataset[c]) for c in dataset.column_names if c in columns}
     classes = {c: tuple(names) for c in values if (names := getattr(dataset.features[c], "names", None))}
+    for column, names in classes.items():
+        odd = next((k for k, v in enumerate(values[column]) if v is not None and not 0 <= v < len(names)), None)
+        if odd is not None:
+            raise DataError(
+                f"{name}, row {odd + 1}: {column!r} is {values[column][odd]}, but its classes are 0..{len(names) - 1} "
+                f"({', '.join(names[:5])}). Is it an unlabelled split?"
+            )
+        values[column] = [None if v is None else names[v] for v in values[column]]
     rows: Rows = [(f"row {k + 1}", {c: cells[k] for c, cells in values.items()}) for k in range(len(dataset))]
-    for where, row in rows:
-        for column, names in classes.items():
-            row[column] = _name_of_class(f"{name}, {where}: {column!r}", row[column], names)
     return Table(name, tuple(dataset.column_names), rows, classes)
 
 
-def _name_of_class(place: str, value: object, names: tuple[str, ...]) -> str | None:
-    if value is None:
-        return None
-    if not (isinstance(value, int) and 0 <= value < len(names)):
-        raise DataError(
-            f"{place} is {value}, but its classes are 0..{len(names) - 1} ({', '.join(names[:5])}"
-            f"{', ...' if len(names) > 5 else ''}). Is it an unlabelled split?"
-        )
-    return names[value]
-
-
-def _plain(value: Any) -> Any:
-    """A Python number or text, even if the data set returns NumPy or torch values."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value
-
-
-def _first_line(error: Exception) -> str:
-    return f"{(str(error) or type(error).__name__).splitlines()[0].rstrip('.')}. Write it again."
+__all__ = ["Table", "open_table"]

@@ -20,7 +20,7 @@ from fedlora.errors import DataError
 Message = tuple[str, str]  # (role, content)
 ROLES = ("system", "user", "assistant")
 _EXTRAS = ("references", "droppable", "history")
-_PER_EXAMPLE = ("pair", "labels", "responses", *_EXTRAS, "places")
+_PER_EXAMPLE = ("text", "pair", "labels", "responses", *_EXTRAS, "places")
 _PLAIN: dict[str, Callable[[Any], tuple[Any, ...]]] = {  # field -> conversion from lists and NumPy numbers
     **dict.fromkeys(("text", "pair", "responses", "label_names", "places"), tuple),
     "labels": lambda labels: tuple(map(operator.index, labels)),
@@ -75,37 +75,47 @@ class TextData:
         for name, plain in _PLAIN.items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, plain(value))
-        lengths = {name: len(values) for name in ("text", *_PER_EXAMPLE) if (values := getattr(self, name)) is not None}
+        lengths = {name: len(values) for name, values in self._columns().items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"every field of TextData needs one entry per example; got lengths {lengths}.")
-        if self.kind == "classification":
-            if self.labels is None or self.responses is not None or not self.label_names:
-                raise DataError("classification data has labels and label_names, and no responses.")
-            if any(getattr(self, name) is not None for name in _EXTRAS):
-                raise DataError("references, droppable and history are for instruction data only.")
-            wrong = next((i for i, y in enumerate(self.labels) if not 0 <= y < len(self.label_names)), None)
-            if wrong is not None:
-                raise DataError(
-                    f"example {wrong} has label {self.labels[wrong]}, but there are {len(self.label_names)} "
-                    f"label_names, so labels are 0..{len(self.label_names) - 1}."
-                )
-        elif self.kind == "instruction":
-            if self.responses is None or self.labels is not None or self.pair is not None or self.label_names:
-                raise DataError("instruction data has text (the prompts) and responses, and no pair, labels or names.")
-            if not all(self.references or ()):
-                raise DataError("an example without any reference cannot be scored; give at least one answer each.")
-            odd = {role for before in self.history or () for role, _ in before} - {*ROLES}
-            if odd:
-                raise DataError(f"a role in a history must be system, user or assistant; got {sorted(odd)[0]!r}.")
-        else:
-            raise DataError(f"kind must be 'classification' or 'instruction'; got {self.kind!r}.")
+        theirs = {"classification": ("labels",), "instruction": ("responses",)}.get(self.kind)
+        more = ("pair",) if self.kind == "classification" else _EXTRAS
+        given = {*lengths} - {"text", "places"}
+        if theirs is None or not given.issuperset(theirs) or given - {*theirs, *more}:
+            raise DataError(
+                f"a TextData is 'classification' with labels (and pair), or 'instruction' with responses (and "
+                f"references, droppable, history); got {self.kind!r} with {sorted(given)}."
+            )
+        if bool(self.label_names) != (self.kind == "classification"):
+            raise DataError("classification data have label_names, and instructions none.")
+        wrong = [i for i, y in enumerate(self.labels or ()) if not 0 <= y < len(self.label_names)]
+        if wrong and self.labels:
+            raise DataError(
+                f"example {wrong[0]} has label {self.labels[wrong[0]]}, but there are {len(self.label_names)} "
+                f"label_names, so labels are 0..{len(self.label_names) - 1}."
+            )
+        if not all(self.references or ()):
+            raise DataError("an example without any reference cannot be scored; give at least one answer each.")
+        if odd := {role for before in self.history or () for role, _ in before} - {*ROLES}:
+            raise DataError(f"a role in a history must be system, user or assistant; got {sorted(odd)[0]!r}.")
 
     def __len__(self) -> int:
         return len(self.text)
 
+    def _columns(self) -> dict[str, tuple[Any, ...]]:
+        """What there is per example, by name."""
+        return {name: values for name in _PER_EXAMPLE if (values := getattr(self, name)) is not None}
+
     def place(self, k: int) -> str:
         """Where example k stands, for messages."""
         return f"example {k}" if self.places is None else self.places[k]
+
+    def of(self, client: str) -> TextData:
+        """The same, with its client in the place of each instruction; twice is once."""
+        if self.responses is None:
+            return self
+        who = f"client {client!r}, "
+        return replace(self, places=tuple(who + self.place(k).removeprefix(who) for k in range(len(self))))
 
     def messages(self, k: int) -> tuple[Message, ...]:
         """Instruction k's conversation as (role, content): history, prompt, response."""
@@ -114,41 +124,31 @@ class TextData:
         return (*before, ("user", self.text[k]), ("assistant", self.responses[k]))
 
     def select(self, indices: Sequence[int] | NDArray[np.integer]) -> TextData:
-        """The examples at `indices`, in that order; repeats are kept.
-
-        Use it to take a client's part of a partition.
+        """The examples at `indices`, in that order; repeats are kept. So a client gets its part of a partition.
 
         Args:
-            indices: (n,) whole numbers in [0, N). Not a boolean mask.
+            indices: (n,) whole numbers in [0, N). Not a boolean mask: use np.flatnonzero(mask).
 
         Raises:
             DataError: an index is outside [0, N), or `indices` is not a list of whole numbers.
         """
         index = np.asarray(indices)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
-            raise DataError(
-                f"select takes a list of whole numbers; got {index.dtype} of shape {index.shape}. "
-                f"For a boolean mask use np.flatnonzero(mask)."
-            )
+            raise DataError(f"select takes a list of whole numbers; got {index.dtype} of shape {index.shape}.")
         if index.size and not (index.min() >= 0 and index.max() < len(self)):
             raise DataError(
                 f"select was asked for examples {index.min()}..{index.max()} of {len(self)}, whose indices are "
                 f"0..{len(self) - 1}. Was the partition made for another split of the data?"
             )
         chosen: list[int] = index.tolist()
-        present: dict[str, Any] = {
-            name: tuple(values[i] for i in chosen)
-            for name in _PER_EXAMPLE
-            if (values := getattr(self, name)) is not None
-        }
-        return replace(self, text=tuple(self.text[i] for i in chosen), **present)
+        there: dict[str, Any] = {n: tuple(values[i] for i in chosen) for n, values in self._columns().items()}
+        return replace(self, **there)
 
     def digest(self) -> str:
         """SHA-256 (hex) of the content: kind, label names, then every example in order.
 
-        Use it to record which data a result was computed on. It hashes one JSON line per item (ASCII-escaped):
-        [kind, label_names], then [text, pair, label, response] with null for what the task lacks; then references,
-        droppable and history, if there are any.
+        It hashes one JSON line per item (ASCII-escaped): [kind, label_names], then [text, pair, label, response] with
+        null for what the task lacks; then references, droppable and history, if there are any.
         """
         hasher = hashlib.sha256((json.dumps([self.kind, self.label_names]) + "\n").encode())
         absent = (None,) * len(self)
@@ -162,9 +162,7 @@ class TextData:
 
     @staticmethod
     def concat(parts: Sequence[TextData]) -> TextData:
-        """All examples of `parts`, one part after the other.
-
-        Use it to pool several clients' data. All parts must belong to one task.
+        """All examples of `parts`, which must belong to one task, one part after the other.
 
         Raises:
             DataError: there is no part, or parts differ in kind, label_names, or whether they have pairs.
@@ -175,19 +173,15 @@ class TextData:
             parts = [part if part.history is not None else replace(part, history=((),) * len(part)) for part in parts]
         if any(part.places is None for part in parts):
             parts = [replace(part, places=None) for part in parts]
-        tasks = {
-            (part.kind, part.label_names, *(getattr(part, name) is not None for name in ("pair", *_EXTRAS)))
-            for part in parts
-        }
+        tasks = {(part.kind, part.label_names, *part._columns()) for part in parts}
         if len(tasks) > 1:
             raise DataError(
-                f"concat needs parts of one task; got {len(tasks)} different (kind, names, pairs, references, spans): "
-                f"{sorted(tasks)}. Read all files with the same label_names."
+                f"concat needs parts of one task; got {len(tasks)} different (kind, names, fields): {sorted(tasks)}. "
+                f"Read all files with the same label_names."
             )
-        first = parts[0]
-        present: dict[str, Any] = {
-            name: tuple(x for part in parts for x in getattr(part, name))
-            for name in _PER_EXAMPLE
-            if getattr(first, name) is not None
-        }
-        return replace(first, text=tuple(x for part in parts for x in part.text), **present)
+        columns = [part._columns() for part in parts]
+        joined: dict[str, Any] = {name: tuple(x for each in columns for x in each[name]) for name in columns[0]}
+        return replace(parts[0], **joined)
+
+
+__all__ = ["ROLES", "Message", "TextData"]

@@ -1,237 +1,282 @@
-"""An experiment at one profile, with its results: which runs that makes, first the search's, then every cell with every
-seed; and what the search chose. The input of checks, tables and pictures."""
+"""What an experiment runs at a profile, decided before anything runs: cells x seeds -> runs, each with a digest."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
-from fedlora.errors import ConfigError
-from fedlora.experiments.digits import alike, shown
-from fedlora.experiments.plan import Configured, PlannedRun, configured, told_once, where
-from fedlora.experiments.result import Result
-from fedlora.experiments.spec import Cell, Experiment
-from fedlora.runs.attack_words import attacks_of
-from fedlora.training.metrics import best_of
+import torch
+
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.messages import Client
+from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.experiments.scores import Number, parse_number
+from fedlora.experiments.spec import Cell, Changes, Experiment
+from fedlora.runs.config import RunConfig, located, parse_config
+from fedlora.runs.inputs import contents, digest_of
+from fedlora.runs.privacy_section import SIMULATED
+from fedlora.runs.reading import place_of, set_in
+
+Stage = Literal["search", "run"]
+LEDGER = "simulated-ledger.jsonl"  # of a private run, in its folder
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The result of a search. value: the best on validation; None while a run is missing, or if no value can be chosen,
-    for the reason `why`. level: all values that share the best score, including the chosen one; empty if it is alone.
-    edge: "largest" or "smallest" if the choice is one of these: the best may lie beyond."""
+class Planned:
+    """One run. value: of the searched key, or None. stage: runs of the "search" choose it, and are in no table. digest:
+    what the run is known by, wherever it is made. experiment: which it belongs to, for trackers and in its line."""
 
-    value: float | None = None
-    why: str | None = None
-    level: tuple[float, ...] = ()
-    edge: str | None = None
+    cell: Cell
+    seed: int
+    value: float | None
+    stage: Stage
+    config: RunConfig
+    digest: str
+    experiment: str
+
+    @property
+    def label(self) -> str:
+        """The cell, the value and the seed in words."""
+        value = "" if self.value is None else f", {self.value:g}"
+        return f"{', '.join(self.cell.values())}{value}, seed {self.seed}"
+
+
+def digest(config: RunConfig) -> str:
+    """What a run's result depends on: its configuration, with the user's own files by content, so that they may move.
+    `runs` decides which keys count."""
+    return digest_of(config, contents(config))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """results: by digest. failed: digest -> reason, for runs that failed on their own; a searched value with one of
-    them is out of the search. by_machine: for runs that this machine failed to run, which says nothing about them."""
+    """An experiment at a profile. only: axis -> the labels that are wanted. wanted_seeds: some of the profile's seeds;
+    None: all. What is left out changes no run: a search is that of the whole grid.
+
+    Raises:
+        ConfigError: no such profile, axis, label or seed, or no cell is left.
+    """
 
     experiment: Experiment
     profile: str
-    results: Mapping[str, Result] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
-    by_machine: Mapping[str, str] = field(default_factory=dict)
-    _known: dict[tuple[Any, ...], Configured] = field(default_factory=dict, init=False, repr=False, compare=False)
+    only: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    wanted_seeds: Sequence[int] | None = None
 
-    # ---- cells -------------------------------------------------------------------------------------------------------
-
-    @property
-    def seeds(self) -> Sequence[int]:
-        return self.experiment.profile(self.profile).seeds
-
-    @cached_property
-    def cells(self) -> list[Cell]:
-        """Every combination of labels that is wanted."""
-        return list(self.experiment.cells(self.profile))
-
-    @property
-    def count(self) -> int:
-        """The number of runs that count, whether or not their search is done."""
-        return len(self.cells) * len(self.seeds)
+    def __post_init__(self) -> None:
+        name, seeds = f"experiment {self.experiment.name}, profile {self.profile}", self.all_seeds
+        for axis, labels in self.only.items():
+            if axis not in self.experiment.axes:
+                raise ConfigError(f"{name} has no axis {axis!r}; it has {', '.join(self.experiment.axes)}.")
+            known = self.experiment.labels(self.profile, axis)
+            if unknown := [label for label in labels if label not in known]:
+                raise ConfigError(f"{axis} of {name} has no {unknown[0]!r}; it has {', '.join(map(repr, known))}.")
+        if unknown_seeds := sorted({*(self.wanted_seeds or [])} - {*seeds}):
+            raise ConfigError(
+                f"{unknown_seeds[0]} is not a seed of {name}: it has {', '.join(map(str, seeds))}. Other seeds need "
+                f"another profile."
+            )
+        if not self.cells:
+            raise ConfigError(f"{name} skips all cells" + (f" of {dict(self.only)}." if self.only else "."))
 
     @property
     def rows(self) -> str:
         """The axis whose labels are compared."""
         return self.experiment.rows
 
-    @cached_property
-    def axes(self) -> list[str]:
-        """The axes with more than one label in the profile; at least the first."""
-        found = [axis for axis in self.experiment.axes if len({cell[axis] for cell in self.cells}) > 1]
-        return found or [self.rows]
+    @property
+    def name(self) -> str:
+        return f"{self.experiment.name}-{self.profile}"
 
-    def which(self, number: str = "") -> str:
-        """A number's name; by default the compared one."""
-        return number or self.experiment.compared(self.profile)
+    @property
+    def all_seeds(self) -> Sequence[int]:
+        return self.experiment.profile(self.profile).seeds
 
-    def place(self, cell: Cell) -> tuple[str, ...]:
-        """The cell's labels on `axes`."""
-        return tuple(cell[axis] for axis in self.axes)
+    @property
+    def seeds(self) -> Sequence[int]:
+        return self.all_seeds if self.wanted_seeds is None else self.wanted_seeds
 
-    # ---- runs --------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def searches(self) -> list[PlannedRun]:
-        """The runs of the search for the cells; none if there is only one value."""
-        if self.experiment.tune is None or len(self.values) < 2:
-            return []
-        found: dict[str, PlannedRun] = {}
-        cells = self._searched
-        if self.experiment.only:
-            needed = [shared for cell in self.cells for shared in self._shared(cell)]
-            cells = [cell for cell in cells if cell in needed]
-        for cell in cells:
-            for value in self.values:
-                for run in self._search(cell, value):
-                    found.setdefault(run.digest, run)
-        return list(found.values())
-
-    @cached_property
-    def runs(self) -> list[PlannedRun]:
-        """The runs that count, of cells whose search is done."""
-        found = []
-        for cell in self.cells:
-            value = self.choice(cell).value
-            if value is not None or self.experiment.tune is None:
-                found += [self._planned(cell, seed, value) for seed in self.seeds]
-        return found
-
-    @cached_property
-    def used(self) -> list[tuple[PlannedRun, Result]]:
-        """The runs that count and have a result."""
-        return [(run, result) for run in self.runs if (result := self.results.get(run.digest)) is not None]
-
-    @cached_property
-    def metrics(self) -> list[str]:
-        """Of the used runs, each once."""
-        return list(dict.fromkeys(result.metric for _, result in self.used))
-
-    @cached_property
-    def attacks(self) -> list[str]:
-        """On the used runs, each once, in words."""
-        return attacks_of([result.settings.model_dump(include={"attack"}) for _, result in self.used])
-
-    @cached_property
-    def waiting(self) -> list[PlannedRun]:
-        """A substitute, at the largest value tried, for each run of a cell whose search is not done: it shows the cost,
-        not the run."""
-        cells = [cell for cell in self.cells if self.experiment.tune is not None and self.choice(cell) == Choice()]
-        each = [self._planned(cell, seed, self.values[-1]) for cell in cells for seed in self.seeds]
-        return list({run.digest: run for run in each}.values())
-
-    @cached_property
-    def missing(self) -> list[PlannedRun]:
-        """The runs that can be started now: the search's, or a cell's if its search is done."""
-        found: dict[str, PlannedRun] = {}
-        for run in [*self.searches, *self.runs]:
-            if run.digest not in self.results:
-                found.setdefault(run.digest, run)
-        return list(found.values())
-
-    def first(self, cell: Cell) -> PlannedRun:
-        """The cell's run on the first seed, at the smallest searched value."""
-        return self._planned(cell, self.seeds[0], self.values[0] if self.values else None)
-
-    def without_faults(self) -> tuple[Grid, list[str]]:
-        """The grid without the cells whose configuration is none, or whose search's is; and a line for each fault, with
-        the cell."""
-        found: dict[str, list[str]] = {}
-        wrong: list[Cell] = []
-        tune = self.experiment.tune
-        at = tune.at if tune is not None and len(self.values) > 1 else {}
-        for cell in self.cells:
-            for each in (cell, {**cell, **at}):
-                for value in self.values or (None,):
-                    try:
-                        self._planned(each, self.seeds[0], value)
-                    except ConfigError as error:
-                        why = str(error).removeprefix(f"{where(self.experiment, each)}: ")
-                        found.setdefault(why, []).append(", ".join(each.values()))
-                        wrong.append(cell)
-        return replace(self, experiment=self.experiment.without(wrong)), told_once(found)
-
-    def _planned(self, cell: Cell, seed: int, value: float | None, *, searching: bool = False) -> PlannedRun:
-        key = (tuple(cell.items()), seed, value)
-        if key not in self._known:
-            self._known[key] = configured(self.experiment, self.profile, cell, seed, value)
-        return PlannedRun(cell, seed, value, searching, *self._known[key], self.experiment.name)
-
-    # ---- the search --------------------------------------------------------------------------------------------------
-
-    @cached_property
+    @property
     def values(self) -> Sequence[float]:
-        """The values that are tried, in order; empty without a search."""
+        """The values of the search, in order; empty without one."""
         tune = self.experiment.tune
         return [] if tune is None else sorted(self.experiment.profile(self.profile).tune or tune.values)
 
-    def choice(self, cell: Cell) -> Choice:
-        """The searched value that is best on validation, in the mean over the search's runs of all cells that share it.
-
-        Best by the runs' metric: the largest, or the least loss. A tie goes to the smallest value.
-        """
-        tune, values = self.experiment.tune, self.values
-        if tune is None:
-            return Choice()
-        if len(values) == 1:
-            return Choice(values[0])
-        means: list[tuple[float, float]] = []
-        metrics: set[str] = set()
-        shared = self._shared(cell)
-        for value in values:
-            runs = [run for each in shared for run in self._search(each, value)]
-            if any(run.digest in self.failed and run.digest not in self.results for run in runs):
-                continue
-            found = [result for run in runs if (result := self.results.get(run.digest)) is not None]
-            if len(found) < len(runs):
-                return Choice()
-            means.append((value, fmean(result.validation_best for result in found)))
-            metrics |= {result.metric for result in found}
-        if len(metrics) > 1:
-            raise ConfigError(
-                f"experiment {self.experiment.name}: a search over runs of different metrics "
-                f"({', '.join(sorted(metrics))}) cannot choose; give them one evaluate.metric."
-            )
-        tried = f"{tune.key} = {', '.join(map(shown, values))}"
-        if not means:
-            return Choice(why=f"no run of the search over {tried} came to its end.")
-        best = best_of(metrics.pop(), means, lambda pair: pair[1])
-        if best is None:
-            return Choice(
-                why=f"none of {tried} has a score on validation that is a number: all of them diverged. Try others."
-            )
-        level = tuple(value for value, mean in means if alike(mean, best[1]))
-        if len(level) > 1:
-            return Choice(min(level), level=level)
-        ends = {values[0]: "smallest", values[-1]: "largest"}
-        return Choice(level[0], edge=ends.get(level[0]))
-
-    def _search(self, cell: Cell, value: float) -> list[PlannedRun]:
-        """The search's runs of one cell and value."""
-        seeds = [] if self.experiment.tune is None else self.experiment.tune.seeds
-        return [self._planned(cell, seed, value, searching=True) for seed in seeds]
-
-    def _shared(self, cell: Cell) -> list[Cell]:
-        """The cells whose search chooses this cell's value."""
-        over = [] if self.experiment.tune is None else self.experiment.tune.over
-        return [other for other in self._searched if all(other[axis] == cell[axis] for axis in over)]
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """The combinations of labels that are wanted."""
+        every = self.experiment.cells(self.profile)
+        return [cell for cell in every if all(cell[axis] in labels for axis, labels in self.only.items())]
 
     @cached_property
-    def _searched(self) -> list[Cell]:
-        """The cells of the search: the profile's, at the labels to which the search is confined. These need not be the
-        profile's own."""
-        at = self.experiment.tune.at if self.experiment.tune else {}
-        found: list[Cell] = []
-        for cell in self.experiment.every_cell(self.profile):
-            moved = {**cell, **at}
-            if moved not in found and not self.experiment.skips(moved):
-                found.append(moved)
+    def axes(self) -> list[str]:
+        """The axes with more than one label, the compared one first; it alone if there is no other."""
+        several = [axis for axis in self.experiment.axes if len({cell[axis] for cell in self.cells}) > 1]
+        return [self.rows, *(axis for axis in several if axis != self.rows)]
+
+    def number(self, name: str | None = None) -> Number:
+        """A number by its name; by default the one that the profile or the experiment compares."""
+        return parse_number(name or self.experiment.profile(self.profile).metric or self.experiment.metric)
+
+    def key(self, cell: Cell) -> tuple[str, ...]:
+        """The labels for which the search chooses one value."""
+        return () if self.experiment.tune is None else tuple(cell[axis] for axis in self.experiment.tune.over)
+
+    @cached_property
+    def search(self) -> Mapping[tuple[str, ...], Mapping[float, Sequence[Planned]]]:
+        """Labels on tune.over -> value -> the runs of the search, for the wanted cells; empty if there is nothing to
+        choose. The labels that confine a search need not be the profile's own."""
+        tune = self.experiment.tune
+        if tune is None or len(self.values) < 2:
+            return {}
+        wanted = {self.key({**cell, **tune.at}) for cell in self.cells}
+        moved = [{**cell, **tune.at} for cell in self.experiment.cells(self.profile)]
+        cells = {tuple(cell.items()): cell for cell in moved if not self.experiment.skips(cell)}.values()
+        found: dict[tuple[str, ...], dict[float, list[Planned]]] = {}
+        for cell in (cell for cell in cells if self.key(cell) in wanted):
+            for value in self.values:
+                each = [self.planned(cell, seed, value, "search") for seed in tune.seeds]
+                found.setdefault(self.key(cell), {}).setdefault(value, []).extend(each)
         return found
+
+    @cached_property
+    def searches(self) -> list[Planned]:
+        """The runs of the search, each once."""
+        each = [run for by_value in self.search.values() for mine in by_value.values() for run in mine]
+        return list({run.digest: run for run in each}.values())
+
+    def runs(self, chosen: Mapping[tuple[str, ...], float | None]) -> list[Planned]:
+        """The runs that count, of cells whose value is chosen. chosen: labels on tune.over -> value."""
+        found = []
+        for cell in self.cells:
+            value = chosen.get(self.key(cell))
+            if value is not None or self.experiment.tune is None:
+                found += [self.planned(cell, seed, value, "run") for seed in self.seeds]
+        return found
+
+    def planned(self, cell: Cell, seed: int, value: float | None, stage: Stage) -> Planned:
+        """One run. The later wins: [run], the profile's set, the axes in the file's order, the searched value, the
+        seed. Without run.threads it has one thread: another machine can then go on with it, to the same bits.
+
+        Raises:
+            ConfigError: the configuration is none; the message names the cell.
+        """
+        experiment = self.experiment
+        raw: dict[str, Any] = deepcopy(experiment.run)
+        try:
+            for change in (experiment.profile(self.profile).set, *(experiment.axes[a][x] for a, x in cell.items())):
+                _apply(raw, change)
+            set_in(raw, "run.seed", seed)
+            if value is not None and experiment.tune is not None:
+                set_in(raw, experiment.tune.key, int(value) if value.is_integer() else value)
+            if isinstance(raw["run"], dict):
+                raw["run"].setdefault("threads", 1)
+            config = parse_config(_simulated(raw))
+            if experiment.folder is not None:
+                config = with_ledger(located(config, experiment.folder), LEDGER)
+            _check_public(config)
+            return Planned(cell, seed, value, stage, config, digest(config), experiment.name)
+        except ConfigError as error:
+            raise ConfigError(f"experiment {experiment.name}, {dict(cell)}: {error}") from error
+
+    def faults(self) -> dict[tuple[str, ...], str]:
+        """Labels of a cell -> why it cannot be run, as far as its configuration shows, without data and model."""
+        found: dict[tuple[str, ...], str] = {}
+        seen: set[str] = set()  # data and models are many, servers and clients few
+        tune = self.experiment.tune
+        for cell in self.cells:
+            searched = [{**cell, **tune.at}] if tune is not None and len(self.values) > 1 else []
+            try:
+                for one in (cell, *searched):
+                    config = self.planned(one, self.seeds[0], self.values[0] if self.values else None, "run").config
+                    apart = (
+                        bool(config.data.clients) or config.data.task == "superni"
+                    )  # then the data count the clients
+                    tables = {"method", "server", "defence", "clients", "data" if apart else "method"}
+                    if (key := config.model_dump_json(include=tables)) not in seen:
+                        try_out(config)
+                    seen.add(key)
+            except FedLoRAError as error:
+                found[tuple(cell.values())] = str(error).partition(f"{dict(cell)}: ")[2] or str(error)
+        return found
+
+    def check_number(self) -> None:
+        """Raises `ConfigError` for a compared number that no run of the profile can have."""
+        value = self.values[0] if self.values else None
+        each = [self.planned(cell, self.seeds[0], value, "run").config for cell in self.cells]
+        whys = [self.number().lacks(config) for config in each]
+        if all(whys):
+            raise ConfigError(f"no run can have the number {self.number().name!r}: {whys[0]}.")
+
+
+def try_out(config: RunConfig) -> None:
+    """Build the server, begin with a toy adapter of one square matrix, and hand it to a client of each rank: what a
+    method cannot serve is told in milliseconds, and not after the model is loaded. Raises what it raises."""
+    server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
+    count = client_count(config)
+    assigned = config.clients.assigned([str(k) for k in range(count)], config.run.seed) if count else {}
+    if ranks := sorted({kind.attention for kind in assigned.values()}):
+        size = ranks[-1]
+        state = server.init(Adapter({"any": LoRA(torch.zeros(size, size), torch.eye(size))}))
+        for rank in ranks:
+            server.download(state, Client("one of them", rank))
+
+
+def client_count(config: RunConfig) -> int:
+    """The number of clients, as far as the configuration tells; 0 if only the data do."""
+    data = config.data
+    return len(data.clients) or (data.tasks if data.task == "superni" else config.clients.how_many)
+
+
+def with_ledger(config: RunConfig, path: str) -> RunConfig:
+    """The run, charged to that file; a run without [privacy] stays as it is."""
+    if config.privacy is None:
+        return config
+    return config.model_copy(update={"privacy": config.privacy.model_copy(update={"ledger": path})})
+
+
+def as_text(run: Planned) -> str:
+    """What a process elsewhere needs of a run, as JSON."""
+    facts = {"cell": dict(run.cell), "seed": run.seed, "value": run.value, "stage": run.stage, "digest": run.digest}
+    return json.dumps({**facts, "experiment": run.experiment, "config": json.loads(run.config.canonical())})
+
+
+def from_text(text: str) -> Planned:
+    """`as_text` read back."""
+    told = json.loads(text)
+    return Planned(**{**told, "config": RunConfig.model_validate(told["config"])})
+
+
+def _apply(raw: dict[str, Any], changes: Changes) -> None:
+    for key, value in changes.items():
+        if value == {}:
+            table, last = place_of(raw, key)
+            table.pop(last, None)
+        else:
+            set_in(raw, key, deepcopy(value))
+
+
+def _simulated(raw: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a run: if it has [privacy], its clients are simulated. Each such run is a population of its own,
+    with a ledger in its folder, so that a grid spends nobody's budget. Raises `ConfigError` if it names others."""
+    privacy = raw.get("privacy")
+    if not isinstance(privacy, dict):
+        return raw
+    if own := [f"privacy.{key}" for key in ("population", "ledger", "budget") if key in privacy]:
+        raise ConfigError(
+            f"{', '.join(own)}: an experiment's clients are simulated on public data, each run is its own population, "
+            f"and its ledger lies in its folder. Leave it out; to train on real clients and charge them, use "
+            f"fedlora run."
+        )
+    return {**raw, "privacy": {**privacy, "population": SIMULATED, "ledger": LEDGER}}
+
+
+def _check_public(config: RunConfig) -> None:
+    data = config.data
+    if config.privacy is not None and (data.clients or data.train not in (None, "demo")):
+        raise ConfigError(
+            "an experiment's results name data files by their digests, which say something about every client in "
+            "them, and [privacy] promises otherwise: use fedlora run, or data that everybody has (data.task)."
+        )

@@ -1,8 +1,5 @@
-"""A grid on a Ray cluster that runs already: a task for each run, with the cores, GPUs and memory that it asks for.
-
-Folders must be shared by the nodes. The driver, which is this process, has the runs (`leases`): if a node dies, their
-tasks begin again on another one, and resume.
-"""
+"""Runs on a Ray cluster that stands already: a task for each, with the cores, GPUs and memory that it asks for. Folders
+must be shared by the nodes. If a node dies, Ray begins its tasks again on another one, where they resume."""
 
 from __future__ import annotations
 
@@ -10,31 +7,26 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from fedlora.errors import ConfigError, counted
-from fedlora.experiments.gpus import begin
-from fedlora.experiments.plan import PlannedRun
+from fedlora.experiments.grid import Planned
+from fedlora.experiments.here import LOOK, TRIES, Ended
 from fedlora.experiments.slurm import cores_of
+from fedlora.experiments.work import Work, begin
 
-T = TypeVar("T")
-R = TypeVar("R")
-_AT_ONCE = 200  # tasks given to Ray, which runs those that it has room for; each has signs of life to give
+log = logging.getLogger(__name__)
 _UNITS = {"M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def ray_tasks(
-    runs: Sequence[PlannedRun], address: str | None, gpus: int | None, memory: str | None
-) -> Sequence[RayTask]:
-    """Places for the runs.
+def ray_tasks(runs: Sequence[Planned], work: Work, address: str | None, gpus: int | None, memory: str | None) -> Ended:
+    """The runs, as many at a time as the cluster has room for.
 
     Args:
-        address: of the cluster, as `ray.init` takes it; None: the one of this machine, or of RAY_ADDRESS.
-        gpus: of each run; None: one for each run that is not for the CPU, if the cluster has GPUs.
-        memory: of each run, such as "16G"; None: Ray does not count it.
+        address: of the cluster, as `ray.init` takes it; None: the one of this machine, or of RAY_ADDRESS. gpus: of each
+            run; None: one for each run that is not for the CPU, if the cluster has GPUs. memory: of each run, such as
+            "16G"; None: Ray does not count it.
 
     Raises:
         ConfigError: no Ray, no such cluster, or none of its nodes has room for a run.
@@ -44,27 +36,60 @@ def ray_tasks(
     except ImportError as error:
         raise ConfigError("--on ray needs Ray: pip install 'fedlora[ray]'.") from error
     try:
-        if not ray.is_initialized():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # of what Ray will do one day
-                ray.init(address or "auto", log_to_driver=False, logging_level=logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of what Ray will do one day
+            ray.init(address or "auto", log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
     except (ConnectionError, ValueError) as error:
         raise ConfigError(
             f"no Ray cluster answers at {address or 'this machine or RAY_ADDRESS'}: {str(error).splitlines()[0]} Start "
             f"one (ray start --head), or name its --address."
         ) from error
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if gpus is None:
         on_gpu = any(run.config.model.device != "cpu" for run in runs)
-        gpus = int(on_gpu and any(node.get("GPU", 0) for node in nodes))
-    asked = {"CPU": max(cores_of(run.config) for run in runs), "GPU": gpus, "memory": _bytes(memory)}
-    if not any(all(node.get(name, 0) >= number for name, number in asked.items()) for node in nodes):
+        gpus = int(on_gpu and any(node.get("GPU", 0) for node in _nodes(ray)))
+    asked = {"CPU": max(cores_of(run) for run in runs), "GPU": gpus, "memory": _bytes(memory)}
+    if not _room(ray, asked):
         raise ConfigError(
             f"a run asks for {counted(asked['CPU'], 'core')}, {counted(gpus, 'GPU')} and {asked['memory'] / 2**30:g} "
-            f"GB of memory, and none of the cluster's {counted(len(nodes), 'node')} has all that. Ask for less "
+            f"GB of memory, and none of the cluster's {counted(len(_nodes(ray)), 'node')} has all that. Ask for less "
             f"(run.threads, run.workers, --gpus, --memory), or add a node."
         )
-    return [RayTask(asked) for _ in runs[:_AT_ONCE]]
+    how = {"num_cpus": asked["CPU"], "num_gpus": gpus, "memory": asked["memory"] or None, "max_retries": TRIES}
+    task = ray.remote(run_of_fedlora).options(**how)
+    left = {task.remote(os.getcwd(), work, run): run for run in runs}
+    told = False
+    try:
+        while left:
+            done, _ = ray.wait(list(left), num_returns=1, timeout=LOOK)
+            for one in done:
+                try:
+                    why = ray.get(one)
+                except ray.exceptions.RayError as error:
+                    why = f"{type(error).__name__}: {error}".splitlines()[0]
+                yield left.pop(one), why
+            if not done:
+                if not told and not _room(ray, asked):
+                    log.warning("%s wait: no living node has room for one", counted(len(left), "run"))
+                    told = True
+                yield None
+    finally:
+        for one in left:
+            ray.cancel(one, force=True)
+
+
+def run_of_fedlora(folder: str, work: Work, run: Planned) -> str | None:
+    """In the process of a task, which Ray calls by this name. folder: where relative paths start."""
+    os.chdir(folder)
+    begin()
+    return work(run)
+
+
+def _nodes(ray: Any) -> list[dict[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _room(ray: Any, asked: dict[str, int]) -> bool:
+    return any(all(node.get(name, 0) >= number for name, number in asked.items()) for node in _nodes(ray))
 
 
 def _bytes(memory: str | None) -> int:
@@ -73,48 +98,3 @@ def _bytes(memory: str | None) -> int:
     if not (match := re.fullmatch(r"(\d+)([MGT])", memory)):
         raise ConfigError(f"--memory takes a number and M, G or T, such as 16G; got {memory!r}.")
     return int(match[1]) * _UNITS[match[2]]
-
-
-class RayTask:
-    """A slot (`pool.Slot`). asked: resource -> how much of it a task has."""
-
-    def __init__(self, asked: dict[str, int]) -> None:
-        self._asked = asked
-        self._task: Any = None
-        self.idle = True
-
-    def start(self, function: Callable[[T], R], task: T) -> Future[R]:
-        import ray
-
-        self.idle = False
-        how = {"num_cpus": self._asked["CPU"], "num_gpus": self._asked["GPU"], "memory": self._asked["memory"] or None}
-        work = ray.remote(_begun).options(**how, max_retries=0)  # `pool` tries again
-        self._task = work.remote(os.getcwd(), function, task)
-        found: Future[R] = Future()
-        self._task.future().add_done_callback(lambda done: _pass_on(done, found))
-        return found
-
-    def end(self) -> None:
-        """End the task, if it runs."""
-        import ray
-
-        if not self.idle:
-            ray.cancel(self._task, force=True)
-
-
-def _begun(folder: str, function: Callable[[T], R], task: T) -> R:
-    """In the process of a task. folder: where relative paths start."""
-    os.chdir(folder)
-    begin("")
-    return function(task)
-
-
-def _pass_on(done: Future[R], found: Future[R]) -> None:
-    """The result; a dead worker or node is what a dead process is on one machine."""
-    error = done.exception()
-    if error is None:
-        found.set_result(done.result())
-    elif type(error).__name__ in ("WorkerCrashedError", "NodeDiedError", "OutOfMemoryError", "LocalRayletDiedError"):
-        found.set_exception(BrokenProcessPool(str(error)))
-    else:
-        found.set_exception(error)

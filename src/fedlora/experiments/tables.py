@@ -1,253 +1,268 @@
-"""Scores of cells over their seeds, their differences paired by seed, and the places that labels take."""
+"""Tables of an experiment, as frames with notes under them: scores, differences paired by seed, costs, clients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean, median, stdev
+from typing import Any, NamedTuple
 
-from fedlora.experiments.digits import ALIKE, alike, in_words, places
-from fedlora.experiments.grid import Grid
-from fedlora.experiments.result import Result
-from fedlora.experiments.scores import explained, parse_number
+import pandas as pd
+
+from fedlora.experiments import stats
+from fedlora.experiments.frames import megabytes
+from fedlora.experiments.grid import Planned
+from fedlora.experiments.scores import SCALES, Line, Number
 from fedlora.experiments.spec import Cell
+from fedlora.experiments.tune import Progress
+from fedlora.runs.attack_words import attacks_of
 
-OWN_DATA = ", of each client's own model on its own data"
-
-
-@dataclass(frozen=True)
-class CellScore:
-    """One cell. scores: seed -> value, for finished seeds. planned: the number of planned seeds. tuned: the value that
-    the search chose. metric: of the scores, such as "accuracy"; None if nothing was run. none: seeds whose run has no
-    number: it diverged, failed on its own, or never got there (rounds to a target). less: whether less is
-    better. unit: the number in words; only cells with the same unit are compared."""
-
-    cell: Cell
-    scores: Mapping[int, float]
-    planned: int
-    tuned: float | None
-    metric: str | None = None
-    none: tuple[int, ...] = ()
-    less: bool = False
-    unit: str | None = None
-
-    @property
-    def mean(self) -> float | None:
-        """The mean; None if a run has no number, because the mean of the others would favour what fails."""
-        return fmean(self.scores.values()) if self.scores and not self.none else None
-
-    @property
-    def spread(self) -> float | None:
-        """The standard deviation over seeds, if there is a mean."""
-        return stdev(self.scores.values()) if len(self.scores) > 1 and not self.none else None
-
-    @property
-    def median(self) -> float | None:
-        """The median, with a run without a number as the worst; None if the median is such a run."""
-        count = len(self.scores) + len(self.none)
-        best_first = sorted(self.scores.values(), reverse=not self.less)
-        if count // 2 >= len(best_first):
-            return None
-        return best_first[count // 2] if count % 2 else fmean(best_first[count // 2 - 1 : count // 2 + 1])
-
-    def ranked(self) -> dict[int, float]:
-        """Seed -> value for an order; a run without a number is last."""
-        return {**self.scores, **dict.fromkeys(self.none, math.inf if self.less else -math.inf)}
-
-    def words(self, form: Callable[[float, float | None], str] = in_words) -> str:
-        """The mean with its spread; without a mean the median, if there is one, and how many have a number."""
-        if self.mean is not None:
-            return form(self.mean, self.spread)
-        if not self.none:
-            return "none"
-        told = f"{len(self.scores)} of {len(self.scores) + len(self.none)} have a number"
-        return told if self.median is None else f"median {form(self.median, None)}; {told}"
+ALIKE = 1e-5  # relative: scores that differ by less are the same up to rounding
+Runs = Sequence[tuple[Planned, Line]]
 
 
-@dataclass(frozen=True)
-class Difference:
-    """other - reference over the seeds that both have: mean, 95 % confidence interval and two-sided p (paired t)."""
+class Table(NamedTuple):
+    """frame: the first `names` columns are names, the others numbers or short words. notes: the first says what the
+    table shows."""
 
-    reference: str
-    other: str
-    where: Mapping[str, str]
-    pairs: int
-    mean: float
-    low: float
-    high: float
-    p: float
-
-    @property
-    def decided(self) -> bool:
-        """Whether the interval excludes zero. If all gaps are equal, there is no interval, and nothing is decided."""
-        return self.low != self.high and (self.low > 0 or self.high < 0)
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The interval; None if all gaps are equal."""
-        return None if self.low == self.high else (self.low, self.high)
-
-    @property
-    def verdict(self) -> str:
-        """ "higher" or "lower" than the reference, or "undecided" if the interval contains zero. If all gaps are equal:
-        "no spread", or "equal" if they are zero."""
-        if self.low == self.high:
-            return "no spread" if self.mean else "equal"
-        return ("higher" if self.low > 0 else "lower") if self.decided else "undecided"
+    frame: pd.DataFrame
+    names: int
+    notes: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Placing:
-    """The places of a label among the others. counts: of the first place, the second, ..., over the seeds that all
-    have. Labels with equal scores (`digits.alike`) share the better place."""
-
-    label: str
-    counts: tuple[int, ...]
-
-    @property
-    def mean(self) -> float:
-        return sum(place * count for place, count in enumerate(self.counts, start=1)) / sum(self.counts)
+def tables_of(progress: Progress, which: str | None = None, margin: float | None = None) -> list[Table]:
+    """All tables with a row. which: the number to compare, by default the experiment's. margin: a difference that does
+    not matter, by default the experiment's, which is in the unit of its own number."""
+    number = progress.grid.number(which)
+    each = [scores(progress, number), differences(progress, number, margin), costs(progress), clients(progress)]
+    each += [categories(progress, number)]
+    return [table for table in each if len(table.frame)]
 
 
-def score_cells(grid: Grid, number: str = "") -> list[CellScore]:
-    """Every cell of the profile with its finished runs. number: a name, as in `Result.score`."""
-    which, seeds = grid.which(number), len(grid.seeds)
-    found = {tuple(cell.values()): CellScore(cell, {}, seeds, grid.choice(cell).value) for cell in grid.cells}
-    for run in grid.runs:
-        key, result = tuple(run.cell.values()), grid.results.get(run.digest)
-        mine = found[key]
-        if result is not None:
-            less = parse_number(which).smaller_is_better(result.metric)
-            unit = explained(which, result.metric) + (OWN_DATA if result.on_own_data(which) else "")
-            mine = replace(mine, metric=result.metric, less=less, unit=unit)
-        value = None if result is None else result.score(which)
-        if value is not None:
-            mine = replace(mine, scores={**mine.scores, run.seed: value})
-        elif result is not None or run.digest in grid.failed:
-            mine = replace(mine, none=(*mine.none, run.seed))
-        found[key] = mine
-    return list(found.values())
+def by_cell(progress: Progress) -> Iterator[tuple[Cell, Runs]]:
+    """Each cell with its runs that have a line."""
+    found: dict[tuple[str, ...], list[tuple[Planned, Line]]] = {tuple(c.values()): [] for c in progress.grid.cells}
+    for run, line in progress.used:
+        found[tuple(run.cell.values())].append((run, line))
+    yield from zip(progress.grid.cells, found.values(), strict=True)
 
 
-def without_number(cells: Sequence[CellScore]) -> list[str]:
-    """A line for each cell with numbers on only some of its runs; "0 of 5" already says it if there are none."""
-    return [
-        f"{', '.join(cell.cell.values())}: no number on seed{'s' if len(cell.none) > 1 else ''} "
-        f"{', '.join(map(str, cell.none))}: the run diverged, failed, stopped early or did not get there. So "
-        f"there is no mean and no difference from another."
-        for cell in cells
-        if cell.none and cell.scores
-    ]
+def mean_of(number: Number, runs: Runs) -> float:
+    """The mean over seeds; NaN if a run has no number, because the mean of the others would favour what fails. Of
+    rounds to a target the median, in which a run that never gets there is the worst: infinite if it is such a run."""
+    each = [number.of(line) for _, line in runs]
+    if number.of_rounds and each:
+        return float(median(math.inf if math.isnan(x) else x for x in each))
+    return fmean(each) if each else math.nan
 
 
-def in_its_unit(which: str, cells: Sequence[CellScore]) -> str:
-    """The number in words, with its unit."""
-    return " or ".join(units_of(cells)) or explained(which, None)
+def scores(progress: Progress, number: Number) -> Table:
+    """Mean and standard deviation of each cell over its seeds; n: runs with the number, of the `planned` ones."""
+    grid, rows, lacking = progress.grid, [], False
+    for cell, runs in by_cell(progress):
+        have = [x for _, line in runs if not math.isnan(x := number.of(line))]
+        row: dict[str, Any] = {axis: cell[axis] for axis in grid.axes}
+        if grid.experiment.tune is not None:
+            choice = progress.choices.get(grid.key(cell))
+            row[grid.experiment.tune.key] = math.nan if choice is None else choice.value
+        row["median" if number.of_rounds else "mean"] = mean_of(number, runs)
+        if not number.of_rounds:
+            row["sd"] = stdev(have) if len(have) == len(runs) > 1 else math.nan
+            lacking = lacking or len(have) < len(runs)
+        rows += [{**row, "n": len(have), "planned": len(grid.seeds)}] if runs else []
+    over = "median over seeds; n: runs that reach it" if number.of_rounds else "mean over seeds"
+    notes = [f"{in_its_unit(progress, number)}, {over}.", *_whose(progress, number), *_mixtures(progress)]
+    notes += ["A run without the number failed or diverged: then there is no mean."] if lacking else []
+    return Table(pd.DataFrame(rows), len(grid.axes), notes)
 
 
-def units_of(cells: Iterable[CellScore]) -> list[str]:
-    """Each unit once, from cells that were run."""
-    return list(dict.fromkeys(cell.unit for cell in cells if cell.unit is not None))
+def differences(progress: Progress, number: Number, margin: float | None = None) -> Table:
+    """Each label of the compared axis less the reference, over the seeds that both have, all other labels equal. With a
+    margin: a verdict, and the seeds that "equivalent" would take, from three seeds on."""
+    grid, up = progress.grid, number.larger_is_better(_metric(progress))
+    if margin is None and number == grid.number():
+        margin = grid.experiment.margin
+    gaps, lacking = _gaps(progress, number, margin)
+    frame = pd.DataFrame([
+        {**dict(zip(grid.axes, place, strict=True)), "difference": gap.mean, "low": gap.low, "high": gap.high,
+         "n": gap.n, "p": gap.p}
+        for place, gap in gaps.items()
+    ])  # fmt: skip
+    reference = grid.experiment.reference
+    notes = [f"{in_its_unit(progress, number)}, less that of {reference}: paired by seed, with a 95 % t interval."]
+    if gaps:
+        frame["p (Holm)"] = stats.holm(list(frame["p"]))
+        notes.append(f"{'Positive' if up else 'Negative'} is better. Holm's p is over {len(gaps)} comparisons.")
+    if gaps and margin is not None:
+        words = stats.verdicts(gaps, larger_is_better=up)
+        needed = [stats.seeds_needed(gap.sd, margin, len(gaps)) if gap.n > 2 else None for gap in gaps.values()]
+        frame["verdict"] = [words[place] for place in gaps]
+        frame["seeds needed"] = pd.array(needed, dtype="Int64")
+        notes.append(
+            f"equivalent: a difference below {margin:g} either way. All verdicts together err in 5 %. seeds needed: to "
+            f"find two equal ones equivalent with a power of 80 % ({stats.MOST}: that or more)."
+        )
+    return Table(frame, len(grid.axes), [*notes, *lacking])
 
 
-def of_two_units(cells: Sequence[CellScore], axis: str) -> list[str]:
-    """A line for each place where labels of the axis have numbers in different units: these are not compared."""
-    places: dict[str, list[CellScore]] = {}
-    for cell in cells:
-        where = ", ".join(label for name, label in cell.cell.items() if name != axis)
-        places.setdefault(where, []).append(cell)
-    return [
-        f"{where + ': ' if where else ''}{'; '.join(f'{_labels(there, axis, unit)}: {unit}' for unit in units)}. "
-        f"These are numbers of {_METRICS if len({cell.metric for cell in there if cell.metric}) > 1 else _DATA}"
-        for where, there in places.items()
-        if len(units := units_of(there)) > 1
-    ]
-
-
-_APART = "which are not compared: there is no difference and no place between them. To compare them,"
-_METRICS = f"different metrics {_APART} give these cells one evaluate.metric."
-_DATA = (
-    f"different data {_APART} measure the clients' own models of all of them: set evaluate.target = 'clients'; or set "
-    f"evaluate.clients_at_end = true and compare 'clients, last'."
-)
-
-
-def _labels(cells: Sequence[CellScore], axis: str, unit: str) -> str:
-    return ", ".join(dict.fromkeys(cell.cell[axis] for cell in cells if cell.unit == unit))
-
-
-def score_by(grid: Grid, told: Callable[[Result], Mapping[str, float]]) -> dict[tuple[str, str], dict[str, float]]:
-    """(labels of the other axes, label of the row axis, with its metric if there are several) -> what `told`
-    names -> its mean over seeds."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
-    mixed = len(grid.metrics) > 1
-    for run, result in grid.used:
-        where = ", ".join(run.cell[axis] for axis in grid.axes if axis != grid.rows)
-        mine = found.setdefault((where, run.cell[grid.rows] + (f" ({result.metric})" if mixed else "")), {})
-        for name, value in told(result).items():
-            mine.setdefault(name, []).append(value)
-    return {label: {name: fmean(x) for name, x in sorted(by.items())} for label, by in found.items() if by}
-
-
-def placings(cells: Sequence[CellScore], axis: str) -> list[Placing]:
-    """The places of the axis's labels, seed by seed; the cells differ only in that axis. Empty if no seed is in all, or
-    their numbers have different metrics."""
-    each = _orders(cells)
-    if not each or not any(cell.scores for cell in cells):
-        return []
-    counts = [[sum(order[k] == place for order in each) for place in range(len(cells))] for k in range(len(cells))]
-    return [Placing(cell.cell[axis], tuple(count)) for cell, count in zip(cells, counts, strict=True)]
-
-
-def orders(cells: Sequence[CellScore]) -> tuple[int, int]:
-    """The number of different orders of the cells over the seeds that all have, and the number of these seeds. An order
-    with a shared place differs from those in which one of the two is ahead."""
-    each = _orders(cells)
-    return len({*each}), len(each)
-
-
-def _orders(cells: Sequence[CellScore]) -> list[tuple[int, ...]]:
-    """The places of the cells on each seed that all have."""
-    if len(units_of(cells)) > 1:
-        return []
-    less = any(cell.less for cell in cells)
-    ranked = [cell.ranked() for cell in cells]
-    seeds = set.intersection(*map(set, ranked)) if cells else set()
-    return [places([one[seed] for one in ranked], smaller_is_better=less) for seed in seeds]
-
-
-def paired(cells: Sequence[CellScore], axis: str, reference: str) -> list[Difference]:
-    """Each other label of the axis against the reference, with all other axes equal, over the seeds that both have.
-    Pairs in which a run has no number are left out (`without_number`), because the other gaps would favour what fails;
-    so are pairs with two units (`of_two_units`)."""
-    differences = []
-    for theirs in cells:
-        if theirs.cell[axis] == reference:
+def _gaps(
+    progress: Progress, number: Number, margin: float | None
+) -> tuple[dict[tuple[str, ...], stats.Gap], list[str]]:
+    """Labels -> the gap to the reference; and a note for each kind of pair that is left out, or that is odd."""
+    grid, reference = progress.grid, progress.grid.experiment.reference
+    theirs = {tuple(cell.values()): {run.seed: line for run, line in runs} for cell, runs in by_cell(progress)}
+    gaps: dict[tuple[str, ...], stats.Gap] = {}
+    apart, without, mixed = [], [], 0
+    for cell, runs in by_cell(progress) if reference is not None else ():
+        if cell[grid.rows] == reference:
             continue
-        where = {name: label for name, label in theirs.cell.items() if name != axis}
-        for ours in cells:
-            if ours.cell[axis] == reference and all(ours.cell[name] == label for name, label in where.items()):
-                seeds = sorted(set(ours.scores) & set(theirs.scores))
-                if len(seeds) > 1 and not ours.none and not theirs.none and ours.unit == theirs.unit:
-                    pairs = [(theirs.scores[seed], ours.scores[seed]) for seed in seeds]
-                    differences.append(difference(reference, theirs.cell[axis], where, pairs))
-    return differences
+        other = theirs.get(tuple({**cell, grid.rows: reference or ""}.values()), {})
+        pairs = [(line, other[run.seed]) for run, line in runs if run.seed in other]
+        each = [(number.of(ours), number.of(base)) for ours, base in pairs]
+        place = tuple(cell[axis] for axis in grid.axes)
+        if any(number.on_own_data(ours) != number.on_own_data(base) for ours, base in pairs):
+            apart.append(", ".join(place))
+        elif any(math.isnan(x) for pair in each for x in pair):
+            without.append(", ".join(place))
+        elif each:
+            gaps[place] = stats.paired([0.0 if math.isclose(a, b, rel_tol=ALIKE) else a - b for a, b in each], margin)
+            mixed += sum(_read_otherwise(ours, base) for ours, base in pairs)
+    notes = []
+    if without:
+        notes.append(f"No difference where a run has no number, which would favour what fails: {'; '.join(without)}.")
+    if apart:
+        notes.append(
+            f"Not compared, because one is of clients' own models on their own data: {'; '.join(apart)}. Measure the "
+            f"clients' own models of all (evaluate.target = 'clients'), or compare 'clients, last'."
+        )
+    if mixed:
+        notes.append(f"{mixed} of the pairs did not read the same data: it changed between their runs.")
+    return gaps, notes
 
 
-def difference(
-    reference: str, other: str, where: Mapping[str, str], pairs: Sequence[tuple[float, float]]
-) -> Difference:
-    """The paired t interval of (other, reference) pairs. Differences by rounding (`digits.alike`) are not gaps."""
-    from scipy import stats
+def costs(progress: Progress) -> Table:
+    """What a run sends and takes, the mean over seeds; and how far its model moves with coordinates, on the worst."""
 
-    gaps = [0.0 if alike(a, b) else a - b for a, b in pairs]
-    rounding = ALIKE * max(abs(score) for pair in pairs for score in pair)
-    if max(gaps) - min(gaps) <= rounding:  # no spread: the interval is the number itself
-        mean = fmean(gaps)
-        return Difference(reference, other, where, len(gaps), mean, mean, mean, math.nan)
-    test = stats.ttest_1samp(gaps, 0.0)
-    interval = test.confidence_interval(0.95)
-    return Difference(
-        reference, other, where, len(gaps), fmean(gaps), float(interval.low), float(interval.high), float(test.pvalue)
+    def of(line: Line) -> dict[str, float]:
+        up, down = megabytes(line)
+        seconds = line["seconds"] or {"aggregate": math.nan}  # a private run does not tell them
+        return {"MB up": up, "MB down": down, "s": sum(seconds.values()), "aggregate s": seconds.get("aggregate", 0.0)}
+
+    rows = []
+    for cell, runs in by_cell(progress):
+        told = [of(line) for _, line in runs if "failed" not in line]
+        drifts = [line["gauge_drift"].get(line["method"]) for _, line in runs if "failed" not in line]
+        means = {name: fmean(one[name] for one in told) for name in told[0]} if told else {}
+        if told:
+            worst = max((x for x in drifts if x is not None), default=math.nan)
+            rows.append({**{axis: cell[axis] for axis in progress.grid.axes}, **means, "gauge": worst})
+    note = (
+        "Costs of a run, the mean over seeds. gauge: how far the model moves, relative to itself, if the last uploads "
+        "are written in other coordinates."
     )
+    return Table(pd.DataFrame(rows), len(progress.grid.axes), [note])
+
+
+def clients(progress: Progress) -> Table:
+    """Each client's own readout after the last round, a column for each cell."""
+
+    def of(line: Line) -> dict[str, float | None]:
+        each = line["clients_at_end"].items()
+        return {f"{name} ({line['ranks'].get(name)})": scores.get(line["metric"]) for name, scores in each}
+
+    note = "Each client's (its rank's) own readout after the last round, the mean over seeds."
+    return _columns(progress, "client (rank)", of, note)
+
+
+def categories(progress: Progress, number: Number) -> Table:
+    """Means by category, for data in tasks."""
+    note = f"{number.name}, by category of its tasks: the mean over tasks and seeds."
+    return _columns(progress, "category", lambda line: by_category(number, line), note)
+
+
+def by_category(number: Number, line: Line) -> dict[str, float | None]:
+    """Category -> the mean over its tasks, for data that come in tasks."""
+    found: dict[str, list[float]] = {}
+    for name, score in number.scores(line).items() if not number.of_rounds and number.where != "clients" else ():
+        if name.startswith("group/") and score is not None:
+            task = name.removeprefix("group/")
+            found.setdefault(line["categories"].get(task, task), []).append(score)
+    return {category: fmean(each) for category, each in found.items()}
+
+
+def _columns(progress: Progress, head: str, of: Callable[[Line], Mapping[str, float | None]], note: str) -> Table:
+    """A row for each name that `of` gives, a column for each cell with one; the means over seeds."""
+    columns: dict[str, dict[str, float]] = {}
+    for cell, runs in by_cell(progress):
+        told: dict[str, list[float]] = {}
+        for _, line in runs:
+            for name, value in (of(line) if "failed" not in line else {}).items():
+                told.setdefault(name, []).append(math.nan if value is None else value)
+        if told:
+            columns[", ".join(cell[axis] for axis in progress.grid.axes)] = {k: fmean(x) for k, x in told.items()}
+    names = sorted({name for column in columns.values() for name in column})
+    return Table(
+        pd.DataFrame([{head: name, **{c: told.get(name, math.nan) for c, told in columns.items()}} for name in names]),
+        1, [note],
+    )  # fmt: skip
+
+
+def in_its_unit(progress: Progress, number: Number) -> str:
+    """A number in words, with its unit."""
+    metric = _metric(progress)
+    unit = SCALES.get(metric, metric)
+    if number.of_rounds:
+        return f"The first evaluated round whose validation {metric.replace('_', ' ')} reaches {number.target:g}"
+    return f"{number.name}: {unit}"
+
+
+def warnings(progress: Progress) -> list[str]:
+    """What nobody may overlook: attacks on purpose, and that privacy is simulated."""
+    lines = [line for _, line in progress.used if "failed" not in line]
+    found = [f"UNDER ATTACK, on purpose: {what}. Do not use these results." for what in attacks(progress)]
+    if any(line["privacy"] for line in lines):
+        found.append(
+            "Private runs of an experiment are simulations, each with a population and an epsilon of its own. None of "
+            "this is an account of anybody's data."
+        )
+    return found
+
+
+def attacks(progress: Progress) -> list[str]:
+    """The attacks on the used runs, each once, in words."""
+    return attacks_of([line["config"] for _, line in progress.used if "failed" not in line])
+
+
+def _whose(progress: Progress, number: Number) -> list[str]:
+    """A note if scores are of clients' own models, because they stand beside those of a server's model."""
+    if number.where == "clients":
+        return []
+    labels: dict[str, None] = {}
+    for run, line in progress.used:
+        if line.get("target") == "clients":
+            own = ", each on its own data" if number.on_own_data(line) else ", on the common data"
+            labels[f"{run.cell[progress.grid.rows]}: the mean of the clients' own models{own}."] = None
+    return list(labels)
+
+
+def _mixtures(progress: Progress) -> list[str]:
+    """A note for each way in which the runs are not of one kind: commits, and content of one model."""
+    lines = [line for _, line in progress.used if "failed" not in line]
+    commits = sorted({line["commit"] for line in lines})
+    found = [f"Runs of {len(commits)} commits: {', '.join(commits)}."] if len(commits) > 1 else []
+    models: dict[str, set[str]] = {}
+    for line in lines:
+        models.setdefault(line["config"]["model"]["path"], set()).add(line["read"]["model"])
+    found += [f"The model {path!r} had {len(of)} different contents." for path, of in models.items() if len(of) > 1]
+    return found
+
+
+def _read_otherwise(one: Line, other: Line) -> bool:
+    """Whether two runs that deal the same data in the same way read other content."""
+    alike = all(one["config"].get(table) == other["config"].get(table) for table in ("data", "clients", "attack"))
+    return alike and len({one["read"]["data"], other["read"]["data"]} - {None}) > 1
+
+
+def _metric(progress: Progress) -> str:
+    each = [line["metric"] for _, line in progress.used if "failed" not in line]
+    return str(each[0]) if each else "loss"

@@ -102,19 +102,17 @@ def write_gguf(
 
 @dataclass(frozen=True)
 class _Base:
-    """A base model as llama.cpp holds it. arch: llama.cpp's name. heads: of queries and of keys. tied: the token
-    embeddings are the output layer too."""
+    """A base model as llama.cpp holds it. arch: llama.cpp's name. heads: of queries and of keys."""
 
     arch: str
     blocks: int
     heads: tuple[int, int]
-    tied: bool
 
     def tensor(self, path: str, file: AdapterFile) -> str:
         """The base's tensor that a pair at `path` updates.
 
         Raises:
-            AdapterFormatError: llama.cpp has no such tensor, or would not add the update to it.
+            AdapterFormatError: llama.cpp has no such tensor.
         """
         import gguf
 
@@ -126,11 +124,6 @@ class _Base:
             raise AdapterFormatError(
                 f"{file.directory}: llama.cpp has no tensor for {quoted(path)} in a model of architecture "
                 f"{self.arch} with {self.blocks} blocks. {_WAY}."
-            )
-        if self.tied and found == "output":
-            raise AdapterFormatError(
-                f"{file.directory}: it changes {quoted(path)}, but this base has one tensor for embeddings and output, "
-                f"and llama.cpp adds no update to one use of it. {_WAY}."
             )
         return f"{found}.weight"
 
@@ -151,7 +144,7 @@ def _base_of(config: Any, base: Path) -> _Base:
             f"{', '.join(_ARCHITECTURES)}. {_WAY}."
         )
     heads = (config.num_attention_heads, config.num_key_value_heads)
-    return _Base(arch, config.num_hidden_layers, heads, bool(config.tie_word_embeddings))
+    return _Base(arch, config.num_hidden_layers, heads)
 
 
 def _alpha(file: AdapterFile) -> tuple[float, tuple[str, ...]]:

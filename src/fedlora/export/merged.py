@@ -33,7 +33,6 @@ from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.export.attached import WAY_OUT, Attached, attach, check, quiet
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 Progress = Callable[[Sequence[str]], Iterable[str]]
 _SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of a tokenizer and of generation
 

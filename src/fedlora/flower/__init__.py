@@ -1,14 +1,15 @@
-"""fedlora on Flower: `FedLoRA`, the rounds around the same `Server`, and what nodes need besides.
+"""fedlora on Flower: `FedLoRA`, a Flower `Strategy`, and what a federation on machines needs besides.
 
-rounds/     the rounds at the server: `FedLoRA`, whom it asks, each answer's fate, measurements and records
-serving/    the server's processes: `fedlora flower serve`, status; a trial on one machine
-setup/      make, change and check a federation's folder: `init`, `admit`, `remove`, `renew`, `doctor`, the proxy
-site/       a site: its folder, its node, the trainer that stays in memory
-messages/   messages as Flower's records, checked before use
-terms/      what server and sites agree on: settings, facts, policy, names, keys, the files that travel by hand
-places.py   paths in the server's folder and in a site's
-locks.py: who has a folder; children.py: processes
-apps.py     the ServerApp and the ClientApp; stock.py: `FedLoRA` for stock PEFT clients, as Flower's `Strategy`
+strategy.py   `FedLoRA`: in Flower's simulation, under `flwr run`, with stock PEFT clients (peft.py) or fedlora's own
+grid.py       `BoundedGrid`: exactly one answer to each question, measured before it is in memory (inside.py)
+exchange.py   whom a round or a measurement asks, and whose each reply is
+server/       a federation's server: `Federation`, each answer's fate, checkpoint and journal, measurements, the end;
+              the folder and its members; the processes of `serve`; all of a federation on one machine (`up`)
+site/         a site: its folder, its node, the trainer that stays in memory
+terms/        what server and sites agree on: settings, facts, policy, names, keys
+records.py, scores.py, envelope.py: messages as Flower's records, checked before use
+apps.py       the ServerApp and the ClientApp; bundle.py: as every federation has them
+places.py     paths in the server's folder and in a site's; processes.py: processes, and who has a folder
 """
 
 from typing import TYPE_CHECKING
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING
 from fedlora._lazy import face
 
 if TYPE_CHECKING:
-    from fedlora.flower.rounds.strategy import FedLoRA
+    from fedlora.flower.grid import BoundedGrid
+    from fedlora.flower.strategy import FedLoRA
 
 # imported on demand: a node's ClientApp process needs neither torch nor the server
-__getattr__ = face("fedlora.flower", {"rounds.strategy": ("FedLoRA",)}, extra="flower")
+__getattr__ = face("fedlora.flower", {"grid": ("BoundedGrid",), "strategy": ("FedLoRA",)}, extra="flower")
 
-__all__ = ["FedLoRA"]
+__all__ = ["BoundedGrid", "FedLoRA"]

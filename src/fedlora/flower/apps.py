@@ -21,14 +21,11 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
 from fedlora.core.text import shown
-from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, FedLoRAError, LedgerError
-from fedlora.flower import children
-from fedlora.flower.messages.envelope import receipt_of
-from fedlora.flower.messages.parts import parts
+from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, LedgerError
+from fedlora.flower import processes
+from fedlora.flower.envelope import parts, receipt_of
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.site.resident import TrainerFailed, ask
-from fedlora.flower.site.site_work import Do
-from fedlora.flower.terms.agreement import Disagreement
+from fedlora.flower.site.trainer import Do, TrainerFailed, ask
 
 log = logging.getLogger(__name__)
 
@@ -39,19 +36,21 @@ client_app = ClientApp()
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """Play the federation in the run's folder to its end."""
-    from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors, is_http
-    from fedlora.flower.rounds.events import REFUSED
-    from fedlora.flower.rounds.playing import ending, play
+    from fedlora.flower.inside import heartbeats_outlive_errors, http_inbox
+    from fedlora.flower.server.federation import ending, play
+    from fedlora.flower.server.journal import Journal
+    from fedlora.flower.terms.facts import Disagreement
 
-    if is_http(grid):  # Flower's own SIGINT does not reach a main thread that waits to push to a dead SuperLink
-        children.ends_with(os.getppid())
-    folder = Path(str(context.run_config["folder"]))
-    with _kept_log(FederationFolder(folder).logs / "serverapp.log"), heartbeats_outlive_errors(grid):
+    if http_inbox(grid):  # Flower's own SIGINT does not reach a main thread that waits to push to a dead SuperLink
+        processes.ends_with(os.getppid())
+    home = FederationFolder(Path(str(context.run_config["folder"])))
+    with _kept_log(home.logs / "serverapp.log"), heartbeats_outlive_errors(grid):
         try:
-            summary = play(grid, folder)
+            summary = play(grid, home.path)
         except (ConfigError, AdapterFormatError, Disagreement, BudgetSpent, LedgerError) as error:
             log.exception("the rounds are refused")
-            raise FedLoRAError(f"{REFUSED}{error}") from error
+            Journal(home.server).ended("refused", str(error))
+            raise
         except Exception:
             log.exception("the rounds failed")
             raise
@@ -62,7 +61,6 @@ def main(grid: Grid, context: Context) -> None:
 def _kept_log(path: Path) -> Iterator[None]:
     """Also write fedlora's log to a file, because Flower shows a ServerApp's output to nobody."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    children.trim(path)
     with path.open("a", encoding="utf-8") as file:
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -90,8 +88,8 @@ def evaluate(message: Message, context: Context) -> Message:
 def _answered(message: Message, context: Context, do: Do) -> Message:
     """Answer with the node's resident trainer, and write a line to the site's log. A failure is answered in its own
     words, because Flower would replace the text of an exception raised here."""
-    if (owner := children.owner_of_this()) is not None:  # a ClientApp would wait for ever for a gone node
-        children.ends_with(owner)
+    if (owner := processes.owner_of_this()) is not None:  # a ClientApp would wait for ever for a gone node
+        processes.ends_with(owner)
     site_file = Path(str(context.node_config["site"]))
     began = time.monotonic()
     _say_receipt(message.content)

@@ -24,11 +24,10 @@ class FederationFolder:
     agreement = place("agreement.json", "What is known of the base model that all have.")
     start = place("start", "The common start, a PEFT directory.")
     flower_home = place("state/flwr", "$FLWR_HOME of the processes that are started here.")
-    certificates = place("certs", "Of the SuperLink, on loopback: ca.crt, server.crt, server.key.")
-    public = place("public", "Of the proxy, by the server's name: ca.crt, server.crt, server.key.")
-    proxy = place("proxy/nginx.conf", "The proxy's whole configuration.")
-    proxy_state = place("proxy/state", "All that the proxy may write: logs, its process id, temporary files.")
-    removed = place("removed", "Files of sites that were removed, and of keys that were rotated.")
+    certificates = place("certs", "Of the proxy and the SuperLink: ca.crt, ca.key, server.crt, server.key.")
+    join = place("join.toml", "What every site gets to join with.")
+    keys = place("keys", "NAME.pub of each admitted site.")
+    proxy = place("proxy", "All that the proxy may write: logs, its process id, temporary files.")
     state = place("state", "What the server's processes write beside `server`: database, logs, locks.")
 
     @property
@@ -41,8 +40,8 @@ class FederationFolder:
     lock = place("state/serve.lock", "Held by who serves it: two cannot.")
     server = place("server", "What comes of it.")
     checkpoints = place("server/checkpoints", "The server's state, a round each.")
-    events = place("server/events.jsonl", "What happens, as it happens, a line each.")
-    rounds = place("server/rounds.jsonl", "A line for each finished round.")
+    now = place("server/now.json", "Who is asked now, and who has answered; or why the rounds ended.")
+    rounds = place("server/rounds.jsonl", "A line for each finished round, and one with its scores.")
     adapter = place("server/adapter", "The server's adapter, a PEFT directory.")
     summary = place("server/summary.json", "What came of it all, once it is over.")
     played_with = place("server/settings.json", "The settings of its rounds.")
@@ -50,18 +49,10 @@ class FederationFolder:
 
     def key(self, name: str) -> Path:
         """The public key of an admitted site."""
-        return self.path / "keys" / f"{name}.pub"
-
-    def request(self, name: str) -> Path:
-        """A site's request when it was admitted."""
-        return self.path / "requests" / f"{name}.toml"
-
-    def join(self, name: str) -> Path:
-        """The join file for a site."""
-        return self.path / "join" / f"{name}.toml"
+        return self.keys / f"{name}.pub"
 
     def site(self, name: str) -> SiteFolder:
-        """In a trial: the folder that a real site has on its own machine."""
+        """Of `fedlora flower up`: the folder that a real site has on its own machine."""
         return SiteFolder(self.path / "sites" / name)
 
 
@@ -75,10 +66,7 @@ class SiteFolder:
     join = place("join.toml", "The server's file, as it came.")
     key = place("key", "Its private key. It never leaves.")
     public_key = place("key.pub", "The other half.")
-    ca = place("ca.crt", "Who may vouch for the server.")
-    request = place("request.toml", "What goes to the server, to be admitted.")
     state = place("state", "All that its processes may write: what stays here between rounds, logs, sockets.")
-    logs = place("state/logs", "Of its processes.")
 
 
 __all__ = ["FederationFolder", "SiteFolder"]

@@ -8,10 +8,11 @@ and what a budget keeps; `projection` the result in energy order, its error meas
 from fedlora.linalg.basics import norm, rank_tolerance, unit_roundoff, weighted_mean
 from fedlora.linalg.factored import norm_of_product
 from fedlora.linalg.product import Term
-from fedlora.linalg.projection import ProjectedSum, projected_sum, projected_sums, svd_of_product
+from fedlora.linalg.projection import Components, ProjectedSum, projected_sum, projected_sums, svd_of_product
 from fedlora.linalg.spectrum import Spectrum
 
 __all__ = [
+    "Components",
     "ProjectedSum",
     "Spectrum",
     "Term",

@@ -7,11 +7,13 @@ rounding depends on the dtype in which they were *stored*. No such judgement eve
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 
+@cache
 def unit_roundoff(dtype: torch.dtype) -> float:
     """u, the largest relative error of rounding to `dtype`: 1.1e-16 (float64), 6e-8 (float32), 3.9e-3 (bfloat16)."""
     return torch.finfo(dtype).eps / 2

@@ -12,12 +12,14 @@ eigenvalue; then the rest of the space, by the mean's energy there. What R took 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedlora.linalg.factored import Factored
+from fedlora.linalg.spectrum import Part
 
 # A singular value of the votes below this share of the largest is float64's own rounding.
 RESOLVED = 1e-13
@@ -36,8 +38,16 @@ class Subspace(NamedTuple):
     columns: slice
     ranks: list[int]
 
+    def part(self, left: Factored, dtype: torch.dtype) -> Part:
+        """All r columns of U_i, to be stored."""
+        columns, inner = (slice(None), self.coordinates) if self.inner is None else (self.columns, self.inner)
+        m, d, _ = left.tall.shape
+        return Part(columns, inner, left.tall.new_empty(m, d, inner.shape[2], dtype=dtype))
 
-def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) -> list[Subspace]:
+
+def subspaces(
+    left: Factored, right: Factored, at: Tensor, full: Sequence[int], tolerance: Tensor
+) -> list[Subspace] | None:
     """The clients' bases, from the Q R of all their columns, so that no tall matrix is read again.
 
     A direction counts if its singular value exceeds what rounding of the stored columns can make of it, tolerance
@@ -45,37 +55,58 @@ def subspaces(left: Factored, right: Factored, at: Tensor, tolerance: Tensor) ->
     Rounding reaches 0.4 of it, for deficient factors in gauges of condition 1e3.
 
     Args:
-        left, right: of the columns of B and the rows of A. at: (c, r), each client's columns, which are neighbours.
+        left, right: of the columns of B and the rows of A. at: (c, r), each client's columns, which are neighbours, and
+            then a zero column (`Factored.blocks`) as often as it takes. full: (c,), how many they are without those.
         tolerance: (m, c), see `rank_tolerance`.
+
+    Returns None where ranks differ and a client may lack some of its own: each rank by itself is faster then.
 
     Source: paper section 4.1, Eq. (gauge fixing), with its footnote: a rank-deficient B gives rank(B) columns. A plain
     QR would add arbitrary columns, which would enter the consensus with full weight.
     """
+    mixed = any(r < at.shape[1] for r in full)
+    if mixed and (left.small is None or right.small is None):
+        return None
     B, A = left.blocks(at), right.blocks(at)
     core = B.R @ A.R.mT
     sizes = torch.linalg.vector_norm(B.R, dim=2) * torch.linalg.vector_norm(A.R, dim=2)
     noise = tolerance * torch.linalg.vector_norm(sizes, dim=2)
-    ranks = (torch.linalg.svdvals(core) > noise[:, :, None]).sum(dim=2)
-    full = core.shape[2]
-    turn = torch.eye(full, dtype=core.dtype, device=core.device)
-    if bool((ranks < full).any()):  # of full rank any basis of col(B) will do, and the client's own costs nothing
-        counts = torch.arange(full, device=core.device) < ranks[:, :, None, None]
-        turn = torch.where((ranks < full)[:, :, None, None], torch.linalg.svd(core)[0] * counts, turn)
-    inner = B.inner(turn.expand(*core.shape[:2], full, full))
-    coordinates = B.tall @ inner
+    ranks, inner = [list(full)] * len(core), B.small
+    if not _surely_full(B, A, full, sizes, noise):
+        if mixed:
+            return None
+        found = (torch.linalg.svdvals(core) > noise[:, :, None]).sum(dim=2)
+        ranks, size = found.tolist(), core.shape[2]  # of B's columns, or fewer: the matrix may have fewer rows
+        turn = torch.eye(size, dtype=core.dtype, device=core.device)
+        lacking = (found < size)[:, :, None, None]
+        if bool(lacking.any()):  # of full rank any basis of col(B) will do, and the client's own costs nothing
+            counts = torch.arange(size, device=core.device) < found[:, :, None, None]
+            turn = torch.where(lacking, torch.linalg.svd(core)[0] * counts, turn)
+        inner = B.inner(turn.expand(*core.shape[:2], size, size))
+    coordinates = B.tall if inner is None else B.tall @ inner
     return [
         Subspace(
-            coordinates[:, i],
-            None if B.small is None else inner[:, i],
-            slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0),
-            ranks[:, i].tolist(),
+            coordinates[:, i, :, :r],
+            None if B.small is None or inner is None else inner[:, i, :r, :r],
+            slice(int(at[i, 0]), int(at[i, 0]) + r) if r else slice(0),
+            [of_each[i] for of_each in ranks],
         )
-        for i, columns in enumerate(at)
+        for i, r in enumerate(full)
     ]
 
 
-class Cut(NamedTuple):
-    """Where R cut.
+def _surely_full(B: Factored, A: Factored, full: Sequence[int], sizes: Tensor, noise: Tensor) -> bool:
+    """Whether no singular value of any client's core R_B R_A^T is noise: the least is at least 1 / ||R_A^-T R_B^-1||,
+    which costs a tenth of the singular values."""
+    if B.small is None or A.small is None:
+        return False
+    own = torch.arange(sizes.shape[2], device=sizes.device) < torch.tensor(full, device=sizes.device)[:, None]
+    inverse = torch.linalg.matrix_norm(A.small.mT @ B.small * own[:, :, None])
+    return bool((inverse * noise < 1).all()) and bool((sizes > 0).logical_or_(~own).all())
+
+
+class Reference(NamedTuple):
+    """U_ref, and what it leaves out.
 
     basis (k, R): U_ref in coordinates; None if nothing is cut. union_rank: the directions beyond rounding that R
     chose among; None if nothing is cut. gap: (x_R - x_R+1) / x_R at the cut, of eigenvalues of K or of energies; inf if
@@ -90,10 +121,10 @@ class Cut(NamedTuple):
     quiet: float
 
 
-NO_CUT = Cut(None, None, math.inf, False, 0.0, 0.0)
+WHOLE = Reference(None, None, math.inf, False, 0.0, 0.0)
 
 
-def strongest(votes: Tensor, noise: Tensor, roundoffs: Tensor, C: Tensor, rank: int, floor: float) -> Cut:
+def strongest(votes: Tensor, noise: Tensor, roundoffs: Tensor, C: Tensor, rank: int, floor: float) -> Reference:
     """U_ref in coordinates.
 
     Args:
@@ -124,7 +155,7 @@ def strongest(votes: Tensor, noise: Tensor, roundoffs: Tensor, C: Tensor, rank: 
     elif rank < union:  # between a direction with votes and one without, any gap is wide
         gap = 1.0 if rank == first else float(1 - of_rest[rank - first] / of_rest[rank - first - 1])
     every, sound = torch.cat([energy, of_rest]), torch.cat([torch.ones_like(voted[voted]), loud])
-    return Cut(
+    return Reference(
         basis=torch.cat([X, rest], dim=1)[:, :rank],
         union_rank=union,
         gap=gap,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedlora.linalg.basics import norm
 
@@ -50,8 +51,9 @@ class Factored(NamedTuple):
 
     def blocks(self, at: Tensor) -> Factored:
         """Q R of the columns X[:, :, at_i] for each row of at (c, r), in coordinates of Q: R (m, c, r, r), tall
-        (m, c, k, r). Their condition is at most that of all columns, so what is sound for X is sound here."""
-        own = self.R.mT[:, at].mT
+        (m, c, k, r). Their condition is at most that of all columns, so what is sound for X is sound here. One more
+        column than X has, n, is zero."""
+        own = pad(self.R, (0, 1)).mT[:, at].mT
         if self.small is None:
             Q, R = torch.linalg.qr(own)
             return Factored(R, Q, None)
@@ -84,12 +86,12 @@ def norm_of_product(B: Tensor, A: Tensor) -> float:
 
 def gram(X: Tensor) -> Tensor:
     """X^T X (m, n, n) in float64, by panels of rows and strips of its lower triangle: half of the flops."""
-    m, d, n = X.shape
-    G = X.new_zeros(m, n, n, dtype=torch.float64)
-    for rows in panels(d, n):
-        P = X[:, rows].double()
+    n = X.shape[2]
+    G = X.new_zeros(len(X), n, n, dtype=torch.float64)
+    for some, rows in panels(X):
+        P = X[some, rows].double()
         for at in range(0, n, STRIP):
-            G[:, at:, at : at + STRIP].baddbmm_(P[:, :, at:].mT, P[:, :, at : at + STRIP])
+            G[some, at:, at : at + STRIP].baddbmm_(P[:, :, at:].mT, P[:, :, at : at + STRIP])
     return G.tril_().add_(G.tril(-1).mT) if n > STRIP else G
 
 
@@ -105,8 +107,14 @@ def cholesky(G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return R * ~zero[..., None, :], inverse, failed
 
 
-def panels(d: int, n: int) -> list[slice]:
-    """Slices of d rows, each of about `PANEL` bytes at n float64 numbers a row. They depend on one matrix's shape
-    alone, and so do its bits."""
+def panels(X: Tensor) -> list[tuple[slice, slice]]:
+    """Slices of matrices and of rows of X (m, d, n), which are about `PANEL` bytes in float64. The rows depend on one
+    matrix's shape alone, and so do its bits."""
+    m, d, n = X.shape
     step = max(128, PANEL // (8 * max(n, 1)))
-    return [slice(top, min(top + step, d)) for top in range(0, d, step)]
+    at_once = max(1, step // max(d, 1))
+    return [
+        (slice(k, k + at_once), slice(top, min(top + step, d)))
+        for k in range(0, m, at_once)
+        for top in range(0, d, step)
+    ]

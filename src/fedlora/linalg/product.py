@@ -18,7 +18,10 @@ from torch import Tensor
 from fedlora.linalg.basics import float64s, rank_tolerance
 from fedlora.linalg.consensus import Subspace, subspaces
 from fedlora.linalg.factored import Factored, factored
-from fedlora.linalg.stacks import stacked
+
+# Clients of different ranks are padded to the largest and go together, if all are surely of full rank and that makes at
+# most so many times the columns.
+PADDED = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +42,6 @@ class Term:
     @property
     def rank(self) -> int:
         return self.B.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """float64, or float32: it holds both factors as they are."""
-        return torch.promote_types(torch.promote_types(self.B.dtype, self.A.dtype), torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +65,22 @@ class Sums:
     @classmethod
     def of(cls, sums: Sequence[Sequence[Term]]) -> Sums | None:
         """None: the sums do not all go the same way."""
-        dtype, places = summed_in(sums[0]), range(len(sums[0]))
-        B = torch.cat([stacked([terms[k].B.to(dtype) for terms in sums]) for k in places], dim=2)
-        A = torch.cat([stacked([terms[k].A.to(dtype) for terms in sums]) for k in places], dim=1)
+        dtype, first, S = summed_in(sums[0]), sums[0][0], sum(t.rank for t in sums[0])
+        B = first.B.new_empty(len(sums), len(first.B), S, dtype=dtype)
+        for k, terms in enumerate(sums):
+            torch.cat([t.B.to(dtype) for t in terms], dim=1, out=B[k])
+        A = torch.cat([t.A.to(dtype) for terms in sums for t in terms]).view(len(sums), S, first.A.shape[1])
         left, right = factored(B), factored(A.mT)
         if left is None or right is None:
             return None
-        weights = float64s([[t.weight for t in terms for _ in range(t.rank)] for terms in sums], B)
-        tolerances = float64s([[rank_tolerance(t.roundoff) for t in terms for _ in range(t.rank)] for terms in sums], B)
+        ranks = torch.tensor([t.rank for t in sums[0]], device=B.device)
+        weights, tolerances = (
+            float64s(each, B).repeat_interleave(ranks, dim=1)
+            for each in (
+                [[t.weight for t in terms] for terms in sums],
+                [[rank_tolerance(t.roundoff) for t in terms] for terms in sums],
+            )
+        )
         C = (left.R * weights[:, None]) @ right.R.mT
         largest = C.flatten(1).abs().amax(dim=1) if C.numel() else C.new_zeros(len(C))
         if not bool(torch.isfinite(largest).all()):
@@ -88,25 +94,27 @@ class Sums:
     @cached_property
     def subspaces(self) -> dict[int, Subspace]:
         """For each term with a vote, by its place in the sums, in their order."""
-        starts = [*accumulate((t.rank for t in self.terms[0]), initial=0)]
+        ranks = [t.rank for t in self.terms[0]]
+        starts = [*accumulate(ranks, initial=0)]
         voters = [i for i, t in enumerate(self.terms[0]) if t.votes]
-        found: dict[int, Subspace] = {}
-        for r in {self.terms[0][i].rank for i in voters}:
-            some = [i for i in voters if self.terms[0][i].rank == r]
-            at = torch.tensor([starts[i] for i in some]).to(self.C.device)[:, None] + torch.arange(r).to(self.C.device)
-            tolerance = float64s([[rank_tolerance(terms[i].roundoff) for i in some] for terms in self.terms], self.C)
-            found |= zip(some, subspaces(self.left, self.right, at, tolerance), strict=True)
-        return {i: found[i] for i in voters}
 
-    def bases(self, own: Subspace, dtype: torch.dtype) -> list[Tensor]:
-        """U_i (d_out, k_i) in each matrix, in memory of its own: a history keeps it while the client is away."""
-        if own.inner is None:
-            U = self.left.tall @ own.coordinates
-        else:
-            U = self.left.tall[:, :, own.columns].double() @ own.inner
-        return [u[:, :k].contiguous() for u, k in zip(U.to(dtype), own.ranks, strict=True)]
+        def among(some: Sequence[int]) -> list[Subspace] | None:
+            """Of these voters, padded with a zero column to the largest of their ranks."""
+            r = max(ranks[i] for i in some)
+            at = [[starts[i] + j if j < ranks[i] else starts[-1] for j in range(r)] for i in some]
+            tolerance = float64s([[rank_tolerance(terms[i].roundoff) for i in some] for terms in self.terms], self.C)
+            columns = torch.tensor(at, dtype=torch.long, device=self.C.device)
+            return subspaces(self.left, self.right, columns, [ranks[i] for i in some], tolerance)
+
+        if voters and len(voters) * max(ranks[i] for i in voters) <= PADDED * sum(ranks) and (made := among(voters)):
+            return dict(zip(voters, made, strict=True))
+        found: dict[int, Subspace] = {}
+        for r in {ranks[i] for i in voters}:
+            some = [i for i in voters if ranks[i] == r]
+            found |= zip(some, among(some) or (), strict=True)
+        return {i: found[i] for i in voters}
 
 
 def summed_in(terms: Sequence[Term]) -> torch.dtype:
     """The dtype that holds every stored number as it is."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in terms) else torch.float32
+    return torch.float64 if any(torch.float64 in (t.B.dtype, t.A.dtype) for t in terms) else torch.float32

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fedlora.errors import LostUpdate
 from fedlora.linalg.basics import U64, float64s, rank_tolerance, unit_roundoff
-from fedlora.linalg.consensus import NO_CUT, Cut, strongest
+from fedlora.linalg.consensus import WHOLE, Reference, strongest
 from fedlora.linalg.product import Sums, Term, summed_in
-from fedlora.linalg.spectrum import Spectrum, canonical_signs, cut_by_rounding, store
+from fedlora.linalg.spectrum import Part, Spectrum, canonical_signs, cut_by_rounding, store
 from fedlora.linalg.stacks import CACHED, aligned, in_stacks
 
 # The rounding of float64 arithmetic, relative to the summed terms: LAPACK's SVD of a graded matrix errs by some 50 u.
@@ -36,7 +36,7 @@ class ProjectedSum:
     error: ||result - sum|| / ||sum||, from what was left out and from rounding together, as stored; never below the
     truth, and at most sqrt(2) above it plus the roundoff of float64. captured: the share of the sum's energy in the
     result. dropped: the share lost for another reason than R. size: ||sum||.
-    union_rank, gap, tied: as in `consensus.Cut`. factored: how the columns of B and the rows of A were, as in
+    union_rank, gap, tied: as in `consensus.Reference`. factored: how the columns of B and the rows of A were, as in
     "gram/qr".
     bases, alignments: for each term with a vote, U_i (d_out, k_i) and ||U_i^T u_j||^2 (l,) with each component.
     """
@@ -93,7 +93,7 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
     sums = Sums.of(stack)
     if sums is None:
         return None
-    cuts = [NO_CUT] * len(stack) if rank is None or rank >= sums.C.shape[1] else _cuts(sums, rank)
+    cuts = [WHOLE] * len(stack) if rank is None or rank >= sums.C.shape[1] else _cuts(sums, rank)
     kept = [cut.basis for cut in cuts if cut.basis is not None]
     U_ref = torch.stack(kept) if kept else None
     O, s, Wh = torch.linalg.svd(sums.C if U_ref is None else U_ref.mT @ sums.C, full_matrices=False)
@@ -105,19 +105,13 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
     directions, s, Wh = (O if U_ref is None else U_ref @ O)[:, :, :keep], s[:, :keep], Wh[:, :keep]
     sigma = s * sums.unit[:, None]
     _require_held(sigma, dtype)
-    root = sigma.sqrt()
-    B = s.new_empty(len(s), sums.left.tall.shape[1], keep, dtype=dtype)
-    A = s.new_empty(len(s), keep, sums.right.tall.shape[1], dtype=dtype)
-    off_B = store(sums.left, directions * root[:, None], B)
-    sign = canonical_signs(B) if B.numel() else torch.ones_like(s)
-    B.mul_(sign[:, None])  # A gets its sign before it is stored: one pass less
-    off_A = store(sums.right, Wh.mT * (root * sign)[:, None], A.mT)
+    parts = [own.part(sums.left, dtype) for own in sums.subspaces.values()]
+    B, A, off_B, off_A = _pairs(sums, directions, sigma, Wh.mT, dtype, parts)
     # ||dB A|| from the columns of dB, for the rows of A are orthogonal. Two roundings by the triangle inequality: at
     # most sqrt(2) above the truth, for they are independent.
     off_B, off_A = ((off * s / sums.unit[:, None]).sum(dim=1).sqrt() for off in (off_B, off_A))
     off = (off_B + off_A + ARITHMETIC * sums.sizes).tolist()
     energies, units = sums.C.square().sum(dim=(1, 2)).tolist(), sums.unit.tolist()
-    bases = [sums.bases(own, dtype) for own in sums.subspaces.values()]
     along = [(own.coordinates.mT @ directions).square().sum(dim=1) for own in sums.subspaces.values()]
     stored = sigma.to(dtype)
     made = []
@@ -138,14 +132,62 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
                 gap=cut.gap,
                 tied=cut.tied,
                 factored=f"{sums.left.how}/{sums.right.how}",
-                bases=tuple(U[k] for U in bases),
+                bases=tuple(
+                    part.out[k, :, : own.ranks[k]].contiguous()
+                    for part, own in zip(parts, sums.subspaces.values(), strict=True)
+                ),
                 alignments=tuple(scores[k] for scores in along),
             )
         )
     return made
 
 
-def _cuts(sums: Sums, rank: int) -> list[Cut]:
+@dataclass(frozen=True, eq=False)
+class Components:
+    """A sum of products in energy order, of which `pair` makes as many components as are wanted.
+
+    s (l,): all singular values, float64, descending. terms: the norm of the sizes of the summed terms, before any
+    cancel: float64's rounding is some 1e-15 of it.
+    """
+
+    s: Tensor
+    terms: float
+    _sums: Sums
+    _O: Tensor
+    _W: Tensor
+
+    @classmethod
+    def of(cls, terms: Sequence[Term]) -> Components:
+        """Raises `OverflowError` if float64 cannot hold the sum."""
+        sums = Sums.of([terms])
+        assert sums is not None, "one sum always goes one way"
+        O, s, Wh = torch.linalg.svd(sums.C, full_matrices=False)
+        return cls(s[0] * sums.unit, float(sums.sizes * sums.unit), sums, O, Wh.mT)
+
+    def pair(self, count: int) -> tuple[Tensor, Tensor]:
+        """(B (d_out, count), A (count, d_in)) of the strongest, float64, with sqrt(s) on both."""
+        O, W = self._O[:, :, :count], self._W[:, :, :count]
+        B, A, _, _ = _pairs(self._sums, O, self.s[None, :count], W, torch.float64)
+        return B[0], A[0]
+
+
+def _pairs(
+    sums: Sums, O: Tensor, sigma: Tensor, W: Tensor, dtype: torch.dtype, parts: Sequence[Part] = ()
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """B = Q O sqrt(sigma) and A = sqrt(sigma) (P W)^T in `dtype`, and the squared rounding of each column and row.
+
+    O (m, k, n), sigma (m, n), W (m, l, n). The entry of largest magnitude of each column of B is positive.
+    """
+    root = sigma.sqrt()
+    B = O.new_empty(len(O), sums.left.tall.shape[1], O.shape[2], dtype=dtype)
+    A = O.new_empty(len(O), O.shape[2], sums.right.tall.shape[1], dtype=dtype)
+    off_B = store(sums.left, O * root[:, None], B, parts)
+    sign = canonical_signs(B) if B.numel() else torch.ones_like(root)
+    B.mul_(sign[:, None])  # A gets its sign before it is stored: one pass less
+    return B, A, off_B, store(sums.right, W * (root * sign)[:, None], A.mT)
+
+
+def _cuts(sums: Sums, rank: int) -> list[Reference]:
     """Where R cuts each matrix."""
     cuts = []
     for k, terms in enumerate(sums.terms):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -70,15 +71,26 @@ class Spectrum:
         return max(1, int((left_out > (1 - share) * (1 + 1e-9) * left_out[0]).sum()))
 
 
-def store(side: Factored, Y: Tensor, out: Tensor) -> Tensor:
-    """out (m, d, l) = Q Y in out's dtype. Returns the squared rounding error of each column (m, l), measured."""
+class Part(NamedTuple):
+    """out (m, d, r) = tall[:, :, columns] @ inner."""
+
+    columns: slice
+    inner: Tensor
+    out: Tensor
+
+
+def store(side: Factored, Y: Tensor, out: Tensor, parts: Sequence[Part] = ()) -> Tensor:
+    """out (m, d, l) = Q Y in out's dtype. Returns the squared rounding error of each column (m, l), measured. parts:
+    what else to store of the same tall matrix, which is read once."""
     inner, off = side.inner(Y), Y.new_zeros(len(Y), Y.shape[2])
-    for rows in panels(out.shape[1], side.tall.shape[2]):
-        panel = side.tall[:, rows].double()
+    for some, rows in panels(side.tall):
+        panel = side.tall[some, rows].double()
         # In the memory order of `out`: a transposing copy would cost as much as the product.
-        exact = panel @ inner if out.stride(2) == 1 else (inner.mT @ panel.mT).mT
-        out[:, rows] = exact
-        off += exact.sub_(out[:, rows]).square_().sum(dim=1)
+        exact = panel @ inner[some] if out.stride(2) == 1 else (inner[some].mT @ panel.mT).mT
+        out[some, rows] = exact
+        off[some] += exact.sub_(out[some, rows]).square_().sum(dim=1)
+        for part in parts:
+            part.out[some, rows] = panel[:, :, part.columns] @ part.inner[some]
     return off
 
 
@@ -115,10 +127,13 @@ def cut_by_rounding(s: Sequence[float], terms: float, floor: float, dtype: torch
     if total <= (64 * U64 * terms) ** 2:
         return Counts(0, 0, 0.0, total)
     invisible = max(0.25 * unit_roundoff(dtype) * total**0.5, 4 * U64 * terms)
-    keep = sum(x > invisible**2 for x in tail[:-1])
-    # Rounding of the factors, or of the float64 sum itself.
-    loud = sum(x > max(floor, 64 * U64 * terms) for x in s)
-    sound = max(loud, sum(x > MOST_ROUNDING * total for x in tail[:-1]))
+    keep = _above(invisible**2, tail)
+    loud = _above(max(floor, 64 * U64 * terms), s)  # rounding of the factors, or of the float64 sum itself
+    sound = max(loud, _above(MOST_ROUNDING * total, tail))
     while 0 < sound < len(s) and s[sound] > s[sound - 1] * (1 - 1e-6):  # never between two equal components
         sound += 1
     return Counts(keep, min(keep, sound), tail[loud] / total, tail[keep])
+
+
+def _above(least: float, falling: Sequence[float]) -> int:
+    return bisect_left(falling, -least, key=lambda x: -x)

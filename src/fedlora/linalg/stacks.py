@@ -11,8 +11,9 @@ from torch import Tensor
 X = TypeVar("X")
 Y = TypeVar("Y")
 
-# Bytes of one stacked operand in float64, so that it and its products stay in a core's cache.
-CACHED = 2**20
+# Bytes of one stacked operand in float64. Larger stacks lose more where one of them goes another way, and fresh memory
+# of this size is slow. Tall products go by panels, which stay in a core's cache (`factored.PANEL`).
+CACHED = 2**21
 
 
 def in_stacks(

@@ -13,18 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from fedlora.core.base_change import BaseChange, added, moved
 from fedlora.core.lora import LoRA, stack
 from fedlora.core.method import LinearIn, Method, Update
-from fedlora.linalg import norm
+from fedlora.linalg import Term, norm, projected_sums, unit_roundoff
 from fedlora.methods.fedit import mean_factors
 
 # Storing the pair rounds it by u times its terms b_j a_j. Usually that is u times the mean, as with every method. If
 # clients' coordinates are bad, the terms are larger and cancel in the sum; beyond this factor the residual also takes
 # back what storing rounded. It has 2 r columns more then, which all clients must be sent.
 _LARGE = 4.0
+
+U64 = unit_roundoff(torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,21 +53,17 @@ class FedExLoRA(Method[FedExLoRAState]):
         return FedExLoRAState(seed, None)
 
     def aggregate(self, state: FedExLoRAState, updates: Sequence[Update]) -> FedExLoRAState:
-        like = updates[0].lora.factors[0]
-        loras = [u.lora.map(Tensor.double) for u in updates]
-        mean = mean_factors([replace(u, lora=lora) for u, lora in zip(updates, loras, strict=True)])
-        stored = mean.map(lambda t: t.to(like))
-        B, A = mean.factors
-        # sum_i p_i B_i A_i - B A without a difference of large products, which would lose a small residual: as the
-        # weights sum to 1, it is sum_i p_i (B_i - B)(A_i - A).
-        weights = [u.weight for u in updates]
-        parts = [LoRA(lora.factors[0] - B, lora.factors[1] - A) for lora in loras]
-        left, right = stack(loras, weights).factors
-        size = float(((left.mT @ left) * (right @ right.mT)).sum().clamp(min=0).sqrt())  # of the mean, to 1e-8 of terms
-        if float(norm(norm(B, dim=0) * norm(A, dim=1))) > _LARGE * size:
-            B_s, A_s = stored.map(Tensor.double).factors
-            parts, weights = [*parts, LoRA(B - B_s, A), LoRA(B_s, A - A_s)], [*weights, 1.0, 1.0]
-        return FedExLoRAState(stored, moved(state.moved, stack(parts, weights), like.dtype))
+        return self.aggregate_all([state], [updates])[0]
+
+    def aggregate_all(
+        self, states: Sequence[FedExLoRAState], updates: Sequence[Sequence[Update]]
+    ) -> list[FedExLoRAState]:
+        means, residuals = zip(*map(_mean_and_residual, updates), strict=True)
+        steps = projected_sums(residuals, [None] * len(residuals))
+        return [
+            FedExLoRAState(mean, moved(state.moved, step.spectrum, mean.factors[0].dtype))
+            for state, mean, step in zip(states, means, steps, strict=True)
+        ]
 
     def readout(self, state: FedExLoRAState, client: str | None, rank: int) -> LoRA:
         return state.mean
@@ -80,3 +79,23 @@ class FedExLoRA(Method[FedExLoRAState]):
 
     def diagnostics(self, state: FedExLoRAState) -> Mapping[str, object]:
         return {"rank": state.mean.rank, "base_rank": state.moved.total.rank if state.moved else 0}
+
+
+def _mean_and_residual(updates: Sequence[Update]) -> tuple[LoRA, list[Term]]:
+    """The averaged pair as stored, and sum_i p_i B_i A_i - B A as terms in float64."""
+    like = updates[0].lora.factors[0]
+    loras = [u.lora.map(Tensor.double) for u in updates]
+    mean = mean_factors([replace(u, lora=lora) for u, lora in zip(updates, loras, strict=True)])
+    stored = mean.map(lambda t: t.to(like))
+    B, A = mean.factors
+    # Without a difference of large products, which would lose a small residual: as the weights sum to 1, it is
+    # sum_i p_i (B_i - B)(A_i - A).
+    residual = [
+        Term(lora.factors[0] - B, lora.factors[1] - A, u.weight, U64) for u, lora in zip(updates, loras, strict=True)
+    ]
+    left, right = stack(loras, [u.weight for u in updates]).factors
+    size = float(((left.mT @ left) * (right @ right.mT)).sum().clamp(min=0).sqrt())  # of the mean, to 1e-8 of terms
+    if float(norm(norm(B, dim=0) * norm(A, dim=1))) > _LARGE * size:
+        B_s, A_s = stored.map(Tensor.double).factors
+        residual += [Term(B - B_s, A, 1.0, U64), Term(B_s, A - A_s, 1.0, U64)]
+    return stored, residual

@@ -16,7 +16,7 @@ from typing import ClassVar
 from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.linalg import Spectrum
-from fedlora.methods._products import balanced, diagnostics_of, mean_product, spectrum_of
+from fedlora.methods._shared import balanced, diagnostics_of, mean_product, mean_products, spectrum_of
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class FlexLoRA(Method[Spectrum]):
 
     def aggregate(self, state: Spectrum, updates: Sequence[Update]) -> Spectrum:
         return mean_product(updates)
+
+    def aggregate_all(self, states: Sequence[Spectrum], updates: Sequence[Sequence[Update]]) -> list[Spectrum]:
+        return mean_products(updates)
 
     def readout(self, state: Spectrum, client: str | None, rank: int) -> LoRA:
         r = min(rank, state.sound)

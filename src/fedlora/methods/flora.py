@@ -13,11 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from fedlora.core.base_change import BaseChange, moved
-from fedlora.core.lora import LoRA, stack
+from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
+from fedlora.linalg import svd_of_product
+from fedlora.methods._shared import mean_products
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +42,19 @@ class FLoRA(Method[FLoRAState]):
     linear_in: ClassVar[LinearIn] = "products"
 
     def init(self, seed: LoRA) -> FLoRAState:
-        return FLoRAState(moved(None, seed), seed.first(0))
+        return FLoRAState(
+            moved(None, svd_of_product(*seed.map(Tensor.double).factors), seed.factors[0].dtype), seed.first(0)
+        )
 
     def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:
-        mean = stack([u.lora.map(Tensor.double) for u in updates], [u.weight for u in updates])
-        empty = updates[0].lora.first(0)
-        return FLoRAState(moved(state.moved, mean, empty.factors[0].dtype), empty)
+        return self.aggregate_all([state], [updates])[0]
+
+    def aggregate_all(self, states: Sequence[FLoRAState], updates: Sequence[Sequence[Update]]) -> list[FLoRAState]:
+        means, empty = mean_products(updates, torch.float64), [sent[0].lora.first(0) for sent in updates]
+        return [
+            FLoRAState(moved(state.moved, mean, none.factors[0].dtype), none)
+            for state, mean, none in zip(states, means, empty, strict=True)
+        ]
 
     def readout(self, state: FLoRAState, client: str | None, rank: int) -> LoRA:
         return state.empty  # the server fills every slot, as LoRA itself starts

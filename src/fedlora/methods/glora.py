@@ -28,7 +28,7 @@ from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import ProjectedSum, Spectrum
-from fedlora.methods._products import balanced, consensus, diagnostics_of, spectrum_of
+from fedlora.methods._shared import balanced, consensus, diagnostics_of, spectrum_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,12 +151,13 @@ class GLoRA(Method[GLoRAState]):
         alignment = trace.alignment
         if alignment is None:
             alignment = (trace.basis.mT.to(spectrum.U) @ spectrum.U).double().square().sum(dim=0)
-        scores = dict(enumerate(alignment[core : spectrum.sound].tolist(), start=core))
+        scores = alignment[core : spectrum.sound].tolist()
         # U_i moved by u in storing, so scores that differ by less than sqrt(u) are equal and go in spectral order. Then
         # the choice depends on subspaces alone, not on anyone's coordinates.
-        grid = math.sqrt(trace.roundoff) * max(*scores.values(), 1e-300)
-        tail = sorted(scores, key=lambda j: -round(scores[j] / grid))[: budget - core]  # a stable sort
-        return torch.tensor([*range(core), *sorted(tail)])
+        grid = math.sqrt(trace.roundoff) * max(*scores, 1e-300)
+        steps = [-round(score / grid) for score in scores]
+        tail = sorted(range(len(steps)), key=steps.__getitem__)[: budget - core]  # a stable sort
+        return torch.tensor([*range(core), *(core + j for j in sorted(tail))])
 
     def effective(self, state: GLoRAState) -> LoRA:
         return balanced(state.spectrum)

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Method, Update
-from fedlora.methods._slots import padded
+from fedlora.methods._shared import padded
 from fedlora.methods.fedit import mean_factors
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
-from fedlora.methods._products import mean_product
-from fedlora.methods._slots import padded
+from fedlora.methods._shared import mean_product, padded
 from fedlora.methods.fedit import mean_factors
 
 Coordinates = Literal["factors", "subspace"]

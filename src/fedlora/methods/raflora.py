@@ -21,7 +21,7 @@ import torch
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Method, Update
 from fedlora.linalg import Spectrum
-from fedlora.methods._products import balanced, diagnostics_of, mean_product, spectrum_of
+from fedlora.methods._shared import balanced, diagnostics_of, mean_product, spectrum_of
 
 
 @dataclass(frozen=True)

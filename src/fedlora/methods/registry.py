@@ -59,7 +59,9 @@ def build(name: str, **hparams: object) -> Method[Any]:
     try:
         method: Method[Any] = cls(**hparams)
     except TypeError as error:
-        raise HyperparameterError(f"{name}: a hyper-parameter has a wrong type: {error}. Got {hparams}.") from error
+        types = {f.name: f.type for f in fields(cls)}
+        each = ", ".join(f"{key} is {types[key]}, got {value!r}" for key, value in hparams.items())
+        raise HyperparameterError(f"{name}: a hyper-parameter has a wrong type: {each}.") from error
     except FedLoRAError:
         raise
     except Exception as error:  # a stranger's class can raise anything

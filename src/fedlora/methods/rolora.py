@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Roles, Update
-from fedlora.methods._slots import padded
+from fedlora.methods._shared import padded
 from fedlora.methods.fedit import mean_factors
 
 

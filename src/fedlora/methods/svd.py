@@ -20,7 +20,7 @@ from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum
-from fedlora.methods._products import balanced, diagnostics_of, mean_product, spectrum_of
+from fedlora.methods._shared import balanced, diagnostics_of, mean_products, spectrum_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,12 @@ class SVD(Method[Spectrum]):
         return spectrum_of(seed)
 
     def aggregate(self, state: Spectrum, updates: Sequence[Update]) -> Spectrum:
-        mean = mean_product(updates)
+        return self.aggregate_all([state], [updates])[0]
+
+    def aggregate_all(self, states: Sequence[Spectrum], updates: Sequence[Sequence[Update]]) -> list[Spectrum]:
+        return [self._kept(mean) for mean in mean_products(updates)]
+
+    def _kept(self, mean: Spectrum) -> Spectrum:
         return mean.head(self.rank if self.rank is not None else mean.rank_of_energy(self.energy))
 
     def readout(self, state: Spectrum, client: str | None, rank: int) -> LoRA:

@@ -13,45 +13,23 @@ from fedlora._lazy import face
 
 if TYPE_CHECKING:
     from fedlora.privacy.accounting import Spending, epsilon, epsilon_of, noise_multiplier_for
-    from fedlora.privacy.events import Budget, Charged, Event, Recomputed, recompute
-    from fedlora.privacy.geometry import Bases, Geometry, Layout
+    from fedlora.privacy.events import Budget, Event, Recomputed, recompute
     from fedlora.privacy.journal import Journal
     from fedlora.privacy.ledger import Ledger
-    from fedlora.privacy.mechanism import Mechanism, share_of
-    from fedlora.privacy.releases import filtered
-    from fedlora.privacy.sampling import poisson_sample
+    from fedlora.privacy.mechanism import Mechanism
 
 __getattr__ = face(
     "fedlora.privacy",
     {
         "accounting": ("Spending", "epsilon", "epsilon_of", "noise_multiplier_for"),
-        "events": ("Budget", "Charged", "Event", "Recomputed", "recompute"),
-        "geometry": ("Bases", "Geometry", "Layout"),
+        "events": ("Budget", "Event", "Recomputed", "recompute"),
         "journal": ("Journal",),
         "ledger": ("Ledger",),
-        "mechanism": ("Mechanism", "share_of"),
-        "releases": ("filtered",),
-        "sampling": ("poisson_sample",),
+        "mechanism": ("Mechanism",),
     },
 )
 
 __all__ = [
-    "Bases",
-    "Budget",
-    "Charged",
-    "Event",
-    "Geometry",
-    "Journal",
-    "Layout",
-    "Ledger",
-    "Mechanism",
-    "Recomputed",
-    "Spending",
-    "epsilon",
-    "epsilon_of",
-    "filtered",
-    "noise_multiplier_for",
-    "poisson_sample",
-    "recompute",
-    "share_of",
-]
+    "Budget", "Event", "Journal", "Ledger", "Mechanism", "Recomputed", "Spending", "epsilon", "epsilon_of",
+    "noise_multiplier_for", "recompute",
+]  # fmt: skip

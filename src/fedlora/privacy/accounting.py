@@ -32,15 +32,14 @@ from fedlora.core.text import quoted
 from fedlora.doing import doing
 from fedlora.errors import HyperparameterError
 from fedlora.privacy.exact import missing
-from fedlora.privacy.mechanism import COARSEST_NOISE
+from fedlora.privacy.mechanism import COARSEST_NOISE, LEAST_NOISE, MOST_NOISE, is_number
 
 _KEPT_DELTA = 1 - 2.0**-20  # the share of delta for PLD; the rest covers the discrete noise
 _CELLS = 500_000  # in a loss distribution: coarser for large epsilon, but still an upper bound
 _FINEST = 1e-4  # dp-accounting's own
 LEAST_DELTA, LEAST_EPSILON = 1e-10, 1e-2  # smaller values are beyond the resolution of float sums
 MOST_EPSILON = 100.0  # when searching for noise; for given noise there is no limit
-LEAST_NOISE = 1e-3  # less noise costs an epsilon of a million per release, which counts as infinite
-MOST_NOISE, LEAST_SAMPLING = 1e6, 1e-6  # beyond these, dp-accounting's own numbers over- or underflow
+LEAST_SAMPLING = 1e-6  # below it, dp-accounting's own numbers underflow
 SAYS_LITTLE = 20.0  # epsilon: a factor of half a billion in what anybody may conclude
 MOST_ROUNDS = 1_000_000  # for the bound in `discrete_noise`
 
@@ -59,16 +58,16 @@ class Spending:
 
     def __post_init__(self) -> None:
         z, q = self.noise_multiplier, self.sampling
-        if not (_number(z) and 0 <= z <= MOST_NOISE):
+        if not (is_number(z) and LEAST_NOISE <= z <= MOST_NOISE):
             raise HyperparameterError(
-                f"privacy: a noise multiplier is z, the noise's standard deviation divided by the clip, from 0 to "
-                f"{MOST_NOISE:g}; got {z!r}."
+                f"privacy: a noise multiplier is z, the noise's standard deviation divided by the clip, from "
+                f"{LEAST_NOISE:g} (less has no finite epsilon) to {MOST_NOISE:g}; got {z!r}."
             )
         if not isinstance(self.rounds, int) or isinstance(self.rounds, bool) or not 0 <= self.rounds <= MOST_ROUNDS:
             raise HyperparameterError(
                 f"privacy: rounds must be a whole number from 0 to {MOST_ROUNDS:,}; got {quoted(self.rounds)}."
             )
-        if not (_number(q) and LEAST_SAMPLING <= q <= 1):
+        if not (is_number(q) and LEAST_SAMPLING <= q <= 1):
             raise HyperparameterError(
                 f"privacy: a sampling probability must be {LEAST_SAMPLING:g} to 1 (all clients); got {q!r}."
             )
@@ -76,8 +75,7 @@ class Spending:
 
 @doing("computing epsilon")
 def epsilon_of(spendings: Iterable[Spending], delta: float) -> float:
-    """Epsilon of all of them composed on the same clients; 0 for none, infinite if z < 0.001 or dp-accounting finds no
-    number.
+    """Epsilon of all of them composed on the same clients; 0 for none, infinite if dp-accounting finds no number.
 
     Raises:
         HyperparameterError: delta is outside [1e-10, 1), or dp-accounting is missing.
@@ -120,7 +118,7 @@ def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: fl
         2.147
     """
     check_delta(delta)
-    if not (_number(epsilon) and LEAST_EPSILON <= epsilon <= MOST_EPSILON):
+    if not (is_number(epsilon) and LEAST_EPSILON <= epsilon <= MOST_EPSILON):
         raise HyperparameterError(
             f"privacy: epsilon must be from {LEAST_EPSILON:g} to {MOST_EPSILON:g}; got {epsilon!r}. "
             f"(Above 20 it says little.)"
@@ -164,7 +162,7 @@ def how_strong(epsilon: float) -> str:
 
 def check_delta(delta: float) -> None:
     """Raise `HyperparameterError` unless delta is in [1e-10, 1)."""
-    if not (_number(delta) and LEAST_DELTA <= delta < 1):
+    if not (is_number(delta) and LEAST_DELTA <= delta < 1):
         raise HyperparameterError(
             f"privacy: delta is a probability from {LEAST_DELTA:g} to below 1, far below 1 / clients; got {delta!r}."
         )
@@ -219,7 +217,3 @@ def _libraries() -> tuple[Any, Any]:
     except ImportError as error:
         raise missing("dp-accounting, which computes epsilon", error) from error
     return dp_accounting, pld
-
-
-def _number(value: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

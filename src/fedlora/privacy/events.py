@@ -65,8 +65,6 @@ class Event:
             raise HyperparameterError(f"an event's digest must be 64 hexadecimal letters; got {quoted(self.released)}.")
         check_delta(self.delta)
         self.spending(1)
-        if self.noise_multiplier == 0:
-            raise HyperparameterError("privacy: a release without noise (noise_multiplier 0) has no finite epsilon.")
         mechanism = Mechanism(self.clip, self.noise_multiplier, self.grid)
         mechanism.check_room(self.size, 1)
         if self.sensitivity != mechanism.sensitivity(self.size):
@@ -76,31 +74,14 @@ class Event:
             )
 
     @classmethod
-    def of(
-        cls, mechanism: Mechanism, size: int, *, run: str, round: int, sampling: float, rounds: int, delta: float,
-        released: str = "",
-    ) -> Event:  # fmt: skip
-        """The event for one noised sum by that mechanism, over vectors of `size` entries."""
-        return cls(
-            run, round, sampling, mechanism.noise_multiplier, mechanism.clip, mechanism.grid, size,
-            mechanism.sensitivity(size), rounds, delta, released,
-        )  # fmt: skip
+    def of(cls, mechanism: Mechanism, size: int, **plan: Any) -> Event:
+        """The event for one noised sum by that mechanism, over vectors of `size` entries. plan: run, round, sampling,
+        rounds, delta, and the digest `released` if it is known."""
+        return cls(**asdict(mechanism), size=size, sensitivity=mechanism.sensitivity(size), **plan)
 
     def spending(self, rounds: int) -> Spending:
         """This many releases of this kind."""
         return Spending(self.noise_multiplier, rounds, self.sampling)
-
-    def plain(self) -> dict[str, Any]:
-        """Its fields by name, as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, found: dict[str, Any]) -> Event:
-        """The inverse of `plain`. Raises `LedgerError` for anything else."""
-        try:
-            return cls(**{"released": None, **found})
-        except (HyperparameterError, TypeError, OverflowError) as error:
-            raise LedgerError(f"an impossible event: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -121,25 +102,16 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Charged:
-    """An event in its ledger. number: its line's, from 1. digest: its line's, repeated in the next line."""
-
-    number: int
-    digest: str
-    event: Event
-
-
-@dataclass(frozen=True)
 class Recomputed:
     """What a ledger says: its chain verified, epsilon computed anew from its lines.
 
-    delta: for `epsilon` and `planned`. earlier: releases made elsewhere. budgets: in order, the newest last. newest:
+    delta: for `epsilon` and `planned`. earlier: releases made elsewhere. budgets: in order; the last one holds. newest:
     (number, digest) of the last line. end: of the complete lines, in bytes; 0: there is none yet.
     """
 
     population: str
     delta: float
-    events: tuple[Charged, ...] = ()
+    events: tuple[Event, ...] = ()
     earlier: tuple[Spending, ...] = ()
     budgets: tuple[Budget, ...] = ()
     newest: tuple[int, str] = (0, "")
@@ -155,14 +127,14 @@ class Recomputed:
         """Epsilon of all lines plus the remaining rounds that their runs planned. Cards state this, since whether a run
         stops early may depend on its data."""
         runs: dict[str, list[Event]] = {}
-        for charged in self.events:
-            runs.setdefault(charged.event.run, []).append(charged.event)
+        for event in self.events:
+            runs.setdefault(event.run, []).append(event)
         left = {run: max(e.rounds for e in of) - len({e.round for e in of}) for run, of in runs.items()}
         return self.with_more(runs[run][-1].spending(max(rounds, 0)) for run, rounds in left.items())
 
     def with_more(self, more: Iterable[Spending]) -> float:
         """Epsilon of all lines and of these releases. Each event counts, even two for one round."""
-        return epsilon_of([*(charged.event.spending(1) for charged in self.events), *self.earlier, *more], self.delta)
+        return epsilon_of([*(event.spending(1) for event in self.events), *self.earlier, *more], self.delta)
 
 
 def recompute(path: Path, delta: float | None = None) -> Recomputed:
@@ -212,7 +184,7 @@ def read(path: Path) -> Recomputed:
             f"{path} is a ledger of version {quoted(header.get('version'))}, and this fedlora reads version {VERSION}. "
             f"Begin a new one, and charge what that one says (fedlora privacy NEW --charge ...)."
         )
-    newest, events, earlier, budgets = (0, digest_of(first)), list[Charged](), list[Spending](), list[Budget]()
+    newest, events, earlier, budgets = (0, digest_of(first)), list[Event](), list[Spending](), list[Budget]()
     for number, line in enumerate(lines, start=1):
         found = _table(line, path, number)
         if (found.pop("number", None), found.pop("before", None)) != (number, newest[1]):
@@ -224,7 +196,7 @@ def read(path: Path) -> Recomputed:
         try:
             match found.pop("kind", None):
                 case "event":
-                    events.append(Charged(*newest, Event.from_plain(found)))
+                    events.append(Event(**{"released": None, **found}))
                 case "earlier":
                     earlier.append(Spending(**found))
                 case "budget":
@@ -233,7 +205,7 @@ def read(path: Path) -> Recomputed:
                     raise LedgerError(f"it has an unknown kind {quoted(kind)}.")
         except (HyperparameterError, LedgerError, TypeError, OverflowError) as error:
             raise LedgerError(f"{path}, line {number}: {error}") from error
-    delta = min([*(charged.event.delta for charged in events), *(budget.delta for budget in budgets)], default=1e-5)
+    delta = min([*(event.delta for event in events), *(budget.delta for budget in budgets)], default=1e-5)
     return Recomputed(population, delta, tuple(events), tuple(earlier), tuple(budgets), newest, end)
 
 

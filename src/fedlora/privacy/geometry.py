@@ -6,9 +6,9 @@ Q and P come from earlier (public) releases and from public random directions, s
 adaptive post-processing. They never come from what clients send in the same round. Orthonormality only preserves the
 signal; the bound on one client does not rely on it, because we compute the norm of v itself.
 
-shape        a          b         price: noised entries, for a module of 768 x 768 and dims = 16
-full         d_out      d_in      589,824    nothing of the change is lost, and all of it is noised
-two-sided    dims       dims      256        least noise; what lies outside Q and P is lost
+dims    shape         a        b       noised entries of a module of 768 x 768
+None    full          d_out    d_in    589,824    nothing of the change is lost, and all of it is noised
+16      two-sided     16       16      256        least noise; what lies outside Q and P is lost
 """
 
 from __future__ import annotations
@@ -16,40 +16,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA
 from fedlora.core.read_only import ReadOnly
-from fedlora.errors import HyperparameterError, ShapeError
+from fedlora.errors import ShapeError
 from fedlora.seeds import derive_seed
-
-Shape = Literal["full", "two-sided"]
 
 _FRESH = 0.25  # least share of random dims: without any, directions that were never released could never be learned
 
 
 @dataclass(frozen=True, eq=False)
 class Bases:
-    """One module's Q (d_out, a) and P (d_in, b), float64 with orthonormal columns; None means the identity.
-
-    For a method that shares one factor beside a frozen public one, P may be the frozen one's directions, and Q None.
-
-    Raises:
-        ShapeError: a basis does not have the module's height.
-    """
+    """One module's Q (d_out, a) and P (d_in, b), float64 with orthonormal columns; None means the identity."""
 
     d_out: int
     d_in: int
     Q: Tensor | None = None
     P: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        for name, X, d in (("Q", self.Q, self.d_out), ("P", self.P, self.d_in)):
-            if X is not None and (X.ndim != 2 or X.shape[0] != d or not 1 <= X.shape[1] <= d):
-                raise ShapeError(f"the basis {name} must be ({d}, 1 to {d} columns); got {tuple(X.shape)}.")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,68 +65,46 @@ class Bases:
         return LoRA(X if self.Q is None else self.Q @ X, right.contiguous())
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """The shape of the space, for all modules. dims: the most columns of Q and P; "full" has none.
+def bases_of(released: LoRA, dims: int | None, module: str, round: int, seed: int) -> Bases:
+    """One module's bases for one round. At least a quarter of the directions are random; the others are the strongest
+    of the released update.
+
+    Args:
+        released: the module's update as released before, B (d_out, r), A (r, d_in); of rank 0, or zero, if there is
+            none. Only its column and row spaces matter, not its gauge.
+        dims: the most columns of Q and P; None: the whole space.
+        seed: public. With the round and the module's name it determines the random directions.
 
     Raises:
-        HyperparameterError: an unknown shape, or dims that do not fit it.
+        ShapeError: released values are not finite.
 
     Example:
-        >>> import torch
-        >>> from fedlora import LoRA
-        >>> from fedlora.privacy import Geometry
         >>> nothing = LoRA(torch.zeros(768, 0), torch.zeros(0, 768))
-        >>> Geometry("two-sided", dims=16).bases(nothing, "q", round=1, seed=0).shape
+        >>> bases_of(nothing, 16, "q", round=1, seed=0).shape
         (16, 16)
     """
+    B, A = (t.detach().to(device="cpu", dtype=torch.float64) for t in released.factors)
+    d_out, d_in = B.shape[0], A.shape[1]
+    if dims is None:
+        return Bases(d_out, d_in)
+    if not (bool(torch.isfinite(B).all()) and bool(torch.isfinite(A).all())):
+        raise ShapeError("a released update holds NaN or Inf, so no bases can be made from it.")
+    left, right = torch.linalg.qr(B), torch.linalg.qr(A.T)
+    U, s, Vh = torch.linalg.svd(left.R @ right.R.T)
+    count = int((s > 1e-12 * s.max()).sum()) if released.rank else 0  # those above rounding; none of zero
+    seeds = (derive_seed("privacy-basis", seed, round, module, side) for side in ("Q", "P"))
+    sides = zip((left.Q @ U[:, :count], right.Q @ Vh[:count].T), seeds, strict=True)
+    return Bases(d_out, d_in, *(_filled(known, dims, of) for known, of in sides))
 
-    shape: Shape = "full"
-    dims: int = 0
 
-    def __post_init__(self) -> None:
-        if self.shape not in get_args(Shape):
-            raise HyperparameterError(f"privacy: shape must be one of {get_args(Shape)}; got {self.shape!r}.")
-        whole = isinstance(self.dims, int) and not isinstance(self.dims, bool)
-        if not whole or (self.dims < 1 if self.shape == "two-sided" else self.dims != 0):
-            raise HyperparameterError(
-                f"privacy: dims is how many directions of each module the shape two-sided keeps (16, say), and the "
-                f"shape full has none; got {self.dims!r} for {self.shape}."
-            )
-
-    def bases(self, released: LoRA, module: str, round: int, seed: int) -> Bases:
-        """One module's bases for one round. At least a quarter of the directions are random; the others are the
-        strongest of the released update.
-
-        Args:
-            released: the module's update as released before, B (d_out, r), A (r, d_in); of rank 0, or zero, if there is
-                none. Only its column and row spaces matter, not its gauge.
-            seed: public. With the round and the module's name it determines the random directions.
-
-        Raises:
-            ShapeError: released values are not finite.
-        """
-        B, A = (t.detach().to(device="cpu", dtype=torch.float64) for t in released.factors)
-        d_out, d_in = B.shape[0], A.shape[1]
-        if self.shape == "full":
-            return Bases(d_out, d_in)
-        if not (bool(torch.isfinite(B).all()) and bool(torch.isfinite(A).all())):
-            raise ShapeError("a released update holds NaN or Inf, so no bases can be made from it.")
-        left, right = torch.linalg.qr(B), torch.linalg.qr(A.T)
-        U, s, Vh = torch.linalg.svd(left.R @ right.R.T)
-        count = int((s > 1e-12 * s.max()).sum()) if released.rank else 0  # those above rounding; none of zero
-        sides = (("Q", left.Q @ U[:, :count]), ("P", right.Q @ Vh[:count].T))
-        return Bases(d_out, d_in, *(self._filled(X, derive_seed("privacy-basis", seed, round, module, side))
-                                    for side, X in sides))  # fmt: skip
-
-    def _filled(self, known: Tensor, seed: int) -> Tensor:
-        """(d, min(dims, d)) orthonormal: the first of `known`, then random ones. The whole space if dims >= d."""
-        d, dims = len(known), min(self.dims, len(known))
-        kept = known[:, : dims - math.ceil(_FRESH * dims)]
-        generator = torch.Generator().manual_seed(seed)  # public
-        drawn = torch.randn(d, dims - kept.shape[1], generator=generator, dtype=torch.float64)
-        found: Tensor = torch.linalg.qr(torch.cat([kept, drawn - kept @ (kept.T @ drawn)], dim=1)).Q
-        return found
+def _filled(known: Tensor, dims: int, seed: int) -> Tensor:
+    """(d, min(dims, d)) orthonormal: the first of `known`, then random ones. The whole space if dims >= d."""
+    d, dims = len(known), min(dims, len(known))
+    kept = known[:, : dims - math.ceil(_FRESH * dims)]
+    generator = torch.Generator().manual_seed(seed)  # public
+    drawn = torch.randn(d, dims - kept.shape[1], generator=generator, dtype=torch.float64)
+    found: Tensor = torch.linalg.qr(torch.cat([kept, drawn - kept @ (kept.T @ drawn)], dim=1)).Q
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,14 +22,14 @@ import hashlib
 import json
 import re
 import struct
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fedlora.core import files
-from fedlora.errors import LedgerError, ShapeError
+from fedlora.errors import HyperparameterError, LedgerError, ShapeError
 from fedlora.privacy.events import Budget, Event
 from fedlora.privacy.ledger import Ledger
 
@@ -48,7 +48,7 @@ class Journal:
         >>> event = Event.of(mechanism, 3, run="one", round=1, sampling=1.0, rounds=20, delta=1e-3)
         >>> total = mechanism.contribution(torch.tensor([0.6, 0.8, 0.0]))
         >>> left = journal.store(1, mechanism.noised(total), event)
-        >>> torch.equal(journal.stored(1), left), len(ledger.events())
+        >>> torch.equal(journal.stored(1), left), len(ledger.read().events)
         (True, 1)
     """
 
@@ -109,7 +109,7 @@ class Journal:
                 f"`stored` before playing the round."
             )
         self.ledger.check(event, self.budget)
-        head = {"journal": _VERSION, "round": round, "context": context, "event": replace(event, released="").plain()}
+        head = {"journal": _VERSION, "round": round, "context": context, "event": asdict(replace(event, released=""))}
         raw = json.dumps(head, sort_keys=True, allow_nan=False).encode() + b"\n"
         raw += struct.pack(f"<{event.size}q", *released.tolist())
         path = self.folder / f"round-{round:05d}-{hashlib.sha256(raw).hexdigest()[:16]}.noised"
@@ -133,12 +133,12 @@ def _read(path: Path, round: int) -> tuple[Event, str, Tensor]:
         digest = hashlib.sha256(raw).hexdigest()
         head, _, body = raw.partition(b"\n")
         found = json.loads(head)
-        event = replace(Event.from_plain(found["event"]), released=digest)
+        event = replace(Event(**found["event"]), released=digest)
         sound = path.stem.endswith(digest[:16]) and (found["journal"], found["round"]) == (_VERSION, round)
         released = torch.tensor(struct.unpack(f"<{event.size}q", body), dtype=torch.int64)
         if not sound or not isinstance(found["context"], str):
             raise ValueError("its content does not match its name")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, struct.error) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, struct.error, HyperparameterError) as error:
         raise LedgerError(
             f"{path} cannot be read, or is damaged ({error}). It was written whole, so the disk or a hand changed it. "
             f"Restore it: its sum may be released already, and another draw would be a second release."

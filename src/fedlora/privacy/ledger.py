@@ -34,7 +34,7 @@ from fedlora.core import files
 from fedlora.core.text import quoted
 from fedlora.errors import BudgetSpent, LedgerError
 from fedlora.privacy.accounting import Spending, epsilon_up
-from fedlora.privacy.events import VERSION, Budget, Charged, Event, Recomputed, digest_of, read
+from fedlora.privacy.events import VERSION, Budget, Event, Recomputed, digest_of, read
 
 _MEANING = (
     "each event is PoissonSampledDpEvent(sampling, GaussianDpEvent(noise_multiplier)) of dp-accounting, sampling = 1 "
@@ -56,9 +56,9 @@ class Ledger:
         >>> ledger = Ledger(Path("ledger.jsonl"), population="six sites")
         >>> event = Event.of(Mechanism.of(1.0, 1.0, size=100), 100, run="one", round=1, sampling=1.0, rounds=20,
         ...                  delta=1e-3, released=64 * "0")  # the journal knows the digest
-        >>> charged = ledger.charge(event, Budget(epsilon=24.0, delta=1e-3))
-        >>> charged.event.round, round(ledger.planned(delta=1e-3), 2)
-        (1, 23.06)
+        >>> ledger.charge(event, Budget(epsilon=24.0, delta=1e-3))
+        >>> round(ledger.read(delta=1e-3).planned, 2)
+        23.06
     """
 
     def __init__(self, path: Path, population: str) -> None:
@@ -73,7 +73,7 @@ class Ledger:
             )
         self.path, self.population = Path(os.path.realpath(path)), population
 
-    def charge(self, event: Event, budget: Budget | None = None) -> Charged:
+    def charge(self, event: Event, budget: Budget | None = None) -> None:
         """Write the event: complete, and on disk when this returns. Only then may its release leave. The same release
         (run, round, digest of its bytes) is charged once, so resuming is free.
 
@@ -83,28 +83,22 @@ class Ledger:
 
         Raises:
             BudgetSpent: the population would exceed a budget; nothing is charged.
-            LedgerError: the file cannot be used; `events` shows whether the event is in it.
+            LedgerError: the file cannot be used; `read` shows whether the event is in it.
         """
         if not event.released:
             raise LedgerError("an event is charged with the digest of its release: `Journal.store` does both.")
         with self._opened() as (descriptor, book):
-            for other in book.events:
-                if (other.event.run, other.event.round, other.event.released) == (
-                    event.run,
-                    event.round,
-                    event.released,
-                ):
-                    self._flush(descriptor)  # its writer may have been killed before flushing
-                    return other
+            if any((e.run, e.round, e.released) == (event.run, event.round, event.released) for e in book.events):
+                self._flush(descriptor)  # its writer may have been killed before flushing
+                return
             self._require(book, event, budget, 1)
-            newest = book.newest
             if budget is not None and not book.budgets:
-                newest = self._append(descriptor, newest, "budget", asdict(budget))
-            return Charged(*self._append(descriptor, newest, "event", event.plain()), event)
+                book = replace(book, newest=self._append(descriptor, book, "budget", budget))
+            self._append(descriptor, book, "event", event)
 
-    def charge_earlier(self, earlier: Spending) -> int:
+    def charge_earlier(self, earlier: Spending) -> None:
         """Record releases made from these clients' data outside this ledger, whatever the budget: they have happened.
-        An adapter to start from, say, or trials elsewhere. Returns the line's number.
+        An adapter to start from, say, or trials elsewhere.
 
         Raises:
             LedgerError: no finite epsilon would be left, or the file cannot be used.
@@ -117,16 +111,12 @@ class Ledger:
                     f"{earlier.sampling:g} leave no finite epsilon at delta {delta:g}; nothing was written. An "
                     f"adapter that these clients trained without noise cannot start a private run."
                 )
-            return self._append(descriptor, book.newest, "earlier", asdict(earlier))[0]
+            self._append(descriptor, book, "earlier", earlier)
 
-    def set_budget(self, budget: Budget) -> int:
-        """Set what the population may spend in all, from now on: more than before, or less. Returns the line's number.
-
-        Raises:
-            LedgerError: the file cannot be used.
-        """
+    def set_budget(self, budget: Budget) -> None:
+        """Set what the population may spend in all, from now on: more than before, or less. Raises `LedgerError`."""
         with self._opened() as (descriptor, book):
-            return self._append(descriptor, book.newest, "budget", asdict(budget))[0]
+            self._append(descriptor, book, "budget", budget)
 
     def check(self, event: Event, budget: Budget | None, rounds: int = 1) -> None:
         """Check before a round or a run; writes nothing. budget: as in `charge`.
@@ -136,14 +126,6 @@ class Ledger:
             LedgerError: the file cannot be used.
         """
         self._require(self.read(), event, budget, rounds)
-
-    def events(self) -> tuple[Charged, ...]:
-        """All charged events; () if the file does not exist. Raises `LedgerError`."""
-        return self.read().events
-
-    def budget(self) -> Budget | None:
-        """The ledger's current budget; None if it has none. Raises `LedgerError`."""
-        return next(reversed(self.read().budgets), None)
 
     def read(self, delta: float | None = None) -> Recomputed:
         """All lines, read without the lock: they only grow. delta: None takes the smallest of its plans.
@@ -171,10 +153,10 @@ class Ledger:
         }  # fmt: skip
 
     def _require(self, book: Recomputed, event: Event, own: Budget | None, rounds: int) -> None:
-        for budget, whose in ((next(reversed(book.budgets), None), f"the budget of {self.path.name}"),
-                              (own, "this run's own privacy.budget")):  # fmt: skip
-            if budget is None:
-                continue
+        limits = [(budget, f"the budget of {self.path.name}") for budget in book.budgets[-1:]]
+        if own is not None:
+            limits.append((own, "this run's own privacy.budget"))
+        for budget, whose in limits:
             at = replace(book, delta=budget.delta)
             after = at.with_more([event.spending(rounds)])
             if after > budget.epsilon:
@@ -219,11 +201,12 @@ class Ledger:
         self._put(descriptor, header, 0)
         return self.read()
 
-    def _append(self, descriptor: int, newest: tuple[int, str], kind: str, content: dict[str, Any]) -> tuple[int, str]:
+    def _append(self, descriptor: int, book: Recomputed, kind: str, content: Any) -> tuple[int, str]:
         """Append a line durably, or leave the file as it was. Returns its number and digest."""
-        line = _line({"kind": kind, "number": newest[0] + 1, "before": newest[1], **content})
+        number, before = book.newest
+        line = _line({"kind": kind, "number": number + 1, "before": before, **asdict(content)})
         self._put(descriptor, line, os.fstat(descriptor).st_size)
-        return newest[0] + 1, digest_of(line)
+        return number + 1, digest_of(line)
 
     def _put(self, descriptor: int, line: bytes, at: int) -> None:
         try:

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 FINEST = 2.0**-20  # gamma sqrt(d) relative to the clip and to the noise
 COARSEST_NOISE = 2.0**19  # least s / sqrt(d), which `accounting` requires of the grid
+LEAST_NOISE, MOST_NOISE = 1e-3, 1e6  # z: less costs an epsilon of a million per release; more overflows dp-accounting
+_CLIPS = 1e-100, 1e100  # squares of such numbers, and their grids, stay inside float64
 _ROOM = 2**62  # for sums with their noise
 _DEVIATIONS = 40  # of noise that must fit: larger noise has probability 1e-348
 
@@ -40,13 +42,13 @@ class Mechanism:
     """A run's public constants.
 
     Args:
-        clip: C, the largest norm of one client's whole vector (all modules and heads).
-        noise_multiplier: z, the noise's standard deviation in units of the sensitivity. 0 adds no noise: only for tests
-            and audits, never from a configuration.
+        clip: C, the largest norm of one client's whole vector (all modules and heads), 1e-100 to 1e100.
+        noise_multiplier: z, the noise's standard deviation in units of the sensitivity, 0.001 to 1e6. 0 adds no noise:
+            only for tests and audits, never from a configuration.
         grid: gamma, a power of two. `Mechanism.of` chooses it.
 
     Raises:
-        HyperparameterError: a constant is not positive and finite, or the grid is not a power of two.
+        HyperparameterError: a constant is outside its range, or the grid is not a power of two.
 
     Example:
         >>> from fedlora.privacy import Mechanism
@@ -62,11 +64,8 @@ class Mechanism:
     grid: float
 
     def __post_init__(self) -> None:
-        for name in ("clip", "noise_multiplier", "grid"):
-            value = getattr(self, name)
-            if not _positive(value) and not (name == "noise_multiplier" and value == 0):
-                raise HyperparameterError(f"privacy: {name} must be a positive finite number; got {value!r}.")
-        if math.frexp(self.grid)[0] != 0.5:
+        _check(self.clip, self.noise_multiplier)
+        if not is_number(self.grid) or math.frexp(self.grid)[0] != 0.5:
             raise HyperparameterError(
                 f"privacy: the grid must be a power of two, so that dividing by it rounds nothing; got {self.grid!r}. "
                 f"`Mechanism.of` chooses one."
@@ -81,14 +80,8 @@ class Mechanism:
     def of(cls, clip: float, noise_multiplier: float, size: int) -> Mechanism:
         """A mechanism with the default grid for vectors of `size` entries: the largest power of two with
         gamma sqrt(d) <= 2^-20 C min(1, z)."""
-        cls(clip, noise_multiplier, 2.0 ** math.floor(math.log2(clip)) if _positive(clip) else 1.0)  # to check
-        relative = min(1.0, noise_multiplier) if noise_multiplier > 0 else 1.0
-        finest = clip * relative * FINEST / math.sqrt(_checked_size(size))
-        if finest < 2.0**-1000:
-            raise HyperparameterError(
-                f"privacy: clip {clip:g} with noise multiplier {noise_multiplier:g} needs a grid of {finest:.1e}, "
-                f"below what float64 can hold. Measure the vectors in a smaller unit: a larger clip."
-            )
+        _check(clip, noise_multiplier)
+        finest = clip * min(1.0, noise_multiplier or 1.0) * FINEST / math.sqrt(_checked_size(size))
         return cls(clip, noise_multiplier, math.ldexp(1.0, math.frexp(finest)[1] - 1))
 
     def bound(self, size: int) -> int:
@@ -129,38 +122,28 @@ class Mechanism:
             )
 
     def contribution(self, vector: Tensor, weight: float = 1.0) -> Tensor:
-        """int64 (d,): the weighted vector, clipped to C, in grid units. A vector that is not finite gives zeros and a
-        warning: its client counts as zero.
+        """int64 (d,): the weighted vector, clipped to C, in grid units.
 
         Args:
-            vector: (d,) floating point. Its norm is computed in float64 from this array, first scaled near 1 by a power
-                of two, so that no float64 value overflows or underflows.
-            weight: w_i in [0, 1]: from `share_of`, or 1.
+            vector: (d,) floating point. If its norm is no finite float64 (NaN, Inf, entries beyond 1e154), the client
+                counts as zero, with a warning.
+            weight: w_i, from `share_of`, or 1. It is applied before the clip, so no weight breaks the bound.
 
         Raises:
-            ShapeError: not one-dimensional, or not floating-point. HyperparameterError: a weight outside [0, 1].
+            ShapeError: not one-dimensional, or not floating-point.
         """
         if vector.ndim != 1 or not vector.dtype.is_floating_point or not vector.numel():
             raise ShapeError(
                 f"a client's private vector must be (d,) floating point; got {tuple(vector.shape)} {vector.dtype}."
             )
-        if not 0 <= weight <= 1:
-            raise HyperparameterError(f"privacy: a client's weight must be in [0, 1]; got {weight!r}.")
-        y = vector.detach().to(device="cpu", dtype=torch.float64)
-        nothing = torch.zeros(y.shape, dtype=torch.int64)
-        if not bool(torch.isfinite(y).all()):
+        y = vector.detach().to(device="cpu", dtype=torch.float64) * weight
+        norm = float(torch.linalg.vector_norm(y))
+        if not math.isfinite(norm):
             log.warning("a client's vector is not finite (NaN or Inf) and counts as zero in the private sum")
-            return nothing
-        y = y * weight
-        top = float(y.abs().max())
-        if top == 0:
-            return nothing
-        exponent = math.frexp(top)[1]
-        half = exponent // 2  # 2^-exponent itself may overflow float64
-        unit = y * math.ldexp(1.0, -half) * math.ldexp(1.0, half - exponent)
-        size, limit = float(torch.linalg.vector_norm(unit)), _ldexp(self.clip, -exponent)
-        if size > limit:
-            y = unit * (self.clip / size)
+            return torch.zeros(y.shape, dtype=torch.int64)
+        if norm > self.clip:
+            y = y * (self.clip / norm)
+        # float64 may have rounded the norm down; `held` does not.
         return held(torch.round(y / self.grid).to(torch.int64), self.bound(len(y)))
 
     def noised(self, total: Tensor) -> Tensor:
@@ -184,13 +167,7 @@ class Mechanism:
         return with_noise(total, s) if s else total.clone()
 
     def mean(self, released: Tensor, denominator: float) -> Tensor:
-        """float64 (d,): gamma released / denominator. denominator: public (q n), never the number of those present.
-
-        Raises:
-            HyperparameterError: the denominator is not positive and finite.
-        """
-        if not _positive(denominator):
-            raise HyperparameterError(f"privacy: a denominator must be positive and finite; got {denominator!r}.")
+        """float64 (d,): gamma released / denominator. denominator: public (q n), never the number of those present."""
         return released.to(torch.float64) * self.grid / denominator
 
 
@@ -201,27 +178,27 @@ def share_of(num_examples: float, most: float) -> float:
         >>> share_of(50, most=200), share_of(1e9, most=200), share_of(float("nan"), most=200)
         (0.25, 1.0, 0.0)
     """
-    if not _positive(most):
-        raise HyperparameterError(f"privacy: n_max, the examples that count in full, must be positive; got {most!r}.")
-    return min(float(num_examples), most) / most if _positive(num_examples) else 0.0
+    return min(float(num_examples), most) / most if is_number(num_examples) and num_examples > 0 else 0.0
 
 
-def _positive(value: float) -> bool:
-    """Whether the value is a finite number above zero; integers too large for a float do not count."""
+def is_number(value: object) -> bool:
+    """Whether it is a finite float or integer; integers too large for a float do not count."""
     try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
         return False
+
+
+def _check(clip: float, z: float) -> None:
+    if not (is_number(clip) and _CLIPS[0] <= clip <= _CLIPS[1]):
+        raise HyperparameterError(f"privacy: clip must be a number from {_CLIPS[0]:g} to {_CLIPS[1]:g}; got {clip!r}.")
+    if not (is_number(z) and (z == 0 or LEAST_NOISE <= z <= MOST_NOISE)):
+        raise HyperparameterError(
+            f"privacy: noise_multiplier must be a number from {LEAST_NOISE:g} to {MOST_NOISE:g}; got {z!r}."
+        )
 
 
 def _checked_size(size: int) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise HyperparameterError(f"privacy: a vector has entries; got size {size!r}.")
     return size
-
-
-def _ldexp(value: float, exponent: int) -> float:
-    try:
-        return math.ldexp(value, exponent)
-    except OverflowError:
-        return math.inf

@@ -23,7 +23,7 @@ def _all(*names: str) -> dict[str, bool]:
 
 
 _SCORES = _all("validation", "test", "classes", "best_round", "stopped_early")
-_OF_STATE = {"*": _all("rank", "components", "server_rank", "singular_values", "approximation", "deviations")}
+_OF_STATE = {"*": _all("rank", "components", "server_rank", "singular_values")}
 
 RELEASED: Mapping[str, Allowed] = MappingProxyType(
     {
@@ -68,7 +68,7 @@ def filtered(place: str, values: Mapping[str, Any]) -> dict[str, Any]:
         KeyError: a file that is not on the list.
 
     Example:
-        >>> from fedlora.privacy import filtered
+        >>> from fedlora.privacy.releases import filtered
         >>> filtered("tracker", {"server_rank": 3.0, "losses": {"site-1": 0.5}, "something new": 1})
         {'server_rank': 3.0}
     """

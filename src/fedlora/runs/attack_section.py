@@ -12,7 +12,7 @@ from fedlora.attacks import Adversary, Attack, choose_attackers, flip_labels
 from fedlora.attacks.kinds import KINDS, Kind
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, HyperparameterError
-from fedlora.training.settings import Key, Section
+from fedlora.training.settings import Section
 
 
 class AttackSection(Section):
@@ -22,8 +22,6 @@ class AttackSection(Section):
     run.seed. clients: the names of the liars, instead of a share. strength: its meaning and default depend on the kind.
     noise: a free rider hides behind noise.
     """
-
-    of_each = Key("lying clients are an experiment in one process, for fedlora run; never a federation")
 
     kind: Kind | Literal["none"] = "none"
     share: Annotated[float, Field(gt=0, lt=1)] | None = None

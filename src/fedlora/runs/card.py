@@ -14,9 +14,9 @@ from fedlora.runs.config import RunConfig
 from fedlora.server.judged import FULL
 from fedlora.training.templates import BARE, CHAT
 
-_TEMPLATE = """---
+_CARD = """---
 library_name: peft
-{base}tags:
+{front}tags:
 - lora
 - federated-learning
 - fedlora
@@ -29,16 +29,7 @@ library_name: peft
 
 | | |
 |---|---|
-{attack_row}| base model | {base_name} |
-| adapted modules | {modules}, rank {ranks} |
-| client ranks | {client_ranks} |
-| training examples | {examples} |
-| data dealt out | {dealt} |
-| local round | {local} |
-| rounds | {round} of {planned} planned, seed {seed} |
-{prompts}{validation}| held-out {on} ({target}) | {metrics} |
-{classes}{defence}{privacy}| configuration | digest {digest} |
-| code | fedlora {version}, commit {commit} |
+{rows}
 
 ## Loading it
 
@@ -53,13 +44,8 @@ library_name: peft
 An adapter can reveal text that it was trained on. Check it as you would check a model trained
 on that text in one place.
 """
-
-_ATTACKED = """**Do not use this adapter. It was trained under attack, on purpose, for an experiment:** {words}.
-
-"""
-
+_ATTACKED = "**Do not use this adapter. It was trained under attack, on purpose, for an experiment:** {}.\n\n"
 _MOST_CLASSES = 20  # listed in a card
-
 
 _CLASSIFIER = """import json
 from pathlib import Path
@@ -70,20 +56,17 @@ from transformers import AutoTokenizer
 
 here = "."  # the path of this folder
 names = json.loads(Path(here, "labels.json").read_text())["id2label"].values()
-labels = {{"id2label": dict(enumerate(names)), "label2id": {{name: k for k, name in enumerate(names)}}}}
+labels = {"id2label": dict(enumerate(names)), "label2id": {name: k for k, name in enumerate(names)}}
 model = AutoPeftModelForSequenceClassification.from_pretrained(here, **labels).eval()
 tokenizer = AutoTokenizer.from_pretrained(here)
 model.config.pad_token_id = tokenizer.pad_token_id
 
-texts = ["one text", "another text"]{pair}
+texts = ["one text", "another text"]PAIRS
 with torch.no_grad():
-    inputs = tokenizer(texts,{second} padding=True, truncation=True, max_length={max_length}, return_tensors="pt")
+    inputs = tokenizer(texts,SECOND padding=True, truncation=True, max_length=LENGTH, return_tensors="pt")
     answers = model(**inputs).logits.argmax(-1).tolist()
 
 print([labels["id2label"][k] for k in answers])"""
-
-_HERE = "AutoTokenizer.from_pretrained(here)"
-_OF_BASE = 'AutoTokenizer.from_pretrained(model.peft_config["default"].base_model_name_or_path)'
 
 _LANGUAGE_MODEL = """from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
@@ -95,6 +78,10 @@ tokenizer = AutoTokenizer.from_pretrained(here)
 ASK
 said = model.generate(**inputs, max_new_tokens=64, do_sample=False, eos_token_id=ENDS)
 print(tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+
+_IN_CHAT = """messages = [{"role": "user", "content": "a prompt"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+inputs.pop("token_type_ids", None)"""
 
 
 def model_card(
@@ -122,49 +109,53 @@ def model_card(
     validation: the round's scores there, if the metrics are of the test set.
     """
     base = base or base_name(config.model.path, manifest["model"]["sha256"])
-    train = manifest["data"]["train"]
-    ranks = sorted(set(adapter.ranks.values()))
-    commit, attack = manifest["commit"], manifest.get("attack")
-    given = "" if config.train.command is None else ", given to their programs"
-    return _TEMPLATE.format(
-        attack=_ATTACKED.format(words=_cell(in_words(attack, len(train)))) if attack else "",
-        attack_row=f"| attack | {_cell(in_words(attack, len(train)))} |\n" if attack else "",
-        attack_tag="- under-attack\n" if attack else "",
-        base=f"base_model: {base.name}\n" if base.name else "",
-        base_name=base.shown,
-        snippet=_snippet(config, manifest.get("answer_ends", ()), tokenizer),
-        prompts=_prompts(config),
-        source=base.source,
-        title=config.method.name if client is None else f"{config.method.name}, {client}'s own",
+    train, commit = manifest["data"]["train"], manifest["commit"]
+    attack = _cell(in_words(manifest["attack"], len(train))) if manifest.get("attack") else None
+    ranks, rule = sorted(set(adapter.ranks.values())), config.defence.build()
+    span = " to ".join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))
+    programs = "" if config.train.command is None else ", given to their programs"
+    version = manifest["versions"].get("fedlora", "not installed by pip")
+    rows = {
+        "attack": attack,
+        "base model": base.shown,
+        "adapted modules": f"{len(adapter.modules)}, rank {span}",
+        "client ranks": ", ".join(f"{name}: {rank}" for name, rank in manifest["clients"].items()),
+        "training examples": _examples(train) + programs if privacy is None else "withheld, a private run",
+        "data dealt out": _dealt(config),
+        "local round": _local(config),
+        "rounds": f"{round} of {config.run.rounds} planned, seed {config.run.seed}",
+        "prompts": _prompts(config),
+        "validation": _scores(validation or {}),
+        f"held-out {on} ({client or by or manifest['evaluation_target']})": _scores(metrics) or "none",
+        **_classes(manifest, programs),
+        "robust rule": rule and f"{rule}{_less(judged)}",
+        "differential privacy": privacy,
+        "configuration": f"digest {manifest['config_digest']}",
+        "code": f"fedlora {version}, commit {_commit(commit)}",
+    }
+    return _CARD.format(
+        front=f"base_model: {base.name}\n" if base.name else "",
         method=config.method.name,
-        method_repr=manifest["method"],
+        attack_tag="- under-attack\n" if attack else "",
+        title=config.method.name if client is None else f"{config.method.name}, {client}'s own",
         round=round,
+        attack=_ATTACKED.format(attack) if attack else "",
         clients=counted(len(manifest["clients"]), "client"),
-        modules=len(adapter.modules),
-        ranks=ranks[0] if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
-        client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),
-        examples="withheld, a private run"
-        if privacy is not None
-        else f"{_examples(train)} over {len(train)} clients{given}",
-        privacy="" if privacy is None else f"| differential privacy | {privacy} |\n",
-        dealt=_dealt(config),
-        local=_local(config),
-        planned=config.run.rounds,
-        seed=config.run.seed,
-        target=client or by or manifest["evaluation_target"],
-        metrics=_scores(metrics) or "none",
-        validation=f"| validation | {_scores(validation)} |\n" if validation else "",
-        on=on,
-        classes=_classes(manifest, given),
-        defence=f"| robust rule | {rule}{_less(judged)} |\n" if (rule := config.defence.build()) else "",
-        digest=manifest["config_digest"],
-        version=manifest["versions"].get("fedlora", "not installed by pip"),
-        commit=(commit["id"][:12] + ("" if commit["clean"] else " with local changes")) if commit else "unknown",
+        method_repr=manifest["method"],
+        rows="\n".join(f"| {name} | {said} |" for name, said in rows.items() if said),
+        snippet=_snippet(config, manifest.get("answer_ends", ()), tokenizer),
+        source=base.source,
     )
 
 
 def _scores(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if "/" not in name)
+
+
+def _commit(commit: Mapping[str, Any] | None) -> str:
+    if commit is None:
+        return "unknown"
+    return f"{commit['id'][:12]}{'' if commit['clean'] else ' with local changes'}"
 
 
 def _less(judged: Mapping[str, Mapping[str, float]]) -> str:
@@ -181,22 +172,21 @@ def _less(judged: Mapping[str, Mapping[str, float]]) -> str:
 def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:
     """The number of training examples; in a federation, as far as sites reported it."""
     told = [part["examples"] for part in train.values() if part.get("examples") is not None]
-    total = f"{sum(told):.0f}"
-    return total if len(told) == len(train) else f"{total} of {len(told)} that said so,"
+    more = "" if len(told) == len(train) else f" of {len(told)} that said so,"
+    return f"{sum(told):.0f}{more} over {len(train)} clients"
 
 
-def _classes(manifest: Mapping[str, Any], given: str) -> str:
-    """A table row by class: names, or training examples."""
+def _classes(manifest: Mapping[str, Any], given: str) -> dict[str, str]:
+    """A row by class: training examples, or the names alone."""
     names = [_cell(name) for name in manifest["data"]["labels"]]
     counts = (manifest["data"]["label_counts"] or {}).values()
     if not 0 < len(names) <= _MOST_CLASSES:
-        return ""
-    rows = f"| classes | {', '.join(names)} |\n"
-    if counts:
-        total = [sum(row[k] for row in counts if k < len(row)) for k in range(len(names))]
-        each = ", ".join(f"{name} {count}" for name, count in zip(names, total, strict=True))
-        rows = f"| training examples by class{given} | {each} |\n"
-    return rows
+        return {}
+    if not counts:
+        return {"classes": ", ".join(names)}
+    total = [sum(row[k] for row in counts if k < len(row)) for k in range(len(names))]
+    each = ", ".join(f"{name} {count}" for name, count in zip(names, total, strict=True))
+    return {f"training examples by class{given}": each}
 
 
 def _cell(text: str) -> str:
@@ -211,9 +201,8 @@ def _dealt(config: RunConfig) -> str:
         return "each client has a file of its own"
     if config.data.task == "superni":
         return "a task for each client"
-    if clients.partition == "iid":
-        return "iid"
-    return f"label skew, Dirichlet {1.0 if clients.alpha is None else clients.alpha:g}"
+    alpha = 1.0 if clients.alpha is None else clients.alpha
+    return "iid" if clients.partition == "iid" else f"label skew, Dirichlet {alpha:g}"
 
 
 def _local(config: RunConfig) -> str:
@@ -231,41 +220,29 @@ def _local(config: RunConfig) -> str:
     return ", ".join(said)
 
 
-def _snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:
-    """Code to load and query the adapter from its folder alone; the tokenizer comes from the base if not there."""
-    asking = _whole_snippet(config, ends)
-    return asking if tokenizer else asking.replace(_HERE, _OF_BASE)
-
-
-def _whole_snippet(config: RunConfig, ends: Sequence[int]) -> str:
-    if config.model.task == "causal-lm":
-        return _LANGUAGE_MODEL.replace("ASK", _asking(config.data.prompting())).replace("ENDS", repr(list(ends)))
-    paired = config.data.pair is not None or config.data.task in ("qqp", "qnli", "mnli")
-    return _CLASSIFIER.format(
-        pair='\npairs = ["its second sentence", "the other\'s"]' if paired else "",
-        second=" pairs," if paired else "",
-        max_length=config.data.max_length,
+def _prompts(config: RunConfig) -> str:
+    """How prompts were formatted for a language model."""
+    template = config.data.prompting()
+    if config.model.task != "causal-lm":
+        return ""
+    if template == BARE:
+        return "unchanged"
+    return (
+        "in the tokenizer's chat template, saved here" if template == CHAT else f"in the text {_cell(repr(template))}"
     )
 
 
-def _asking(template: str | None) -> str:
-    """Code to format a prompt as in training."""
-    if template not in (None, CHAT):
-        put = '"a prompt"' if template == BARE else f'{template!r}.replace("{{prompt}}", "a prompt")'
-        return f'inputs = tokenizer({put}, return_tensors="pt", return_token_type_ids=False)'
-    return """messages = [{"role": "user", "content": "a prompt"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-inputs.pop("token_type_ids", None)"""
-
-
-def _prompts(config: RunConfig) -> str:
-    """A table row: how prompts were formatted for a language model."""
-    if config.model.task != "causal-lm":
-        return ""
+def _snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:
+    """Code to load and query the adapter from its folder alone; the tokenizer comes from the base if not there."""
     template = config.data.prompting()
-    if template == BARE:
-        return "| prompts | unchanged |\n"
-    if template in (None, CHAT):
-        return "| prompts | in the tokenizer's chat template, saved here |\n"
-    shown = str(template).replace("|", r"\|")
-    return f"| prompts | in the text {shown!r} |\n"
+    if config.model.task == "causal-lm":
+        put = '"a prompt"' if template == BARE else f'{template!r}.replace("{{prompt}}", "a prompt")'
+        bare = f'inputs = tokenizer({put}, return_tensors="pt", return_token_type_ids=False)'
+        code = _LANGUAGE_MODEL.replace("ASK", _IN_CHAT if template == CHAT else bare).replace("ENDS", repr(list(ends)))
+    else:
+        paired = config.data.pair is not None or config.data.task in ("qqp", "qnli", "mnli")
+        pairs = '\npairs = ["its second sentence", "the other\'s"]' if paired else ""
+        code = _CLASSIFIER.replace("PAIRS", pairs).replace("SECOND", " pairs," if paired else "")
+        code = code.replace("LENGTH", str(config.data.max_length))
+    of_base = 'AutoTokenizer.from_pretrained(model.peft_config["default"].base_model_name_or_path)'
+    return code if tokenizer else code.replace("AutoTokenizer.from_pretrained(here)", of_base)

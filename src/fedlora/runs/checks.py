@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client
 from fedlora.core.method import Roles
-from fedlora.errors import ConfigError, counted, said_by
+from fedlora.errors import ConfigError, said_by
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
 from fedlora.runs.defence import check_rule
+from fedlora.runs.inputs import own_paths
+from fedlora.runs.privacy_section import PrivacySection
 from fedlora.runs.private_releases import Planned
 from fedlora.runs.tracking import check_trackers
 from fedlora.server.private import Private
@@ -25,6 +28,35 @@ from fedlora.training.load import check_device
 from fedlora.training.measure import Target
 from fedlora.training.metrics import METRICS, generates
 from fedlora.training.programs import check_program
+
+
+def of_settings(config: RunConfig) -> Iterator[str]:
+    """What can be said before any data are read, a sentence each: of each setting alone, and of settings together."""
+    gone = missing(config)
+    yield from of_parts(config)
+    yield from of_metric(config)
+    yield from said_by(
+        lambda: check_private(config, built(config)),
+        *([] if "model.path" in gone else [lambda: config.model.check_targets(config.lora.targets)]),
+    )
+
+
+def of_parts(config: RunConfig) -> Iterator[str]:
+    """What each setting alone lacks, whatever the others are: files, a method that can be made, and `of_machine`."""
+    for key, path in missing(config).items():
+        yield f"{key}: {path} does not exist."
+    yield from said_by(config.method.build)
+    yield from of_machine(config)
+
+
+def missing(config: RunConfig) -> dict[str, str]:
+    """Key -> path of the user's own files that are not there."""
+    return {key: path for key, path in own_paths(config).items() if not Path(path).exists()}
+
+
+def built(config: RunConfig) -> Server:
+    """The server of that configuration. Raises `HyperparameterError`."""
+    return config.server.build(config.method.build(), config.run.seed, config.defence.build())
 
 
 def of_machine(config: RunConfig) -> Iterator[str]:
@@ -68,20 +100,8 @@ def of_measuring(config: RunConfig, data: Dealt) -> Iterator[str]:
 def of_fit(
     config: RunConfig, server: Server, initial: ServerState, target: Target, clients: Sequence[Client]
 ) -> Iterator[str]:
-    """Options that can never work with this method or these clients, or do nothing."""
-    yield from _of_metric(config)
+    """Options that can never work with this method or these clients."""
     yield from _of_roles(config, server.method.name, server.roles(initial))
-    beside = config.clients.own_test is not None and config.data.test != 0  # otherwise they form the common test set
-    if beside and target == "server" and not config.evaluate.clients_at_end:
-        yield (
-            f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would use: set "
-            f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."
-        )
-    if config.server.heads is not None and not initial.heads:
-        yield (
-            f"server.heads = {config.server.heads!r} has no effect: the model has no fully trained head. Leave it out, "
-            f"or name modules to train in full in lora.saved."
-        )
     if target == "server" and not server.has_global_model(initial):
         yield (
             f"{server.method.name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it "
@@ -89,19 +109,14 @@ def of_fit(
         )
     if config.run.keep_uploads != "none" and config.server.stream:
         yield "run.keep_uploads stores uploads, but server.stream keeps none: leave one of them out."
-    names, part = [client.id for client in clients], config.run.participation
-    a_round = len(sample_clients(names, part, seed=0, round=0))
-    if part < 1 and a_round == len(names) and config.privacy is None:
-        yield (
-            f"run.participation = {part:g} has no effect: of {counted(len(names), 'client')}, that is "
-            f"{a_round}. Leave it out."
-        )
-    quorum = server.round.quorum
+    names, quorum = [client.id for client in clients], server.round.quorum
+    a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))
     if quorum is not None and quorum > a_round:
         yield f"server.quorum = {quorum} can never be met: {a_round} of {len(names)} clients take part in a round."
 
 
-def _of_metric(config: RunConfig) -> Iterator[str]:
+def of_metric(config: RunConfig) -> Iterator[str]:
+    """A metric of the other task, or answers that leave no room for a prompt."""
     if config.model.task not in METRICS[config.evaluate.metric].tasks:
         wanted = "classes" if config.model.task == "causal-lm" else "generated text"
         there = ", ".join(name for name, metric in METRICS.items() if config.model.task in metric.tasks)
@@ -141,8 +156,7 @@ def check_private(config: RunConfig, server: Server) -> None:
     section = config.privacy
     if section is None:
         return
-    found = list(_refusals(config))
-    if found:
+    if found := list(_refusals(config, section)):
         raise ConfigError("; ".join(found) + ".")
     probe = section.model_copy(update={"noise_multiplier": 1.0, "epsilon": None})
     privacy = probe.build(
@@ -151,20 +165,16 @@ def check_private(config: RunConfig, server: Server) -> None:
     replace(server, round=privacy)
 
 
-def planned_privacy(config: RunConfig, clients: Sequence[Client], start: Adapter) -> Private:
+def planned_privacy(config: RunConfig, section: PrivacySection, clients: Sequence[Client], start: Adapter) -> Private:
     """The privacy parameters for these clients: all of them public constants. Nothing is released yet.
 
     Raises:
         ConfigError: with that delta, one client's data could be published outright. HyperparameterError: no epsilon.
     """
-    section = config.privacy
-    if section is None:
-        raise ConfigError("this configuration has no table [privacy].")
     check_delta(config, len(clients))
-    run = config.run
-    largest = max(max(client.ranks(start.modules).values(), default=1) for client in clients)
+    run, ranks = config.run, [max(client.ranks(start.modules).values(), default=1) for client in clients]
     return section.build(
-        Planned(), clients=[client.id for client in clients], largest=largest, rounds=run.rounds,
+        Planned(), clients=[client.id for client in clients], largest=max(ranks), rounds=run.rounds,
         participation=run.participation, seed=run.seed,
     )  # fmt: skip
 
@@ -178,76 +188,45 @@ def check_delta(config: RunConfig, clients: int) -> None:
         )
 
 
-def _refusals(config: RunConfig) -> Iterator[str]:
-    """One line per conflict."""
-    section, run, data, clients, evaluate = config.privacy, config.run, config.data, config.clients, config.evaluate
-    if section is None:
-        return
-    if section.sampling == "all" and run.participation != 1.0:
+def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
+    """One line per conflict: what would release more than the noised sums, or has no meaning beside them."""
+    run, data, evaluate = config.run, config.data, config.evaluate
+    poisson = section.sampling == "poisson"
+    if not poisson and run.participation != 1.0:
         yield (
             f"run.participation = {run.participation:g} and privacy.sampling = 'all' contradict each other: set "
             f"sampling = 'poisson' (a secret draw, which lowers epsilon), or leave participation out"
         )
-    if section.sampling == "poisson" and run.participation == 1.0:
+    if poisson and run.participation == 1.0:
         yield "privacy.sampling = 'poisson' draws each client with chance run.participation, now 1: set it below 1"
-    if section.sampling == "poisson" and run.track:
-        yield (
-            f"run.track = {list(run.track)} stores when each round ended, which reveals who was drawn, but "
-            f"privacy.sampling = 'poisson' relies on nobody knowing: leave run.track out"
-        )
     yield from section.excludes(config.server)
-    if config.defence.rule != "none":
-        yield (
-            f"defence.rule = {config.defence.rule!r} weighs each client by the others' uploads, so one client's "
-            f"influence has no bound: leave out [defence] or [privacy]"
-        )
-    if run.keep_uploads != "none":
-        yield (
-            f"run.keep_uploads = {run.keep_uploads!r} stores what clients sent, but [privacy] guarantees that only "
-            f"noised sums leave: leave it out"
-        )
-    if config.attack.kind != "none":
-        yield (
-            f"attack.kind = {config.attack.kind!r} reports who lied and how, but a private run does not report "
-            f"on any single client: leave one of them out"
-        )
-    if config.server.gauge_stress is not None:
-        yield "server.gauge_stress is an experiment with uploads, which [privacy] keeps hidden: leave it out"
-    if clients.own_test is not None:
-        yield (
-            f"clients.own_test = {clients.own_test:g} measures on clients' own data and would release scores: leave it "
-            f"out"
-        )
-    if config.model.adapter is not None:
-        yield (
-            "model.adapter is a trained start, and the first download releases what it learned: start fresh, or in "
-            "Python say what it learned from (Private(warm_start=True))"
-        )
-    if evaluate.test_along:
-        yield "evaluate.test_along would release scores on the test set after each round: leave it out"
-    if evaluate.target == "clients":
-        yield "evaluate.target = 'clients' scores each client, but a private run publishes no such scores: leave it out"
-    if evaluate.clients_at_end or run.readouts:
-        key = "evaluate.clients_at_end" if evaluate.clients_at_end else "run.readouts"
-        yield f"{key} reports on single clients, but a private run does not: leave it out"
-    if config.train.command is not None:
-        yield (
-            "train.command leaves logs and adapters of single clients in the run's folder, but a private run leaves "
-            "only what it lists: leave it out"
-        )
-    if data.task == "superni":
-        yield "data.task = 'superni' takes validation and test data from clients, so it cannot be private"
-    own = bool(data.clients) or data.train not in (None, "demo")
-    if own and config.model.task == "classification" and data.labels is None:
+    told = {
+        "run.track": (poisson and run.track, "stores when each round ended, which tells who was drawn in secret"),
+        "run.keep_uploads": (run.keep_uploads != "none", "stores what clients sent"),
+        "run.readouts": (run.readouts, "reports on single clients"),
+        "evaluate.clients_at_end": (evaluate.clients_at_end, "reports on single clients"),
+        "evaluate.target": (evaluate.target == "clients", "scores single clients"),
+        "evaluate.test_along": (evaluate.test_along, "would release scores on the test set after each round"),
+        "clients.own_test": (config.clients.own_test, "would release scores on clients' own data"),
+        "attack.kind": (config.attack.on, "reports who lied and how"),
+        "server.gauge_stress": (config.server.gauge_stress, "is an experiment with uploads"),
+        "defence.rule": (config.defence.rule != "none", "weighs each client by the others' uploads, without a bound"),
+        "train.command": (config.train.command, "leaves logs and adapters of single clients in the run's folder"),
+        "model.adapter": (config.model.adapter, "is a trained start, and the first download releases what it learned"),
+        "data.task": (data.task == "superni" and data.task, "takes validation and test data from clients"),
+    }
+    for key, (there, why) in told.items():
+        if there:
+            yield f"{key} {why}, but [privacy] lets nothing but noised sums leave: leave it out"
+    if (data.clients or data.train not in (None, "demo")) and config.model.task == "classification" and not data.labels:
         yield (
             "data.labels is missing: without it the head's shape would reveal which classes occur in clients' rows. "
             "Name the classes"
         )
-    if data.clients:
-        for part in ("validation", "test"):
-            share = getattr(data, part)
-            if not isinstance(share, str) and share:
-                yield (
-                    f"data.{part} = {share:g} is a share of each client's own file, and its scores would be released: "
-                    f"name a file of public data, or set data.{part} = 0"
-                )
+    for part in ("validation", "test") if data.clients else ():
+        share = getattr(data, part)
+        if not isinstance(share, str) and share:
+            yield (
+                f"data.{part} = {share:g} is a share of each client's own file, and its scores would be released: name "
+                f"a file of public data, or set data.{part} = 0"
+            )

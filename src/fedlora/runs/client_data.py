@@ -10,23 +10,20 @@ from pathlib import Path
 
 from fedlora.data import (
     TextData,
-    demo_data,
     dirichlet,
     iid,
     list_tasks,
-    read_classification,
     read_glue,
-    read_instructions,
     read_selection,
     read_tasks,
     select_tasks,
     split,
 )
 from fedlora.data.hub import is_hub
-from fedlora.data.labels import LabelError, given, in_order, look_alike, shown
 from fedlora.data.rows import Rows
 from fedlora.data.splits import Parts, inputs
 from fedlora.errors import ConfigError, DataError
+from fedlora.runs.agreed_classes import read_agreed
 from fedlora.runs.config import RunConfig
 from fedlora.runs.data_sections import DataSection
 from fedlora.seeds import derive_seed
@@ -205,52 +202,37 @@ def _at_most(data: TextData, limit: int | None, seed: int, *purpose: str) -> Tex
 
 
 def _files(config: RunConfig, label_names: Sequence[str], keep: Keep | None) -> Dealt:
-    d = config.data
-    shares = {
-        part: value if isinstance(value := getattr(d, part), float | int) else 0 for part in ("validation", "test")
-    }
+    d, seed = config.data, config.run.seed
+    sources = dict(d.clients) if d.clients else {"": d.train or ""}
+    held = {part: value for part in ("validation", "test") if isinstance(value := getattr(d, part), str)}
+    text = read_agreed(config, list(dict.fromkeys([*sources.values(), *held.values()])), label_names)
+    trained: dict[str, TextData] = {}
     own: dict[str, dict[str, TextData]] = {"validation": {}, "test": {}}
-    sources = {"": d.train} if d.train else dict(d.clients)
-    files = [path for path in (*sources.values(), d.validation, d.test) if isinstance(path, str)]
-    text = _read(config, list(dict.fromkeys(files)), label_names)
-    whole = {client: text[path] for client, path in sources.items() if path}
-    pieces = {c: _split(config, c, data, shares) for c, data in whole.items()}
-    if keep is not None:
-        pieces = {c: keep(drawn) for c, drawn in pieces.items()}
-    pieces = {
-        c: (
-            _at_most(train, d.max_train if d.clients else None, config.run.seed, "train", c),
-            _at_most(validation, d.max_test, config.run.seed, "validation", c),
-            _at_most(test, d.max_test, config.run.seed, "test", c),
-        )
-        for c, (train, validation, test) in pieces.items()
+    for client, path in sources.items():
+        drawn = _split(config, client, text[path].of(client) if client else text[path])
+        train, validation, test = drawn if keep is None else keep(drawn)
+        trained[client] = _at_most(train, d.max_train, seed, "train", *([client] if d.clients else []))
+        own["validation"][client] = _at_most(validation, d.max_test, seed, "validation", client)
+        own["test"][client] = _at_most(test, d.max_test, seed, "test", client)
+    common = {
+        part: _at_most(text[held[part]], d.max_test, seed, part) if part in held else TextData.concat([*each.values()])
+        for part, each in own.items()
     }
-    held = {"validation": [p[1] for p in pieces.values()], "test": [p[2] for p in pieces.values()]}
-    if d.clients:
-        own = {"validation": {c: p[1] for c, p in pieces.items()}, "test": {c: p[2] for c, p in pieces.items()}}
-    common = {}
-    for part in ("validation", "test"):
-        value = getattr(d, part)
-        common[part] = (
-            _at_most(text[value], d.max_test, config.run.seed, part)
-            if isinstance(value, str)
-            else TextData.concat(held[part])
-        )
-        own[part] = {} if isinstance(value, str) else {c: data for c, data in own[part].items() if len(data)}
-    parts = (
-        {c: p[0] for c, p in pieces.items()}
-        if d.clients
-        else _dealt(config, _at_most(pieces[""][0], d.max_train, config.run.seed, "train"))
-    )
-    return Dealt(parts, {"": common["validation"]}, {"": common["test"]}, own["validation"], own["test"])
+    theirs = {
+        part: {c: data for c, data in each.items() if len(data)} if d.clients and part not in held else {}
+        for part, each in own.items()
+    }
+    parts = trained if d.clients else _dealt(config, trained[""])
+    return Dealt(parts, {"": common["validation"]}, {"": common["test"]}, theirs["validation"], theirs["test"])
 
 
-def _split(config: RunConfig, client: str, data: TextData, shares: Mapping[str, float]) -> Parts:
-    """One file's parts. Raises `DataError` with the file's name."""
+def _split(config: RunConfig, client: str, data: TextData) -> Parts:
+    """One file's parts, by the shares. Raises `DataError` with the file's name."""
+    d = config.data
+    validation, test = (0.0 if isinstance(share, str) else share for share in (d.validation, d.test))
     try:
-        return split(data, validation=shares["validation"], test=shares["test"], seed=config.run.seed)
+        return split(data, validation=validation, test=test, seed=config.run.seed)
     except DataError as error:
-        d = config.data
         if client not in d.clients:
             raise
         raise DataError(
@@ -259,66 +241,9 @@ def _split(config: RunConfig, client: str, data: TextData, shares: Mapping[str, 
         ) from error
 
 
-def _read(config: RunConfig, paths: list[str], begun_with: Sequence[str] = ()) -> dict[str, TextData]:
-    """Path -> its examples. All files use the same classes: data.labels, otherwise those that the run began with,
-    otherwise all that occur in any file."""
-
-    d = config.data
-
-    def read(path: str, names: Sequence[str] | None = None) -> TextData:
-        if path == "demo":
-            demo = demo_data()
-            if d.labels and tuple(d.labels) != demo.label_names:
-                raise ConfigError(f"data.labels = {d.labels}, but the demo's classes are {list(demo.label_names)}.")
-            return demo
-        if config.model.task == "classification":
-            try:
-                return read_classification(
-                    path, text=d.text, label=d.label, pair=d.pair, label_names=d.labels or names, agreed=True,
-                    key="data.labels",
-                )  # fmt: skip
-            except LabelError as error:
-                if d.labels or not begun_with:
-                    raise
-                raise DataError(
-                    f"{error.found} is not among the {len(begun_with)} classes that the run began with, "
-                    f"{shown(begun_with)}. That would mix two runs. Restore the old file, or choose another --out."
-                ) from error
-        return read_instructions(path, prompt=d.prompt, response=d.response, messages=d.messages)
-
-    if begun_with and not d.labels:
-        return {path: read(path, begun_with) for path in paths}
-    found = {path: read(path) for path in paths}
-    if len({data.label_names for data in found.values()}) == 1:
-        return found
-    names = _all_classes({path: data.label_names for path, data in found.items()})
-    return {path: read(path, names) for path in paths}
-
-
-def _all_classes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The classes of several files. Raises `ConfigError` if they may be the same classes, written differently."""
-    names = in_order(name for classes in found.values() for name in classes)
-    cure = f"If they are separate classes, set {given('data.labels', names)}."
-    if same := look_alike(names):
-        holders = [next(path for path, classes in found.items() if spelt in classes) for spelt in same]
-        raise ConfigError(
-            f"two labels look alike: {holders[0]} has {same[0]!r}, and {holders[1]} has {same[1]!r}. Write them the "
-            f"same way in all files. {cure}"
-        )
-    widest, most = max(found.items(), key=lambda item: len(item[1]))
-    for path, classes in found.items():
-        if not set(classes) & set(most):
-            raise ConfigError(
-                f"the files have different label names: {path} has {shown(tuple(classes))}, and {widest} has "
-                f"{shown(tuple(most))}, with none in common. If these are the same classes, give them the same names "
-                f"in all files. {cure}"
-            )
-    return names
-
-
 def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
     """Path -> its examples, read like the run's own files."""
-    return _read(config, list(paths))
+    return read_agreed(config, paths)
 
 
 def training_rows(config: RunConfig, parts: Mapping[str, TextData]) -> dict[str, Rows | Path]:

@@ -6,29 +6,26 @@ Each key is a field of one of `sections`, with its default; an unknown key is an
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import ADAPTER_FILES, is_hub, local_folder, repository_and_revision
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, refuse, said_by
 from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection
 from fedlora.runs.data_sections import ClientsSection, DataSection
 from fedlora.runs.defence import DefenceSection
-from fedlora.runs.idle_keys import check_used
+from fedlora.runs.identity import digest
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection
-from fedlora.runs.reading import checked, set_in, tables_in
+from fedlora.runs.reading import checked, partly, set_in, tables_in
 from fedlora.runs.sections import EvaluateSection, MethodSection, ModelSection, RunSection, ServerSection
 from fedlora.runs.train_section import TrainTable
-from fedlora.training.settings import Key, LoRASettings, Section
-from fedlora.training.templates import BARE
+from fedlora.training.settings import LoRASettings, Section
 
 
 class RunConfig(Section):
@@ -60,73 +57,46 @@ class RunConfig(Section):
         return json.dumps(fields)  # in field order; the order of data.clients determines their ranks
 
     def digest(self) -> str:
-        """SHA-256 (first 16 hex digits) of the non-default values, so that new keys and new defaults leave old digests
-        unchanged.
-
-        It includes a language model's template unless that is "{prompt}", which all runs used before the key existed.
-        Some keys do not count (`Key.counts`): run.workers changes no bit.
-        """
-        fields = self.model_dump(mode="json", exclude_defaults=True)
-        if self.model.task == "causal-lm":
-            fields["data"].pop("template", None)
-            if self.data.prompting() != BARE:
-                fields["data"]["template"] = self.data.prompting()
-        for name in (name for name, key in KEYS.items() if not key.counts):
-            table, key = name.split(".")
-            fields.get(table, {}).pop(key, None)
-        for (table, key), former in FORMER_DEFAULTS.items():
-            section: BaseModel = getattr(self, table)
-            value = getattr(section, key)
-            if key == "weighting":  # the effective value, given or implied
-                by_examples = self.defence.rule == "none" and (not self.privacy or self.privacy.most_examples)
-                value = value or ("examples" if by_examples else "uniform")
-            told = {**fields.pop(table, {}), key: value}
-            if told[key] == former:
-                del told[key]
-            if told:
-                fields[table] = {name: told[name] for name in type(section).model_fields if name in told}
-        fields = {table: fields[table] for table in type(self).model_fields if fields.get(table)}
-        fields["method"] = {"name": self.method.name, **dict(sorted(fields.get("method", {}).items()))}
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
+        """16 hexadecimal digits of what the result depends on: see `identity`."""
+        return digest(self)
 
 
-KEYS: Mapping[str, Key] = {  # "table.key" -> its properties, for every key a configuration may have
-    f"{table}.{name}": key
+KEYS = tuple(  # "table.key" of every key that a configuration may have
+    f"{table}.{name}"
     for table, field in RunConfig.model_fields.items()
     for section in tables_in(field.annotation)
-    for name, key in section.keys().items()
-}
-FORMER_DEFAULTS = {tuple(name.split(".")): key.former for name, key in KEYS.items() if key.former is not None}
+    for name in section.model_fields
+)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a TOML file, with `a.b=c` overrides applied; its data paths made absolute.
 
     Raises:
-        ConfigError: the file is missing or not TOML, or has unknown keys, wrong types or impossible values, one line
-            each.
+        ConfigError: the file is missing or not TOML, or has unknown keys, wrong types or impossible values, all at
+            once: with them, a method that cannot be made and files that are not there.
 
     Example:
         >>> load_config(Path("config.toml"), ["run.rounds=1", "method.name=svd"]).method.name
         'svd'
     """
     raw = read_toml(path, "the config")
-    for override in overrides:
-        override_in(raw, override)
-    config = parse_config(raw)
-    if config.privacy is not None and config.privacy.population == SIMULATED:
-        raise ConfigError(
-            f"privacy.population = {SIMULATED!r} is reserved for the clients that an experiment simulates in "
-            f"each run. This run's clients are real: name the people whose data these are."
-        )
-    return located(config, path.parent)
+    wrong = list(said_by(*(partial(override_in, raw, override) for override in overrides)))
+    config, lines = partly(RunConfig, raw)
+    if config is not None and config.privacy is not None and config.privacy.population == SIMULATED:
+        lines.append(f"privacy.population = {SIMULATED!r} is an experiment's: name the people whose data these are")
+    if config is not None and not wrong and not lines:
+        return located(config, path.parent)
+    if config is not None:
+        from fedlora.runs.checks import of_parts  # imports what a run needs; only for a file that cannot be run
+
+        lines += said_by(lambda: refuse(of_parts(located(config, path.parent))))
+    raise ConfigError("; ".join([*(one.rstrip(".") for one in wrong), *lines]))
 
 
 def parse_config(raw: dict[str, Any]) -> RunConfig:
     """A configuration from nested tables. Raises `ConfigError` with one line per mistake."""
-    config = checked(RunConfig, raw)
-    check_used(config)
-    return config
+    return checked(RunConfig, raw)
 
 
 def overridden(overrides: Sequence[str]) -> dict[str, Any]:
@@ -190,7 +160,7 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
     private = config.privacy
     if private is not None:
         private = private.model_copy(update={"ledger": absolute(private.ledger)})
-    found = config.model_copy(
+    return config.model_copy(
         update={
             "privacy": private,
             "train": train,
@@ -203,8 +173,6 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
             ),
         }
     )
-    check_used(found)  # again: a revision, of what is a folder
-    return found
 
 
 def located_command(command: Sequence[str], folder: Path) -> list[str]:

@@ -10,14 +10,10 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from fedlora.errors import ConfigError
 from fedlora.runs.rank_profiles import PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
-from fedlora.training.settings import Key, Positive, Section
+from fedlora.training.settings import Positive, Section
 from fedlora.training.templates import BARE, CHAT, check_template
 
 DataTask = Literal["sst2", "qqp", "qnli", "mnli", "superni"]
-_EACH_ITS_OWN = "each site names its own in its site.toml (fedlora flower site)"
-_BENCHMARK = Key("it is for benchmarks, which only fedlora run has")
-_NOT_DEALT = Key("nothing is dealt out: each site has its own file")
-_IN_POLICY = Key("policy.toml says who takes part, with which rank (fedlora flower init --sites)")
 
 
 class RankEntry(Section):
@@ -30,29 +26,31 @@ class RankEntry(Section):
 class ClientsSection(Section):
     """Who takes part, with which rank, and how one data file is distributed to them.
 
-    count: the number of clients, named site-1, site-2, ...; with one file per client the files name them. ranks: one
-    for each client in that order; with `profile`, the values that the profile distributes; a single value (`ranks = 8`
-    or `[8]`) applies to everybody. An entry is a rank or {attention = r, feed_forward = r}. profile: see `fedlora
-    ranks`; flexlora-* have their own ranks. Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64.
-    partition: "dirichlet" label skew with `alpha`, or "iid". alpha: of the label skew, default 1; smaller means more
-    skewed. min_size: fewest examples per client. own_test: a share of each client's data that it never trains on and is
-    measured on (evaluate.clients_at_end), besides the common test set; with data.test = 0 all own sets together form
-    the common one.
+    count: the number of clients, named site-1, site-2, ... ranks: one for each client in that order, or one for all; an
+    entry is a rank or {attention = r, feed_forward = r}. With `profile`, the values that it distributes. Default: 8;
+    with a profile 4, 8, 16, 32 and 64. profile: see `fedlora ranks`; flexlora-* have their own ranks. partition:
+    "dirichlet" label skew with `alpha`, or "iid". alpha: of the label skew, default 1; smaller means more skewed.
+    min_size: fewest examples per client. own_test: a share of each client's data that it never trains on and is
+    measured on (evaluate.clients_at_end); with data.test = 0 all own sets together form the common one.
     """
 
-    count: Annotated[Positive | None, _IN_POLICY] = None
-    ranks: Annotated[list[Positive | RankEntry] | None, _IN_POLICY] = None
-    profile: Annotated[RankProfile | None, _IN_POLICY] = None
-    partition: Annotated[Literal["dirichlet", "iid"], _NOT_DEALT] = "dirichlet"
-    alpha: Annotated[Annotated[float, Field(gt=0)] | None, _NOT_DEALT] = None
-    min_size: Annotated[Positive, _NOT_DEALT] = 8
-    own_test: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Key("each site holds out data.test")] = None
+    count: Positive | None = None
+    ranks: list[Positive | RankEntry] | None = None
+    profile: RankProfile | None = None
+    partition: Literal["dirichlet", "iid"] = "dirichlet"
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    min_size: Positive = 8
+    own_test: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @field_validator("ranks", mode="before")
     @classmethod
     def _one_for_all(cls, ranks: object) -> object:
         """4 and {attention = 4, feed_forward = 8} mean [4] and a list of that table: the same configuration."""
-        return [ranks] if isinstance(ranks, dict) or (isinstance(ranks, int) and not isinstance(ranks, bool)) else ranks
+        if isinstance(ranks, dict) or (isinstance(ranks, int) and not isinstance(ranks, bool)):
+            return [ranks]
+        if ranks is not None and not isinstance(ranks, list):
+            raise ValueError("one rank for all (8), or a list with one for each client ([4, 8, 8])")
+        return ranks
 
     @property
     def how_many(self) -> int:
@@ -105,37 +103,31 @@ ClassNames = Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator
 class DataSection(Section):
     """Where the text is. Paths are relative to the config file.
 
-    Give one of three sources; each may also be a Parquet file or "hf://owner/name?config=...&split=...&revision=..."
-    through the library datasets. train: one file distributed to the clients ("demo" is built in); clients: id -> that
-    client's own file; task: a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE; from the hub without a
-    root), or "superni", where each task is a client. revision: the commit of the hub's GLUE; not set: the newest. text:
-    the column of the text. pair: the column of a second text. label: the column of the class. labels: the agreed class
-    names in the order of their numbers: a file may lack one, but a row with another class is an error; default: all
-    classes that occur in the files. prompt: the column of an instruction. response: the column of its answer.
-    validation: a share of each file to hold out, or a separate file; only this chooses the best state. test: a share of
-    each file to hold out, or a separate file; for GLUE the official validation files. max_train: the most training
-    examples (for superni, per client), drawn by the seed. max_test: the most test examples (for superni, per task),
-    drawn by the seed. tasks: for superni, how many tasks are clients. unseen: for superni, how many tasks nobody trains
-    on. task_lists: two files that name these tasks, beside the config or below the root, instead of a draw by the seed.
-    messages: the column of conversations, instead of prompt and response; default: "messages", if the rows have it and
-    not the others. template: what surrounds prompts: "chat", the model's own chat template (the default), or a text
-    with {prompt} in it, followed by the response; superni has its own prompts, so "{prompt}" is its default.
-    max_length: tokens per example. Longer prompts are cut, and a response that alone fills it keeps half of that,
-    without an end token; the manifest counts both.
+    Give one of three sources; each may also be a Parquet file or "hf://owner/name?config=...&split=...&revision=...".
+    train: one file, dealt out to the clients ("demo" is built in). clients: id -> that client's own file. task: a
+    benchmark below --data-root: GLUE (from the hub without a root), or "superni", where each task is a client.
+    revision: the commit of the hub's GLUE. text: the column of the text. pair: of a second text. label: of the class.
+    labels: the class names in the order of their numbers; a row with another class is an error; default: all that
+    occur. prompt: the column of an instruction. response: of its answer. messages: of conversations, in place of the
+    two; default: "messages", if the rows have it and not the others. validation: a share of each file to hold out, or a
+    file; only this chooses the best state. test: likewise; for GLUE the official validation files. max_train: the most
+    training examples (for superni, per client), drawn by the seed. max_test: the most test examples (for superni, per
+    task), drawn by the seed. tasks: for superni, how many are clients. unseen: for superni, how many nobody trains on.
+    task_lists: two files that name these tasks, instead of a draw by the seed. template: what surrounds prompts:
+    "chat", the model's own (the default), or a text with {prompt} in it, followed by the response; for superni
+    "{prompt}". max_length: tokens per example. Longer prompts are cut, and a response that alone fills it keeps half;
+    the manifest counts both.
     """
 
-    train: Annotated[str | None, Key(f"{_EACH_ITS_OWN}. To deal one file out, for a trial, leave --sites out")] = None
-    clients: Annotated[dict[str, str], Key(_EACH_ITS_OWN)] = {}  # noqa: RUF012 - pydantic copies it
-    task: Annotated[DataTask | None, Key(f"{_EACH_ITS_OWN}; a benchmark is for fedlora run")] = None
-    revision: Annotated[str | None, _BENCHMARK] = None
-    tasks: Annotated[Positive, _BENCHMARK] = 50
-    unseen: Annotated[int, Field(ge=0), _BENCHMARK] = 20
-    task_lists: Annotated[list[str], _BENCHMARK] = []  # noqa: RUF012 - pydantic copies it
+    train: str | None = None
+    clients: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
+    task: DataTask | None = None
+    revision: str | None = None
+    tasks: Positive = 50
+    unseen: Annotated[int, Field(ge=0)] = 20
+    task_lists: list[str] = []  # noqa: RUF012 - pydantic copies it
     max_train: Positive | None = None
-    max_test: Annotated[
-        Positive | None,
-        Key("each site holds out its shares data.validation and data.test; the server's file can be shortened"),
-    ] = None
+    max_test: Positive | None = None
     text: str = "text"
     pair: str | None = None
     label: str = "label"
@@ -143,7 +135,7 @@ class DataSection(Section):
     prompt: str = "prompt"
     response: str = "response"
     messages: str | None = None
-    template: Annotated[str | None, Key(lasting="never")] = None  # the manifest records it, and it is compared
+    template: str | None = None
     validation: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     test: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     max_length: Positive = 128
@@ -175,7 +167,7 @@ class DataSection(Section):
         for client in self.clients:
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
                 raise ValueError(
-                    f"a client id names a folder: it may have letters, digits, '_', '-' and '.', and may not begin "
-                    f"with '-' or '.'; got {client!r}"
+                    f"a client id names a folder: it may have the letters a to z and A to Z, digits, '_', '-' and '.', "
+                    f"and may not begin with '-' or '.'; got {client!r}"
                 )
         return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, StrictFloat, StrictInt, ValidationInfo, field_validator, model_validator
@@ -57,6 +57,10 @@ class DefenceSection(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> DefenceSection:
+        own = () if self.rule == "none" else ("liars", "mixing", *_RULES[self.rule][1])
+        if odd := [key for key in type(self).model_fields if key not in ("rule", *own) and getattr(self, key)]:
+            kinds = [rule for rule, (_, keys) in _RULES.items() if odd[0] in keys] or [*_RULES]
+            raise ValueError(f"defence.{odd[0]} is for {', '.join(kinds)}, but defence.rule = {self.rule!r}")
         if self.rule == "none":
             return self
         if self.liars is None and (self.mixing or self.rule in _NEED_LIARS):
@@ -70,16 +74,6 @@ class DefenceSection(Section):
         except HyperparameterError as error:
             raise ValueError(str(error)) from error
         return self
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Every key that has no effect with the rule, set or not, and why."""
-        own = {key: [rule for rule, (_, keys) in _RULES.items() if key in keys] for key in DefenceSection.model_fields}
-        for key, rules in own.items():
-            if rules and self.rule not in rules:
-                yield f"defence.{key}", f"it is for {' and '.join(rules)}, but defence.rule = {self.rule!r}"
-        if self.rule == "none":
-            for key in ("liars", "mixing"):
-                yield f"defence.{key}", "it is for a robust rule, but defence.rule = 'none'. Name one ('multi-krum')"
 
     def build(self) -> Rule | None:
         """The rule; None for "none"."""

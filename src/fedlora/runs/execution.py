@@ -17,10 +17,10 @@ from fedlora.runs.crew import crewed
 from fedlora.runs.finishing import finish
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.runs.observers import Checkpoints, Log, Observer, Uploads, diagnosed
-from fedlora.runs.opening import opened
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_run import PrivateRun, check_affordable, opened_private
+from fedlora.runs.resuming import opened
 from fedlora.runs.stopping import Ranking
 from fedlora.runs.tracking import Called, Trackers
 from fedlora.server.server import Server
@@ -38,8 +38,7 @@ def execute(
     name and group at trackers (run.track); by default its folder's name.
 
     Raises:
-        ConfigError: the folder holds files of something other than a run, or continuing would replace what somebody put
-            into its adapters; nothing is written.
+        ConfigError: the folder holds files of something other than a run; nothing is written.
         CheckpointError: it holds a run and `resume` is off, a run of another configuration, or one whose states are
             gone.
         Whatever `simulate` raises; all finished rounds are stored by then.
@@ -74,11 +73,11 @@ def _executed(
     private = opened_private(prepared, folder, state.server)
     if private is not None:
         prepared = replace(prepared, server=private.server)
-    lines, link = folder.rewind(state.round, of)
+    lines = folder.rewind(state.round)
     told = json.loads(shown_config(config).canonical())
     trackers = Trackers(config.run.track, folder.path, told, lines, anew=resumed, called=called)
     checkpoints = Checkpoints(prepared, folder, of, lines)
-    observers: tuple[Observer, ...] = (Uploads(prepared, folder), Log(folder, link), checkpoints)
+    observers: tuple[Observer, ...] = (Uploads(prepared, folder), Log(folder), checkpoints)
     ranking, patience = Ranking(prepared.metric), config.evaluate.stopping()
     stopped = ranking.stop(lines, config.run.rounds, patience)
     for event in _events(prepared, state, config.run.rounds if stopped is None else state.round, private):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError
-from fedlora.runs.exported import FOLDERS, Exports, clear_exports, client_adapter, export_folder, global_adapter
+from fedlora.runs.exported import FOLDERS, Exports, clear_exports, client_adapter, global_adapter
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import private_summary
@@ -62,7 +62,7 @@ def finish(
     spent = None if private is None else private.spent(state.round)
     exports = Exports(
         prepared.manifest, prepared.config, prepared.spec, prepared.tokenizer, prepared.manifest["data"]["labels"],
-        export_folder(prepared.tokenizer), privacy=None if spent is None else told(spent), judged=judged,
+        privacy=None if spent is None else told(spent), judged=judged,
     )  # fmt: skip
     tested = {"last": _Tested.of(prepared, state)}
     found = best_state(folder.best_checkpoint, RunState, server.method.State, of, best)
@@ -85,8 +85,10 @@ def finish(
             own, place = client_adapter(server, state, client), folder.path / "clients" / client.id
             exports.write(place, own, state.round, each.get(client.id, {}), client=client.id)
     trackers.close({name: (one.state.round, one.scores) for name, one in tested.items()})
-    clear_exports(folder, prepared.tokenizer, [client.id for client in prepared.clients], exports.made)
-    samples = write_samples(prepared, folder, state)
+    clear_exports(folder, [client.id for client in prepared.clients], exports.made)
+    write_samples(prepared, folder, state)
+    for name in ("bytes", "spectrum", "metric"):  # of an earlier end; new ones are drawn from the summary
+        (folder.plots / f"{name}.png").unlink(missing_ok=True)
     summary = {
         **results(
             server, state, prepared.metric, lines, best, {name: one.scores for name, one in tested.items()},
@@ -97,10 +99,9 @@ def finish(
         "clients_at_end_common": common,
         "exports": sorted({place.relative_to(folder.path).parts[0] for place in exports.made}),
     }  # fmt: skip
-    made = [path for place in exports.made for path in place.rglob("*") if path.is_file()]
     if spent is not None:
         summary = private_summary(summary, spent, "summary.json")
-    folder.finish(summary, [*samples, *made])
+    folder.write_json("summary.json", summary)
 
 
 def results(

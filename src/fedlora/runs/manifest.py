@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedlora.core.messages import Client
 from fedlora.core.method import Method
-from fedlora.data import TextData, label_counts
+from fedlora.data import TextData
 from fedlora.data.splits import inputs
 from fedlora.methods.registry import package_of, plugins
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
-from fedlora.runs.inputs import facts_of
+from fedlora.runs.inputs import contents, digest_of, facts_of
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.rank_profiles import is_attention
 from fedlora.training.models import AdaptedModel
@@ -34,20 +32,20 @@ def manifest(
     model: AdaptedModel,
     method: Method[Any],
 ) -> dict[str, Any]:
-    parts, read = data.parts, facts_of(config, data)
-    first = next(iter(parts.values()))
-    counts = label_counts([y for p in parts.values() for y in p.labels or ()], _ranges(parts)) if first.labels else None
+    read, own, classes = facts_of(config, data), contents(config), range(len(data.classes))
+    counts = {client: [list(part.labels or ()).count(k) for k in classes] for client, part in data.parts.items()}
     return {
-        "config_digest": shown_config(config).digest(),
+        "config_digest": digest_of(config, own) if config.privacy is None else shown_config(config).digest(),
         **code_facts([package_of(point) for point in plugins() if point.name == config.method.name]),
         "device": config.model.chosen_device(),
         "threads": torch.get_num_threads(),
         "seed": config.run.seed,
+        "files": own,
         "model": read["model"],
         "data": {
             **read["data"],
             "categories": dict(data.categories),
-            "label_counts": dict(zip(parts, counts.tolist(), strict=True)) if counts is not None else None,
+            "label_counts": counts if classes else None,
             **_template(config, model),
         },
         "clients": {c.id: shown_rank(c) for c in clients},
@@ -80,12 +78,6 @@ def shown_rank(client: Client) -> int | str:
     in_order = sorted(client.rank, key=lambda name: not is_attention(name))
     shown = list(dict.fromkeys(client.rank[name] for name in in_order))
     return shown[0] if len(shown) == 1 else "/".join(map(str, shown))
-
-
-def _ranges(parts: Mapping[str, TextData]) -> list[NDArray[np.int64]]:
-    """Each client's index range when all examples are concatenated."""
-    ends = np.cumsum([len(p) for p in parts.values()])
-    return [np.arange(end - len(p), end) for end, p in zip(ends, parts.values(), strict=True)]
 
 
 def commit_of_code(code: Path = Path(__file__).parents[1]) -> dict[str, Any] | None:

@@ -14,11 +14,10 @@ from typing import Any, Protocol
 from fedlora.adapters.uploads import write_upload
 from fedlora.analysis.audit import gauge_drift, padded_average_error
 from fedlora.core import checkpoint
-from fedlora.core.folders import replacing_folder
+from fedlora.core.folders import ANY_FOLDER, replacing_folder
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs.attack_section import attack_note
-from fedlora.runs.exported import UPLOADS
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import private_line
@@ -40,10 +39,9 @@ class Played:
 
 
 class Observer(Protocol):
-    """Processes rounds."""
+    """Processes rounds, one after the other."""
 
-    def see(self, played: Played) -> None:
-        """Process one more round."""
+    def see(self, played: Played) -> None: ...
 
 
 def diagnosed(
@@ -104,13 +102,13 @@ class Uploads:
 
 
 class Log:
-    """Writes metrics.jsonl. link: the newest line's, or the run's identity (`RunFolder.rewind`)."""
+    """Writes metrics.jsonl."""
 
-    def __init__(self, folder: RunFolder, link: str) -> None:
-        self._folder, self._link = folder, link
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
 
     def see(self, played: Played) -> None:
-        self._link = self._folder.append_metrics(played.line, self._link)
+        self._folder.append_metrics(played.line)
 
 
 class Checkpoints:
@@ -139,7 +137,7 @@ def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, recor
     """
     if not record.uploads:
         return
-    with replacing_folder(folder.uploads(record.round), force=True, kind=UPLOADS) as building:
+    with replacing_folder(folder.uploads(record.round), force=True, kind=ANY_FOLDER) as building:
         for upload in record.uploads:
             download = prepared.server.download(before.server, upload.client)
             modules = {}

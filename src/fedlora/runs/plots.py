@@ -14,10 +14,9 @@ from fedlora.runs.attack_words import in_words
 from fedlora.runs.audit_plot import plot_audit
 from fedlora.runs.drawing import COLOURS, LETTERS, WIDE, gridded, saved, short, under_attack, words
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.rank_profiles import RankType
 from fedlora.training.metrics import by_guessing
 
-__all__ = ["plot_audit", "plot_overlaps", "plot_ranks", "plot_run"]
+__all__ = ["plot_audit", "plot_overlaps", "plot_run"]
 
 
 def plot_run(folder: RunFolder) -> list[Path]:
@@ -40,28 +39,6 @@ def plot_run(folder: RunFolder) -> list[Path]:
             under_attack(figure, in_words(attack, len(ranks)))
     with plt.rc_context(LETTERS):  # tick labels are created when drawing
         return [saved(figure, folder.plots / f"{name}.png") for name, figure in figures.items()]
-
-
-def plot_ranks(profiles: Mapping[str, Mapping[RankType, int]], path: Path) -> Path:
-    """The number of clients of each rank, one panel per profile."""
-    with plt.rc_context(LETTERS):
-        columns = min(2, len(profiles))
-        rows = -(-len(profiles) // columns)
-        figure: Figure
-        figure, axes = plt.subplots(
-            rows, columns, figsize=(WIDE, 2.2 * rows + 0.6), layout="constrained", sharey=True, squeeze=False
-        )
-        for axis, (name, counts) in zip(axes.flat, profiles.items(), strict=False):
-            bars = axis.bar([str(kind) for kind in counts], list(counts.values()), color=COLOURS[0], width=0.7)
-            axis.bar_label(bars)
-            axis.set_title(name)
-            axis.margins(y=0.2)
-        for axis in axes.flat[len(profiles) :]:
-            axis.set_axis_off()
-        for axis in axes[:, 0]:
-            axis.set_ylabel("clients")
-        figure.supxlabel("rank (attention/feed-forward where they differ)", fontsize=12)
-        return saved(figure, path)
 
 
 def plot_overlaps(names: Sequence[str], overlaps: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Path:
@@ -144,49 +121,27 @@ def _losses(axis: Any, lines: Sequence[Mapping[str, Any]], clients: Sequence[str
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
 
 
-_RANKS = {"server_rank": ("budget R", "#cccccc", 0.8), "union_rank": ("union rank", COLOURS[5], 0.55)}
-_RANKS |= {"rank": ("rank of the update", COLOURS[0], 0.25)}
+_RANKS = {"server_rank": "budget R", "union_rank": "union rank", "rank": "rank of the update"}
 
 
 def _spectrum(summary: Mapping[str, Any]) -> Figure:
-    """Singular values, one line per module; below, the ranks by module, or one line of text if they are all equal."""
-    diagnostics = summary["diagnostics"]
-    known = {key: [f.get(key) for f in diagnostics.values()] for key in _RANKS}
-    known = {key: values for key, values in known.items() if None not in values}  # None: not counted
-    alike = all(len(set(values)) == 1 for values in known.values())
-    heights = [4.4] if alike else [4.4, 1.4 + 0.24 * len(diagnostics)]
+    """Singular values, one line per module; below, the modules' ranks in words."""
+    diagnostics, shades = summary["diagnostics"], plt.get_cmap("viridis")
     figure: Figure
-    figure, axes = plt.subplots(
-        len(heights), 1, figsize=(WIDE, sum(heights)), layout="constrained", height_ratios=heights, squeeze=False
-    )
-    upper, shades = axes[0, 0], plt.get_cmap("viridis")
+    figure, axis = plt.subplots(figsize=(WIDE, 4.6), layout="constrained")
     for k, (name, facts) in enumerate(diagnostics.items()):
         values, first_or_last = facts.get("singular_values") or [], k in (0, len(diagnostics) - 1)
-        upper.semilogy(
+        axis.semilogy(
             range(1, len(values) + 1), values, color=shades(0.9 * k / max(len(diagnostics) - 1, 1)),
             linewidth=3 if first_or_last else 1.2, label=short(name) if first_or_last else None,
         )  # fmt: skip
-    upper.set(xlabel="component", ylabel="singular value")
-    upper.set_title("spectrum of the server's update, one line per module")
-    upper.legend(
-        title="first and last module", loc="upper center", bbox_to_anchor=(0.5, -0.22 if alike else -0.16), ncols=2,
-        frameon=False,
-    )  # fmt: skip
-    upper.grid(alpha=0.3)
-    if alike:
-        said = ", ".join(f"{_RANKS[key][0]} {values[0]}" for key, values in known.items())
-        upper.set_xlabel(f"component\n{said}: in all {len(diagnostics)} modules")
-        return figure
-    lower, places = axes[1, 0], range(len(diagnostics))
-    for key, values in known.items():
-        label, colour, height = _RANKS[key]
-        bars = lower.barh(places, values, color=colour, height=height, label=label)
-        if key == "rank":
-            lower.bar_label(bars, fontsize=9, padding=2)
-    lower.set_yticks(places, [short(name) for name in diagnostics], fontsize=9)
-    lower.invert_yaxis()
-    lower.set(xlabel="rank", title="rank by module")
-    lower.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
+    known = {words: [facts.get(key) for facts in diagnostics.values()] for key, words in _RANKS.items()}
+    ends = {words: dict.fromkeys((min(v), max(v))) for words, v in known.items() if None not in v}  # None: not counted
+    said = ", ".join(f"{words} {' to '.join(map(str, both))}" for words, both in ends.items())
+    axis.set(xlabel=f"component\n{said} in {counted(len(diagnostics), 'module')}", ylabel="singular value")
+    axis.set_title("spectrum of the server's update, one line per module")
+    axis.legend(title="first and last module", loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, frameon=False)
+    axis.grid(alpha=0.3)
     return figure
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,16 +16,17 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.core.trainer import OneByOne, Workers
 from fedlora.data import TextData
-from fedlora.errors import refuse, said_by
+from fedlora.errors import FedLoRAError, refuse, said_by
 from fedlora.runs.attack_section import attack_facts
 from fedlora.runs.base_names import base_name
 from fedlora.runs.checks import (
+    built,
     check_liars,
-    check_private,
+    missing,
     of_fit,
-    of_machine,
     of_measuring,
     of_processes,
+    of_settings,
     planned_privacy,
 )
 from fedlora.runs.client_data import Dealt, Keep, training_rows
@@ -35,8 +35,8 @@ from fedlora.runs.exported import named
 from fedlora.runs.inputs import dealt_out
 from fedlora.runs.manifest import manifest, straddling
 from fedlora.runs.private_outputs import public_manifest
+from fedlora.runs.samples import drawn_samples
 from fedlora.runs.warm_start import warm_start
-from fedlora.seeds import derive_seed
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.training.encode import Cut
@@ -119,27 +119,38 @@ def prepare(
         >>> sorted(prepared.parts)
         ['site-1', 'site-2', 'site-3']
     """
-    server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
-    check_private(config, server)
+    wrong = list(of_settings(config))
+    refuse(wrong if any(key.startswith("data.") for key in missing(config)) else ())
     if threads := config.run.torch_threads():
         torch.set_num_threads(threads)
-    config.model.check_targets(config.lora.targets)
-    data, adversary = _data(config, data_root, label_names, keep)
-    parts = data.parts
+    try:
+        data, adversary = _data(config, data_root, label_names, keep)
+    except FedLoRAError as error:  # told with all that is wrong
+        refuse([*wrong, str(error)] if wrong else ())
+        raise
+    parts, sizes = data.parts, {name: len(part) for name, part in data.parts.items()}
     a_round = len(sample_clients(list(parts), config.run.participation, seed=0, round=0))
     processes = config.run.processes(config.model.chosen_device(), a_round)
-    refuse([*of_machine(config), *of_measuring(config, data), *of_processes(config, processes)])
-    labels, device = next(iter(parts.values())).label_names, "cpu" if processes > 1 else None  # processes move copies
+    refuse([*wrong, *of_measuring(config, data), *of_processes(config, processes), *_on_a_toy(config, sizes)])
+    server = built(config)
+    labels, device = data.classes, "cpu" if processes > 1 else None  # processes move copies
     model = config.model.load(config.lora, labels, config.run.seed, device=device)
     clients, seed_adapter, spec = _start(config, model, list(parts), labels)
     if config.privacy is not None:
-        server = replace(server, round=planned_privacy(config, clients, seed_adapter))
-    sizes = {name: len(part) for name, part in parts.items()}
+        server = replace(server, round=planned_privacy(config, config.privacy, clients, seed_adapter))
     target, misfits = target_of(config, server, seed_adapter, clients, sizes)
     refuse(misfits)
-    measuring = _Measuring.of(config, data, model, clients, target)
-    trainer = _trainer(config, model, parts, spec, measuring.template, programs)
-    facts = _facts(config, data, clients, model, server, target, adversary, trainer, measuring)
+    trainer = _trainer(config, model, parts, spec, programs)
+    measured = _evaluators(config, data, model, clients, target)
+    facts = {
+        **manifest(config, data, clients, model, server.method),
+        "evaluation_target": target,
+        "cut": _cuts(trainer.cut() if isinstance(trainer, LocalTrainer) else {}),
+        "copies": straddling(data),
+        "answer_ends": list(_ends(config, model)),
+        **({"attack": attack_facts(adversary)} if adversary is not None else {}),
+        "cut_held_out": {name: cuts for name, each in measured.items() if (cuts := _cuts(each.cut()))},
+    }
     return Prepared(
         config=config,
         server=server,
@@ -150,10 +161,10 @@ def prepare(
         workers=OneByOne(trainer),
         processes=processes,
         adversary=adversary,
-        validation=measuring.validation,
-        test=measuring.test,
-        probes=measuring.probes,
-        samples=_samples(config, data),
+        validation=measured.get("validation"),
+        test=measured.get("test"),
+        probes={name: measured[name] for name in data.probes if name in measured},
+        samples=drawn_samples(config, data),
         target=target,
         metric=score_name(config.evaluate.metric),
         seed_adapter=seed_adapter,
@@ -194,6 +205,18 @@ def _start(
     return clients, begun if config.model.adapter is None else warm_start(config, begun, labels), spec
 
 
+def _on_a_toy(config: RunConfig, sizes: Mapping[str, int]) -> list[str]:
+    """What the server says of these clients' ranks, on two small modules: reading the model takes time."""
+    try:
+        types = config.clients.assigned(list(sizes), config.run.seed)
+        r = max(max(kind.attention, kind.feed_forward) for kind in types.values())
+        toy = Adapter({name: LoRA(torch.zeros(2 * r, r), torch.ones(r, 2 * r)) for name in ("attention", "mlp")}, {})
+        clients = [Client(name, kind.ranks(toy.modules)) for name, kind in types.items()]
+        return target_of(config, built(config), toy, clients, sizes)[1]
+    except FedLoRAError as error:
+        return [str(error)]
+
+
 def target_of(
     config: RunConfig, server: Server, seed_adapter: Adapter, clients: Sequence[Client], sizes: Mapping[str, int]
 ) -> tuple[Target, list[str]]:
@@ -210,102 +233,52 @@ def target_of(
 
 
 def _trainer(
-    config: RunConfig, model: AdaptedModel, parts: Mapping[str, TextData], spec: AdapterSpec, template: str | None,
-    programs: Path | None,
-) -> LocalTrainer | ProgramTrainer:  # fmt: skip
+    config: RunConfig, model: AdaptedModel, parts: Mapping[str, TextData], spec: AdapterSpec, programs: Path | None
+) -> LocalTrainer | ProgramTrainer:
     """What trains the clients: fedlora's own loop, or their program."""
     program = config.train.program()
     if program is None:
-        return LocalTrainer(model, parts, _train_settings(config, template), seed=config.run.seed)
+        settings = TrainSettings(
+            **config.train.model_dump(exclude={"command", "time_limit"}), rounds=config.run.rounds,
+            max_length=config.data.max_length, bf16=config.model.bf16, template=_template(config),
+        )  # fmt: skip
+        return LocalTrainer(model, parts, settings, seed=config.run.seed)
     return ProgramTrainer(
         program, spec, model.settings, programs or Path("programs"),
         data=training_rows(config, parts), labels=next(iter(parts.values())).label_names, rounds=config.run.rounds,
     )  # fmt: skip
 
 
-def _train_settings(config: RunConfig, template: str | None) -> TrainSettings:
-    return TrainSettings(
-        **config.train.model_dump(exclude={"command", "time_limit"}), rounds=config.run.rounds,
-        max_length=config.data.max_length, bf16=config.model.bf16, template=template,
-    )  # fmt: skip
+def _template(config: RunConfig) -> str | None:
+    """For a language model's prompts."""
+    return config.data.prompting() if config.model.task == "causal-lm" else None
 
 
-@dataclass(frozen=True, eq=False)
-class _Measuring:
-    """A run's evaluators. template: for a language model's prompts. ends: the tokens that end its answers."""
-
-    template: str | None
-    ends: tuple[int, ...]
-    validation: ModelEvaluator | None
-    test: ModelEvaluator | None
-    probes: Mapping[str, ModelEvaluator]
-
-    @classmethod
-    def of(
-        cls, config: RunConfig, data: Dealt, model: AdaptedModel, clients: Sequence[Client], target: Target
-    ) -> _Measuring:
-        template: str | None = None
-        ends: tuple[int, ...] = ()
-        if config.model.task == "causal-lm":  # fail before training, not after it
-            template = config.data.prompting()
-            ends = find_template(template, model.tokenizer).ends
-
-        def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
-            return config.evaluate.evaluator(
-                model, sets, clients, target=target, own=own, max_length=config.data.max_length,
-                bf16=config.model.bf16, template=template,
-            )  # fmt: skip
-
-        probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
-        return cls(
-            template, ends, evaluator(data.validation, data.own_validation), evaluator(data.test, data.own_test),
-            {name: probe for name, probe in probes.items() if probe is not None},
-        )  # fmt: skip
-
-    def cut(self) -> dict[str, Any]:
-        """Set -> how much of it was cut to data.max_length."""
-        each = {"validation": self.validation, "test": self.test, **self.probes}
-        found = {name: evaluator.cut() for name, evaluator in each.items() if evaluator is not None}
-        return {name: {how: asdict(cut) for how, cut in cuts.items()} for name, cuts in found.items() if cuts}
+def _ends(config: RunConfig, model: AdaptedModel) -> tuple[int, ...]:
+    """The tokens that end a language model's answers."""
+    template = _template(config)
+    return () if template is None else find_template(template, model.tokenizer).ends
 
 
-def _facts(
-    config: RunConfig, data: Dealt, clients: tuple[Client, ...], model: AdaptedModel, server: Server, target: Target,
-    adversary: Adversary | None, trainer: LocalTrainer | ProgramTrainer, measuring: _Measuring,
-) -> dict[str, Any]:  # fmt: skip
-    """The manifest, plus facts that are known only after preparation."""
-    return {
-        **manifest(config, data, clients, model, server.method),
-        "evaluation_target": target,
-        "cut": {client: asdict(cut) for client, cut in _cuts(trainer).items() if cut.cut},
-        "copies": straddling(data),
-        "answer_ends": list(measuring.ends),
-        **({"attack": attack_facts(adversary)} if adversary is not None else {}),
-        "cut_held_out": measuring.cut(),
-    }
+def _evaluators(
+    config: RunConfig, data: Dealt, model: AdaptedModel, clients: Sequence[Client], target: Target
+) -> dict[str, ModelEvaluator]:
+    """Held-out set -> its evaluator; without sets that are empty."""
+    held = {"validation": (data.validation, data.own_validation), "test": (data.test, data.own_test)}
+    held |= {name: (sets, {}) for name, sets in data.probes.items()}
+    found = {
+        name: config.evaluate.evaluator(
+            model, sets, clients, target=target, own=own, max_length=config.data.max_length, bf16=config.model.bf16,
+            template=_template(config),
+        )
+        for name, (sets, own) in held.items()
+    }  # fmt: skip
+    return {name: evaluator for name, evaluator in found.items() if evaluator is not None}
 
 
-def _cuts(trainer: LocalTrainer | ProgramTrainer) -> Mapping[str, Cut]:
-    return trainer.cut() if isinstance(trainer, LocalTrainer) else {}
-
-
-def _samples(config: RunConfig, data: Dealt) -> TextData | None:
-    """Held-out prompts whose answers are kept: from the test data, or from validation if there are none."""
-    if config.model.task != "causal-lm":
-        return None
-    held = [list(sets.values()) for sets in (data.test, data.validation)]
-    chosen = next((sets for sets in held if any(len(part) for part in sets)), [])
-    return draw_samples(chosen, config.evaluate.samples, config.run.seed)
-
-
-def draw_samples(sets: Sequence[TextData], count: int, seed: int) -> TextData | None:
-    """`count` examples from the held-out sets, drawn by the seed; fewer if there are fewer, None if there are none."""
-    filled = [data for data in sets if len(data)]
-    if not filled or not count:
-        return None
-    whole = TextData.concat(filled)
-    drawn = random.Random(derive_seed(seed, "samples")).sample(range(len(whole)), min(count, len(whole)))
-    return whole.select(drawn)
+def _cuts(each: Mapping[str, Cut]) -> dict[str, Any]:
+    """How much of what was cut to data.max_length, without what was not."""
+    return {name: asdict(cut) for name, cut in each.items() if cut.cut}
 
 
 def _cut(seed_adapter: Adapter, clients: Sequence[Client]) -> Adapter:

@@ -10,14 +10,13 @@ from pydantic import Field, model_validator
 from fedlora.errors import BudgetSpent
 from fedlora.privacy.accounting import LEAST_DELTA, LEAST_EPSILON, MOST_EPSILON
 from fedlora.privacy.events import Budget
-from fedlora.privacy.geometry import Geometry, Shape
 from fedlora.privacy.ledger import Ledger
 from fedlora.server.private import Private, Releases
-from fedlora.training.settings import Key, Positive, Section
+from fedlora.training.settings import Positive, Section
 
 Above = Annotated[float, Field(gt=0)]
 
-SIMULATED = "SIMULATED clients of one run of an experiment on public data"  # a population's name: `private_simulation`
+SIMULATED = "SIMULATED clients of one run of an experiment on public data"  # a population's name
 
 
 class PrivacySection(Section):
@@ -44,9 +43,9 @@ class PrivacySection(Section):
     delta: Annotated[float, Field(ge=LEAST_DELTA, lt=1)]
     population: Annotated[str, Field(min_length=1, max_length=200)]
     ledger: Annotated[str, Field(min_length=1)]
-    budget: Annotated[Above | None, Key(lasting="never")] = None  # the population's; the ledger has its own
+    budget: Above | None = None  # the population's; the ledger has its own
     sampling: Literal["all", "poisson"] = "all"
-    shape: Shape = "full"
+    shape: Literal["full", "two-sided"] = "full"
     dims: Positive | None = None
     rank: Positive | None = None
     most_examples: Positive | None = None
@@ -98,9 +97,9 @@ class PrivacySection(Section):
         Raises:
             BudgetSpent: privacy.budget exceeds the ledger's. LedgerError: the ledger cannot be read.
         """
-        recorded = ledger.budget()
-        if recorded is None:
+        if not (budgets := ledger.read().budgets):
             return self.most(rounds, participation)
+        recorded = budgets[-1]
         own = None if self.budget is None else Budget(self.budget, self.delta)
         if own is not None and own.delta == recorded.delta and own.epsilon > recorded.epsilon:
             raise BudgetSpent(
@@ -126,6 +125,6 @@ class PrivacySection(Section):
         """The privacy parameters for these clients. largest: their largest rank. seed: for the public directions."""
         return Private(
             clip=self.clip, noise_multiplier=self.multiplier(rounds, participation),
-            geometry=Geometry(self.shape, self.dims or 0), clients=tuple(clients), rank=self.rank or largest,
-            releases=releases, sampling=self.chance(participation), most_examples=self.most_examples, seed=seed,
+            clients=tuple(clients), rank=self.rank or largest, releases=releases, dims=self.dims,
+            sampling=self.chance(participation), most_examples=self.most_examples, seed=seed,
         )  # fmt: skip

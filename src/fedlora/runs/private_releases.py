@@ -3,7 +3,6 @@
 RUN/private/    for the server only (mode 700): none of it may be handed out
     run.json        the run's id in the ledger, and a secret for its files' identity
     config.json     the configuration with the paths of clients' data, which RUN/config.json lacks
-    content.json    digests and sizes of clients' data, compared on resuming
     journal/        the noised sums
 """
 
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +70,7 @@ class OnDisk(Releases):
 
     def why_spent(self, done: int) -> str:
         """Why the budget cannot pay another round after `done` of this run: from the ledger alone, which is public."""
-        more = sum(charged.event.run == self.run for charged in self.ledger.events()) - done
+        more = sum(event.run == self.run for event in self.ledger.read().events) - done
         why = "others have charged its ledger meanwhile"
         if more > 0:
             why = (
@@ -83,7 +81,7 @@ class OnDisk(Releases):
 
     def check_charged(self, done: int) -> None:
         """Raise `CheckpointError` unless the ledger holds every finished round."""
-        charged = {charged.event.round for charged in self.ledger.events() if charged.event.run == self.run}
+        charged = {event.round for event in self.ledger.read().events if event.run == self.run}
         if lacks := sorted(set(range(1, done + 1)) - charged):
             raise CheckpointError(
                 f"{len(lacks)} released rounds of this run (such as round {lacks[0]}) are missing from the ledger "
@@ -105,12 +103,11 @@ def _secret(folder: Path) -> None:
     folder.chmod(0o700)
 
 
-def begin(folder: RunFolder, content: Mapping[str, Any]) -> None:
-    """Store a new private run's id, and facts about clients' data, before the folder has a manifest."""
+def begin(folder: RunFolder) -> None:
+    """Store a new private run's id, before the folder has a manifest."""
     home = private_folder(folder)
     if not (home / "run.json").is_file():  # exists after a kill, or if somebody removed the manifest
         files.write(home / "run.json", json.dumps({"run": secrets.token_hex(8), "secret": secrets.token_hex(16)}))
-    files.write(home / "content.json", json.dumps(content, sort_keys=True))
 
 
 def keep_config(folder: RunFolder, config: str) -> None:

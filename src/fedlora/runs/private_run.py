@@ -1,11 +1,12 @@
 """A private run with its folder and ledger: its cost, its releasing server, and its spending.
 
 `plan` uses only public constants, before the run begins. A round's mean change has norm at most C, over all parts
-together, and each of its entries gets noise of standard deviation sigma = z K / (q n), where K is C plus the grid. In a
-part of a x b entries the noise has norm sigma sqrt(a b), and its strongest direction sigma (sqrt(a) + sqrt(b)). In a
-sum over T rounds, a direction that all clients agree on stands out from that noise only if T times its size exceeds
-sqrt(T) sigma (a b)^(1/4). Source: Benaych-Georges and Nadakuditi, "The singular values and vectors of low rank
-perturbations of large rectangular random matrices" (2012).
+together, and each of its entries gets noise of standard deviation sigma = z K gamma / (q n), where K gamma, the
+sensitivity, is C and a little for the grid gamma (`privacy.mechanism`). In a part of a x b entries the noise has norm
+sigma sqrt(a b), and its strongest direction sigma (sqrt(a) + sqrt(b)). In a sum over T rounds, a direction that all
+clients agree on stands out from that noise only if T times its size exceeds sqrt(T) sigma (a b)^(1/4). Source:
+Benaych-Georges and Nadakuditi, "The singular values and vectors of low rank perturbations of large rectangular random
+matrices" (2012).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 from fedlora.runs.private_releases import OnDisk, private_folder, read_private
-from fedlora.server.private import Private, PrivateRound
+from fedlora.server.private import Private
+from fedlora.server.private_round import PrivateRound
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -17,16 +17,49 @@ Kind = TypeVar("Kind", bound=Section)
 
 def checked(kind: type[Kind], raw: Mapping[str, Any]) -> Kind:
     """Nested tables as a value of that kind. Raises `ConfigError` with one line per mistake."""
-    try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        by_key: dict[str, list[Any]] = {}
-        for one in error.errors():
-            by_key.setdefault(_key(one, raw), []).append(one)
-        lines = [
-            _line(kind, key, _of_its_type(wrong)) for key, wrong in by_key.items() if not _meant_deeper(key, by_key)
-        ]
-        raise ConfigError("; ".join(dict.fromkeys(lines))) from error
+    found, wrong = partly(kind, raw)
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    assert found is not None  # nothing was wrong
+    return found
+
+
+def partly(kind: type[Kind], given: Mapping[str, Any]) -> tuple[Kind | None, list[str]]:
+    """The value without what is wrong in it, and a line for each mistake; None if it cannot be without.
+
+    A table's keys are judged together only when each is right alone, so unknown keys are taken out and it is judged
+    again. After a wrong value or a misspelt key was taken out, what the rest of its table lacks is no mistake of the
+    file.
+    """
+    raw: dict[str, Any] = deepcopy(dict(given))
+    lines, torn = dict[str, None](), set[str]()
+    while True:
+        try:
+            return kind.model_validate(raw), list(lines)
+        except ValidationError as error:
+            by_key: dict[str, list[Any]] = {}
+            for one in error.errors():
+                by_key.setdefault(_key(one, raw), []).append(one)
+            lines_of = {key: _line(kind, key, _of_its_type(wrong)) for key, wrong in by_key.items()}
+            for key, line in lines_of.items():
+                if not _meant_deeper(key, by_key) and key.partition(".")[0] not in torn:
+                    lines.setdefault(line)
+            unknown = [key for key, wrong in by_key.items() if wrong[0]["type"] == "extra_forbidden"]
+            torn |= {key.partition(".")[0] for key in by_key if not unknown or "did you mean" in lines_of[key]}
+            if not sum(_take_out(raw, key) for key in unknown or by_key):  # all of them
+                return None, list(lines)
+
+
+def _take_out(raw: dict[str, Any], key: str) -> bool:
+    """Remove a key, or the list that a wrong entry is in; whether it was there."""
+    *path, last = key.split(".")
+    table: Any = raw
+    for part in path:
+        if not isinstance(table.get(part), dict):
+            last = part
+            break
+        table = table[part]
+    return table.pop(last, None) is not None
 
 
 def _key(error: Any, raw: object) -> str:
@@ -54,6 +87,15 @@ def _meant_deeper(key: str, by_key: Mapping[str, list[Any]]) -> bool:
     return all(map(_misfit, by_key[key])) and any(other.startswith(f"{key}.") for other in by_key)
 
 
+_WORDS = {  # pydantic's type of an error -> what the value must be
+    "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
+    "bool_type": "true or false", "string_type": "a text in quotes", "list_type": "a list", "tuple_type": "a list",
+    "dict_type": "a table", "model_type": "a table", "literal_error": "{expected}", "finite_number": "finite",
+    "greater_than": "above {gt}", "greater_than_equal": "at least {ge}", "less_than": "below {lt}",
+    "less_than_equal": "at most {le}", "string_too_short": "not empty", "too_short": "not empty",
+}  # fmt: skip
+
+
 def _line(kind: type[BaseModel], key: str, wrong: Sequence[Any]) -> str:
     error, name = wrong[0], key.rpartition(".")[2]
     if error["type"] == "extra_forbidden":
@@ -65,12 +107,9 @@ def _line(kind: type[BaseModel], key: str, wrong: Sequence[Any]) -> str:
     if error["type"] == "value_error":  # in our own words
         said = error["msg"].removeprefix("Value error, ")
         return said if isinstance(error["input"], dict) else f"{key}: {said}; got {error['input']!r}"
-    wanted = dict.fromkeys(
-        re.sub(r" or instance of \w+$", "", e["msg"]).replace("valid tuple", "valid list") for e in wrong
-    )
-    first, *others = wanted
-    said = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
-    return f"{key}: {said[0].lower()}{said[1:]}; got {error['input']!r}" if key else said
+    words = [(_WORDS[e["type"]].format(**e.get("ctx", {})) if e["type"] in _WORDS else e["msg"]) for e in wrong]
+    must = dict.fromkeys(words)
+    return f"{key}: must be {' or '.join(must)}; got {error['input']!r}"
 
 
 def _known(kind: type[BaseModel], place: Sequence[object]) -> tuple[str, ...]:

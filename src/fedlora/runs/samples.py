@@ -8,30 +8,48 @@ training is the common start, which a resumed run still has.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedlora.core import files
 from fedlora.core.lora import Adapter
 from fedlora.data import TextData
 from fedlora.errors import counted
+from fedlora.runs.client_data import Dealt
+from fedlora.runs.config import RunConfig
 from fedlora.runs.exported import client_adapter, global_adapter
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.preparation import Prepared
+from fedlora.seeds import derive_seed
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.training.encode import cut_prompts
 from fedlora.training.generate import greedy
 from fedlora.training.templates import find_template
 
+if TYPE_CHECKING:
+    from fedlora.runs.preparation import Prepared
 
-def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> list[Path]:
-    """Write samples.jsonl and samples.md for a run that ends with `state`, if samples are configured. Returns the files
-    written."""
-    data = prepared.samples
+
+def drawn_samples(config: RunConfig, data: Dealt) -> TextData | None:
+    """Held-out prompts whose answers are kept, drawn by the seed: from the test data, or from validation if there are
+    none; None of a classifier, or if there are none at all."""
+    held = [[part for part in sets.values() if len(part)] for sets in (data.test, data.validation)]
+    filled, count = held[0] or held[1], config.evaluate.samples
+    if config.model.task != "causal-lm" or not filled or not count:
+        return None
+    whole = TextData.concat(filled)
+    drawn = random.Random(derive_seed(config.run.seed, "samples")).sample(range(len(whole)), min(count, len(whole)))
+    return whole.select(drawn)
+
+
+def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
+    """Write samples.jsonl and samples.md for a run that ends with `state`; without samples, remove an earlier end's."""
+    data, table, page = prepared.samples, folder.path / "samples.jsonl", folder.path / "samples.md"
     if data is None:
-        return []
+        table.unlink(missing_ok=True)
+        page.unlink(missing_ok=True)
+        return
     assert data.responses is not None
     new, asked = _asked(prepared, data)
     prompts = [ids for ids, _ in asked]
@@ -48,10 +66,8 @@ def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> lis
         }
         for k in range(len(data))
     ]
-    table, page = folder.path / "samples.jsonl", folder.path / "samples.md"
     files.write(table, "".join(json.dumps(row) + "\n" for row in rows))
     files.write(page, _page(rows, _speaker(prepared, state), state.round))
-    return [table, page]
 
 
 def _asked(prepared: Prepared, data: TextData) -> tuple[int, list[tuple[list[int], int]]]:

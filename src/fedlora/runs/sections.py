@@ -34,7 +34,7 @@ from fedlora.training.load import model_place
 from fedlora.training.measure import ModelEvaluator, Target
 from fedlora.training.metrics import MetricName
 from fedlora.training.models import AdaptedModel
-from fedlora.training.settings import DType, Key, LoRASettings, Positive, Section, Targets, Task
+from fedlora.training.settings import DType, LoRASettings, Positive, Section, Targets, Task
 from fedlora.training.skeleton import check_targets
 from fedlora.workers.processes import available
 
@@ -44,36 +44,25 @@ Share = Annotated[float, Field(gt=0, le=1)]
 class RunSection(Section):
     """Length, width and reproducibility of a run.
 
-    rounds: how many rounds of training and aggregation. participation: share of the clients drawn for each round. seed:
-    the seed of all randomness. threads: threads of torch (0: torch's own default); a fixed number gives the same bits.
-    workers: processes that train a round's clients and evaluate, each with one thread or one GPU; "auto" is the
-    machine's cores or GPUs, but at most the clients per round. Any number gives the same bits on a CPU, including 1.
-    checkpoint_every: rounds from one stored state to the next. keep_checkpoints: how many of the newest to keep; the
-    best by validation stays too. readouts: write each client's readout at the end. keep_uploads: store what clients
-    trained, for the last round or all, as PEFT directories for `fedlora audit`. track: also log to tensorboard,
-    trackio, wandb or mlflow; the runs of a comparison or an experiment are one group there.
+    rounds: how many. participation: share of the clients drawn for each round. seed: of all randomness. threads: of
+    torch (0: its own default); a fixed number gives the same bits. workers: processes that train clients and evaluate,
+    each with one thread or GPU; "auto" is the machine's number, at most the clients per round. Any number gives the
+    same bits on a CPU. checkpoint_every: rounds from one stored state to the next. keep_checkpoints: how many of the
+    newest; the best by validation stays too. readouts: write each client's readout at the end. keep_uploads: store what
+    clients trained, for the last round or all, as PEFT directories for `fedlora audit`. track: also log to tensorboard,
+    trackio, wandb or mlflow.
     """
 
     rounds: Positive = 10
     participation: Share = 1.0
     seed: int = 0
-    threads: Annotated[int, Field(ge=0), Key(lasting="never")] = 0  # compared with the number in the manifest
-    workers: Annotated[
-        Positive | Literal["auto"] | None,
-        Key("a server trains no clients, and each site trains itself", lasting="never", counts=False),
-    ] = None
-    checkpoint_every: Annotated[
-        Positive, Key("a federation's server stores every round, since it could lose none", lasting="ahead")
-    ] = 1
-    keep_checkpoints: Annotated[
-        Positive, Key("a federation's server keeps the last two rounds, and the best", lasting="ahead")
-    ] = 2
-    readouts: Annotated[bool, Key("each site has its own readout; it is for fedlora run", lasting="end")] = False
-    keep_uploads: Annotated[
-        Literal["none", "last", "all"],
-        Key("a federation's server stores no uploads; it is for fedlora run", lasting="ahead"),
-    ] = "none"
-    track: Annotated[list[TrackerName], Key(lasting="end", counts=False)] = []  # noqa: RUF012 - pydantic copies it
+    threads: Annotated[int, Field(ge=0)] = 0
+    workers: Positive | Literal["auto"] | None = None
+    checkpoint_every: Positive = 1
+    keep_checkpoints: Positive = 2
+    readouts: bool = False
+    keep_uploads: Literal["none", "last", "all"] = "none"
+    track: list[TrackerName] = []  # noqa: RUF012 - pydantic copies it
 
     @model_validator(mode="after")
     def _one_thread_each(self) -> RunSection:
@@ -99,27 +88,21 @@ class ModelSection(Section):
     """The base model, which nobody changes.
 
     path: a local directory or GGUF file, a hub id, which may be "owner/name@revision", or a packaged model, "demo"
-    (MiniLM) or "smollm2". task: "classification", or "causal-lm" for a language model. device: "cpu", "cuda" or another
-    torch device; "auto" is a GPU if there is one. adapter: a PEFT folder to start from, also another run's or
-    "owner/name@revision" on the hub, instead of a fresh adapter. revision: the commit, tag or branch of a hub id; not
-    set: the newest. dtype: of the base weights in memory, "float32" or "bfloat16", which halves them and needs bf16;
-    adapters and heads stay float32. bf16: compute in bfloat16; a CPU without instructions for it takes many times as
-    long. checkpointing: recompute activations in the backward pass, which saves memory and costs time. dropout:
-    overrides the model's own dropout if given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library
-    bitsandbytes), on which fedex-lora and flora cannot run.
+    (MiniLM) or "smollm2". task: "classification", or "causal-lm" for a language model. device: of torch; "auto" is a
+    GPU if there is one. adapter: a PEFT folder to start from, or "owner/name@revision" on the hub, instead of a fresh
+    adapter. revision: the commit, tag or branch of a hub id; not set: the newest. dtype: of the base weights in memory;
+    "bfloat16" halves them and needs bf16; adapters and heads stay float32. bf16: compute in bfloat16; slow on a CPU
+    without instructions for it. checkpointing: recompute activations in the backward pass: less memory, more time.
+    dropout: instead of the model's own. four_bit: load the base in 4 bits (QLoRA; needs a GPU and bitsandbytes), on
+    which fedex-lora and flora cannot run.
     """
 
-    path: Annotated[str, Key("each site names its own copy in its site.toml, and the server its own in [at_server]")]
+    path: str
     task: Task = "classification"
-    device: Annotated[str, Key("each machine has its own: device in a site's site.toml")] = "auto"
-    adapter: Annotated[str | None, Key("fedlora flower init --start names a start")] = None
-    revision: Annotated[
-        str | None, Key("each site names its own copy in its site.toml, and the weights' digests are compared")
-    ] = None
-    dtype: Annotated[
-        DType, Key("its sites hold the base in float32, or in 4 bits with model.four_bit, and no key of a site.toml "
-                   "changes that")
-    ] = "float32"  # fmt: skip
+    device: str = "auto"
+    adapter: str | None = None
+    revision: str | None = None
+    dtype: DType = "float32"
     bf16: bool = False
     four_bit: bool = False
     checkpointing: bool = False
@@ -190,18 +173,15 @@ class ServerSection(Section):
     heads: "average" the fully trained parts, keep them "local", or "frozen"; not set: the method's choice. quorum: bad
     uploads and failed clients are left out as long as this many good ones remain; not set: the first one stops the run
     (on Flower, one good upload is then enough). stream: add uploads up in float64 as they come and forget them, for any
-    number of clients (methods that need only the sum). gauge_stress: in every round, re-express each upload in fresh
-    random coordinates of this condition number, 1 to 1e12, before aggregation; stored in float32, that changes an
-    update by about 6e-8 times the condition number.
+    number of clients (methods that need only the sum). gauge_stress: re-express each upload in fresh random coordinates
+    of this condition number, 1 to 1e12; in float32, that changes an update by about 6e-8 times it.
     """
 
-    weighting: Annotated[Weighting | None, Key(former="examples")] = None
+    weighting: Weighting | None = None
     heads: Heads | None = None
     quorum: Positive | None = None
     stream: bool = False
-    gauge_stress: Annotated[
-        Annotated[float, Field(ge=1, le=MOST)] | None, Key("it is an experiment with uploads, for fedlora run")
-    ] = None
+    gauge_stress: Annotated[float, Field(ge=1, le=MOST)] | None = None
 
     def build(self, method: Method[Any], seed: int, rule: Rule | None = None) -> Server:
         """The server with that method. rule: from [defence]. Raises `HyperparameterError`."""
@@ -223,28 +203,25 @@ class EvaluateSection(Section):
     """What is measured, and when to stop.
 
     every: rounds between evaluations; the last round is always measured. target: the "server" model or the "clients";
-    "auto" is the server if it has a model. metric: reported, and used to choose the best: "accuracy", "loss" (lower is
-    better), for classes also "macro-f1" and "matthews"; for a language model "perplexity" (lower
-    is better), or for its answers (greedy, up to max_new_tokens) "rouge-l" and "exact-match", and
-    "rouge-l-teacher-forced". max_new_tokens: the longest generated answer. batch_size: examples at a time.
-    clients_at_end: also measure each client's own readout, once: on its own test set if it has one, otherwise on the
-    common one; "both": on both. patience: stop after this many evaluations in a row whose validation metric does not
-    improve on the best before by more than min_delta; learning rate schedules still follow all run.rounds. min_delta:
-    the smallest improvement that counts. samples: how many held-out prompts to ask a language model; its greedy answers
-    before and after training are kept in samples.jsonl and samples.md. test_along: also score the test set at each
-    evaluation, as test/NAME in metrics.jsonl, for curves; nothing is chosen by it.
+    "auto" is the server if it has a model. metric: reported, and used to choose the best; docs/how-to/measuring.md
+    explains each. max_new_tokens: the longest generated answer. batch_size: examples at a time. clients_at_end: also
+    measure each client's own readout, once: on its own test set if it has one, otherwise on the common one; "both": on
+    both. patience: stop after this many evaluations in a row whose validation metric does not improve on the best
+    before by more than min_delta. min_delta: the smallest improvement that counts. samples: how many held-out prompts
+    to ask a language model, before and after training (samples.jsonl, samples.md). test_along: also score the test set
+    at each evaluation, as test/NAME in metrics.jsonl, for curves; nothing is chosen by it.
     """
 
-    every: Annotated[Positive, Key(lasting="ahead")] = 1
+    every: Positive = 1
     target: Target | Literal["auto"] = "auto"
     metric: MetricName = "accuracy"
     max_new_tokens: Positive = 64
-    clients_at_end: Annotated[bool | Literal["both"], Key(lasting="end")] = False
+    clients_at_end: bool | Literal["both"] = False
     batch_size: Positive = 64
     patience: Positive | None = None
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    samples: Annotated[int, Field(ge=0), Key("a federation keeps no answers of its model; it is for fedlora run")] = 5
-    test_along: Annotated[bool, Key("a federation tests at its end; it is for fedlora run", lasting="ahead")] = False
+    samples: Annotated[int, Field(ge=0)] = 5
+    test_along: bool = False
 
     @model_validator(mode="after")
     def _delta_of_patience(self) -> EvaluateSection:

@@ -1,7 +1,8 @@
 """Sends a run's numbers to TensorBoard, trackio, Weights & Biases or MLflow, besides metrics.jsonl, which is always
 written.
 
-Each is an optional library; if one named in `run.track` is not installed, the run is refused before it starts.
+Each is an optional library; if one named in `run.track` is not installed, the run is refused before it starts. A
+resumed run is a new one of the same name there, and gets all rounds again; in TensorBoard it replaces the old one.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fedlora.errors import ConfigError
 from fedlora.privacy.releases import RELEASED
@@ -21,6 +22,9 @@ from fedlora.runs.reading import flat
 
 TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 _PROJECT = "fedlora"
+_PARAM, _PARAMS = 500, 100  # MLflow servers take values of so many letters, and so many at once
+_REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)  # by MLflow, in names
+Log = Callable[[int, Mapping[str, float]], None]  # a round, and its numbers by name
 
 
 @dataclass(frozen=True)
@@ -31,130 +35,85 @@ class Called:
     group: str | None = None
 
 
-class Tracker(Protocol):
-    """Receives numbers."""
-
-    def log(self, round: int, numbers: Mapping[str, float]) -> None:
-        """One round's numbers, by name."""
-
-    def close(self) -> None:
-        """Called at the end."""
-
-
-_MODULES: Mapping[TrackerName, str] = {
-    "tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow",
-}  # fmt: skip
-
-
-class TensorBoard:
-    """Event files in the run folder's tensorboard/, on disk after each round.
-
-    anew: remove existing event files, because a resumed run logs all its rounds again.
-    """
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], *, anew: bool) -> None:
-        writer = _library("tensorboard").SummaryWriter
-        if anew:
-            for old in (folder / "tensorboard").glob("events.out.tfevents.*"):
-                old.unlink()
-        self._writer: Any = writer(str(folder / "tensorboard"))
-        self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", 0)
-
-    def log(self, round: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, round)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Logger:
-    """trackio and wandb, which share init, log and finish. There a resumed run becomes a new one of the same name and
-    logs all its rounds again; the old one ends where it was stopped."""
-
-    def __init__(self, name: TrackerName, called: Called, config: Mapping[str, Any]) -> None:
-        self._library: Any = _library(name)
-        self._library.init(project=_PROJECT, name=called.name, group=called.group, config=dict(config))
-
-    def log(self, round: int, numbers: Mapping[str, float]) -> None:
-        self._library.log({"round": round, **numbers})
-
-    def close(self) -> None:
-        self._library.finish()
-
-
-class MLflow:
-    """An MLflow run, where MLFLOW_TRACKING_URI says; a group is an experiment there. As with `Logger`, a resumed run
-    becomes a new one. Settings are its params, and whole in config.json; a character that MLflow refuses in names
-    becomes _."""
-
-    def __init__(self, called: Called, config: Mapping[str, Any]) -> None:
-        self._library: Any = _library("mlflow")
-        self._library.set_experiment(called.group or _PROJECT)
-        self._library.start_run(run_name=called.name)
-        params = [(key, str(value)) for key, value in flat(config).items()]
-        short = [(key, value) for key, value in params if len(value) <= _PARAM]
-        for k in range(0, len(short), _PARAMS):
-            self._library.log_params(dict(short[k : k + _PARAMS]))
-        self._library.log_dict(dict(config), "config.json")
-
-    def log(self, round: int, numbers: Mapping[str, float]) -> None:
-        self._library.log_metrics({_REFUSED.sub("_", name): x for name, x in numbers.items()}, step=round)
-
-    def close(self) -> None:
-        self._library.end_run()
-
-
-_PARAM, _PARAMS = 500, 100  # MLflow servers take values of so many letters, and so many at once
-_REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
-
-
 def check_trackers(names: Sequence[TrackerName]) -> None:
     """Raise `ConfigError` if one of the libraries is missing, before a run has a folder."""
     for name in names:
         _library(name)
 
 
-def make_tracker(
-    name: TrackerName, folder: Path, config: Mapping[str, Any], *, anew: bool = False, called: Called | None = None
-) -> Tracker:
-    """The tracker of that name. anew: the run is resumed and will log all its rounds again. called: by default the
-    name of its folder.
-
-    Raises `ConfigError` if its library is missing.
-    """
-    called = called or Called(folder.name)
-    if name == "tensorboard":
-        return TensorBoard(folder, config, anew=anew)
-    return MLflow(called, config) if name == "mlflow" else Logger(name, called, config)
-
-
 class Trackers:
     """The trackers of one run. After a resume they get all earlier rounds again.
 
-    names: run.track. config: for each. anew, called: as in `make_tracker`. lines: of the rounds before.
+    names: run.track. config: for each. anew: the run is resumed. called: by default the name of its folder. lines: of
+    the rounds before.
     """
 
     def __init__(
         self, names: Sequence[TrackerName], folder: Path, config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]],
         *, anew: bool, called: Called | None = None,
     ) -> None:  # fmt: skip
-        self._trackers = [make_tracker(name, folder, config, anew=anew, called=called) for name in names]
+        how = {"tensorboard": _tensorboard, "trackio": _logger, "wandb": _logger, "mlflow": _mlflow}
+        called = called or Called(folder.name)
+        self._each = [how[name](_library(name), called, config, folder, anew) for name in names]
         for line in lines:
             self.log(line)
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Report a round."""
-        for tracker in self._trackers:
-            tracker.log(line["round"], numbers(line))
+        for log, _ in self._each:
+            log(line["round"], numbers(line))
 
     def close(self, tests: Mapping[str, tuple[int, Mapping[str, float]]]) -> None:
-        """tests: for each tested state, "last" or "best", its round and its scores on the test set."""
-        for tracker in self._trackers:
+        """tests: for each tested state, "last" or "best", its round and its scores on the test set: test/NAME and
+        test_best/NAME."""
+        for log, end in self._each:
             for name, (round, scores) in tests.items():
-                tracker.log(round, numbers_of_test(scores, best=name == "best"))
-            tracker.close()
+                word = "test_best" if name == "best" else "test"
+                log(round, _finite({f"{word}/{score}": value for score, value in scores.items()}))
+            end()
+
+
+def _tensorboard(
+    library: Any, called: Called, config: Mapping[str, Any], folder: Path, anew: bool
+) -> tuple[Log, Callable[[], None]]:
+    """Event files in the run folder's tensorboard/, on disk after each round."""
+    place = folder / "tensorboard"
+    for old in place.glob("events.out.tfevents.*") if anew else ():
+        old.unlink()
+    writer = library.SummaryWriter(str(place))
+    writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", 0)
+
+    def log(round: int, found: Mapping[str, float]) -> None:
+        for name, value in found.items():
+            writer.add_scalar(name, value, round)
+        writer.flush()
+
+    return log, writer.close
+
+
+def _logger(
+    library: Any, called: Called, config: Mapping[str, Any], folder: Path, anew: bool
+) -> tuple[Log, Callable[[], None]]:
+    """trackio and wandb, which share init, log and finish."""
+    library.init(project=_PROJECT, name=called.name, group=called.group, config=dict(config))
+    return lambda round, found: library.log({"round": round, **found}), library.finish
+
+
+def _mlflow(
+    library: Any, called: Called, config: Mapping[str, Any], folder: Path, anew: bool
+) -> tuple[Log, Callable[[], None]]:
+    """A run where MLFLOW_TRACKING_URI says; a group is an experiment there. Short settings are its params."""
+    library.set_experiment(called.group or _PROJECT)
+    library.start_run(run_name=called.name)
+    short = [(key, str(value)) for key, value in flat(config).items() if len(str(value)) <= _PARAM]
+    for k in range(0, len(short), _PARAMS):
+        library.log_params(dict(short[k : k + _PARAMS]))
+    library.log_dict(dict(config), "config.json")
+
+    def log(round: int, found: Mapping[str, float]) -> None:
+        library.log_metrics({_REFUSED.sub("_", name): value for name, value in found.items()}, step=round)
+
+    return log, library.end_run
 
 
 # A table of a line -> the word before its names at a tracker
@@ -189,18 +148,13 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     return _finite({name: value for name, value in found.items() if name.partition("/")[0] in RELEASED["tracker"]})
 
 
-def numbers_of_test(scores: Mapping[str, float], *, best: bool) -> dict[str, float]:
-    """A state's scores on the test set: test/NAME for the last round, test_best/NAME for the best one."""
-    return _finite({f"{'test_best' if best else 'test'}/{name}": value for name, value in scores.items()})
-
-
 def _finite(found: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(v) for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
 def _library(name: TrackerName) -> Any:
     try:
-        return importlib.import_module(_MODULES[name])
+        return importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
     except ImportError as error:
         raise ConfigError(
             f"run.track names {name}, which is not installed: pip install {name}, or leave it out."

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from fedlora.training.programs import Program
-from fedlora.training.settings import Key, TrainSection
+from fedlora.training.settings import TrainSection
 
 Command = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -22,12 +22,8 @@ class TrainTable(TrainSection):
     training examples. time_limit: seconds after which the program is ended and its client fails; not set: none.
     """
 
-    command: Annotated[
-        Command | None, Key("each site names its own command in its site.toml, and the server can send none", "ahead")
-    ] = None
-    time_limit: Annotated[
-        Seconds | None, Key("each site sets time_limit in its site.toml", lasting="never", counts=False)
-    ] = None
+    command: Command | None = None
+    time_limit: Seconds | None = None
 
     def program(self) -> Program | None:
         """The clients' program, if they have one."""

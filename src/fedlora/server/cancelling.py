@@ -12,6 +12,7 @@ A diagonal gauge, columns of 1e6 with rows of 1e-6, has no terms that cancel: av
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -19,6 +20,7 @@ from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
 from fedlora.errors import UploadRefused
 from fedlora.linalg import norm, unit_roundoff
+from fedlora.linalg.stacks import in_stacks, stacked
 
 log = logging.getLogger("fedlora.server")
 
@@ -29,9 +31,8 @@ _SILENT = 1e4  # terms of 1e4 move an average of factors by 1e2; audits themselv
 
 def require_measured(upload: Upload) -> None:
     """Raises `UploadRefused` if rounding of the terms could make up one of its updates; warns if terms are large."""
-    client, worst = upload.client.id, (0.0, "")
-    for name, lora in upload.adapter.modules.items():
-        terms, size = terms_and_size(lora)
+    client, modules, worst = upload.client.id, upload.adapter.modules, (0.0, "")
+    for name, (terms, size) in zip(modules, terms_and_sizes([*modules.values()]), strict=True):
         if _ARITHMETIC * terms > _BLURRED * size:
             raise UploadRefused(
                 client,
@@ -48,16 +49,32 @@ def require_measured(upload: Upload) -> None:
         )  # fmt: skip
 
 
-def terms_and_size(lora: LoRA) -> tuple[float, float]:
-    """(sum_j ||b_j|| ||a_j||, ||B A||). Cost: r^2 (d_out + d_in), and two QRs in float64 if terms cancel."""
+def terms_and_sizes(loras: Sequence[LoRA]) -> list[tuple[float, float]]:
+    """(sum_j ||b_j|| ||a_j||, ||B A||) of each. Cost: r^2 (d_out + d_in), and two QRs in float64 if terms cancel."""
+
+    def kind(lora: LoRA) -> tuple[Hashable, int]:
+        B, A = lora.factors
+        return (B.shape, A.shape, B.dtype, A.dtype, B.device), 8 * max(B.numel(), A.numel())
+
+    def work(alike: list[LoRA]) -> list[tuple[float, float]]:
+        first, other = alike[0].factors
+        wide = torch.promote_types(torch.promote_types(first.dtype, other.dtype), torch.float32)
+        B, A = (stacked([t.detach().to(wide) for t in side]) for side in zip(*(x.factors for x in alike), strict=True))
+        of_B, of_A = B.mT @ B, A @ A.mT
+        terms = (of_B.diagonal(dim1=1, dim2=2) * of_A.diagonal(dim1=1, dim2=2)).sqrt().sum(dim=1, dtype=torch.float64)
+        squares = (of_B * of_A).sum(dim=(1, 2), dtype=torch.float64)
+        # Beyond these bounds float32 loses the sum or overflows.
+        sound = [
+            1e-15 < t < 1e15 and x > (1e-2 * t) ** 2 for t, x in zip(terms.tolist(), squares.tolist(), strict=True)
+        ]
+        return [
+            (float(t), float(x) ** 0.5) if ok else _in_float64(lora)
+            for lora, t, x, ok in zip(alike, terms, squares, sound, strict=True)
+        ]
+
+    return in_stacks(work, loras, kind)
+
+
+def _in_float64(lora: LoRA) -> tuple[float, float]:
     B, A = (t.detach() for t in lora.factors)
-    if not (bool(B.any()) and bool(A.any())):
-        return 0.0, 0.0
-    wide = torch.promote_types(torch.promote_types(B.dtype, A.dtype), torch.float32)
-    B, A = B.to(wide), A.to(wide)
-    of_B, of_A = B.mT @ B, A @ A.mT
-    terms = float((of_B.diagonal() * of_A.diagonal()).sqrt().sum(dtype=torch.float64))
-    square = float((of_B * of_A).sum(dtype=torch.float64))
-    if 1e-15 < terms < 1e15 and square > (1e-2 * terms) ** 2:  # beyond, float32 loses the sum or overflows
-        return terms, square**0.5
     return float((norm(B, dim=0) * norm(A, dim=1)).sum()), lora.norm()

@@ -80,11 +80,10 @@ def _check_counted(upload: Upload, examples: float, state: ServerState, roles: R
         got, want = tuple(adapter.heads[name].shape), tuple(head.shape)
         require(got == want, f"head {name!r} has shape {got}; it must be {want}.")
     for name, tensor in named_tensors(adapter):
-        require(
-            tensor.dtype in _DTYPES, f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64."
-        )
-        plain = tensor.layout == torch.strided and not tensor.is_meta
-        require(plain, f"{name} is {tensor.layout} on {tensor.device.type}; adapters are plain dense tensors.")
+        if tensor.dtype not in _DTYPES:
+            require(False, f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64.")
+        if tensor.layout != torch.strided or tensor.is_meta:
+            require(False, f"{name} is {tensor.layout} on {tensor.device.type}; adapters are plain dense tensors.")
         low, high = torch.aminmax(tensor.detach()) if tensor.numel() else (0.0, 0.0)
         if not (float(low) >= -_LARGEST and float(high) <= _LARGEST):  # NaN is neither
             bad = int((~torch.isfinite(tensor)).sum())

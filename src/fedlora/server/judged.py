@@ -13,7 +13,8 @@ _SHOWN = 4  # names in a sentence
 @dataclass(frozen=True)
 class Verdict:
     """One client. weight: p_i, what its change would count without a rule. coefficient: c_i, what it counts; 0 if it is
-    left out. norm: ||X_i|| of its change. reason: why it counts for less; "" from 95 % of its weight on."""
+    left out. norm: ||X_i|| of its change. reason: how far its change is from the robust one, if it counts for less than
+    95 % of its weight; otherwise ""."""
 
     weight: float
     coefficient: float
@@ -38,7 +39,7 @@ class Judged:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Client -> why its change does not count."""
+        """Client -> how far its change, which does not count, is from the robust one."""
         return {name: one.reason for name, one in self.clients.items() if one.coefficient == 0}
 
     def plain(self) -> dict[str, Any]:

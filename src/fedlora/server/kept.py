@@ -117,6 +117,8 @@ class _KeptRound(OpenRound):
     def _weights(self, holders: Sequence[Upload]) -> list[tuple[float, float]]:
         """For each holder (p_i, c_i), with p_i normalised over the holders."""
         p = list(shares({u.client.id: self.counts[u.client.id] for u in holders}).values())
+        if not self._multipliers:
+            return [(x, x) for x in p]
         c = [x * self._multipliers.get(u.client.id, 1.0) for x, u in zip(p, holders, strict=True)]
         # In a module that few hold, p_i grow with normalising: Krum's one client of n has c_i / p_i = n, and would
         # count n / 2 times in a module of two. No change may count for more than itself.

@@ -39,6 +39,7 @@ log = logging.getLogger("fedlora.server")
 
 Weighting = Literal["examples", "uniform"]
 
+_KEEP = "Keep the uploads: round=Kept(), or in a file of settings neither server.stream nor [privacy]"
 _AT_ONCE = 2**25  # bytes of updates that one `aggregate_all` gets: enough to batch, little beside a round
 # The share of the mean's energy that may be lost, or may be rounding, without a warning. The second is not a loss but a
 # coarse bound.
@@ -109,9 +110,9 @@ class OpenRound(ABC):
         """
         if self._closed:
             raise HyperparameterError(f"round {self.number} is closed: this upload would be in no state.")
-        check_types(upload)
-        client = upload.client.id
         try:
+            check_types(upload)
+            client = upload.client.id
             if client in self.counts or client in self.abstained:
                 raise UploadRefused(client, "a second upload in the same round; the first one counts.")
             self._admit(client)
@@ -209,12 +210,12 @@ def require_sums(kind: str, method: Method[Any]) -> None:
     if method.linear_in == "clients":
         raise HyperparameterError(
             f"{kind} rounds have only a sum of the round's uploads, and {method} needs every client's, because it has "
-            f"weights or votes of its own. Use Kept(); or, to cut an exact mean to a rank, svd with that rank."
+            f"weights or votes of its own. {_KEEP}; or, to cut an exact mean to a rank, use svd with that rank."
         )
     if method.linear_in == "products" and method.one_rank:  # fedex-lora
         raise HyperparameterError(
             f"{kind} rounds have only a sum of products, and {method.name} averages the factors of one rank as well. "
-            f"Use Kept(); or flora, which adds the exact mean to the base weights, too."
+            f"{_KEEP}; or use flora, which adds the exact mean to the base weights, too."
         )
 
 

@@ -15,7 +15,8 @@ from fedlora.server.judged import Judged
 
 @dataclass(frozen=True)
 class Tally:
-    """Who counted in an aggregation. weights: client -> p_i. abstained: sent 0 examples. refused: client -> reason.
+    """Who counted in an aggregation. weights: client -> p_i. abstained: sent 0 examples. refused: client -> reason;
+    also of a client that counts, if its second upload was refused.
     judged: a robust rule's report on those who counted; None without a rule.
 
     Example:

@@ -2,8 +2,9 @@
 
     M = sum_i n_i B_i A_i / sum_i n_i        or the same of each factor, as the method is `linear_in`
 
-At close M is one term of nobody. So nobody has a vote or a history: GLoRA reads such a round out by energy. In another
-order of uploads the sums differ in their last bit.
+At close M is one term of nobody; of factors, one for each rank. So nobody has a vote or a history: GLoRA reads such a
+round out by energy. In another order of uploads the sums differ in their last bit. Nothing is on disk before the close:
+after a kill the round is played again.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class Round:
                 )
         try:
             with self.timed("upload"):
-                check_types(upload)
+                self._checked(upload)
                 self._traffic = replace(
                     self._traffic, up_adapter=self._traffic.up_adapter + upload.nbytes_modules,
                     up_heads=self._traffic.up_heads + upload.nbytes_heads,
@@ -203,6 +203,14 @@ class Round:
         except UploadRefused as refusal:
             self._refuse(refusal)
         yield from self._done(client)
+
+    def _checked(self, upload: Upload) -> None:
+        """Before its bytes are counted, which are those of tensors. Raises `UploadRefused`, and the round is told."""
+        try:
+            check_types(upload)
+        except UploadRefused as refusal:
+            self._opened.refuse(refusal)
+            raise
 
     def _done(self, client: str) -> Iterator[ClientDone]:
         if not self._private:

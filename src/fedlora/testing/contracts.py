@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedlora.analysis.audit import regauge
@@ -40,6 +39,7 @@ from fedlora.errors import CheckpointError, HyperparameterError
 from fedlora.linalg import weighted_mean
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
+from fedlora.testing.comparing import differing, drift, leaves, moved, readout_drift, relative
 from fedlora.testing.federations import EQUAL, MIXED, Ranks, Round, Who, rounds, seed_adapter, trained
 
 # Relative, of float64 federations: a method that keeps a contract is off by rounding, any other by per cents. Some then
@@ -161,7 +161,7 @@ def order(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
         if differing(again.modules, played.after.modules):
             return Measured(False, "uploads in another order changed a bit")
         for name, (state, updates) in _modules(played):
-            moves.append(_moved(method, method.aggregate(state, updates[::-1]), played.after.modules[name], ranks))
+            moves.append(moved(method, method.aggregate(state, updates[::-1]), played.after.modules[name], ranks))
     return _below(SAME_ORDER, moves, "no bit differs; the list of updates turned round moves it by")
 
 
@@ -207,7 +207,7 @@ def sums(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
                 whole = stack([u.lora for u in updates], [u.weight for u in updates])
                 given.append([Update(None, 1.0, whole.rank, whole, first.roundoff)])
             for terms in given:
-                moves.append(_drift(method, method.aggregate(state, terms), after, ranks))
+                moves.append(drift(method, method.aggregate(state, terms), after, ranks))
     return _below(SAME, moves, f"linear in {method.linear_in}: sums in place of updates move it by")
 
 
@@ -227,13 +227,11 @@ def exact(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
 
 
 def gauge(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
-    return _regauged(method, ranks, who, _drift, SAME, "in other coordinates it moves by")
+    return _regauged(method, ranks, who, drift, SAME, "in other coordinates it moves by")
 
 
 def readouts(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
-    return _regauged(
-        method, ranks, who, _readout_drift, SAME_READOUTS, "in other coordinates what clients get moves by"
-    )
+    return _regauged(method, ranks, who, readout_drift, SAME_READOUTS, "in other coordinates what clients get moves by")
 
 
 def halves(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
@@ -242,7 +240,7 @@ def halves(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
         for name, (state, (first, *others)) in _modules(played):
             half = replace(first, weight=first.weight / 2)
             split = [half, replace(half, client=f"{first.client}-2"), *others]
-            moves.append(_drift(method, method.aggregate(state, split), played.after.modules[name], ranks))
+            moves.append(drift(method, method.aggregate(state, split), played.after.modules[name], ranks))
     return _below(SAME, moves, "one client as two halves moves it by")
 
 
@@ -267,32 +265,12 @@ _ADVICE = {
 # --------------------------------------------------------------------------------------------------- helpers
 
 
-def relative(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||; ||got|| if want is zero, like a fresh adapter's product."""
-    return float(torch.linalg.vector_norm(got - want) / (torch.linalg.vector_norm(want) if bool(want.any()) else 1.0))
-
-
-def leaves(value: Any, path: str = "") -> dict[str, object]:
-    """Path -> content: a tensor's dtype, shape and numbers (bit for bit, but for the sign of zero), or the type and
-    `repr` of anything else."""
-    if isinstance(value, Tensor):
-        return {path: (value.dtype, tuple(value.shape), value.tolist())}
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {f.name: getattr(value, f.name) for f in fields(value)}
-    elif isinstance(value, tuple | list):
-        value = dict(enumerate(value))
-    if not isinstance(value, Mapping):
-        return {path: (type(value).__name__, repr(value))}
-    found: dict[str, object] = {}
-    for key, item in value.items():
-        found |= leaves(item, f"{path}/{key}")
-    return found
-
-
-def differing(got: Any, want: Any) -> list[str]:
-    """The paths at which two values differ in any bit."""
-    here, there = leaves(got), leaves(want)
-    return sorted(path for path in here.keys() | there.keys() if here.get(path) != there.get(path))
+def _mean(updates: Sequence[Update]) -> Update:
+    """The weighted mean of the factors of clients of one rank, as one term of nobody with their weight."""
+    share = sum(u.weight for u in updates)
+    sent, weights = [u.lora.tensors() for u in updates], [u.weight / share for u in updates]
+    means = {name: weighted_mean([tensors[name] for tensors in sent], weights) for name in sent[0]}
+    return Update(None, share, updates[0].rank, LoRA(means.get("B"), means.get("A")), updates[0].roundoff)
 
 
 def _states(server: Server, ranks: Ranks, who: Who) -> Iterator[ServerState]:
@@ -327,41 +305,6 @@ def _stored(server: Server, state: ServerState) -> ServerState:
     if loaded is None:
         raise CheckpointError("the state was stored and is not there")
     return loaded[1]
-
-
-def _mean(updates: Sequence[Update]) -> Update:
-    """The weighted mean of the factors of clients of one rank, as one term of nobody with their weight."""
-    share = sum(u.weight for u in updates)
-    sent, weights = [u.lora.tensors() for u in updates], [u.weight / share for u in updates]
-    means = {name: weighted_mean([tensors[name] for tensors in sent], weights) for name in sent[0]}
-    return Update(None, share, updates[0].rank, LoRA(means.get("B"), means.get("A")), updates[0].roundoff)
-
-
-def _drift(method: Method[Any], got: Any, want: Any, ranks: Ranks) -> float:
-    """How far apart two states are in the server's update; in readouts, if there is none."""
-    ours, theirs = method.effective(got), method.effective(want)
-    if ours is None or theirs is None:
-        return _readout_drift(method, got, want, ranks)
-    return relative(ours.delta(), theirs.delta())
-
-
-def _readout_drift(method: Method[Any], got: Any, want: Any, ranks: Ranks) -> float:
-    """The largest over clients, of the product, or of the one factor that travels."""
-    drifts = []
-    for name, r in ranks.items():
-        ours, theirs = (method.readout(state, name, r) for state in (got, want))
-        drifts.append(relative(_whole(ours), _whole(theirs)))
-    return max(drifts, default=0.0)
-
-
-def _whole(lora: LoRA) -> Tensor:
-    """The product, or the one factor that travels."""
-    parts = list(lora.tensors().values())
-    return lora.delta() if len(parts) == 2 else parts[0]
-
-
-def _moved(method: Method[Any], got: Any, want: Any, ranks: Ranks) -> float:
-    return max(_drift(method, got, want, ranks), _readout_drift(method, got, want, ranks))
 
 
 def _below(tolerance: float, moves: Sequence[float], what: str) -> Measured:

@@ -9,12 +9,11 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
-from fedlora.training.load import TEXTS, file_digest, hub_name, model_place, weight_files
+from fedlora.training.load import TEXTS, file_digest, hub_name, model_place, readable, weight_files
 
 
 @doing("hashing the base model")
@@ -61,23 +60,17 @@ def base_digest(path: str | os.PathLike[str]) -> str:
     """
     if (file := Path(path)).is_file():
         return file_digest(file)
-    found = weight_files(model_place(path))
-    tensors: dict[str, str] = {}
-    for file in found:
-        for name, line in _tensors(file):
-            if name in tensors:
-                raise ConfigError(f"the tensor {name[:100]!r} is in two of the model's files; {file} is one.")
-            tensors[name] = line
-    lines = "".join(f"{json.dumps(name)} {tensors[name]}\n" for name in sorted(tensors))
+    tensors = [each for file in weight_files(model_place(path)) for each in _tensors(file)]
+    lines = "".join(f"{json.dumps(name)} {line}\n" for name, line in sorted(tensors))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str]]:
     """Name, and type, shape and digest, of each tensor in a file of weights. Its bytes are memory-mapped."""
     import torch
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
+    with readable(f"the weights {file} are not a complete file of tensors alone", " Fetch the model again."):
         if file.suffix == ".bin":
             each: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
         else:
@@ -86,11 +79,6 @@ def _tensors(file: Path) -> Iterator[tuple[str, str]]:
         for name, tensor in each:
             raw = tensor.reshape(-1).view(torch.uint8).numpy()
             yield name, f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(raw).hexdigest()}"
-    except (SafetensorError, OSError, UnpicklingError, RuntimeError, AttributeError) as error:
-        raise ConfigError(
-            f"the weights {file} are not a complete file of tensors alone ({str(error).splitlines()[0]}): fetch the "
-            f"model again."
-        ) from error
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -8,7 +8,7 @@ cuts, keep your trainer (`fedlora.hf`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -91,12 +91,11 @@ def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
     encoded = tokenizer(list(data.text), pair, truncation=True, max_length=max_length)
     fields = ["input_ids"] + (["token_type_ids"] if pair and "token_type_ids" in encoded else [])
     examples = [{name: encoded[name][k] for name in fields} | {"labels": y} for k, y in enumerate(data.labels)]
-    full = [k for k, example in enumerate(examples) if len(example["input_ids"]) == max_length]
-    if full:
-        whole = tokenizer([data.text[k] for k in full], [pair[k] for k in full] if pair else None, verbose=False)
-        for k, ids in zip(full, whole["input_ids"], strict=True):
-            if len(ids) > max_length:
-                examples[k]["cut"] = len(ids) - max_length
+    for k, example in enumerate(examples):
+        if len(example["input_ids"]) == max_length:
+            whole = tokenizer(data.text[k], pair and pair[k], verbose=False)["input_ids"]
+            if len(whole) > max_length:
+                example["cut"] = len(whole) - max_length
     return examples
 
 
@@ -172,10 +171,8 @@ def _fitted(asked: _Asked, tokenizer: Any, room: int) -> list[int]:
 def _unended(tokenizer: Any, text: str) -> list[int]:
     """A text's tokens with those that begin it, and without an end: some tokenizers end every text, but here the answer
     follows."""
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    bare = token_ids(tokenizer, text)
-    ends = len(ids) > 0 and ids[-1] == tokenizer.eos_token_id and (bare[-1:] != ids[-1:] or len(ids) > len(bare) + 1)
-    return ids[:-1] if ends else ids
+    ids, around = (tokenizer(one, verbose=False)["input_ids"] for one in (text, ""))
+    return list(ids[:-1] if ids[-1:] == around[-1:] == [tokenizer.eos_token_id] else ids)
 
 
 @dataclass(frozen=True)
@@ -189,9 +186,17 @@ class Cut:
     responses: int = 0
 
 
-def cut_of(examples: Iterable[Example]) -> Cut:
-    """How much was cut from these examples."""
-    lost = [(example.get("cut", 0), example.get("short", False)) for example in examples]
+Lost = tuple[tuple[int, ...], int, bool]  # a text's tokens, how many of it were cut, and whether of its answer
+
+
+def lost_of(example: Example) -> Lost:
+    """What an example lost."""
+    return tuple(example["input_ids"]), example.get("cut", 0), example.get("short", False)
+
+
+def cut_of(texts: Iterable[Lost]) -> Cut:
+    """How much was cut from these texts."""
+    lost = [(n, short) for _, n, short in texts]
     return Cut(len(lost), sum(n > 0 for n, _ in lost), sum(n for n, _ in lost), sum(short for _, short in lost))
 
 
@@ -203,6 +208,13 @@ def check_length(most: int, longest: int | None) -> None:
             f"{longest} or less (in Python: max_length of TrainSettings and the evaluator; on several machines: "
             f"the server's setting); longer examples are then cut."
         )
+
+
+def batches(texts: Sequence[Sequence[int]], size: int, what: str) -> Iterator[list[int]]:
+    """Indices of `size` texts at a time, of similar lengths, which need little padding. what: for `doing`."""
+    order = sorted(range(len(texts)), key=lambda k: len(texts[k]))
+    for first in stepped(range(0, len(order), size), what):
+        yield order[first : first + size]
 
 
 def collate(examples: Sequence[Example], tokenizer: Any, device: torch.device) -> dict[str, Tensor]:
@@ -236,5 +248,6 @@ def scored(example: Example, weights: Sequence[float] | None = None) -> float:
 
 
 __all__ = [
-    "IGNORED", "Cut", "Encoded", "Example", "check_length", "collate", "cut_of", "cut_prompts", "encode", "scored",
+    "IGNORED", "Cut", "Encoded", "Example", "Lost", "batches", "check_length", "collate", "cut_of", "cut_prompts",
+    "encode", "lost_of", "scored",
 ]  # fmt: skip

@@ -13,9 +13,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -23,13 +23,12 @@ from torch import nn
 
 from fedlora.core.folders import replacing_folder
 from fedlora.data.demo import HUB_NAMES
-from fedlora.data.hub import repository_and_revision, repository_of
+from fedlora.data.hub import first_line, repository_and_revision, repository_of
 from fedlora.doing import doing
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.seeds import derive_seed
 from fedlora.training.settings import DType, Task
 
-PICKLED = "pytorch_model.bin"
 # What a loader may read of a model's folder besides its weights; .py of models whose code comes with them.
 TEXTS = (
     "*.json", "*.model", "vocab*.txt", "merges*.txt", "dict*.txt", "*.jinja", "*.spm", "*.codes", "*.tiktoken", "*.py",
@@ -61,24 +60,19 @@ def model_place(path: str | os.PathLike[str], revision: str | None = None, *, we
     if found.exists():
         return dequantised(found) if found.suffix == ".gguf" and found.is_file() else found
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
-    def fetched(*patterns: str) -> Path:
-        return Path(snapshot_download(os.fspath(path), revision=revision, allow_patterns=[*patterns],
-                                      etag_timeout=_SECONDS))  # fmt: skip
-
+    fetch = partial(snapshot_download, os.fspath(path), revision=revision, etag_timeout=_SECONDS)
     try:
-        place = fetched(*TEXTS, *(["model*.safetensors"] if weights else []))
-        return place if not weights or any(place.glob("model*.safetensors*")) else fetched("pytorch_model*.bin")
-    except HFValidationError as error:
-        raise ConfigError(f"the model {os.fspath(path)!r} is no directory or file here, and no hub id.") from error
+        place = Path(fetch(allow_patterns=[*TEXTS, *(["model*.safetensors"] if weights else [])]))
+        if weights and not any(place.glob("model*.safetensors*")):
+            place = Path(fetch(allow_patterns=["pytorch_model*.bin"]))
+        return place
     except Exception as error:  # the transport's exceptions change from version to version
         at = "" if revision is None else f" at revision {revision!r}"
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ConfigError(
             f"the model {os.fspath(path)!r}{at} is no directory here (relative paths start at the config file's), and "
-            f"the hub or its cache does not give it: {reason}. Name a directory, a packaged model (demo, smollm2), or "
-            f"an id that `hf download` finds; `hf auth login` for private ones."
+            f"the hub or its cache does not give it: {first_line(error)}. Name a directory, a packaged model (demo, "
+            f"smollm2), or an id that `hf download` finds; `hf auth login` for private ones."
         ) from error
 
 
@@ -89,7 +83,7 @@ def weight_files(place: Path) -> list[Path]:
     Raises:
         ConfigError: there are none, or one is missing.
     """
-    for single in (place / "model.safetensors", place / PICKLED):
+    for single in (place / "model.safetensors", place / "pytorch_model.bin"):
         if single.is_file():
             return [single]
         index = place / f"{single.name}.index.json"
@@ -111,8 +105,7 @@ def readable(otherwise: str, hint: str = "") -> Iterator[None]:
     except FedLoRAError:
         raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{otherwise}: {reason}{hint}") from error
+        raise ConfigError(f"{otherwise}: {first_line(error)}.{hint}") from error
 
 
 @doing("unpacking the GGUF model, once")
@@ -210,25 +203,22 @@ def load_base(
         )
         more["device_map"] = {"": device}
     otherwise = f"the model {os.fspath(path)!r} cannot be loaded"
-    try:
-        with (
-            readable(otherwise, " Give a directory with config.json, tokenizer and model.safetensors, or a hub id."),
-            torch.random.fork_rng(devices=[]),
-        ):
-            torch.manual_seed(derive_seed(seed, "head"))
-            network, found = kind.from_pretrained(
-                place, config=config, dtype=getattr(torch, dtype), ignore_mismatched_sizes=True,
-                output_loading_info=True, **more,
-            )  # fmt: skip
-    except ConfigError as error:
-        if isinstance(error.__cause__, UnpicklingError):
-            raise ConfigError(
-                f"{otherwise}: its {PICKLED} holds more than tensors, which could run code, and is not opened. "
-                f"Convert it to safetensors on a machine where you trust it."
-            ) from error
-        raise
+    hint = (
+        " Give a directory with config.json, tokenizer and model.safetensors (a pickle of tensors alone), or a hub id."
+    )
+    with readable(otherwise, hint), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "head"))
+        network, found = kind.from_pretrained(
+            place, config=config, dtype=getattr(torch, dtype), ignore_mismatched_sizes=True,
+            output_loading_info=True, **more,
+        )  # fmt: skip
     if found["mismatched_keys"]:
-        raise ConfigError(_other_head(otherwise, labels, sorted(found["mismatched_keys"])[0]))
+        name, stored, wanted = sorted(found["mismatched_keys"])[0]
+        raise ConfigError(
+            f"{otherwise}: {name!r} has the shape {tuple(stored)} in its weights, but {tuple(wanted)} by its config"
+            f"{f' with {len(labels)} classes' if labels else ''}. If it was fine-tuned to classify, name its classes "
+            f"in its order (data.labels), or take the pre-trained model that it was made from."
+        )
     if task == "causal-lm":
         network.generation_config = GenerationConfig()  # greedy must stay greedy, whatever the model's own settings
         if tokenizer.eos_token_id is None:
@@ -246,39 +236,17 @@ def load_base(
     return network, tokenizer
 
 
-def _other_head(otherwise: str, labels: Sequence[str], odd: tuple[str, Any, Any]) -> str:
-    """The message for weights that do not have the shapes of a classifier with these labels."""
-    name, stored, wanted = odd[0], tuple(odd[1]), tuple(odd[2])
-    if not labels or wanted[:1] != (len(labels),):
-        return (
-            f"{otherwise}: {name!r} has the shape {stored} in its weights, but {wanted} by its config.json. Use the "
-            f"config.json that belongs to the weights."
-        )
-    return (
-        f"{otherwise} for the data's {len(labels)} classes: it was fine-tuned before, and its own head {name!r} has "
-        f"{stored[0]} rows. If its classes are the data's, name all of them in its order (data.labels). For a new head "
-        f"take the pre-trained model it was made from; transformers.AutoModel.from_pretrained(...).save_pretrained"
-        f"('DIR') writes the layers alone."
-    )
-
-
 def check_device(device: str, four_bit: bool) -> None:
     """Raises `ConfigError` if this machine cannot hold a model there, or not in 4 bits. Leaves GPUs alone: workers
     begin to use them."""
     if four_bit and (device.partition(":")[0] != "cuda" or find_spec("bitsandbytes") is None):
-        raise ConfigError(
-            f"model.four_bit needs a GPU and the library bitsandbytes (pip install bitsandbytes); the device is "
-            f"{device!r}."
-        )
-    try:
+        raise ConfigError(f"model.four_bit needs a GPU and the library bitsandbytes; the device is {device!r}.")
+    with readable(f"the model cannot be put on device {device!r}"):
         place = torch.device(device)
         if place.type != "cuda":
             torch.zeros((), device=place).item()  # fails on "meta" too, which holds no numbers
         elif (place.index or 0) >= torch.cuda.device_count():
             raise RuntimeError(f"torch sees {counted(torch.cuda.device_count(), 'GPU')}.")
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
 
 
 def longest_input(network: nn.Module, positions: int | None) -> int | None:
@@ -300,6 +268,6 @@ def positions_of(config: Any) -> int | None:
 
 
 __all__ = [
-    "PICKLED", "TEXTS", "check_device", "config_of", "dequantised", "file_digest", "hub_name", "load_base",
+    "TEXTS", "check_device", "config_of", "dequantised", "file_digest", "hub_name", "load_base",
     "longest_input", "model_place", "positions_of", "readable", "tokenizer_of", "weight_files",
 ]  # fmt: skip

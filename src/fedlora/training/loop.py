@@ -6,14 +6,14 @@ So running one client alone reproduces its round, and resuming needs nothing els
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from fedlora.core.lora import Adapter
@@ -21,32 +21,22 @@ from fedlora.core.messages import Download
 from fedlora.core.trainer import Trained
 from fedlora.data.text import TextData
 from fedlora.doing import stepped
-from fedlora.errors import ConfigError, DataError
+from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.encode import Cut, Encoded, check_length, collate, cut_of, encode, scored
+from fedlora.training.encode import Cut, Encoded, check_length, collate, cut_of, encode, lost_of, scored
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import ClassWeights, TrainSettings
 
-log = logging.getLogger(__name__)
-
 Loss = Callable[[nn.Module, Any], Tensor]  # network and batch -> the batch's mean loss, a scalar
 Collate = Callable[[list[Any]], Any]
-_OF_TEXT = ("max_length", "class_weights", "template")  # settings that a loss of your own does not use
-
-
-class Examples(Protocol):
-    """A client's data for a loss of your own: a list, or a `torch.utils.data.Dataset` with a length."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
+_OF_TEXT = ("max_length", "class_weights", "template", "accumulation")  # settings that a loss of your own does not use
 
 
 class LocalTrainer:
     """Trains any client of a run on the one shared model. Implements `core.trainer.Trainer`.
 
     Args:
-        data: client -> its text; with `loss`, any list or torch Dataset.
+        data: client -> its text; with `loss`, any list or torch Dataset with a length.
         settings: steps or epochs, optimiser, batch size. seed: of data order, dropout and torch's other randomness.
         loss: for any network: of the network and a batch, the mean over the batch. Base layers with running statistics
             (batch norm) then stay in evaluation mode, since no client may change the base.
@@ -67,19 +57,17 @@ class LocalTrainer:
     """
 
     def __init__(
-        self, model: AdaptedModel, data: Mapping[str, TextData] | Mapping[str, Examples], settings: TrainSettings, *,
-        seed: int, loss: Loss | None = None, collate: Collate = default_collate,
+        self, model: AdaptedModel, data: Mapping[str, Any], settings: TrainSettings, *, seed: int,
+        loss: Loss | None = None, collate: Collate = default_collate,
     ) -> None:  # fmt: skip
         self._model, self._settings, self._seed = model, settings, seed
         self._loss, self._collate = loss, collate
-        self._unreached: set[str] = set()  # warned once
         self._weights: dict[str, tuple[float, ...] | None] = {}
-        self._data: dict[str, Any] = {}
+        self._data: dict[str, Any] = dict(data)
         if loss is not None:
-            for name in _OF_TEXT:
-                if getattr(settings, name) != TrainSettings.model_fields[name].default:
-                    raise ConfigError(f"TrainSettings.{name} is for text: with a loss of your own, leave it out.")
-            self._data = dict(data)
+            odd = [k for k in _OF_TEXT if getattr(settings, k) != TrainSettings.model_fields[k].default]
+            if odd:
+                raise ConfigError(f"TrainSettings.{odd[0]} is for text: with a loss of your own, leave it out.")
             return
         for client, part in data.items():
             if not isinstance(part, TextData):
@@ -88,33 +76,34 @@ class LocalTrainer:
                     f"only: give loss=, a function of the network and a batch."
                 )
             model.check_classes(part.label_names)
-            try:
-                found = encode(part, model.tokenizer, max_length=settings.max_length, template=settings.template)
-            except DataError as error:
-                raise DataError(f"the data of client {client!r}: {error}") from error
+            found = encode(part.of(client), model.tokenizer, max_length=settings.max_length, template=settings.template)
             check_length(max((len(example["input_ids"]) for example in found), default=0), model.longest)
             self._data[client], self._weights[client] = found, weigh_classes(part, settings.class_weights)
 
     def cut(self) -> dict[str, Cut]:
         """Client -> how much of its text did not fit into max_length."""
-        return {} if self._loss is not None else {client: cut_of(data) for client, data in self._data.items()}
+        return (
+            {}
+            if self._loss is not None
+            else {client: cut_of(map(lost_of, data)) for client, data in self._data.items()}
+        )
 
     def examples(self, client: str) -> Sequence[Any]:
         """A client's examples, text encoded. Raises `ConfigError` if it has none."""
-        data: Sequence[Any] | None = self._data.get(client)
-        if data is None:
-            names = sorted(self._data)
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ConfigError(f"client {client!r} has no training data; there are data for {names[:5]}{more}.")
+        data: Sequence[Any] = self._data.get(client, ())
         if len(data) == 0:
-            raise ConfigError(
-                f"client {client!r} has no training data: its list of examples is empty. Give it some, or leave it out."
-            )
+            names = sorted(name for name, some in self._data.items() if len(some))
+            raise ConfigError(f"client {client!r} has no training data; there are data for {', '.join(names[:5])}, ...")
         return data
 
     def order(self, client: str, position: int) -> Iterator[int]:
-        """Endless indices of a client's examples, from `position` on: a new permutation each epoch."""
-        return _stream(len(self.examples(client)), position, self._seed, client)
+        """Endless indices of a client's examples, from `position` on: a new permutation each epoch, continuing across
+        rounds."""
+        size = len(self.examples(client))
+        epoch, offset = divmod(position, size)
+        while True:
+            yield from epoch_order(size, epoch, self._seed, client)[offset:]
+            epoch, offset = epoch + 1, 0
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
         """Train `adapter`, starting at example `position` of the client's data stream.
@@ -129,7 +118,6 @@ class LocalTrainer:
         roles = download.roles
         self._model.activate(adapter)
         parameters = self._model.trainable(B=roles.B != "frozen", A=roles.A != "frozen", heads=roles.heads != "frozen")
-        device = self._model.device
         for module in self._model.network.train().modules():
             if self._loss is not None and isinstance(module, nn.modules.batchnorm._NormBase):
                 module.eval()
@@ -137,21 +125,19 @@ class LocalTrainer:
         steps = s.steps or math.ceil(s.epochs * len(data) / batch)
         order = self.order(client, position)
         optimizer = optimizer_for(parameters, s, download.round)
-        total, seen = 0.0, 0
-        cuda = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda):
+        total, device = 0.0, self._model.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(derive_seed(self._seed, "train", download.round, client))
             for _ in stepped(range(steps), "training"):
                 picked = [data[next(order)] for _ in range(batch)]
-                for loss in self._losses(client, picked) if self._loss is None else self._own_losses(picked):
+                for loss in self._losses(client, picked) if self._loss is None else self._own_loss(self._loss, picked):
                     loss.backward()  # type: ignore[no-untyped-call]
                     total += float(loss.detach()) * batch
-                seen += batch
                 if s.clip:
                     nn.utils.clip_grad_norm_(parameters, s.clip)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-        return Trained(self._model.read(), len(data), total / seen, position + seen)
+        return Trained(self._model.read(), len(data), total / (steps * batch), position + steps * batch)
 
     def _losses(self, client: str, picked: Encoded) -> Iterator[Tensor]:
         """The mean loss over `picked` text, as one summand for each micro-batch."""
@@ -168,31 +154,18 @@ class LocalTrainer:
                 loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
             yield loss
 
-    def _own_losses(self, picked: list[Any]) -> Iterator[Tensor]:
-        """The same with the caller's loss; whole batches, unless asked: there is no padding to save."""
-        assert self._loss is not None
-        s, network, device = self._settings, self._model.network, self._model.device
-        micro = math.ceil(len(picked) / (1 if s.accumulation == "auto" else s.accumulation))
-        for k in range(0, len(picked), micro):
-            part = picked[k : k + micro]
-            batch = _moved(self._collate(part), device)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
-                loss = self._loss(network, batch)
-            if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
-                raise ConfigError(
-                    f"loss(network, batch) must return the batch's mean loss as one number with a gradient, from the "
-                    f"network passed to it; got {loss!r:.60}."
-                )
-            yield loss * (len(part) / len(picked)) if len(part) < len(picked) else loss
-        for name, parameter in network.named_parameters():  # its LoRA would never change
-            path = name.removeprefix("base_model.model.").split(".lora_")[0]
-            if parameter.requires_grad and parameter.grad is None and ".lora_" in name and path not in self._unreached:
-                self._unreached.add(path)
-                log.warning(
-                    "the loss does not depend on the LoRA of %r: its layer was not called in a step. Code that reads "
-                    "`layer.weight` itself, as nn.MultiheadAttention does, bypasses LoRA; leave such a layer out.",
-                    path,
-                )
+    def _own_loss(self, loss: Loss, picked: list[Any]) -> Iterator[Tensor]:
+        """The caller's mean loss over the whole batch."""
+        device, network = self._model.device, self._model.network
+        moved = tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, self._collate(picked))
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._settings.bf16):
+            found = loss(network, moved)
+        if not isinstance(found, Tensor) or found.dim() != 0 or not found.requires_grad:
+            raise ConfigError(
+                f"loss(network, batch) must return the batch's mean loss as one number with a gradient, from the "
+                f"network passed to it; got {found!r:.60}."
+            )
+        yield found
 
 
 def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, ...] | None:
@@ -225,14 +198,6 @@ def _mean_loss(network: nn.Module, inputs: dict[str, Tensor], weights: Sequence[
     return nn.functional.cross_entropy(logits.float(), inputs["labels"], torch.tensor(weights, device=logits.device))
 
 
-def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:
-    """Indices of a client's examples from `position` on: a new permutation each epoch, continuing across rounds."""
-    epoch, offset = divmod(position, size)
-    while True:
-        yield from epoch_order(size, epoch, seed, client)[offset:]
-        epoch, offset = epoch + 1, 0
-
-
 def epoch_order(size: int, epoch: int, seed: int, client: str) -> list[int]:
     """The indices of a client's examples in the order of that epoch."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "order", client, epoch))
@@ -261,16 +226,4 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     return made
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    """A batch with all its tensors on `device`."""
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {name: _moved(value, device) for name, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        moved = [_moved(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    return batch
-
-
-__all__ = ["Examples", "LocalTrainer", "Loss", "epoch_order", "micro_batch", "optimizer_for", "weigh_classes"]
+__all__ = ["LocalTrainer", "Loss", "epoch_order", "micro_batch", "optimizer_for", "weigh_classes"]

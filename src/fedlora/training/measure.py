@@ -6,6 +6,7 @@ A FedSA-LoRA run has no server model, so what is evaluated is a named choice (`T
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -19,10 +20,22 @@ from fedlora.client import receive
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, ClientMemory
 from fedlora.data.text import TextData
-from fedlora.doing import doing, stepped
+from fedlora.doing import doing
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
-from fedlora.training.encode import IGNORED, Cut, Encoded, check_length, collate, cut_of, cut_prompts, encode
+from fedlora.training.encode import (
+    IGNORED,
+    Cut,
+    Encoded,
+    Lost,
+    batches,
+    check_length,
+    collate,
+    cut_of,
+    cut_prompts,
+    encode,
+    lost_of,
+)
 from fedlora.training.generate import greedy, teacher_forced
 from fedlora.training.metrics import METRICS, MetricName, generates, score_name, worst_of
 from fedlora.training.models import AdaptedModel
@@ -77,29 +90,18 @@ class ModelEvaluator:
     """
 
     def __init__(
-        self,
-        model: AdaptedModel,
-        data: TextData | Mapping[str, TextData] | Any,
-        clients: Sequence[Client],
-        *,
-        target: Target = "server",
-        metric: MetricName = "accuracy",
-        own: Mapping[str, Any] | None = None,
-        max_length: int = 128,
-        max_new_tokens: int = 64,
-        batch_size: int = 64,
-        bf16: bool = False,
-        template: str | None = None,
-        measure: OwnMeasure | None = None,
-    ) -> None:
+        self, model: AdaptedModel, data: TextData | Mapping[str, TextData] | Any, clients: Sequence[Client], *,
+        target: Target = "server", metric: MetricName = "accuracy", own: Mapping[str, Any] | None = None,
+        max_length: int = 128, max_new_tokens: int = 64, batch_size: int = 64, bf16: bool = False,
+        template: str | None = None, measure: OwnMeasure | None = None,
+    ) -> None:  # fmt: skip
         self._model, self._clients, self._target, self._metric = model, clients, target, metric
         self._bf16, self._template, self._own_measure = bf16, template, measure
         self._limits = max_length, max_new_tokens, batch_size
         self._ends = find_template(template, model.tokenizer).ends if measure is None and generates(metric) else ()
         groups = {"": data} if measure is not None or isinstance(data, TextData) else data
-        prepared: Callable[[Any], Any] = self._prepared if measure is None else lambda held: held
-        self._groups = {name: prepared(part) for name, part in groups.items()}
-        self._own = {client: {"": prepared(part)} for client, part in (own or {}).items()}
+        self._groups = {name: self._prepared(part) for name, part in groups.items()}
+        self._own = {client: {"": self._prepared(part, client)} for client, part in (own or {}).items()}
         self._through: Through = map
 
     def spread(self, through: Through) -> ModelEvaluator:
@@ -110,11 +112,10 @@ class ModelEvaluator:
 
     def cut(self) -> dict[str, Cut]:
         """How much held-out text did not fit: "read", where the wanted answer follows a prompt (losses, and scores of
-        classes), and "asked", prompts to answer, which must leave room for max_new_tokens."""
-        sets = [held for held in self._sets() if isinstance(held, _HeldOut)]
-        read = cut_of(example for held in sets for example in held.examples)
-        lost = [tokens for held in sets for tokens in held.lost]
-        asked = Cut(len(lost), sum(tokens > 0 for tokens in lost), sum(lost))
+        classes), and "asked", prompts to answer, which must leave room for max_new_tokens. A text that is in a common
+        set and in a client's own counts once."""
+        common, own = _texts(self._groups.values()), _texts(s for sets in self._own.values() for s in sets.values())
+        read, asked = (cut_of((common[kind] | own[kind]).elements()) for kind in (0, 1))
         return {name: cut for name, cut in (("read", read), ("asked", asked)) if cut.cut}
 
     @property
@@ -130,7 +131,7 @@ class ModelEvaluator:
         """
         if self._target == "server":
             adapter = server_model(server, state.server, quantised=self._model.quantised)
-            return next(self._measured([(adapter, None)]))
+            return next(self._measured([None], [adapter]))
         scores = self.measure_clients(server, state)
         names = [name for name in next(iter(scores.values())) if "/" not in name]
         means = {name: math.fsum(score[name] for score in scores.values()) / len(scores) for name in names}
@@ -146,18 +147,16 @@ class ModelEvaluator:
 
         common: use the common sets even for clients with their own.
         """
-        looks = (
-            (
-                client_model(server, state.server, client, state.clients.get(client.id, ClientMemory())),
-                None if common else client.id,
-            )
+        models = (
+            client_model(server, state.server, client, state.clients.get(client.id, ClientMemory()))
             for client in self._clients
         )
-        return dict(zip((client.id for client in self._clients), self._measured(looks), strict=True))
+        names = [client.id for client in self._clients]
+        return dict(zip(names, self._measured([None] * len(names) if common else names, models), strict=True))
 
     def measure_adapter(self, adapter: Adapter, client: str | None = None) -> Scores:
         """Scores of any adapter, on its base; on the client's own held-out text if it has some."""
-        return next(self._measured([(adapter, client)]))
+        return next(self._measured([client], [adapter]))
 
     def count(self, client: str | None = None) -> int:
         """The number of held-out examples: the client's own if it has some, otherwise all."""
@@ -172,11 +171,8 @@ class ModelEvaluator:
                 found = self._own_measure(self._model.network.eval(), held)
             return {str(name): float(value) for name, value in found.items()}
         batch_size = self._limits[2]
-        order = held.reading
-        seen = [
-            self._predictions([held.examples[i] for i in order[k : k + batch_size]])
-            for k in stepped(range(0, len(order), batch_size), "batches")
-        ]
+        texts = [example["input_ids"] for example in held.examples]
+        seen = [self._predictions([held.examples[k] for k in batch]) for batch in batches(texts, batch_size, "batches")]
         scores = scores_of(seen, classes=held.classes)
         if METRICS[self._metric].of == "texts":
             if held.prompts is not None:
@@ -190,33 +186,30 @@ class ModelEvaluator:
             scores[self.metric] = math.fsum(fits) / len(fits) if fits else math.nan
         return scores
 
-    def _sets(self) -> Iterator[Any]:
-        yield from self._groups.values()
-        for own in self._own.values():
-            yield from own.values()
-
     def _of(self, client: str | None) -> Mapping[str, Any]:
         return self._groups if client is None else self._own.get(client, self._groups)
 
-    def _measured(self, models: Iterable[tuple[Adapter, str | None]]) -> Iterator[Scores]:
-        """The scores of each (model, client or None) over its sets. A model is made when its turn comes, so that few
-        exist at a time."""
-        drawn: list[list[str]] = []
-
-        def looks() -> Iterator[Look]:
-            for adapter, client in models:
-                sets, owner = self._of(client), client if client in self._own else None
-                filled = [name for name, held in sets.items() if self._own_measure is not None or held.examples]
-                drawn.append(filled or list(sets))  # empty sets do not count
-                yield from (Look(adapter, owner, name) for name in drawn[-1])
-
+    def _measured(self, whose: Sequence[str | None], models: Iterable[Adapter]) -> Iterator[Scores]:
+        """Each model's scores on the sets of a client that has some, otherwise on the common ones; empty sets do not
+        count. A model is made when its turn comes, so that few exist at a time."""
+        sets: list[list[str]] = []
+        for client in whose:
+            filled = [n for n, held in self._of(client).items() if self._own_measure is not None or held.examples]
+            sets.append(filled or list(self._of(client)))
+        looks = (
+            Look(adapter, client if client in self._own else None, name)
+            for adapter, client, names in zip(models, whose, sets, strict=True) for name in names
+        )  # fmt: skip
         with doing("measuring"):
-            seen = iter(self._through(self.look, looks()))
-            for first in seen:
-                names = drawn.pop(0)
-                yield _mean({names[0]: first} | {name: next(seen) for name in names[1:]}, self.metric)
+            seen = iter(self._through(self.look, looks))
+            for names in sets:
+                yield _mean(dict(zip(names, seen, strict=False)), self.metric)
 
-    def _prepared(self, data: TextData) -> _HeldOut:
+    def _prepared(self, data: Any, client: str | None = None) -> Any:
+        """A held-out set of text, encoded; for a measure of the caller's own, the set as it is."""
+        if self._own_measure is not None:
+            return data
+        data = data if client is None else data.of(client)
         self._model.check_classes(data.label_names)
         max_length, max_new_tokens, _ = self._limits
         tokenizer = self._model.tokenizer
@@ -228,9 +221,7 @@ class ModelEvaluator:
         references = data.references or tuple((response,) for response in data.responses or ())
         examples = encode(data, tokenizer, max_length=max_length, template=self._template)
         check_length(max((len(example["input_ids"]) for example in examples), default=0), self._model.longest)
-        # Batches of similar lengths need little padding.
-        reading = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))
-        return _HeldOut(examples, prompts, references, reading, bool(data.label_names), lost)
+        return _HeldOut(examples, prompts, references, bool(data.label_names), lost)
 
     @torch.no_grad()
     def _predictions(self, examples: Encoded) -> Batch:
@@ -259,23 +250,28 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
-    """One held-out set, encoded. prompts: for generation, or None. reading: its examples sorted by length, the order in
-    which batches are formed. classes: or a language model's. lost: the number of tokens cut from each prompt."""
+    """One held-out set, encoded. prompts: for generation, or None. classes: or a language model's. lost: the number of
+    tokens cut from each prompt."""
 
     examples: Encoded
     prompts: list[list[int]] | None
     references: Sequence[Sequence[str]]
-    reading: list[int]
     classes: bool
     lost: Sequence[int]
 
 
+def _texts(sets: Iterable[Any]) -> tuple[Counter[Lost], Counter[Lost]]:
+    """The texts of sets that are read, and their prompts that are asked, with what each lost."""
+    held = [one for one in sets if isinstance(one, _HeldOut)]
+    read = Counter(lost_of(example) for one in held for example in one.examples)
+    asked = Counter((tuple(ids), n, False) for one in held for ids, n in zip(one.prompts or (), one.lost, strict=False))
+    return read, asked
+
+
 def scores_of(seen: Sequence[Batch], *, classes: bool) -> Scores:
     """One set's scores: over examples, or for a causal LM over response tokens (teacher-forced). NaN if it is empty."""
-    labels = [y for batch in seen for y in batch.labels]
-    predicted = [y for batch in seen for y in batch.predicted]
     taken: dict[str, tuple[object, object]] = {
-        "labels": (labels, predicted),
+        "labels": ([y for batch in seen for y in batch.labels], [y for batch in seen for y in batch.predicted]),
         "losses": ([batch.loss for batch in seen], [len(batch.labels) for batch in seen]),
     }
     task = "classification" if classes else "causal-lm"
@@ -310,10 +306,7 @@ def server_model(server: Server, state: ServerState, *, quantised: bool = False)
     if quantised:
         rank = 1 << max(max(lora.rank for lora in update.values()) - 1, 0).bit_length()  # a power of two: few variants
         return Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads)
-    nothing = {
-        name: LoRA(*(f[:, :1] * 0 if k == 0 else f[:1] * 0 for k, f in enumerate(lora.factors)))
-        for name, lora in state.start.modules.items()
-    }
+    nothing = {name: LoRA(B[:, :1] * 0, A[:1]) for name, x in state.start.modules.items() for B, A in [x.factors]}
     return Adapter(nothing, state.heads, update)
 
 

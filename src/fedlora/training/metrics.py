@@ -27,8 +27,6 @@ MetricName = Literal[
 Labels = Sequence[int]
 Item = TypeVar("Item")
 
-_BOTH: tuple[Task, ...] = ("classification", "causal-lm")
-
 
 @dataclass(frozen=True)
 class Metric:
@@ -37,14 +35,13 @@ class Metric:
     measure: its function. of: that function's input. "labels": (true, predicted), class indices, or response tokens;
     "losses": (losses, counts), each batch's mean cross entropy and number of labels; "texts": (answer, references), one
     answer at a time, averaged for the report. Metrics of labels and losses are always measured, those of texts only if
-    a config asks. larger_is_better: the direction. tasks: where it is measured. words: what it is.
+    a config asks. tasks: where it is measured. larger_is_better: the direction.
     """
 
     measure: Callable[..., float]
     of: Literal["labels", "losses", "texts"]
-    larger_is_better: bool
-    tasks: tuple[Task, ...]
-    words: str
+    tasks: tuple[Task, ...] = ("classification", "causal-lm")
+    larger_is_better: bool = True
 
 
 def by_guessing(metric: str, classes: int) -> float | None:
@@ -52,12 +49,7 @@ def by_guessing(metric: str, classes: int) -> float | None:
     correlation 0. None for other metrics, and without classes."""
     if metric == "matthews":
         return 0.0
-    if classes < 2:
-        return None
-    return {"loss": math.log(classes), "accuracy": 1 / classes}.get(metric)
-
-
-# ---- classes -----------------------------------------------------------------------------------------------------
+    return {"loss": math.log(classes), "accuracy": 1 / classes}.get(metric) if classes > 1 else None
 
 
 def accuracy(labels: Labels, predicted: Labels) -> float:
@@ -66,11 +58,8 @@ def accuracy(labels: Labels, predicted: Labels) -> float:
 
 
 def macro_f1(labels: Labels, predicted: Labels) -> float:
-    """The mean over classes of F1 = 2 TP / (2 TP + FP + FN).
-
-    Over the classes among the labels or the predictions, as in scikit-learn: predicting a class that does not occur
-    adds an F1 of 0.
-    """
+    """The mean of F1 = 2 TP / (2 TP + FP + FN) over the classes among the labels or the predictions, as in
+    scikit-learn: predicting a class that does not occur adds an F1 of 0."""
     found, true, said = _right(labels, predicted), Counter(labels), Counter(predicted)
     each = [2 * found[y] / (true[y] + said[y]) for y in sorted({*true, *said})]
     return math.fsum(each) / len(each) if each else math.nan
@@ -92,9 +81,6 @@ def _right(labels: Labels, predicted: Labels) -> Counter[int]:
     return Counter(y for y, said in zip(labels, predicted, strict=True) if y == said)
 
 
-# ---- losses and texts --------------------------------------------------------------------------------------------
-
-
 def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
     """The labels' mean cross entropy, never weighted by class. losses, counts: per batch."""
     total = sum(counts)
@@ -105,11 +91,6 @@ def perplexity(means: Sequence[float], counts: Sequence[int]) -> float:
     """exp of `mean_loss`: the number of equally likely tokens that would leave a model as unsure."""
     loss = mean_loss(means, counts)
     return math.exp(loss) if not loss > 700 else math.inf  # NaN stays NaN
-
-
-def generates(metric: MetricName) -> bool:
-    """Whether a metric scores answers that the model generates token by token."""
-    return METRICS[metric].of == "texts" and metric != "rouge-l-teacher-forced"
 
 
 def rouge_l(answer: str, references: Sequence[str]) -> float:
@@ -138,25 +119,23 @@ def _scorer() -> Any:
     return RougeScorer(["rougeL"], use_stemmer=True)
 
 
+_CLASSES: tuple[Task, ...] = ("classification",)
+_LANGUAGE: tuple[Task, ...] = ("causal-lm",)
 METRICS: Mapping[str, Metric] = {
-    "accuracy": Metric(
-        accuracy, "labels", True, _BOTH, "the share of right answers; for a language model, of right response tokens"
-    ),
-    "macro-f1": Metric(macro_f1, "labels", True, ("classification",), "the mean F1 of the classes"),
-    "matthews": Metric(matthews, "labels", True, ("classification",), "Matthews correlation of labels and answers"),
-    "loss": Metric(mean_loss, "losses", False, _BOTH, "the mean cross entropy, without class weights"),
-    "perplexity": Metric(perplexity, "losses", False, ("causal-lm",), "exp of the response tokens' mean cross entropy"),
-    "exact-match": Metric(
-        exact_match, "texts", True, ("causal-lm",), "the share of generated answers equal to a reference, normalised"
-    ),
-    "rouge-l": Metric(rouge_l, "texts", True, ("causal-lm",), "ROUGE-L of generated answers"),
-    "rouge-l-teacher-forced": Metric(
-        rouge_l, "texts", True, ("causal-lm",), "ROUGE-L of the likeliest token at each position of the response"
-    ),
+    "accuracy": Metric(accuracy, "labels"),  # of a language model: of the response's tokens
+    "macro-f1": Metric(macro_f1, "labels", _CLASSES),
+    "matthews": Metric(matthews, "labels", _CLASSES),
+    "loss": Metric(mean_loss, "losses", larger_is_better=False),
+    "perplexity": Metric(perplexity, "losses", _LANGUAGE, larger_is_better=False),
+    "exact-match": Metric(exact_match, "texts", _LANGUAGE),
+    "rouge-l": Metric(rouge_l, "texts", _LANGUAGE),
+    "rouge-l-teacher-forced": Metric(rouge_l, "texts", _LANGUAGE),  # of `generate.teacher_forced`
 }
 
 
-# ---- direction ---------------------------------------------------------------------------------------------------
+def generates(metric: str) -> bool:
+    """Whether a metric scores answers that the model generates token by token."""
+    return METRICS[metric].of == "texts" and metric != "rouge-l-teacher-forced"
 
 
 def score_name(metric: str) -> str:
@@ -181,25 +160,12 @@ def is_better(metric: str, new: float | None, old: float | None, *, by: float = 
     return (new - old if find_metric(metric).larger_is_better else old - new) > by
 
 
-def best_of(metric: str, items: Sequence[Item], value: Callable[[Item], float | None]) -> Item | None:
-    """The item with the best value, the first among equals; None if no item has a value."""
-    best: Item | None = None
-    for item in items:
-        if is_better(metric, value(item), None if best is None else value(best)):
-            best = item
-    return best
-
-
 def worst_of(metric: str, items: Sequence[Item], value: Callable[[Item], float | None]) -> Item | None:
     """The item with the worst value, the first among equals. An item without a number (None, NaN) is worst of all."""
-    worst: Item | None = None
-    for k, item in enumerate(items):
-        if k == 0 or is_better(metric, value(worst), value(item)):  # type: ignore[arg-type]
-            worst = item
-    return worst
+    return functools.reduce(lambda a, b: b if is_better(metric, value(a), value(b)) else a, items) if items else None
 
 
 __all__ = [
-    "METRICS", "Metric", "MetricName", "accuracy", "best_of", "by_guessing", "exact_match", "find_metric", "generates",
+    "METRICS", "Metric", "MetricName", "accuracy", "by_guessing", "exact_match", "find_metric", "generates",
     "is_better", "macro_f1", "matthews", "mean_loss", "perplexity", "rouge_l", "score_name", "worst_of",
 ]  # fmt: skip

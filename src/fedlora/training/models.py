@@ -23,7 +23,6 @@ from fedlora.training.settings import DType, LoRASettings, Task
 from fedlora.training.targets import targeted
 
 _SEED = "seed"
-_USUAL_RANK = 512  # ranks above this are checked against the matrices before anything is allocated
 
 
 class AdaptedModel:
@@ -66,19 +65,10 @@ class AdaptedModel:
 
     @classmethod
     def load(
-        cls,
-        path: str | os.PathLike[str],
-        task: Task,
-        settings: LoRASettings,
-        *,
-        labels: Sequence[str] = (),
-        seed: int = 0,
-        device: str = "cpu",
-        dropout: float | None = None,
-        four_bit: bool = False,
-        checkpointing: bool = False,
-        dtype: DType = "float32",
-    ) -> AdaptedModel:
+        cls, path: str | os.PathLike[str], task: Task, settings: LoRASettings, *, labels: Sequence[str] = (),
+        seed: int = 0, device: str = "cpu", dropout: float | None = None, four_bit: bool = False,
+        checkpointing: bool = False, dtype: DType = "float32",
+    ) -> AdaptedModel:  # fmt: skip
         """A model and its tokenizer from a local directory, a GGUF file or a hub id; files as in `load`.
 
         A new classification head is drawn from `seed`, so that it is the same everywhere. dropout: if given, replaces
@@ -169,9 +159,6 @@ class AdaptedModel:
         key = rank if isinstance(rank, int) else tuple(sorted(rank.items()))
         if key in self._names:
             return self._names[key]
-        largest = rank if isinstance(rank, int) else max(rank.values())
-        if largest > _USUAL_RANK:
-            self._check_rank(largest)
         name = f"ranks{len(self._names)}"
         try:
             with torch.random.fork_rng(devices=[]):  # peft draws weights that are never used
@@ -182,24 +169,13 @@ class AdaptedModel:
                         _checkpoint(self._base)
                 else:
                     self._model.add_adapter(name, self._config(rank))
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # RuntimeError: a rank for which there is no memory
             targets, reason = self.settings.targets, str(error).splitlines()[0]
             raise ConfigError(f"LoRA cannot be put on {targets!r}: {reason}") from error
         for _, head in head_tensors(self._model, name):  # peft leaves them in the base's type
             head.data = head.data.float() if head.dtype == torch.bfloat16 else head.data
         self._names[key] = name
         return name
-
-    def _check_rank(self, rank: int) -> None:
-        """Raise `ConfigError` if a rank exceeds both sides of every adapted matrix, before allocating anything."""
-        name = self.add(1)  # creates the peft model
-        adapter, _ = read_model(self._model, name, scaling=self.settings.unit)
-        sides = [max(len(B), A.shape[1]) for B, A in (lora.factors for lora in adapter.modules.values())]
-        if rank > max(sides, default=rank):
-            raise ConfigError(
-                f"rank {rank:,} is above both sides of every adapted matrix (the longest has {max(sides):,}): an "
-                f"update of full rank needs less. Usual ranks are 2 to 64."
-            )
 
     def _config(self, rank: int | Mapping[str, int]) -> Any:
         from peft import LoraConfig

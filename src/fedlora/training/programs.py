@@ -8,8 +8,8 @@ The program is started once for each client and round, with the round's folder (
 from __future__ import annotations
 
 import copy
-import filecmp
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -71,23 +71,17 @@ class ProgramTrainer:
     """
 
     def __init__(
-        self,
-        program: Program,
-        spec: AdapterSpec,
-        lora: LoRASettings,
-        folder: Path,
-        *,
-        data: Mapping[str, Rows | Path] | None = None,
-        labels: Sequence[str] = (),
-        rounds: int = 1,
-    ) -> None:
+        self, program: Program, spec: AdapterSpec, lora: LoRASettings, folder: Path, *,
+        data: Mapping[str, Rows | Path] | None = None, labels: Sequence[str] = (), rounds: int = 1,
+    ) -> None:  # fmt: skip
         self._program, self._spec, self._lora, self.folder = program, spec, lora, folder
         self._data, self._labels, self._rounds = dict(data or {}), list(labels), rounds
+        self._written: dict[str, Path] = {}
 
     def working_in(self, folder: Path) -> ProgramTrainer:
         """The same, with its rounds in another folder."""
         other = copy.copy(self)
-        other.folder = folder
+        other.folder, other._written = folder, {}
         return other
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
@@ -133,19 +127,14 @@ class ProgramTrainer:
         return scales.pop()
 
     def _file(self, client: str, place: Path) -> str | None:
-        """The client's file of examples: its own, or one written here."""
+        """The client's file of examples: its own, or one written here once (`datasets` caches each new file)."""
         data = self._data.get(client)
-        if data is None:
-            return None
-        if isinstance(data, Path):
-            return str(data.absolute())
-        file = place / f"data{data.suffix}"
-        written = file.with_name(f"new{data.suffix}")
-        data.write(written)
-        if not file.exists() or not filecmp.cmp(written, file, shallow=False):
-            os.replace(written, file)  # and no new file each round, for which datasets would fill its cache
-        written.unlink(missing_ok=True)
-        return str(file)
+        if not isinstance(data, Rows):
+            return None if data is None else str(data.absolute())
+        if client not in self._written:
+            self._written[client] = place / f"data{data.suffix}"
+            data.write(self._written[client])
+        return str(self._written[client])
 
     def _run(self, client: str, facts: RoundFacts, round: RoundFolder, log: Path) -> None:
         """Run the program to its end. Raises `ProgramFailed`."""
@@ -153,9 +142,7 @@ class ProgramTrainer:
             "{data}": facts.data or "", "{client}": client, "{round}": str(facts.round),
             "{start}": str(round.start), "{result}": str(round.result),
         }  # fmt: skip
-        command = list(self._program.command)
-        for word, value in words.items():
-            command = [part.replace(word, value) for part in command]
+        command = [re.sub(r"\{\w+\}", lambda m: words.get(m[0], m[0]), part) for part in self._program.command]
         env = {"HF_DATASETS_CACHE": str(log.parent / "datasets"), **os.environ}
         env |= {VARIABLE: str(round.path), "PATH": search_path()}
         what, began, limit = f"the program of {client!r}", time.monotonic(), self._program.time_limit
@@ -166,16 +153,12 @@ class ProgramTrainer:
                     start_new_session=True, preexec_fn=partial(killed_with, os.getpid()),
                 )  # fmt: skip
             except OSError as error:
-                raise ProgramFailed(
-                    f"{what} cannot be started: {command[0]!r}: {error.strerror}. Check the command, or give its "
-                    f"whole path."
-                ) from error
+                raise ProgramFailed(f"{what} cannot be started: {command[0]!r}: {error.strerror}.") from error
             try:
                 code = process.wait(limit)
             except subprocess.TimeoutExpired:
                 raise ProgramFailed(
-                    f"{what} ran longer than its limit of {limit:g} s and was ended. Raise time_limit, or let it train "
-                    f"fewer steps. Its log: {log}"
+                    f"{what} ran longer than its time_limit of {limit:g} s and was ended. Its log: {log}"
                 ) from None
             finally:
                 end(process)  # with those that it has started, as a launcher does

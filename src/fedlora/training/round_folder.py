@@ -13,7 +13,6 @@ It is the client's own program, so these checks find its mistakes, and nothing g
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -90,13 +89,9 @@ class RoundFolder:
     start, base, result = place("start"), place("base"), place("result")
     facts, told = place("round.json"), place("result.json")
 
-    # ------------------------------------------------------------------------------------------- the federation's side
-
     def write(self, facts: RoundFacts, adapter: Adapter, spec: AdapterSpec) -> RoundFacts:
-        """Write the start, in an existing folder. adapter: in units of `spec.scaling`; its base goes beside it.
-
-        Returns the facts as written, with the digest of base/.
-        """
+        """For the federation: write the start, in an existing folder. adapter: in units of `spec.scaling`; its base
+        goes beside it. Returns the facts as written, with the digest of base/."""
         write_adapter(self.start, replace(adapter, base=None), spec)
         if adapter.base:
             plain = replace(spec, config=ReadOnly({**spec.config, "modules_to_save": None}))
@@ -106,13 +101,13 @@ class RoundFolder:
         return facts
 
     def read_result(self, begun: Adapter, facts: RoundFacts) -> tuple[Adapter, ResultFacts]:
-        """The trained adapter, and what the program says of it.
+        """For the federation: the trained adapter, and what the program says of it.
 
         Args:
             begun: what `write` was given. facts: what it returned.
 
         Raises:
-            ProgramFailed: something is missing, damaged, or does not fit the round.
+            ProgramFailed: something is missing, or does not fit the round.
         """
         missing = [path.name for path in (self.result, self.told) if not path.exists()]
         if missing:
@@ -134,19 +129,15 @@ class RoundFolder:
             raise ProgramFailed(f"its result cannot be read: {error}") from error
         return _fitting(begun, made, facts.trains), said
 
-    # ---------------------------------------------------------------------------------------------- the program's side
-
     def read(self) -> tuple[RoundFacts, Adapter]:
-        """The facts and the start, with its base. Raises `FedLoRAError` if the folder is not of this form."""
+        """For the program: facts and start, with its base. Raises `ProgramFailed` or `FedLoRAError`."""
         facts = _read(RoundFacts, self.facts)
         adapter, _ = read_adapter(self.start, scaling=facts.scaling)
-        moved: Mapping[str, LoRA] = {}
-        if facts.base is not None:
-            moved = read_adapter(self.base, scaling=facts.scaling)[0].modules
+        moved = read_adapter(self.base, scaling=facts.scaling)[0].modules if facts.base is not None else {}
         return facts, replace(adapter, base=moved)
 
     def write_result(self, facts: RoundFacts, adapter: Adapter, spec: AdapterSpec, examples: int, loss: float) -> None:
-        """Write the result; result.json comes last, so an unfinished result is none.
+        """For the program: write the result; result.json comes last, so an unfinished result is none.
 
         Raises:
             AdapterFormatError: the adapter or the loss is not finite: training diverged.
@@ -182,12 +173,9 @@ def _lines(error: ValidationError) -> str:
 
 
 def _fitting(begun: Adapter, made: Adapter, trains: list[Part]) -> Adapter:
-    """The result with the start's own frozen parts and base.
-
-    Raises:
-        ProgramFailed: it has other modules, heads, ranks or shapes than the start, or a frozen part was trained.
-    """
-    if (odd := sorted(set(begun.modules) ^ set(made.modules))) or (odd := sorted(set(begun.heads) ^ set(made.heads))):
+    """The result with the start's own frozen parts and base. Raises `ProgramFailed` if it has other modules, heads,
+    ranks or shapes than the start, or a frozen part was trained."""
+    if odd := sorted({*begun.modules, *begun.heads} ^ {*made.modules, *made.heads}):
         raise ProgramFailed(
             f"its result and the start differ in {odd[0]!r} ({len(odd)} such). The result adapts "
             f"{in_words(made.modules)}, the start {in_words(begun.modules)}: train the adapter in start/, with the "
@@ -202,8 +190,8 @@ def _fitting(begun: Adapter, made: Adapter, trains: list[Part]) -> Adapter:
             )
         if part in trains:
             return now
-        wide = torch.finfo(now.dtype).eps * 8
-        if not torch.allclose(now.double(), was.double(), rtol=wide, atol=wide * float(was.abs().max() or 0)):
+        saved = torch.finfo(now.dtype)  # it may be narrower, and B scaled by another alpha: two roundings at most
+        if not torch.allclose(now.double(), was.double(), rtol=saved.eps, atol=saved.smallest_normal * saved.eps):
             raise ProgramFailed(
                 f"the program trained {what}, which this method freezes: round.json lists what may change under "
                 f"trains. Set requires_grad to False for the rest, or use fedlora.hf."

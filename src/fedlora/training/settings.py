@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -25,31 +24,12 @@ Schedule = Literal["constant", "linear", "cosine"]
 ClassWeights = Literal["balanced"]
 
 
-@dataclass(frozen=True)
-class Key:
-    """A key's properties besides type and limits, as field metadata: `Annotated[int, Key(...)]`.
-
-    elsewhere: for a key that belongs to one machine, and so is not in a federation: what replaces it there. lasting:
-    when a run may continue with another value. "always": never, it must stay; "ahead": it affects only rounds still to
-    be played; "end": it affects only the end, and a finished run gets what it lacks; "never": no round depends on it.
-    counts: whether it enters the configuration's digest, which identifies results. former: its default when the first
-    results were stored, if changed since: digests are computed relative to it.
-    """
-
-    elsewhere: str = ""
-    lasting: Literal["always", "ahead", "end", "never"] = "always"
-    counts: bool = True
-    former: Any = None
-
-
 class Section(BaseModel):
     """A table of settings. Values are taken literally: true and "3" are not numbers, 1 and "yes" not booleans. 3 is a
     valid float, and 3.0 a valid integer. An error is a `ConfigError` if Python constructs the table, and pydantic's own
     error inside a larger table, whose reader words it."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-    of_each: ClassVar[Key] = Key()  # for keys whose fields have no Key
 
     if not TYPE_CHECKING:  # the fields are the arguments
 
@@ -61,12 +41,6 @@ class Section(BaseModel):
                 raise ConfigError(f"{type(self).__name__}: {'; '.join(wrong)}.") from error
 
         __init__.__pydantic_base_init__ = True  # pydantic builds nested tables without this
-
-    @classmethod
-    def keys(cls) -> dict[str, Key]:
-        """Key -> its properties."""
-        own = {name: [m for m in field.metadata if isinstance(m, Key)] for name, field in cls.model_fields.items()}
-        return {name: found[0] if found else cls.of_each for name, found in own.items()}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -132,6 +106,8 @@ class LoRASettings(Section):
     @field_validator("targets")
     @classmethod
     def _words(cls, targets: Targets) -> Targets:
+        if not targets or not all(targets):
+            raise ValueError('there must be at least one target, such as ["query"] or "all-linear", and none empty')
         if isinstance(targets, str):
             try:
                 re.compile(targets)
@@ -140,10 +116,6 @@ class LoRASettings(Section):
                     f"the string {targets!r} must be a regular expression for whole module paths, but it is not: "
                     f'{error}. Write names as a list: ["query", "value"]'
                 ) from error
-        if not targets or not all(targets):
-            raise ValueError(
-                'there must be at least one target, such as ["query", "value"] or "all-linear", and none may be empty'
-            )
         return targets
 
     @model_validator(mode="before")
@@ -179,13 +151,13 @@ class TrainSection(Section):
     class: "balanced", from each client's own counts.
     """
 
-    lr: Annotated[float, Field(gt=0), Key(former=1e-3)] = 3e-3
+    lr: Annotated[float, Field(gt=0)] = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     steps: Annotated[int, Field(ge=0)] = 10
     epochs: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Positive = 16
-    accumulation: Annotated[Positive | Literal["auto"], Key(former=1)] = "auto"
+    accumulation: Positive | Literal["auto"] = "auto"
     clip: Annotated[float, Field(ge=0)] = 1.0
     schedule: Schedule = "constant"
     class_weights: ClassWeights | None = None
@@ -209,6 +181,6 @@ class TrainSettings(TrainSection):
 
 
 __all__ = [
-    "ClassWeights", "DType", "Key", "LoRASettings", "Optimizer", "Positive", "Schedule", "Section", "Targets", "Task",
+    "ClassWeights", "DType", "LoRASettings", "Optimizer", "Positive", "Schedule", "Section", "Targets", "Task",
     "TrainSection", "TrainSettings",
 ]  # fmt: skip

@@ -7,7 +7,6 @@ refuse it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable
 
 from torch import nn
@@ -20,7 +19,7 @@ def targeted(network: nn.Module, settings: LoRASettings, *, plain: bool) -> list
     """`LoraConfig.target_modules` for a network.
 
     plain: a module without transformers' knowledge of its head: "all-linear" is then each linear layer outside of the
-    saved modules, and of nn.MultiheadAttention, whose code reads weights itself and would bypass LoRA.
+    saved modules.
 
     Raises:
         ConfigError: a target or a saved module does not fit.
@@ -35,20 +34,18 @@ def targeted(network: nn.Module, settings: LoRASettings, *, plain: bool) -> list
                 f"Its modules begin with {', '.join(list(layers)[1:8])}, ..."
             )
         heads += found
-    chosen, every = adapted(network, targets), _is_all_linear(targets)
+    chosen = adapted(network, targets)
     inside = [path for path in chosen if any(f"{path}.".startswith(f"{head}.") for head in heads)]
-    if inside and not every:
+    if _is_all_linear(targets):
+        return [path for path in chosen if path not in inside] if plain else targets
+    if inside:
         raise ConfigError(f"{inside[0]!r} is in lora.targets and in lora.saved: LoRA, or trained in full, not both.")
-    if not plain or not every:
-        return targets
-    return [
-        path for path in chosen
-        if path not in inside and not isinstance(layers[path.rpartition(".")[0]], nn.MultiheadAttention)
-    ]  # fmt: skip
+    return targets
 
 
 def adapted(network: nn.Module, targets: Targets) -> list[str]:
-    """The paths of the layers that peft adapts, in network order; for "all-linear" every linear layer.
+    """The paths of the layers that peft adapts, in network order; for "all-linear" every linear layer. Not those in
+    nn.MultiheadAttention, whose code reads their weights itself and would bypass LoRA.
 
     Raises:
         ConfigError: a target matches no module of the network, or one that is not a linear layer.
@@ -58,23 +55,27 @@ def adapted(network: nn.Module, targets: Targets) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     modules = {name: module for name, module in network.named_modules() if name}
-    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
+    linear = [
+        name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)
+        and not isinstance(modules.get(name.rpartition(".")[0], network), nn.MultiheadAttention)
+    ]  # fmt: skip
     if _is_all_linear(targets):
         return linear
     chosen: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
-        asked = LoraConfig(target_modules=targets if isinstance(targets, str) else [target])
+        asked = LoraConfig(target_modules=target if isinstance(targets, str) else [target])
         found = [name for name in modules if check_target_module_exists(asked, name)]
         if not found:
+            rule = " (one string is a regular expression for whole paths)" if isinstance(targets, str) else ""
             raise ConfigError(
-                f"the target {target!r} (lora.targets of a run) matches no module of the model. "
-                f"{_hint(targets, target, modules, linear)}"
+                f"the target {target!r} (lora.targets of a run) matches no module of the model{rule}. Its linear "
+                f"layers end in {', '.join(_ends(linear))}; a whole path is {next(iter(linear), None)!r}."
             )
         odd = next((name for name in found if name not in linear), None)
         if odd is not None:
             raise ConfigError(
                 f"the target {target!r} (lora.targets of a run) matches {odd!r}, a {type(modules[odd]).__name__}, and "
-                f"fedlora trains LoRA only on linear layers. The model's are called {', '.join(_ends(linear))}."
+                f"fedlora trains LoRA only on linear layers that are called, which end in {', '.join(_ends(linear))}."
             )
         chosen.update(found)
     return [name for name in linear if name in chosen]
@@ -91,17 +92,6 @@ def _is_all_linear(targets: Targets) -> bool:
 
 def _ends(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(path.rpartition(".")[2] for path in paths))
-
-
-def _hint(targets: Targets, target: str, modules: Collection[str], linear: list[str]) -> str:
-    ends = _ends(linear)
-    if isinstance(targets, str):
-        end = any(name.endswith(f".{target}") for name in modules)
-        asked = f' Did you mean ["{target}"]?' if end else ""
-        first = next((name for name in modules if name.rpartition(".")[2] in ends), "")
-        return f"A single string is a regular expression that must match a module's whole path, as {first!r}.{asked}"
-    near = difflib.get_close_matches(target, [*ends, *modules], n=3)
-    return (f"The nearest are {', '.join(near)}; its" if near else "Its") + f" linear layers end in {', '.join(ends)}."
 
 
 __all__ = ["adapted", "in_words", "targeted"]

@@ -78,7 +78,7 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
             "bare prompt directly followed by the response."
         )
     try:
-        bare = Template(tokenizer.get_chat_template(), tokenizer, chat=True)
+        bare = Template(tokenizer.get_chat_template(), tokenizer)
     except ValueError as error:  # there are several named templates, none of them the default
         raise ConfigError(f"the tokenizer's chat template cannot be chosen: {str(error).splitlines()[0]}") from error
     talk: tuple[Message, ...] = tuple(_WORDS.items())

@@ -10,7 +10,7 @@ import typer
 from packaging.version import Version
 from rich.text import Text
 
-from fedlora.cli.flower.common import needed
+from fedlora.cli.flower import needed
 from fedlora.cli.options import AsJson
 from fedlora.cli.screen import Table, cell, complain, console, print_json, red
 from fedlora.core.text import shown
@@ -27,14 +27,14 @@ def doctor(
     rows: list[tuple[str, str, bool | None]] = [*_versions()]
     if folder is not None:
         needed()
-        from fedlora.flower.site.site_checks import checked_site, is_site
+        from fedlora.flower.site.checks import checked_site, is_site
         from fedlora.runs.quiet import quiet_libraries
 
         quiet_libraries()
         if is_site(folder):
             rows += checked_site(folder)
         else:
-            from fedlora.flower.setup.checkup import checked_folder
+            from fedlora.flower.server.doctor import checked_folder
 
             rows += checked_folder(folder)
     if json:

@@ -1,4 +1,4 @@
-"""`fedlora flower serve | status`: the server's side of the rounds."""
+"""`fedlora flower serve | status | up`: the server's side of the rounds, and all of it on one machine."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
 
-from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, typed
+from fedlora.cli.flower import Folder, ending_for_systemd, needed, typed
 from fedlora.cli.options import AsJson
 from fedlora.cli.screen import Table, cell, console, print_json, say
-from fedlora.errors import counted
-
-if TYPE_CHECKING:
-    from fedlora.flower.serving.supervisor import Supervisor
+from fedlora.errors import ConfigError, counted
 
 
 def serve(folder: Folder) -> None:
@@ -26,29 +23,54 @@ def serve(folder: Folder) -> None:
 
     It starts the SuperLink and the run, watches both, and stops both.
 
-    It waits for sites as long as needed, and for free space if the disk is full. It prints a line for each round, and
-    one with the reason for each site that did not train. SIGTERM and Ctrl-C end it in order. If one of its processes
-    dies, it stops the others. systemd or compose then restarts it, and it continues after the last finished round.
-    Exit code 0: all rounds are done, or it was told to stop. 1: a process died or could not start; a restart may
-    help. 2: an error in the folder; a restart will not help.
+    It waits for sites as long as needed, and prints a line for each round, and one with the reason for each site that
+    did not train. SIGTERM and Ctrl-C end it in order. If one of its processes dies, it stops the others. systemd or
+    compose then restarts it, and it continues after the last finished round. Exit code 0: all rounds are done, or it
+    was told to stop. 1: a process died or could not start; a restart may help. 2: an error in the folder; a restart
+    will not help.
     """
     needed()
-    from fedlora.flower.serving.supervisor import Supervisor
-
-    played(Supervisor, folder, "serve")
-
-
-def played(kind: type[Supervisor], folder: Path, command: str) -> None:
-    """Play a federation by a supervisor of this kind. command: the one that was called."""
-    from fedlora.flower.rounds.federation import opening
-    from fedlora.flower.serving.superlink import SuperLink
+    from fedlora.flower.server.opening import opening
+    from fedlora.flower.server.serve import Supervisor
+    from fedlora.flower.server.superlink import SuperLink
 
     link = SuperLink(folder)
     with ending_for_systemd(), stopping() as stop:
-        supervisor = kind(link, say, stop=stop)
+        supervisor = Supervisor(link, say, stop=stop)
         opening(link.folder.path, say)  # what the rounds would refuse is said now, not when the sites are there
         now = supervisor.serve()
-    tell_end(folder, now, stop, command)
+    tell_end(folder, now, stop, f"serve {typed(folder)}")
+
+
+def up(
+    config: Annotated[Path, typer.Argument(help="a TOML file as for `fedlora run`", show_default=False)],
+    out: Annotated[Path, typer.Option(help="the federation's folder; if it is there, its rounds continue")],
+    set: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key")] = None,
+    superlink_port: Annotated[int, typer.Option(min=1, max=65535, help="the SuperLink's port, on loopback")] = 18080,
+) -> None:
+    """On this machine alone: deal a run's data to sites, and play it as a server and its sites, on loopback.
+
+    A node that ends is started again. If the server's processes die, it stops the others, with exit code 1. Call it
+    again to continue after the last finished round. Ctrl-C ends it in order.
+    """
+    needed()
+    from fedlora.flower.places import FederationFolder
+    from fedlora.flower.server.up import make, play
+    from fedlora.runs.config import load_config
+    from fedlora.runs.quiet import quiet_libraries
+
+    quiet_libraries()
+    if not FederationFolder(out).settings.is_file():
+        make(out, load_config(config, set or []), superlink_port)
+    elif set:
+        raise ConfigError(
+            f"{out} is there already: its settings are in {FederationFolder(out).settings}, not in --set."
+        )
+    with ending_for_systemd(), stopping() as stop:
+        now = play(out, say, stop)
+    tell_end(out, now, stop, f"up {typed(config)} --out {typed(out)}")
+    if not now.why and not stop.signalled:
+        raise typer.Exit(1)
 
 
 def status(
@@ -61,7 +83,7 @@ def status(
     It shows the last outcome of each site, even while the server is not running."""
     needed()
     from fedlora.flower.places import FederationFolder
-    from fedlora.flower.serving.status import status_of
+    from fedlora.flower.server.status import status_of
 
     place = FederationFolder(folder.resolve())
     if json:
@@ -71,12 +93,12 @@ def status(
 
 
 class Stop(threading.Event):
-    """Set when the user requests the end. interrupted: by Ctrl-C, not by the service manager."""
+    """Set when the user requests the end. signalled: the signal's number; 0: something else set it."""
 
-    interrupted = False
+    signalled = 0
 
     def by_signal(self, number: int, frame: object) -> None:
-        self.interrupted = number == signal.SIGINT
+        self.signalled = number
         self.set()
 
 
@@ -92,18 +114,18 @@ def stopping() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
-def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None:
-    """Print the table of rounds and the next step. command: the command that was called, which can continue.
+def tell_end(folder: Path, now: Any, stop: Stop, command: str) -> None:
+    """Print the table of rounds and the next step. command: the call that continues.
 
     Raises `typer.Exit` with code 130 if Ctrl-C ended it before its last round.
     """
     from fedlora.flower.places import FederationFolder
-    from fedlora.flower.serving.status import status_of
+    from fedlora.flower.server.status import status_of
 
     place = FederationFolder(folder)
-    if not now.finished:
-        say(f"{now.done} of {counted(now.rounds, 'round')} done; `fedlora flower {command} {typed(folder)}` continues")
-        if stop.interrupted:
+    if not now.why:
+        say(f"{now.done} of {counted(now.rounds, 'round')} done; `fedlora flower {command}` continues")
+        if stop.signalled == signal.SIGINT:
             raise typer.Exit(130)
         return
     found = status_of(place)
@@ -133,20 +155,27 @@ def _judged(found: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _show(found: Mapping[str, Any], rounds: int) -> None:
-    from fedlora.flower.serving.status import headline, since
+    from fedlora.flower.server.status import headline, since
 
     console.print(headline(found))
-    judged = _judged(found).get("clients") or {}
-    columns = ["node", "last seen", "last round", "loss", "norm", *(["weight, after the rule"] if judged else []),
-               "rounds", "sent"]  # fmt: skip
+    ruled = any(site["after_the_rule"] is not None for site in found["sites"].values())
+    columns = [
+        "node",
+        "last seen",
+        "last round",
+        "loss",
+        "norm",
+        *(["weight, after the rule"] if ruled else []),
+        "rounds",
+    ]
     table = Table("site", "rank", *columns)
     for name, site in found["sites"].items():
         seen = f"{since(site['last_seen'])} ago" if site["last_seen"] else "never" if found["superlink"] else "unknown"
-        one = judged.get(name)
-        weights = [f"{one['weight']:.1%}, {one['coefficient']:.1%}" if one else "-"] if judged else []
+        after, weight = site["after_the_rule"], site["weight"]
+        weights = [f"{weight:.1%}, {after:.1%}" if after is not None and weight is not None else "-"] if ruled else []
         table.add_row(
             cell(name), cell(site["rank"]), site["node"], seen, cell(site["fate"] or "-"), _number(site["loss"]),
-            _number(site["norm"]), *weights, str(site["fates"].get("trained", 0)), decimal(site["upload_bytes"]),
+            _number(site["norm"]), *weights, str(site["fates"].get("trained", 0)),
         )  # fmt: skip
     console.print(table)
     for name, site in found["sites"].items():
@@ -162,7 +191,7 @@ def _show(found: Mapping[str, Any], rounds: int) -> None:
 
 
 def _rounds_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
-    from fedlora.flower.rounds.progress import spent_of
+    from fedlora.flower.server.journal import fates_of, spent_of
     from fedlora.privacy.accounting import epsilon_up
 
     names = sorted({str(name) for line in rounds for name in line.get("metrics") or {}})
@@ -171,9 +200,10 @@ def _rounds_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("round", *spent, "train loss", "seconds", "trained", "not", *names)
     for line in rounds:
         cells: list[Any] = [epsilon_up(x) for x in spent_of(line) or ()]
-        others = ", ".join(f"{name} {fate}" for name, fate in line["fates"].items() if fate != "trained")
-        trained = sum(fate == "trained" for fate in line["fates"].values())
-        cells += [_number(line["loss"]), _number(line["seconds"], 0), str(trained), cell(others or "-")]
+        fates = fates_of(line)
+        others = ", ".join(f"{name} {fate}" for name, fate in fates.items() if fate != "trained")
+        trained = sum(fate == "trained" for fate in fates.values())
+        cells += [_number(line.get("loss")), _number(line.get("seconds"), 0), str(trained), cell(others or "-")]
         metrics = line.get("metrics") or {}
         table.add_row(str(line["round"]), *cells, *(_number(metrics.get(name)) for name in names))
     return table

@@ -1,133 +1,111 @@
-"""`fedlora flower site`: make a site's folder."""
+"""`fedlora flower site | node`: make a site's folder, and take part."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from fedlora.cli.flower.common import needed, typed
-from fedlora.cli.screen import Table, console, notes
+from fedlora.cli.flower import ending_for_systemd, needed, typed
+from fedlora.cli.screen import Table, console, notes, say
 from fedlora.core.folders import replacing_folder
 from fedlora.core.text import shown
+from fedlora.doing import doing
 from fedlora.errors import ConfigError
 
 
 def site(
     folder: Annotated[Path, typer.Argument(help="the folder to make", show_default=False)],
-    join: Annotated[Path | None, typer.Option(help="the server's join.toml for this site")] = None,
-    data: Annotated[str | None, typer.Option(help="this site's examples: .jsonl, .csv, .tsv or .parquet")] = None,
+    name: Annotated[str, typer.Option(help="this site's name, as the server has it")],
+    join: Annotated[Path, typer.Option(help="the server's join.toml")],
+    data: Annotated[str, typer.Option(help="this site's examples: .jsonl, .csv, .tsv or .parquet")],
     model: Annotated[
-        str | None, typer.Option(help="the base model: a directory, a .gguf file or a hub id, also owner/name@revision")
+        str, typer.Option(help="the base model: a directory, a .gguf file or a hub id, also owner/name@revision")
+    ],
+    set: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="another key of site.toml, such as data.text=note"),
     ] = None,
-    text: Annotated[
-        str | None, typer.Option(help="column of the sentence, if its name differs from the server's")
-    ] = None,
-    pair: Annotated[str | None, typer.Option(help="column of a second sentence")] = None,
-    label: Annotated[str | None, typer.Option(help="column of the class")] = None,
-    prompt: Annotated[str | None, typer.Option(help="column of an instruction")] = None,
-    response: Annotated[str | None, typer.Option(help="column of its answer")] = None,
-    messages: Annotated[str | None, typer.Option(help="column of conversations")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: the best there is)")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="threads of the processor")] = None,
-    rotate: Annotated[bool, typer.Option("--rotate", help="make another key for an existing folder")] = False,
 ) -> None:
-    """At a site: make its folder from the server's join file, and check data, base model and connection.
+    """At a site: make its folder from the server's join.toml, and check data and base model.
 
-    Data and base model are read, and nothing is sent. Then send FOLDER/request.toml to the server, and start
-    `fedlora flower node FOLDER`.
+    Data and base model are read, and nothing is sent. Then send FOLDER/key.pub to the server, and start
+    `fedlora flower node FOLDER`. FOLDER/site.toml may say more: columns with other names (data.text, ...),
+    model.device, run.threads, a program that trains (train.command).
 
-    If the folder exists: --rotate makes a new key and request, in place of the old ones. A running node keeps the old
-    key until the server admits the new one. --join alone takes the server's new join file.
+    Another key: ssh-keygen -t ecdsa -b 384 -N "" -f FOLDER/key, send key.pub, and restart the node.
     """
     needed()
-    from fedlora.flower.site.site_checks import is_site
+    from fedlora.data.hub import repository_and_revision
+    from fedlora.flower.site.checks import checked_work
+    from fedlora.flower.site.run import fill_site
+    from fedlora.flower.terms.joining import JoinFile
+    from fedlora.flower.terms.settings import Site
+    from fedlora.runs.config import overridden
     from fedlora.runs.quiet import quiet_libraries
 
     quiet_libraries()
-    columns = {"text": text, "pair": pair, "label": label, "prompt": prompt, "response": response, "messages": messages}
-    asked = {**columns, "data": data, "model": model, "device": device, "threads": threads}
-    given = {name: value for name, value in asked.items() if value is not None}
-    if rotate:
-        others = [f"--{name}" for name in ("join" if join else "", *given) if name]
-        if others:
-            raise ConfigError(
-                f"--rotate makes a new key and nothing else; leave out {', '.join(others)}, or edit site.toml."
-            )
-        if not is_site(folder):
-            raise ConfigError(f"{folder} was not made by `fedlora flower site`, and --rotate needs such a folder.")
-        _rotate(folder)
-    elif join is not None and is_site(folder) and not given:
-        _take(folder, join)
-    else:
-        for name, there in (("join", join), ("data", data), ("model", model)):
-            if there is None:
-                raise ConfigError(
-                    f"--{name} is missing: a site's folder needs the server's join file (--join), the site's "
-                    f"examples (--data) and its copy of the base model (--model)."
-                )
-        assert join is not None
-        _make(folder, join, given)
-
-
-def _rotate(folder: Path) -> None:
-    from fedlora.flower.places import SiteFolder
-    from fedlora.flower.site.site_folder import rotate_key
-
-    request, here = rotate_key(folder), SiteFolder(folder.resolve())
-    console.print(
-        f"{folder}: a new key, {request.fingerprint}, in place of the old one. Send {here.request} to the server, "
-        f"where it is admitted with: fedlora flower admit FED request.toml --rotate. A running node keeps the old key "
-        f"until then, and takes the new one by itself; one that starts before waits for it."
-    )
-
-
-def _take(folder: Path, join: Path) -> None:
-    """Take the server's new join file into an existing folder."""
-    from fedlora.flower.places import SiteFolder
-    from fedlora.flower.site.site_folder import take_join
-    from fedlora.flower.terms.joining import JoinFile
-
-    before, said = JoinFile.read(SiteFolder(folder).join), take_join(folder, join)
-    if said == before:
-        console.print(f"{join} is the file that {folder} already has: nothing was changed.")
-        return
-    console.print(
-        f"{folder}: now has the server's new file ({said.address}). Restart its unit (systemctl restart "
-        f"fedlora-site), and see with: fedlora doctor {typed(folder)}"
-    )
-
-
-def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
-    """settings: the options typed for site.toml."""
-    from fedlora.flower.places import SiteFolder
-    from fedlora.flower.site.site_checks import checked_server, checked_work
-    from fedlora.flower.site.site_folder import fill_site, refuse_existing
-    from fedlora.flower.terms.joining import JoinFile
-    from fedlora.flower.terms.site_file import Site
-    from fedlora.runs.reading import checked
-
-    refuse_existing(folder)
-    here, said = SiteFolder(folder.resolve()), JoinFile.read(join)
-    found = checked(Site, {"name": said.site, **settings}).located(Path.cwd())
+    raw: dict[str, Any] = {"name": name, **overridden(set or [])}
+    hub = None if Path(model).exists() else repository_and_revision(model)
+    own = {"path": model} if hub is None or hub[1] is None else {"path": hub[0], "revision": hub[1]}
+    raw["model"] = {**raw.get("model", {}), **own}
+    raw["data"] = {**raw.get("data", {}), "train": data}
+    said, found = JoinFile.read(join), Site.of(raw, Path.cwd())
     notes.print("reading the data and the base model ...")
     with replacing_folder(folder) as building:
-        rows, facts = checked_work(said, found)
+        rows = checked_work(said, found)
         if wrong := [text for _, text, sound in rows if sound is False]:
             raise ConfigError(f"{' '.join(wrong)} {folder} was not made, and nothing was sent.")
-        request = fill_site(building, join.read_bytes(), found, facts.table())
-    rows.insert(0, ("site", f"{said.site}, rank {said.rank}, of {said.federation} at {said.address}", True))
-    server = [row for row in checked_server(said, here) if not row[2]]
+        fill_site(building, said, found)
     table = Table("", "found", "")
-    for what, text, sound in [*rows, *server]:
-        table.add_row(what, Text(shown(text, 2000)), "ok" if sound else "not yet")
+    for what, text, _ in rows:
+        table.add_row(what, Text(shown(text, 2000)), "ok")
     console.print(table)
     console.print(
-        f"{folder}: ready, with the key {request.fingerprint}.\n1. send {here.request} to the server, where it is "
-        f"admitted with: fedlora flower admit FED request.toml\n2. take part: fedlora flower install "
-        f"{typed(folder)} > units.sh, a script for root: sudo sh units.sh\n"
-        f"   or, in this shell: fedlora flower node {typed(folder)}\n   Either waits until the site is admitted."
+        f"{folder}: ready, to take part in {said.federation} at {said.address}.\n1. send {folder}/key.pub to the "
+        f"server, where it is admitted with: fedlora flower admit FED {name} key.pub\n2. take part: fedlora flower "
+        f"node {typed(folder)}, or its unit (docs/how-to/federation.md). It waits until the site is admitted."
     )
+
+
+def node(
+    folder: Annotated[Path, typer.Argument(help="a site's folder, of `fedlora flower site`", show_default=False)],
+) -> None:
+    """At a site: take part.
+
+    It checks this site, waits until the server lets it in, and then trains what it is asked, until SIGTERM or Ctrl-C.
+
+    If the server cannot be reached, does not know this key yet, or has a certificate that fails the check, the node
+    says so and waits. If its SuperNode ends, it ends, and systemd or compose restarts it. Exit codes: 0 after SIGTERM
+    or SIGINT; 1, 70: the server is gone, or memory or disk is full (a restart may help); 2: this site's own files are
+    wrong, and nothing was sent.
+    """
+    needed()
+    from fedlora.flower.places import SiteFolder
+    from fedlora.flower.site import checks, run
+    from fedlora.flower.terms.joining import JoinFile
+    from fedlora.runs.quiet import quiet_libraries
+
+    here = SiteFolder(folder.resolve())
+    if not here.join.is_file():
+        raise ConfigError(f"{folder} was not made by `fedlora flower site`: it has no join.toml.")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
+    say("reading data and base model ...")
+    with ending_for_systemd():
+        quiet_libraries()
+        rows = checks.checked_site(folder, server=False)
+        if wrong := [f"{what}: {found}" for what, found, sound in rows if sound is False]:
+            found = "; ".join(wrong).removesuffix(".")
+            raise ConfigError(f"{found}. Nothing was sent. Repair it, and check with: fedlora doctor {typed(folder)}")
+        for what, text, _ in rows:
+            say(f"{what}: {shown(text, 2000)}")
+        join = JoinFile.read(here.join)
+        with run.held(here):
+            with doing("waiting until the server lets this site in"):
+                run.wait_until_admitted(lambda: checks.look(join, here))
+            run.take_part(here, join)

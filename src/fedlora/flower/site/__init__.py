@@ -1,1 +1,1 @@
-"""A site: its folder, its node, its trainer."""
+"""A site: its node, the trainer that stays in memory, and the checks of its folder."""

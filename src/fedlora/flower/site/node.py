@@ -1,8 +1,8 @@
 """A node's work: receive a parcel, train, keep what stays home, answer. Its state is on its own disk.
 
 A client's work depends only on what it receives and on its state after the last round in which its work counted. The
-server names that round in each question (`messages.envelope`), and the node begins with exactly that state. So work
-that was refused, late or part of a failed attempt, and rounds that the server lost, leave no trace in the node's state.
+server names that round in each question (`envelope.Receipt`), and the node begins with exactly that state. So work that
+was refused or late, and rounds that the server lost, leave no trace in the node's state.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from flwr.app import RecordDict
@@ -23,42 +22,31 @@ from fedlora.core.parcels import Cache, Parcel, remember, unpack
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
 from fedlora.core.trainer import Trainer
-from fedlora.errors import ConfigError, KeptStateError, UploadRefused
-from fedlora.flower.messages.envelope import Receipt, opened, receipt_of
-from fedlora.flower.messages.measuring import Evaluators, asked_part, measured_record
-from fedlora.flower.messages.records import RecordError, record_parcel, upload_record
-from fedlora.flower.terms.agreement import Facts, check
+from fedlora.errors import ConfigError, KeptStateError
+from fedlora.flower.envelope import Receipt, RecordError, opened, receipt_of
+from fedlora.flower.records import record_parcel, upload_record
+from fedlora.flower.scores import Evaluators, asked_part, measured_record
+from fedlora.flower.terms.facts import Facts, check
 
 log = logging.getLogger(__name__)
-_KEPT = 5  # states: of the round in progress, and two at most that each of the last two began with
+_KEPT = 4  # states: of the round in progress, the one that it began with, and that one's own
 
 
 @dataclass(frozen=True, eq=False)
 class NodeState:
     """What stays with a client after one round's work. kept: local parts of its adapter. position: how far it has read
     its data. cache: what it received for training and need not be sent again. measured: the same, received for a
-    measurement; a server that was killed in between knows only `cache`. began: the rounds that this work began with."""
+    measurement; a server that was killed in between knows only `cache`. began: the round that this work began with."""
 
     kept: Adapter | None = None
     position: int = 0
     cache: Cache | None = None
     measured: Cache | None = None
-    began: tuple[int, ...] = ()
+    began: int = 0
 
     def fitting(self, parcel: Parcel) -> Cache | None:
         """The cache that the parcel relies on; None: there is none."""
         return next((one for one in (self.cache, self.measured) if one is not None and one.held == parcel.held), None)
-
-
-@dataclass(frozen=True, eq=False)
-class _Origin:
-    """A client's starting point. state, round: after the last round in which its work counted. last, read: the state
-    with its position in its data, and after which round's work. Both are one state, unless work did not count."""
-
-    state: NodeState
-    round: int
-    last: NodeState
-    read: int
 
 
 class Node:
@@ -93,20 +81,14 @@ class Node:
         """
         parcel, run, receipt = self._read(record)
         folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
-        origin = self._origin(folder, of, parcel, receipt)
-        download = unpack(parcel, origin.state.fitting(parcel))
-        memory = ClientMemory(origin.state.kept, origin.last.position)
-        job = begin_round(download, memory)
-        _forget(folder, origin)
-        trained = self._trainer.train(job.download, job.adapter, job.position)
-        save, began = partial(checkpoint.save, folder, parcel.round + 1, of=of, keep=_KEPT), (origin.round, origin.read)
-        try:
-            played = finish_round(job, trained)
-        except UploadRefused:
-            save(NodeState(origin.state.kept, trained.position, began=began))  # as if the server had refused it
-            raise
+        state = self._state(folder, of, parcel, receipt)
+        download = unpack(parcel, state.fitting(parcel))
+        job = begin_round(download, ClientMemory(state.kept, state.position))
+        _forget(folder, receipt.counted, state.began)
+        played = finish_round(job, self._trainer.train(job.download, job.adapter, job.position))
         kept = played.memory.kept
-        save(NodeState(kept, played.memory.position, remember(download, kept), began=began))
+        after = NodeState(kept, played.memory.position, remember(download, kept), began=receipt.counted)
+        checkpoint.save(folder, parcel.round + 1, after, of=of, keep=_KEPT)
         names = [*kept.modules, *kept.heads] if kept is not None else []
         return upload_record(
             played.upload, run=run, round=parcel.round, loss=played.loss, kept=names, facts=self._facts
@@ -121,13 +103,12 @@ class Node:
         """
         parcel, run, receipt = self._read(record)
         folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
-        origin = self._origin(folder, of, parcel, receipt)
-        state = origin.state
+        state = self._state(folder, of, parcel, receipt)
         download = unpack(parcel, state.fitting(parcel))
         answer = measured_record(download, state.kept, run, asked_part(record), self._evaluators)
         measured = remember(download, state.kept, untrained=True)
         if state.measured is None or state.measured.held != measured.held:
-            checkpoint.save(folder, origin.round, replace(state, measured=measured), of=of, keep=_KEPT)
+            checkpoint.save(folder, receipt.counted, replace(state, measured=measured), of=of, keep=_KEPT)
         return answer
 
     def _read(self, record: RecordDict) -> tuple[Parcel, str, Receipt]:
@@ -141,36 +122,32 @@ class Node:
                 f"this site joined {self._run!r}, and the work is for {quoted(run, 80)}: nothing is done."
             )
         receipt = receipt_of(record)
-        if not max(receipt.counted, receipt.answered) <= parcel.round < 10**9:
+        if not receipt.counted <= parcel.round < 10**9:
             raise RecordError(f"the message is of round {parcel.round}, and its receipt of {receipt.text()}.")
         return parcel, run, receipt
 
-    def _origin(self, folder: Path, of: str, parcel: Parcel, receipt: Receipt) -> _Origin:
-        """The starting point of this client's work. A site whose folder was emptied starts from nothing, and stores
-        that, because later rounds may name the same state."""
-
-        def newest(upto: int) -> tuple[int, NodeState] | None:
-            try:
-                return checkpoint.load_newest(folder, NodeState, of=of, upto=upto, tell=log.warning)
-            except Exception as error:
-                raise KeptStateError(f"the state in {folder} cannot be read: {error} {_WAY_OUT}") from error
-
-        found, there = newest(receipt.counted), sorted({number for number, _ in _states(folder)})
+    def _state(self, folder: Path, of: str, parcel: Parcel, receipt: Receipt) -> NodeState:
+        """The state after the last round in which this client's work counted. A site whose folder was emptied starts
+        from nothing, and stores that, because later rounds may name the same state."""
+        try:
+            found = checkpoint.load_newest(folder, NodeState, of=of, upto=receipt.counted, tell=log.warning)
+        except Exception as error:
+            raise KeptStateError(f"the state in {folder} cannot be read: {error} {_WAY_OUT}") from error
         round, state = found or (0, NodeState())
-        if receipt.counted and (found is None or (receipt.sure and round != receipt.counted)):
-            what = f"the state after round {receipt.counted}, the last in which work of {self._client!r} counted,"
-            if there and _keeps(parcel):
-                missing = "is damaged" if receipt.counted in there else "is not there"
-                raise KeptStateError(
-                    f"{what} {missing}: {folder} has that of round {', '.join(map(str, there))}. Was this folder, or "
-                    f"the server's, set back to a backup? {_WAY_OUT}"
-                )
-            way = f"this site continues its data from round {round}" if found else "this site starts from nothing"
-            log.warning("%s is not in %s: %s", what, folder, way)
-            round = receipt.counted
-            checkpoint.save(folder, round, state, of=of, keep=_KEPT)
-        read, last = (receipt.answered > receipt.counted and newest(receipt.answered)) or (round, state)
-        return _Origin(state, round, last, read)
+        if round == receipt.counted:  # 0: of a measurement at most
+            return state
+        there = sorted({number for number, _ in _states(folder)})
+        what = f"the state after round {receipt.counted}, the last in which work of {self._client!r} counted,"
+        if there and _keeps(parcel):
+            missing = "is damaged" if receipt.counted in there else "is not there"
+            raise KeptStateError(
+                f"{what} {missing}: {folder} has that of round {', '.join(map(str, there))}. Was this folder, or "
+                f"the server's, set back to a backup? {_WAY_OUT}"
+            )
+        way = f"this site continues its data from round {round}" if found else "this site starts from nothing"
+        log.warning("%s is not in %s: %s", what, folder, way)
+        checkpoint.save(folder, receipt.counted, state, of=of, keep=_KEPT)
+        return state
 
 
 _WAY_OUT = (
@@ -200,9 +177,9 @@ def _states(folder: Path) -> list[tuple[int, Path]]:
     return [(int(number), path) for number, path in named if number.isdigit()]
 
 
-def _forget(folder: Path, origin: _Origin) -> None:
+def _forget(folder: Path, *kept: int) -> None:
     """Remove the states that no later round can begin with: from work that did not count, or from rounds that the
-    server lost. Those that the last work began with stay, because a server may lose its last checkpoint."""
+    server lost. The state before the one that counted stays, because a server may lose its last checkpoint."""
     for number, path in _states(folder):
-        if number not in (origin.round, origin.read, *origin.last.began):
+        if number not in kept:
             path.unlink(missing_ok=True)

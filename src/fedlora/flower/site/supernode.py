@@ -1,19 +1,17 @@
-"""Flower's SuperNode as a process that ends when its work ends.
+"""Flower's SuperNode as a process that ends when its work ends, and runs no other app than that of the fedlora here.
 
-`flower-supernode` alone may remain as a shell: if a reply gets an error that Flower does not retry (429, 500), its main
-function returns, and if its heartbeat fails, that thread ends; the process lives on, and the site is offline for ever.
-Here both end the process, so that whoever watches it (systemd, compose) starts another.
+Each repair names the flwr that needs it:
 
-A server sends the Flower app to run here, and its code could do all that this user may. So the app's bytes are compared
-on arrival, before Flower opens them: any app but that of the fedlora here is refused, and the server is told.
+* 1.41, 1.42: if a reply gets an error that Flower does not retry (429, 500), `flower-supernode` returns and its process
+  lives on as a shell; if its heartbeat fails, that thread ends alone. The site is then offline for ever. Here both end
+  the process, so that whoever watches it (systemd, compose) starts another.
+* 1.41, 1.42: its loop pulls one message and sends one reply. If a SuperLink dies between the two, a reply is left over,
+  and from then on each reply waits for the next message: every round gets that site's reply late. An idle loop
+  therefore sends what is left.
+* Not a fault: a server sends the Flower app to run here, and its code could do all that this user may. The app's bytes
+  are compared on arrival, before Flower opens them: any app but `bundle()` is refused, and the server is told.
 
-And Flower's loop pulls one message and sends one reply. If a SuperLink dies between the two, a reply is left over, and
-from then on each reply waits for the next message: every round gets that site's reply late. An idle loop therefore
-sends what is left.
-
-It also has the site's trainer (`resident`), a child process that ends with it.
-
-    python -m fedlora.flower.site.supernode SITE/site.toml ARGUMENTS OF flower-supernode
+    python -m fedlora.flower.site.supernode PID ARGUMENTS OF flower-supernode       PID: of the node that started it
 """
 
 from __future__ import annotations
@@ -23,29 +21,24 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
+from fedlora.core.process import killed_with
 from fedlora.core.text import quoted
 from fedlora.flower.bundle import bundle, digest
-from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.resident import Trainer, listening_at, pass_on, socket_of
+from fedlora.flower.site.trainer import say
 
 BROKEN_OFF = 70  # exit code: the connection broke in a way that Flower does not retry
 
 
 def main() -> None:
+    killed_with(int(sys.argv[1]))  # an orphan would keep the site online, without a trainer
     threading.excepthook = _thread_failed
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
 
     loop._pull_and_store_message = watched(loop._pull_and_store_message)
-    sys.argv[:2], site = ["flower-supernode"], SiteFolder(Path(sys.argv[1]).parent)
-    try:
-        listening = listening_at(site)
-    except OSError as error:
-        _leave(f"{socket_of(site)} cannot be made: {error}")
-    threading.Thread(target=pass_on, args=(listening, Trainer(site).work, site.path), daemon=True).start()
+    sys.argv[:2] = ["flower-supernode"]
     flower_supernode()  # raises its own exception if it ends on purpose
     _leave("the connection broke off, and Flower does not try again")
 
@@ -134,11 +127,6 @@ def _thread_failed(failed: threading.ExceptHookArgs) -> None:
 def _leave(why: str) -> NoReturn:
     say(f"the SuperNode ends: {why}")
     os._exit(BROKEN_OFF)
-
-
-def say(line: str) -> None:
-    """Print to stderr, that is systemd's journal or the terminal, beside Flower's own lines."""
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""Keys and certificates: one pair for each node, one authority and one server's certificate for each address.
+"""Keys and certificates: one authority, one server's certificate, and a pair of keys for each node.
 
-write_loopback    for the SuperLink: names only this machine, and nobody else trusts its authority
-write_public      for the proxy: names the server, by an authority whose certificate the sites get in their join files.
-                  Its key stays in ca.key, so that `write_public` can sign the server's next certificate with it
-verdict           what a node would say of a server's certificate
-new_key           a node's own pair, in OpenSSH's format: Flower reads no other kind
+The certificate names the server, localhost and 127.0.0.1: the proxy shows it to the sites, and the SuperLink to the
+proxy. The authority's key stays in FED/certs/ca.key, so that the next certificate can be signed with it; sites get
+ca.crt in join.toml.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import datetime
 import ipaddress
@@ -55,16 +52,9 @@ class Certificate:
 Signer = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]  # an authority, and the key that signs with it
 
 
-def write_loopback(folder: Path) -> None:
-    """Write ca.crt, server.crt and server.key for this machine alone, for ten years; discard the authority's key."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    signer = _authority("fedlora loopback")
-    _write_server(folder, signer, ("localhost", "127.0.0.1"), AUTHORITY_DAYS)
-    files.write(folder / "ca.crt", _pem(signer[0]))
-
-
-def write_public(folder: Path, name: str) -> None:
-    """Write ca.crt, ca.key, server.crt and server.key for the server's name; an existing authority signs again.
+def write_server(folder: Path, name: str) -> None:
+    """Write server.crt and server.key for the server's name and for loopback, and ca.crt and ca.key if there are none:
+    an existing authority signs again.
 
     Raises:
         ConfigError: the existing authority's key is not here, so somebody else must renew this.
@@ -76,7 +66,7 @@ def write_public(folder: Path, name: str) -> None:
         signer = _authority(f"fedlora {name}"[:64])
         write_private(folder / "ca.key", _private(signer[1], serialization.PrivateFormat.PKCS8))
         files.write(folder / "ca.crt", _pem(signer[0]))
-    _write_server(folder, signer, (name,), SERVER_DAYS)
+    _write_server(folder, signer, tuple(dict.fromkeys((name, "localhost", "127.0.0.1"))), SERVER_DAYS)
 
 
 def verdict(folder: Path, name: str) -> Certificate:
@@ -121,17 +111,6 @@ def public_key(text: str) -> ec.EllipticCurvePublicKey:
             f"ssh-keygen -t ecdsa -b 384 makes one, and so does fedlora flower site."
         )
     return found
-
-
-def fingerprint(public: str) -> str:
-    """The fingerprint, as from `ssh-keygen -l`: "SHA256:...". Raises `ConfigError` if this is not a public key.
-
-    Example:
-        >>> fingerprint(new_key()[1].decode())[:7]
-        'SHA256:'
-    """
-    digest = serialization.ssh_key_fingerprint(public_key(public), hashes.SHA256())
-    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -237,7 +216,4 @@ def _pem(found: x509.Certificate) -> bytes:
     return found.public_bytes(serialization.Encoding.PEM)
 
 
-__all__ = [
-    "SOON", "Certificate", "fingerprint", "new_key", "public_key", "verdict", "write_loopback", "write_private",
-    "write_public",
-]  # fmt: skip
+__all__ = ["SOON", "Certificate", "new_key", "public_key", "verdict", "write_private", "write_server"]

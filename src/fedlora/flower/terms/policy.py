@@ -1,22 +1,40 @@
-"""Who may take part, at which rank and with which weight, decided by the server, whatever a client claims."""
+"""policy.toml: who may take part, at which rank and with which weight, decided by the server, whatever a client claims.
+
+Also the names of sites and of the server, which stand in commands, folders and certificates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ipaddress
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import tomlkit
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 from pydantic.dataclasses import dataclass
 
 from fedlora.core.messages import Client
 from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
-from fedlora.flower.terms.names import check_site, checked_rank
 from fedlora.given_files import parse_toml, read_toml
 
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
+Rank = int | Mapping[str, int]
+MOST_RANK = 4096
+_SITE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+_HEAD = """\
+# Who may take part, and how much they can count for: the server's word, whatever a client claims. The server reads it
+# anew at the beginning of each round. Sites come and go by `fedlora flower admit` and `fedlora flower remove`.
+deadline = 600.0        # seconds; a round waits no longer for answers
+# max_examples = 1e9    # the most that a site's claim of examples counts for
+# max_upload_mb = 100   # of one reply; left out: twice what the site's own upload can have, and 1 MB
+
+[clients]               # name = rank
+"""
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -25,14 +43,12 @@ class Policy:
 
     clients: name -> its rank, or its ranks by module: the allow-list, in the order in which rounds draw from it.
     max_examples: the most that a claim counts for. max_upload_mb: for one reply, in 2^20 bytes; None: twice this
-    client's largest upload, and 1. deadline: seconds for a reply, also the life of a message. retries: of a round with
-    too few replies.
+    client's largest upload, and 1. deadline: seconds for a reply, also the life of a message.
     """
 
-    clients: Mapping[str, int | Mapping[str, int]]
+    clients: Mapping[str, Rank]
     max_examples: Above = 1e9
     deadline: Above = 3600.0
-    retries: Count = 1
     max_upload_mb: Above | None = None
 
     @field_validator("clients", mode="before")
@@ -73,3 +89,114 @@ class Policy:
         except ValidationError as error:
             found = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
             raise ConfigError(f"{what}: {'; '.join(f'{key}: {said}' for key, said in found)}.") from error
+
+
+def policy_text(clients: Mapping[str, Rank]) -> str:
+    """A new policy.toml, with safe defaults."""
+    return with_client(_HEAD, clients)
+
+
+def with_client(text: str, clients: Mapping[str, Rank]) -> str:
+    """A policy's text with more sites at its end, or other ranks of existing ones; its comments stay."""
+    found: Any = tomlkit.parse(text)
+    for name, rank in clients.items():
+        value: Any = rank
+        if isinstance(rank, Mapping):  # on the site's own line
+            value = tomlkit.inline_table()
+            value.update(rank)
+        found["clients"][name] = value
+    return tomlkit.dumps(found)
+
+
+def without_client(text: str, name: str) -> str:
+    """A policy's text without one site."""
+    found: Any = tomlkit.parse(text)
+    found["clients"].pop(name, None)
+    return tomlkit.dumps(found)
+
+
+# -------------------------------------------------------------------------------------------------------------- names
+
+
+def sites(text: str) -> dict[str, int]:
+    """Site -> rank, from "acme=8,berlin=4".
+
+    Raises:
+        ConfigError: an entry without a rank, an invalid name or rank, a repeated name, or no entry.
+
+    Example:
+        >>> sites("acme=8, berlin=4")
+        {'acme': 8, 'berlin': 4}
+    """
+    found: dict[str, int] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, rank = named_rank(entry)
+        if rank is None:
+            raise ConfigError(f"--sites takes NAME=RANK, such as acme=8,berlin=4; got {quoted(entry)} without a rank.")
+        check_site(name, found)
+        found[name] = rank
+    if not found:
+        raise ConfigError(f"--sites names no site; give, for example, acme=8,berlin=4. Got {quoted(text)}.")
+    return found
+
+
+def named_rank(entry: str) -> tuple[str, int | None]:
+    """("acme", 8) from "acme=8", and ("acme", None) from "acme". Raises `ConfigError` for an invalid rank."""
+    name, equals, rank = (part.strip() for part in entry.partition("="))
+    whole = rank.isascii() and rank.isdecimal() and len(rank) < 9
+    return name, checked_rank(int(rank) if whole else rank, name) if equals else None
+
+
+def check_site(name: str, others: Collection[str] = ()) -> None:
+    """Raises `ConfigError` for an invalid name of a site, or one that differs from one of `others` only in case."""
+    if not _SITE.fullmatch(name):
+        raise ConfigError(
+            f"{quoted(name)} cannot be the name of a site. Files and commands contain the name, so it has up to 63 "
+            f"letters, digits, '_', '-' and '.', and begins with a letter, a digit or '_'."
+        )
+    same = [other for other in others if other.casefold() == name.casefold()]
+    if same:
+        raise ConfigError(
+            f"{quoted(name)} exists already{f', as {same[0]!r}' if same[0] != name else ''}: each site needs its own "
+            f"name, and upper case alone does not make another one."
+        )
+
+
+def checked_rank(rank: object, name: str) -> int:
+    """The rank. Raises `ConfigError` for an impossible one."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MOST_RANK:
+        raise ConfigError(
+            f"the site {quoted(name)}: a rank is a whole number from 1 to {MOST_RANK}; got {quoted(rank, 40)}. LoRA's "
+            f"are mostly 2 to 64."
+        )
+    return rank
+
+
+def server_name(name: str) -> str:
+    """The server's name, in the form for certificates.
+
+    Raises:
+        ConfigError: a URL, an address, a name with a port, or no name.
+
+    Example:
+        >>> server_name("FL.example.org")
+        'fl.example.org'
+    """
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+        address = True
+    except ValueError:
+        address = False
+    if address or len(name) > 253 or not all(map(_LABEL.fullmatch, name.lower().split("."))):
+        raise ConfigError(
+            f"--server-name is a host name that the sites can look up, such as fl.example.org; got {quoted(name)}. It "
+            f"has no https://, no port (--port sets it) and ASCII letters only (xn--...), and is no address: "
+            f"certificates are of names. Where there is no DNS, a line in each site's /etc/hosts gives one a name."
+        )
+    return name.lower()
+
+
+__all__ = [
+    "MOST_RANK", "Policy", "Rank", "check_site", "checked_rank", "named_rank", "policy_text", "server_name", "sites",
+    "with_client", "without_client",
+]  # fmt: skip

@@ -1,41 +1,64 @@
-"""federation.toml: a federation's agreed settings. The server holds them; every message carries what sites need.
+"""federation.toml: a run's TOML with an id and the table [network]; and site.toml, which overlays a site's own keys.
 
-id = "fed-4f21c0"       made once; sites keep their state by it
-[network] [at_server]   only the server's
-[model] [data] [lora] [method] [server] [defence] [privacy] [train] [run] [evaluate]    as in a run's file, without keys
-                        that belong to one machine: paths, the partition of one file, worker processes
+    id = "fed-4f21c0"       made once; sites keep their state by it
+    [network]               the server's address
+    [model] [data] [lora] [method] [server] [defence] [privacy] [train] [run] [evaluate]      as in a run's file
+
+model.path is the server's copy of the base model, and a *file* in data.validation or data.test is the server's; a
+*share* there is what each site holds out of its own. Every message carries the settings to the sites, without what
+belongs to the server's machine. Keys that only `fedlora run` uses (workers, checkpoints, samples) have no effect here.
+
+    name = "acme"           site.toml: the keys of `OWN`, over the server's
+    [model]
+    path = "/models/bert"
+    [data]
+    train = "notes.csv"     relative paths start at the file's own folder
+    text = "note"           a column with another name in this file
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import tomli_w
 from pydantic import Field, field_validator, model_validator
 
 from fedlora.core.text import quoted
 from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
-from fedlora.flower.terms.one_machine import keys_elsewhere, refuse_elsewhere
+from fedlora.flower.terms.policy import check_site
 from fedlora.flower.terms.privacy import FederationPrivacy, refusals, with_private_defaults
-from fedlora.flower.terms.site_file import Site
 from fedlora.given_files import read_toml
-from fedlora.runs.config import RunConfig
-from fedlora.runs.data_sections import ClassNames
-from fedlora.runs.defence import DefenceSection
-from fedlora.runs.idle_keys import check_used, unused
+from fedlora.runs.config import RunConfig, located_command
+from fedlora.runs.data_sections import DataSection
 from fedlora.runs.reading import checked
-from fedlora.runs.sections import EvaluateSection, MethodSection, RunSection, ServerSection
-from fedlora.training.settings import LoRASettings, Positive, Section, Task, TrainSection
-from fedlora.training.templates import check_template
+from fedlora.training.settings import Section
 
 Held = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PARTS = ("validation", "test")
+UNNAMED = "each site's own"  # model.path and data.train where nobody has named one
+
+OWN: Mapping[str, tuple[str, ...]] = {
+    "model": ("path", "revision", "device"),
+    "data": ("train", "text", "pair", "label", "prompt", "response", "messages"),
+    "train": ("command", "time_limit"), "run": ("threads",), "method": ("name",),
+}  # fmt: skip
+"""The keys of site.toml beside `name`, by table."""
+
+# What never travels, by table; None: the whole table. A server that sends one of these is refused.
+_STAYS: dict[str, tuple[str, ...] | None] = {
+    "network": None, "at_server": None, "clients": None, "attack": None,
+    "model": ("path", "revision", "device", "adapter"),
+    "data": ("train", "clients", "task", "revision", "tasks", "unseen", "task_lists", "max_test"),
+    "train": ("command", "time_limit"), "run": ("workers", "track"), "privacy": ("ledger",),
+}  # fmt: skip
 
 # What a site's trainer takes from the settings; quorum, participation and stopping are the server's.
 _OF_SITES: dict[str, Any] = {
@@ -43,80 +66,53 @@ _OF_SITES: dict[str, Any] = {
     "run": {"rounds", "seed", "threads"}, "evaluate": {"metric", "max_new_tokens", "batch_size"},
 }  # fmt: skip
 
-# A column of a site's own file -> the settings' columns that it stands in place of.
-_REPLACES = {"messages": ("prompt", "response"), "prompt": ("messages",), "response": ("messages",)}
-
-_HEAD = """\
-# What server and sites agree on. Sites receive it with every message: edit it here, and nowhere else.
-# After the first round only run.rounds may change, [network], and the paths of [at_server].
-
-"""
+# Keys of a run's file that would mean something else than a reader expects, and what a federation has instead.
+_ELSEWHERE = {
+    **dict.fromkeys(("data.train", "data.clients"), "each site names its file in its site.toml"),
+    **dict.fromkeys(("train.command", "train.time_limit", "model.device"), "each site sets it in its site.toml"),
+    **dict.fromkeys(
+        ("data.task", "attack", "server.gauge_stress", "run.readouts", "run.keep_uploads", "evaluate.test_along"),
+        "it is for `fedlora run`",
+    ),
+    "clients": "policy.toml says who takes part, with which rank (fedlora flower init --sites)",
+    "model.adapter": "fedlora flower init --start names a start",
+    "at_server": "data.validation and data.test may name a file of the server's",
+}
 
 
 class NetworkSection(Section):
-    """name, port: the proxy's address for sites; without a name, this is a trial on one machine. superlink_port: the
-    SuperLink's, on loopback."""
+    """name, port: where sites connect, which is the proxy. superlink_port: the SuperLink's, on loopback; if the two
+    ports are one, there is no proxy between, and only this machine's sites reach it (`fedlora flower up`)."""
 
-    name: str | None = None
+    name: str = "localhost"
     port: Port = 443
     superlink_port: Port = 18080
 
 
+class SitesData(DataSection):
+    """As [data] of a run. validation, test: the shares that each site holds out of its own file."""
+
+    validation: Held = 0.1
+    test: Held = 0.1
+
+    @model_validator(mode="after")
+    def _leaves_some(self) -> SitesData:
+        if self.validation + self.test >= 1:
+            raise ValueError(
+                f"data.validation = {self.validation:g} and data.test = {self.test:g} leave a site nothing to train on"
+            )
+        return self
+
+
 class AtServerSection(Section):
-    """The server's own base model and files to measure on, if it has them. They never travel."""
+    """The server's own base model, and its files to measure on: read out of model.path, data.validation, data.test."""
 
     model: str | None = None
     validation: str | None = None
     test: str | None = None
 
-    @model_validator(mode="after")
-    def _a_model_to_measure(self) -> AtServerSection:
-        if (self.validation or self.test) and not self.model:
-            raise ValueError(
-                "measuring at_server.validation and at_server.test needs a base model: give at_server.model too, or "
-                "leave them out"
-            )
-        return self
 
-
-class AgreedModel(Section):
-    """As [model] of a run, without the path, which each machine sets itself."""
-
-    task: Task = "classification"
-    bf16: bool = False
-    four_bit: bool = False
-    checkpointing: bool = False
-    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-
-
-class AgreedData(Section):
-    """As [data] of a run, without its sources. labels: the classes, in the order of their numbers. validation, test:
-    shares that each site holds out from its own file. max_train: the most examples for each site."""
-
-    labels: ClassNames | None = None
-    max_length: Positive = 128
-    max_train: Positive | None = None
-    template: str | None = None
-    text: str = "text"
-    pair: str | None = None
-    label: str = "label"
-    prompt: str = "prompt"
-    response: str = "response"
-    messages: str | None = None
-    validation: Held = 0.1
-    test: Held = 0.1
-
-    @model_validator(mode="after")
-    def _leaves_some(self) -> AgreedData:
-        if self.validation + self.test >= 1:
-            raise ValueError(
-                f"data.validation = {self.validation:g} and data.test = {self.test:g} leave a site nothing to train on"
-            )
-        check_template(self.template)
-        return self
-
-
-class FederationSettings(Section):
+class FederationSettings(RunConfig):
     """All settings that server and sites share, and the server's own.
 
     Example:
@@ -128,21 +124,25 @@ class FederationSettings(Section):
     id: str
     network: NetworkSection = NetworkSection()
     at_server: AtServerSection = AtServerSection()
-    model: AgreedModel = AgreedModel()
-    data: AgreedData = AgreedData()
-    lora: LoRASettings = LoRASettings()
-    method: MethodSection = MethodSection()
-    server: ServerSection = ServerSection()
-    defence: DefenceSection = DefenceSection()
-    train: TrainSection = TrainSection()
-    run: RunSection = RunSection()
-    evaluate: EvaluateSection = EvaluateSection()
+    data: SitesData = SitesData(train=UNNAMED)
     privacy: FederationPrivacy | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _private_defaults(cls, raw: Any) -> Any:
-        return with_private_defaults(raw)
+    def _sites_name_their_own(cls, raw: Any) -> Any:
+        """A run's tables without model and data, which each machine has its own; a file to measure on is the server's,
+        and then no site holds anything out for it."""
+        if not isinstance(raw, Mapping) or not all(
+            isinstance(raw.get(key, {}), Mapping) for key in ("model", "data", "at_server")
+        ):
+            return raw
+        raw = with_private_defaults(raw)
+        model, data = dict(raw.get("model", {})), dict(raw.get("data", {}))
+        files = {part: data[part] for part in _PARTS if isinstance(data.get(part), str)}
+        here = {"model": model.get("path"), **files, **raw.get("at_server", {})}
+        model.setdefault("path", UNNAMED)
+        data = {"train": UNNAMED, **data, **dict.fromkeys(files, 0.0)}
+        return {**raw, "model": model, "data": data, "at_server": here}
 
     @field_validator("id")
     @classmethod
@@ -160,34 +160,56 @@ class FederationSettings(Section):
             )
         return self
 
-    def check(self) -> FederationSettings:
-        """The settings, if each key that is set has an effect; for the server, whose own tables do not travel.
-
-        Raises:
-            ConfigError: keys that would do nothing, or contradict each other.
-        """
-        if self.privacy is not None and (wrong := list(refusals(self))):
-            raise ConfigError("; ".join(wrong))
-        check_used(self._everything())
-        return self
-
     # ------------------------------------------------------------------------------------------------- there and back
 
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], folder: Path) -> FederationSettings:
+        """The server's settings from a file's tables, its paths made absolute from `folder`. Raises `ConfigError` for
+        each mistake, and for keys that belong to a site or to `fedlora run`."""
+        given = [f"{table}.{key}" for table, keys in raw.items() if isinstance(keys, Mapping) for key in keys]
+        if wrong := [key for key in (*raw, *given) if key in _ELSEWHERE]:
+            said = "; ".join(f"{key} is no setting of a federation: {_ELSEWHERE[key]}" for key in wrong)
+            raise ConfigError(f"{said}. Leave it out.")
+        found = checked(cls, absolute(raw, folder))
+        if (found.at_server.validation or found.at_server.test) and found.at_server.model is None:
+            raise ConfigError("measuring on a file of the server's needs the base model: name it in model.path.")
+        if found.privacy is not None:
+            if refused := list(refusals(found)):
+                raise ConfigError("; ".join(refused))
+            found.privacy.checked()
+        return found
+
+    @classmethod
+    def load(cls, path: Path) -> FederationSettings:
+        """From federation.toml. Raises `ConfigError`."""
+        if not path.exists():
+            raise ConfigError(f"{path.parent} is no folder of `fedlora flower init`: it has no {path.name}.")
+        try:
+            return cls.of(read_toml(path, "the federation's settings"), path.parent)
+        except ConfigError as error:
+            raise ConfigError(f"the federation's settings {path}: {error}") from error
+
     def travelling(self) -> str:
-        """The settings for sites, as canonical JSON: all but [network] and [at_server]. Defaults are included, because
-        another version may have others. [privacy] is without the ledger's path."""
-        beside: dict[str, Any] = {"network": True, "at_server": True, "privacy": {"ledger"}}
+        """The settings for sites, as canonical JSON, without `_STAYS`. Defaults are included, because another version
+        may have others."""
+        beside = {table: True if keys is None else {*keys} for table, keys in _STAYS.items()}
         return json.dumps(self.model_dump(mode="json", exclude=beside), sort_keys=True)
 
     @classmethod
     def from_travelling(cls, text: str) -> FederationSettings:
-        """Settings from a site's message. Raises `ConfigError`."""
+        """Settings from a site's message. Raises `ConfigError`, also for what no server may set at a site."""
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"the server's settings are not JSON: {error}.") from error
-        if not isinstance(raw, dict) or {"network", "at_server"} & set(raw):
-            raise ConfigError("the server's settings are not of the form that travels to sites.")
+        if not isinstance(raw, dict):
+            raise ConfigError("the server's settings are not a table.")
+        for table, keys in _STAYS.items():
+            there = raw.get(table)
+            if odd := [key for key in keys or () if isinstance(there, dict) and key in there]:
+                raise ConfigError(f"the server's settings set {table}.{odd[0]}, which is a site's own.")
+            if keys is None and table in raw:
+                raise ConfigError(f"the server's settings have a table [{table}], which does not travel.")
         try:
             return checked(cls, raw)
         except ConfigError as error:
@@ -196,106 +218,131 @@ class FederationSettings(Section):
                 f"(fedlora doctor lists the versions)"
             ) from error
 
-    @classmethod
-    def load(cls, path: Path) -> FederationSettings:
-        """From federation.toml, with the server's own paths made absolute. Raises `ConfigError`."""
-        if not path.exists():
-            raise ConfigError(f"{path.parent} is no folder of `fedlora flower init`: it has no {path.name}.")
-        raw = read_toml(path, "the federation's settings")
-        refuse_elsewhere(raw)
-        try:
-            found = checked(cls, raw).check().located(path.parent)
-            if found.privacy is not None:
-                found.privacy.checked()
-            return found
-        except ConfigError as error:
-            raise ConfigError(f"the federation's settings {path}: {error}.") from error
-
-    def toml(self) -> str:
-        """The text of federation.toml, with every key that can be set."""
-        without = {name: set(keys_elsewhere(name)) for name in type(self).model_fields}
-        return _HEAD + tomli_w.dumps(self.model_dump(mode="json", exclude=without, exclude_none=True))
-
-    def located(self, folder: Path) -> FederationSettings:
-        """The settings with the server's own paths absolute; relative ones start at `folder`."""
-        here, changes = self.at_server, {}
-        for part in ("validation", "test"):
-            path = getattr(here, part)
-            if path and not is_hub(path):
-                changes[part] = str((folder / path).resolve())
-        if here.model and here.model not in PACKAGED and (folder / here.model).exists():
-            changes["model"] = str((folder / here.model).resolve())
-        private = self.privacy
-        if private is not None and private.ledger:
-            private = private.model_copy(update={"ledger": str((folder / private.ledger).resolve())})
-        return self.model_copy(update={"at_server": here.model_copy(update=changes), "privacy": private})
-
     # -------------------------------------------------------------------------------------------------- what it means
 
     def for_site(self, site: Site, rank: int = 1) -> RunConfig:
-        """The input of `runs.preparation.prepare` for a site's trainer: its own file and model, everything else as
-        agreed.
-
-        The site's columns take precedence. The other members, quorum and stopping are up to the server.
+        """The input of `runs.preparation.prepare` for a site's trainer: the settings with its own keys over them.
 
         Raises:
-            ConfigError: a column that files of this task do not have; a module chosen by the server, because importing
-                it here would run it.
+            ConfigError: a mistake in site.toml; a module chosen by the server, because importing it here would run it.
         """
-        if ":" in self.method.name and self.method.name != site.method:
+        own = {table: dict(keys) for table, keys in site.own.items()}
+        if ":" in self.method.name and own.get("method", {}).get("name") != self.method.name:
             raise ConfigError(
                 f"the server's method {quoted(self.method.name)} is a class in a module of its choice, and importing a "
-                f"module runs it. Nothing was imported. If {site.name} has that module and wants to run it, set method "
-                f"= {quoted(self.method.name)} in site.toml."
+                f"module runs it. Nothing was imported. If {site.name} has that module and wants to run it, set "
+                f"[method] name = {quoted(self.method.name)} in site.toml."
             )
-        config = self._config(site, rank)
-        own = [f"data.{column}" for column in site.columns]
-        idle = [line for line in unused(config) if line.split(" ")[0] in own]
-        if idle:
-            raise ConfigError(f"site.toml of {site.name}: {'; '.join(idle).replace('data.', '')}. Leave it out.")
-        return config
-
-    def for_server(self) -> RunConfig | None:
-        """The same for measuring, with the server's own model and held-out files; None without [at_server] model."""
-        here = self.at_server
-        if not here.model:
-            return None
-        path = here.validation or here.test
-        config = self._config(Site(name="server", data=path or "nothing", model=here.model))
-        data = config.data.model_copy(update={"validation": here.validation or 0.0, "test": here.test or 0.0})
-        return config.model_copy(update={"data": data, "evaluate": self.evaluate})
-
-    def _everything(self) -> RunConfig:
-        """All settings, as those of one run: a key without effect there has none here."""
-        config = self._config(Site(name="site", data="its.csv", model="its"))
-        here = {part: path for part in ("validation", "test") if (path := getattr(self.at_server, part))}
-        return config.model_copy(
-            update={
-                "data": config.data.model_copy(update=here),
-                "evaluate": self.evaluate,
-                "run": self.run,
-                "defence": self.defence,
-            }
-        )
-
-    def _config(self, site: Site, rank: int = 1) -> RunConfig:
+        own.pop("method", None)
         said = self.model_dump(exclude_defaults=True, include=_OF_SITES)
-        columns, device = site.columns, {"device": site.device} if site.device else {}
-        replaced = {other for column in columns for other in _REPLACES.get(column, ())}
-        agreed = {key: value for key, value in said.get("data", {}).items() if key not in replaced}
+        data = {key: value for key, value in said.get("data", {}).items() if key != "train"}
+        mine = own.get("data", {})
+        for these, others in ((("messages",), ("prompt", "response")), (("prompt", "response"), ("messages",))):
+            if any(key in mine for key in these):  # one form of rows stands in place of the other
+                data = {key: value for key, value in data.items() if key not in others}
+        data |= {key: value for key, value in mine.items() if key != "train"}
+        data["clients"] = {site.name: mine.get("train", UNNAMED)}
+        train = own.get("train", {}) if "command" in own.get("train", {}) else said.get("train", {})
         if not self.data.validation and not self.data.test:
             said.pop("evaluate", None)
-        return checked(
-            RunConfig,
-            {
-                **said,
-                "model": {**said.get("model", {}), "path": site.model, **device},
-                "data": {**agreed, **columns, "clients": {site.name: site.data}},
-                "clients": {"ranks": [rank]},
-                "train": said.get("train", {}) if site.command is None else site.program,
-                "run": {**said.get("run", {}), **({"threads": site.threads} if site.threads else {})},
-            },
-        )
+        tables = {
+            **said, "data": data, "train": train, "clients": {"ranks": [rank]},
+            "model": {**said.get("model", {}), **own.get("model", {})},
+            "run": {**said.get("run", {}), **own.get("run", {})},
+        }  # fmt: skip
+        try:
+            return checked(RunConfig, tables)
+        except ConfigError as error:
+            raise ConfigError(f"site.toml of {site.name}, over the server's settings: {error}.") from error
+
+    def for_server(self) -> RunConfig | None:
+        """The same for measuring, with the server's base model and its files; None if it has none to measure on."""
+        here = self.at_server
+        files = {part: getattr(here, part) or 0.0 for part in _PARTS}
+        if not any(files.values()):
+            return None
+        return self.as_run(str(here.model), **files)
+
+    def as_run(self, model: str, **data: Any) -> RunConfig:
+        """The federation as one run with that base model, as its adapters' cards and its measurements take it. data:
+        further keys of [data]."""
+        config = self.for_site(Site("server", {"model": {"path": model}, "method": {"name": self.method.name}}))
+        return config.model_copy(
+            update={
+                "data": config.data.model_copy(update=data), "evaluate": self.evaluate, "defence": self.defence,
+            }
+        )  # fmt: skip
 
 
-__all__ = ["AgreedData", "AgreedModel", "AtServerSection", "FederationSettings", "NetworkSection"]
+@dataclass(frozen=True)
+class Site:
+    """A site's own settings: its name, and the keys of `OWN` by table. Nothing of this travels.
+
+    Example:
+        >>> Site("acme", {"data": {"train": "notes.csv", "text": "note"}, "model": {"path": "demo"}}).data
+        'notes.csv'
+    """
+
+    name: str
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def data(self) -> str:
+        """Its file of examples, or a data set "hf://..."."""
+        return str(self.own["data"]["train"])
+
+    @property
+    def model(self) -> str:
+        """Its copy of the base model."""
+        return str(self.own["model"]["path"])
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], folder: Path) -> Site:
+        """From the tables of site.toml, with paths made absolute from `folder`. It does not look for the files, and
+        values are checked with the settings, in `FederationSettings.for_site`. Raises `ConfigError`."""
+        name, tables = raw.get("name"), {table: keys for table, keys in raw.items() if table != "name"}
+        if not isinstance(name, str):
+            raise ConfigError("key 'name' is missing: the site's, as the server admits it")
+        check_site(name)
+        for table, keys in tables.items():
+            odd = (
+                [f"{table}.{key}" for key in keys if key not in OWN.get(table, ())]
+                if isinstance(keys, dict)
+                else [table]
+            )
+            if odd or table not in OWN:
+                known = "; ".join(f"[{one}] {', '.join(keys)}" for one, keys in OWN.items())
+                raise ConfigError(f"{quoted(odd[0] if odd else table)} is no key of a site, which may set {known}. All "
+                                  f"other settings come from the server")  # fmt: skip
+        for table, key in (("data", "train"), ("model", "path")):
+            if not isinstance(tables.get(table, {}).get(key), str) or not tables[table][key]:
+                raise ConfigError(f"[{table}] {key} is missing")
+        return cls(name, absolute(tables, folder))
+
+    @classmethod
+    def read(cls, path: Path) -> Site:
+        """From site.toml. Raises `ConfigError`."""
+        try:
+            return cls.of(read_toml(path, "the site file"), path.parent)
+        except ConfigError as error:
+            raise ConfigError(f"the site file {path}: {error}.") from error
+
+
+def absolute(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A file's tables with the paths in them absolute; relative ones start at `folder`."""
+    found = {name: dict(table) if isinstance(table, Mapping) else table for name, table in raw.items()}
+
+    for table, key in (*(("data", part) for part in ("train", *_PARTS)), ("privacy", "ledger"), ("model", "path")):
+        keys = found.get(table)
+        path = keys.get(key) if isinstance(keys, dict) else None
+        named = isinstance(path, str) and path and not is_hub(path) and path not in PACKAGED
+        there = named and (table != "model" or (folder / str(path)).exists())  # otherwise an id on the hub
+        if isinstance(keys, dict) and there:
+            keys[key] = str((folder / str(path)).resolve())
+    train = found.get("train")
+    if isinstance(train, dict) and isinstance(train.get("command"), list):
+        train["command"] = located_command([str(word) for word in train["command"]], folder)
+    return found
+
+
+__all__ = ["OWN", "UNNAMED", "FederationSettings", "NetworkSection", "Site", "absolute"]

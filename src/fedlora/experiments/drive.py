@@ -1,0 +1,115 @@
+"""The driver: the search, then the runs that count, each gathered into the results by this process alone.
+
+A driver that dies is called again: it finds what has ended meanwhile in the run folders, and starts what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from fedlora.errors import ConfigError
+from fedlora.experiments import results
+from fedlora.experiments.grid import Grid, Planned, Stage
+from fedlora.experiments.here import Ended
+from fedlora.experiments.scores import Line
+from fedlora.experiments.tune import Progress
+from fedlora.experiments.work import Work
+
+Start = Callable[[Sequence[Planned]], Ended]
+Watch = Callable[[Sequence[Planned], tuple[Planned, str | None] | None], None]
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where an experiment is kept. results: its file of lines. work: run folders and failures."""
+
+    results: Path
+    work: Work
+
+    def progress(self, grid: Grid) -> Progress:
+        """What there is of the experiment: its lines, also under other experiments' names in the same folder, because
+        experiments may share runs."""
+        found: dict[str, Line] = {}
+        for path in [*sorted(self.results.parent.glob("*.jsonl")), self.results]:
+            found |= results.read(path)
+        return Progress(grid, found)
+
+    def gathered(self, grid: Grid, stage: Stage) -> Progress:
+        """`progress`, with a line for each run of the stage that has ended and has none."""
+        progress = self.progress(grid)
+        new = {run.digest: line for run in progress.missing(stage) if (line := self.work.line(run)) is not None}
+        for line in new.values():
+            results.append(self.results, line)
+        return Progress(grid, {**progress.lines, **new}) if new else progress
+
+    def forget(self, grid: Grid) -> None:
+        """Forget the failures of its runs, so that they are tried again."""
+        progress = self.progress(grid)
+        gone = [
+            run for run in [*grid.searches, *progress.runs]
+            if "failed" in progress.lines.get(run.digest, ()) or self.work.failure(run).exists()
+        ]  # fmt: skip
+        for run in gone:
+            self.work.failure(run).unlink(missing_ok=True)
+        lines, digests = results.read(self.results), {run.digest for run in gone}
+        results.rewrite(
+            self.results, [line for line in lines.values() if "failed" not in line or line["digest"] not in digests]
+        )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the only driver; at the end the results are sorted. Raises `ConfigError` if another one is at work."""
+        for place, option in ((self.results.parent, "--results"), (self.work.folder, "--work")):
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"{option} {place} cannot be written: {error.strerror or error}.") from error
+        try:
+            with FileLock(self.work.folder / f".{self.results.stem}.lock", timeout=0):
+                try:
+                    yield
+                finally:
+                    results.rewrite(self.results, results.read(self.results).values())
+        except Timeout as error:
+            raise ConfigError(
+                f"another process drives {self.results.stem} in {self.work.folder}: wait for it, or end it. One driver "
+                f"starts all runs; it takes --workers, --on slurm or --on ray."
+            ) from error
+
+
+def drive(
+    grid: Grid, store: Store, start: Start, watch: Watch, stages: Sequence[Stage] = ("search", "run")
+) -> dict[str, str]:
+    """Run what is missing, each stage's runs at most once. Returns digest -> why it failed. If `start` left runs to
+    others (`slurm` with a command that follows), no further stage begins.
+
+    Args:
+        start: makes runs (`here`, `slurm`, `ray_tasks`). watch: called with a stage's runs before it starts, after each
+            look, and with each run that has ended.
+    """
+    failed: dict[str, str] = {}
+    for stage in stages:
+        progress = store.gathered(grid, stage)
+        todo = [run for run in progress.missing(stage) if run.digest not in failed]
+        if not todo:
+            continue
+        watch(todo, None)
+        left = len(todo)
+        with closing(start(todo)) as ended:  # type: ignore[type-var]
+            for one in ended:
+                if one is not None:
+                    run, why = one
+                    left -= 1
+                    if (line := store.work.line(run)) is not None:
+                        results.append(store.results, line)
+                    if why is not None:
+                        failed[run.digest] = why
+                watch(todo, one)
+        if left:
+            break
+    return failed

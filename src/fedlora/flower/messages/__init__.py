@@ -1,1 +1,0 @@
-"""Messages as Flower's records, checked before use."""

@@ -1,0 +1,305 @@
+"""`Federation`: the strategy of a federation's folder, and `play`, the main function of its ServerApp."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from fedlora.core import checkpoint, files
+from fedlora.core.messages import ClientMemory
+from fedlora.core.parcels import held_after
+from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import shown
+from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.flower.envelope import Envelope, RecordError
+from fedlora.flower.grid import BoundedGrid, Clock
+from fedlora.flower.inside import untested
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.processes import locked
+from fedlora.flower.scores import HeldOut, SiteScores, record_measured
+from fedlora.flower.server.finishing import finish, fitting_summary
+from fedlora.flower.server.journal import Journal, scores_line
+from fedlora.flower.server.measuring import NUMBERS, SiteRound
+from fedlora.flower.server.opening import Opening, opening
+from fedlora.flower.server.private import opened_private
+from fedlora.flower.server.state import FederationState, check_playable, run_identity
+from fedlora.flower.strategy import FedLoRA
+from fedlora.flower.terms.facts import Facts, server_facts
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.privacy import check_policy
+from fedlora.runs.finishing import best_state
+from fedlora.runs.folder import plain
+from fedlora.runs.private_run import PrivateRun
+from fedlora.runs.stopping import Line
+from fedlora.runs.tracking import Called, Trackers
+from fedlora.server.state import RunState
+
+log = logging.getLogger(__name__)
+
+
+class Federation(FedLoRA):
+    """The rounds of a federation's folder: fedlora's own clients, by the policy as it stands, measured at the sites or
+    at the server, until run.rounds are played or patience ends.
+
+    Args:
+        b: the checked start. newest: the state to go on from; None: its start. private: its releases, if it is.
+    """
+
+    trackers: Trackers
+
+    def __init__(self, b: Opening, newest: FederationState | None, private: PrivateRun | None) -> None:
+        run = b.settings.run
+        super().__init__(
+            b.server if private is None else private.server, b.policy.clients, run=b.settings.id, folder=b.home.server,
+            fraction_train=run.participation, seed=run.seed,
+        )  # fmt: skip
+        self.opening, self.private, self.policy = b, private, b.policy
+        self._kept = newest or FederationState(b.settings.id, b.state)
+        self._part: HeldOut = "validation"
+        self._policy_error, self._sites = "", SiteRound()
+        super()._begin(None)
+        self._tracked = 0  # the last round that trackers know
+
+    def _begin(self, initial: ArrayRecord | None) -> None:
+        """Trackers get all rounds before: after a restart they get them again."""
+        super()._begin(initial)
+        b, owed = self.opening, self.opening.choosing.due(self.round) and not self.journal.measured(self.round)
+        self._tracked = self.round - owed
+        self.trackers = Trackers(
+            b.settings.run.track, b.home.server, {"federation": self.run, **json.loads(b.settings.travelling())},
+            self.lines(self._tracked), anew=self.round > 0, called=Called(self.run),
+        )  # fmt: skip
+
+    def lines(self, upto: int | None = None) -> list[dict[str, Any]]:
+        """The lines of the rounds until `upto`, by default all that are played."""
+        return self.journal.lines(self.round if upto is None else upto)
+
+    @property
+    def best(self) -> Line | None:
+        """The line of the best round, if any was measured."""
+        return self.opening.choosing.best(self.lines())
+
+    @property
+    def ended(self) -> dict[str, Any] | None:
+        """Whether the federation ends early after the rounds until now, and why."""
+        settings = self.opening.settings
+        return self.opening.choosing.stop(self.lines(), settings.run.rounds, settings.evaluate.stopping())
+
+    def best_state(self) -> RunState | None:
+        """The stored state of the best round; None, with a log line, if it is lost."""
+        kind, of = self.server.method.State, run_identity(self.run, self.server, self.state.server)
+        found = best_state(self._best_folder, FederationState, kind, of, self.best)
+        return None if found is None else found.state
+
+    def arrays(self) -> ArrayRecord:
+        """Nothing: nobody here reads the model as Flower's record."""
+        return ArrayRecord()
+
+    # ------------------------------------------------------------------------------------------------------ the rounds
+
+    def _refresh(self) -> None:
+        """Read the policy's file again. One that cannot be used changes nothing, and is told once."""
+        error, before = "", self.policy.clients
+        try:
+            found = Policy.read(self.opening.home.policy)
+            if found != self.policy:
+                check_playable(found.clients, self.server, self.state.server, self.fraction_train)
+                if (privacy := self.opening.settings.privacy) is not None:
+                    check_policy(found, privacy)
+            self.policy = found
+        except FedLoRAError as refused:
+            error = str(refused)
+        if error and error != self._policy_error:
+            log.warning("policy.toml is not taken, and the one before stays until this run ends: %s", error)
+        self._policy_error, self._timeout = error, self.policy.deadline
+        for name, rank in self.policy.clients.items():
+            if before.get(name) != rank:
+                log.warning("round %d on: %s may take part, at rank %s", self.round + 1, name, shown(rank))
+        for name in before.keys() - self.policy.clients.keys():
+            log.warning("round %d on: %s may take part no longer", self.round + 1, name)
+        self._kept = self.kept.under(self.policy.clients)
+
+    def _envelope(self) -> Envelope:
+        return Envelope(self.opening.settings.travelling(), self._facts().text())
+
+    def _facts(self) -> Facts:
+        return server_facts(self.opening.settings, self.opening.known, self.opening.seed_adapter.modules)
+
+    # --------------------------------------------------------------------------------------------------- measuring them
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask every site of the policy that is online for the scores of its readout. config: "measure", the part."""
+        self._refresh()  # a site that was removed meanwhile is sent no model any more
+        online = self._online(grid)
+        asked = [name for name in self.policy.clients if name in online]
+        self._sites = SiteRound({}, {name: "it is not online" for name in self.policy.clients if name not in online})
+        if isinstance(grid, BoundedGrid):
+            grid.limit = NUMBERS
+        self._asked = self._exchange(MessageType.EVALUATE, asked, online, config)
+        return self._asked.questions(grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """The sites' scores, checked (`_sites`); their mean. A site that measured holds all that its next training
+        starts from, which then does not travel again."""
+        found: dict[str, SiteScores | str] = {}
+        clients = dict(self.state.clients)
+        for reply in replies:
+            if (name := self._asked.whose(reply)) is None:
+                continue
+            found[name] = one = self._scores(name, reply)
+            if isinstance(one, SiteScores):
+                sent = self._download(name)
+                held = replace(held_after(sent, sent.start, untrained=True), local=one.kept)
+                clients[name] = replace(clients.get(name, ClientMemory()), held=held)
+            self.journal.answered(name)
+        self._kept = replace(self.kept, state=replace(self.state, clients=ReadOnly(clients)))
+        each = {name: found[name] for name in self.policy.clients if name in found}
+        lost = {name: one for name, one in each.items() if isinstance(one, str)}
+        self._sites = SiteRound(
+            {name: one for name, one in each.items() if isinstance(one, SiteScores)},
+            {**self._sites.unmeasured, **self._not_sent, **lost},
+        )
+        for name, why in lost.items():
+            log.warning("round %d: %s: not measured: %s", self.round, shown(name), shown(why, 1000))
+        mean = self._sites.mean()
+        return MetricRecord(dict(mean)) if mean else None
+
+    def _scores(self, name: str, reply: Message) -> SiteScores | str:
+        """A site's scores, or why it has none. It never raises, because a reply is a stranger's."""
+        if reply.has_error():
+            return reply.error.reason or "it gave no reason"
+        sent = self._download(name)
+        local = {*sent.start.modules, *sent.start.heads}
+        try:
+            return record_measured(
+                reply.content, run=self.run, round=self.round, part=self._part, metric=self.opening.choosing.metric,
+                local=local,
+            )  # fmt: skip
+        except RecordError as error:
+            return str(error)
+        except Exception as error:  # a forged record can raise anything, and its sender is to blame
+            log.exception("the measurement of %s cannot be read", name)
+            return f"its measurement cannot be read: {type(error).__name__}"
+
+    def measure(self, grid: BoundedGrid, part: HeldOut) -> SiteRound:
+        """Let the sites measure the state as it is, on their held-out data."""
+        self._part = part
+        config = ConfigRecord({"measure": part})
+        questions = self.configure_evaluate(self.round, ArrayRecord(), config, grid)
+        self.aggregate_evaluate(self.round, grid.send_and_receive(questions, timeout=self._timeout))
+        return self._sites
+
+    def _measure(
+        self, grid: Any, result: Result, config: ConfigRecord,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
+    ) -> None:  # fmt: skip
+        """The work after a stored round, also of one that a kill left without it: scores, the best state, trackers, and
+        whether to stop. It reads only what is stored, so that a federation that was killed decides as if it had not
+        been."""
+        b, number = self.opening, self.round
+        if number and number != self._tracked:
+            if b.choosing.due(number) and not self.journal.measured(number):
+                scores: dict[str, Any] = {"metrics": plain(dict(self._at_server()))}
+                if b.choosing.at_sites:
+                    scores |= plain(self.measure(grid, "validation").facts())
+                whole = {**self.lines()[-1], **scores}
+                if b.choosing.better(whole, b.choosing.best(self.lines(number - 1))):
+                    # two are kept, since the one before is the best until this round's scores are told
+                    of = run_identity(self.run, self.server, self.state.server)
+                    checkpoint.save(self._best_folder, number, self.kept, of=of, keep=2)
+                self.journal.scored(number, scores)
+                log.info("%s", scores_line(number, scores))
+            self.trackers.log(self.lines()[-1])
+            self._tracked = number
+        if (ended := self.ended) is not None:
+            log.info("round %d: %s", number, ended["why"])
+            self.stop("stopped early")
+
+    def _at_server(self) -> Mapping[str, float]:
+        """The server's scores, if it measures rounds."""
+        evaluator = self.opening.at_server.validation
+        if evaluator is None or self.opening.choosing.by != "server":
+            return {}
+        return evaluator.evaluate(self.server, self.state)
+
+    @property
+    def _best_folder(self) -> Path:
+        return self.opening.home.checkpoints / "best"
+
+
+def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
+    """Play all remaining rounds, then write adapters and a summary. The main function of a ServerApp.
+
+    A finished federation plays nothing and returns its summary again; raising run.rounds in federation.toml extends it.
+    If it is raised during play, this call ends with the rounds of its start, and the next one plays the others.
+    """
+    if why := untested():  # where sites are strangers, no reply is taken into memory before it is measured
+        raise ConfigError(f"{why}.")
+    home = FederationFolder(folder.resolve())
+    with played_by_one(home.server):
+        Journal(home.server).asked(0, "", [])  # nothing of how an earlier process ended
+        b = opening(folder, log.warning)
+        newest, b = b.newest, replace(b, newest=None)  # kept by the strategy alone, whose rounds replace it
+        private = opened_private(home, b.settings, b.server, b.plan, b.rounds) if b.plan is not None else None
+        federation = Federation(b, newest, private)
+        del newest
+        summary, over = fitting_summary(home.summary, b.settings, b.rounds), b.rounds == b.settings.run.rounds
+        if summary is not None and (over or federation.ended is not None):
+            log.info("%s", ending(summary))
+            return summary
+        files.write(home.played_with, b.played_with)
+        home.summary.unlink(missing_ok=True)
+        bounded = BoundedGrid(grid, clock=clock)
+        federation.start(bounded, num_rounds=b.settings.run.rounds)
+        summary = finish(bounded, federation)
+        federation.journal.ended("complete" if federation.stopped is None else "stopped", federation.stopped or "")
+        return summary
+
+
+def ending(summary: Mapping[str, Any]) -> str:
+    """A sentence or two: the federation is over, and how to continue."""
+    early, private = summary.get("stopped_early"), "privacy" in summary
+    if early:
+        way = "begin another federation with its adapter (fedlora flower init --start)"
+        if private and early.get("best_round") is None:
+            way = (
+                "raise the budget in the ledger, if the population may lose more (fedlora privacy LEDGER --budget), "
+                "and start it again"
+            )
+        return (
+            f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To go on, {way}."
+        )
+    way = "To go on, raise run.rounds in federation.toml"
+    if private:
+        way = "Epsilon was promised for these: more rounds are another federation, charged to the same ledger"
+    return (
+        f"this federation is finished: all {summary['rounds']} rounds are played, and its adapter is in "
+        f"server/adapter. {way}."
+    )
+
+
+@contextmanager
+def played_by_one(server: Path) -> Iterator[None]:
+    """Let only one ServerApp play the rounds in FED/server, because two would write to one checkpoint folder.
+
+    Raises:
+        ConfigError: another process does; the message has its id. OSError: the lock cannot be made.
+    """
+    server.mkdir(parents=True, exist_ok=True)
+    with locked(server / ".lock", lambda who: (
+        f"the rounds in {server} are being played by process {who}. Two runs of one federation would undo each other: "
+        f"wait for that run, or end it (`fedlora flower status` shows how far it is)."
+    )):  # fmt: skip
+        yield

@@ -1,0 +1,188 @@
+"""The work after a federation's last round: the last measurements, trackers, a summary, and adapter folders like those
+of `fedlora run`. What it writes holds no path of a machine.
+
+server/adapter/      the last round's model          server/best/      the best round's
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from fedlora.adapters.base_names import is_path
+from fedlora.core import files
+from fedlora.flower.grid import BoundedGrid
+from fedlora.flower.server.measuring import SiteRound, sites_test
+from fedlora.flower.server.opening import Opening
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.given_files import RECORDS, parse_json, read_given
+from fedlora.runs.base_names import BaseName, base_name
+from fedlora.runs.exported import FOLDERS, Exports, global_adapter, named
+from fedlora.runs.finishing import results
+from fedlora.runs.folder import plain
+from fedlora.runs.manifest import code_facts, shown_rank
+from fedlora.runs.private_outputs import private_summary
+from fedlora.runs.private_run import told
+from fedlora.runs.stopping import Line
+from fedlora.server.judged import over_rounds
+from fedlora.server.state import RunState
+
+if TYPE_CHECKING:
+    from fedlora.flower.server.federation import Federation
+
+
+def finish(grid: BoundedGrid, federation: Federation) -> dict[str, Any]:
+    """Write adapters, their scores, and the summary. The summary comes last: if it exists, everything does."""
+    opening, private, state = federation.opening, federation.private, federation.state
+    settings, home, lines, best = opening.settings, opening.home, federation.lines(), federation.best
+    chosen = {"last": state}
+    if (found := federation.best_state()) is not None:
+        chosen["best"] = found
+    at_sites = federation.measure(grid, "test") if sites_test(settings) else SiteRound()
+    judged = over_rounds(lines)
+    spent = None if private is None else private.spent(state.round)
+    exports = _exports(federation, judged, None if spent is None else told(spent))
+    tested = _tested(opening, chosen)
+    for name, measured in tested.items():
+        scores, by = measured, "server"
+        if not scores and chosen[name].round == state.round:  # the sites measured this state
+            scores, by = {k: v for k, v in at_sites.mean().items() if k != "examples"}, "the sites"
+        model = global_adapter(federation.server, chosen[name])
+        exports.write(home.server / FOLDERS[name], model, chosen[name].round, scores, by=by if scores else "server")
+    federation.trackers.close({k: (one.round, tested.get(k, {})) for k, one in chosen.items()})
+    stopped = federation.ended
+    if stopped is None and private is not None and federation.stopped == "budget":
+        why = private.releases.why_spent(state.round)
+        stopped = {"round": state.round, "of": settings.run.rounds, "best_round": None, "best": None, "why": why}
+    summary = _summary(federation, best, at_sites, tested, judged, stopped)
+    if spent is not None:
+        summary = private_summary(summary, spent, "server/summary.json")
+    files.write(home.summary, json.dumps(plain(summary), indent=2, sort_keys=True) + "\n")
+    return dict(plain(summary))
+
+
+def fitting_summary(path: Path, settings: FederationSettings, rounds: int) -> dict[str, Any] | None:
+    """A federation's summary, if it is of these settings and of this number of rounds; None: there is work left."""
+    try:
+        found = parse_json(read_given(path, RECORDS), nan_as_none=True)
+        same = found["rounds"] == rounds and found["settings"] == json.loads(settings.travelling())
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return dict(found) if same else None
+
+
+def _tested(opening: Opening, chosen: Mapping[str, RunState]) -> dict[str, Mapping[str, float]]:
+    """The scores of the server's model in each state on the server's test file, if there is one; for a method without a
+    model at the server, of no state."""
+    server, test = opening.server, opening.at_server.test
+    tested: dict[str, Mapping[str, float]] = {}
+    for name, one in chosen.items():
+        if not server.has_global_model(one.server):
+            continue
+        if name == "best" and one.round == chosen["last"].round:
+            tested[name] = tested["last"]
+        else:
+            tested[name] = test.evaluate(server, one) if test is not None else {}
+    return tested
+
+
+def _summary(
+    federation: Federation, best: Line | None, at_sites: SiteRound, tested: Mapping[str, Mapping[str, float]],
+    judged: Mapping[str, Any], stopped: Mapping[str, Any] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Any federation's summary; `private_summary` removes what a private one may not release."""
+    settings, choosing, lines = federation.opening.settings, federation.opening.choosing, federation.lines()
+    return {
+        **results(
+            federation.server, federation.state, choosing.metric, lines, best, tested,
+            settings.data.labels or [], stopped, judged, scores="site_mean" if choosing.by == "sites" else "metrics",
+        ),
+        "federation": settings.id,
+        "of": settings.run.rounds,
+        "measured_by": choosing.by,
+        "site_test": {
+            "sites": at_sites.facts()["site_metrics"], "mean": at_sites.mean(), "unmeasured": dict(at_sites.unmeasured),
+        },
+        "sites": taken_part(federation.policy, lines),
+        "seconds": sum(line["seconds"] or 0.0 for line in lines),
+        "adapter": "last" in tested,
+        "versions": code_facts()["versions"],
+        "settings": json.loads(settings.travelling()),
+    }  # fmt: skip
+
+
+def _exports(federation: Federation, judged: Mapping[str, Any], privacy: str | None) -> Exports:
+    """Writes adapters of the federation's states. judged: a robust rule's effect in all rounds. privacy: the guarantee
+    of a private federation, in words."""
+    opening = federation.opening
+    settings, base = opening.settings, _base(opening)
+    config = settings.as_run(base.name or "model")
+    model = settings.at_server.model or opening.spec.base_model
+    return Exports(
+        _facts(federation), config, named(opening.spec, base.name or (PurePath(model).name if model else None)),
+        opening.at_server.tokenizer, settings.data.labels or (), base=base, privacy=privacy, judged=judged,
+    )  # fmt: skip
+
+
+def _base(opening: Opening) -> BaseName:
+    """The base model's name: its public name, or otherwise its directory's name, and a digest."""
+    mine, digests = opening.settings.at_server.model, opening.at_server.digests
+    model = mine or opening.spec.base_model
+    if model and (mine or not is_path(model)) and (found := base_name(model, digests)).name is not None:
+        return found
+    short = PurePath(model).name if model else "base model"
+    agreed = opening.known.base
+    digest = f" Its weights have the digest `{agreed}`." if agreed else ""
+    files = "".join(f"\n* `{file}`, SHA-256 `{found}`" for file, found in digests.items())
+    return BaseName(
+        None,
+        f"a local directory, `{short}`",
+        f"Each site has its own copy of it; at the server it is called `{short}`, and adapter_config.json names it so: "
+        f"put the path of your copy into its `base_model_name_or_path`.{digest}"
+        f"{' These are its files:' if files else ''}\n{files}",
+    )
+
+
+def _facts(federation: Federation) -> dict[str, Any]:
+    """The facts for cards, in the form of a run's manifest. clients: those whose training is in the model, also if they
+    left."""
+    opening, policy, lines = federation.opening, federation.policy, federation.lines()
+    settings, here = opening.settings, opening.at_server
+    clients: dict[str, int | str] = {name: shown_rank(policy.client(name)) for name in policy.clients}
+    if settings.privacy is None:  # the card of a private one tells nobody who took part
+        counted = [name for line in lines for name in line["weights"]]
+        clients = {name: rank for name, rank in clients.items() if name in counted}
+        clients |= {name: "left" for name in counted if name not in clients}
+    examples = {name: count for line in lines for name, count in line["examples"].items()}  # with its last upload
+    return {
+        **code_facts(),
+        "config_digest": hashlib.sha256(settings.travelling().encode()).hexdigest()[:16],
+        "model": {"sha256": here.digests},
+        "data": {
+            "train": {name: {"examples": examples.get(name)} for name in clients},
+            "labels": settings.data.labels or [],
+            "label_counts": None,
+        },
+        "clients": clients,
+        "method": repr(federation.server.method),
+        "answer_ends": list(here.ends),
+    }
+
+
+def taken_part(policy: Policy, lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
+    """Site -> its rank, the number of rounds in which it counted, and of each other fate; including sites that left."""
+    names = dict.fromkeys([*policy.clients, *(n for line in lines for n in {**line["weights"], **line["fates"]})])
+    fates = {name: Counter(line["fates"][name]["fate"] for line in lines if name in line["fates"]) for name in names}
+    return {
+        name: {
+            "rank": policy.clients.get(name),
+            "rounds": sum(name in line["weights"] for line in lines),
+            **{fate.replace(" ", "_"): count for fate, count in fates[name].items() if fate != "trained"},
+        }
+        for name in names
+    }

@@ -1,0 +1,245 @@
+"""`fedlora flower init`: everything that a federation's server needs, in one folder. `places` names its files.
+
+It contains no site's data and no site's private key.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from fedlora.adapters.io import AdapterSpec, read_adapter, spec_of, write_adapter
+from fedlora.adapters.reader import AdapterFile
+from fedlora.core import files
+from fedlora.core.folders import replacing_folder
+from fedlora.core.lora import Adapter
+from fedlora.core.text import quoted
+from fedlora.errors import ConfigError
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.server.opening import playable
+from fedlora.flower.server.private import check_affordable
+from fedlora.flower.server.state import number_drawn
+from fedlora.flower.terms import certificates
+from fedlora.flower.terms.facts import Facts, agreed, model_facts, server_facts, write_agreed
+from fedlora.flower.terms.joining import JoinFile
+from fedlora.flower.terms.policy import Policy, Rank, policy_text
+from fedlora.flower.terms.settings import FederationSettings, NetworkSection, absolute
+from fedlora.given_files import read_given
+from fedlora.runs.base_names import base_name
+from fedlora.runs.config import override_in
+from fedlora.runs.exported import named
+from fedlora.runs.sections import ModelSection
+from fedlora.training.digests import model_content
+from fedlora.training.skeleton import longest_of
+
+_HEAD = """\
+# What server and sites agree on: a run's file with an id and [network]. Sites receive it with every message: edit it
+# here, and nowhere else. After the first round only run.rounds may change, [network], and paths of the server's own.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """An adapter with which everybody begins, and the other contents of its files."""
+
+    adapter: Adapter
+    spec: AdapterSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """The source of a folder. text: of federation.toml, which says `settings`. clients: site -> rank, in order. known:
+    the facts about the base model."""
+
+    text: str
+    settings: FederationSettings
+    clients: Mapping[str, Rank]
+    start: Start
+    known: Facts
+
+
+def federation(
+    config: Path, overrides: Sequence[str], network: NetworkSection, clients: Mapping[str, Rank],
+    labels: Sequence[str] | None, start: Path | None,
+) -> Federation:  # fmt: skip
+    """A federation from a file as for `fedlora run`: it writes nothing yet, and reads no site's data.
+
+    Raises:
+        ConfigError, AdapterFormatError: the settings, the start or the model have an error.
+    """
+    try:
+        raw: Any = tomlkit.parse(read_given(config).decode("utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the config {config} cannot be read: {error}.") from error
+    for override in overrides:
+        override_in(raw, override)
+    if labels is not None:
+        put(raw, "data", "labels", list(labels))
+    text, settings = agreed_text(raw, config.parent, network, clients)
+    if settings.at_server.model is None:
+        raise ConfigError(f"{config} has no model.path: the common start and the sites' copies are compared with it.")
+    if start is not None:
+        begun = given_start(start, settings)
+    else:
+        begun = made_start(settings, max(r if isinstance(r, int) else max(r.values()) for r in clients.values()))
+    return checked_federation(text, settings, clients, begun)
+
+
+def checked_federation(
+    text: str, settings: FederationSettings, clients: Mapping[str, Rank], begun: Start
+) -> Federation:  # fmt: skip
+    """Raises `FedLoRAError`, before anything is written, if the rounds would refuse this federation: settings or ranks
+    that contradict each other, or a [privacy] that cannot hold, would leave only noise, or exceeds its population's
+    budget."""
+    model = str(settings.at_server.model)
+    _check_max_length(settings, model)
+    server, plan, _ = playable(settings, Policy.of(policy_text(clients), Path("policy.toml")), begun.adapter)
+    if plan is not None:
+        check_affordable(settings, server, plan)
+    return Federation(text, settings, clients, begun, model_facts(model, settings, settings.model.revision))
+
+
+def agreed_text(
+    raw: dict[str, Any], folder: Path, network: NetworkSection, clients: Mapping[str, Rank]
+) -> tuple[str, FederationSettings]:
+    """federation.toml from a run's tables, and what it says: with an id, the server's address, absolute paths, and
+    what follows from the sites: a private federation's members, another's quorum. The default quorum is more than half
+    of a round's participants; otherwise one early site would play all rounds alone.
+
+    Args:
+        raw: is changed; a `tomlkit` document keeps its comments. folder: where relative paths start.
+
+    Raises:
+        ConfigError: a mistake in the settings; a quorum that can never be met; a site that is not a member.
+    """
+    for key in ("id", "network"):  # of the federation whose file this was
+        raw.pop(key, None)
+    for table, keys in absolute(raw, folder).items():
+        for key, value in keys.items() if isinstance(keys, dict) else ():
+            if raw[table][key] != value:
+                raw[table][key] = value
+    if private := raw.get("privacy"):
+        private.setdefault("members", list(clients))
+        private.setdefault("rank", max(r if isinstance(r, int) else max(r.values()) for r in clients.values()))
+    head = f"{_HEAD}\n{tomlkit.dumps({'id': f'fed-{secrets.token_hex(3)}'})}\n"
+    tail = f"\n{tomlkit.dumps({'network': network.model_dump()})}"
+    settings = FederationSettings.of(tomlkit.parse(head + tomlkit.dumps(raw) + tail).unwrap(), folder)
+    drawn = number_drawn(len(clients), settings.run.participation, settings.server.quorum)
+    if settings.privacy is not None:  # a private round has no quorum
+        settings.privacy.check_members(clients)
+    elif settings.server.quorum is None:
+        put(raw, "server", "quorum", drawn // 2 + 1)
+    text = head + tomlkit.dumps(raw) + tail
+    return text, FederationSettings.of(tomlkit.parse(text).unwrap(), folder)
+
+
+def put(raw: dict[str, Any], table: str, key: str, value: Any) -> None:
+    """Set a key of a table that may not be there yet."""
+    if table not in raw:
+        raw[table] = {}
+    raw[table][key] = value
+
+
+def write_federation(building: Path, made: Federation) -> None:
+    """Write all files into the empty folder `building`."""
+    building.chmod(0o700)
+    there, network = FederationFolder(building), made.settings.network
+    files.write(there.settings, made.text)
+    files.write(there.policy, policy_text(made.clients))
+    write_adapter(there.start, made.start.adapter, made.start.spec)
+    for place in (there.keys, there.server, there.state, there.proxy):
+        place.mkdir(mode=0o700)
+    certificates.write_server(there.certificates, network.name)
+    write_agreed(there.agreement, made.known)
+    write_join(there, made.settings)
+
+
+def make_federation(folder: Path, made: Federation) -> None:
+    """Make a federation's folder. Raises `ConfigError`; then nothing is left."""
+    with replacing_folder(folder) as building:
+        write_federation(building, made)
+
+
+def write_join(there: FederationFolder, settings: FederationSettings) -> bool:
+    """Write join.toml, which follows from the other files. Returns whether it is another one than before."""
+    network, adapter = settings.network, read_adapter(there.start, scaling=settings.lora.unit)[0]
+    text = JoinFile(
+        settings.id, network.name, network.port, (there.certificates / "ca.crt").read_text(encoding="ascii"),
+        settings.travelling(), server_facts(settings, agreed(there.agreement), adapter.modules),
+    ).text()  # fmt: skip
+    if there.join.is_file() and there.join.read_text(encoding="utf-8") == text:
+        return False
+    files.write(there.join, text)
+    return True
+
+
+# -------------------------------------------------------------------------------------------------------- the start
+
+
+def made_start(settings: FederationSettings, rank: int) -> Start:
+    """A fresh start of this rank, drawn from run.seed as in `fedlora run`. Loads the base model.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or has no such targets.
+    """
+    section = settings.model.model_copy(update={"device": "cpu"})
+    section.check_targets(settings.lora.targets)
+    loaded = section.load(settings.lora, settings.data.labels or (), settings.run.seed)
+    adapter, spec = loaded.seed_adapter(rank, seed=settings.run.seed)
+    return Start(adapter, named(spec, base_name(section.path, model_content(section.location())).name))
+
+
+def given_start(folder: Path, settings: FederationSettings) -> Start:
+    """A given PEFT directory as the start. Its alpha / r becomes that of the settings, and its update stays.
+
+    Raises:
+        AdapterFormatError: it is not an adapter with W0 + s B A. ConfigError: its targets or classes differ from
+            the settings.
+    """
+    unit, targets, labels = settings.lora.unit, settings.lora.targets, settings.data.labels or ()
+    file = AdapterFile(folder, scaling=unit)
+    file.check()
+    outside: list[str] = []
+    if targets != "all-linear":
+        whole = isinstance(targets, str)
+        outside = [
+            m for m in file.modules
+            if not (re.fullmatch(str(targets), m) if whole else any(m == t or m.endswith(f".{t}") for t in targets))
+        ]  # fmt: skip
+    if outside:
+        raise ConfigError(
+            f"the start {folder} adapts {quoted(outside[0])}, but the federation has lora.targets = {quoted(targets)}: "
+            f"the sites would train other modules than the server has. Make the two agree."
+        )
+    modules = {module: file.lora(module) for module in file.modules}
+    heads = {path: file.head(path) for path in file.heads}
+    rows = {len(head) for head in heads.values() if head.ndim}
+    if settings.model.task == "classification" and labels and rows and len(labels) not in rows:
+        raise ConfigError(
+            f"the start {folder} has a head of {min(rows)} rows, but there are {len(labels)} classes "
+            f"({', '.join(map(str, labels))}): it was trained for others."
+        )
+    return Start(Adapter(modules, heads), spec_of(file.config, unit))
+
+
+def _check_max_length(settings: FederationSettings, model: str) -> None:
+    """Raises `ConfigError` if sites may train on longer texts than the base model reads: every round would fail at a
+    site that has one. Says nothing of a model that is not on this machine."""
+    place, most = Path(ModelSection(path=model).location()), settings.data.max_length
+    if place.is_dir() and (longest := longest_of(place, settings.model.task)) is not None and most > longest:
+        raise ConfigError(
+            f"data.max_length = {most}, but the base model {model} has only {longest} positions: at a site with a "
+            f"longer text every round would fail. Set data.max_length to {longest} or less; longer texts are then cut."
+        )
+
+
+__all__ = [
+    "Federation", "Start", "agreed_text", "checked_federation", "federation", "given_start", "made_start",
+    "make_federation", "put", "write_federation", "write_join",
+]  # fmt: skip

@@ -1,0 +1,244 @@
+"""The start of a federation's rounds, read from its folder and checked in one place, before a site is asked.
+
+The server needs no base model for any of it; if [at_server] names one, the server also measures.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedlora.adapters.io import AdapterSpec, read_adapter
+from fedlora.core.lora import Adapter
+from fedlora.errors import CheckpointError, ConfigError, counted
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.server.journal import rounds_done
+from fedlora.flower.server.measuring import Choosing, check, choosing_of
+from fedlora.flower.server.private import check_affordable, has_released, planned
+from fedlora.flower.server.state import FederationState, check_playable, newest
+from fedlora.flower.terms.facts import Facts, agreed, model_facts, server_facts
+from fedlora.flower.terms.facts import check as check_facts
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.privacy import check_policy
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.given_files import RECORDS, parse_json, read_given
+from fedlora.runs.client_data import read_files
+from fedlora.runs.config import RunConfig
+from fedlora.runs.private_run import PrivacyPlan
+from fedlora.runs.reading import flat
+from fedlora.runs.warm_start import check_fits
+from fedlora.server.server import Server, start
+from fedlora.server.state import RunState
+from fedlora.training.digests import model_content
+from fedlora.training.measure import ModelEvaluator
+from fedlora.training.templates import find_template
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class AtServer:
+    """The server's memory besides the adapters; empty if it has no base model.
+
+    validation, test: evaluators of its files, None if there are none. examples: a digest of the validation examples.
+    digests: SHA-256 of the model's files. ends: tokens that end an answer.
+    """
+
+    validation: ModelEvaluator | None = None
+    test: ModelEvaluator | None = None
+    examples: str | None = None
+    tokenizer: Any = None
+    digests: Mapping[str, str] = field(default_factory=dict)
+    ends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Opening:
+    """The checked start of the rounds: nothing in it is refused later.
+
+    server: if it is private, it releases nothing before `opened_private`, and `plan` is set. seed_adapter, spec: of the
+    common start.
+    state: before the first round. rounds: the number up to the newest sound checkpoint, which is `newest`.
+    played_with: the text of server/settings.json.
+    """
+
+    home: FederationFolder
+    settings: FederationSettings
+    policy: Policy
+    server: Server
+    plan: PrivacyPlan | None
+    seed_adapter: Adapter
+    spec: AdapterSpec
+    state: RunState
+    known: Facts
+    at_server: AtServer
+    choosing: Choosing
+    rounds: int
+    played_with: str
+    newest: FederationState | None = None
+
+
+def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
+    """Make all checks of a ServerApp before it asks a site; `fedlora doctor` calls it too. It writes nothing.
+
+    tell: receives a line for each damaged checkpoint in whose place an older one is used.
+
+    Raises:
+        ConfigError, AdapterFormatError, Disagreement: files that are missing or do not fit; other settings than the
+            played rounds had; rounds that would be taken back or lost.
+    """
+    home = FederationFolder(folder.resolve())
+    settings = FederationSettings.load(home.settings)
+    check(settings)
+    if threads := settings.run.torch_threads():  # as at the sites: bit-for-bit results need one number of threads
+        torch.set_num_threads(threads)
+    policy = Policy.read(home.policy)
+    seed_adapter, spec = read_adapter(home.start, scaling=settings.lora.unit)
+    server, plan, state = playable(settings, policy, seed_adapter)
+    if plan is not None and not has_released(home):
+        check_affordable(settings, server, plan)
+    known = agreed(home.agreement)
+    config = settings.for_server()
+    at_server = AtServer()
+    if config is not None:
+        _check_base(settings, known)
+        at_server = load_at_server(config, seed_adapter)
+    choosing = choosing_of(settings, at_server.validation is not None, server.has_global_model(state.server))
+    damaged: list[str] = []
+
+    def skip(line: str) -> None:
+        damaged.append(line)
+        tell(line)
+
+    found = newest(home.checkpoints, settings.id, server, state.server, skip)
+    rounds = found.state.round if found is not None else 0
+    if rounds > settings.run.rounds:
+        way = f"Set run.rounds = {rounds} to end here, or more to continue."
+        if settings.privacy is not None or settings.train.schedule != "constant":
+            way = "Set it back: with [privacy], or a schedule of the learning rate, the number of rounds is fixed."
+        raise ConfigError(
+            f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can "
+            f"undo a round. {way}"
+        )
+    last = rounds_done(home.rounds)
+    if rounds > last + 1:  # the state of a round stands before its line, by one at most
+        raise ConfigError(
+            f"{home.checkpoints} has the state of round {rounds}, but {home.rounds} ends with round {last}. Probably a "
+            f"backup was unpacked over a newer folder. Move this folder away, unpack the backup into an empty place, "
+            f"and start again."
+        )
+    if last > rounds + len(damaged):
+        raise ConfigError(
+            f"{home.rounds} has {counted(last, 'round')}, but the newest state in {home.checkpoints} is "
+            f"that of round {rounds}{' (the start)' if found is None else ''}: later ones were moved or deleted. "
+            f"Restore them from a backup. To play these rounds again, remove their lines from {home.rounds.name} by "
+            f"hand, or make a new federation in another folder. Nothing was changed."
+        )
+    examples = at_server.examples if choosing.by == "server" else None
+    held_out = f"server:{examples[:16]}" if examples is not None else "sites"
+    now = {"held_out": held_out, "settings": json.loads(settings.travelling())}
+    if rounds:
+        _check_unchanged(home, settings, rounds, now)
+    played_with = json.dumps(now, indent=2, sort_keys=True) + "\n"
+    return Opening(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
+                   rounds, played_with, found)  # fmt: skip
+
+
+def _check_unchanged(home: FederationFolder, settings: FederationSettings, rounds: int, now: Mapping[str, Any]) -> None:
+    """Only run.rounds may change after the first round, and not if it is the base of a schedule, or of a promise of
+    epsilon.
+
+    Raises:
+        ConfigError: another setting differs: each key with both values. CheckpointError: a damaged file.
+    """
+    try:
+        found = parse_json(read_given(home.played_with, RECORDS), nan_as_none=True)
+        settings_then = FederationSettings.from_travelling(json.dumps(found["settings"])).travelling()
+        before = flat({"held_out": found["held_out"], **json.loads(settings_then)})
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{home.played_with} cannot be read: {error}. It records the settings of the played rounds; restore it "
+            f"from a backup."
+        ) from error
+    after = flat({"held_out": now["held_out"], **now["settings"]})
+    free = () if settings.privacy is not None or settings.train.schedule != "constant" else ("run.rounds",)
+    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key) and key not in free]
+    if keys:
+        said = "; ".join(
+            f"{key} was {json.dumps(before.get(key))} and is {json.dumps(after.get(key))} now" for key in keys
+        )
+        raise ConfigError(
+            f"{rounds} rounds are played, and federation.toml says something else than it did for them: {said}. Set it "
+            f"back, or make another federation (fedlora flower init, with --start {home.adapter} to begin with this "
+            f"one's adapter)."
+        )
+
+
+def playable(
+    settings: FederationSettings, policy: Policy, seed_adapter: Adapter
+) -> tuple[Server, PrivacyPlan | None, RunState]:
+    """The server of these settings, its plan if it is private, and its state before the first round. `init`, `admit`,
+    `remove`, `doctor`, `serve` and the rounds call it, so that none accepts what another refuses. It writes nothing.
+
+    Raises:
+        FedLoRAError: settings that contradict each other, or a policy that cannot be played with them.
+    """
+    server = settings.server.build(settings.method.build(), settings.run.seed, settings.defence.build())
+    plan: PrivacyPlan | None = None
+    if settings.privacy is not None:
+        check_policy(policy, settings.privacy)
+        server, plan = planned(settings, server, seed_adapter)
+    state = start(server, seed_adapter)
+    check_playable(policy.clients, server, state.server, settings.run.participation)
+    return server, plan, state
+
+
+def _check_base(settings: FederationSettings, known: Facts) -> None:
+    """Raises `Disagreement` if the server would measure with another base model than the sites train."""
+    mine = model_facts(str(settings.at_server.model), settings)
+    check_facts(server_facts(settings, known), mine, "the server's own model", whole=False)
+
+
+def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
+    """The server's own base model and files, loaded and checked against the common start.
+
+    Args:
+        config: `FederationSettings.for_server`: data.validation and data.test are files of the server's, or 0.
+
+    Raises:
+        ConfigError, DataError: a file cannot be read; the start does not fit the model.
+    """
+    files = {part: path for part in ("validation", "test") if isinstance(path := getattr(config.data, part), str)}
+    text = read_files(config, list(dict.fromkeys(files.values()))) if files else {}
+    labels = config.data.labels or next((data.label_names for data in text.values()), ())
+    config.model.check_targets(config.lora.targets)
+    model = config.model.load(config.lora, labels, config.run.seed)
+    mine, _ = model.seed_adapter(1, seed=config.run.seed)
+    check_fits(mine, start, f"start/, beside at_server.model = {config.model.path!r},")
+    template = config.data.prompting() if config.model.task == "causal-lm" else None
+    ends: tuple[int, ...] = ()
+    if config.model.task == "causal-lm":
+        ends = find_template(template, model.tokenizer).ends
+    made = {
+        part: config.evaluate.evaluator(
+            model, {"": text[path]}, (), target="server", own={}, max_length=config.data.max_length,
+            bf16=config.model.bf16, template=template,
+        )
+        for part, path in files.items()
+    }  # fmt: skip
+    return AtServer(
+        validation=made.get("validation"),
+        test=made.get("test"),
+        examples=text[files["validation"]].digest() if "validation" in files else None,
+        tokenizer=model.tokenizer,
+        digests=model_content(config.model.location()),
+        ends=ends,
+    )

@@ -1,0 +1,198 @@
+"""`fedlora flower status`: a federation's state from its files, and its online nodes, if the SuperLink answers.
+
+Screen and JSON tell the same facts.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedlora.errors import counted
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.processes import holder
+from fedlora.flower.server.finishing import fitting_summary
+from fedlora.flower.server.journal import read_now, read_rounds, rounds_done
+from fedlora.flower.server.private import has_released
+from fedlora.flower.server.state import least_usable
+from fedlora.flower.server.superlink import NodeFacts, SuperLink, SuperLinkError
+from fedlora.flower.terms.policy import Policy, Rank
+from fedlora.flower.terms.privacy import FederationPrivacy, promise
+from fedlora.flower.terms.settings import FederationSettings
+
+
+@dataclass(frozen=True)
+class Standing:
+    """name: the federation's. rounds: the requested number. done: the finished number. needed: the usable answers that
+    a round needs; for a private federation, the sites that must be online before it begins, and 0 after that. ranks: of
+    the clients that may take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
+    the table, if rounds are private.
+    """
+
+    name: str
+    rounds: int
+    done: int
+    needed: int
+    ranks: Mapping[str, Rank]
+    why: str = ""
+    privacy: FederationPrivacy | None = None
+
+    @property
+    def needs(self) -> str:
+        """What a round needs from the sites, in words. Private rounds have no quorum: they wait once, before the first.
+
+        Example:
+            >>> Standing("demo", rounds=3, done=0, needed=2, ranks={"acme": 4, "berlin": 4, "cork": 8}).needs
+            'a round needs 2 of 3'
+        """
+        if self.privacy is None:
+            return f"a round needs {self.needed} of {len(self.ranks)}"
+        if self.needed:
+            return f"round 1 waits for all {len(self.ranks)}, and no later one waits"
+        return "no quorum: who is missing counts as zero"
+
+
+def standing(folder: FederationFolder) -> Standing:
+    """Read the standing; call it again for news: rounds may be added and sites admitted while `serve` runs.
+
+    Raises:
+        ConfigError: settings or policy cannot be read.
+    """
+    settings = FederationSettings.load(folder.settings)
+    policy, run, rounds = Policy.read(folder.policy), settings.run, settings.run.rounds
+    done, why = rounds_done(folder.rounds), ""
+    if (summary := fitting_summary(folder.summary, settings, done)) is not None:
+        why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
+    if why == "stopped early" and settings.privacy is not None and _charged_since(settings.privacy, folder):
+        why = ""  # it ended for lack of budget, but the ledger may have changed since: ask it again
+    least = least_usable(policy, settings.server.quorum, settings.defence.build(), run.participation) or 1
+    if settings.privacy is not None:  # it begins when all were there, and later waits for nobody
+        least = 0 if done or has_released(folder) else len(policy.clients)
+    return Standing(settings.id, rounds, done, least, policy.clients, why, settings.privacy)
+
+
+def _charged_since(privacy: FederationPrivacy, folder: FederationFolder) -> bool:
+    try:
+        return Path(privacy.ledger).stat().st_mtime_ns > folder.summary.stat().st_mtime_ns
+    except OSError:
+        return False
+
+
+def keys_of(folder: FederationFolder) -> dict[str, Path]:
+    """Site -> its admitted public key."""
+    return {path.stem: path for path in sorted(folder.keys.glob("*.pub"))}
+
+
+def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, Any]:
+    """The current facts, with the last `rounds` rounds; None: all.
+
+    sites: name -> rank; node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted),
+    "unknown" (no SuperLink answers); last_seen: the last contact with its node; fate, why, loss, norm, weight: of the
+    last round; fates: how often it trained, was late, .... privacy: a private federation's guarantee, and the spending
+    that its last round reports. served_by: the process that serves it, or None. superlink: whether it answers.
+
+    Raises:
+        ConfigError: this is not a folder of `fedlora flower init`.
+    """
+    now, lines, playing = standing(folder), read_rounds(folder.rounds), read_now(folder.now)
+    online, keys = _nodes(folder), keys_of(folder)
+    last = lines[-1] if lines else {}
+    judged = (last.get("defence") or {}).get("clients") or {}
+    sites = {}
+    for name, rank in now.ranks.items():
+        node, fated = (online or {}).get(name), (last.get("fates") or {}).get(name, {})
+        sites[name] = {
+            "rank": rank,
+            "node": node.status if node is not None else "unknown" if name in keys else "no key",
+            "last_seen": None if node is None or node.seen is None else _time_at(node.seen),
+            "fate": fated.get("fate"),
+            "why": fated.get("why", ""),
+            **{one: (last.get(many) or {}).get(name)
+               for one, many in (("loss", "losses"), ("norm", "norms"), ("weight", "weights"))},
+            "after_the_rule": judged[name]["coefficient"] if name in judged else None,
+            "fates": dict(Counter(str(line["fates"][name]["fate"]) for line in lines if name in line.get("fates", {}))),
+        }  # fmt: skip
+    told = {
+        "name": now.name,
+        "round": now.done,
+        "rounds": now.rounds,
+        "finished": now.why or None,
+        "needed": now.needed,
+        "playing": playing if playing.get("asked") and not playing["ended"] and playing["round"] > now.done else None,
+        "ended": playing.get("ended"),
+        "sites": sites,
+        "last_rounds": lines if rounds is None else lines[len(lines) - rounds:] if rounds else [],
+        "served_by": holder(folder.lock),
+        "superlink": online is not None,
+        "database_bytes": database_size(folder.database),
+        "disk_free_bytes": shutil.disk_usage(folder.server if folder.server.is_dir() else folder.path).free,
+    }  # fmt: skip
+    if now.privacy is not None:
+        told["privacy"] = {"promise": promise(now.privacy, now.rounds), **(last.get("privacy") or {})}
+    return told
+
+
+def headline(told: Mapping[str, Any]) -> str:
+    """Two lines for people."""
+    server, playing = told["served_by"], told["playing"]
+    over = "not served, for nothing is left to do; sites may stop" if told["finished"] else "not served at the moment"
+    served = f"served by process {server}" if server is not None else over
+    if told["finished"]:
+        state = f"{told['finished']} after {told['round']} rounds"
+    elif playing is not None and server is not None:
+        state = f"round {playing['round']} of {told['rounds']} goes on, since {since(playing['since'])}"
+        if waiting := [name for name in playing["asked"] if name not in playing["answered"]]:
+            state += f"; no answer yet: {', '.join(waiting)}"
+    else:
+        state = f"{told['round']} of {counted(told['rounds'], 'round')} done"
+    answers = "answers" if told["superlink"] else "does not answer"
+    return f"{told['name']}: {state}\n{served}; the SuperLink {answers}"
+
+
+def time_of(seconds: float) -> str:
+    """A time span in a readable unit.
+
+    Example:
+        >>> time_of(4), time_of(200), time_of(8000), time_of(400_000)
+        ('4 s', '3 min', '2 h', '5 days')
+    """
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def since(at: str) -> str:
+    """How long ago a time in ISO 8601 was."""
+    return time_of(max(0.0, time.time() - datetime.fromisoformat(at).timestamp()))
+
+
+def _time_at(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def database_size(database: Path) -> int:
+    """Bytes of the SuperLink's database and its log; 0 if there is none. Flower keeps all payloads in it, deletes those
+    of finished runs, and reuses their room."""
+    places = (database, database.with_name(database.name + "-wal"))
+    return sum(place.stat().st_size for place in places if place.is_file())
+
+
+def _nodes(folder: FederationFolder) -> dict[str, NodeFacts] | None:
+    """name -> node; None if the SuperLink does not answer."""
+    link = SuperLink(folder.path)
+    try:
+        return {node.name: node for node in link.nodes()}
+    except SuperLinkError:
+        return None
+    finally:
+        link.close()
+
+
+__all__ = ["Standing", "database_size", "headline", "keys_of", "since", "standing", "status_of", "time_of"]

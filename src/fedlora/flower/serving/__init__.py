@@ -1,1 +1,0 @@
-"""The server's processes: they keep SuperLink and rounds running, and report on them."""

@@ -1,1 +1,0 @@
-"""Make, change and check a federation's folder: settings, keys, proxy, units, members."""

@@ -1,0 +1,258 @@
+"""A node's trainer: the base model is loaded once and stays in the memory of `fedlora flower node`.
+
+Flower starts a new process for each message to a node. That process (`ask`) passes the message through a UNIX socket in
+the site's folder to the node's process, which answers one after the other (`answer`). Only this user can reach the
+socket: a node makes its folders with mode 0700. A trainer is loaded for one content of site.toml and of the server's
+settings; if either changes, another one takes its place. It compares the server's facts with the site's before it loads
+the model, and again before it trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from flwr.app import RecordDict
+
+from fedlora.core.text import shown
+from fedlora.doing import beating
+from fedlora.errors import ConfigError, FedLoRAError, KeptStateError, UploadRefused
+from fedlora.flower.envelope import Envelope, RecordError, opened
+from fedlora.flower.places import SiteFolder
+from fedlora.flower.site.wire import receive_message, send_message
+
+if TYPE_CHECKING:  # torch is loaded with the first message, and never in a ClientApp's process
+    from fedlora.data.splits import Parts
+    from fedlora.flower.site.node import Node
+    from fedlora.flower.terms.settings import FederationSettings
+
+Do = Literal["train", "evaluate"]
+_PATIENCE = 10.0  # seconds for a client to begin to speak
+_TOLD = (ConfigError, RecordError, KeptStateError, UploadRefused)  # their texts contain nothing of the data
+
+
+class TrainerFailed(FedLoRAError, RuntimeError):
+    """The node's trainer could not do the work. The message is for the server; `full` is for the site alone."""
+
+    def __init__(self, told: str, full: str = "") -> None:
+        super().__init__(told)
+        self.full = full or told
+
+
+# ------------------------------------------------------------------------------------------------------ in a ClientApp
+
+
+def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
+    """The trainer's reply to a record, from this site's node.
+
+    Raises:
+        TrainerFailed: it failed, or its node has ended.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            with _address(socket_of(SiteFolder(site_file.parent))) as address:
+                client.connect(address)
+            connection = Connection(client.detach())
+        with connection:
+            send_message(connection, {"do": do}, record)
+            said, reply = receive_message(connection)
+    except (OSError, EOFError) as error:
+        raise TrainerFailed("its node has ended", f"its node is not reached: {error}") from error
+    if reply is None:
+        raise TrainerFailed(str(said["told"]), str(said["error"]))
+    return reply
+
+
+# --------------------------------------------------------------------------------------------------------- in the node
+
+
+class Trainer:
+    """The work of one site.
+
+    Args:
+        site: its folder; its state is below it.
+    """
+
+    def __init__(self, site: SiteFolder) -> None:
+        self._site, self._content = site, b""
+        self._node: Node | None = None
+
+    def __call__(self, do: Do, record: RecordDict) -> RecordDict:
+        """The reply to the server's message.
+
+        Raises:
+            Disagreement: the facts of server and site differ; nothing was trained. FedLoRAError, Exception: others.
+        """
+        envelope = opened(record, "the server", "this site")
+        if not envelope.settings:
+            raise RecordError("the server's message carries no settings; it must come from `fedlora flower serve`.")
+        content = self._site.site.read_bytes() + b"\0" + envelope.settings.encode()
+        if self._node is None or content != self._content:
+            self._node = None
+            gc.collect()  # before another model takes the memory of this one
+            self._node, self._content = self._loaded(envelope), content
+        return self._node.work(record) if do == "train" else self._node.measure(record)
+
+    def _loaded(self, envelope: Envelope) -> Node:
+        from fedlora.flower.site.node import Node
+        from fedlora.flower.terms.facts import Facts, check, model_facts, targets_of
+        from fedlora.flower.terms.joining import JoinFile
+        from fedlora.flower.terms.settings import FederationSettings, Site
+        from fedlora.runs.preparation import prepare
+
+        settings, site = FederationSettings.from_travelling(envelope.settings), Site.read(self._site.site)
+        config, join = settings.for_site(site), JoinFile.read(self._site.join)
+        keep, agreed = keeping(settings), keeping(FederationSettings.from_travelling(join.settings))
+        if keep.keywords != agreed.keywords:  # or a server could have this site train on what it measures on
+            raise ConfigError(
+                f"the server now holds out other rows ({keep.keywords}) than join.toml says ({agreed.keywords}): "
+                f"nothing is trained. If that is meant, put the server's new join.toml in place of this one."
+            )
+        files = model_facts(site.model, settings, config.model.revision)  # before the model is loaded, which would hide
+        check(Facts.from_text(envelope.facts), files, site.name, whole=False)  # the cause of a difference
+        prepared = prepare(config, None, keep=keep, programs=self._site.state / "programs")
+        return Node(
+            site.name, prepared.trainer, self._site.state,
+            evaluators={"validation": prepared.validation, "test": prepared.test},
+            facts=files.and_these(targets=targets_of(prepared.seed_adapter.modules)),
+            run=join.federation,
+        )  # fmt: skip
+
+
+def keeping(settings: FederationSettings) -> partial[Parts]:
+    """What makes a site's parts of its file, by `held_out`, from these settings."""
+    data = settings.data
+    return partial(held_out, seed=settings.run.seed, validation=data.validation, test=data.test)
+
+
+def held_out(drawn: Parts, *, seed: int, validation: float, test: float) -> Parts:
+    """A site's (training, validation, test) rows, whatever the split in `drawn`: a row u is held out for validation if
+    h(seed, u) < validation, and for the test if it lies in the next `test`.
+
+    h is SHA-256 of the seed and of the row's normalised input, as a number in [0, 1). So copies of a row go together,
+    and a file may grow or be sorted between rounds: no row that was trained on is ever measured on, and nothing is
+    stored. The shares are met on average, not exactly.
+
+    Raises:
+        ConfigError: no row is left to train on.
+    """
+    from fedlora.data.splits import digests, rearranged
+
+    def part(row: str) -> int:
+        h = int.from_bytes(hashlib.sha256(f"{seed}:{row}".encode()).digest()[:7]) / 2**56
+        return 1 if h < validation else 2 if h < validation + test else 0
+
+    parts = rearranged(drawn, [[part(row) for row in digests(each)] for each in drawn])
+    if not len(parts[0]):
+        raise ConfigError(
+            f"data.validation = {validation:g} and data.test = {test:g} hold out all {sum(map(len, parts))} examples "
+            f"of this site's file, and leave none to train on."
+        )
+    return parts
+
+
+def answer(listening: socket.socket, work: Trainer, folder: Path) -> None:
+    """Answer one message after the other at the socket, for as long as this process lives. folder: the site's."""
+    while True:
+        accepted, _ = listening.accept()
+        with Connection(accepted.detach()) as connection:
+            try:
+                if not connection.poll(_PATIENCE):  # it says nothing, and others wait
+                    continue
+                said, record = receive_message(connection)
+                if record is None:
+                    continue
+                with beating(say, str(said["do"])):
+                    words, reply = _answered(work, said["do"], record, folder)
+                send_message(connection, words, reply)
+            except (OSError, EOFError):  # it is gone
+                pass
+            except Exception as error:  # no ClientApp of Flower's sends that
+                say(f"a message at {socket_of(SiteFolder(folder))} cannot be read: {type(error).__name__}: {error}")
+
+
+def _answered(work: Trainer, do: Do, record: RecordDict, folder: Path) -> tuple[dict[str, str], RecordDict | None]:
+    """The reply, or words for the server ("told") and for the site ("error"). folder: the site's."""
+    try:
+        return {}, work(do, record)
+    except Exception as failure:
+        full = f"{type(failure).__name__}: {failure}"
+        return {"told": told_to_server(failure, folder), "error": full}, None
+
+
+def told_to_server(error: BaseException, folder: Path) -> str:
+    """An error's text for the server: all of it if it can contain nothing of the data, otherwise only its kind.
+
+    Args:
+        folder: the site's. Its path, and those of data and model, are replaced.
+    """
+    from fedlora.flower.terms.facts import Disagreement
+
+    kind = type(error).__name__
+    if isinstance(error, (*_TOLD, Disagreement)):
+        words = str(error)
+        for path, name in _places(folder).items():
+            words = words.replace(path, name)
+        return f"{kind}: {shown(words, 2000)}"
+    return f"{kind}: the reason is only in the site's own log, as it may contain its data"
+
+
+def _places(folder: Path) -> dict[str, str]:
+    """Paths of the site's machine, the longest first -> their replacements."""
+    found = {str(folder): "<site>", str(folder.resolve()): "<site>"}
+    with contextlib.suppress(Exception):  # the file itself may have caused the error
+        from fedlora.flower.terms.settings import Site
+
+        site = Site.read(folder / "site.toml")
+        found |= {path: name for path, name in ((site.data, "<its data>"), (site.model, "<its model>")) if "/" in path}
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+
+# ---------------------------------------------------------------------------------------------------------- the socket
+
+
+def socket_of(site: SiteFolder) -> Path:
+    """The socket of a site's node, for messages to its trainer."""
+    return site.state / "trainer.sock"
+
+
+def listening_at(site: SiteFolder) -> socket.socket:
+    """The site's socket. Raises `OSError`."""
+    path = socket_of(site)
+    path.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _address(path) as address:
+        listening.bind(address)
+    listening.listen(4)
+    return listening
+
+
+@contextlib.contextmanager
+def _address(path: Path) -> Iterator[str]:
+    """A path to the socket that the system accepts, however long it is: 107 bytes are the most."""
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        os.close(descriptor)
+
+
+def say(line: str) -> None:
+    """Print to stderr, that is systemd's journal or the terminal, beside Flower's own lines."""
+    with contextlib.suppress(OSError, ValueError):  # a full disk ends no round
+        print(line, file=sys.stderr, flush=True)
+
+
+__all__ = [
+    "Do", "Trainer", "TrainerFailed", "answer", "ask", "held_out", "keeping", "listening_at", "say", "socket_of",
+    "told_to_server",
+]  # fmt: skip

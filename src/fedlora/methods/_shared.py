@@ -1,0 +1,68 @@
+"""What several methods share: a round's mean update as one SVD, or within its clients' consensus; zero-padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fedlora.core.lora import LoRA
+from fedlora.core.method import Update
+from fedlora.errors import RankMismatch
+from fedlora.linalg import ProjectedSum, Spectrum, Term, projected_sums, svd_of_product
+
+
+def mean_product(updates: Sequence[Update]) -> Spectrum:
+    """sum_i w_i B_i A_i in energy order: every component, and how many of them are certainly no rounding."""
+    return mean_products([updates])[0]
+
+
+def mean_products(matrices: Sequence[Sequence[Update]], dtype: torch.dtype | None = None) -> list[Spectrum]:
+    """`mean_product` of each matrix, in `dtype` (None: that of its updates)."""
+    sums = [[Term(*u.lora.factors, u.weight, u.roundoff) for u in updates] for updates in matrices]
+    return [made.spectrum for made in projected_sums(sums, [None] * len(sums), dtype)]
+
+
+def consensus(matrices: Sequence[Sequence[Update]], ranks: Sequence[int]) -> list[ProjectedSum]:
+    """For each matrix, its mean within the R directions that most of its clients' updates span, and each client's U_i.
+
+    Terms of nobody count in the mean, and have no vote.
+    """
+    sums = [[Term(*u.lora.factors, u.weight, u.roundoff, u.client is not None) for u in sent] for sent in matrices]
+    return projected_sums(sums, ranks)
+
+
+def spectrum_of(seed: LoRA) -> Spectrum:
+    """The common start in energy order; no components if it is fresh (B = 0)."""
+    return svd_of_product(*seed.factors)
+
+
+def balanced(spectrum: Spectrum, chosen: Tensor | None = None) -> LoRA:
+    """The pair of the chosen components (None: all), with sqrt(s) on both factors."""
+    return LoRA(*spectrum.balanced(chosen))
+
+
+def diagnostics_of(spectrum: Spectrum) -> dict[str, object]:
+    """What a method that keeps its update as a `Spectrum` has to say of it."""
+    return {
+        "rank": spectrum.sound, "components": spectrum.rank, "rounding": spectrum.rounding,
+        "singular_values": spectrum.s.tolist(),
+    }  # fmt: skip
+
+
+def padded(lora: LoRA, rank: int) -> LoRA:
+    """[B 0] and [A; 0] of `rank` slots; a factor that did not travel stays absent.
+
+    Raises:
+        RankMismatch: it has more slots than that, whose coordinates nobody else knows.
+    """
+    empty = rank - lora.rank
+    if empty < 0:
+        raise RankMismatch(
+            f"an update of rank {lora.rank} does not fit into the common start's {rank} slots. Start the server from "
+            f"an adapter of the largest rank."
+        )
+    B, A = lora.B, lora.A
+    return LoRA(None if B is None else pad(B, (0, empty)), None if A is None else pad(A, (0, 0, 0, empty)))

@@ -1,0 +1,201 @@
+"""A private round: it clips and adds up what its clients changed, has the sum noised once, and keeps no upload.
+
+    products   v_i = w_i (Q^T (B_i A_i - R_i) P over all modules, the heads' changes)
+    factors    the same of the factors that travel, entry by entry, as the method is `linear_in`
+
+At close the state's own update M, moved by the noised mean change, is one term of nobody. Bases come from the released
+state, so they are public. Every module and head is in the sum, even if no client holds it.
+
+A plain round replaces M by the clients' mean, and this one adds their mean change to it. The two agree if every client
+started from all of M; they differ where a client's rank is below that of M.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedlora.core.lora import LoRA, change_of
+from fedlora.core.messages import Upload
+from fedlora.core.method import Update
+from fedlora.core.text import shown
+from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.linalg import Term, projected_sum, unit_roundoff
+from fedlora.linalg.stored import stored_bytes
+from fedlora.privacy.geometry import Bases, Layout, bases_of
+from fedlora.privacy.mechanism import share_of
+from fedlora.privacy.sampling import poisson_sample
+from fedlora.server.judged import Judged
+from fedlora.server.method_faults import blamed_on, checked_base, checked_effective
+from fedlora.server.rounds import OpenRound
+from fedlora.server.state import ServerState, Tally
+
+if TYPE_CHECKING:
+    from fedlora.server.private import Private
+    from fedlora.server.server import Server
+
+log = logging.getLogger("fedlora.server")
+
+
+class PrivateRound(OpenRound):
+    """A round that keeps one vector. Uploads may come in any order: their integers have the same sum.
+
+    layout: the vector's layout. mechanism: its clipping and noise. Both are public.
+
+    Your own loop asks the clients in `asked` and nobody else:
+
+        opened = server.open(state)
+        for name in opened.asked:
+            with suppress(UploadRefused):   # it counts as zero
+                opened.add(upload_of(name))
+        state = opened.close()
+    """
+
+    def __init__(self, server: Server, state: ServerState, options: Private) -> None:
+        super().__init__(server, state)
+        self._server, self._options = server, options
+        self._products = server.method.linear_in == "products"
+        self._origins = {name: self._origin(name) for name in state.modules}
+        self.layout = self._layout()
+        self.mechanism = options.mechanism(self.layout.size)
+        self._context = self._digest()
+        self._total = torch.zeros(self.layout.size, dtype=torch.int64)
+        self._heard: set[str] = set()  # refused ones too: a retry would depend on what was sent
+        self._changes: Mapping[str, LoRA] = {}
+        self._of_heads: Mapping[str, Tensor] = {}
+        self._released = options.releases.stored(self.number, self._context)
+        self.stored = self._released is not None
+        self._asked: tuple[str, ...] | None = () if self.stored else None
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """All, or a secret draw of each with chance q by the system's randomness. Nobody if the sum is `stored`."""
+        if self._asked is None:
+            self._asked = tuple(poisson_sample(self._options.clients, self._options.sampling))
+        return self._asked
+
+    def refuse(self, refusal: UploadRefused) -> None:
+        """The client counts as zero, and only the log of the server's operator says so."""
+        who, why = shown(refusal.client), shown(refusal.reason, 1000)
+        log.warning("round %d: %s does not count: %s", self.number, who, why)
+
+    def _admit(self, client: str) -> None:
+        if client not in self.asked:
+            raise UploadRefused(
+                client, "it was not asked: not among Private(clients=...), not drawn, or the round's sum is stored."
+            )
+        if client in self._heard:
+            raise UploadRefused(client, "a second upload in the same round; the first one counts.")
+        self._heard.add(client)
+
+    def _take(self, upload: Upload, count: float) -> None:
+        most = self._options.most_examples
+        self._total += self.mechanism.contribution(self._change(upload), 1.0 if most is None else share_of(count, most))
+
+    def _settle(self) -> Judged | None:
+        options, asked = self._options, len(self.asked)
+        if asked and not self.counts:
+            log.warning(
+                "round %d: none of the %d clients that were asked counts. The round releases only noise, and is "
+                "charged like any other: remove the cause before you spend more rounds.", self.number, asked,
+            )  # fmt: skip
+        if self._released is None:
+            noised = self.mechanism.noised(self._total)
+            self._released = options.releases.settle(
+                self.number, self._context, noised, self.mechanism, options.sampling
+            )
+        self._total.zero_()
+        self._changes, self._of_heads = self.layout.parts(self.mechanism.mean(self._released, options.denominator))
+        return None
+
+    def _tally(self, judged: Judged | None) -> Tally:
+        return Tally({})
+
+    def _origin(self, name: str) -> LoRA:
+        """M: what a client of any rank would start from. Public, like every readout."""
+        state, start = self.state.modules[name], self.state.start.modules[name]
+        if not self._products:
+            with blamed_on(self.method, "readout"):
+                M = self.method.readout(state, None, start.rank)  # no factor that travels has more slots
+            return LoRA(*(M.tensors().get(f) if f in self.roles.shared else None for f in ("B", "A")))
+        # The next effective update is base + the round's sum, so the origin is effective less base: all of the update
+        # for glora, nothing for flora, which starts afresh on a base that holds everything.
+        effective, base = checked_effective(self.method, state, start), checked_base(self.method, state, start)
+        if effective is None:
+            raise HyperparameterError(f"{self.method.name} keeps no global model, and products have no other origin.")
+        return _sum([(1.0, effective)] if base is None else [(1.0, effective), (-1.0, base.total)])
+
+    def _layout(self) -> Layout:
+        """The coordinates of a round; they depend only on the state before it and on public constants."""
+        bases, options = {}, self._options
+        for name, origin in self._origins.items():
+            if self._products:
+                bases[name] = bases_of(origin, options.dims, name, self.number, options.seed)
+            else:
+                bases |= {f"{name}.{factor}": Bases(*t.shape) for factor, t in origin.tensors().items()}
+        shared = self.roles.heads == "shared"
+        return Layout(bases, {name: tuple(head.shape) for name, head in self.state.heads.items()} if shared else {})
+
+    def _digest(self) -> str:
+        """A digest of the round's starting point: the release before it, and every public constant."""
+        o = self._options
+        constants = (self.number, self.method, self.roles, o.clip, o.noise_multiplier, o.dims, o.clients, o.rank)
+        digest = sha256(repr((*constants, o.sampling, o.most_examples, o.seed)).encode())
+        tensors = {f"{name}.{f}": t for name, lora in self._origins.items() for f, t in lora.tensors().items()}
+        if not self._products:  # a sum of B means nothing beside another A, though A is frozen and not summed
+            for name, state in self.state.modules.items():
+                with blamed_on(self.method, "readout"):
+                    whole = self.method.readout(state, None, self.state.start.modules[name].rank)
+                tensors |= {f"{name}.{f}": t for f, t in whole.tensors().items()}
+        for name, tensor in sorted({**tensors, **self.state.heads}.items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(stored_bytes(tensor))
+        return digest.hexdigest()
+
+    def _change(self, upload: Upload) -> Tensor:
+        """The client's change relative to what it was sent, in the round's coordinates: (d,), float64."""
+        changes, begun = dict[str, LoRA](), self._server.download(self.state, upload.client).adapter
+        for name, lora in upload.adapter.modules.items():
+            if self._products:
+                changes[name] = change_of(lora, begun.modules[name]).map(Tensor.cpu)
+                continue
+            most = self._origins[name].rank
+            if lora.rank > most:
+                raise UploadRefused(upload.client.id, f"a private round sums factors of rank {most}, not {lora.rank}.")
+            for factor, t in lora.tensors().items():
+                moved = (t.detach().double() - begun.modules[name].tensors()[factor].double()).cpu()
+                slots = torch.eye(lora.rank, most, dtype=moved.dtype)  # pads the slots that this client lacks
+                changes[f"{name}.{factor}"] = LoRA(moved, slots) if factor == "B" else LoRA(slots.mT, moved)
+        heads = {
+            name: upload.adapter.heads[name].detach().double().cpu() - self.state.heads[name].double().cpu()
+            for name in self.layout.heads
+        }
+        return self.layout.vector(changes, heads)
+
+    def _updates(self, module: str) -> list[Update]:
+        origin, like = self._origins[module], self.state.start.modules[module].factors[0]
+        if self._products:
+            change = self._changes[module].map(lambda t: t.to(origin.factors[0]))
+            lora, rank = _sum([(1.0, origin), (1.0, change)], self._options.rank), self._options.rank
+        else:
+            moved = {
+                factor: t.double() + self._changes[f"{module}.{factor}"].delta().to(t.device)
+                for factor, t in origin.tensors().items()
+            }
+            lora, rank = LoRA(moved.get("B"), moved.get("A")), origin.rank
+        return [Update(None, 1.0, rank, lora.map(lambda t: t.to(like)), unit_roundoff(like.dtype))]
+
+    def _mean_heads(self) -> dict[str, Tensor]:
+        heads = self.state.heads
+        return {name: (heads[name].double().cpu() + moved).to(heads[name]) for name, moved in self._of_heads.items()}
+
+
+def _sum(terms: Sequence[tuple[float, LoRA]], rank: int | None = None) -> LoRA:
+    """sum_k w_k B_k A_k as one balanced float64 pair, largest first, of its own rank or at most `rank`."""
+    spectrum = projected_sum([Term(*lora.factors, w, 0.0) for w, lora in terms], dtype=torch.float64).spectrum
+    return LoRA(*(spectrum if rank is None else spectrum.head(rank)).balanced())

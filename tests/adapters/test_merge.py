@@ -1,0 +1,402 @@
+"""Merging and resizing adapter folders, by function and by command. Kinds of evidence: oracle (dense float64; peft's
+layers), readers of other programs written down from their source, refusals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fedlora import read_adapter
+from fedlora.adapters import AdapterFile, merge, resize
+from fedlora.adapters.base_names import Base, check_same_base, is_path, public_name
+from fedlora.adapters.collection import used_weights
+from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
+from support.adapter_folders import HEADS, SHAPES, bare, saved, updates
+from support.command_line import Said
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.peft_models import peft_updates
+from support.tiny_models import bert_of_two_layers
+from support.worked_examples import python_blocks, run_page
+
+pytestmark = [FUTURE_NAMES, LORA_BIAS]
+Main = Callable[..., Said]
+Q, V = "layer.0.q", "layer.1.v"
+FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
+
+
+def mean(*folders: Path, weights: tuple[float, ...] | None = None) -> dict[str, Tensor]:
+    """By dense products in float64; a module that one lacks counts zero."""
+    weights = weights or (1 / len(folders),) * len(folders)
+    found: dict[str, Tensor] = {}
+    for folder, w in zip(folders, weights, strict=True):
+        for module, update in updates(folder).items():
+            found[module] = found.get(module, 0) + w * update
+    return found
+
+
+def distance(folder: Path, want: Mapping[str, Tensor]) -> float:
+    got = updates(folder)
+    assert got.keys() == want.keys()
+    gap = sum(float((got[m] - want[m]).square().sum()) for m in want)
+    return math.sqrt(gap / sum(float(t.square().sum()) for t in want.values()))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    return found
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    return bare(tmp_path / "a", {Q: 2, V: 3}), bare(tmp_path / "b", {Q: 4, V: 3})
+
+
+# ---- the mean, the sum, the cut --------------------------------------------------------------------------------------
+
+
+def test_means_and_sums(two: tuple[Path, Path], tmp_path: Path) -> None:
+    """Weighted means; task arithmetic with weights as they are; in float64 to its last digits."""
+    for weights in (None, (0.7, 0.3)):
+        report = merge(two, tmp_path / "m", weights=weights, force=True)
+        assert distance(tmp_path / "m", mean(*two, weights=weights)) < 1e-6
+        assert (report.weights, report.rank, report.error) == (weights or (0.5, 0.5), 6, 0)
+    for weights in ((1.0, 2.0), (1.0, -1.0), None):
+        merge(two, tmp_path / "n", sum=True, weights=weights, force=True)
+        assert distance(tmp_path / "n", mean(*two, weights=weights or (1, 1))) < 1e-6
+    merge(two, tmp_path / "o", dtype="float64")
+    assert distance(tmp_path / "o", mean(*two)) < 1e-13
+    tensors = load_file(tmp_path / "m" / "adapter_model.safetensors")
+    assert report.bytes == sum(t.numel() * 4 for t in tensors.values()) and report.written
+    assert merge([bare(tmp_path / "one", {"q": 1})], tmp_path / "p").rank == 1
+
+
+def test_peft_loads_the_mean(tmp_path: Path, main: Main) -> None:
+    """Updates of base + the dense mean, and heads their mean; different ranks; scale 1 in the config."""
+    a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 5)
+    done = main("merge", a, b, "-o", tmp_path / "m", "--weights", "1,3")
+    assert done.code == 0 and config_of(tmp_path / "m")["lora_alpha"] == config_of(tmp_path / "m")["r"] == 7, done.err
+    got, want = (
+        peft_updates(PeftModel.from_pretrained(bert_of_two_layers(), tmp_path / "m")),
+        mean(a, b, weights=(0.25, 0.75)),
+    )
+    for module in SHAPES:
+        torch.testing.assert_close(got[module].double(), want[module], rtol=0, atol=2e-5)
+    heads = [read_adapter(folder)[0].heads for folder in (a, b, tmp_path / "m")]
+    for path in HEADS:
+        torch.testing.assert_close(heads[2][path], 0.25 * heads[0][path] + 0.75 * heads[1][path])
+    card = (tmp_path / "m" / "README.md").read_text()
+    assert "| a | 0.25 |" in card and "base_model: tiny" in card
+
+
+def test_the_command_is_the_function(two: tuple[Path, Path], tmp_path: Path, main: Main) -> None:
+    """The same bytes; --json is the report; a dry run says all of it and writes nothing."""
+    report = merge(two, tmp_path / "m", rank="energy=0.9", weights=[0.7, 0.3])
+    asked = ["merge", *two, "--rank", "energy=0.9", "--weights", "0.7,0.3"]
+    done = main(*asked, "-o", tmp_path / "n", "--json")
+    assert json.loads(done.out) == json.loads(json.dumps(dataclasses.asdict(report) | {"out": str(tmp_path / "n")}))
+    resize(two[0], tmp_path / "r", rank=2), main("resize", two[0], "--rank", 2, "-o", tmp_path / "s")
+    for one, other in (("m", "n"), ("r", "s")):
+        assert all((tmp_path / one / f).read_bytes() == (tmp_path / other / f).read_bytes() for f in FILES)
+    before = sorted(tmp_path.rglob("*"))
+    dry = merge(two, tmp_path / "not" / "there", rank="energy=0.9", weights=[0.7, 0.3], dry_run=True)
+    assert dataclasses.replace(dry, out=report.out, written=True) == report
+    for words in (asked, [*asked[:3], "--method", "glora"], ["resize", two[0], "--rank", 2]):
+        assert "nothing was written: rank" in main(*words, "--dry-run").out
+        assert "give -o DIRECTORY" in main(*words).complaint()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_smaller_rank_is_the_best_of_its_rank(tmp_path: Path, main: Main) -> None:
+    """Eckart-Young, module by module, also from several ranks; the error is told; beyond --max-error nothing is
+    written, and the refusal names the parts of the loss."""
+    a, b = bare(tmp_path / "a", {Q: 4, V: 6}), bare(tmp_path / "b", {Q: 4, V: 6})
+    report = resize(a, tmp_path / "m", rank=4)
+    for module, update in updates(a).items():
+        U, s, Vh = torch.linalg.svd(update, full_matrices=False)
+        torch.testing.assert_close(updates(tmp_path / "m")[module], U[:, :4] * s[:4] @ Vh[:4], rtol=0, atol=1e-4)
+    assert report.rank == 4 and 0 < report.error < 1 and read_adapter(tmp_path / "m")[0].ranks == {Q: 4, V: 4}
+    cut = merge([a, b], tmp_path / "n", rank=2).error
+    for call, given, options, said in (
+        (merge, [a, b], {"rank": 2}, re.escape(f"({cut:.2g} by the cut")),
+        (merge, [a, b], {"dtype": "bfloat16"}, r"\(0 by the cut.* by writing bfloat16\).*--dtype float32"),
+        (merge, [a, b], {"sum": True, "rank": 2}, "off the weighted sum.*--rank exact nothing"),
+        (resize, a, {"rank": 1}, "off the adapter's update.*nothing was written"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            call(given, tmp_path / "o", max_error=1e-9, **options)  # type: ignore[operator]
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_larger_rank_is_padded_by_resize_and_told_by_both(tmp_path: Path, main: Main) -> None:
+    """The same update for peft, at rank 8: slots beyond the update's rank are zero in both factors."""
+    a = saved(tmp_path, "a", 3)
+    done = main("resize", a, "--rank", "8", "-o", tmp_path / "m", "--json")
+    said = json.loads(done.out)
+    assert (said["rank"], said["error"]) == (8, 0) and "cannot train" in said["warnings"][0]
+    found = peft_updates(PeftModel.from_pretrained(bert_of_two_layers(), tmp_path / "m"))
+    for module, update in updates(a).items():
+        torch.testing.assert_close(found[module].double(), update, rtol=0, atol=1e-4)
+        assert AdapterFile(tmp_path / "m").ranks[module] == 8
+    b, c = bare(tmp_path / "b", {Q: 2}), bare(tmp_path / "c", {Q: 3})
+    report = merge([b, c], tmp_path / "n", rank=1000)
+    assert report.rank == 5 and "rank 1000" in str(report.warnings)
+    assert all(merge([b, c], tmp_path / "o", rank=r, force=True).warnings == () for r in (1, 5, "exact"))
+    same = resize(a, tmp_path / "p", rank=3)
+    assert same.bytes == same.bytes_before
+
+
+def test_updates_that_are_zero_are_told(tmp_path: Path, main: Main) -> None:
+    """B = 0, as LoRA begins, A = 0 and both: it only shrinks a mean, and validate and merge say so. What cancels is
+    told apart from that."""
+    a = bare(tmp_path / "a", {Q: 2, V: 2})
+    for side in ("B", "A", "BA"):
+        zero = bare(tmp_path / side, {Q: 2, V: 2})
+        tensors = load_file(zero / "adapter_model.safetensors")
+        idle = {k: torch.zeros_like(t) if k[-8] in side else t for k, t in tensors.items()}
+        save_file(idle, zero / "adapter_model.safetensors")
+        assert "update is zero" in main("validate", zero).err
+        assert f"{side}' is zero" in str(merge([a, zero], tmp_path / "m", force=True).warnings)
+    assert "the update is zero" in resize(zero, tmp_path / "o", rank=2).warnings[-1]
+    assert "the updates cancel" in str(merge([a, a], tmp_path / "p", sum=True, weights=[1, -1]).warnings)
+    assert "zero" not in main("validate", a).err and merge([a, a], tmp_path / "n").warnings == ()
+
+
+def test_types(tmp_path: Path) -> None:
+    """Types that differ become the one that holds both; what float16 cannot hold is refused with the way out."""
+    a, b = bare(tmp_path / "a", {Q: 2}, dtype=torch.bfloat16), bare(tmp_path / "b", {Q: 2}, dtype=torch.float16)
+    assert merge([a, b], tmp_path / "m").dtype == "float32"
+    assert merge([a, b], tmp_path / "n", dtype="bfloat16").dtype == "bfloat16"
+    large = bare(tmp_path / "c", {Q: 2}, scale=1e5)
+    with pytest.raises(AdapterFormatError, match=r"float16 holds up to 6\.55e\+04.*--dtype"):
+        merge([large], tmp_path / "o", dtype="float16")
+    assert not (tmp_path / "o").exists()
+
+
+# ---- readers with one alpha ------------------------------------------------------------------------------------------
+
+
+def _pattern(config: dict[str, Any], field: str, module: str, default: float) -> float:
+    return next((v for k, v in config.get(field, {}).items() if re.match(rf"(.*\.)?({k})$", module)), default)
+
+
+READERS: dict[str, Callable[[dict[str, Any], str, int], float]] = {
+    # peft/tuners/lora: both patterns, by regular expression
+    "peft": lambda c, m, r: _pattern(c, "alpha_pattern", m, c["lora_alpha"]) / _pattern(c, "rank_pattern", m, c["r"]),
+    # llama.cpp, llama_adapter_lora_weight::get_scale: the file's alpha, the tensor's rank
+    "alpha / tensor rank": lambda c, m, r: c["lora_alpha"] / r,
+    # vLLM, PEFTHelper.vllm_lora_scaling_factor: the config's two numbers for all modules
+    "alpha / config r": lambda c, m, r: c["lora_alpha"] / c["r"],
+}
+KINDS: dict[str, tuple[dict[str, int], dict[str, int], dict[str, Any]]] = {
+    "ranks differ": ({Q: 2, V: 3}, {Q: 3, V: 4}, {}),
+    "a module of one only": ({Q: 3, V: 3}, {Q: 3}, {}),
+    "energy": ({Q: 3, V: 3}, {Q: 3, V: 3}, {"rank": "energy=0.9"}),
+    "cut": ({Q: 3, V: 1}, {Q: 3, V: 1}, {"rank": 4}),
+    "sum": ({Q: 3, V: 1}, {Q: 3, V: 1}, {"sum": True, "weights": [2, -1]}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_reader_gets_the_scale_right(kind: str, tmp_path: Path) -> None:
+    """docs/decisions/0018: one rank, alpha = r. The inputs, with alpha = 2 r and patterns, are not so."""
+    one, other, options = KINDS[kind]
+    merge([bare(tmp_path / "a", one), bare(tmp_path / "b", other)], tmp_path / "m", **options)
+    want = updates(tmp_path / "m")  # which the tests above compare with the dense mean
+    tensors, config = load_file(tmp_path / "m" / "adapter_model.safetensors"), config_of(tmp_path / "m")
+    for name, scale in READERS.items():
+        for module in want:
+            B, A = (tensors[f"base_model.model.{module}.lora_{side}.weight"].double() for side in "BA")
+            torch.testing.assert_close(
+                scale(config, module, len(A)) * B @ A, want[module], rtol=0, atol=1e-12, msg=name
+            )
+
+
+# ---- what belongs together -------------------------------------------------------------------------------------------
+
+
+def test_modules_that_one_lacks(tmp_path: Path) -> None:
+    """By hand: half of the other's update, or all of it, or refused where no module joins two of the adapters."""
+    a, b, c = bare(tmp_path / "a", {Q: 2}), bare(tmp_path / "b", {V: 2}), bare(tmp_path / "c", {Q: 2, V: 2})
+    with pytest.raises(AdapterFormatError, match=rf"no module in common.*'{Q}'.*'{V}'.*--missing zero"):
+        merge([a, b], tmp_path / "m")
+    with pytest.raises(AdapterFormatError, match="no module in common"):  # a and c have one, the last has none
+        merge([a, c, bare(tmp_path / "d", {"x": 2})], tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+    assert merge([a, b], tmp_path / "m", missing="zero").lacking == (Q, V)
+    for missing, factor in ((None, 1 / 2), ("zero", 1 / 2), ("renormalise", 1.0)):
+        report = merge([a, c], tmp_path / "n", missing=missing, force=True)
+        torch.testing.assert_close(updates(tmp_path / "n")[V], factor * updates(c)[V], rtol=0, atol=1e-5)
+        assert report.lacking == (V,)
+    assert merge([a, b, c], tmp_path / "o").lacking == (Q, V)  # c joins them
+    with pytest.raises(ConfigError, match=f"'{V}' is only in"):
+        merge([a, c], tmp_path / "p", weights=[1, 0], missing="renormalise")
+
+
+@pytest.mark.parametrize(
+    ("longer", "common"),
+    [("model.language_model.{}", True), ("model.{}", False), ("encoder.layer.{}", True), ("{}.linear", True)],
+)
+def test_the_same_modules_under_longer_names_are_no_other_modules(longer: str, common: bool, tmp_path: Path) -> None:
+    """A wrapper or another class of model adds a segment: the mean would be of disjoint halves, also where one adapter
+    trains fewer layers. Who says --missing may do so."""
+    names = [f"layers.{k}.{q}" for k in range(3) for q in ("q", "v")]
+    shared = {"lm_head": 2} if common else {"layers.0.q": 2}
+    a = bare(tmp_path / "a", dict.fromkeys(names, 2) | shared)
+    for name, some in (("b", names), ("c", names[:3])):
+        b = bare(tmp_path / name, {longer.format(module): 2 for module in some} | shared)
+        with pytest.raises(AdapterFormatError, match=r"differently.*pairs.*--missing"):
+            merge([a, b], tmp_path / "m")
+    assert len(merge([a, b], tmp_path / "m", missing="zero").modules) > len(names) + 1
+
+
+def test_other_layers_of_one_model_are_other_modules(tmp_path: Path) -> None:
+    """Of another number, name or shape: merged as ever, with what they lack told."""
+    a = bare(tmp_path / "a", {"h": 2, **{f"layers.{k}.q": 2 for k in range(4)}})
+    b = bare(tmp_path / "b", {"h": 2, **{f"layers.{k}.q": 2 for k in range(4, 8)}})
+    c = bare(tmp_path / "c", {"h": 2, **{f"layers.{k}.mlp.up": 2 for k in range(4)}})
+    assert len(merge([a, b, c], tmp_path / "m").lacking) == 12
+
+
+def test_one_module_of_two_shapes_is_two_models(tmp_path: Path) -> None:
+    one, other = bare(tmp_path / "a", {"q": 2}), bare(tmp_path / "b", {"q": 2})
+    tensors, name = load_file(other / "adapter_model.safetensors"), "base_model.model.q.lora_A.weight"
+    save_file(tensors | {name: torch.cat([tensors[name]] * 2, dim=1)}, other / "adapter_model.safetensors")
+    with pytest.raises(AdapterFormatError, match=rf"'q'.*12.*{re.escape(str(one))}.*24.*{re.escape(str(other))}"):
+        merge([one, other], tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [("org/Name", "org/Name/", True), ("org/Name", "ORG/name", True), ("tiny", "tiny", True),
+     ("unsloth/Llama-3.2-1B-Instruct", "unsloth/Llama-3.2-1B-Instruct-bnb-4bit", True),
+     ("org/Name", "another/Name", False), ("org/Name-7B", "org/Name-7B-Instruct", False), (None, "org/Name", False),
+     ("/data/Llama-3.1-8B", "/data/llama-3.1-8b", False), ("meta-llama/Llama-3.1-8B", "/data/Llama-3.1-8B", False)],
+)  # fmt: skip
+def test_one_base_under_two_names(one: str | None, other: str, same: bool) -> None:
+    """What is taken for granted is said; what may be another model is refused, and can be declared."""
+    for a, b in ((one, other), (other, one)):
+        if same:
+            assert len(check_same_base([Base(a), Base(b), Base(a)])) == (one != other)
+            continue
+        with pytest.raises(AdapterFormatError, match=r"different base models.*--same-base"):
+            check_same_base([Base(a), Base(b)])
+        assert "(--same-base)" in check_same_base([Base(a), Base(b)], declared=True)[0]
+
+
+def test_revisions_and_the_name_that_is_handed_on(tmp_path: Path, main: Main) -> None:
+    """main is the default; two revisions are two models, whatever a user declares. A path is not handed on."""
+    assert not check_same_base([Base("a/b"), Base("a/b", "main"), Base("a/b", "")])
+    with pytest.raises(AdapterFormatError, match="two revisions"):
+        check_same_base([Base("a/b", "abc"), Base("a/b", "abd")], declared=True)
+    with pytest.raises(AdapterFormatError, match="different base models"):
+        check_same_base([Base("a/b", "abc"), Base("a/b")])
+    assert public_name([Base("/data/X-7B"), Base("one/X-7B")]) == "one/X-7B"
+    assert public_name([Base(None), Base("/data/X-7B")]) == "/data/X-7B" and public_name([Base(None)]) is None
+    paths = {"a/b": 0, "a": 0, "a/b/": 0, "./a": 1, "~/a": 1, "/a": 1, "a/b/c": 1, "C:\\a": 1}
+    assert all(is_path(name) == bool(path) for name, path in paths.items())
+    a = bare(tmp_path / "a", {Q: 2}, base_model_name_or_path="/models/x")
+    b = bare(tmp_path / "b", {Q: 2}, base_model_name_or_path="org/x")
+    assert "--same-base" in main("merge", a, b, "-o", tmp_path / "n").complaint()
+    assert main("merge", a, b, "--same-base", "-o", tmp_path / "n").code == 0
+    assert config_of(tmp_path / "n")["base_model_name_or_path"] == "org/x"
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_weights_by_hand() -> None:
+    """A mean divides by the sum, a sum does not."""
+    assert used_weights(2, [1, 3]) == (0.25, 0.75) and used_weights(2, [1, -3], sum=True) == (1, -3)
+    assert used_weights(3) == (1 / 3, 1 / 3, 1 / 3) and used_weights(3, sum=True) == (1, 1, 1)
+    assert used_weights(2, [1e-300, 3e-300]) == pytest.approx((0.25, 0.75))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *(({"max_error": bad}, "--max-error must be a number from 0") for bad in (math.nan, -0.1, math.inf)),
+        ({"missing": "renormalise", "sum": True}, "--sum.*renormalise"),
+        ({"missing": "skip"}, "--missing must be one of"),
+        ({"heads": "mean"}, "--heads must be one of"),
+        ({"dtype": "int8"}, "float16, bfloat16"),
+        *(({"rank": bad}, "a rank is a whole number") for bad in (0, True, "energy=2")),
+        *(({"weights": bad}, "up to 1e") for bad in ([1, math.nan], [1, math.inf], [10**400, 1], ["1", 2], [True, 2])),
+        ({"weights": [1, 2, 3]}, "3 weights for 2"), ({"weights": [-1, 2]}, "--sum"), ({"weights": [0, 0]}, "zero"),
+        ({"weights": [1, 1], "weights_from": "num_examples"}, "not both"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_impossible_settings_are_refused_and_nothing_is_written(
+    options: dict[str, Any], said: str, two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(FedLoRAError, match=said):
+        merge(two, tmp_path / "deep" / "m", **options)
+    with pytest.raises(AdapterFormatError, match="at least 1 adapter"):
+        merge([], tmp_path / "deep" / "m")
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [*(["--weights", bad] for bad in ("1_0,2", "٣,1", "nan,1", "1e400,1", "0x1,2", "1,,2", " ", "1;2")),
+     ["--rank", "none"], ["--method", "glora rho=x"], ["--method", "glora rank=s"], ["--sum", "--method", "fedit"]],
+    ids=str,
+)  # fmt: skip
+def test_words_on_the_command_line(words: list[str], two: tuple[Path, Path], tmp_path: Path, main: Main) -> None:
+    said = main("merge", *two, "-o", tmp_path / "m", *words).complaint()
+    assert said and not (tmp_path / "m").exists()
+
+
+# ---- cards, pages ----------------------------------------------------------------------------------------------------
+
+HOSTILE = ["x|y", "a`b", "<img src=x>", "[click](http://evil)", "a\nb: c", "a\x1b[31m", "**b**", "\u202eabc", "é"]
+
+
+@pytest.mark.parametrize("word", HOSTILE, ids=repr)
+def test_no_strangers_word_acts_in_the_card(word: str, tmp_path: Path) -> None:
+    """Folders and base models; the front matter has the lines that it should have, the table its columns."""
+    base = {"base_model_name_or_path": word} if word.isprintable() else {}  # else it is not even read
+    merge([bare(tmp_path / "in" / word, {Q: 2}, **base)], tmp_path / "m")
+    text = (tmp_path / "m" / "README.md").read_text()
+    front = text.split("---\n")[1].splitlines()
+    assert [line.partition(":")[0] for line in front if not line.startswith("- ")] in (
+        ["library_name", "tags"], ["library_name", "base_model", "tags"],
+    )  # fmt: skip
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 3 and {line.count("|") for line in rows} == {4}
+    body = re.sub(r"`[^`\n]*`", "", text.split("---\n", 2)[2])  # code, where no markup acts
+    assert not [bad for bad in ("<img", "](http", "\x1b", "\u202e") if bad in body]
+    assert "\x1b" not in text and "\u202e" not in text and str(tmp_path) not in text
+
+
+def test_a_base_that_is_a_path_is_not_in_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    paths = dict.fromkeys(("/models/x", "~/x", "../x", "a/b/c", "models/mine", "C:\\x"))
+    for k, (base, line) in enumerate((paths | {"org/name": "org/name", "no": '"no"', "a: b": '"a: b"'}).items()):
+        merge([bare(tmp_path / f"n{k}", {Q: 2}, base_model_name_or_path=base)], tmp_path / f"o{k}")
+        text = (tmp_path / f"o{k}" / "README.md").read_text()
+        assert f"\nbase_model: {line}\n" in text if line else "base_model" not in text
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/how-to/adapters.md, "From Python": three lines, and what is around them."""
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "adapters.md"
+    saved(tmp_path, "A", 10), saved(tmp_path, "B", 10)
+    monkeypatch.chdir(tmp_path)
+    found = run_page(page, tmp_path)
+    assert len([line for line in python_blocks(page)[0].splitlines() if line.strip()]) <= 3
+    assert found["small"].rank == 4 and not Path("NOWHERE").exists() and "% lost" in capsys.readouterr().out
+    assert len(found["tried"].modules) == len(SHAPES)

@@ -1,0 +1,311 @@
+"""A grid of real runs of a tiny model: the same bits whoever makes them and whatever dies. Kind: end-to-end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedlora
+import fedlora.runs.preparation
+from fedlora.errors import ConfigError, QuorumNotMet
+from fedlora.experiments import cost, results
+from fedlora.experiments.drive import Store, drive
+from fedlora.experiments.grid import Grid, Planned
+from fedlora.experiments.here import KILLED, dealt, here, worker_count
+from fedlora.experiments.spec import load_experiment
+from fedlora.experiments.work import Work
+from support.benchmark_files import write_glue
+from support.command_line import Said, invoke
+from support.grids import COMMAND, GRID, environment, told, write_grid
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+PRIVATE = (
+    '"server.weighting" = "uniform", "privacy.clip" = 1.0, "privacy.epsilon" = 8.0, "privacy.delta" = 1e-2, '
+    '"privacy.sampling" = "all"'
+)
+SHORT = GRID.replace("rounds = 150", "rounds = 6")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """two.toml with its data and model, and its six runs, made here one after the other: `alone`, `calm`."""
+    folder = tmp_path_factory.mktemp("grid")
+    write_grid(folder, SHORT)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        invoke("experiment", "run", "two.toml", "--results", "alone", "--work", "calm")
+    return folder
+
+
+@pytest.fixture
+def grid(world: Path) -> Grid:
+    return Grid(load_experiment(world / "two.toml"), "mini")
+
+
+def quiet(todo: Any, one: Any) -> None:
+    """Nobody watches."""
+
+
+def of_one(store: Store) -> Callable[[Any], Any]:
+    return lambda runs: here(runs, store.work)
+
+
+def test_a_line_is_what_the_runs_own_files_say(world: Path, grid: Grid) -> None:
+    lines = results.read(world / "alone" / "two.jsonl")
+    assert len(lines) == 6 and list(lines) == sorted(lines)
+    for digest, line in lines.items():
+        folder = world / "calm" / "runs" / digest
+        summary = json.loads((folder / "summary.json").read_text())
+        rounds = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert line["test"] == summary["test"] and line["bytes"] == summary["bytes"]
+        assert line["history"]["evaluated"] == [one["round"] for one in rounds] == [1, 2, 3, 4, 5, 6]
+        assert line["history"]["scores"]["loss"] == [one["metrics"]["loss"] for one in rounds]
+        assert line["history"]["losses"]["site-1"] == [one["losses"]["site-1"] for one in rounds]
+        assert line["config"]["model"]["path"] == "model", "no path of this machine"
+    searched = [line for line in lines.values() if line["stage"] == "search"]
+    assert {line["seed"] for line in searched} == {7} and len(searched) == 4
+
+
+def test_two_workers_make_the_same_bits_though_one_is_killed(world: Path, tmp_path: Path, grid: Grid) -> None:
+    """kill -9 on each worker in the middle of its first run: another takes it up. A run whose process dies twice has
+    failed; the others go on."""
+    store = Store(tmp_path / "results" / "two.jsonl", Work(tmp_path / "work"))
+    killed: set[str] = set()
+
+    def watch(todo: Any, one: Any) -> None:
+        for run in todo if len(killed) < 2 else ():
+            metrics = store.work.run_folder(run).path / "metrics.jsonl"
+            if run.digest not in killed and metrics.exists() and 0 < metrics.read_bytes().count(b"\n") < 5:
+                for worker in workers(os.getpid()):
+                    os.kill(worker, signal.SIGKILL)
+                killed.add(run.digest)
+
+    with store.held():
+        failed = drive(grid, store, lambda runs: here(runs, store.work, 2), watch)
+    assert not failed or {*failed.values()} == {KILLED}
+    with store.held():
+        assert drive(grid, store, lambda runs: here(runs, store.work, 2), quiet) == {}
+    assert told(tmp_path / "results", tmp_path / "work") == told(world / "alone", world / "calm")
+
+
+def test_a_killed_driver_is_called_again_and_ends_with_the_same_bits(world: Path, tmp_path: Path, grid: Grid) -> None:
+    """In the middle of a run, with a line half written. A second driver beside it is refused."""
+    store = Store(tmp_path / "results" / "two.jsonl", Work(tmp_path / "work"))
+    words = [*COMMAND, "run", "two.toml", "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    child = subprocess.Popen(words, cwd=world, env=environment(), stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    while not any(path.read_bytes().count(b"\n") > 1 for path in tmp_path.glob("work/runs/*/metrics.jsonl")):
+        assert child.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    with pytest.raises(ConfigError, match="another process drives two"), store.held():
+        pass
+    child.kill()
+    child.wait()
+    (tmp_path / "results").mkdir(exist_ok=True)
+    with (tmp_path / "results" / "two.jsonl").open("a") as file:
+        file.write('{"digest": "0')
+    with store.held():
+        assert drive(grid, store, of_one(store), quiet) == {}
+    assert told(tmp_path / "results", tmp_path / "work") == told(world / "alone", world / "calm")
+
+
+def test_a_failure_is_kept_apart_and_tried_again(
+    world: Path, tmp_path: Path, grid: Grid, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said]
+) -> None:
+    """A full disk says nothing of a run: the next call does it, and until then the search waits. A run that diverged
+    has a line of its own, which the search takes for the worst; --again forgets it."""
+    real, store = fedlora.runs.preparation.prepare, Store(tmp_path / "results" / "two.jsonl", Work(tmp_path / "work"))
+
+    def prepare(config: Any, *rest: Any) -> Any:
+        if config.run.seed == 7 and config.train.lr == 1e-2:
+            raise QuorumNotMet("no upload is left") if config.method.name == "fedit" else OSError(28, "No space left")
+        return real(config, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fedlora.runs.preparation.prepare", prepare)
+        with store.held():
+            failed = drive(grid, store, of_one(store), quiet)
+    assert sorted(failed.values()) == ["OSError: [Errno 28] No space left", "no upload is left"]
+    progress = store.progress(grid)
+    assert {over: choice.value for over, choice in progress.choices.items()} == {("FedIT",): 1e-3}
+    assert len(progress.used) == 1 and len(progress.missing("search")) == 1
+    places = ("--results", tmp_path / "results", "--work", tmp_path / "work")
+    monkeypatch.chdir(world)
+    said = invoke("experiment", "status", "two.toml", *places)
+    assert "No space left" in said.stderr and "3 of 4" in said.stdout
+    invoke("experiment", "run", "two.toml", *places)
+    assert not store.progress(grid).missing("search")
+    assert main("experiment", "run", "two.toml", *places, "--again").code == 0
+    after = told(tmp_path / "results", tmp_path / "work")
+    calm = told(world / "alone", world / "calm")
+    assert {digest: after[digest] for digest in calm} == calm
+
+
+def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
+    """The run is planned under the digest of what was there; it would read what is there now."""
+    write_grid(tmp_path, SHORT)
+    grid = Grid(load_experiment(tmp_path / "two.toml"), "mini")
+    run, work = grid.searches[0], Work(tmp_path / "work")
+    (tmp_path / "mine.jsonl").write_text((tmp_path / "mine.jsonl").read_text() * 2)
+    assert "changed after" in (work(run) or "")
+    assert work.line(run) is None and not work.run_folder(run).exists()
+
+
+def test_what_a_grid_costs_is_counted_before_it_runs(world: Path, grid: Grid) -> None:
+    """Examples by arithmetic are those of the runs; bytes from two trial rounds are those of whole runs."""
+    lines = results.read(world / "alone" / "two.jsonl")
+    for run in grid.searches:
+        examples = [json.loads(text)["examples"] for text in _metrics(world, run).splitlines()]
+        assert cost.examples(run.config) == 6 * 2 * 1 * 4 and len(examples) == 6
+    todo = cost.to_do(Store(world / "nothing" / "two.jsonl", Work(world / "none")).progress(grid))
+    assert len(todo) == 6 and {run.value for run in todo if run.stage == "run"} == {1e-2}
+    trials = cost.tried(todo[:1], None, lambda run: None)
+    trial = trials[todo[0].digest]
+    assert isinstance(trial, cost.Trial) and trial.round > 0 and 0.05 < trial.memory < 50
+    assert 6 * trial.megabytes * 1e6 == pytest.approx(lines[todo[0].digest]["bytes"]["total"])
+
+
+def _metrics(world: Path, run: Planned) -> str:
+    return (world / "calm" / "runs" / run.digest / "metrics.jsonl").read_text()
+
+
+def test_private_runs_are_simulations_that_tell_no_traffic_and_no_data(world: Path, tmp_path: Path) -> None:
+    """Each has a ledger in its folder alone; its results stand beside those without privacy."""
+    text = SHORT.replace('train = "mine.jsonl"', 'task = "sst2"\nvalidation = 0.2').replace("rounds = 6", "rounds = 2")
+    text = text.replace("GLoRA = {", "private = {").replace('"glora"', f'"ffa-lora", {PRIVATE}')
+    (tmp_path / "two.toml").write_text(
+        text.replace('"model"', f'"{world / "model"}"').replace("values = [1e-3, 1e-2]", "values = [1e-3]")
+    )
+    write_glue(tmp_path / "root", "sst2")
+    grid = Grid(load_experiment(tmp_path / "two.toml"), "mini")
+    store = Store(tmp_path / "results" / "two.jsonl", Work(tmp_path / "work", tmp_path / "root"))
+    with store.held():
+        assert drive(grid, store, of_one(store), quiet) == {}
+    (run, line) = next(one for one in store.progress(grid).used if one[0].cell["method"] == "private")
+    assert line["privacy"]["epsilon_planned"] <= 8 and line["read"]["data"] is None and not line["bytes"]
+    assert [path.name for path in tmp_path.rglob("*ledger*")] == ["simulated-ledger.jsonl"]
+    assert store.work.run_folder(run).path in next(tmp_path.rglob("*ledger*")).parents
+    row = fedlora.results(store.results).set_index("method").loc["ffa-lora"]
+    assert row["epsilon"] <= 8 and math.isnan(row["MB up"]) and math.isnan(row["seconds"])
+
+
+def test_gpus_are_dealt_to_workers(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: equal parts, or one that is shared; nothing to runs for the CPU."""
+    monkeypatch.setattr("fedlora.experiments.here.torch.cuda.device_count", lambda: 4)
+    runs = grid.searches
+    assert dealt(2, runs) == ["0,1", "2,3"] and dealt(5, runs) == ["0", "1", "2", "3", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,8,9")
+    assert dealt(3, runs) == ["5", "7", "8"] and worker_count("auto", runs) == 4
+    on_cpu = Grid(
+        grid.experiment.model_copy(update={"run": {**grid.experiment.run, "model": {"path": "demo", "device": "cpu"}}}),
+        "mini",
+    )
+    assert dealt(2, on_cpu.searches) == ["", ""]
+
+
+# ---- Slurm, played by two programs -------------------------------------------------------------------------------
+
+SBATCH = """#!{python}
+import os, pathlib, re, subprocess, sys
+place = pathlib.Path(__file__).parent
+if any("--wrap" in word for word in sys.argv):
+    (place / "wrapped").write_text(chr(10).join(sys.argv[1:]))
+    sys.exit(print("9"))
+text = sys.stdin.read()
+number = len(list(place.glob("script-*"))) + 1
+(place / f"script-{{number}}").write_text(text)
+last = int(re.search(r"--array=0-(\\d+)", text)[1])
+for k in range(last + 1) if not (place / "dead").exists() else ():
+    environment = {{**os.environ, "SLURM_ARRAY_TASK_ID": str(k)}}
+    subprocess.run(["bash", place / f"script-{{number}}"], env=environment, check=False)
+print(number)
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """`sbatch` runs an array's tasks at once, or, beside a file `dead`, none; `squeue` has nothing."""
+    place = tmp_path / "bin"
+    place.mkdir()
+    for name, text in (
+        ("sbatch", SBATCH.format(python=sys.executable)),
+        ("squeue", "#!/bin/sh\n[ ! -e {0} ] || cat {0}\n".format(place / "queue")),
+    ):
+        (place / name).write_text(text)
+        (place / name).chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr("fedlora.experiments.slurm._LOOK", 0.0)
+    yield place
+
+
+@pytest.mark.exhaustive  # six processes that import torch; quick: the script, below, and `work` everywhere else
+def test_tasks_of_an_array_make_the_same_bits(
+    world: Path, tmp_path: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two arrays, of the search and of what it decides; the script asks for what was asked."""
+    monkeypatch.chdir(world)
+    places = ("--results", tmp_path / "results", "--work", tmp_path / "work")
+    more = ("--time", "04:00:00", "--gpus", "1", "--memory", "16G", "--option", "--partition=gpu")
+    invoke("experiment", "run", "two.toml", "--on", "slurm", *more, *places)
+    assert told(tmp_path / "results", tmp_path / "work") == told(world / "alone", world / "calm")
+    first, second = ((cluster / f"script-{k}").read_text() for k in (1, 2))
+    assert "--array=0-3 " in first and "--array=0-1 " in second
+    for word in (
+        "--time=04:00:00",
+        "--gpus-per-task=1",
+        "--mem=16G",
+        "--partition=gpu",
+        "--cpus-per-task=1",
+        "--requeue",
+    ):
+        assert word in first, word
+
+
+def test_a_task_that_is_gone_twice_has_failed_and_one_in_the_queue_is_waited_for(
+    world: Path, tmp_path: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said]
+) -> None:
+    """Two arrays, and no third one until --again. With --no-wait one more job calls the same command."""
+    monkeypatch.chdir(world)
+    (cluster / "dead").touch()
+    words = ("experiment", "run", "two.toml", "--on", "slurm", "--time", "10", "--results", tmp_path / "results")
+    words = (*words, "--work", tmp_path / "work")
+    for _ in range(2):
+        assert main(*words).code == 1
+        assert len(list(cluster.glob("script-*"))) == 2
+    assert KILLED in (said := main(*words).err) and "--again" in said
+    tasks = next((tmp_path / "work" / "slurm").glob("*.json"))
+    (cluster / "queue").write_text(f"{tasks.stem}|7_1\n")
+    assert main(*words, "--again", "--no-wait").code == 0 and len(list(cluster.glob("script-*"))) == 3
+    batch = json.loads(
+        max((tmp_path / "work" / "slurm").glob("*.json"), key=lambda path: path.stat().st_mtime_ns).read_text()
+    )
+    assert len(batch["digests"]) == 3, "the fourth is in the queue"
+    wrapped = (cluster / "wrapped").read_text()
+    assert "--dependency=afterany:7" in wrapped and "--no-wait" in wrapped and "--again" not in wrapped
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------
+
+
+def workers(parent: int) -> list[int]:
+    """The processes that work for `parent`: children of the server that it has them forked from."""
+    servers = [child for child in children(parent) if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [worker for server in servers for worker in children(server)]
+
+
+def children(process: int) -> list[int]:
+    found = Path(f"/proc/{process}/task/{process}/children")
+    return [int(child) for child in found.read_text().split()] if found.exists() else []
