@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,8 +19,8 @@ from fedlora.cli.options import (
     OneAdapter,
 )
 from fedlora.cli.screen import complain, console, notes, print_json, tell_remarks, tracked
-from fedlora.core.text import quoted, shown
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.core.text import escaped, quoted, shown
+from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ def validate(
             if not file.check():
                 remarks[str(directory)] = ["its update is zero: in a mean it only shrinks the others'"]
             labels_of(file.directory), read_facts(file.directory)
-            if model is not None:
+            if base is not None and model is not None:
                 fits[str(directory)] = check(file, model)
+                remarks.setdefault(str(directory), []).extend(_other_base(file, base, model))
             found[str(directory)] = None
         except FedLoRAError as error:
             found[str(directory)] = str(error)
@@ -65,13 +67,14 @@ def validate(
         print_json({name: facts | (_as_json(fits[name]) if name in fits else {}) for name, facts in judged.items()})
     else:
         for name, reason in found.items():
-            console.print(f"{name}: {'sound' if reason is None else 'refused'}")
             if reason is None:
+                console.print(f"{name}: sound")
                 tell_remarks(remarks.get(name, ()))
-    refused = [reason for reason in found.values() if reason is not None]
+    refused = {name: reason for name, reason in found.items() if reason is not None}
+    for name, reason in refused.items():
+        complain(f"{name}: refused: {shown(reason.removeprefix(f'{escaped(name)}: '), 700)}")
     if refused:
-        more = f" And {len(refused) - 3} more, with their reasons in --json." if len(refused) > 3 else ""
-        raise typer.Exit(complain(" ".join(shown(reason, 700) for reason in refused[:3]) + more))
+        raise typer.Exit(2)
 
 
 def export(
@@ -112,8 +115,10 @@ def _merged(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force
     from fedlora.adapters.truncation import parse_type
     from fedlora.export.merged import export_merged
 
+    place = _base_folder(base)
+    tell_remarks(_other_base(file, base, place))
     done = export_merged(
-        file, _base_folder(base), out, parse_type(dtype) if dtype else None,
+        file, place, out, parse_type(dtype) if dtype else None,
         progress=lambda steps: tracked(steps, "merging"), force=force,
     )  # fmt: skip
     if json:
@@ -123,27 +128,29 @@ def _merged(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force
         return
     notes.warn(*_costs(done.cost))
     console.print(
-        f"{out}: {len(done.attached.changed)} tensors changed, {len(done.attached.added)} added; rounding loses "
-        f"{done.cost.loss:.1e} of the update; answers to random tokens are {done.apart:.1e} of the adapter's effect "
-        f"off those of peft"
+        f"{out}: {counted(len(done.attached.changed), 'tensor')} changed, {len(done.attached.added)} added; rounding "
+        f"loses {done.cost.loss:.1e} of the update; answers to random tokens are {done.apart:.1e} of the adapter's "
+        f"effect off those of peft"
     )
 
 
 def _gguf(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: bool, json: bool) -> None:
     from fedlora.export.gguf import NAME, write_gguf
 
-    done = write_gguf(file, _base_folder(base), out, dtype, force=force)
+    place = _base_folder(base)
+    tell_remarks(_other_base(file, base, place))
+    done = write_gguf(file, place, out, dtype, force=force)
     if json:
         print_json(plain({"out": str(out)} | asdict(done)))
         return
     if done.folded:
         console.print(
-            f"{len(done.folded)} modules have another scale than the file's alpha gives, such as "
-            f"{shown(done.folded[0])}: it went into their lora_b"
+            f"another scale than the file's alpha gives went into lora_b: of {counted(len(done.folded), 'module')}, "
+            f"such as {shown(done.folded[0])}"
         )
     console.print(
-        f"{out / NAME}: {len(done.names)} modules for architecture {done.arch}, alpha {done.alpha:g}, {done.dtype}; "
-        f"rounding changes the updates by {done.rounding:.1e}"
+        f"{out / NAME}: {counted(len(done.names), 'module')} for architecture {done.arch}, alpha {done.alpha:g}, "
+        f"{done.dtype}; rounding changes the updates by {done.rounding:.1e}"
     )
 
 
@@ -173,16 +180,31 @@ def _base_folder(base: str) -> Path:
     return place
 
 
+def _other_base(file: AdapterFile, base: str, place: Path) -> list[str]:
+    """A note if the adapter names another base model than the one given: another folder that is there, or a name whose
+    last part is another. place: where the base's files are."""
+    from fedlora.adapters.base_names import Base, is_same_base
+    from fedlora.data.demo import HUB_NAMES
+
+    named = file.base_model
+    if not named or named == base or os.path.realpath(named) == os.path.realpath(place):
+        return []
+    given = HUB_NAMES.get(base, base.partition("@")[0] if place != Path(base) else os.path.realpath(place))
+    if not os.path.isdir(named) and is_same_base(Base(Path(named).name), Base(Path(given).name)):
+        return []
+    return [f"{file.directory} names {quoted(named, 120)}, and --base is {quoted(base, 120)}"]
+
+
 def _as_json(done: Attached) -> dict[str, Any]:
     return {"changed": list(done.changed), "added": list(done.added)}
 
 
 def _costs(cost: Cost) -> list[str]:
-    keeps = "; --dtype float32 keeps it" if cost.loss > _NOTICEABLE else ""
+    keeps = "; a wider --dtype keeps more" if cost.loss > _NOTICEABLE else ""
     if cost.vanished:
         return [
-            f"rounding loses all of the update in {len(cost.vanished)} layers (such as {shown(cost.vanished[0])}): "
-            f"it is smaller than the precision of their type{keeps}"
+            f"rounding loses all of the update in {counted(len(cost.vanished), 'layer')} (such as "
+            f"{shown(cost.vanished[0])}): it is smaller than the precision of their type{keeps}"
         ]
     if cost.loss > _NOTICEABLE:
         return [f"rounding loses {cost.loss:.1%} of the update, and {cost.most:.1%} of {shown(cost.where)}{keeps}"]
