@@ -335,7 +335,7 @@ def test_an_adapter_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> Non
         write_adapter(old, adapter, spec)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("dear")
-    with pytest.raises(ConfigError, match=r"mine is not empty and has no adapter_config\.json"):
+    with pytest.raises(ConfigError, match=r"mine is .* no adapter_config\.json"):
         write_adapter(tmp_path / "mine", adapter, spec)
     assert tree(tmp_path / "mine") == {"notes.txt": b"dear"}
 

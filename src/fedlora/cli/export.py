@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,16 +45,16 @@ def validate(
     remarks: dict[str, list[str]] = {}
     model = _base_folder(base) if base is not None else None
     if model is not None:
-        from fedlora.export.attached import check
+        from fedlora.export.attached import check, other_base
     for directory in tracked(adapters, "checking"):
         try:
             file = AdapterFile(directory, max_bytes=max_bytes, dora=model is not None)
             if not file.check():
                 remarks[str(directory)] = ["its update is zero: in a mean it only shrinks the others'"]
             labels_of(file.directory), read_facts(file.directory)
-            if base is not None and model is not None:
-                fits[str(directory)] = check(file, model)
-                remarks.setdefault(str(directory), []).extend(_other_base(file, base, model))
+            if model is not None:
+                fits[str(directory)] = check(file, model[1])
+                remarks.setdefault(str(directory), []).extend(other_base(file, *model))
             found[str(directory)] = None
         except FedLoRAError as error:
             found[str(directory)] = str(error)
@@ -113,10 +112,11 @@ def export(
 
 def _merged(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: bool, json: bool) -> None:
     from fedlora.adapters.truncation import parse_type
+    from fedlora.export.attached import other_base
     from fedlora.export.merged import export_merged
 
-    place = _base_folder(base)
-    tell_remarks(_other_base(file, base, place))
+    name, place = _base_folder(base)
+    tell_remarks(other_base(file, name, place))
     done = export_merged(
         file, place, out, parse_type(dtype) if dtype else None,
         progress=lambda steps: tracked(steps, "merging"), force=force,
@@ -135,10 +135,11 @@ def _merged(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force
 
 
 def _gguf(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: bool, json: bool) -> None:
+    from fedlora.export.attached import other_base
     from fedlora.export.gguf import NAME, write_gguf
 
-    place = _base_folder(base)
-    tell_remarks(_other_base(file, base, place))
+    name, place = _base_folder(base)
+    tell_remarks(other_base(file, name, place))
     done = write_gguf(file, place, out, dtype, force=force)
     if json:
         print_json(plain({"out": str(out)} | asdict(done)))
@@ -157,8 +158,8 @@ def _gguf(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: 
 # ------------------------------------------------------------------------------------------------------------- inside
 
 
-def _base_folder(base: str) -> Path:
-    """The base model named by `--base`: a directory or a packaged model.
+def _base_folder(base: str) -> tuple[str, Path]:
+    """The base model named by `--base`, a directory or a packaged model: its name on the hub, or as typed; its place.
 
     Raises:
         ConfigError: there is no directory of safetensors weights. DataError: the package is not installed.
@@ -177,22 +178,7 @@ def _base_folder(base: str) -> Path:
             f"the base model {quoted(base)} is one file, {place.name}, but this needs a directory of safetensors "
             f"weights.{original}"
         )
-    return place
-
-
-def _other_base(file: AdapterFile, base: str, place: Path) -> list[str]:
-    """A note if the adapter names another base model than the one given: another folder that is there, or a name whose
-    last part is another. place: where the base's files are."""
-    from fedlora.adapters.base_names import Base, is_same_base
-    from fedlora.data.demo import HUB_NAMES
-
-    named = file.base_model
-    if not named or named == base or os.path.realpath(named) == os.path.realpath(place):
-        return []
-    given = HUB_NAMES.get(base, base.partition("@")[0] if place != Path(base) else os.path.realpath(place))
-    if not os.path.isdir(named) and is_same_base(Base(Path(named).name), Base(Path(given).name)):
-        return []
-    return [f"{file.directory} names {quoted(named, 120)}, and --base is {quoted(base, 120)}"]
+    return HUB_NAMES.get(base, base), place
 
 
 def _as_json(done: Attached) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import logging
 
+from fedlora.adapters.base_names import Base, is_same_base
 from fedlora.adapters.reader import PREFIX, AdapterFile
 from fedlora.adapters.uploads import labels_of
 from fedlora.core.text import quoted, shown
@@ -84,6 +86,18 @@ def check(file: AdapterFile, base: Path) -> Attached:
     stored = _stored_names(base)
     added = tuple(name for name in heads if stored is not None and name not in stored)
     return Attached(kind, config, tuple(name for name in changed if name not in added), added)
+
+
+def other_base(file: AdapterFile, base: str, place: Path) -> list[str]:
+    """A note if the adapter names another base model than the one given: another folder that is there, or a name whose
+    last part is another. base: its name on the hub, or as typed. place: of its files."""
+    named = file.base_model
+    if not named or named == base or os.path.realpath(named) == os.path.realpath(place):
+        return []
+    given = os.path.realpath(place) if place == Path(base) else base.partition("@")[0]
+    if not os.path.isdir(named) and is_same_base(Base(Path(named).name), Base(Path(given).name)):
+        return []
+    return [f"{file.directory} names {quoted(named, 120)}, and --base is {quoted(base, 120)}"]
 
 
 def attach(model: Any, file: AdapterFile) -> PeftModel:
