@@ -170,7 +170,17 @@ def test_updates_that_are_zero_are_told(tmp_path: Path, main: Main) -> None:
         assert f"{side}' is zero" in str(merge([a, zero], tmp_path / "m", force=True).warnings)
     assert "the update is zero" in resize(zero, tmp_path / "o", rank=2).warnings[-1]
     assert "the updates cancel" in str(merge([a, a], tmp_path / "p", sum=True, weights=[1, -1]).warnings)
-    assert "zero" not in main("validate", a).err and merge([a, a], tmp_path / "n").warnings == ()
+    assert "zero" not in main("validate", a).err and merge([a], tmp_path / "n").warnings == ()
+
+
+def test_one_folder_twice_is_told(two: tuple[Path, Path], tmp_path: Path) -> None:
+    """Also by another spelling of its path, and through a link."""
+    a, b = two
+    (tmp_path / "link").symlink_to(a)
+    assert merge(two, tmp_path / "m").warnings == ()
+    for again in (a, a / ".." / "a", tmp_path / "link"):
+        warned = merge([a, b, again], tmp_path / "m", force=True).warnings
+        assert len(warned) == 1 and "1 and 3" in warned[0]
 
 
 def test_types(tmp_path: Path) -> None:

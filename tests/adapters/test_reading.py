@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -223,6 +224,20 @@ def test_other_kinds_are_refused_by_name_with_the_way_out(what, tmp_path, main: 
     with pytest.raises(AdapterFormatError, match=f"{named.partition('.*')[0]}.*({WAY_OUT})|({WAY_OUT})"):
         read_model(build())
     assert not (tmp_path / "m").exists()
+
+
+def test_a_refusal_names_the_folder_of_several(plain: Path, main: Callable[..., Said], monkeypatch):
+    """Also one whose name is part of the reason; validate says the reason of each in a line of its own."""
+    monkeypatch.chdir(plain.parent)
+    for name in ("dora", "ada"):
+        shutil.copytree(plain, name)
+    edit(Path("dora"), use_dora=True)
+    edit(Path("ada"), peft_type="ADALORA")
+    assert "error: dora: use_dora = True" in main("merge", plain, "dora", "-o", "m").complaint()
+    done = main("validate", "dora", plain, "ada")
+    assert done.code == 2 and done.out == f"{plain}: sound\n"
+    said = [line.partition(" = ")[0] for line in done.err.splitlines()]
+    assert said == ["error: dora: refused: use_dora", "error: ada: refused: peft_type"]
 
 
 def grown():

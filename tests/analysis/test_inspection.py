@@ -82,5 +82,5 @@ def test_inspect_diff_and_validate_from_the_command_line(tmp_path: Path, main: C
     assert main("validate", a, b).code == 0
     (b / "adapter_model.safetensors").write_bytes(b"\0" * 40)
     done = main("validate", a, b)
-    assert done.code == 2 and "sound" in done.out and "refused" in done.out
+    assert done.code == 2 and "sound" in done.out and "refused" in done.err
     assert "Traceback" not in done.err and done.err.count("\n") == 1

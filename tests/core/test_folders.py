@@ -190,8 +190,9 @@ def test_what_is_not_empty_is_refused_and_with_force_only_what_is_ours(tmp_path:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).write_text("dear")
         before = tree(target)
-        with pytest.raises(ConfigError, match=f"holds '{name}'"):
-            put(target, force=True, kind=NOTES)
+        for force in (False, True):
+            with pytest.raises(ConfigError, match=f"holds '{name}'(?!.*--force)"):  # nobody is sent in a circle
+                put(target, force=force, kind=NOTES)
         assert tree(target) == before
         (target / name).unlink()
     (target / "link").symlink_to(tmp_path)
@@ -334,7 +335,7 @@ def test_an_adapter_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> Non
         write_adapter(old, adapter, spec)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("dear")
-    with pytest.raises(ConfigError, match=r"mine has no adapter_config\.json"):
+    with pytest.raises(ConfigError, match=r"mine is .* no adapter_config\.json"):
         write_adapter(tmp_path / "mine", adapter, spec)
     assert tree(tmp_path / "mine") == {"notes.txt": b"dear"}
 

@@ -90,10 +90,11 @@ def rewrite_base(base: Path, change: Callable[[dict[str, Tensor]], Any]) -> None
 # ---- what rounding costs ---------------------------------------------------------------------------------------------
 
 
-def test_what_rounding_loses_is_measured(tmp_path: Path, main: Main) -> None:
-    """bfloat16 has 8 bits: what the written weights lack of W + s B A is recomputed here in float64."""
-    adapter, base = small(tmp_path, torch.bfloat16)
-    rewrite(adapter, lambda t: t.update({key: t[key] * 0.2 for key in t}))
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 0.2), (torch.float32, 1e-2)], ids=str)
+def test_what_rounding_loses_is_measured(dtype: torch.dtype, scale: float, tmp_path: Path, main: Main) -> None:
+    """bfloat16 has 8 bits, float32 24: what the written weights lack of W + s B A is recomputed here in float64."""
+    adapter, base = small(tmp_path, dtype)
+    rewrite(adapter, lambda t: t.update({key: t[key] * scale for key in t}))
     done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full", "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)["rounding"]
@@ -129,6 +130,18 @@ def test_a_number_beyond_float16_is_refused_by_name(tmp_path: Path, main: Main) 
     assert not (tmp_path / "full").exists()
 
 
+def test_another_base_than_the_adapter_names_is_told(tmp_path: Path, main: Main) -> None:
+    """The base here is the folder `base`: a name that ends so may be its name on the hub."""
+    adapter, base = small(tmp_path)
+    for named, notes in (("org/other", 1), (str(tmp_path), 1), ("org/base", 0), (str(base), 0)):
+        reconfigure(adapter, base_model_name_or_path=named)
+        done = main("validate", adapter, "--base", base, "--json")
+        assert done.code == 0 and len(json.loads(done.out)[str(adapter)]["notes"]) == notes
+        for kind in ("merged", "gguf"):
+            done = main("export", adapter, "--for", kind, "--base", base, "-o", tmp_path / kind, "--force")
+            assert done.code == 0 and (named in done.err) == bool(notes) and done.err.count("\n") == notes, done.err
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +167,19 @@ def test_a_base_that_lacks_numbers_is_refused(tmp_path: Path, main: Main) -> Non
     done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
     assert done.code == 2 and "needs 'model.layers.0.mlp.down_proj.weight'" in done.err
     assert done.err.count("\n") == 1 and not (tmp_path / "full").exists()
+
+
+def test_a_damaged_base_is_refused_as_such(tmp_path: Path, main: Main) -> None:
+    """A NaN in it is not the adapter's; a file cut to half is named."""
+    adapter, base = small(tmp_path)
+    rewrite_base(base, lambda t: t["model.norm.weight"].fill_(torch.nan))
+    done = main("export", adapter, "--for", "merged", "--base", base, "-o", tmp_path / "full")
+    assert f"{base} holds NaN" in done.error() and "model.norm.weight" in done.error() and str(adapter) not in done.err
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    refused(main, adapter, base, f"{re.escape(str(weights))} is damaged")
+    done = main("export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "full")
+    assert f"{weights} is damaged" in done.complaint() and not (tmp_path / "full").exists()
 
 
 def test_a_base_that_transformers_does_not_know_is_refused(tmp_path: Path, main: Main) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from fedlora.adapters.base_names import is_path
 from fedlora.adapters.merge_report import MergeReport, Weighed
 from fedlora.core.text import MOST, markdown_cell, yaml_string
+from fedlora.errors import counted
 
 _SHOWN = 10  # modules
 
@@ -38,7 +39,7 @@ library_name: peft
 ---
 # Merged LoRA adapter
 
-{made} of {len(inputs)} adapters, exact up to the requested rank ({asked}):
+{made} of {counted(len(inputs), "adapter")}, exact up to the requested rank ({asked}):
 relative truncation error {report.error:.2e} over all modules{rounding}.
 Every module is stored at rank {report.rank}, with alpha = r: the update is B A itself.
 

@@ -20,7 +20,7 @@ from fedlora.adapters.uploads import FILE, check_one_each, read_facts
 from fedlora.adapters.writer import AdapterSpec, spec_of
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
-from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.errors import AdapterFormatError, ConfigError, counted, repeated
 
 Missing = Literal["renormalise", "zero"]  # how a module averages over adapters that lack it
 _LARGEST = 1e12  # of a weight: a larger one is a typo, and sums could overflow
@@ -108,6 +108,10 @@ def collected(
     if missing is None:
         _check_names(files)
     labels_by(files, heads)  # refused now, not after the sum
+    folders = [os.path.realpath(file.directory) for file in files]
+    for folder in repeated(folders):
+        places = " and ".join(str(k) for k, one in enumerate(folders, 1) if one == folder)
+        notes.append(f"inputs {places} are the same folder")
     if len(rounds := {one.round for one in facts if one.round is not None}) > 1:
         notes.append(f"the uploads belong to different rounds: {', '.join(map(str, sorted(rounds)[:8]))}")
     if idle := [str(file.directory) for file, weight in zip(files, used, strict=True) if not weight]:
@@ -132,7 +136,7 @@ def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: boo
     """
     given = (1.0,) * count if weights is None else tuple(weights)
     if len(given) != count:
-        raise ConfigError(f"there are {len(given)} weights for {count} adapters.")
+        raise ConfigError(f"got {counted(len(given), 'weight')} for {counted(count, 'adapter')}.")
     if any(isinstance(w, bool) or not isinstance(w, int | float) or not -_LARGEST <= w <= _LARGEST for w in given):
         raise ConfigError(f"weights must be numbers of up to {_LARGEST:g} in size; got {quoted(list(given))}.")
     if not sum and any(w < 0 for w in given):
@@ -168,8 +172,8 @@ def _check_names(files: Sequence[AdapterFile]) -> None:
             first, second = alike[0]
             raise AdapterFormatError(
                 f"{one.directory} and {other.directory} name the same modules differently, {quoted(first, 80)} and "
-                f"{quoted(second, 80)} ({len(alike)} such pairs), so each would count as two. Load both with the "
-                f"same class of model and save them again; --missing zero merges them as different modules."
+                f"{quoted(second, 80)} ({counted(len(alike), 'such pair')}), so each would count as two. Load both "
+                f"with the same class of model and save them again; --missing zero merges them as different modules."
             )
     _check_common(unlike)
 

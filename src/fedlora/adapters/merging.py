@@ -66,7 +66,7 @@ def merge(
         heads: for saved modules: the mean, the first adapter's, or none.
         dtype: float16, bfloat16, float32 or float64; default: the adapters' own.
         max_error: write nothing beyond this relative error. same_base: treat their base models as one, whatever their
-            names. dry_run: write nothing. force: replace a folder that holds only an adapter. max_bytes: the largest
+            names. dry_run: write nothing. force: replace any folder that holds only an adapter. max_bytes: the largest
             weights file to open.
 
     Raises:

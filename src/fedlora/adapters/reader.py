@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from fedlora.adapters.untrusted_files import FLOATS, Stored, TensorFile, check_f
 from fedlora.core.lora import LoRA
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
-from fedlora.errors import AdapterFormatError, escaped
+from fedlora.errors import AdapterFormatError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -65,18 +66,15 @@ class AdapterFile:
     ) -> None:
         check_scaling(scaling)
         self.directory, self.scaling = Path(directory), scaling
-        try:
-            for name in (CONFIG_FILE, WEIGHTS_FILE):
-                if not os.path.lexists(self.directory / name):
-                    raise AdapterFormatError(
-                        f"{self.directory} is not a PEFT adapter: it has no {name}.{_pickled(self)}"
-                    )
-            self.config: Mapping[str, Any] = ReadOnly(json_object(self.directory / CONFIG_FILE))
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not os.path.lexists(self.directory / name):
+                raise AdapterFormatError(f"{self.directory} is not a PEFT adapter: it has no {name}.{_pickled(self)}")
+        self.config: Mapping[str, Any] = ReadOnly(json_object(self.directory / CONFIG_FILE))
+        with self._named():
             check_config(self.config, dora=dora)
-            self._file = TensorFile(self.directory / WEIGHTS_FILE, max_bytes)
+        self._file = TensorFile(self.directory / WEIGHTS_FILE, max_bytes)
+        with self._named():
             self._read_names()
-        except AdapterFormatError as error:
-            raise self._named(error) from error
 
     def _read_names(self) -> None:
         """Sorts every key into factors, heads and magnitudes, and checks the shapes."""
@@ -133,7 +131,11 @@ class AdapterFile:
             raise AdapterFormatError("not every module has a lora_magnitude_vector, which DoRA needs.")
 
     def _shape(self, module: str) -> tuple[int, int]:
-        B, A = (self._stored(module, factor).shape if factor in self._pairs[module] else () for factor in "BA")
+        if lost := [f"{module}.lora_{factor}.weight" for factor in "AB" if factor not in self._pairs[module]]:
+            raise AdapterFormatError(
+                f"tensor {quoted(lost[0], 120)} is missing, but its other factor is there: the file is damaged."
+            )
+        B, A = (self._stored(module, factor).shape for factor in "BA")
         if 0 in (*B, *A):
             raise AdapterFormatError(
                 f"module {quoted(module)} is empty: B {B}, A {A}. DeepSpeed's ZeRO-3 saves parameters like this if it "
@@ -198,10 +200,9 @@ class AdapterFile:
 
     def tensor(self, key: str) -> Tensor:
         """The tensor stored under a key. Raises `AdapterFormatError` if it holds NaN or Inf."""
-        try:
-            return check_finite(key.removeprefix(PREFIX), self._file.tensor(key))
-        except AdapterFormatError as error:
-            raise self._named(error) from error
+        tensor = self._file.tensor(key)
+        with self._named():
+            return check_finite(key.removeprefix(PREFIX), tensor)
 
     def check(self) -> bool:
         """Read every number once, some megabytes at a time; whether any module's update can be other than zero.
@@ -210,22 +211,23 @@ class AdapterFile:
             AdapterFormatError: a number is NaN or Inf.
         """
         some: set[str] = set()
-        try:
-            for key, piece in self._file.pieces():
+        for key, piece in self._file.pieces():
+            with self._named():
                 if bool(check_finite(key.removeprefix(PREFIX), piece).any()):
                     some.add(key)
-        except AdapterFormatError as error:
-            raise self._named(error) from error
         return any(some.issuperset(pair.values()) for pair in self._pairs.values())
 
     def sha256(self) -> str:
         """SHA-256 of the weights file."""
         return self._file.sha256()
 
-    def _named(self, error: AdapterFormatError) -> AdapterFormatError:
-        """The error with the directory prefixed."""
-        known = escaped(str(self.directory)) in str(error)
-        return error if known else AdapterFormatError(f"{self.directory}: {error}")
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Prefixes the directory to an error of its content; errors of a file name its path themselves."""
+        try:
+            yield
+        except AdapterFormatError as error:
+            raise AdapterFormatError(f"{self.directory}: {error}") from error
 
 
 def scaled(lora: LoRA, factor: float) -> LoRA:

@@ -18,8 +18,8 @@ from fedlora.cli.options import (
     OneAdapter,
 )
 from fedlora.cli.screen import complain, console, notes, print_json, tell_remarks, tracked
-from fedlora.core.text import quoted, shown
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.core.text import escaped, quoted, shown
+from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def validate(
     remarks: dict[str, list[str]] = {}
     model = _base_folder(base) if base is not None else None
     if model is not None:
-        from fedlora.export.attached import check
+        from fedlora.export.attached import check, other_base
     for directory in tracked(adapters, "checking"):
         try:
             file = AdapterFile(directory, max_bytes=max_bytes, dora=model is not None)
@@ -53,7 +53,8 @@ def validate(
                 remarks[str(directory)] = ["its update is zero: in a mean it only shrinks the others'"]
             labels_of(file.directory), read_facts(file.directory)
             if model is not None:
-                fits[str(directory)] = check(file, model)
+                fits[str(directory)] = check(file, model[1])
+                remarks.setdefault(str(directory), []).extend(other_base(file, *model))
             found[str(directory)] = None
         except FedLoRAError as error:
             found[str(directory)] = str(error)
@@ -65,13 +66,14 @@ def validate(
         print_json({name: facts | (_as_json(fits[name]) if name in fits else {}) for name, facts in judged.items()})
     else:
         for name, reason in found.items():
-            console.print(f"{name}: {'sound' if reason is None else 'refused'}")
             if reason is None:
+                console.print(f"{name}: sound")
                 tell_remarks(remarks.get(name, ()))
-    refused = [reason for reason in found.values() if reason is not None]
+    refused = {name: reason for name, reason in found.items() if reason is not None}
+    for name, reason in refused.items():
+        complain(f"{name}: refused: {shown(reason.removeprefix(f'{escaped(name)}: '), 700)}")
     if refused:
-        more = f" And {len(refused) - 3} more, with their reasons in --json." if len(refused) > 3 else ""
-        raise typer.Exit(complain(" ".join(shown(reason, 700) for reason in refused[:3]) + more))
+        raise typer.Exit(2)
 
 
 def export(
@@ -110,10 +112,13 @@ def export(
 
 def _merged(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: bool, json: bool) -> None:
     from fedlora.adapters.truncation import parse_type
+    from fedlora.export.attached import other_base
     from fedlora.export.merged import export_merged
 
+    name, place = _base_folder(base)
+    tell_remarks(other_base(file, name, place))
     done = export_merged(
-        file, _base_folder(base), out, parse_type(dtype) if dtype else None,
+        file, place, out, parse_type(dtype) if dtype else None,
         progress=lambda steps: tracked(steps, "merging"), force=force,
     )  # fmt: skip
     if json:
@@ -123,35 +128,38 @@ def _merged(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force
         return
     notes.warn(*_costs(done.cost))
     console.print(
-        f"{out}: {len(done.attached.changed)} tensors changed, {len(done.attached.added)} added; rounding loses "
-        f"{done.cost.loss:.1e} of the update; answers to random tokens are {done.apart:.1e} of the adapter's effect "
-        f"off those of peft"
+        f"{out}: {counted(len(done.attached.changed), 'tensor')} changed, {len(done.attached.added)} added; rounding "
+        f"loses {done.cost.loss:.1e} of the update; answers to random tokens are {done.apart:.1e} of the adapter's "
+        f"effect off those of peft"
     )
 
 
 def _gguf(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: bool, json: bool) -> None:
+    from fedlora.export.attached import other_base
     from fedlora.export.gguf import NAME, write_gguf
 
-    done = write_gguf(file, _base_folder(base), out, dtype, force=force)
+    name, place = _base_folder(base)
+    tell_remarks(other_base(file, name, place))
+    done = write_gguf(file, place, out, dtype, force=force)
     if json:
         print_json(plain({"out": str(out)} | asdict(done)))
         return
     if done.folded:
         console.print(
-            f"{len(done.folded)} modules have another scale than the file's alpha gives, such as "
-            f"{shown(done.folded[0])}: it went into their lora_b"
+            f"another scale than the file's alpha gives went into lora_b: of {counted(len(done.folded), 'module')}, "
+            f"such as {shown(done.folded[0])}"
         )
     console.print(
-        f"{out / NAME}: {len(done.names)} modules for architecture {done.arch}, alpha {done.alpha:g}, {done.dtype}; "
-        f"rounding changes the updates by {done.rounding:.1e}"
+        f"{out / NAME}: {counted(len(done.names), 'module')} for architecture {done.arch}, alpha {done.alpha:g}, "
+        f"{done.dtype}; rounding changes the updates by {done.rounding:.1e}"
     )
 
 
 # ------------------------------------------------------------------------------------------------------------- inside
 
 
-def _base_folder(base: str) -> Path:
-    """The base model named by `--base`: a directory or a packaged model.
+def _base_folder(base: str) -> tuple[str, Path]:
+    """The base model named by `--base`, a directory or a packaged model: its name on the hub, or as typed; its place.
 
     Raises:
         ConfigError: there is no directory of safetensors weights. DataError: the package is not installed.
@@ -170,7 +178,7 @@ def _base_folder(base: str) -> Path:
             f"the base model {quoted(base)} is one file, {place.name}, but this needs a directory of safetensors "
             f"weights.{original}"
         )
-    return place
+    return HUB_NAMES.get(base, base), place
 
 
 def _as_json(done: Attached) -> dict[str, Any]:
@@ -178,11 +186,11 @@ def _as_json(done: Attached) -> dict[str, Any]:
 
 
 def _costs(cost: Cost) -> list[str]:
-    keeps = "; --dtype float32 keeps it" if cost.loss > _NOTICEABLE else ""
+    keeps = "; a wider --dtype keeps more" if cost.loss > _NOTICEABLE else ""
     if cost.vanished:
         return [
-            f"rounding loses all of the update in {len(cost.vanished)} layers (such as {shown(cost.vanished[0])}): "
-            f"it is smaller than the precision of their type{keeps}"
+            f"rounding loses all of the update in {counted(len(cost.vanished), 'layer')} (such as "
+            f"{shown(cost.vanished[0])}): it is smaller than the precision of their type{keeps}"
         ]
     if cost.loss > _NOTICEABLE:
         return [f"rounding loses {cost.loss:.1%} of the update, and {cost.most:.1%} of {shown(cost.where)}{keeps}"]

@@ -22,7 +22,7 @@ from fedlora.cli.options import (
 )
 from fedlora.cli.screen import Table, cell, console, print_json, tell_remarks, tracked
 from fedlora.core.text import shown
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
@@ -170,11 +170,15 @@ def _show(report: MergeReport, json: bool, title: str, off: str) -> None:
         ruled = f"; after {report.weighed.rule} their changes count {counts} ({gone} left out)"
     console.print(f"{count}{ruled}")
     if report.beside:
-        console.print(f"{len(report.beside)} tensors of saved modules, such as {shown(report.beside[0])}")
+        console.print(f"{counted(len(report.beside), 'tensor')} of saved modules, such as {shown(report.beside[0])}")
     if report.lacking:
-        console.print(f"{len(report.lacking)} modules are not in every adapter, such as {shown(report.lacking[0])}")
+        console.print(
+            f"not in every adapter: {counted(len(report.lacking), 'module')}, such as {shown(report.lacking[0])}"
+        )
     if report.dropped:
-        console.print(f"left out: {len(report.dropped)} tensors of saved modules, such as {shown(report.dropped[0])}")
+        console.print(
+            f"left out: {counted(len(report.dropped), 'tensor')} of saved modules, such as {shown(report.dropped[0])}"
+        )
     console.print(f"{off} {report.error:.2e}")
     if report.weighed is not None:
         console.print(

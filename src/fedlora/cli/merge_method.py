@@ -17,7 +17,7 @@ from fedlora.core.lora import Adapter, LoRA, stack
 from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Method
 from fedlora.core.text import shown
-from fedlora.errors import AdapterFormatError, ConfigError, repeated
+from fedlora.errors import AdapterFormatError, ConfigError, counted, repeated
 from fedlora.methods import build
 from fedlora.server.judged import Judged, in_words
 from fedlora.server.kept import Kept
@@ -85,9 +85,10 @@ def _check_heads(given: Collection, heads: str) -> None:
     beside = sorted({name for file in given.files for name in file.heads})
     if beside and heads == "average":
         raise ConfigError(
-            f"--defence looks only at pairs, but {len(beside)} tensors beside them (such as {shown(beside[0])}) would "
-            f"be averaged with the plain weights, liars included. Add --heads drop, or --heads first to take those of "
-            f"the first adapter; rounds of a server (fedlora run, fedlora flower) judge heads with the pairs."
+            f"--defence looks only at pairs, but {counted(len(beside), 'tensor')} beside them (such as "
+            f"{shown(beside[0])}) would be averaged with the plain weights, liars included. Add --heads drop, or "
+            f"--heads first to take those of the first adapter; rounds of a server (fedlora run, fedlora "
+            f"flower) judge heads with the pairs."
         )
 
 

@@ -61,7 +61,9 @@ BaseModel = Annotated[
 ]
 Force = Annotated[
     bool,
-    typer.Option("--force", help="replace a folder that holds nothing but such a result; refuse anything else"),
+    typer.Option(
+        "--force", help="replace any folder that holds only what is written, an adapter or a model, also a trained one"
+    ),
 ]
 MaxBytes = Annotated[
     int | None,

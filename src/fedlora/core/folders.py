@@ -141,14 +141,16 @@ def _check(target: object, place: Path, force: bool, kind: FolderKind | None) ->
             raise ConfigError(f"{shown(target)} cannot be written: {shown(home)} may not be written to.")
         if not place.exists() or not any(place.iterdir()):
             return
-        why = kind.stranger(place) if force and kind is not None else None
+        why = kind.stranger(place) if kind is not None else None
     except OSError as error:
         raise _cannot(target, error) from error
+    if kind is not None and why is not None:
+        raise ConfigError(
+            f"{shown(target)} is not empty and {why}, so it is not replaced. Move it away, or {kind.instead}."
+        )
     if not force or kind is None:
         replace = ", or replace what is there with --force" if kind is not None else ""
         raise ConfigError(f"{shown(target)} is not empty; name another directory{replace}.")
-    if why is not None:
-        raise ConfigError(f"{shown(target)} {why}, so it is not replaced. Move it away, or {kind.instead}.")
 
 
 def _cannot(target: object, error: Exception) -> ConfigError:

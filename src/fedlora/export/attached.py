@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -21,13 +22,15 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import logging
 
+from fedlora.adapters.base_names import Base, is_same_base
 from fedlora.adapters.reader import PREFIX, AdapterFile
 from fedlora.adapters.uploads import labels_of
-from fedlora.core.text import quoted
-from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.core.text import quoted, shown
+from fedlora.errors import AdapterFormatError, ConfigError, counted
 
 _AUTO = {
     "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
@@ -52,7 +55,7 @@ def check(file: AdapterFile, base: Path) -> Attached:
     """Whether peft loads all of the adapter on this base, by names and shapes only; no weights are read.
 
     Raises:
-        AdapterFormatError: it does not fit. ConfigError: transformers cannot build the base.
+        AdapterFormatError: it does not fit. ConfigError: transformers cannot build the base, or it is damaged.
     """
     config = _config_of(file, base)
     heads = {name: tuple(file.stored_head(name).shape) for name in file.heads}
@@ -66,8 +69,8 @@ def check(file: AdapterFile, base: Path) -> Attached:
     lacking = sorted(set(file.modules) - names)
     if lacking:
         raise AdapterFormatError(
-            f"{where} has no module {quoted(lacking[0], 120)} ({len(lacking):,} such names): the adapter is for "
-            f"another model. {WAY_OUT}."
+            f"{where} has no module {quoted(lacking[0], 120)} ({counted(len(lacking), 'such name')}): the adapter is "
+            f"for another model. {WAY_OUT}."
         )
     state = model.state_dict()
     for name, shape in heads.items():
@@ -85,6 +88,18 @@ def check(file: AdapterFile, base: Path) -> Attached:
     return Attached(kind, config, tuple(name for name in changed if name not in added), added)
 
 
+def other_base(file: AdapterFile, base: str, place: Path) -> list[str]:
+    """A note if the adapter names another base model than the one given: another folder that is there, or a name whose
+    last part is another. base: its name on the hub, or as typed. place: of its files."""
+    named = file.base_model
+    if not named or named == base or os.path.realpath(named) == os.path.realpath(place):
+        return []
+    given = os.path.realpath(place) if place == Path(base) else base.partition("@")[0]
+    if not os.path.isdir(named) and is_same_base(Base(Path(named).name), Base(Path(given).name)):
+        return []
+    return [f"{file.directory} names {quoted(named, 120)}, and --base is {quoted(base, 120)}"]
+
+
 def attach(model: Any, file: AdapterFile) -> PeftModel:
     """The model with the adapter's empty layers, on the device that it is on.
 
@@ -100,8 +115,8 @@ def attach(model: Any, file: AdapterFile) -> PeftModel:
     if odd:
         raise AdapterFormatError(
             f"{file.directory}: {quoted(odd[0].removeprefix(PREFIX), 120)} is {shapes.get(odd[0], 'absent')} in the "
-            f"file and {wanted.get(odd[0], 'absent')} in peft with {type(model).__name__} ({len(odd):,} such tensors). "
-            f"{WAY_OUT}."
+            f"file and {wanted.get(odd[0], 'absent')} in peft with {type(model).__name__} "
+            f"({counted(len(odd), 'such tensor')}). {WAY_OUT}."
         )
     return beside
 
@@ -188,13 +203,15 @@ def _refuse_tied(file: AdapterFile, model: nn.Module) -> None:
 
 
 def _stored_names(base: Path) -> frozenset[str] | None:
-    """The names of the tensors in the base's safetensors files, from their headers."""
-    from safetensors import safe_open
-
+    """The names of the tensors in the base's safetensors files, from their headers. Raises `ConfigError` if one is
+    damaged."""
     found: set[str] = set()
     for path in base.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as opened:
-            found |= set(opened.keys())
+        try:
+            with safe_open(path, framework="pt") as opened:
+                found |= set(opened.keys())
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"the base model's {path} is damaged or cannot be read: {shown(error)}.") from error
     return frozenset(found) if found else None
 
 

@@ -27,7 +27,7 @@ from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
 from fedlora.core.text import quoted
-from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.errors import AdapterFormatError, ConfigError, counted
 from fedlora.export.attached import check
 
 NAME, CARD = "adapter.gguf", "README.md"
@@ -202,7 +202,7 @@ def _write(path: Path, arch: str, alpha: float, tensors: Mapping[str, Tensor]) -
 def _card(file: AdapterFile, arch: str, modules: int) -> str:
     return (
         f"---\n{base_line(file.base_model)}library_name: gguf\ntags:\n- lora\n- fedlora\n---\n\n"
-        f"# A LoRA adapter for llama.cpp\n\n{modules} modules of a base model of architecture {arch}. "
+        f"# A LoRA adapter for llama.cpp\n\n{counted(modules, 'module')} of a base model of architecture {arch}. "
         f"`llama-cli -m BASE.gguf --lora {NAME}` adds them to that model.\n"
     )
 

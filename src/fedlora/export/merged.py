@@ -1,6 +1,6 @@
 """The full model with an adapter in it, for serving without peft.
 
-    W <- round(W0 + s B A)        by peft, one layer at a time in float32, each rounded once to the written type
+    W <- round(W0 + s B A)        by peft, one layer at a time in float64, each rounded once to the written type
 
 What rounding lost of the update is measured layer by layer and told. Before the folder appears, the written model is
 loaded as any user would load it, and must answer random tokens as the base with the adapter attached did.
@@ -30,7 +30,7 @@ from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.text import quoted
-from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.errors import AdapterFormatError, ConfigError, counted
 from fedlora.export.attached import WAY_OUT, Attached, attach, check, quiet
 
 Progress = Callable[[Sequence[str]], Iterable[str]]
@@ -70,7 +70,7 @@ def export_merged(
     """Write the base model with the adapter in it to `out`, with the base's tokenizer and a card.
 
     Args:
-        dtype: of all floating-point tensors; None: the base's own. force: replace a folder that holds a model only.
+        dtype: of all floating-point tensors; None: the base's own. force: replace any folder that holds a model only.
 
     Raises:
         AdapterFormatError: the adapter does not fit the base, a number is too large for `dtype`, or the written model
@@ -130,29 +130,33 @@ def _loaded(found: Attached, file: AdapterFile, base: Path, dtype: torch.dtype |
     lacking = sorted(set(told["missing_keys"]) - set(file.heads))
     if lacking:
         raise AdapterFormatError(
-            f"{file.directory}: the model ({found.kind.__name__}) needs {quoted(lacking[0])} ({len(lacking):,} such "
-            f"tensors), which neither the base in {base} nor the adapter has: transformers would invent its numbers. "
-            f"{WAY_OUT}."
+            f"{file.directory}: the model ({found.kind.__name__}) needs {quoted(lacking[0])} "
+            f"({counted(len(lacking), 'such tensor')}), which neither the base in {base} nor the adapter has: "
+            f"transformers would invent its numbers. {WAY_OUT}."
         )
+    if odd := _not_finite(model):
+        raise ConfigError(f"the base model in {base} holds NaN or Inf in {quoted(odd, 120)}, before any adapter.")
     return model.to(torch.promote_types(model.dtype, dtype or model.dtype)).eval()
 
 
 @torch.no_grad()
 def _merge(model: PeftModel, dtype: torch.dtype | None, progress: Progress) -> Cost:
-    """Merge each layer in float32 (float64 if it is stored so), and round it once."""
+    """Merge each layer in float64, and round it once: what is lost is the rounding alone, also that of float32."""
     layers = {name: module for name, module in model.base_model.model.named_modules() if isinstance(module, LoraLayer)}
     updates, losses, vanished = {}, {}, []
     for name in progress(list(layers)):
         weight: Tensor = layers[name].get_base_layer().weight
         stored = weight.dtype
-        wide = torch.promote_types(stored, torch.float32)
-        before = weight.detach().to(wide)
+        before = weight.detach().double()
         weight.data = before.clone()
+        for part, factor in layers[name].named_parameters():
+            if not part.startswith("base_layer."):
+                factor.data = factor.data.double()
         layers[name].merge(safe_merge=True)
         merged = weight.detach()
         rounded = merged.to(dtype or stored)
         updates[name] = float((merged - before).norm())
-        losses[name] = float((rounded.to(wide) - merged).norm())
+        losses[name] = float((rounded.double() - merged).norm())
         if updates[name] and bool((rounded == before.to(dtype or stored)).all()):
             vanished.append(name)
         weight.data = rounded
@@ -164,13 +168,19 @@ def _merge(model: PeftModel, dtype: torch.dtype | None, progress: Progress) -> C
 
 
 def _refuse_infinite(model: Any, file: AdapterFile) -> None:
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise AdapterFormatError(
-                f"{file.directory}: {name!r} would hold NaN or a number beyond {str(tensor.dtype)[6:]}'s largest, "
-                f"{torch.finfo(tensor.dtype).max:.6g}. Write with --dtype float32, or find out where such a large "
-                f"update comes from."
-            )
+    if name := _not_finite(model):
+        dtype = model.state_dict()[name].dtype
+        raise AdapterFormatError(
+            f"{file.directory}: {name!r} would hold NaN or a number beyond {str(dtype)[6:]}'s largest, "
+            f"{torch.finfo(dtype).max:.6g}. Write with --dtype float32, or find out where such a large "
+            f"update comes from."
+        )
+
+
+def _not_finite(model: Any) -> str | None:
+    """The name of a tensor that holds NaN or Inf."""
+    found = (name for name, t in model.state_dict().items() if t.is_floating_point() and not t.isfinite().all())
+    return next(found, None)
 
 
 def _tokens(model: Any) -> Tensor:
@@ -226,7 +236,8 @@ library_name: transformers
 
 # A full model with a LoRA adapter in it
 
-A base model with an adapter of {len(file.ranks)} modules, {rank}, merged into its weights:
-{len(found.changed)} tensors changed, {len(found.added)} added. `transformers.{found.kind.__name__}` loads it.
+A base model with an adapter of {counted(len(file.ranks), "module")}, {rank}, merged into its weights:
+{counted(len(found.changed), "tensor")} changed, {len(found.added)} added.
+`transformers.{found.kind.__name__}` loads it.
 Measurements of the base model alone do not hold for it.
 """

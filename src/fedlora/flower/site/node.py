@@ -161,11 +161,6 @@ def state_of(folder: Path, run: str, client: str) -> Path:
     return folder / re.sub(r"[^A-Za-z0-9._-]|^\.", "-", run) / client
 
 
-def has_trained(folder: Path, run: str, client: str) -> bool:
-    """Whether a client's folder for a run has a state."""
-    return bool(_states(state_of(folder, run, client)))
-
-
 def _keeps(parcel: Parcel) -> bool:
     """Whether the client trains a part that only it has."""
     return bool(parcel.start.modules or parcel.start.heads or (parcel.held is not None and parcel.held.local))

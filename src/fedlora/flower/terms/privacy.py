@@ -6,7 +6,7 @@ mean by a number from the settings, whoever answers. The guarantee is the server
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
@@ -55,13 +55,6 @@ class FederationPrivacy(PrivacySection):
         if len(set(self.members)) < len(self.members):
             raise ConfigError(f"privacy.members names a site twice: {', '.join(self.members)}")
         return tuple(self.members)
-
-    def for_members(self, clients: Sequence[str], largest: int) -> FederationPrivacy:
-        """The table with defaults from `init`: the clients as members, and their largest rank as the server's. Raises
-        `ConfigError` if a site is not a member."""
-        found = self.model_copy(update={"members": self.members or list(clients), "rank": self.rank or largest})
-        found.check_members(clients)
-        return found
 
     def check_members(self, clients: Iterable[str]) -> None:
         """Raises `ConfigError` for a site that is not a member."""
