@@ -21,7 +21,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
 from fedlora.core.text import shown
-from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, LedgerError
+from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, LedgerError, QuorumNotMet
 from fedlora.flower import processes
 from fedlora.flower.envelope import parts, receipt_of
 from fedlora.flower.places import FederationFolder
@@ -50,6 +50,8 @@ def main(grid: Grid, context: Context) -> None:
         except (ConfigError, AdapterFormatError, Disagreement, BudgetSpent, LedgerError) as error:
             log.exception("the rounds are refused")
             Journal(home.server).ended("refused", str(error))
+            raise
+        except QuorumNotMet:  # the strategy has told it, and `serve` tries again
             raise
         except Exception:
             log.exception("the rounds failed")
