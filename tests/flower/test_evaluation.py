@@ -257,15 +257,15 @@ def test_a_site_that_cannot_measure_is_named_and_stops_nobody(tmp_path: Path) ->
 
 
 CANNOT: dict[str, tuple[dict[str, Any], str]] = {
-    "server without files": ({"evaluate": {"target": "server"}}, r"target = 'server'.*\[at_server\] names none"),
+    "server without files": ({"evaluate": {"target": "server"}}, r"target = 'server'.*data\.validation"),
     "both at the end": ({"evaluate": {"clients_at_end": "both"}}, "'both' needs a common"),
     "patience without a score": (
         {"evaluate": {"patience": 2, "target": "server"}, "data": {"test": "TEST"}},
-        "patience = 2 looks at a score.*at_server.validation is not there",
+        "patience = 2 looks at a score.*no file",
     ),
     "a model that the start does not fit": (
         {"lora": {"targets": ["query"]}, "data": {"test": "TEST"}},
-        r"start/.* at_server\.model .*lora\.targets .*\.value'",
+        r"start/.* model\.path .*lora\.targets .*\.value'",
     ),
 }
 

@@ -58,6 +58,23 @@ def opened(name: str, dtype: torch.dtype = F64, **options: Any) -> tuple[Server,
     return server, state, uploads_of(server, state, ranks)
 
 
+@every_method
+def test_a_subclass_is_asked_by_its_own_aggregate(name: str) -> None:
+    """Also below a method that aggregates all matrices at once. The expected bits are that method's own."""
+    asked: list[int] = []
+    kind: Any = METHODS[name]
+
+    class Counting(kind):  # type: ignore[misc] # of any method
+        def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
+            asked.append(len(updates))
+            return super().aggregate(state, updates)
+
+    server, state, uploads = opened(name)
+    got = replace(server, method=Counting()).aggregate(state, uploads)
+    assert len(asked) == len(state.modules)
+    assert content(got.modules) == content(server.aggregate(state, uploads).modules)
+
+
 def with_quorum(server: Server, quorum: int) -> Server:
     return replace(server, round=Kept(quorum=quorum))
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from fedlora.core.base_change import BaseChange
 from fedlora.core.lora import LoRA
@@ -123,6 +123,11 @@ class Method(ABC, Generic[S]):
     def roles(self, round: int) -> Roles:
         """Who owns what in round `round` (from 0), for every module. May change from round to round."""
         return Roles()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "aggregate" in vars(cls) and "aggregate_all" not in vars(cls):
+            cls.aggregate_all = Method.aggregate_all  # type: ignore[method-assign] # an inherited one would not call it
 
     @abstractmethod
     def init(self, seed: LoRA) -> S:

@@ -53,7 +53,7 @@ class FedExLoRA(Method[FedExLoRAState]):
         return FedExLoRAState(seed, None)
 
     def aggregate(self, state: FedExLoRAState, updates: Sequence[Update]) -> FedExLoRAState:
-        return self.aggregate_all([state], [updates])[0]
+        return FedExLoRA.aggregate_all(self, [state], [updates])[0]
 
     def aggregate_all(
         self, states: Sequence[FedExLoRAState], updates: Sequence[Sequence[Update]]

@@ -47,7 +47,7 @@ class FLoRA(Method[FLoRAState]):
         )
 
     def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:
-        return self.aggregate_all([state], [updates])[0]
+        return FLoRA.aggregate_all(self, [state], [updates])[0]
 
     def aggregate_all(self, states: Sequence[FLoRAState], updates: Sequence[Sequence[Update]]) -> list[FLoRAState]:
         means, empty = mean_products(updates, torch.float64), [sent[0].lora.first(0) for sent in updates]

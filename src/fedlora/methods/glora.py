@@ -118,7 +118,7 @@ class GLoRA(Method[GLoRAState]):
         return GLoRAState(spectrum_of(seed))
 
     def aggregate(self, state: GLoRAState, updates: Sequence[Update]) -> GLoRAState:
-        return self.aggregate_all([state], [updates])[0]
+        return GLoRA.aggregate_all(self, [state], [updates])[0]
 
     def aggregate_all(self, states: Sequence[GLoRAState], updates: Sequence[Sequence[Update]]) -> list[GLoRAState]:
         ranks = [self.rank or _share(self.rho, sum(u.rank for u in sent)) for sent in updates]

@@ -55,7 +55,7 @@ class SVD(Method[Spectrum]):
         return spectrum_of(seed)
 
     def aggregate(self, state: Spectrum, updates: Sequence[Update]) -> Spectrum:
-        return self.aggregate_all([state], [updates])[0]
+        return SVD.aggregate_all(self, [state], [updates])[0]
 
     def aggregate_all(self, states: Sequence[Spectrum], updates: Sequence[Sequence[Update]]) -> list[Spectrum]:
         return [self._kept(mean) for mean in mean_products(updates)]

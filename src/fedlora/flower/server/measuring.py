@@ -1,8 +1,8 @@
 """Who measures a federation's rounds, by its settings; what the sites answer; and by whose scores rounds are compared.
 
-The server measures on its own file, if [at_server] names one and evaluate.target is not "clients"; each site measures
-on its held-out share, unless evaluate.target is "server". With both, rounds are compared by the server's scores; with
-sites' scores alone, by the mean over those that answered, weighted by their examples.
+The server measures on its own file, if data.validation names one and evaluate.target is not "clients"; each site
+measures on its held-out share, unless evaluate.target is "server". With both, rounds are compared by the server's
+scores; with sites' scores alone, by the mean over those that answered, weighted by their examples.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def check(settings: FederationSettings) -> None:
     files_here, at_sites = bool(here.validation or here.test), settings.data.validation or settings.data.test
     if evaluate.target == "server" and not files_here:
         raise ConfigError(
-            "evaluate.target = 'server' measures the server's model on files of the server's, and [at_server] names "
-            "none. Give at_server.model with at_server.validation or at_server.test, or set evaluate.target = "
-            "'clients'."
+            "evaluate.target = 'server' measures the server's model on a file of the server's, and neither "
+            "data.validation nor data.test names one. Name one, with the base model in model.path, or set "
+            "evaluate.target = 'clients'."
         )
     if evaluate.target == "clients" and not at_sites:
         raise ConfigError(
@@ -117,7 +117,7 @@ def choosing_of(settings: FederationSettings, server_file: bool, global_model: b
             f"to 'clients'."
         )
     if server_file and global_model and evaluate.target != "clients":
-        log.info("rounds are measured at the server, on at_server.validation")
+        log.info("rounds are measured at the server, on data.validation's file")
         return Choosing(metric, "server", *when, at_sites=at_sites)
     if at_sites:
         log.info("rounds are measured at the sites, on the share of %g that each holds out", settings.data.validation)
@@ -126,9 +126,9 @@ def choosing_of(settings: FederationSettings, server_file: bool, global_model: b
         raise ConfigError(
             f"evaluate.patience = {evaluate.patience} looks at a score of each round, and nothing is measured: "
             f"data.validation = {settings.data.validation:g} at the sites, evaluate.target = {evaluate.target!r}, and "
-            f"at_server.validation is {'there' if server_file else 'not there'}."
+            f"{'a' if server_file else 'no'} file of the server's to measure on."
         )
-    log.info("no round is measured: [at_server] names no validation file, and the sites hold nothing out")
+    log.info("no round is measured: data.validation names no file of the server's, and the sites hold nothing out")
     return Choosing(metric, None)
 
 

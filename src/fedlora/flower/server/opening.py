@@ -1,6 +1,7 @@
 """The start of a federation's rounds, read from its folder and checked in one place, before a site is asked.
 
-The server needs no base model for any of it; if [at_server] names one, the server also measures.
+The server needs no base model for any of it; if data.validation or data.test names a file of the server's, it also
+measures.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
     config.model.check_targets(config.lora.targets)
     model = config.model.load(config.lora, labels, config.run.seed)
     mine, _ = model.seed_adapter(1, seed=config.run.seed)
-    check_fits(mine, start, f"start/, beside at_server.model = {config.model.path!r},")
+    check_fits(mine, start, f"start/, beside model.path = {config.model.path!r},")
     template = config.data.prompting() if config.model.task == "causal-lm" else None
     ends: tuple[int, ...] = ()
     if config.model.task == "causal-lm":
