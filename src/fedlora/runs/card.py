@@ -122,7 +122,7 @@ def model_card(
         "client ranks": ", ".join(f"{name}: {rank}" for name, rank in manifest["clients"].items()),
         "training examples": _examples(train) + programs if privacy is None else "withheld, a private run",
         "data dealt out": _dealt(config),
-        "local round": _local(config),
+        "local round": _local(config) + manifest.get("local_round_unless", ""),
         "rounds": f"{round} of {config.run.rounds} planned, seed {config.run.seed}",
         "prompts": _prompts(config),
         "validation": _scores(validation or {}),
@@ -238,7 +238,8 @@ def _snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:
     if config.model.task == "causal-lm":
         put = '"a prompt"' if template == BARE else f'{template!r}.replace("{{prompt}}", "a prompt")'
         bare = f'inputs = tokenizer({put}, return_tensors="pt", return_token_type_ids=False)'
-        code = _LANGUAGE_MODEL.replace("ASK", _IN_CHAT if template == CHAT else bare).replace("ENDS", repr(list(ends)))
+        code = _LANGUAGE_MODEL.replace("ASK", _IN_CHAT if template == CHAT else bare)
+        code = code.replace("ENDS", repr(list(ends)) if ends else "tokenizer.eos_token_id")
     else:
         paired = config.data.pair is not None or config.data.task in ("qqp", "qnli", "mnli")
         pairs = '\npairs = ["its second sentence", "the other\'s"]' if paired else ""

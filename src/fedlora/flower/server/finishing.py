@@ -171,6 +171,7 @@ def _facts(federation: Federation) -> dict[str, Any]:
         "clients": clients,
         "method": repr(federation.server.method),
         "answer_ends": list(here.ends),
+        "local_round_unless": "; or by a program of a site's own, which says nothing of this",
     }
 
 
