@@ -41,6 +41,8 @@ def test_a_site_trains_by_its_program_beside_sites_that_do_not(tmp_path: Path) -
     assert (place / "program.log").read_text() == "done acme\n"
     assert (place / "mine").exists()
     assert place.stat().st_mode & 0o777 == 0o700
+    card = (fed.home / "server" / "adapter" / "README.md").read_text()
+    assert "program of a site's own" in card, "its settings say nothing of acme's training"
 
 
 def test_a_program_that_fails_costs_its_site_a_round_and_nothing_else(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from fedlora.adapters.io import read_adapter
 from fedlora.data import TextData, read_instructions, split
 from fedlora.runs.base_names import base_name
-from fedlora.runs.card import model_card
+from fedlora.runs.card import _snippet, model_card
 from fedlora.runs.config import load_config, parse_config
 from fedlora.runs.exported import LABELS_FILE, named
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
@@ -148,6 +148,13 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
         right += int((said[len(asked) - 1 : -1] == torch.tensor(answer)).sum())
         count += len(answer)
     assert right / count == pytest.approx(on_the_card(folder, "accuracy"), abs=6e-5)
+
+
+def test_a_snippet_whose_ends_nobody_knows_ends_at_the_tokenizers() -> None:
+    """As in a federation whose server has no base model. eos_token_id=[] would never stop."""
+    config = parse_config({"model": {"path": "m", "task": "causal-lm"}, "data": {"train": "t"}})
+    assert "eos_token_id=tokenizer.eos_token_id)" in _snippet(config, (), tokenizer=False)
+    assert "eos_token_id=[2])" in _snippet(config, (2,), tokenizer=False)
 
 
 @pytest.mark.parametrize("template", ["w6 {prompt} w7", "{prompt}"])
