@@ -25,7 +25,11 @@ from fedlora.experiments.work import Work, begin
 from fedlora.runs.config import RunConfig
 from fedlora.workers.processes import end, one_process
 
-_NO_COST = {"run": {"seed", "rounds"}, "train": {"lr"}, "clients": {"alpha"}}  # change no round's length, or hardly
+_NO_COST = {
+    "run": {"seed", "rounds"},
+    "train": {"learning_rate"},
+    "clients": {"dirichlet_alpha"},
+}  # change no round's length, or hardly
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,9 @@ def examples(config: RunConfig) -> int | None:
     """The examples that a run's clients train on over all rounds, in whole batches; None if it trains by epochs, which
     only the data can count, or by a program."""
     train, run, count = config.train, config.run, client_count(config)
-    if train.command is not None or not train.steps or not count:
+    if train.command is not None or not train.max_steps or not count:
         return None
-    return run.rounds * max(1, math.floor(run.participation * count + 0.5)) * train.steps * train.batch_size
+    return run.rounds * max(1, math.floor(run.participation * count + 0.5)) * train.max_steps * train.batch_size
 
 
 def tried(runs: Sequence[Planned], data_root: Path | None, tell: Callable[[Planned], None]) -> dict[str, Trial | str]:
@@ -83,8 +87,8 @@ def _trial(run: Planned, data_root: Path | None) -> Trial:
     config, began = run.config, time.perf_counter()
     short = config.model_copy(
         update={
-            "run": config.run.model_copy(update={"rounds": 2, "track": [], "checkpoint_every": 2}),
-            "evaluate": config.evaluate.model_copy(update={"every": 2, "patience": None}),
+            "run": config.run.model_copy(update={"rounds": 2, "report_to": [], "checkpoint_every": 2}),
+            "evaluate": config.evaluate.model_copy(update={"every": 2, "early_stopping_patience": None}),
         }
     )
     with TemporaryDirectory() as folder:

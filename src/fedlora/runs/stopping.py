@@ -16,7 +16,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Patience:
-    """Stop after `evaluations` in a row that do not improve on the best one before them by more than `min_delta`.
+    """Stop after `evaluations` in a row that do not improve on the best one before them by more than `threshold`.
 
     every: rounds between evaluations. Measurements in between, such as the last round of a run that was then extended,
     do not count, so that the longer run stops where it would have stopped from the start. A score that is NaN (a
@@ -24,7 +24,7 @@ class Patience:
     """
 
     evaluations: int
-    min_delta: float = 0.0
+    threshold: float = 0.0
     every: int = 1
 
 
@@ -65,7 +65,7 @@ class Ranking:
         for line in lines:
             if self.score(line) is None or (line["round"] % patience.every and line["round"] != rounds):
                 continue
-            if self.better(line, best, by=patience.min_delta):
+            if self.better(line, best, by=patience.threshold):
                 best, since = line, 0
                 continue
             since += 1
@@ -85,5 +85,5 @@ class Ranking:
         looked = f"{patience.evaluations} evaluations {self.where}"
         if best_round is None:
             return f"{looked} in which {self.metric} was not a number"
-        more = f" by more than {patience.min_delta:g}" if patience.min_delta else ""
+        more = f" by more than {patience.threshold:g}" if patience.threshold else ""
         return f"{looked} in a row without a better {self.metric} than round {best_round}'s{more}"
