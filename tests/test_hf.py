@@ -127,7 +127,7 @@ def test_three_rounds_of_a_trainer_have_the_losses_of_our_own_loop(
         base, "sequence-classification", LoRASettings(target_modules=["query", "value"]), labels=LABELS, dropout=0.0
     )  # fmt: skip
     seed_adapter, spec = ours.seed_adapter(4, seed=0)
-    settings = TrainSettings(learning_rate=LR, max_steps=STEPS, batch_size=SIZE, accumulation=1, max_length=16)
+    settings = TrainSettings(learning_rate=LR, max_steps=STEPS, batch_size=SIZE, max_length=16)
     local = LocalTrainer(ours, data, settings, seed=0)
     theirs = InThisProcess(lambda name: trainer_of(model_of(base), data[name], tmp_path), spec, tmp_path)
     expected = [dict(r.losses) for r in simulate(server, clients, local, start(server, seed_adapter), rounds=ROUNDS)]

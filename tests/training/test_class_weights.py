@@ -79,17 +79,22 @@ def _encoded(data: TextData) -> Any:
     return encode(data, tokenizer(classifies=True), max_length=128)
 
 
-@pytest.mark.parametrize("accumulation", [2, 3])
-def test_accumulation_is_the_weighted_mean_over_the_whole_batch(load: Loader, accumulation: int) -> None:
-    """Not the mean of micro-batch means, whose weights differ."""
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_takes_the_weighted_mean_over_all_its_batches(load: Loader, size: int) -> None:
+    """Not the mean of the batches' means, whose weights differ."""
     model = load()
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
     data = {"a": classification(8, 0, skew=1)}
     whole, parts = (
         LocalTrainer(
-            model, data, SETTINGS.model_copy(update={"accumulation": k, "class_weights": "balanced"}), seed=0
+            model,
+            data,
+            SETTINGS.model_copy(
+                update={"batch_size": b, "gradient_accumulation_steps": -(-8 // b), "class_weights": "balanced"}
+            ),
+            seed=0,
         ).train(download(adapter), adapter, 0)
-        for k in (1, accumulation)
+        for b in (8, size)
     )
     assert distance(parts.adapter, whole.adapter) < 1e-5
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)

@@ -316,9 +316,10 @@ def test_the_loss_of_a_language_model_is_on_the_responses_only(
     assert loss == pytest.approx(math.fsum(losses) / len(losses), rel=1e-4)
 
 
-@pytest.mark.parametrize(("accumulation", "clip"), [(3, 0.05), (8, 0.0)])
-def test_accumulation_equals_one_big_batch(load: Loader, accumulation: int, clip: float) -> None:
-    """Also where the micro-batches are of different sizes (8 in 3: 3, 3, 2)."""
+@pytest.mark.parametrize(("size", "clip"), [(3, 0.05), (1, 0.0)])
+def test_gradient_accumulation_equals_one_big_batch(load: Loader, size: int, clip: float) -> None:
+    """As in transformers, batch_size times gradient_accumulation_steps. Also where the batches are of different sizes:
+    a client of 8 examples has 3, 3 and 2 in a step of 3 x 3."""
     model = load()
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
     data = {"a": classification(8, 0)}
@@ -327,11 +328,16 @@ def test_accumulation_equals_one_big_batch(load: Loader, accumulation: int, clip
             model,
             data,
             TrainSettings(
-                learning_rate=0.1, optimizer="sgd", max_steps=2, batch_size=8, accumulation=k, max_grad_norm=clip
+                learning_rate=0.1,
+                optimizer="sgd",
+                max_steps=2,
+                batch_size=b,
+                max_grad_norm=clip,
+                gradient_accumulation_steps=-(-8 // b),
             ),
             seed=0,
         ).train(download(adapter), adapter, 0)
-        for k in (1, accumulation)
+        for b in (8, size)
     )
     assert distance(parts.adapter, whole.adapter) < 1e-5
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
@@ -451,19 +457,24 @@ def test_a_client_without_data_is_refused(load: Loader) -> None:
 
 
 def test_micro_batches_are_as_documented() -> None:
-    """By hand, from the docstring of TrainSection."""
-    for size, accumulation, device, want in (
-        (16, "auto", "cpu", 4), (4, "auto", "cpu", 4), (64, "auto", "cpu", 16), (10, "auto", "cpu", 4),
-        (16, "auto", "cuda", 16), (16, 1, "cpu", 16), (16, 3, "cpu", 6),
-    ):  # fmt: skip
-        assert micro_batch(size, accumulation, torch.device(device)) == want  # type: ignore[arg-type]
+    """By hand, from its docstring."""
+    for size, device, want in (
+        (16, "cpu", 4),
+        (4, "cpu", 4),
+        (2, "cpu", 2),
+        (64, "cpu", 16),
+        (10, "cpu", 4),
+        (16, "cuda", 16),
+    ):
+        assert micro_batch(size, torch.device(device)) == want
 
 
 def test_settings_that_cannot_be_are_refused_where_they_are_made() -> None:
     """Each by its name and value, and not by a client that fails in its first round."""
     wrong = {
-        "optimizer": "adan", "schedule": "cosin", "batch_size": 0, "lr": -1.0, "clip": math.nan, "accumulation": 0,
-        "steps": -1, "epochs": 0.0, "rounds": 0, "max_length": 0, "bf16": "yes", "class_weights": "even", "rate": 1.0,
+        "optimizer": "adan", "lr_scheduler_type": "cosin", "batch_size": 0, "learning_rate": -1.0,
+        "max_grad_norm": math.nan, "gradient_accumulation_steps": 0, "max_steps": 0, "num_train_epochs": 0.0,
+        "rounds": 0, "max_length": 0, "bf16": "yes", "class_weights": "even", "rate": 1.0,
         "weight_decay": math.inf,
     }  # fmt: skip
     for name, value in wrong.items():

@@ -210,8 +210,8 @@ def _local(config: RunConfig) -> str:
     t, lora = config.train, config.lora
     if t.command is not None:
         return "by a program of the client's own"
-    length = f"{t.max_steps} steps" if t.max_steps else f"{t.num_train_epochs:g} epochs"
-    said = [f"{length} of {t.batch_size}", t.optimizer, f"learning rate {t.learning_rate:g}"]
+    length = f"{t.max_steps} steps" if t.max_steps > 0 else f"{t.num_train_epochs:g} epochs"
+    said = [f"{length} of {t.step_size}", t.optimizer, f"learning rate {t.learning_rate:g}"]
     said.append(f"texts of up to {config.data.max_length} tokens")
     if t.class_weights is not None:
         said.append(f"class weights {t.class_weights}")

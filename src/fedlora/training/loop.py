@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from fedlora.training.settings import ClassWeights, TrainSettings
 
 Loss = Callable[[nn.Module, Any], Tensor]  # network and batch -> the batch's mean loss, a scalar
 Collate = Callable[[list[Any]], Any]
-_OF_TEXT = ("max_length", "class_weights", "template", "accumulation")  # settings that a loss of your own does not use
+_OF_TEXT = ("max_length", "class_weights", "chat_template")  # settings that a loss of your own does not use
 
 
 class LocalTrainer:
@@ -123,8 +123,8 @@ class LocalTrainer:
         for module in self._model.network.train().modules():
             if self._loss is not None and isinstance(module, nn.modules.batchnorm._NormBase):
                 module.eval()
-        batch = min(s.batch_size, len(data))
-        steps = s.max_steps or math.ceil(s.num_train_epochs * len(data) / batch)
+        batch = min(s.step_size, len(data))
+        steps = s.max_steps if s.max_steps > 0 else math.ceil(s.num_train_epochs * len(data) / batch)
         order = self.order(client, position)
         optimizer = optimizer_for(parameters, s, download.round)
         total, device = 0.0, self._model.device
@@ -142,11 +142,12 @@ class LocalTrainer:
         return Trained(self._model.read(), len(data), total / (steps * batch), position + steps * batch)
 
     def _losses(self, client: str, picked: Encoded) -> Iterator[Tensor]:
-        """The mean loss over `picked` text, as one summand for each micro-batch."""
+        """The mean loss over `picked` text, as one summand for each part that goes through the network at once. Parts
+        hold examples of alike length: less padding, and the gradient of the whole, up to rounding."""
         s, network, device = self._settings, self._model.network, self._model.device
         weights = self._weights[client]
         labels = sum(scored(example, weights) for example in picked)
-        micro = micro_batch(len(picked), s.accumulation, device)
+        micro = micro_batch(min(s.batch_size, len(picked)), device)
         if micro < len(picked):
             picked.sort(key=lambda example: len(example["input_ids"]))
         for k in range(0, len(picked), micro):
@@ -157,17 +158,19 @@ class LocalTrainer:
             yield loss
 
     def _own_loss(self, loss: Loss, picked: list[Any]) -> Iterator[Tensor]:
-        """The caller's mean loss over the whole batch."""
-        device, network = self._model.device, self._model.network
-        moved = tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, self._collate(picked))
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._settings.bf16):
-            found = loss(network, moved)
-        if not isinstance(found, Tensor) or found.dim() != 0 or not found.requires_grad:
-            raise ConfigError(
-                f"loss(network, batch) must return the batch's mean loss as one number with a gradient, from the "
-                f"network passed to it; got {found!r:.60}."
-            )
-        yield found
+        """The caller's mean loss over the examples of a step, as one summand for each batch."""
+        device, network, size = self._model.device, self._model.network, self._settings.batch_size
+        for k in range(0, len(picked), size):
+            part = picked[k : k + size]
+            moved = tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, self._collate(part))
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._settings.bf16):
+                found = loss(network, moved)
+            if not isinstance(found, Tensor) or found.dim() != 0 or not found.requires_grad:
+                raise ConfigError(
+                    f"loss(network, batch) must return the batch's mean loss as one number with a gradient, from the "
+                    f"network passed to it; got {found!r:.60}."
+                )
+            yield found * (len(part) / len(picked))
 
 
 def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, ...] | None:
@@ -207,11 +210,10 @@ def epoch_order(size: int, epoch: int, seed: int, client: str) -> list[int]:
     return order
 
 
-def micro_batch(size: int, accumulation: int | Literal["auto"], device: torch.device) -> int:
-    """How many of `size` examples go through the network at once."""
-    if accumulation == "auto":
-        return max(4, math.ceil(size / 4)) if device.type == "cpu" else size
-    return math.ceil(size / accumulation)
+def micro_batch(size: int, device: torch.device) -> int:
+    """How many of a batch's `size` examples go through the network at once: on a CPU a quarter, at least four, to pad
+    less; on a GPU all, since many small ones leave it idle."""
+    return min(size, max(4, math.ceil(size / 4))) if device.type == "cpu" else size
 
 
 def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) -> torch.optim.Optimizer:

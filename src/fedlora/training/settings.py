@@ -147,25 +147,29 @@ class LoRASettings(Section):
 class TrainSection(Section):
     """One client's round. The optimiser is new each round, as in all reference codes.
 
-    learning_rate: learning rate. optimizer: "adam", "adamw" or "sgd". weight_decay: weight decay of the optimiser.
-    steps: optimiser steps per round; 0: train `num_train_epochs` instead. num_train_epochs: passes over the client's
-    data, if steps = 0. batch_size: examples per step. accumulation: micro-batches per step, each of examples of similar
-    length: the same gradient, up to rounding, with less padding; "auto": on a CPU four, of at least four examples each;
-    on a GPU one, since many small ones leave it idle. max_grad_norm: the largest gradient norm; 0 for none.
-    lr_scheduler_type: how the learning rate changes from round to round; it is constant within one. class_weights: an
-    example's weight in the training loss, by class: "balanced", from each client's own counts.
+    learning_rate: of the optimiser. optimizer: "adam", "adamw" or "sgd". weight_decay: weight decay of the optimiser.
+    max_steps: optimiser steps per round; -1: train `num_train_epochs` instead. num_train_epochs: passes over the
+    client's data, if max_steps = -1. batch_size: examples at a time. gradient_accumulation_steps: how many such batches
+    one step sums, so a step takes batch_size times as many examples. max_grad_norm: the largest gradient norm; 0 for
+    none. lr_scheduler_type: how the learning rate changes from round to round; it is constant within one.
+    class_weights: an example's weight in the training loss, by class: "balanced", from each client's own counts.
     """
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_steps: Annotated[int, Field(ge=0)] = 10
+    max_steps: Positive | Literal[-1] = 10
     num_train_epochs: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Positive = 16
-    accumulation: Positive | Literal["auto"] = "auto"
+    gradient_accumulation_steps: Positive = 1
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     lr_scheduler_type: Schedule = "constant"
     class_weights: ClassWeights | None = None
+
+    @property
+    def step_size(self) -> int:
+        """The examples of one optimiser step."""
+        return self.batch_size * self.gradient_accumulation_steps
 
 
 class TrainSettings(TrainSection):
