@@ -51,7 +51,7 @@ class AttackSection(Section):
         return self.kind != "none" and KINDS[self.kind].pairs
 
     def adversary(self, names: Sequence[str], seed: int) -> Adversary | None:
-        """Which of these clients are byzantine, and how; None if nobody does.
+        """Which of these clients are byzantine, and how; None if nobody is.
 
         Raises:
             ConfigError: the share rounds to nobody, a client is unknown, or nobody is honest.

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from fedlora.errors import ConfigError
+from fedlora.runs.synonyms import SYNONYMS
 from fedlora.training.settings import Section
 
 Kind = TypeVar("Kind", bound=Section)
@@ -100,7 +101,8 @@ def _line(kind: type[BaseModel], key: str, wrong: Sequence[Any]) -> str:
     error, name = wrong[0], key.rpartition(".")[2]
     if error["type"] == "extra_forbidden":
         known = _known(kind, error["loc"][:-1])
-        close = difflib.get_close_matches(name, known, n=1)
+        ours = SYNONYMS.get(key) or SYNONYMS.get(name)
+        close = [ours] if ours is not None else difflib.get_close_matches(name, known, n=1)
         return f"unknown key {key!r}; " + (f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}")
     if error["type"] == "missing":
         return f"key {key!r} is missing"
