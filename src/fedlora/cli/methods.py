@@ -1,7 +1,8 @@
-"""`fedlora methods`, `methods check` and `ranks`: list methods, check one, and show rank profiles."""
+"""`fedlora methods`, `methods check` and `experiment ranks`: list methods, check one, and show rank profiles."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -71,14 +72,8 @@ def check(
     raise typer.Exit(0 if good else 1)
 
 
-def ranks(
-    profile: Annotated[list[str] | None, typer.Argument(help="names of profiles (default: all)")] = None,
-    ranks: Annotated[str, typer.Option(help="ranks to distribute, separated by commas")] = "4,8,16,32,64",
-    clients: Annotated[int, typer.Option(min=1, help="number of clients")] = 50,
-    participation: Annotated[float, typer.Option(min=0.0, max=1.0, help="share of clients in a round")] = 0.5,
-    json: AsJson = False,
-) -> None:
-    """Show how many clients of which rank a profile (clients.profile) makes."""
+def show_ranks(profile: Sequence[str], ranks: str, clients: int, participation: float, json: bool) -> None:
+    """Show a row for each profile; all without a name."""
     chosen = {name: _counts(name, ranks, clients) for name in profile or get_args(RankProfile)}
     if json:
         print_json({name: {str(kind): n for kind, n in counts.items()} for name, counts in chosen.items()})
