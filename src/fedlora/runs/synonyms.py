@@ -14,7 +14,7 @@ SYNONYMS = {  # a key's last name, or its table and name, elsewhere -> the key h
     "clipping_threshold": "robust.threshold", "local_epochs": "train.num_train_epochs",
     "local_steps": "train.max_steps",
     # peft
-    "r": "clients.ranks", "rank": "clients.ranks",
+    "lora.r": "clients.ranks", "lora.rank": "clients.ranks",
     "use_gradient_checkpointing": "model.gradient_checkpointing",
     # transformers, trl, datasets
     "model_name_or_path": "model.name", "base_model": "model.name", "pretrained_model_name_or_path": "model.name",
