@@ -63,7 +63,7 @@ def test_a_sites_own_program_takes_the_place_of_the_servers_training(tmp_path: P
     (tmp_path / "mine.py").write_text("")
     site = Site.of({"name": "a", **OWN, "train": {"command": ["python", "mine.py"], "timeout": 60.0}}, tmp_path)
     train = of().for_site(site).train
-    assert (train.command, train.timeout, train.max_steps) == (["python", str(tmp_path / "mine.py")], 60.0, 10)
+    assert (train.command, train.timeout, train.steps) == (["python", str(tmp_path / "mine.py")], 60.0, 10)
 
 
 @pytest.mark.parametrize(

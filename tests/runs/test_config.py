@@ -293,7 +293,7 @@ def test_set_of_several_lines_loses_none_of_them(tmp_path: Path, more: str) -> N
 
 def test_a_table_is_not_set_in_place_of_one_with_other_keys(tmp_path: Path) -> None:
     """What the file says there would be lost."""
-    with pytest.raises(ConfigError, match=r"without path.*model\.dropout"):
+    with pytest.raises(ConfigError, match=r"without name.*model\.dropout"):
         load_config(written(tmp_path), ["model={dropout = 0.0}"])
 
 

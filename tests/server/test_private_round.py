@@ -338,8 +338,7 @@ def test_the_context_knows_state_and_constants() -> None:
     assert server.privacy is not None
     same = replace(server.privacy, releases=Watch())
     for privacy, at in (
-        (same, state), (same, state), (same, replace(later, round=state.round)),
-        (replace(same, clipping_norm=2.0), state),
+        (same, state), (same, state), (same, replace(later, round=state.round)), (replace(same, clip=2.0), state),
         (replace(same, noise_multiplier=1.0), state), (replace(same, dims=5), state),
         (replace(same, rank=3), state), (replace(same, sampling=0.5), state),
         (replace(same, clients=("a", "b")), state), (replace(same, clients=("a", "b", "c", "e")), state),

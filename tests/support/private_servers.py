@@ -23,7 +23,7 @@ class OnAGrid(Private):
     grid: float = FINE
 
     def mechanism(self, size: int) -> Mechanism:
-        return Mechanism(self.clip, self.noise_multiplier, self.grid)
+        return Mechanism(self.clipping_norm, self.noise_multiplier, self.grid)
 
 
 # Those whose result is a function of one sum.

@@ -63,11 +63,11 @@ def stepped(network: Any, trainer: LocalTrainer, client: str, model: AdaptedMode
     """Plain torch: Adam on what requires a gradient, on the same batches."""
     order, data = trainer.order(client, 0), trainer.examples(client)
     parameters = [p for p in network.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=s.learning_rate)
-    for _ in range(s.max_steps):
+    optimizer = torch.optim.Adam(parameters, lr=s.lr)
+    for _ in range(s.steps):
         batch = collate([data[next(order)] for _ in range(s.batch_size)], model.tokenizer, torch.device("cpu"))
         network(**batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, s.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(parameters, s.clip)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -59,9 +59,9 @@ def examples(config: RunConfig) -> int | None:
     """The examples that a run's clients train on over all rounds, in whole batches; None if it trains by epochs, which
     only the data can count, or by a program."""
     train, run, count = config.train, config.run, client_count(config)
-    if train.command is not None or not train.max_steps or not count:
+    if train.command is not None or not train.steps or not count:
         return None
-    return run.rounds * max(1, math.floor(run.participation * count + 0.5)) * train.max_steps * train.batch_size
+    return run.rounds * max(1, math.floor(run.participation * count + 0.5)) * train.steps * train.batch_size
 
 
 def tried(runs: Sequence[Planned], data_root: Path | None, tell: Callable[[Planned], None]) -> dict[str, Trial | str]:

@@ -77,7 +77,7 @@ class Number:
             return "it is of the test set, and data.test = 0 leaves none"
         if self.where == "clients" and not config.evaluate.clients_at_end:
             return "clients' own readouts are measured only with evaluate.clients_at_end = true"
-        if self.where == "unseen" and (task != "superni" or data.unseen_tasks == 0):
+        if self.where == "unseen" and (task != "superni" or data.unseen == 0):
             return "only data.task = 'superni' with data.unseen_tasks > 0 has tasks that nobody trains on"
         if self.where == "validation_mismatched" and task != "mnli":
             return "only data.task = 'mnli' has that test set"

@@ -19,20 +19,19 @@ def read_agreed(config: RunConfig, paths: Sequence[str], begun_with: Sequence[st
     def read(path: str, names: Sequence[str] | None = None) -> TextData:
         if path == "demo":
             demo = demo_data()
-            if d.label_names and tuple(d.label_names) != demo.label_names:
+            if d.labels and tuple(d.labels) != demo.label_names:
                 raise ConfigError(
-                    f"data.label_names = {d.label_names}, but the demo's classes are {list(demo.label_names)}."
+                    f"data.label_names = {d.labels}, but the demo's classes are {list(demo.label_names)}."
                 )
             return demo
         if config.model.task == "sequence-classification":
             try:
                 return read_classification(
-                    path, text=d.text, label=d.label, text_pair=d.text_pair, label_names=d.label_names or names,
-                    agreed=True,
+                    path, text=d.text, label=d.label, text_pair=d.pair, label_names=d.labels or names, agreed=True,
                     key="data.label_names",
                 )  # fmt: skip
             except LabelError as error:
-                if d.label_names or not begun_with:
+                if d.labels or not begun_with:
                     raise
                 raise DataError(
                     f"{error.found} is not among the {len(begun_with)} classes that the run began with, "
@@ -40,7 +39,7 @@ def read_agreed(config: RunConfig, paths: Sequence[str], begun_with: Sequence[st
                 ) from error
         return read_instructions(path, prompt=d.prompt, response=d.response, messages=d.messages)
 
-    if begun_with and not d.label_names:
+    if begun_with and not d.labels:
         return {path: read(path, begun_with) for path in paths}
     found = {path: read(path) for path in paths}
     if len({data.label_names for data in found.values()}) == 1:

@@ -201,7 +201,7 @@ def _dealt(config: RunConfig) -> str:
         return "each client has a file of its own"
     if config.data.task == "superni":
         return "a task for each client"
-    alpha = 1.0 if clients.dirichlet_alpha is None else clients.dirichlet_alpha
+    alpha = 1.0 if clients.alpha is None else clients.alpha
     return "iid" if clients.partition == "iid" else f"label skew, Dirichlet {alpha:g}"
 
 
@@ -210,13 +210,13 @@ def _local(config: RunConfig) -> str:
     t, lora = config.train, config.lora
     if t.command is not None:
         return "by a program of the client's own"
-    length = f"{t.max_steps} steps" if t.max_steps else f"{t.num_train_epochs:g} epochs"
-    said = [f"{length} of {t.batch_size}", t.optimizer, f"learning rate {t.learning_rate:g}"]
+    length = f"{t.steps} steps" if t.steps else f"{t.epochs:g} epochs"
+    said = [f"{length} of {t.batch_size}", t.optimizer, f"learning rate {t.lr:g}"]
     said.append(f"texts of up to {config.data.max_length} tokens")
     if t.class_weights is not None:
         said.append(f"class weights {t.class_weights}")
-    if lora.lora_alpha is not None:
-        said.append(f"alpha {lora.lora_alpha:g}, {'alpha / sqrt(r)' if lora.use_rslora else 'alpha / r'} for each rank")
+    if lora.alpha is not None:
+        said.append(f"alpha {lora.alpha:g}, {'alpha / sqrt(r)' if lora.rslora else 'alpha / r'} for each rank")
     return ", ".join(said)
 
 

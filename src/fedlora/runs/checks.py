@@ -78,11 +78,11 @@ def of_processes(config: RunConfig, processes: int) -> Iterator[str]:
 def of_measuring(config: RunConfig, data: Dealt) -> Iterator[str]:
     """Evaluation settings that need data that are missing, or would measure nothing."""
     e = config.evaluate
-    if e.early_stopping_patience is not None and not any(len(part) for part in data.validation.values()):
+    if e.patience is not None and not any(len(part) for part in data.validation.values()):
         yield (
-            f"evaluate.early_stopping_patience = {e.early_stopping_patience} needs the validation metric, but there "
-            f"are no validation data: data.validation = {config.data.validation!r}. Give it a share or a file, or "
-            f"leave early_stopping_patience out."
+            f"evaluate.early_stopping_patience = {e.patience} needs the validation metric, but there are no validation "
+            f"data: data.validation = {config.data.validation!r}. Give it a share or a file, or leave "
+            f"early_stopping_patience out."
         )
     if e.test_along and not (any(map(len, data.validation.values())) and any(map(len, data.test.values()))):
         yield (
@@ -202,10 +202,7 @@ def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
         yield "privacy.sampling = 'poisson' draws each client with chance run.participation, now 1: set it below 1"
     yield from section.excludes(config.server)
     told = {
-        "run.report_to": (
-            poisson and run.report_to,
-            "stores when each round ended, which tells who was drawn in secret",
-        ),
+        "run.report_to": (poisson and run.track, "stores when each round ended, which tells who was drawn in secret"),
         "run.keep_uploads": (run.keep_uploads != "none", "stores what clients sent"),
         "run.readouts": (run.readouts, "reports on single clients"),
         "evaluate.clients_at_end": (evaluate.clients_at_end, "reports on single clients"),
@@ -225,7 +222,7 @@ def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
     if (
         (data.clients or data.train not in (None, "demo"))
         and config.model.task == "sequence-classification"
-        and not data.label_names
+        and not data.labels
     ):
         yield (
             "data.label_names is missing: without it the head's shape would reveal which classes occur in clients' "

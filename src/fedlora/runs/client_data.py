@@ -166,14 +166,14 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
     folder = data_root / "superni"
     if d.task_lists:
         chosen = read_selection(data_root / d.task_lists[0], data_root / d.task_lists[1])
-        chosen = type(chosen)(chosen.train[: d.tasks], chosen.unseen[: d.unseen_tasks])
+        chosen = type(chosen)(chosen.train[: d.tasks], chosen.unseen[: d.unseen])
     else:
-        chosen = select_tasks(list_tasks(folder), d.tasks, d.unseen_tasks, seed=seed)
+        chosen = select_tasks(list_tasks(folder), d.tasks, d.unseen, seed=seed)
     tasks = read_tasks(folder, [*chosen.train, *chosen.unseen])
-    if len(chosen.train) < d.tasks or len(chosen.unseen) < d.unseen_tasks:
+    if len(chosen.train) < d.tasks or len(chosen.unseen) < d.unseen:
         raise ConfigError(
             f"data.task_lists name {len(chosen.train)} and {len(chosen.unseen)} tasks, fewer than data.tasks = "
-            f"{d.tasks} and data.unseen_tasks = {d.unseen_tasks}."
+            f"{d.tasks} and data.unseen_tasks = {d.unseen}."
         )
     pieces = {name: split(tasks[name].data, validation=d.validation, test=d.test, seed=seed) for name in chosen.train}
 
@@ -187,7 +187,7 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
         own_validation={name: cut(part, d.max_test, name) for name, (_, part, _) in pieces.items()},
         own_test={name: cut(part, d.max_test, name) for name, (_, _, part) in pieces.items()},
         probes={"unseen": {name: cut(tasks[name].data, d.max_test, name) for name in chosen.unseen}}
-        if d.unseen_tasks
+        if d.unseen
         else {},
         categories={name: task.category for name, task in tasks.items()},
     )
@@ -269,8 +269,8 @@ def _dealt(config: RunConfig, data: TextData) -> dict[str, TextData]:
     if not (count := c.how_many):
         raise ConfigError("clients.count is missing: how many clients share data.train?")
     if c.partition == "dirichlet" and data.labels is not None:
-        dealt = dirichlet(data.labels, count, c.dirichlet_alpha or 1.0, seed=config.run.seed, min_size=c.min_examples)
-    elif c.partition == "dirichlet" and c.dirichlet_alpha is not None:
+        dealt = dirichlet(data.labels, count, c.alpha or 1.0, seed=config.run.seed, min_size=c.min_size)
+    elif c.partition == "dirichlet" and c.alpha is not None:
         raise ConfigError("a Dirichlet partition needs labels, but instruction data has none; use partition = 'iid'.")
     else:
         dealt = iid(len(data), count, seed=config.run.seed)

@@ -144,10 +144,10 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
         if isinstance(getattr(data, part), str) and not is_hub(getattr(data, part)):
             changes[part] = absolute(getattr(data, part))
     changes["task_lists"] = [absolute(one) if (folder / one).is_file() else one for one in data.task_lists]
-    local = model.name not in PACKAGED and (folder / model.name).exists()
-    if not local and model.name not in PACKAGED and Path(model.name).exists():  # transformers would use that one
+    local = model.path not in PACKAGED and (folder / model.path).exists()
+    if not local and model.path not in PACKAGED and Path(model.path).exists():  # transformers would use that one
         raise ConfigError(
-            f"model.name = {model.name!r} is relative to {folder.resolve()}, the folder of its file, but there is no "
+            f"model.name = {model.path!r} is relative to {folder.resolve()}, the folder of its file, but there is no "
             f"such model there; the working directory has one. If you mean that one, give its full path."
         )
     adapter = model.adapter
@@ -167,7 +167,7 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
             "data": data.model_copy(update=changes),
             "model": model.model_copy(
                 update={
-                    "name": absolute(model.name) if local else model.name,
+                    "name": absolute(model.path) if local else model.path,
                     "adapter": adapter,
                 }
             ),

@@ -118,14 +118,13 @@ def plan_of(
     blocks |= {f"head {name}": (math.prod(shape), 1) for name, shape in layout.heads.items()}
     parts = {
         name: PartPlan(
-            a, b, signal=privacy.clipping_norm / math.sqrt(len(blocks)), most=privacy.clipping_norm,
-            noise=sigma * math.sqrt(a * b),
+            a, b, signal=privacy.clip / math.sqrt(len(blocks)), most=privacy.clip, noise=sigma * math.sqrt(a * b),
             strongest=sigma * (math.sqrt(a) + math.sqrt(b)), lost=sigma * (a * b) ** 0.25 / math.sqrt(rounds),
         )
         for name, (a, b) in blocks.items()
     }  # fmt: skip
     return PrivacyPlan(
-        epsilon, delta, rounds, privacy.noise_multiplier, privacy.clipping_norm, privacy.sampling, len(privacy.clients),
+        epsilon, delta, rounds, privacy.noise_multiplier, privacy.clip, privacy.sampling, len(privacy.clients),
         privacy.rank, layout.size, sigma, parts,
     )  # fmt: skip
 

@@ -65,7 +65,7 @@ class Ranking:
         for line in lines:
             if self.score(line) is None or (line["round"] % patience.every and line["round"] != rounds):
                 continue
-            if self.better(line, best, by=patience.threshold):
+            if self.better(line, best, by=patience.min_delta):
                 best, since = line, 0
                 continue
             since += 1
@@ -85,5 +85,5 @@ class Ranking:
         looked = f"{patience.evaluations} evaluations {self.where}"
         if best_round is None:
             return f"{looked} in which {self.metric} was not a number"
-        more = f" by more than {patience.threshold:g}" if patience.threshold else ""
+        more = f" by more than {patience.min_delta:g}" if patience.min_delta else ""
         return f"{looked} in a row without a better {self.metric} than round {best_round}'s{more}"

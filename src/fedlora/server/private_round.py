@@ -144,16 +144,7 @@ class PrivateRound(OpenRound):
     def _digest(self) -> str:
         """A digest of the round's starting point: the release before it, and every public constant."""
         o = self._options
-        constants = (
-            self.number,
-            self.method,
-            self.roles,
-            o.clipping_norm,
-            o.noise_multiplier,
-            o.dims,
-            o.clients,
-            o.rank,
-        )
+        constants = (self.number, self.method, self.roles, o.clip, o.noise_multiplier, o.dims, o.clients, o.rank)
         digest = sha256(repr((*constants, o.sampling, o.most_examples, o.seed)).encode())
         tensors = {f"{name}.{f}": t for name, lora in self._origins.items() for f, t in lora.tensors().items()}
         if not self._products:  # a sum of B means nothing beside another A, though A is frozen and not summed

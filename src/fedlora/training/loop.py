@@ -76,9 +76,7 @@ class LocalTrainer:
                     f"only: give loss=, a function of the network and a batch."
                 )
             model.check_classes(part.label_names)
-            found = encode(
-                part.of(client), model.tokenizer, max_length=settings.max_length, template=settings.chat_template
-            )
+            found = encode(part.of(client), model.tokenizer, max_length=settings.max_length, template=settings.template)
             check_length(max((len(example["input_ids"]) for example in found), default=0), model.longest)
             self._data[client], self._weights[client] = found, weigh_classes(part, settings.class_weights)
 
@@ -124,7 +122,7 @@ class LocalTrainer:
             if self._loss is not None and isinstance(module, nn.modules.batchnorm._NormBase):
                 module.eval()
         batch = min(s.batch_size, len(data))
-        steps = s.max_steps or math.ceil(s.num_train_epochs * len(data) / batch)
+        steps = s.steps or math.ceil(s.epochs * len(data) / batch)
         order = self.order(client, position)
         optimizer = optimizer_for(parameters, s, download.round)
         total, device = 0.0, self._model.device
@@ -135,8 +133,8 @@ class LocalTrainer:
                 for loss in self._losses(client, picked) if self._loss is None else self._own_loss(self._loss, picked):
                     loss.backward()  # type: ignore[no-untyped-call]
                     total += float(loss.detach()) * batch
-                if s.max_grad_norm:
-                    nn.utils.clip_grad_norm_(parameters, s.max_grad_norm)
+                if s.clip:
+                    nn.utils.clip_grad_norm_(parameters, s.clip)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         return Trained(self._model.read(), len(data), total / (steps * batch), position + steps * batch)
@@ -217,16 +215,14 @@ def micro_batch(size: int, accumulation: int | Literal["auto"], device: torch.de
 def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) -> torch.optim.Optimizer:
     """A new optimiser, at the learning rate for `round`."""
     share = round / s.rounds
-    if s.lr_scheduler_type != "constant" and share >= 1:
+    if s.schedule != "constant" and share >= 1:
         raise ConfigError(
-            f"the learning rate follows a {s.lr_scheduler_type!r} schedule over rounds = {s.rounds}, and this is round "
+            f"the learning rate follows a {s.schedule!r} schedule over rounds = {s.rounds}, and this is round "
             f"{round + 1}: the schedule has ended. Set the number of rounds in TrainSettings(rounds=...)."
         )
-    scale = {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[s.lr_scheduler_type]
+    scale = {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[s.schedule]
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    made: torch.optim.Optimizer = kinds[s.optimizer](
-        parameters, lr=s.learning_rate * scale, weight_decay=s.weight_decay
-    )
+    made: torch.optim.Optimizer = kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)
     return made
 
 

@@ -173,7 +173,7 @@ class AdaptedModel:
                 else:
                     self._model.add_adapter(name, self._config(rank))
         except (ValueError, RuntimeError) as error:  # RuntimeError: a rank for which there is no memory
-            targets, reason = self.settings.target_modules, str(error).splitlines()[0]
+            targets, reason = self.settings.targets, str(error).splitlines()[0]
             raise ConfigError(f"LoRA cannot be put on {targets!r}: {reason}") from error
         for _, head in head_tensors(self._model, name):  # peft leaves them in the base's type
             head.data = head.data.float() if head.dtype == torch.bfloat16 else head.data
@@ -183,16 +183,16 @@ class AdaptedModel:
     def _config(self, rank: int | Mapping[str, int]) -> Any:
         from peft import LoraConfig
 
-        unit, fixed = self.settings.unit, self.settings.lora_alpha
+        unit, fixed = self.settings.unit, self.settings.alpha
         ranked = rank_fields(rank, unit)
         if fixed:
             ranked |= {"lora_alpha": fixed, "alpha_pattern": {}}
         return LoraConfig(
             **ranked,
-            use_rslora=self.settings.use_rslora,
-            lora_dropout=self.settings.lora_dropout,
+            use_rslora=self.settings.rslora,
+            lora_dropout=self.settings.dropout,
             target_modules=self._targets,
-            modules_to_save=list(self.settings.modules_to_save) or None,
+            modules_to_save=list(self.settings.saved) or None,
             task_type={"sequence-classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM", None: None}[self.task],
         )
 

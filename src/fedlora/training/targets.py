@@ -24,9 +24,9 @@ def targeted(network: nn.Module, settings: LoRASettings, *, plain: bool) -> list
     Raises:
         ConfigError: a target or a saved module does not fit.
     """
-    layers, targets = dict(network.named_modules()), settings.target_modules
+    layers, targets = dict(network.named_modules()), settings.targets
     heads = []
-    for name in settings.modules_to_save:
+    for name in settings.saved:
         found = [path for path in layers if f".{path}".endswith(f".{name}")]
         if not found:
             raise ConfigError(

@@ -192,7 +192,7 @@ def made_start(settings: FederationSettings, rank: int) -> Start:
     section.check_targets(settings.lora.target_modules)
     loaded = section.load(settings.lora, settings.data.label_names or (), settings.run.seed)
     adapter, spec = loaded.seed_adapter(rank, seed=settings.run.seed)
-    return Start(adapter, named(spec, base_name(section.name, model_content(section.location())).name))
+    return Start(adapter, named(spec, base_name(section.path, model_content(section.location())).name))
 
 
 def given_start(folder: Path, settings: FederationSettings) -> Start:

@@ -122,10 +122,10 @@ def choosing_of(settings: FederationSettings, server_file: bool, global_model: b
     if at_sites:
         log.info("rounds are measured at the sites, on the share of %g that each holds out", settings.data.validation)
         return Choosing(metric, "sites", *when, at_sites=True)
-    if evaluate.early_stopping_patience is not None:
+    if evaluate.patience is not None:
         raise ConfigError(
-            f"evaluate.early_stopping_patience = {evaluate.early_stopping_patience} looks at a score of each round, "
-            f"and nothing is measured: data.validation = {settings.data.validation:g} at the sites, evaluate.target = "
+            f"evaluate.early_stopping_patience = {evaluate.patience} looks at a score of each round, and nothing is "
+            f"measured: data.validation = {settings.data.validation:g} at the sites, evaluate.target = "
             f"{evaluate.target!r}, and {'a' if server_file else 'no'} file of the server's to measure on."
         )
     log.info("no round is measured: data.validation names no file of the server's, and the sites hold nothing out")
