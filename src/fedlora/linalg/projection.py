@@ -134,8 +134,7 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
                 tied=cut.tied,
                 factored=f"{sums.left.how}/{sums.right.how}",
                 bases=tuple(
-                    U[k, :, : own.ranks[k]].contiguous()
-                    for U, own in zip(bases, sums.subspaces.values(), strict=True)
+                    U[k, :, : own.ranks[k]].contiguous() for U, own in zip(bases, sums.subspaces.values(), strict=True)
                 ),
                 alignments=tuple(scores[k] for scores in along),
             )

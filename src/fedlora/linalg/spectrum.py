@@ -93,7 +93,7 @@ def store(side: Factored, Y: Tensor, out: Tensor, parts: Sequence[Part] = ()) ->
         out[some, rows] = exact
         off[some] += exact.sub_(out[some, rows]).square_().sum(dim=1)
         for part in parts:
-            neighbours = panel[:, :, part.columns].unflatten(2, part.inner.shape[1:3]).transpose(1, 2)
+            neighbours = panel[:, :, part.columns].view(*panel.shape[:2], *part.inner.shape[1:3]).transpose(1, 2)
             part.out[some, :, rows] = neighbours @ part.inner[some]
     return off
 
