@@ -38,11 +38,28 @@ class Subspace(NamedTuple):
     columns: slice
     ranks: list[int]
 
-    def part(self, left: Factored, dtype: torch.dtype) -> Part:
-        """All r columns of U_i, to be stored."""
-        columns, inner = (slice(None), self.coordinates) if self.inner is None else (self.columns, self.inner)
-        m, d, _ = left.tall.shape
-        return Part(columns, inner, left.tall.new_empty(m, d, inner.shape[2], dtype=dtype))
+    def beside(self, last: Subspace) -> bool:
+        """Whether both are made of B's own columns, as many each, and these follow the last one's."""
+        if self.inner is None or last.inner is None:
+            return False
+        return self.inner.shape == last.inner.shape and self.columns.start == last.columns.stop
+
+
+def parts(every: Sequence[Subspace], left: Factored, dtype: torch.dtype) -> list[Part]:
+    """What stores the bases, in their order, with all columns of each."""
+    groups: list[list[Subspace]] = []
+    for own in every:
+        if groups and own.beside(groups[-1][-1]):
+            groups[-1].append(own)
+        else:
+            groups.append([own])
+    made = []
+    for group in groups:
+        first, (m, d, _) = group[0], left.tall.shape
+        inner = torch.stack([x.coordinates if x.inner is None else x.inner for x in group], dim=1)
+        columns = slice(None) if first.inner is None else slice(first.columns.start, group[-1].columns.stop)
+        made.append(Part(columns, inner, inner.new_empty(m, len(group), d, inner.shape[3], dtype=dtype)))
+    return made
 
 
 def subspaces(
@@ -88,7 +105,7 @@ def subspaces(
         Subspace(
             coordinates[:, i, :, :r],
             None if B.small is None or inner is None else inner[:, i, :r, :r],
-            slice(int(at[i, 0]), int(at[i, 0]) + r) if r else slice(0),
+            slice(int(at[i, 0]), int(at[i, 0]) + r) if r else slice(0, 0),
             [of_each[i] for of_each in ranks],
         )
         for i, r in enumerate(full)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedlora.errors import LostUpdate
 from fedlora.linalg.basics import U64, float64s, rank_tolerance, unit_roundoff
-from fedlora.linalg.consensus import WHOLE, Reference, strongest
+from fedlora.linalg.consensus import WHOLE, Reference, parts, strongest
 from fedlora.linalg.product import Sums, Term, summed_in
 from fedlora.linalg.spectrum import Part, Spectrum, canonical_signs, cut_by_rounding, store
 from fedlora.linalg.stacks import CACHED, aligned, in_stacks
@@ -105,8 +105,9 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
     directions, s, Wh = (O if U_ref is None else U_ref @ O)[:, :, :keep], s[:, :keep], Wh[:, :keep]
     sigma = s * sums.unit[:, None]
     _require_held(sigma, dtype)
-    parts = [own.part(sums.left, dtype) for own in sums.subspaces.values()]
-    B, A, off_B, off_A = _pairs(sums, directions, sigma, Wh.mT, dtype, parts)
+    storing = parts([*sums.subspaces.values()], sums.left, dtype)
+    B, A, off_B, off_A = _pairs(sums, directions, sigma, Wh.mT, dtype, storing)
+    bases = [U for part in storing for U in part.out.unbind(1)]
     # ||dB A|| from the columns of dB, for the rows of A are orthogonal. Two roundings by the triangle inequality: at
     # most sqrt(2) above the truth, for they are independent.
     off_B, off_A = ((off * s / sums.unit[:, None]).sum(dim=1).sqrt() for off in (off_B, off_A))
@@ -133,8 +134,7 @@ def _projections(stack: Sequence[Sequence[Term]], rank: int | None, dtype: torch
                 tied=cut.tied,
                 factored=f"{sums.left.how}/{sums.right.how}",
                 bases=tuple(
-                    part.out[k, :, : own.ranks[k]].contiguous()
-                    for part, own in zip(parts, sums.subspaces.values(), strict=True)
+                    U[k, :, : own.ranks[k]].contiguous() for U, own in zip(bases, sums.subspaces.values(), strict=True)
                 ),
                 alignments=tuple(scores[k] for scores in along),
             )
