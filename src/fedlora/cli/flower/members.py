@@ -36,7 +36,6 @@ def admit(
     keys = {"new": "its key is admitted", "another": "another key is admitted, and the old one no longer",
             "the same": "its key is as before"}  # fmt: skip
     console.print(f"{name}: {keys[done.key]}, rank {_rank(done.rank)}{changed}.")
-    _note(done.note)
 
 
 def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", show_default=False)]) -> None:
@@ -44,9 +43,8 @@ def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", 
     needed()
     from fedlora.flower.server.members import remove as removed
 
-    note = removed(folder, name)
+    removed(folder, name)
     console.print(f"{name}: removed.")
-    _note(note)
 
 
 def renew(folder: Folder) -> None:
@@ -67,7 +65,3 @@ def renew(folder: Folder) -> None:
 def _rank(rank: object) -> str:
     return str(rank) if isinstance(rank, int) else "by module"
 
-
-def _note(note: str) -> None:
-    if note:
-        console.print(f"note: {note}")

@@ -61,7 +61,8 @@ def up(
 
     quiet_libraries()
     if not FederationFolder(out).settings.is_file():
-        make(out, load_config(config, set or []), superlink_port)
+        if idle := make(out, load_config(config, set or []), superlink_port):
+            say(f"without effect in a federation: {', '.join(idle)}")
     elif set:
         raise ConfigError(
             f"{out} is there already: its settings are in {FederationFolder(out).settings}, not in --set."

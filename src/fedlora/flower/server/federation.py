@@ -36,7 +36,6 @@ from fedlora.flower.server.state import FederationState, check_playable, run_ide
 from fedlora.flower.strategy import FedLoRA
 from fedlora.flower.terms.facts import Facts, server_facts
 from fedlora.flower.terms.policy import Policy
-from fedlora.flower.terms.privacy import check_policy
 from fedlora.runs.finishing import best_state
 from fedlora.runs.folder import plain
 from fedlora.runs.private_run import PrivateRun
@@ -115,7 +114,7 @@ class Federation(FedLoRA):
             if found != self.policy:
                 check_playable(found.clients, self.server, self.state.server, self.fraction_train)
                 if (privacy := self.opening.settings.privacy) is not None:
-                    check_policy(found, privacy)
+                    privacy.check_members(found.clients)
             self.policy = found
         except FedLoRAError as refused:
             error = str(refused)
@@ -259,7 +258,7 @@ def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
         if summary is not None and (over or federation.ended is not None):
             log.info("%s", ending(summary))
             return summary
-        files.write(home.played_with, b.played_with)
+        files.write(home.played_with, b.settings.travelling() + "\n")
         home.summary.unlink(missing_ok=True)
         bounded = BoundedGrid(grid, clock=clock)
         federation.start(bounded, num_rounds=b.settings.run.rounds)

@@ -5,7 +5,6 @@ It contains no site's data and no site's private key.
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,10 @@ from typing import Any
 
 import tomlkit
 
-from fedlora.adapters.io import AdapterSpec, read_adapter, spec_of, write_adapter
-from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.io import AdapterSpec, read_adapter, write_adapter
 from fedlora.core import files
 from fedlora.core.folders import replacing_folder
 from fedlora.core.lora import Adapter
-from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.server.opening import playable
@@ -34,9 +31,7 @@ from fedlora.given_files import read_given
 from fedlora.runs.base_names import base_name
 from fedlora.runs.config import override_in
 from fedlora.runs.exported import named
-from fedlora.runs.sections import ModelSection
 from fedlora.training.digests import model_content
-from fedlora.training.skeleton import longest_of
 
 _HEAD = """\
 # What server and sites agree on: a run's file with an id and [network]. Sites receive it with every message: edit it
@@ -91,18 +86,15 @@ def federation(
     return checked_federation(text, settings, clients, begun)
 
 
-def checked_federation(
-    text: str, settings: FederationSettings, clients: Mapping[str, Rank], begun: Start
-) -> Federation:  # fmt: skip
+def checked_federation(text: str, settings: FederationSettings, clients: Mapping[str, Rank], begun: Start) -> Federation:
     """Raises `FedLoRAError`, before anything is written, if the rounds would refuse this federation: settings or ranks
     that contradict each other, or a [privacy] that cannot hold, would leave only noise, or exceeds its population's
     budget."""
-    model = str(settings.at_server.model)
-    _check_max_length(settings, model)
     server, plan, _ = playable(settings, Policy.of(policy_text(clients), Path("policy.toml")), begun.adapter)
     if plan is not None:
         check_affordable(settings, server, plan)
-    return Federation(text, settings, clients, begun, model_facts(model, settings, settings.model.revision))
+    known = model_facts(str(settings.at_server.model), settings, settings.model.revision)
+    return Federation(text, settings, clients, begun, known)
 
 
 def agreed_text(
@@ -202,41 +194,15 @@ def given_start(folder: Path, settings: FederationSettings) -> Start:
         AdapterFormatError: it is not an adapter with W0 + s B A. ConfigError: its targets or classes differ from
             the settings.
     """
-    unit, targets, labels = settings.lora.unit, settings.lora.targets, settings.data.labels or ()
-    file = AdapterFile(folder, scaling=unit)
-    file.check()
-    outside: list[str] = []
-    if targets != "all-linear":
-        whole = isinstance(targets, str)
-        outside = [
-            m for m in file.modules
-            if not (re.fullmatch(str(targets), m) if whole else any(m == t or m.endswith(f".{t}") for t in targets))
-        ]  # fmt: skip
-    if outside:
-        raise ConfigError(
-            f"the start {folder} adapts {quoted(outside[0])}, but the federation has lora.targets = {quoted(targets)}: "
-            f"the sites would train other modules than the server has. Make the two agree."
-        )
-    modules = {module: file.lora(module) for module in file.modules}
-    heads = {path: file.head(path) for path in file.heads}
-    rows = {len(head) for head in heads.values() if head.ndim}
+    unit, labels = settings.lora.unit, settings.data.labels or ()
+    adapter, spec = read_adapter(folder, scaling=unit)
+    rows = {len(head) for head in adapter.heads.values() if head.ndim}
     if settings.model.task == "classification" and labels and rows and len(labels) not in rows:
         raise ConfigError(
             f"the start {folder} has a head of {min(rows)} rows, but there are {len(labels)} classes "
             f"({', '.join(map(str, labels))}): it was trained for others."
         )
-    return Start(Adapter(modules, heads), spec_of(file.config, unit))
-
-
-def _check_max_length(settings: FederationSettings, model: str) -> None:
-    """Raises `ConfigError` if sites may train on longer texts than the base model reads: every round would fail at a
-    site that has one. Says nothing of a model that is not on this machine."""
-    place, most = Path(ModelSection(path=model).location()), settings.data.max_length
-    if place.is_dir() and (longest := longest_of(place, settings.model.task)) is not None and most > longest:
-        raise ConfigError(
-            f"data.max_length = {most}, but the base model {model} has only {longest} positions: at a site with a "
-            f"longer text every round would fail. Set data.max_length to {longest} or less; longer texts are then cut."
-        )
+    return Start(adapter, spec)
 
 
 __all__ = [

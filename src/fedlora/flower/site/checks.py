@@ -5,7 +5,6 @@ For `fedlora flower site`, `fedlora flower node` and `fedlora doctor SITE`.
 from __future__ import annotations
 
 import email.utils
-import socket
 import ssl
 import time
 from collections import Counter
@@ -150,23 +149,17 @@ def look(server: JoinFile, here: SiteFolder) -> Found:
 
 
 def _unreached(server: JoinFile, error: BaseException) -> Found:
-    """Why the request did not get through."""
+    """Why the request did not get through, in the words of the system or of OpenSSL."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
-    at, words = server.address, getattr(error, "verify_message", "") or getattr(error, "strerror", None) or error
-    said = shown(words or type(error).__name__)
-    if isinstance(error, socket.gaierror):
-        return Found("name", f"the name {server.server!r} is not known on this machine ({said}): ask your DNS, or put "
-                             f"it into /etc/hosts.")  # fmt: skip
-    if isinstance(error, ConnectionRefusedError):
-        return Found("closed", f"{at} refuses the connection: nothing listens there. Is the proxy running?")
     if isinstance(error, ssl.SSLCertVerificationError):
         return Found("certificate", (
-            f"the certificate of {at} is not trusted: {said}. By this machine's clock it is "
-            f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC. If it has expired, the server must renew it; if name or "
-            f"authority differ, ask for the server's new join.toml. Nothing is sent until then."
+            f"the certificate of {server.address} is not trusted: {shown(error.verify_message)}. By this machine's "
+            f"clock it is {datetime.now(UTC):%Y-%m-%d %H:%M} UTC. If it has expired, the server must renew it; if name "
+            f"or authority differ, ask for the server's new join.toml. Nothing is sent until then."
         ))  # fmt: skip
-    return Found("silent", f"{at} cannot be reached from here: {said}.")
+    said = shown(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+    return Found("silent", f"{server.address} cannot be reached from here: {said}.")
 
 
 def _said(server: JoinFile, reply: Any, ahead: float) -> Found:
@@ -175,15 +168,15 @@ def _said(server: JoinFile, reply: Any, ahead: float) -> Found:
 
     at, status = server.address, reply.status_code
     try:
-        code = int(reply.json()["code"])  # Flower's own: 2003: this interval is refused; 2004: the key is not known
+        code = int(reply.json()["code"])  # Flower's own
     except (ValueError, KeyError, TypeError):
         code = 0
     most = SYSTEM_TIME_TOLERANCE - 1  # the measurement is accurate to a second
-    if not 1 - TIMESTAMP_TOLERANCE - most < ahead < most and (code in (2003, 2004) or status == 401):
+    if code == 2003:  # the interval of 0 is refused, as it should be
+        return Found("admitted", f"{at} answers and knows this site's key.")
+    if status == 401 and not 1 - TIMESTAMP_TOLERANCE - most < ahead < most:
         return Found("clock", f"this machine's clock is {ahead:+.0f} seconds from the server's, and the server refuses "
                               f"what is signed at another time. Set it: timedatectl set-ntp true.")  # fmt: skip
-    if code == 2003:
-        return Found("admitted", f"{at} answers and knows this site's key.")
     if code == 2004:
         return Found("not admitted", (
             f"{at} answers, but this site's key is not registered there. Send key.pub to the server; this continues by "

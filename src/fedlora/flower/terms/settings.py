@@ -6,7 +6,7 @@
 
 model.path is the server's copy of the base model, and a *file* in data.validation or data.test is the server's; a
 *share* there is what each site holds out of its own. Every message carries the settings to the sites, without what
-belongs to the server's machine. Keys that only `fedlora run` uses (workers, checkpoints, samples) have no effect here.
+belongs to the server's machine. A key that has no effect in a federation is refused (`ELSEWHERE`).
 
     name = "acme"           site.toml: the keys of `OWN`, over the server's
     [model]
@@ -52,12 +52,10 @@ OWN: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The keys of site.toml beside `name`, by table."""
 
-# What never travels, by table; None: the whole table. A server that sends one of these is refused.
+# What never travels, by table; None: the whole table. Nothing of it is read from what a server sends.
 _STAYS: dict[str, tuple[str, ...] | None] = {
-    "network": None, "at_server": None, "clients": None, "attack": None,
-    "model": ("path", "revision", "device", "adapter"),
-    "data": ("train", "clients", "task", "revision", "tasks", "unseen", "task_lists", "max_test"),
-    "train": ("command", "time_limit"), "run": ("workers", "track"), "privacy": ("ledger",),
+    "network": None, "at_server": None, "clients": None, "attack": None, "model": ("path", "revision", "device"),
+    "data": ("train",), "train": ("command", "time_limit"), "run": ("track",), "privacy": ("ledger",),
 }  # fmt: skip
 
 # What a site's trainer takes from the settings; quorum, participation and stopping are the server's.
@@ -66,18 +64,26 @@ _OF_SITES: dict[str, Any] = {
     "run": {"rounds", "seed", "threads"}, "evaluate": {"metric", "max_new_tokens", "batch_size"},
 }  # fmt: skip
 
-# Keys of a run's file that would mean something else than a reader expects, and what a federation has instead.
-_ELSEWHERE = {
+_OF_RUNS = "it is for `fedlora run`"
+ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("data.train", "data.clients"), "each site names its file in its site.toml"),
     **dict.fromkeys(("train.command", "train.time_limit", "model.device"), "each site sets it in its site.toml"),
-    **dict.fromkeys(
-        ("data.task", "attack", "server.gauge_stress", "run.readouts", "run.keep_uploads", "evaluate.test_along"),
-        "it is for `fedlora run`",
-    ),
     "clients": "policy.toml says who takes part, with which rank (fedlora flower init --sites)",
     "model.adapter": "fedlora flower init --start names a start",
     "at_server": "data.validation and data.test may name a file of the server's",
-}
+    **dict.fromkeys((
+        "attack", "server.gauge_stress", "data.task", "data.revision", "data.tasks", "data.unseen", "data.task_lists",
+        "run.workers", "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads",
+        "evaluate.samples", "evaluate.test_along",
+    ), _OF_RUNS),
+}  # fmt: skip
+"""Keys of a run's file, and tables, that have no effect in a federation -> what has it instead."""
+
+
+def without_effect(raw: Mapping[str, Any]) -> list[str]:
+    """The keys of a file's tables that are in `ELSEWHERE`."""
+    given = [f"{table}.{key}" for table, keys in raw.items() if isinstance(keys, Mapping) for key in keys]
+    return [key for key in (*raw, *given) if key in ELSEWHERE]
 
 
 class NetworkSection(Section):
@@ -166,9 +172,8 @@ class FederationSettings(RunConfig):
     def of(cls, raw: Mapping[str, Any], folder: Path) -> FederationSettings:
         """The server's settings from a file's tables, its paths made absolute from `folder`. Raises `ConfigError` for
         each mistake, and for keys that belong to a site or to `fedlora run`."""
-        given = [f"{table}.{key}" for table, keys in raw.items() if isinstance(keys, Mapping) for key in keys]
-        if wrong := [key for key in (*raw, *given) if key in _ELSEWHERE]:
-            said = "; ".join(f"{key} is no setting of a federation: {_ELSEWHERE[key]}" for key in wrong)
+        if wrong := without_effect(raw):
+            said = "; ".join(f"{key} is no setting of a federation: {ELSEWHERE[key]}" for key in wrong)
             raise ConfigError(f"{said}. Leave it out.")
         found = checked(cls, absolute(raw, folder))
         if (found.at_server.validation or found.at_server.test) and found.at_server.model is None:
@@ -192,24 +197,17 @@ class FederationSettings(RunConfig):
     def travelling(self) -> str:
         """The settings for sites, as canonical JSON, without `_STAYS`. Defaults are included, because another version
         may have others."""
-        beside = {table: True if keys is None else {*keys} for table, keys in _STAYS.items()}
-        return json.dumps(self.model_dump(mode="json", exclude=beside), sort_keys=True)
+        return json.dumps(self.model_dump(mode="json", exclude=_staying()), sort_keys=True)
 
     @classmethod
     def from_travelling(cls, text: str) -> FederationSettings:
-        """Settings from a site's message. Raises `ConfigError`, also for what no server may set at a site."""
+        """Settings from a server's message. Raises `ConfigError`."""
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"the server's settings are not JSON: {error}.") from error
         if not isinstance(raw, dict):
             raise ConfigError("the server's settings are not a table.")
-        for table, keys in _STAYS.items():
-            there = raw.get(table)
-            if odd := [key for key in keys or () if isinstance(there, dict) and key in there]:
-                raise ConfigError(f"the server's settings set {table}.{odd[0]}, which is a site's own.")
-            if keys is None and table in raw:
-                raise ConfigError(f"the server's settings have a table [{table}], which does not travel.")
         try:
             return checked(cls, raw)
         except ConfigError as error:
@@ -234,9 +232,8 @@ class FederationSettings(RunConfig):
                 f"[method] name = {quoted(self.method.name)} in site.toml."
             )
         own.pop("method", None)
-        said = self.model_dump(exclude_defaults=True, include=_OF_SITES)
-        data = {key: value for key, value in said.get("data", {}).items() if key != "train"}
-        mine = own.get("data", {})
+        said = self.model_dump(exclude_defaults=True, include=_OF_SITES, exclude=_staying())
+        data, mine = said.get("data", {}), own.get("data", {})
         for these, others in ((("messages",), ("prompt", "response")), (("prompt", "response"), ("messages",))):
             if any(key in mine for key in these):  # one form of rows stands in place of the other
                 data = {key: value for key, value in data.items() if key not in others}
@@ -267,11 +264,13 @@ class FederationSettings(RunConfig):
         """The federation as one run with that base model, as its adapters' cards and its measurements take it. data:
         further keys of [data]."""
         config = self.for_site(Site("server", {"model": {"path": model}, "method": {"name": self.method.name}}))
-        return config.model_copy(
-            update={
-                "data": config.data.model_copy(update=data), "evaluate": self.evaluate, "defence": self.defence,
-            }
-        )  # fmt: skip
+        found = {"data": config.data.model_copy(update=data), "evaluate": self.evaluate, "defence": self.defence}
+        return config.model_copy(update=found)
+
+
+def _staying() -> dict[str, Any]:
+    """`_STAYS`, as pydantic takes it."""
+    return {table: True if keys is None else {*keys} for table, keys in _STAYS.items()}
 
 
 @dataclass(frozen=True)
@@ -304,16 +303,10 @@ class Site:
         if not isinstance(name, str):
             raise ConfigError("key 'name' is missing: the site's, as the server admits it")
         check_site(name)
-        for table, keys in tables.items():
-            odd = (
-                [f"{table}.{key}" for key in keys if key not in OWN.get(table, ())]
-                if isinstance(keys, dict)
-                else [table]
-            )
-            if odd or table not in OWN:
-                known = "; ".join(f"[{one}] {', '.join(keys)}" for one, keys in OWN.items())
-                raise ConfigError(f"{quoted(odd[0] if odd else table)} is no key of a site, which may set {known}. All "
-                                  f"other settings come from the server")  # fmt: skip
+        given = [(table, key) for table, keys in tables.items() for key in (keys if isinstance(keys, dict) else [""])]
+        if odd := [f"{table}.{key}" for table, key in given if key not in OWN.get(table, ())]:
+            known = "; ".join(f"[{one}] {', '.join(keys)}" for one, keys in OWN.items())
+            raise ConfigError(f"{quoted(odd[0])} is no key of a site; it may set {known}, and the server all others")
         for table, key in (("data", "train"), ("model", "path")):
             if not isinstance(tables.get(table, {}).get(key), str) or not tables[table][key]:
                 raise ConfigError(f"[{table}] {key} is missing")
@@ -345,4 +338,6 @@ def absolute(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-__all__ = ["OWN", "UNNAMED", "FederationSettings", "NetworkSection", "Site", "absolute"]
+__all__ = [
+    "ELSEWHERE", "OWN", "UNNAMED", "FederationSettings", "NetworkSection", "Site", "absolute", "without_effect",
+]  # fmt: skip
