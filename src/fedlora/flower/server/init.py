@@ -86,7 +86,9 @@ def federation(
     return checked_federation(text, settings, clients, begun)
 
 
-def checked_federation(text: str, settings: FederationSettings, clients: Mapping[str, Rank], begun: Start) -> Federation:
+def checked_federation(
+    text: str, settings: FederationSettings, clients: Mapping[str, Rank], begun: Start
+) -> Federation:  # fmt: skip
     """Raises `FedLoRAError`, before anything is written, if the rounds would refuse this federation: settings or ranks
     that contradict each other, or a [privacy] that cannot hold, would leave only noise, or exceeds its population's
     budget."""

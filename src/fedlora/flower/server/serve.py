@@ -23,7 +23,7 @@ from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import processes
 from fedlora.flower.processes import serving
 from fedlora.flower.server.journal import read_now
-from fedlora.flower.server.status import Standing, keys_of, standing, time_of
+from fedlora.flower.server.status import Standing, keys_of, standing
 from fedlora.flower.server.superlink import NodeFacts, RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.server.superlink_process import SAYS
 from fedlora.flower.terms.privacy import promise
@@ -136,8 +136,7 @@ class Supervisor:
             now = self.standing()
             if len({*self._online} & {*now.ranks}) >= now.needed:
                 return
-            there = nodes_line(self._online, [*now.ranks], now.needs)
-            self._again(f"waiting for sites; {there}", key=there)  # repeated early if it changed
+            self._again(f"waiting for sites; {nodes_line(self._online, [*now.ranks], now.needs)}")
             self._sleep(self._pace.look)
 
     # ------------------------------------------------------------------------------------------------------ the rounds
@@ -218,9 +217,8 @@ class Supervisor:
         self._nodes = tuple(self.link.nodes())
         now = self._standing
         if (line := nodes_line(self._online, [*now.ranks], now.needs)) != self._there:
-            self._there, self._said_at[line] = line, time.monotonic()
-            seen = [node.seen for node in self._nodes if node.status == "online" and node.seen is not None]
-            self._say(nodes_line(self._online, [*now.ranks], now.needs, time.time() - min(seen) if seen else None))
+            self._there = line
+            self._say(line)
 
     @property
     def _online(self) -> list[str]:
@@ -231,11 +229,11 @@ class Supervisor:
             words = "killed" if code == -9 else processes.last_line(self.link.log)
             raise Lost(f"the SuperLink ended with code {code}: {words}")
 
-    def _again(self, line: str, key: str = "") -> None:
-        """Print a line, but not within `remind` seconds of the last time. key: identifies equal lines."""
-        now, key = time.monotonic(), key or line
-        if now - self._said_at.get(key, -self._pace.remind) >= self._pace.remind:
-            self._said_at[key] = now
+    def _again(self, line: str) -> None:
+        """Print a line, but not within `remind` seconds of the last time."""
+        now = time.monotonic()
+        if now - self._said_at.get(line, -self._pace.remind) >= self._pace.remind:
+            self._said_at[line] = now
             self._say(line)
 
     def _sleep(self, seconds: float) -> None:
@@ -262,16 +260,11 @@ class Tail:
         return []
 
 
-def nodes_line(online: Sequence[str], expected: Sequence[str], needs: str, heard: float | None = None) -> str:
-    """Who is online and who is missing. needs: a round's requirement, in words. heard: seconds since the oldest
-    heartbeat: a node that died since then still counts as online."""
+def nodes_line(online: Sequence[str], expected: Sequence[str], needs: str) -> str:
+    """Who is online and who is missing. needs: a round's requirement, in words."""
     missing = [name for name in expected if name not in online]
     there = f"online: {', '.join(online) if online else 'nobody'}"
-    if online and heard is not None:
-        there += f", each heard within the last {time_of(max(heard, 1))}"
-    if not missing:
-        return f"{there} (all {len(expected)})"
-    return f"{there}; missing: {', '.join(missing)} ({needs})"
+    return f"{there}; missing: {', '.join(missing)} ({needs})" if missing else f"{there} (all {len(expected)})"
 
 
 __all__ = ["Lost", "Pace", "Say", "Stopped", "Supervisor", "Tail", "nodes_line"]
