@@ -161,9 +161,10 @@ def _show(found: Mapping[str, Any], rounds: int) -> None:
         seen = f"{since(site['last_seen'])} ago" if site["last_seen"] else "never" if found["superlink"] else "unknown"
         after, weight = site["after_the_rule"], site["weight"]
         weights = [f"{weight:.1%}, {after:.1%}" if after is not None and weight is not None else "-"] if ruled else []
+        mine = [*weights, *([_number(site["score"])] if scored else []), str(site["fates"].get("trained", 0))]
         table.add_row(
             cell(name), cell(site["rank"]), site["node"], seen, cell(site["fate"] or "-"), _number(site["loss"]),
-            _number(site["norm"]), *weights, *([_number(site["score"])] if scored else []), str(site["fates"].get("trained", 0)),
+            _number(site["norm"]), *mine,
         )  # fmt: skip
     console.print(table)
     for name, site in found["sites"].items():
@@ -185,7 +186,8 @@ def _rounds_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
     at_sites = sorted({str(name) for line in rounds for name in line.get("site_mean") or {}} - {"examples"})
     private = any(spent_of(line) is not None for line in rounds)
     spent = ("epsilon", "of planned") if private else ()
-    table = Table("round", *spent, "train loss", "seconds", "trained", "not", *names, *(f"{name} at the sites" for name in at_sites))
+    measured = [*names, *(f"{name} at the sites" for name in at_sites)]
+    table = Table("round", *spent, "train loss", "seconds", "trained", "not", *measured)
     for line in rounds:
         cells: list[Any] = [epsilon_up(x) for x in spent_of(line) or ()]
         fates = fates_of(line)

@@ -23,7 +23,7 @@ from fedlora.flower.server.opening import playable
 from fedlora.flower.server.private import check_affordable
 from fedlora.flower.server.state import number_drawn
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.facts import Facts, agreed, model_facts, server_facts, write_agreed
+from fedlora.flower.terms.facts import Facts, agreed, model_facts, server_facts
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy, Rank, policy_text
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection, absolute
@@ -150,7 +150,7 @@ def write_federation(building: Path, made: Federation) -> None:
     for place in (there.keys, there.server, there.state, there.proxy):
         place.mkdir(mode=0o700)
     certificates.write_server(there.certificates, network.name)
-    write_agreed(there.agreement, made.known)
+    files.write(there.agreement, made.known.text() + "\n")
     write_join(there, made.settings)
 
 

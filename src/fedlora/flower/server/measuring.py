@@ -78,27 +78,19 @@ class Choosing(Ranking):
 
 def check(settings: FederationSettings) -> None:
     """Raises `ConfigError` for evaluation settings that cannot work; the message names the contradiction."""
-    evaluate, here = settings.evaluate, settings.at_server
-    files_here, at_sites = bool(here.validation or here.test), settings.data.validation or settings.data.test
-    if evaluate.target == "server" and not files_here:
+    evaluate, here, data = settings.evaluate, settings.at_server, settings.data
+    if evaluate.target == "server" and not (here.validation or here.test):
         raise ConfigError(
-            "evaluate.target = 'server' measures the server's model on a file of the server's, and neither "
-            "data.validation nor data.test names one. Name one, with the base model in model.path, or set "
-            "evaluate.target = 'clients'."
+            "evaluate.target = 'server' measures on a file of the server's: name one in data.validation or data.test."
         )
-    if evaluate.target == "clients" and not at_sites:
+    if evaluate.target == "clients" and not (data.validation or data.test):
         raise ConfigError(
-            "evaluate.target = 'clients' measures on what each site holds out, and data.validation = 0 and data.test = "
-            "0 hold nothing out. Give a share, or set evaluate.target = 'server'."
+            "evaluate.target = 'clients' measures on what each site holds out: give a share in data.validation or "
+            "data.test."
         )
-    if evaluate.clients_at_end == "both":
+    if evaluate.clients_at_end and (evaluate.clients_at_end == "both" or not data.test):
         raise ConfigError(
-            "evaluate.clients_at_end = 'both' needs a common test set at the sites, and each has its own only: set it "
-            "to true, or leave it out."
-        )
-    if evaluate.clients_at_end and not settings.data.test:
-        raise ConfigError(
-            "evaluate.clients_at_end = true measures on the test share of each site, and data.test = 0 holds none out."
+            "evaluate.clients_at_end measures on the test share of each site: set it to true, and data.test to a share."
         )
     check_trackers(settings.run.track)
 
@@ -111,11 +103,8 @@ def choosing_of(settings: FederationSettings, server_file: bool, global_model: b
     """
     evaluate, metric = settings.evaluate, score_name(settings.evaluate.metric)
     at_sites, when = settings.data.validation > 0 and evaluate.target != "server", (evaluate.every, settings.run.rounds)
-    if server_file and not global_model and evaluate.target == "server":
-        raise ConfigError(
-            f"{settings.method.name} keeps no model at the server to measure, and evaluate.target = 'server'. Set it "
-            f"to 'clients'."
-        )
+    if evaluate.target == "server" and not global_model:
+        raise ConfigError(f"{settings.method.name} keeps no model at the server: set evaluate.target = 'clients'.")
     if server_file and global_model and evaluate.target != "clients":
         log.info("rounds are measured at the server, on data.validation's file")
         return Choosing(metric, "server", *when, at_sites=at_sites)
@@ -124,9 +113,8 @@ def choosing_of(settings: FederationSettings, server_file: bool, global_model: b
         return Choosing(metric, "sites", *when, at_sites=True)
     if evaluate.patience is not None:
         raise ConfigError(
-            f"evaluate.patience = {evaluate.patience} looks at a score of each round, and nothing is measured: "
-            f"data.validation = {settings.data.validation:g} at the sites, evaluate.target = {evaluate.target!r}, and "
-            f"{'a' if server_file else 'no'} file of the server's to measure on."
+            f"evaluate.patience = {evaluate.patience} looks at a score of each round, and no round is measured: give "
+            f"data.validation a share (at the sites), or a file of the server's."
         )
     log.info("no round is measured: data.validation names no file of the server's, and the sites hold nothing out")
     return Choosing(metric, None)

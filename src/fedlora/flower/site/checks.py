@@ -72,7 +72,7 @@ def checked_work(join: JoinFile, site: Site) -> list[Row]:
         check(join.facts, facts, f"site {site.name!r}", whole=False)
     except FedLoRAError as error:
         return [*rows, ("base model", str(error), False)]
-    return [*rows, ("base model", f"{site.model}: {facts.base[:12]}, as the server's", True)]
+    return [*rows, ("base model", f"{site.model}: {str(facts.values['base'])[:12]}, as the server's", True)]
 
 
 def _data(settings: FederationSettings, site: Site) -> list[Row]:

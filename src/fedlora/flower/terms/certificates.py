@@ -38,7 +38,7 @@ def write_server(folder: Path, name: str) -> None:
     an existing authority signs again.
 
     Raises:
-        ConfigError: the existing authority's key is not here, so somebody else must renew this.
+        ConfigError: the existing authority cannot be read.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     if (folder / "ca.crt").exists():
@@ -78,13 +78,15 @@ def public_key(text: str) -> ec.EllipticCurvePublicKey:
     Raises:
         ConfigError: a private key, another kind of key, or none.
     """
+    if "PRIVATE KEY" in text:
+        raise ConfigError(
+            "this is a private key, which must never leave its site. Delete this copy, make a new pair of keys at the "
+            "site, and send key.pub."
+        )
     try:
         found = serialization.load_ssh_public_key(text.strip().encode())
     except (ValueError, UnsupportedAlgorithm, UnicodeEncodeError) as error:
-        raise ConfigError(
-            f"{quoted(text[:60])} is not a public key in OpenSSH's format: one line that begins with "
-            f"ecdsa-sha2-nistp384."
-        ) from error
+        raise ConfigError(f"{quoted(text[:60])} is not a public key in OpenSSH's format.") from error
     if not isinstance(found, ec.EllipticCurvePublicKey) or not isinstance(found.curve, _CURVES):
         raise ConfigError(
             f"Flower does not accept keys of kind {quoted(text.split(' ')[0])}: it needs an elliptic curve of NIST. "
@@ -117,17 +119,12 @@ def _authority(name: str) -> Signer:
 
 
 def _kept_authority(folder: Path) -> Signer:
-    if not (folder / "ca.key").is_file():
-        raise ConfigError(
-            f"{folder} has the certificate of an authority (ca.crt), but not its key: fedlora did not make it. Get the "
-            f"next server.crt and server.key where you got the last."
-        )
     try:
         found = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
         key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"ca.crt and ca.key in {folder} cannot be read: {error}.") from error
-    assert isinstance(key, ec.EllipticCurvePrivateKey), "`write_public` made it"
+        raise ConfigError(f"ca.crt and ca.key in {folder}, which sign, cannot be read: {error}.") from error
+    assert isinstance(key, ec.EllipticCurvePrivateKey), "`write_server` made it"
     return found, key
 
 

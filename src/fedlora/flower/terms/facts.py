@@ -17,7 +17,6 @@ from typing import Any
 from packaging.version import Version
 
 from fedlora import __version__
-from fedlora.core import files
 from fedlora.core.lora import LoRA
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted, shown
@@ -37,13 +36,10 @@ _HINTS = {
     "base": "adapters of one base model mean nothing on another. Point [model] path in site.toml at a copy of the "
             "server's files (another revision, precision or quantisation is another model)",
     "tokenizer": "the same text becomes other tokens. Copy tokenizer.json and tokenizer_config.json with the model",
-    "template": "prompts would stand in another frame. Copy the chat template with the tokenizer, or let data.template "
-                "name one",
-    "labels": "class k must be the k-th name everywhere. They come from data.labels in the server's federation.toml",
+    "template": "copy the chat template with the tokenizer, or let data.template name one",
     "config": "copy the server's config.json with its weights",
-    "targets": "both sides take lora.targets of federation.toml, so their base models have different shapes, or the "
-               "common start belongs to another model",
-    "protocol": "install one version of fedlora on both sides",
+    "targets": "their base models have different shapes, or the common start belongs to another model",
+    **dict.fromkeys(_VERSIONS, "these do not work together: install the server's"),
 }  # fmt: skip
 _SETTING = "it comes from the server's federation.toml"
 
@@ -75,11 +71,6 @@ class Facts:
     """
 
     values: Mapping[str, Plain] = field(default_factory=dict)
-
-    @property
-    def base(self) -> str:
-        """The base model's digest, or ""."""
-        return str(self.values.get("base", ""))
 
     def text(self) -> str:
         """The facts as canonical JSON, for a message."""
@@ -120,18 +111,14 @@ def check(server: Facts, site: Facts, name: str = "this site", *, whole: bool = 
 
 def differences(server: Facts, site: Facts, name: str = "this site", *, whole: bool = False) -> list[str]:
     """A sentence for each difference: both sides' values, and what to do. name: the site's, in sentences."""
-    ours, theirs, said = server.values, site.values, []
+    ours, theirs, said = server.values, site.values, list[str]()
     needed = [fact for fact in ours if fact not in _WATCHED and fact not in theirs]
     if whole and needed:
         said.append(f"{name} does not say its {', '.join(shown(fact, 40) for fact in needed[:5])}")
-    apart = [fact for fact in ours if fact in theirs and not _alike(fact, ours[fact], theirs[fact])]
-    for fact in apart[:6]:
-        hint = _HINTS.get(fact.split(".")[0], _SETTING)
-        if fact in _VERSIONS[1:]:
-            hint = f"these do not work together: install the server's at {name}"
+    for fact in [fact for fact in ours if fact in theirs and not _alike(fact, ours[fact], theirs[fact])][:6]:
         both = f"is {_value(ours[fact])} at the server, and {_value(theirs[fact])} at {name}"
-        said.append(f"{shown(fact, 60)} {both}: {hint}")
-    return [*said, *([f"and {len(apart) - 6} more"] if len(apart) > 6 else [])]
+        said.append(f"{shown(fact, 60)} {both}: {_HINTS.get(fact.split('.')[0], _SETTING)}")
+    return said
 
 
 def _alike(fact: str, ours: Plain, theirs: Plain) -> bool:
@@ -227,26 +214,15 @@ def _plain(table: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Plain]]
             yield f"{prefix}{key}", value
 
 
-# ------------------------------------------------------------------------------------------------------ at the server
-
-
 def agreed(path: Path) -> Facts:
     """What the server knows about the base model, from agreement.json. Raises `ConfigError` if it cannot be read."""
     try:
         return Facts.from_text(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error}. It records the base model that the federation has agreed on: restore it "
-            f"from a backup."
-        ) from error
-
-
-def write_agreed(path: Path, known: Facts) -> None:
-    """Write agreement.json, all or nothing."""
-    files.write(path, json.dumps(dict(known.values), indent=2, sort_keys=True) + "\n")
+        raise ConfigError(f"{path}, the record of the base model, cannot be read: {error}. Restore it.") from error
 
 
 __all__ = [
     "Disagreement", "Facts", "agreed", "check", "differences", "model_facts", "server_facts", "targets_of",
-    "versions_here", "write_agreed",
+    "versions_here",
 ]  # fmt: skip

@@ -5,7 +5,6 @@ Also the names of sites and of the server, which stand in commands, folders and 
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -122,21 +121,19 @@ def sites(text: str) -> dict[str, int]:
     """Site -> rank, from "acme=8,berlin=4".
 
     Raises:
-        ConfigError: an entry without a rank, an invalid name or rank, a repeated name, or no entry.
+        ConfigError: an entry without a rank, an invalid name or rank, a repeated name.
 
     Example:
         >>> sites("acme=8, berlin=4")
         {'acme': 8, 'berlin': 4}
     """
     found: dict[str, int] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
+    for entry in text.split(","):
         name, rank = named_rank(entry)
         if rank is None:
             raise ConfigError(f"--sites takes NAME=RANK, such as acme=8,berlin=4; got {quoted(entry)} without a rank.")
         check_site(name, found)
         found[name] = rank
-    if not found:
-        raise ConfigError(f"--sites names no site; give, for example, acme=8,berlin=4. Got {quoted(text)}.")
     return found
 
 
@@ -151,24 +148,18 @@ def check_site(name: str, others: Collection[str] = ()) -> None:
     """Raises `ConfigError` for an invalid name of a site, or one that differs from one of `others` only in case."""
     if not _SITE.fullmatch(name):
         raise ConfigError(
-            f"{quoted(name)} cannot be the name of a site. Files and commands contain the name, so it has up to 63 "
-            f"letters, digits, '_', '-' and '.', and begins with a letter, a digit or '_'."
+            f"{quoted(name)} cannot be the name of a site: it has up to 63 letters, digits, '_', '-' and '.', and "
+            f"begins with a letter, a digit or '_'."
         )
     same = [other for other in others if other.casefold() == name.casefold()]
     if same:
-        raise ConfigError(
-            f"{quoted(name)} exists already{f', as {same[0]!r}' if same[0] != name else ''}: each site needs its own "
-            f"name, and upper case alone does not make another one."
-        )
+        raise ConfigError(f"{quoted(name)} exists already, as {same[0]!r}: upper case does not make another name.")
 
 
 def checked_rank(rank: object, name: str) -> int:
     """The rank. Raises `ConfigError` for an impossible one."""
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MOST_RANK:
-        raise ConfigError(
-            f"the site {quoted(name)}: a rank is a whole number from 1 to {MOST_RANK}; got {quoted(rank, 40)}. LoRA's "
-            f"are mostly 2 to 64."
-        )
+        raise ConfigError(f"{quoted(name)}: a rank is a whole number from 1 to {MOST_RANK}; got {quoted(rank, 40)}.")
     return rank
 
 
@@ -182,16 +173,12 @@ def server_name(name: str) -> str:
         >>> server_name("FL.example.org")
         'fl.example.org'
     """
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-        address = True
-    except ValueError:
-        address = False
-    if address or len(name) > 253 or not all(map(_LABEL.fullmatch, name.lower().split("."))):
+    labels = name.lower().split(".")
+    if len(name) > 253 or labels[-1].isdecimal() or not all(map(_LABEL.fullmatch, labels)):
         raise ConfigError(
             f"--server-name is a host name that the sites can look up, such as fl.example.org; got {quoted(name)}. It "
-            f"has no https://, no port (--port sets it) and ASCII letters only (xn--...), and is no address: "
-            f"certificates are of names. Where there is no DNS, a line in each site's /etc/hosts gives one a name."
+            f"has no https://, no port (--port sets it), ASCII letters only, and is no address: certificates are of "
+            f"names. Where there is no DNS, a line in each site's /etc/hosts gives one a name."
         )
     return name.lower()
 
