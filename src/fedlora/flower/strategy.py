@@ -60,7 +60,7 @@ from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
-_WAIT, _REMIND = 30.0, 300.0  # seconds until a round begins with the nodes that are there; until that is told again
+_WAIT, _REMIND = 30.0, 300.0  # seconds to wait for nodes; until that is told again
 
 
 class FedLoRA(Strategy):
@@ -112,6 +112,8 @@ class FedLoRA(Strategy):
         self._kept: FederationState | None = None
         self._answers: Answers | None = None
         self._not_sent: dict[str, str] = {}  # client -> why it gets no message
+
+    _patience = _WAIT  # seconds until a round begins with the nodes that are there
 
     # ------------------------------------------------------------------------------------------- Flower's own methods
 
@@ -261,7 +263,7 @@ class FedLoRA(Strategy):
         if opened.asked is not None:
             return self._wait(grid, None, math.inf if self.round == 0 else self._timeout)
         rule, quorum = self.server.round.rule, self.server.round.quorum
-        return self._wait(grid, least_usable(self.policy, quorum, rule, self.fraction_train), _WAIT)
+        return self._wait(grid, least_usable(self.policy, quorum, rule, self.fraction_train), self._patience)
 
     def _wait(self, grid: Grid, least: int | None, patience: float) -> dict[str, int]:
         """Those that are online once `least` clients are (None: all), or after so many seconds."""

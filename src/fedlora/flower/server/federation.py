@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class Federation(FedLoRA):
     """
 
     trackers: Trackers
+    _patience = math.inf  # a round waits as long as needed for its sites
 
     def __init__(self, b: Opening, newest: FederationState | None, private: PrivateRun | None) -> None:
         run = b.settings.run
@@ -247,7 +248,7 @@ def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
     if why := untested():  # where sites are strangers, no reply is taken into memory before it is measured
         raise ConfigError(f"{why}.")
     home = FederationFolder(folder.resolve())
-    with played_by_one(home.server):
+    with locked(home.server / ".lock", f"plays the rounds in {home.server}"):
         Journal(home.server).asked(0, "", [])  # nothing of how an earlier process ended
         b = opening(folder, log.warning)
         newest, b = b.newest, replace(b, newest=None)  # kept by the strategy alone, whose rounds replace it
@@ -288,17 +289,3 @@ def ending(summary: Mapping[str, Any]) -> str:
         f"server/adapter. {way}."
     )
 
-
-@contextmanager
-def played_by_one(server: Path) -> Iterator[None]:
-    """Let only one ServerApp play the rounds in FED/server, because two would write to one checkpoint folder.
-
-    Raises:
-        ConfigError: another process does; the message has its id. OSError: the lock cannot be made.
-    """
-    server.mkdir(parents=True, exist_ok=True)
-    with locked(server / ".lock", lambda who: (
-        f"the rounds in {server} are being played by process {who}. Two runs of one federation would undo each other: "
-        f"wait for that run, or end it (`fedlora flower status` shows how far it is)."
-    )):  # fmt: skip
-        yield

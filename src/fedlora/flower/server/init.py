@@ -5,6 +5,7 @@ It contains no site's data and no site's private key.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from fedlora.flower.server.private import check_affordable
 from fedlora.flower.server.state import number_drawn
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.facts import Facts, agreed, model_facts, server_facts
-from fedlora.flower.terms.joining import JoinFile
+from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.policy import Policy, Rank, policy_text
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection, absolute
 from fedlora.given_files import read_given
@@ -163,10 +164,10 @@ def make_federation(folder: Path, made: Federation) -> None:
 def write_join(there: FederationFolder, settings: FederationSettings) -> bool:
     """Write join.toml, which follows from the other files. Returns whether it is another one than before."""
     network, adapter = settings.network, read_adapter(there.start, scaling=settings.lora.unit)[0]
-    text = JoinFile(
-        settings.id, network.name, network.port, (there.certificates / "ca.crt").read_text(encoding="ascii"),
-        settings.travelling(), server_facts(settings, agreed(there.agreement), adapter.modules),
-    ).text()  # fmt: skip
+    facts = server_facts(settings, agreed(there.agreement), adapter.modules)
+    address = Address(name=network.name, port=network.port, ca=(there.certificates / "ca.crt").read_text("ascii"))
+    agreed_on = json.loads(settings.travelling())
+    text = JoinFile(federation=settings.id, server=address, agreed=agreed_on, facts=dict(facts.values)).text()
     if there.join.is_file() and there.join.read_text(encoding="utf-8") == text:
         return False
     files.write(there.join, text)

@@ -175,7 +175,7 @@ def playable(
 def _check_base(settings: FederationSettings, known: Facts) -> None:
     """Raises `Disagreement` if the server would measure with another base model than the sites train."""
     mine = model_facts(str(settings.at_server.model), settings)
-    check_facts(server_facts(settings, known), mine, "the server's own model", whole=False)
+    check_facts(server_facts(settings, known), mine, "the server's own model")
 
 
 def load_at_server(config: RunConfig, start: Adapter) -> AtServer:

@@ -1,6 +1,7 @@
 """`fedlora flower serve`: start, follow and end the SuperLink and the rounds together.
 
-It waits as long as needed for sites, and runs a round again if too few answered. Any other failure ends everything:
+The rounds wait as long as needed for sites; a run that ended because too few answered is followed by another. Any other
+failure ends everything:
 with `Lost`, exit code 1, after which the systemd unit (or compose) restarts it, and it continues after the last
 checkpoint; or with `ConfigError`, exit code 2, if the app itself says that it would fail the same way again. What the
 ServerApp logs is its output.
@@ -21,10 +22,10 @@ from pathlib import Path
 from fedlora.doing import Step, doing
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import processes
-from fedlora.flower.processes import serving
+from fedlora.flower.processes import locked
 from fedlora.flower.server.journal import read_now
 from fedlora.flower.server.status import Standing, keys_of, standing
-from fedlora.flower.server.superlink import NodeFacts, RunFacts, SuperLink, SuperLinkError
+from fedlora.flower.server.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.server.superlink_process import SAYS
 from fedlora.flower.terms.privacy import promise
 
@@ -44,7 +45,7 @@ class Lost(FedLoRAError, RuntimeError):
 class Pace:
     """Seconds. log: between two looks at the logs. look: between checks of the run, the processes and the nodes.
     remind: until the same line is repeated. pending: for a run to begin. thin: until a round in which too few answered
-    is tried again. unanswered: checks without an answer until the SuperLink is given up."""
+    is played again. unanswered: checks without an answer until the SuperLink is given up."""
 
     log: float = 0.5
     look: float = 3.0
@@ -70,7 +71,7 @@ class Supervisor:
         self.stop, self._beside = stop or threading.Event(), beside
         self._logs = [(Tail(self.folder.logs / "serverapp.log"), ""), (Tail(link.log), SAYS)]
         self._standing, self._step = standing(self.folder), Step("rounds")
-        self._nodes, self._there, self._said_at = tuple[NodeFacts, ...](), "", dict[str, float]()
+        self._there, self._said_at = "", dict[str, float]()
 
     def serve(self) -> Standing:
         """Play the rounds to their end. Returns the standing then, or when it was asked to stop.
@@ -79,7 +80,7 @@ class Supervisor:
             ConfigError: the folder cannot be served as it is, or another process serves it. Lost, SuperLinkError,
                 OSError: problems that a restart may solve.
         """
-        with serving(self.folder.lock):
+        with locked(self.folder.lock, f"serves {self.folder.path} (fedlora flower status)"):
             if (now := self.standing()).why:
                 return now
             processes.end_all_of(self.folder.flower_home)  # what an earlier `serve` left
@@ -91,7 +92,6 @@ class Supervisor:
                 with doing("rounds", now.rounds) as self._step, self._beside():
                     self._bring_up()
                     while not (now := self.standing()).why:
-                        self._wait_for_nodes()
                         began = time.time()
                         self._after(self._play(), began, self.standing().done > now.done)
             except Stopped:
@@ -127,17 +127,6 @@ class Supervisor:
         """Register exactly the keys in keys/, including those that come or go while this runs."""
         for line in self.link.keep_keys(keys_of(self.folder)):
             self._say(line)
-
-    def _wait_for_nodes(self) -> None:
-        """Wait until as many sites are online as a round needs."""
-        while True:
-            self._require_superlink()
-            self._watch_nodes()
-            now = self.standing()
-            if len({*self._online} & {*now.ranks}) >= now.needed:
-                return
-            self._again(f"waiting for sites; {nodes_line(self._online, [*now.ranks], now.needs)}")
-            self._sleep(self._pace.look)
 
     # ------------------------------------------------------------------------------------------------------ the rounds
 
@@ -189,7 +178,7 @@ class Supervisor:
         if ended.get("kind") == "refused":
             raise ConfigError(ended["why"])
         if ended.get("kind") == "quorum":
-            self._say("too few sites gave a usable answer; the server tries again once enough are online")
+            self._say("too few sites gave a usable answer: the round is played again")
             self._sleep(self._pace.thin)
         elif facts.status == "finished:completed" and new:
             self._say(f"{done}: going on")
@@ -214,15 +203,10 @@ class Supervisor:
             self._keep_keys()
         except (SuperLinkError, ConfigError) as error:
             self._again(str(error))
-        self._nodes = tuple(self.link.nodes())
-        now = self._standing
-        if (line := nodes_line(self._online, [*now.ranks], now.needs)) != self._there:
+        online = [node.name for node in self.link.nodes() if node.status == "online"]
+        if (line := nodes_line(online, [*self._standing.ranks])) != self._there:
             self._there = line
             self._say(line)
-
-    @property
-    def _online(self) -> list[str]:
-        return [node.name for node in self._nodes if node.status == "online"]
 
     def _require_superlink(self) -> None:
         if (code := self.link.ended()) is not None:
@@ -260,11 +244,11 @@ class Tail:
         return []
 
 
-def nodes_line(online: Sequence[str], expected: Sequence[str], needs: str) -> str:
-    """Who is online and who is missing. needs: a round's requirement, in words."""
+def nodes_line(online: Sequence[str], expected: Sequence[str]) -> str:
+    """Who is online and who is missing."""
     missing = [name for name in expected if name not in online]
     there = f"online: {', '.join(online) if online else 'nobody'}"
-    return f"{there}; missing: {', '.join(missing)} ({needs})" if missing else f"{there} (all {len(expected)})"
+    return f"{there}; missing: {', '.join(missing)}" if missing else f"{there} (all {len(expected)})"
 
 
 __all__ = ["Lost", "Pace", "Say", "Stopped", "Supervisor", "Tail", "nodes_line"]

@@ -19,8 +19,6 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import holder
 from fedlora.flower.server.finishing import fitting_summary
 from fedlora.flower.server.journal import read_now, read_rounds, rounds_done
-from fedlora.flower.server.private import has_released
-from fedlora.flower.server.state import least_usable
 from fedlora.flower.server.superlink import NodeFacts, SuperLink, SuperLinkError
 from fedlora.flower.terms.policy import Policy, Rank
 from fedlora.flower.terms.privacy import FederationPrivacy, promise
@@ -30,29 +28,18 @@ from fedlora.training.metrics import score_name
 
 @dataclass(frozen=True)
 class Standing:
-    """name: the federation's. rounds: the requested number. done: the finished number. needed: the usable answers that
-    a round needs; for a private federation, the sites that must be online before it begins, and 0 after that. ranks: of
-    the clients that may take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
+    """name: the federation's. rounds: the requested number. done: the finished number. ranks: of the clients that may
+    take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
     the table, if rounds are private. metric: the name of the score that compares rounds.
     """
 
     name: str
     rounds: int
     done: int
-    needed: int
     ranks: Mapping[str, Rank]
     why: str = ""
     privacy: FederationPrivacy | None = None
     metric: str = ""
-
-    @property
-    def needs(self) -> str:
-        """What a round needs from the sites, in words. Private rounds wait once, before the first."""
-        if self.privacy is None:
-            return f"a round needs {self.needed} of {len(self.ranks)}"
-        if self.needed:
-            return f"round 1 waits for all {len(self.ranks)}, and no later one waits"
-        return "no quorum: who is missing counts as zero"
 
 
 def standing(folder: FederationFolder) -> Standing:
@@ -62,15 +49,12 @@ def standing(folder: FederationFolder) -> Standing:
         ConfigError: settings or policy cannot be read.
     """
     settings = FederationSettings.load(folder.settings)
-    policy, run, rounds = Policy.read(folder.policy), settings.run, settings.run.rounds
+    policy, rounds = Policy.read(folder.policy), settings.run.rounds
     done, why = rounds_done(folder.rounds), ""
     if (summary := fitting_summary(folder.summary, settings, done)) is not None:
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
-    least = least_usable(policy, settings.server.quorum, settings.defence.build(), run.participation) or 1
-    if settings.privacy is not None:  # it begins when all were there, and later waits for nobody
-        least = 0 if done or has_released(folder) else len(policy.clients)
     metric = score_name(settings.evaluate.metric)
-    return Standing(settings.id, rounds, done, least, policy.clients, why, settings.privacy, metric)
+    return Standing(settings.id, rounds, done, policy.clients, why, settings.privacy, metric)
 
 
 def keys_of(folder: FederationFolder) -> dict[str, Path]:
@@ -116,7 +100,6 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
         "rounds": now.rounds,
         "metric": now.metric,
         "finished": now.why or None,
-        "needed": now.needed,
         "playing": playing if playing.get("asked") and not playing["ended"] and playing["round"] > now.done else None,
         "ended": playing.get("ended"),
         "sites": sites,

@@ -20,7 +20,7 @@ from fedlora.core.text import shown
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.trainer import keeping
-from fedlora.flower.terms.facts import check, model_facts
+from fedlora.flower.terms.facts import Facts, check, model_facts
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.privacy import promise
 from fedlora.flower.terms.settings import FederationSettings, Site
@@ -61,7 +61,7 @@ def _key(here: SiteFolder) -> Row:
 def checked_work(join: JoinFile, site: Site) -> list[Row]:
     """Check the site's data and base model: whether a round could use them."""
     try:
-        settings = FederationSettings.from_travelling(join.settings)
+        settings = join.settings()
         rows = _data(settings, site)
     except FedLoRAError as error:
         return [("data", str(error), False)]
@@ -69,7 +69,7 @@ def checked_work(join: JoinFile, site: Site) -> list[Row]:
         rows.append(("privacy", promise(settings.privacy, settings.run.rounds), True))
     try:
         facts = model_facts(site.model, settings, site.own["model"].get("revision"))
-        check(join.facts, facts, f"site {site.name!r}", whole=False)
+        check(Facts.of(join.facts), facts, f"site {site.name!r}")
     except FedLoRAError as error:
         return [*rows, ("base model", str(error), False)]
     return [*rows, ("base model", f"{site.model}: {str(facts.values['base'])[:12]}, as the server's", True)]
@@ -135,7 +135,7 @@ def look(server: JoinFile, here: SiteFolder) -> Found:
         NodeAuthHttpInterceptor(secret, secret.public_key()),
     ]
     try:
-        authority = server.ca.encode()
+        authority = server.server.ca.encode()
         with FleetHttpClient.from_server_address(server.address, False, authority, interceptors=known) as client:
             request = ActivateNodeRequest(public_key=public_key_to_bytes(secret.public_key()), heartbeat_interval=0.0)
             client.ActivateNode(request)

@@ -110,14 +110,14 @@ class Trainer:
 
         settings, site = FederationSettings.from_travelling(envelope.settings), Site.read(self._site.site)
         config, join = settings.for_site(site), JoinFile.read(self._site.join)
-        keep, agreed = keeping(settings), keeping(FederationSettings.from_travelling(join.settings))
+        keep, agreed = keeping(settings), keeping(join.settings())
         if keep.keywords != agreed.keywords:  # or a server could have this site train on what it measures on
             raise ConfigError(
                 f"the server now holds out other rows ({keep.keywords}) than join.toml says ({agreed.keywords}): "
                 f"nothing is trained. If that is meant, put the server's new join.toml in place of this one."
             )
         files = model_facts(site.model, settings, config.model.revision)  # before the model is loaded, which would hide
-        check(Facts.from_text(envelope.facts), files, site.name, whole=False)  # the cause of a difference
+        check(Facts.from_text(envelope.facts), files, site.name)  # the cause of a difference
         prepared = prepare(config, None, keep=keep, programs=self._site.state / "programs")
         return Node(
             site.name, prepared.trainer, self._site.state,

@@ -102,19 +102,15 @@ class Facts:
 # ---------------------------------------------------------------------------------------------------------- comparing
 
 
-def check(server: Facts, site: Facts, name: str = "this site", *, whole: bool = True) -> None:
-    """Raises `Disagreement` if the two may not work together. whole: the site must know everything that the server
-    knows, like a site that trains; otherwise facts that one side does not know are not compared."""
-    if wrong := differences(server, site, name, whole=whole):
+def check(server: Facts, site: Facts, name: str = "this site") -> None:
+    """Raises `Disagreement` if the two may not work together, of the facts that both know."""
+    if wrong := differences(server, site, name):
         raise Disagreement("; ".join(wrong) + ".")
 
 
-def differences(server: Facts, site: Facts, name: str = "this site", *, whole: bool = False) -> list[str]:
+def differences(server: Facts, site: Facts, name: str = "this site") -> list[str]:
     """A sentence for each difference: both sides' values, and what to do. name: the site's, in sentences."""
     ours, theirs, said = server.values, site.values, list[str]()
-    needed = [fact for fact in ours if fact not in _WATCHED and fact not in theirs]
-    if whole and needed:
-        said.append(f"{name} does not say its {', '.join(shown(fact, 40) for fact in needed[:5])}")
     for fact in [fact for fact in ours if fact in theirs and not _alike(fact, ours[fact], theirs[fact])][:6]:
         both = f"is {_value(ours[fact])} at the server, and {_value(theirs[fact])} at {name}"
         said.append(f"{shown(fact, 60)} {both}: {_HINTS.get(fact.split('.')[0], _SETTING)}")
