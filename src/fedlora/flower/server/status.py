@@ -29,8 +29,8 @@ from fedlora.training.metrics import score_name
 @dataclass(frozen=True)
 class Standing:
     """name: the federation's. rounds: the requested number. done: the finished number. ranks: of the clients that may
-    take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
-    the table, if rounds are private. metric: the name of the score that compares rounds.
+    take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy: the table, if rounds
+    are private. metric: the name of the score that compares rounds.
     """
 
     name: str
@@ -53,6 +53,10 @@ def standing(folder: FederationFolder) -> Standing:
     done, why = rounds_done(folder.rounds), ""
     if (summary := fitting_summary(folder.summary, settings, done)) is not None:
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
+    ledger = Path(settings.privacy.ledger) if settings.privacy is not None else None
+    if why == "stopped early" and ledger is not None and ledger.is_file():
+        if ledger.stat().st_mtime_ns > folder.summary.stat().st_mtime_ns:  # a budget that was spent may be raised
+            why = ""
     metric = score_name(settings.evaluate.metric)
     return Standing(settings.id, rounds, done, policy.clients, why, settings.privacy, metric)
 
