@@ -16,6 +16,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
+from fedlora.core.process import ends_with
 from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, LedgerError, QuorumNotMet
 from fedlora.flower import processes
 from fedlora.flower.places import FederationFolder
@@ -36,7 +37,7 @@ def main(grid: Grid, context: Context) -> None:
     from fedlora.flower.terms.facts import Disagreement
 
     if http_inbox(grid):  # Flower's own SIGINT does not reach a main thread that waits to push to a dead SuperLink
-        processes.ends_with(os.getppid())
+        ends_with(os.getppid())
     home = FederationFolder(Path(str(context.run_config["folder"])))
     with _kept_log(home.logs / "serverapp.log"), heartbeats_outlive_errors(grid):
         try:
@@ -85,7 +86,7 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
     """Answer with the node's resident trainer. A failure is answered in its own words, because Flower would replace the
     text of an exception raised here."""
     if (owner := processes.owner_of_this()) is not None:  # a ClientApp would wait for ever for a gone node
-        processes.ends_with(owner)
+        ends_with(owner)
     try:
         return Message(ask(Path(str(context.node_config["site"])), do, message.content), reply_to=message)
     except TrainerFailed as error:

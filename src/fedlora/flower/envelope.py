@@ -14,8 +14,8 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedlora.core.text import quoted
 from fedlora.errors import FedLoRAError
-from fedlora.flower.terms import PROTOCOL
 
+PROTOCOL = "fedlora/6"  # of the messages; both sides refuse another one by name
 T = TypeVar("T", ArrayRecord, ConfigRecord, MetricRecord)
 
 
@@ -98,6 +98,3 @@ def receipt_of(record: RecordDict) -> Receipt:
     if type(found.counted) is not int or found.counted < 0 or type(found.why) is not str:
         raise RecordError(f"the message does not say which of this site's work counted, but {quoted(said, 40)}.")
     return found
-
-
-__all__ = ["PROTOCOL", "Envelope", "Receipt", "RecordError", "enclose", "opened", "parts", "receipt_of"]

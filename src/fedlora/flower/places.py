@@ -67,6 +67,3 @@ class SiteFolder:
     key = place("key", "Its private key. It never leaves.")
     public_key = place("key.pub", "The other half.")
     state = place("state", "All that its processes may write: what stays here between rounds, logs, sockets.")
-
-
-__all__ = ["FederationFolder", "SiteFolder"]

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from fedlora.core import files
-from fedlora.core.process import end, ends_with, killed_with
+from fedlora.core.process import killed_with
 from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 
@@ -157,9 +157,3 @@ def holder(path: Path) -> int | None:
 def _holder_said(descriptor: int) -> str:
     """The id that a lock's holder wrote into it, in words."""
     return shown(os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip() or "unknown")
-
-
-__all__ = [
-    "GIVES_BACK", "OF", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all_of", "ends_with", "environment", "holder",
-    "last_line", "locked", "owner_of_this", "started", "tail",
-]  # fmt: skip

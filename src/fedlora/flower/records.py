@@ -239,9 +239,3 @@ def _said(record: RecordDict, what: str) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise RecordError(f"the message's {what} is no JSON object.")
     return said
-
-
-__all__ = [
-    "NUMPY", "PROTOCOL", "RAW", "RecordError", "kept_names", "number", "parcel_record", "record_parcel",
-    "record_upload", "to_array", "to_tensor", "upload_record",
-]  # fmt: skip

@@ -33,8 +33,7 @@ from fedlora.core.parcels import held_after, pack
 from fedlora.core.text import shown
 from fedlora.errors import BudgetSpent, ConfigError, QuorumNotMet
 from fedlora.flower.envelope import Envelope, Receipt, parts
-from fedlora.flower.exchange import Exchange
-from fedlora.flower.grid import BoundedGrid, Clock, NoAnswer
+from fedlora.flower.grid import BoundedGrid, Clock, Exchange, NoAnswer
 from fedlora.flower.peft import peft_adapter, peft_record, peft_upload, ranks_of_clients, require_stock
 from fedlora.flower.records import parcel_record, record_upload
 from fedlora.flower.scores import as_question
@@ -467,6 +466,3 @@ def _metrics(line: Mapping[str, Any]) -> MetricRecord:
     """A round's metrics, from its line."""
     trained = sum(one["fate"] == "trained" for one in line["fates"].values())
     return MetricRecord({"train_loss": math.nan if line["loss"] is None else line["loss"], "clients": trained})
-
-
-__all__ = ["FedLoRA"]

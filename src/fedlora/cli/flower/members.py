@@ -64,4 +64,3 @@ def renew(folder: Folder) -> None:
 
 def _rank(rank: object) -> str:
     return str(rank) if isinstance(rank, int) else "by module"
-

@@ -101,6 +101,3 @@ def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> 
                 with client.stream("POST", url, headers={"Host": name}, extensions=more) as found:
                     return found.status_code
     return None
-
-
-__all__ = ["CONTROL", "checked_folder", "control_answer", "own_addresses"]

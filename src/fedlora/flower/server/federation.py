@@ -288,4 +288,3 @@ def ending(summary: Mapping[str, Any]) -> str:
         f"this federation is finished: all {summary['rounds']} rounds are played, and its adapter is in "
         f"server/adapter. {way}."
     )
-

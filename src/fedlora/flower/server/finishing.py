@@ -167,4 +167,3 @@ def _facts(federation: Federation) -> dict[str, Any]:
         "answer_ends": list(here.ends),
         "local_round_unless": "; or by a program of a site's own, which says nothing of this",
     }
-

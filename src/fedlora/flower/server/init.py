@@ -206,9 +206,3 @@ def given_start(folder: Path, settings: FederationSettings) -> Start:
             f"({', '.join(map(str, labels))}): it was trained for others."
         )
     return Start(adapter, spec)
-
-
-__all__ = [
-    "Federation", "Start", "agreed_text", "checked_federation", "federation", "given_start", "made_start",
-    "make_federation", "put", "write_federation", "write_join",
-]  # fmt: skip

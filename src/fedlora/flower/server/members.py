@@ -128,6 +128,3 @@ def _check_playable(there: FederationFolder, settings: FederationSettings, text:
         playable(settings, Policy.of(text, there.policy), start)
     except FedLoRAError as error:
         raise ConfigError(f"{error} Nothing was changed.") from error
-
-
-__all__ = ["Admitted", "admit", "changing", "remove", "renew"]

@@ -249,6 +249,3 @@ def nodes_line(online: Sequence[str], expected: Sequence[str]) -> str:
     missing = [name for name in expected if name not in online]
     there = f"online: {', '.join(online) if online else 'nobody'}"
     return f"{there}; missing: {', '.join(missing)}" if missing else f"{there} (all {len(expected)})"
-
-
-__all__ = ["Lost", "Pace", "Say", "Stopped", "Supervisor", "Tail", "nodes_line"]

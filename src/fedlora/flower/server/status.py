@@ -53,10 +53,10 @@ def standing(folder: FederationFolder) -> Standing:
     done, why = rounds_done(folder.rounds), ""
     if (summary := fitting_summary(folder.summary, settings, done)) is not None:
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
-    ledger = Path(settings.privacy.ledger) if settings.privacy is not None else None
-    if why == "stopped early" and ledger is not None and ledger.is_file():
-        if ledger.stat().st_mtime_ns > folder.summary.stat().st_mtime_ns:  # a budget that was spent may be raised
-            why = ""
+    # a budget that was spent may have been raised since: its ledger is newer
+    ledger = Path(settings.privacy.ledger) if settings.privacy is not None else folder.summary
+    if why == "stopped early" and ledger.is_file() and ledger.stat().st_mtime_ns > folder.summary.stat().st_mtime_ns:
+        why = ""
     metric = score_name(settings.evaluate.metric)
     return Standing(settings.id, rounds, done, policy.clients, why, settings.privacy, metric)
 
@@ -165,6 +165,3 @@ def _nodes(folder: FederationFolder) -> dict[str, NodeFacts] | None:
         return None
     finally:
         link.close()
-
-
-__all__ = ["Standing", "headline", "keys_of", "since", "standing", "status_of", "time_of"]

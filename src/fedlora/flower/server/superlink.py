@@ -28,6 +28,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives import serialization
 
+from fedlora.core.process import end
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower import processes
 from fedlora.flower.bundle import bundle, digest
@@ -128,7 +129,7 @@ class SuperLink:
         """End it and all that it started, including what an earlier process of this folder left."""
         self.close()
         if self.process is not None:
-            processes.end(self.process)
+            end(self.process)
             self.process = None
         processes.end_all_of(self.folder.flower_home)
 
@@ -284,6 +285,3 @@ def _words_of(response: Any) -> str:
         if isinstance(found, dict):
             return " ".join(str(found[key]) for key in ("detail", "extra") if found.get(key))
     return f"HTTP {response.status_code}: {response.text[:300]}"
-
-
-__all__ = ["LOOPBACK", "NodeFacts", "RunFacts", "SuperLink", "SuperLinkError", "forget_unregistered", "public_key"]

@@ -18,7 +18,7 @@ from typing import Any
 import tomlkit
 
 from fedlora.core.folders import replacing_folder
-from fedlora.core.process import how_ended
+from fedlora.core.process import end, how_ended
 from fedlora.data import TextData
 from fedlora.data.rows import Rows
 from fedlora.errors import ConfigError
@@ -146,10 +146,7 @@ def play(folder: Path, say: Say, stop: threading.Event) -> Standing:
             for process in list(nodes.values()):  # signal all first, so that they end in parallel
                 process.terminate()
             for name, process in list(nodes.items()):
-                processes.end(process)
+                end(process)
                 processes.end_all_of(there.site(name).state / "flwr")
 
     return Supervisor(link, say, stop=stop, beside=running).serve()
-
-
-__all__ = ["make", "play"]

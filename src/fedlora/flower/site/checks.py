@@ -195,6 +195,3 @@ def _ahead(date: str | None, asked: float) -> float:
         return asked - (email.utils.parsedate_to_datetime(date or "").timestamp() + 0.5)
     except ValueError:
         return 0.0
-
-
-__all__ = ["Found", "Row", "checked_site", "checked_work", "is_site", "look", "private_key"]

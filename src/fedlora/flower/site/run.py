@@ -105,6 +105,3 @@ def supernode_command(site: SiteFolder, address: str, authority: str) -> list[st
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-wait-time", str(GONE)]
     command += ["--node-config", f"site={json.dumps(str(site.site))}"]
     return [*command, "--root-certificates", authority, "--auth-supernode-private-key", str(site.key)]
-
-
-__all__ = ["GONE", "PAUSES", "fill_site", "supernode_command", "take_part", "wait_until_admitted"]

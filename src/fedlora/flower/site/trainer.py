@@ -22,16 +22,15 @@ from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedlora.core.text import shown
 from fedlora.doing import beating
 from fedlora.errors import ConfigError, FedLoRAError, KeptStateError, UploadRefused
 from fedlora.flower.envelope import Envelope, RecordError, opened, parts, receipt_of
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.wire import receive_message, send_message
 
 if TYPE_CHECKING:  # torch is loaded with the first message, and never in a ClientApp's process
     from fedlora.data.splits import Parts
@@ -242,7 +241,38 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-__all__ = [
-    "Do", "Trainer", "TrainerFailed", "answer", "ask", "held_out", "keeping", "listening_at", "say", "socket_of",
-    "told_to_server",
-]  # fmt: skip
+# ------------------------------------------------------------------------ records over it, without torch or pickle
+
+
+def send_message(connection: Connection, said: dict[str, Any], record: RecordDict | None = None) -> None:
+    """Send one message: a small JSON object, and records, whose arrays follow one by one."""
+    arrays: list[bytes] = []
+    records: dict[str, Any] = {}
+    for name, part in (record or {}).items():
+        if isinstance(part, ArrayRecord):
+            records[name] = {"arrays": [[key, one.dtype, list(one.shape), one.stype] for key, one in part.items()]}
+            arrays += [one.data for one in part.values()]
+        else:
+            records[name] = {"metrics" if isinstance(part, MetricRecord) else "config": dict(part)}
+    connection.send_bytes(json.dumps({"said": said, "records": records if record is not None else None}).encode())
+    for data in arrays:
+        connection.send_bytes(data)
+
+
+def receive_message(connection: Connection) -> tuple[dict[str, Any], RecordDict | None]:
+    """The other side's message. Raises `OSError` or `EOFError` if the connection broke."""
+    header = json.loads(connection.recv_bytes())
+    if header["records"] is None:
+        return header["said"], None
+    record = RecordDict()
+    for name, part in header["records"].items():
+        if "arrays" in part:
+            record[name] = ArrayRecord({
+                key: Array(dtype, tuple(shape), stype, connection.recv_bytes())
+                for key, dtype, shape, stype in part["arrays"]
+            })  # fmt: skip
+        elif "metrics" in part:
+            record[name] = MetricRecord(part["metrics"])
+        else:
+            record[name] = ConfigRecord(part["config"])
+    return header["said"], record

@@ -188,6 +188,3 @@ def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat)
 
 def _pem(found: x509.Certificate) -> bytes:
     return found.public_bytes(serialization.Encoding.PEM)
-
-
-__all__ = ["SOON", "new_key", "public_key", "verdict", "write_private", "write_server"]

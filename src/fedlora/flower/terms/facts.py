@@ -21,7 +21,7 @@ from fedlora.core.lora import LoRA
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted, shown
 from fedlora.errors import ConfigError, FedLoRAError
-from fedlora.flower.terms import PROTOCOL
+from fedlora.flower.envelope import PROTOCOL
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.versions import installed
 
@@ -216,9 +216,3 @@ def agreed(path: Path) -> Facts:
         return Facts.from_text(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}, the record of the base model, cannot be read: {error}. Restore it.") from error
-
-
-__all__ = [
-    "Disagreement", "Facts", "agreed", "check", "differences", "model_facts", "server_facts", "targets_of",
-    "versions_here",
-]  # fmt: skip

@@ -100,6 +100,3 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value
-
-
-__all__ = ["JoinFile", "site_key"]

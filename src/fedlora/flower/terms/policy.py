@@ -181,9 +181,3 @@ def server_name(name: str) -> str:
             f"names. Where there is no DNS, a line in each site's /etc/hosts gives one a name."
         )
     return name.lower()
-
-
-__all__ = [
-    "MOST_RANK", "Policy", "Rank", "check_site", "checked_rank", "named_rank", "policy_text", "server_name", "sites",
-    "with_client", "without_client",
-]  # fmt: skip

@@ -114,6 +114,3 @@ def promise(privacy: FederationPrivacy, rounds: int) -> str:
         f"{spent}; the unit is one site: its whole contribution to a round is present or zero. The server is trusted: "
         f"it sees every update"
     )
-
-
-__all__ = ["FederationPrivacy", "promise", "refusals", "with_private_defaults"]

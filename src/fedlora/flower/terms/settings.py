@@ -336,8 +336,3 @@ def absolute(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(train, dict) and isinstance(train.get("command"), list):
         train["command"] = located_command([str(word) for word in train["command"]], folder)
     return found
-
-
-__all__ = [
-    "ELSEWHERE", "OWN", "UNNAMED", "FederationSettings", "NetworkSection", "Site", "absolute", "without_effect",
-]  # fmt: skip
