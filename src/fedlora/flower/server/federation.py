@@ -26,10 +26,9 @@ from fedlora.flower.grid import BoundedGrid, Clock
 from fedlora.flower.inside import untested
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import locked
-from fedlora.flower.scores import HeldOut, SiteScores, record_measured
+from fedlora.flower.scores import NUMBERS, HeldOut, SiteRound, SiteScores, record_measured
 from fedlora.flower.server.finishing import finish, fitting_summary
 from fedlora.flower.server.journal import Journal, scores_line
-from fedlora.flower.server.measuring import NUMBERS, SiteRound
 from fedlora.flower.server.opening import Opening, opening
 from fedlora.flower.server.private import opened_private
 from fedlora.flower.server.state import FederationState, check_playable, run_identity
@@ -212,7 +211,7 @@ class Federation(FedLoRA):
         if number and number != self._tracked:
             if b.choosing.due(number) and not self.journal.measured(number):
                 scores: dict[str, Any] = {"metrics": plain(dict(self._at_server()))}
-                if b.choosing.at_sites:
+                if b.choosing.by == "sites":
                     scores |= plain(self.measure(grid, "validation").facts())
                 whole = {**self.lines()[-1], **scores}
                 if b.choosing.better(whole, b.choosing.best(self.lines(number - 1))):

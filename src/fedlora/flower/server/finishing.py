@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fedlora.adapters.base_names import is_path
 from fedlora.core import files
 from fedlora.flower.grid import BoundedGrid
-from fedlora.flower.server.measuring import SiteRound, sites_test
+from fedlora.flower.scores import SiteRound
 from fedlora.flower.server.opening import Opening
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import RECORDS, parse_json, read_given
@@ -41,7 +41,7 @@ def finish(grid: BoundedGrid, federation: Federation) -> dict[str, Any]:
     chosen = {"last": state}
     if (found := federation.best_state()) is not None:
         chosen["best"] = found
-    at_sites = federation.measure(grid, "test") if sites_test(settings) else SiteRound()
+    at_sites = federation.measure(grid, "test") if settings.data.test else SiteRound()
     judged = over_rounds(lines)
     spent = None if private is None else private.spent(state.round)
     exports = _exports(federation, judged, None if spent is None else told(spent))

@@ -19,8 +19,8 @@ from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError, counted
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.scores import Choosing, choosing_of
 from fedlora.flower.server.journal import rounds_done
-from fedlora.flower.server.measuring import Choosing, check, choosing_of
 from fedlora.flower.server.private import check_affordable, has_released, planned
 from fedlora.flower.server.state import FederationState, check_playable, newest
 from fedlora.flower.terms.facts import Facts, agreed, model_facts, server_facts
@@ -31,6 +31,7 @@ from fedlora.runs.client_data import read_files
 from fedlora.runs.config import RunConfig
 from fedlora.runs.private_run import PrivacyPlan
 from fedlora.runs.reading import flat
+from fedlora.runs.tracking import check_trackers
 from fedlora.runs.warm_start import check_fits
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
@@ -91,7 +92,7 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     """
     home = FederationFolder(folder.resolve())
     settings = FederationSettings.load(home.settings)
-    check(settings)
+    check_trackers(settings.run.track)
     if threads := settings.run.torch_threads():  # as at the sites: bit-for-bit results need one number of threads
         torch.set_num_threads(threads)
     policy = Policy.read(home.policy)
@@ -105,7 +106,7 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     if config is not None:
         _check_base(settings, known)
         at_server = load_at_server(config, seed_adapter)
-    choosing = choosing_of(settings, at_server.validation is not None, server.has_global_model(state.server))
+    choosing = choosing_of(settings, server.has_global_model(state.server))
     damaged: list[str] = []
 
     def skip(line: str) -> None:

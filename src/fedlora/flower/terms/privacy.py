@@ -84,22 +84,20 @@ def with_private_defaults(raw: Any) -> Any:
 
 def refusals(settings: FederationSettings) -> Iterator[str]:
     """A line for each setting that [privacy] excludes."""
-    run, server, evaluate = settings.run, settings.server, settings.evaluate
+    run = settings.run
     if run.participation != 1.0:
         yield f"run.participation = {run.participation:g} draws some sites, and [privacy] asks all: leave it out"
     if settings.privacy is not None:
-        yield from settings.privacy.excludes(server)
+        yield from settings.privacy.excludes(settings.server)
     if settings.defence.rule != "none":
         yield (
             f"defence.rule = {settings.defence.rule!r} weighs each site by the others' uploads, so one site's "
             f"influence has no bound: leave out [defence] or [privacy]"
         )
-    at_sites = {f"data.{part}": getattr(settings.data, part) for part in ("validation", "test")}
-    at_sites |= {"evaluate.target": evaluate.target == "clients", "evaluate.clients_at_end": evaluate.clients_at_end}
-    for key in [key for key, said in at_sites.items() if said]:
+    for key in [key for key in ("validation", "test") if getattr(settings.data, key)]:
         yield (
-            f"{key} measures at the sites, on their own data, and releases scores without noise: leave it out, or let "
-            f"the server measure on a file of public data"
+            f"data.{key} is a share that sites measure on, and their scores would be released without noise: leave it "
+            f"out, or name a file of public data at the server"
         )
 
 

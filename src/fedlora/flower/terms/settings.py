@@ -70,7 +70,10 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("train.command", "train.time_limit", "model.device"), "each site sets it in its site.toml"),
     "clients": "policy.toml says who takes part, with which rank (fedlora flower init --sites)",
     "model.adapter": "fedlora flower init --start names a start",
-    "at_server": "data.validation and data.test may name a file of the server's",
+    **dict.fromkeys(
+        ("at_server", "evaluate.target", "evaluate.clients_at_end"),
+        "data.validation and data.test say who measures: a file is the server's, a share is what each site holds out",
+    ),
     **dict.fromkeys((
         "attack", "server.gauge_stress", "data.task", "data.revision", "data.tasks", "data.unseen", "data.task_lists",
         "run.workers", "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads",
