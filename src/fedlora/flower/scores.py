@@ -195,8 +195,8 @@ def choosing_of(settings: FederationSettings, model_here: bool) -> Choosing:
         ConfigError: patience has no scores.
     """
     evaluate = settings.evaluate
-    by: Literal["server", "sites"] | None = "sites" if settings.data.validation else None
-    if settings.at_server.validation and model_here:
+    by: Literal["server", "sites"] | None = "sites" if settings.share("validation") else None
+    if "validation" in settings.files() and model_here:
         by = "server"
     if by is None and evaluate.patience is not None:
         raise ConfigError(

@@ -41,7 +41,7 @@ def finish(grid: BoundedGrid, federation: Federation) -> dict[str, Any]:
     chosen = {"last": state}
     if (found := federation.best_state()) is not None:
         chosen["best"] = found
-    at_sites = federation.measure(grid, "test") if settings.data.test else SiteRound()
+    at_sites = federation.measure(grid, "test") if settings.share("test") else SiteRound()
     judged = over_rounds(lines)
     spent = None if private is None else private.spent(state.round)
     exports = _exports(federation, judged, None if spent is None else told(spent))
@@ -119,7 +119,7 @@ def _exports(federation: Federation, judged: Mapping[str, Any], privacy: str | N
     opening = federation.opening
     settings, base = opening.settings, _base(opening)
     config = settings.as_run(base.name or "model")
-    model = settings.at_server.model or opening.spec.base_model
+    model = settings.base or opening.spec.base_model
     return Exports(
         _facts(federation), config, named(opening.spec, base.name or (PurePath(model).name if model else None)),
         opening.at_server.tokenizer, settings.data.labels or (), base=base, privacy=privacy, judged=judged,
@@ -128,7 +128,7 @@ def _exports(federation: Federation, judged: Mapping[str, Any], privacy: str | N
 
 def _base(opening: Opening) -> BaseName:
     """The base model's name: its public name, or otherwise its directory's name, and a digest."""
-    mine, digests = opening.settings.at_server.model, opening.at_server.digests
+    mine, digests = opening.settings.base, opening.at_server.digests
     model = mine or opening.spec.base_model
     if model and (mine or not is_path(model)) and (found := base_name(model, digests)).name is not None:
         return found

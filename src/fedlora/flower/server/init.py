@@ -78,7 +78,7 @@ def federation(
     if labels is not None:
         put(raw, "data", "labels", list(labels))
     text, settings = agreed_text(raw, config.parent, network, clients)
-    if settings.at_server.model is None:
+    if settings.base is None:
         raise ConfigError(f"{config} has no model.path: the common start and the sites' copies are compared with it.")
     if start is not None:
         begun = given_start(start, settings)
@@ -96,7 +96,7 @@ def checked_federation(
     server, plan, _ = playable(settings, Policy.of(policy_text(clients), Path("policy.toml")), begun.adapter)
     if plan is not None:
         check_affordable(settings, server, plan)
-    known = model_facts(str(settings.at_server.model), settings, settings.model.revision)
+    known = model_facts(str(settings.base), settings, settings.model.revision)
     return Federation(text, settings, clients, begun, known)
 
 

@@ -175,7 +175,7 @@ def playable(
 
 def _check_base(settings: FederationSettings, known: Facts) -> None:
     """Raises `Disagreement` if the server would measure with another base model than the sites train."""
-    mine = model_facts(str(settings.at_server.model), settings)
+    mine = model_facts(str(settings.base), settings)
     check_facts(server_facts(settings, known), mine, "the server's own model")
 
 
@@ -189,7 +189,7 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
         ConfigError, DataError: a file cannot be read; the start does not fit the model.
     """
     files = {part: path for part in ("validation", "test") if isinstance(path := getattr(config.data, part), str)}
-    text = read_files(config, list(dict.fromkeys(files.values()))) if files else {}
+    text = read_files(config, list(dict.fromkeys(files.values())))
     labels = config.data.labels or next((data.label_names for data in text.values()), ())
     config.model.check_targets(config.lora.targets)
     model = config.model.load(config.lora, labels, config.run.seed)

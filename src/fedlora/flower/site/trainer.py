@@ -128,8 +128,8 @@ class Trainer:
 
 def keeping(settings: FederationSettings) -> partial[Parts]:
     """What makes a site's parts of its file, by `held_out`, from these settings."""
-    data = settings.data
-    return partial(held_out, seed=settings.run.seed, validation=data.validation, test=data.test)
+    validation, test = settings.share("validation"), settings.share("test")
+    return partial(held_out, seed=settings.run.seed, validation=validation, test=test)
 
 
 def held_out(drawn: Parts, *, seed: int, validation: float, test: float) -> Parts:

@@ -6,8 +6,8 @@ mean by a number from the settings, whoever answers. The guarantee is the server
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -74,14 +74,6 @@ class FederationPrivacy(PrivacySection):
         return self
 
 
-def with_private_defaults(raw: Any) -> Any:
-    """A federation's tables; if there is [privacy], with its defaults in [server] and [data]: the sites hold nothing
-    out, because their measurements would be released without noise."""
-    if not isinstance(raw, Mapping) or raw.get("privacy") is None or not isinstance(raw.get("data", {}), Mapping):
-        return raw
-    return {**raw, "data": {"validation": 0.0, "test": 0.0, **raw.get("data", {})}}
-
-
 def refusals(settings: FederationSettings) -> Iterator[str]:
     """A line for each setting that [privacy] excludes."""
     run = settings.run
@@ -94,7 +86,8 @@ def refusals(settings: FederationSettings) -> Iterator[str]:
             f"defence.rule = {settings.defence.rule!r} weighs each site by the others' uploads, so one site's "
             f"influence has no bound: leave out [defence] or [privacy]"
         )
-    for key in [key for key in ("validation", "test") if getattr(settings.data, key)]:
+    parts: tuple[Literal["validation", "test"], ...] = ("validation", "test")
+    for key in filter(settings.share, parts):
         yield (
             f"data.{key} is a share that sites measure on, and their scores would be released without noise: leave it "
             f"out, or name a file of public data at the server"

@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -32,17 +32,17 @@ from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.policy import check_site
-from fedlora.flower.terms.privacy import FederationPrivacy, refusals, with_private_defaults
+from fedlora.flower.terms.privacy import FederationPrivacy, refusals
 from fedlora.given_files import read_toml
 from fedlora.runs.config import RunConfig, located_command
 from fedlora.runs.data_sections import DataSection
 from fedlora.runs.reading import checked
+from fedlora.runs.sections import ModelSection
 from fedlora.training.settings import Section
 
-Held = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PARTS = ("validation", "test")
+_PARTS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
 UNNAMED = "each site's own"  # model.path and data.train where nobody has named one
 
 OWN: Mapping[str, tuple[str, ...]] = {
@@ -51,12 +51,6 @@ OWN: Mapping[str, tuple[str, ...]] = {
     "train": ("command", "time_limit"), "run": ("threads",), "method": ("name",),
 }  # fmt: skip
 """The keys of site.toml beside `name`, by table."""
-
-# What never travels, by table; None: the whole table. Nothing of it is read from what a server sends.
-_STAYS: dict[str, tuple[str, ...] | None] = {
-    "network": None, "at_server": None, "clients": None, "attack": None, "model": ("path", "revision", "device"),
-    "data": ("train",), "train": ("command", "time_limit"), "run": ("track",), "privacy": ("ledger",),
-}  # fmt: skip
 
 # What a site's trainer takes from the settings; quorum, participation and stopping are the server's.
 _OF_SITES: dict[str, Any] = {
@@ -71,7 +65,7 @@ ELSEWHERE: Mapping[str, str] = {
     "clients": "policy.toml says who takes part, with which rank (fedlora flower init --sites)",
     "model.adapter": "fedlora flower init --start names a start",
     **dict.fromkeys(
-        ("at_server", "evaluate.target", "evaluate.clients_at_end"),
+        ("evaluate.target", "evaluate.clients_at_end"),
         "data.validation and data.test say who measures: a file is the server's, a share is what each site holds out",
     ),
     **dict.fromkeys((
@@ -81,6 +75,9 @@ ELSEWHERE: Mapping[str, str] = {
     ), _OF_RUNS),
 }  # fmt: skip
 """Keys of a run's file, and tables, that have no effect in a federation -> what has it instead."""
+
+# What never travels; nor is it read out of what a server sends.
+_STAYS = (*ELSEWHERE, "network", "model.path", "model.revision", "run.track", "privacy.ledger")
 
 
 def without_effect(raw: Mapping[str, Any]) -> list[str]:
@@ -98,29 +95,6 @@ class NetworkSection(Section):
     superlink_port: Port = 18080
 
 
-class SitesData(DataSection):
-    """As [data] of a run. validation, test: the shares that each site holds out of its own file."""
-
-    validation: Held = 0.1
-    test: Held = 0.1
-
-    @model_validator(mode="after")
-    def _leaves_some(self) -> SitesData:
-        if self.validation + self.test >= 1:
-            raise ValueError(
-                f"data.validation = {self.validation:g} and data.test = {self.test:g} leave a site nothing to train on"
-            )
-        return self
-
-
-class AtServerSection(Section):
-    """The server's own base model, and its files to measure on: read out of model.path, data.validation, data.test."""
-
-    model: str | None = None
-    validation: str | None = None
-    test: str | None = None
-
-
 class FederationSettings(RunConfig):
     """All settings that server and sites share, and the server's own.
 
@@ -132,26 +106,20 @@ class FederationSettings(RunConfig):
 
     id: str
     network: NetworkSection = NetworkSection()
-    at_server: AtServerSection = AtServerSection()
-    data: SitesData = SitesData(train=UNNAMED)
+    model: ModelSection = ModelSection(path=UNNAMED)
+    data: DataSection = DataSection(train=UNNAMED)
     privacy: FederationPrivacy | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _sites_name_their_own(cls, raw: Any) -> Any:
-        """A run's tables without model and data, which each machine has its own; a file to measure on is the server's,
-        and then no site holds anything out for it."""
-        if not isinstance(raw, Mapping) or not all(
-            isinstance(raw.get(key, {}), Mapping) for key in ("model", "data", "at_server")
-        ):
+        """A run's tables without model and data, which each machine has its own. With [privacy] no site holds anything
+        out by default, because its scores would be released without noise."""
+        if not isinstance(raw, Mapping) or not all(isinstance(raw.get(key, {}), Mapping) for key in ("model", "data")):
             return raw
-        raw = with_private_defaults(raw)
-        model, data = dict(raw.get("model", {})), dict(raw.get("data", {}))
-        files = {part: data[part] for part in _PARTS if isinstance(data.get(part), str)}
-        here = {"model": model.get("path"), **files, **raw.get("at_server", {})}
-        model.setdefault("path", UNNAMED)
-        data = {"train": UNNAMED, **data, **dict.fromkeys(files, 0.0)}
-        return {**raw, "model": model, "data": data, "at_server": here}
+        held = dict.fromkeys(_PARTS, 0.0) if raw.get("privacy") is not None else {}
+        data = {"train": UNNAMED, **held, **raw.get("data", {})}
+        return {**raw, "model": {"path": UNNAMED, **raw.get("model", {})}, "data": data}
 
     @field_validator("id")
     @classmethod
@@ -169,6 +137,19 @@ class FederationSettings(RunConfig):
             )
         return self
 
+    @property
+    def base(self) -> str | None:
+        """The server's copy of the base model."""
+        return None if self.model.path == UNNAMED else self.model.path
+
+    def share(self, part: Literal["validation", "test"]) -> float:
+        """What each site holds out of its own file."""
+        return value if not isinstance(value := getattr(self.data, part), str) else 0.0
+
+    def files(self) -> dict[str, str]:
+        """The server's own files to measure on, by part."""
+        return {part: value for part in _PARTS if isinstance(value := getattr(self.data, part), str)}
+
     # ------------------------------------------------------------------------------------------------- there and back
 
     @classmethod
@@ -179,7 +160,7 @@ class FederationSettings(RunConfig):
             said = "; ".join(f"{key} is no setting of a federation: {ELSEWHERE[key]}" for key in wrong)
             raise ConfigError(f"{said}. Leave it out.")
         found = checked(cls, absolute(raw, folder))
-        if (found.at_server.validation or found.at_server.test) and found.at_server.model is None:
+        if found.files() and found.base is None:
             raise ConfigError("measuring on a file of the server's needs the base model: name it in model.path.")
         if found.privacy is not None:
             if refused := list(refusals(found)):
@@ -200,7 +181,9 @@ class FederationSettings(RunConfig):
     def travelling(self) -> str:
         """The settings for sites, as canonical JSON, without `_STAYS`. Defaults are included, because another version
         may have others."""
-        return json.dumps(self.model_dump(mode="json", exclude=_staying()), sort_keys=True)
+        said = self.model_dump(mode="json", exclude=_staying())
+        said["data"] |= {part: self.share(part) for part in _PARTS}
+        return json.dumps(said, sort_keys=True)
 
     @classmethod
     def from_travelling(cls, text: str) -> FederationSettings:
@@ -241,9 +224,10 @@ class FederationSettings(RunConfig):
             if any(key in mine for key in these):  # one form of rows stands in place of the other
                 data = {key: value for key, value in data.items() if key not in others}
         data |= {key: value for key, value in mine.items() if key != "train"}
+        data |= {part: self.share(part) for part in _PARTS}
         data["clients"] = {site.name: mine.get("train", UNNAMED)}
         train = own.get("train", {}) if "command" in own.get("train", {}) else said.get("train", {})
-        if not self.data.validation and not self.data.test:
+        if not any(map(self.share, _PARTS)):
             said.pop("evaluate", None)
         tables = {
             **said, "data": data, "train": train, "clients": {"ranks": [rank]},
@@ -257,11 +241,8 @@ class FederationSettings(RunConfig):
 
     def for_server(self) -> RunConfig | None:
         """The same for measuring, with the server's base model and its files; None if it has none to measure on."""
-        here = self.at_server
-        files = {part: getattr(here, part) or 0.0 for part in _PARTS}
-        if not any(files.values()):
-            return None
-        return self.as_run(str(here.model), **files)
+        files = self.files()
+        return self.as_run(str(self.base), **{part: files.get(part, 0.0) for part in _PARTS}) if files else None
 
     def as_run(self, model: str, **data: Any) -> RunConfig:
         """The federation as one run with that base model, as its adapters' cards and its measurements take it. data:
@@ -273,7 +254,13 @@ class FederationSettings(RunConfig):
 
 def _staying() -> dict[str, Any]:
     """`_STAYS`, as pydantic takes it."""
-    return {table: True if keys is None else {*keys} for table, keys in _STAYS.items()}
+    found: dict[str, Any] = {}
+    for table, _, key in (one.partition(".") for one in _STAYS):
+        if not key:
+            found[table] = True
+        elif found.setdefault(table, set()) is not True:
+            found[table].add(key)
+    return found
 
 
 @dataclass(frozen=True)
