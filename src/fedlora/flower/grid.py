@@ -128,8 +128,8 @@ class BoundedGrid(Grid):
             yield from self._arrived(asked)
             now = self.clock.monotonic()
             for id in [id for id, one in asked.items() if now >= one.until]:
-                half, one = self._inbox.half(id), asked.pop(id)
-                yield _no_answer(one.stub, "late", f"no answer within {timeout:g} s{f' ({half})' if half else ''}")
+                self._inbox.forget(id)
+                yield _no_answer(asked.pop(id).stub, "late", f"no answer within {timeout:g} s")
             if asked:
                 self.clock.sleep(max(0.01, min(self.pause, min(one.until for one in asked.values()) - now)))
 
@@ -227,9 +227,8 @@ class _OneByOne:
                 yield arrival
                 del arrival
 
-    def half(self, message_id: str) -> str:
-        """What is known about a reply that is incomplete: nothing."""
-        return ""
+    def forget(self, message_id: str) -> None:
+        """There is nothing to let go of."""
 
 
 class Exchange:

@@ -91,12 +91,7 @@ def _shown(shape: Sequence[int | None]) -> str:
 # ------------------------------------------------------------------------------------------------------ to the client
 
 
-def parcel_record(
-    parcel: Parcel,
-    run: str,
-    envelope: Envelope = Envelope(),  # noqa: B008 - immutable
-    receipt: Receipt = Receipt(),  # noqa: B008 - immutable
-) -> RecordDict:
+def parcel_record(parcel: Parcel, run: str, envelope: Envelope, receipt: Receipt) -> RecordDict:
     """A client's message with a parcel. `run`: the federation's name, so that no other federation's state is used.
     envelope: the current settings, and the server's facts. receipt: for the client's earlier work."""
     tree, tensors = encoded(parcel)
@@ -122,14 +117,8 @@ def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
 
 
 def upload_record(
-    upload: Upload,
-    *,
-    run: str,
-    round: int,
-    loss: float,
-    kept: Sequence[str],
-    facts: Facts = Facts(),  # noqa: B008 - immutable
-) -> RecordDict:
+    upload: Upload, *, run: str, round: int, loss: float, kept: Sequence[str], facts: Facts
+) -> RecordDict:  # fmt: skip
     """A client's reply. kept: the names of its own kept parts. `round` is the download's. facts: the site's."""
     named = {
         f"{factor}/{module}": tensor
@@ -156,7 +145,7 @@ def record_upload(
     shapes: Mapping[str, tuple[int, int]],
     roles: Roles,
     heads: Mapping[str, Tensor],
-    facts: Facts = Facts(),  # noqa: B008 - immutable
+    facts: Facts,
 ) -> tuple[Upload, float, list[str]]:
     """(upload, mean loss, names of the client's kept parts), checked against this round's request to this client.
 

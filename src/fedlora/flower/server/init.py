@@ -93,7 +93,7 @@ def checked_federation(
     """Raises `FedLoRAError`, before anything is written, if the rounds would refuse this federation: settings or ranks
     that contradict each other, or a [privacy] that cannot hold, would leave only noise, or exceeds its population's
     budget."""
-    server, plan, _ = playable(settings, Policy.of(policy_text(clients), Path("policy.toml")), begun.adapter)
+    server, plan, _ = playable(settings, Policy.made({"clients": dict(clients)}, "--sites"), begun.adapter)
     if plan is not None:
         check_affordable(settings, server, plan)
     known = model_facts(str(settings.base), settings, settings.model.revision)

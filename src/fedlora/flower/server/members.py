@@ -10,7 +10,6 @@ Each file is written completely or not at all, and a call that an error or a cra
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +20,14 @@ from fedlora.core import files
 from fedlora.core.text import quoted
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.processes import locked
 from fedlora.flower.server.init import write_join
 from fedlora.flower.server.opening import playable
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import site_key
 from fedlora.flower.terms.policy import Policy, Rank, check_site, with_client, without_client
 from fedlora.flower.terms.settings import FederationSettings
+from fedlora.given_files import parse_toml
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,7 @@ def changing(home: Path) -> Iterator[tuple[FederationFolder, FederationSettings,
     there = FederationFolder(home.resolve())
     settings = FederationSettings.load(there.settings)
     try:
-        with (there.path / "members.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(there.path / "members.lock", f"changes the members of {home}"):
             yield there, settings, Policy.read(there.policy)
     except OSError as error:
         raise ConfigError(f"{home} cannot be changed: {error}.") from error
@@ -125,6 +125,6 @@ def _check_playable(there: FederationFolder, settings: FederationSettings, text:
     """Raises `ConfigError` if no round could be played under a policy of this text."""
     start, _ = read_adapter(there.start, scaling=settings.lora.unit)
     try:
-        playable(settings, Policy.of(text, there.policy), start)
+        playable(settings, Policy.made(parse_toml(text), "the policy"), start)
     except FedLoRAError as error:
         raise ConfigError(f"{error} Nothing was changed.") from error

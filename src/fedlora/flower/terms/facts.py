@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,27 +29,18 @@ Plain = str | int | float | bool
 _MOST = 2000  # facts
 _WATCHED = ("torch", "transformers", "peft")  # another major version is refused
 _VERSIONS = ("protocol", "fedlora", *_WATCHED)
-_OF_MODEL = ("base", "tokenizer", "template")  # and all that begin with "config."
+_OF_MODEL = ("base", "tokenizer", "template")
 
-# What to do about a difference, by the fact's name up to its first dot.
+# What to do about a difference.
 _HINTS = {
     "base": "adapters of one base model mean nothing on another. Point [model] path in site.toml at a copy of the "
             "server's files (another revision, precision or quantisation is another model)",
     "tokenizer": "the same text becomes other tokens. Copy tokenizer.json and tokenizer_config.json with the model",
     "template": "copy the chat template with the tokenizer, or let data.template name one",
-    "config": "copy the server's config.json with its weights",
     "targets": "their base models have different shapes, or the common start belongs to another model",
     **dict.fromkeys(_VERSIONS, "these do not work together: install the server's"),
 }  # fmt: skip
 _SETTING = "it comes from the server's federation.toml"
-
-# Keys of a model's configuration that name its location or storage, or that each federation sets itself.
-_OWN = frozenset({
-    "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "id2label",
-    "label2id", "num_labels", "problem_type", "pad_token_id", "use_cache", "output_attentions", "output_hidden_states",
-    "return_dict", "attn_implementation", "_attn_implementation", "torchscript", "finetuning_task",
-    "task_specific_params",
-})  # fmt: skip
 
 
 class Disagreement(FedLoRAError, ValueError):
@@ -62,8 +53,7 @@ class Facts:
 
     base, tokenizer, template: SHA-256 of the base model's weights, of its tokenizer's behaviour, and of its chat
     template if the federation uses that. labels: the classes in order, as JSON. scaling: alpha / r, or its replacement.
-    max_length: in tokens. targets: all adapted modules with their shapes, as a count and a digest. config.KEY: the base
-    model's configuration. protocol, fedlora, torch, transformers, peft: versions.
+    max_length: in tokens. targets: all adapted modules with their shapes, as a count and a digest. protocol, fedlora, torch, transformers, peft: versions.
 
     Example:
         >>> differences(Facts({"max_length": 128}), Facts({"max_length": 64}))[0].split(":")[0]
@@ -113,7 +103,7 @@ def differences(server: Facts, site: Facts, name: str = "this site") -> list[str
     ours, theirs, said = server.values, site.values, list[str]()
     for fact in [fact for fact in ours if fact in theirs and not _alike(fact, ours[fact], theirs[fact])][:6]:
         both = f"is {_value(ours[fact])} at the server, and {_value(theirs[fact])} at {name}"
-        said.append(f"{shown(fact, 60)} {both}: {_HINTS.get(fact.split('.')[0], _SETTING)}")
+        said.append(f"{shown(fact, 60)} {both}: {_HINTS.get(fact, _SETTING)}")
     return said
 
 
@@ -166,12 +156,12 @@ def model_facts(model: str, settings: FederationSettings, revision: str | None =
     known: dict[str, Plain] = {"base": base_digest(place), "tokenizer": tokenizer_digest(tokenizer)}
     if chats:
         known["template"] = template_digest(tokenizer)
-    return server_facts(settings, Facts({**known, **_configuration(place)}))
+    return server_facts(settings, Facts(known))
 
 
 def server_facts(settings: FederationSettings, known: Facts, modules: Mapping[str, LoRA] | None = None) -> Facts:
     """The facts of these settings. known: about the base model. modules: of the adapters."""
-    of_model = {name: value for name, value in known.values.items() if name in _OF_MODEL or name.startswith("config.")}
+    of_model = {name: value for name, value in known.values.items() if name in _OF_MODEL}
     return Facts(of_model).and_these(
         labels=json.dumps(list(settings.data.labels)) if settings.data.labels else "",
         scaling=settings.lora.unit,
@@ -185,29 +175,6 @@ def targets_of(modules: Mapping[str, LoRA]) -> str:
     """An adapter's modules with the shapes of their layers, whatever the ranks: their number and a digest."""
     found = sorted(f"{name} {len(lora.factors[0])}x{lora.factors[1].shape[1]}" for name, lora in modules.items())
     return f"{len(found)} modules, {hashlib.sha256(chr(10).join(found).encode()).hexdigest()[:16]}"
-
-
-def _configuration(model: str | Path) -> dict[str, Plain]:
-    """The plain values of a model's configuration, as config.KEY. {} for a GGUF file: its digest covers all of it."""
-    from transformers import AutoConfig
-
-    from fedlora.training.load import model_place, readable
-
-    if Path(model).is_file():
-        return {}
-    with readable(f"the configuration of {str(model)!r} cannot be read"):
-        found = AutoConfig.from_pretrained(model_place(model)).to_dict()
-    return dict(sorted(_plain(found, "config.")))
-
-
-def _plain(table: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Plain]]:
-    for key, value in table.items():
-        if str(key) in _OWN or str(key).startswith("_"):
-            continue
-        if isinstance(value, Mapping):
-            yield from _plain(value, f"{prefix}{key}.")
-        elif isinstance(value, bool | int | float | str):
-            yield f"{prefix}{key}", value
 
 
 def agreed(path: Path) -> Facts:
