@@ -248,12 +248,8 @@ class Exchange:
         self._content, self._unsent = content, unsent
         self._waiting: dict[int, str] = {}
 
-    def questions(self, grid: Grid) -> Iterable[Message]:
-        """The messages. A `BoundedGrid` draws them one by one; Flower's own grids walk through them twice."""
-        made = self._made()
-        return made if isinstance(grid, BoundedGrid) else list(made)
-
-    def _made(self) -> Iterator[Message]:
+    def questions(self) -> Iterator[Message]:
+        """Messages for a `BoundedGrid`, which draws them one by one: Flower's own grids walk through them twice."""
         for name, node in self._nodes.items():
             try:
                 content = self._content(name)

@@ -30,11 +30,6 @@ class FederationFolder:
     proxy = place("proxy", "All that the proxy may write: logs, its process id, temporary files.")
     state = place("state", "What the server's processes write beside `server`: database, logs, locks.")
 
-    @property
-    def written(self) -> tuple[Path, ...]:
-        """All that the server's processes may write here. Nothing below is executed or trusted."""
-        return self.server, self.state
-
     database = place("state/superlink.db", "The SuperLink's.")
     logs = place("state/logs", "Of the processes that are started here.")
     lock = place("state/serve.lock", "Held by who serves it: two cannot.")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +32,7 @@ from fedlora.core.parcels import held_after, pack
 from fedlora.core.text import shown
 from fedlora.errors import BudgetSpent, ConfigError, QuorumNotMet
 from fedlora.flower.envelope import Envelope, Receipt, parts
-from fedlora.flower.grid import BoundedGrid, Clock, Exchange, NoAnswer
+from fedlora.flower.grid import BoundedGrid, Exchange, NoAnswer
 from fedlora.flower.peft import peft_adapter, peft_record, peft_upload, ranks_of_clients, require_stock
 from fedlora.flower.records import parcel_record, record_upload
 from fedlora.flower.scores import as_question
@@ -95,9 +94,7 @@ class FedLoRA(Strategy):
                 f"r and lora_alpha are those of stock PEFT clients, both or neither; got {r}, {lora_alpha}."
             )
         rank = r or (max(adapter.ranks.values()) if adapter is not None else None)
-        self.factor = (
-            lora_alpha / r if r is not None and lora_alpha is not None else 1.0
-        )  # of clients' B to the server's
+        self.factor = lora_alpha / r if r and lora_alpha else 1.0  # of clients' B to the server's
         self.stock, self.names = r is not None, names or ("order" if isinstance(clients, int) else "registered")
         if isinstance(server, str):
             server = Server(build(server), "frozen" if self.stock else None, seed, Kept(quorum=1))
@@ -157,17 +154,16 @@ class FedLoRA(Strategy):
     ) -> Iterable[Message]:
         """Open the round, and return its messages: a `BoundedGrid` makes each as it draws it."""
         self._refresh()
-        opened = self.server.open(self.state.server)
+        grid, opened = BoundedGrid.around(grid), self.server.open(self.state.server)
         online = self._awaited(grid, opened)
-        self._clock = _clock_of(grid)
+        self._clock = grid.clock
         self._began = self._clock.monotonic()
         chosen = self._chosen(opened, online)
         self._answers = Answers(self.kept, opened, [*self.policy.clients], online, chosen, self.policy.max_examples)
-        if isinstance(grid, BoundedGrid):
-            asked = [self.policy.client(name) for name in self._answers.asked]
-            grid.limit = reply_limit(asked, self.state.server, self.policy.max_upload_mb)
+        asked = [self.policy.client(name) for name in self._answers.asked]
+        grid.limit = reply_limit(asked, self.state.server, self.policy.max_upload_mb)
         self._asked = self._exchange(MessageType.TRAIN, self._answers.asked, online, config)
-        return self._asked.questions(grid)
+        return self._asked.questions()
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord]:
         """Take the replies as they come, and close and store the round. Raises `QuorumNotMet`, `CheckpointError`."""
@@ -187,7 +183,7 @@ class FedLoRA(Strategy):
         online = self._online(grid) if self.round and self.fraction_evaluate else {}
         asked = drawn(self.policy.clients, online, self.fraction_evaluate, seed=self.seed, round=self.round)
         self._asked = self._exchange(MessageType.EVALUATE, asked, online, config)
-        return self._asked.questions(grid)
+        return self._asked.questions()
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The mean of each number that clients report, weighted by their examples. None if there is none."""
@@ -204,10 +200,8 @@ class FedLoRA(Strategy):
                 weight = numbers.pop("num-examples", 0.0)
                 for key, value in numbers.items() if weight > 0 else ():
                     found.setdefault(key, []).append((weight, value))
-        means: dict[str, Any] = {
-            key: sum(w * x for w, x in each) / sum(w for w, _ in each) for key, each in found.items()
-        }
-        return MetricRecord(means) if means else None
+        means = {key: sum(w * x for w, x in each) / sum(w for w, _ in each) for key, each in found.items()}
+        return MetricRecord(dict(means)) if means else None
 
     def summary(self) -> None:
         """Log what is played."""
@@ -231,10 +225,6 @@ class FedLoRA(Strategy):
         """The number of finished rounds."""
         return self.state.round
 
-    def stop(self, why: str) -> None:
-        """Play no further round."""
-        self.stopped = why
-
     def arrays(self) -> ArrayRecord:
         """The server's model as a PEFT state dict, which stock clients read: of rank r; otherwise of the start's ranks,
         with lora_alpha = r. A change of the base weights is not in it."""
@@ -252,7 +242,7 @@ class FedLoRA(Strategy):
             return dict(zip(self.policy.clients, sorted(grid.get_node_ids()), strict=False))
         return {node.name: node.node_id for node in grid.get_nodes() if node.name}
 
-    def _awaited(self, grid: Grid, opened: OpenRound) -> dict[str, int]:
+    def _awaited(self, grid: BoundedGrid, opened: OpenRound) -> dict[str, int]:
         """Those that are online once there are enough for a round. A private round's mean is divided by all clients:
         the first one waits for all of them, a later one as long as for an answer."""
         if opened.stored:
@@ -264,9 +254,9 @@ class FedLoRA(Strategy):
         rule, quorum = self.server.round.rule, self.server.round.quorum
         return self._wait(grid, least_usable(self.policy, quorum, rule, self.fraction_train), self._patience)
 
-    def _wait(self, grid: Grid, least: int | None, patience: float) -> dict[str, int]:
+    def _wait(self, grid: BoundedGrid, least: int | None, patience: float) -> dict[str, int]:
         """Those that are online once `least` clients are (None: all), or after so many seconds."""
-        clock, told = _clock_of(grid), -math.inf
+        clock, told = grid.clock, -math.inf
         until = clock.monotonic() + min(patience, math.inf if patience == math.inf else self._timeout)
         while True:
             found, now = self._online(grid), clock.monotonic()
@@ -308,7 +298,7 @@ class FedLoRA(Strategy):
         return Facts()
 
     def _measure(
-        self, grid: Grid, result: Result, config: ConfigRecord,
+        self, grid: BoundedGrid, result: Result, config: ConfigRecord,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
     ) -> None:  # fmt: skip
         """Measure the last round, if it is not measured yet, and tell its scores."""
@@ -355,10 +345,8 @@ class FedLoRA(Strategy):
         result = Result(arrays=self.arrays())
         for line in self.journal.lines(self.round):
             result.train_metrics_clientapp[line["round"]] = _metrics(line)
-            for table, key in (
-                (result.evaluate_metrics_clientapp, "clients"),
-                (result.evaluate_metrics_serverapp, "server"),
-            ):
+            tables = {"clients": result.evaluate_metrics_clientapp, "server": result.evaluate_metrics_serverapp}
+            for key, table in tables.items():
                 if line.get(key):
                     table[line["round"]] = MetricRecord({k: math.nan if x is None else x for k, x in line[key].items()})
         return result
@@ -456,10 +444,6 @@ class FedLoRA(Strategy):
             raise
         finally:
             self.journal.ended(kind, why)
-
-
-def _clock_of(grid: Grid) -> Clock:
-    return grid.clock if isinstance(grid, BoundedGrid) else time
 
 
 def _metrics(line: Mapping[str, Any]) -> MetricRecord:

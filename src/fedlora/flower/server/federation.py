@@ -144,10 +144,9 @@ class Federation(FedLoRA):
         online = self._online(grid)
         asked = [name for name in self.policy.clients if name in online]
         self._sites = SiteRound({}, {name: "it is not online" for name in self.policy.clients if name not in online})
-        if isinstance(grid, BoundedGrid):
-            grid.limit = NUMBERS
+        BoundedGrid.around(grid).limit = NUMBERS
         self._asked = self._exchange(MessageType.EVALUATE, asked, online, config)
-        return self._asked.questions(grid)
+        return self._asked.questions()
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The sites' scores, checked (`_sites`); their mean. A site that measured holds all that its next training
@@ -224,7 +223,7 @@ class Federation(FedLoRA):
             self._tracked = number
         if (ended := self.ended) is not None:
             log.info("round %d: %s", number, ended["why"])
-            self.stop("stopped early")
+            self.stopped = "stopped early"
 
     def _at_server(self) -> Mapping[str, float]:
         """The server's scores, if it measures rounds."""

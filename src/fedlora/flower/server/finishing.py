@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from fedlora.adapters.base_names import is_path
 from fedlora.core import files
 from fedlora.flower.grid import BoundedGrid
 from fedlora.flower.scores import SiteRound
@@ -119,20 +118,18 @@ def _exports(federation: Federation, judged: Mapping[str, Any], privacy: str | N
     opening = federation.opening
     settings, base = opening.settings, _base(opening)
     config = settings.as_run(base.name or "model")
-    model = settings.base or opening.spec.base_model
     return Exports(
-        _facts(federation), config, named(opening.spec, base.name or (PurePath(model).name if model else None)),
+        _facts(federation), config, named(opening.spec, base.name or PurePath(str(settings.base)).name),
         opening.at_server.tokenizer, settings.data.labels or (), base=base, privacy=privacy, judged=judged,
     )  # fmt: skip
 
 
 def _base(opening: Opening) -> BaseName:
     """The base model's name: its public name, or otherwise its directory's name, and a digest."""
-    mine, digests = opening.settings.base, opening.at_server.digests
-    model = mine or opening.spec.base_model
-    if model and (mine or not is_path(model)) and (found := base_name(model, digests)).name is not None:
+    model = str(opening.settings.base)
+    if (found := base_name(model, opening.at_server.digests)).name is not None:
         return found
-    short = PurePath(model).name if model else "base model"
+    short = PurePath(model).name
     digest = f" Its weights have the digest `{agreed}`." if (agreed := opening.known.values.get("base")) else ""
     return BaseName(
         None,

@@ -113,7 +113,7 @@ class Supervisor:
 
     def _bring_up(self) -> None:
         """Start the SuperLink, set its list of keys, and end runs of an earlier one."""
-        self.link.start(give_up=self.stop.is_set)
+        self.link.start()
         if self.stop.is_set():
             raise Stopped
         self._say(f"SuperLink at {self.link.address} (TLS, node authentication)")

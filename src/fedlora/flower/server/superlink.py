@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -88,21 +87,15 @@ class SuperLink:
 
     # ------------------------------------------------------------------------------------------------- as a process
 
-    def start(self, *, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Start it, and wait until it answers, or until `give_up` returns True.
+    def start(self) -> None:
+        """Start it, and wait until it answers.
 
         Raises:
-            SuperLinkError: its port is in use, it ended, or it does not answer.
+            SuperLinkError: it ended (is its port in use?), or it does not answer.
         """
-        with socket.socket() as probe:
-            if probe.connect_ex((LOOPBACK, self.port)) == 0:
-                raise SuperLinkError(
-                    f"port {self.port} of {LOOPBACK} is in use by another program; end it, or take another port with "
-                    f"`fedlora flower init --superlink-port`. `ss -ltnp` says who has it."
-                )
         self.process = processes.started(self.command(), self.log, self.env)
         until = time.monotonic() + _LONG
-        while not self.answers() and not give_up():
+        while not self.answers():
             if (code := self.process.poll()) is not None:
                 words = processes.last_line(self.log)
                 raise SuperLinkError(f"the SuperLink ended with code {code}: {words} (more in {self.log})")

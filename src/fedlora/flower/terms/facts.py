@@ -53,7 +53,8 @@ class Facts:
 
     base, tokenizer, template: SHA-256 of the base model's weights, of its tokenizer's behaviour, and of its chat
     template if the federation uses that. labels: the classes in order, as JSON. scaling: alpha / r, or its replacement.
-    max_length: in tokens. targets: all adapted modules with their shapes, as a count and a digest. protocol, fedlora, torch, transformers, peft: versions.
+    max_length: in tokens. targets: all adapted modules with their shapes, as a count and a digest. protocol, fedlora,
+    torch, transformers, peft: versions.
 
     Example:
         >>> differences(Facts({"max_length": 128}), Facts({"max_length": 64}))[0].split(":")[0]
