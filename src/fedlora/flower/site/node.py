@@ -19,7 +19,6 @@ from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import ClientMemory
 from fedlora.core.parcels import Cache, Parcel, remember, unpack
-from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
 from fedlora.core.trainer import Trainer
 from fedlora.errors import ConfigError, KeptStateError
@@ -59,17 +58,11 @@ class Node:
     """
 
     def __init__(
-        self,
-        client: str,
-        trainer: Trainer,
-        folder: Path,
-        *,
-        evaluators: Evaluators = ReadOnly({}),  # noqa: B008 - immutable
-        facts: Facts = Facts(),  # noqa: B008 - immutable
-        run: str | None = None,
-    ) -> None:
+        self, client: str, trainer: Trainer, folder: Path, *, evaluators: Evaluators | None = None,
+        facts: Facts | None = None, run: str | None = None,
+    ) -> None:  # fmt: skip
         self._client, self._trainer, self._folder, self._run = client, trainer, folder, run
-        self._evaluators, self._facts = evaluators, facts
+        self._evaluators, self._facts = evaluators or {}, facts or Facts()
 
     def work(self, record: RecordDict) -> RecordDict:
         """Play a round: the reply to the server's message.
