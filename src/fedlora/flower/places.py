@@ -21,7 +21,6 @@ class FederationFolder:
 
     settings = place("federation.toml", "What is agreed on; and, for the server alone, its network and data.")
     policy = place("policy.toml", "Who may take part, at which rank and with which weight.")
-    agreement = place("agreement.json", "What is known of the base model that all have.")
     start = place("start", "The common start, a PEFT directory.")
     flower_home = place("state/flwr", "$FLWR_HOME of the processes that are started here.")
     certificates = place("certs", "Of the proxy and the SuperLink: ca.crt, ca.key, server.crt, server.key.")

@@ -27,7 +27,6 @@ from fedlora.core.method import Roles
 from fedlora.core.parcels import Parcel
 from fedlora.core.text import shown
 from fedlora.flower.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened, parts
-from fedlora.flower.terms.facts import Disagreement, Facts, check
 from fedlora.linalg.stored import stored_bytes
 
 RAW, NUMPY = "fedlora.raw", "numpy.ndarray"
@@ -117,9 +116,9 @@ def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
 
 
 def upload_record(
-    upload: Upload, *, run: str, round: int, loss: float, kept: Sequence[str], facts: Facts
+    upload: Upload, *, run: str, round: int, loss: float, kept: Sequence[str]
 ) -> RecordDict:  # fmt: skip
-    """A client's reply. kept: the names of its own kept parts. `round` is the download's. facts: the site's."""
+    """A client's reply. kept: the names of its own kept parts. `round` is the download's."""
     named = {
         f"{factor}/{module}": tensor
         for module, lora in upload.adapter.modules.items()
@@ -133,7 +132,7 @@ def upload_record(
             "config": ConfigRecord({"upload": json.dumps(said, sort_keys=True)}),
         }
     )
-    return enclose(record, Envelope(facts=facts.text()))
+    return enclose(record, Envelope())
 
 
 def record_upload(
@@ -145,7 +144,6 @@ def record_upload(
     shapes: Mapping[str, tuple[int, int]],
     roles: Roles,
     heads: Mapping[str, Tensor],
-    facts: Facts,
 ) -> tuple[Upload, float, list[str]]:
     """(upload, mean loss, names of the client's kept parts), checked against this round's request to this client.
 
@@ -153,16 +151,12 @@ def record_upload(
 
     Args:
         shapes: module -> (d_out, d_in) of the modules that the client holds. heads: the server's, by name and shape.
-        facts: the server's; the site must have the same.
 
     Raises:
-        RecordError: another protocol, a site without agreement, another run or round, keys, shapes or types that were
+        RecordError: another protocol, another run or round, keys, shapes or types that were
             not requested, or bytes that do not match their declaration. The server checks values.
     """
-    try:
-        check(facts, Facts.from_text(opened(record, "it", "this server").facts), client.id)
-    except Disagreement as error:
-        raise RecordError(str(error)) from error
+    opened(record, "it", "this server")
     said = _said(record, "upload")
     if said.get("run") != run or said.get("round") != round:
         raise RecordError(

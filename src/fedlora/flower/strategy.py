@@ -407,7 +407,6 @@ class FedLoRA(Strategy):
             return Reply(upload, loss, None)
         upload, loss, kept = record_upload(
             content, client, run=self.run, round=sent.round, shapes=shapes, roles=sent.roles, heads=state.heads,
-            facts=self._facts(),
         )  # fmt: skip
         return Reply(upload, loss, replace(held_after(sent), local=tuple(kept)))
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 from collections.abc import Callable
 from pathlib import Path
-
-import psutil
 
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
@@ -67,8 +64,7 @@ def _proxy(network: NetworkSection) -> list[Found]:
     """Flower's control part must be closed wherever others reach this machine: it has no accounts."""
     if network.port == network.superlink_port:  # of `up`: sites on this machine alone
         return []
-    addresses = own_addresses()
-    asked = [(a, network.port) for a in ("127.0.0.1", *addresses)] + [(a, network.superlink_port) for a in addresses]
+    asked = [("127.0.0.1", network.port), (network.name, network.port), (network.name, network.superlink_port)]
     found = {at: control_answer(*at, network.name) for at in asked}
     for (address, port), status in found.items():
         if status not in (None, 403):
@@ -81,23 +77,15 @@ def _proxy(network: NetworkSection) -> list[Found]:
     return [(f"port {network.port}: nothing answers yet", None)]
 
 
-def own_addresses() -> list[str]:
-    """The addresses of this machine, except loopback and those of one cable alone (link-local IPv6)."""
-    named = [a.address for each in psutil.net_if_addrs().values() for a in each if a.family.name.startswith("AF_INET")]
-    found = [ipaddress.ip_address(name) for name in dict.fromkeys(named) if "%" not in name]
-    return [str(a) for a in found if not a.is_loopback and not a.is_link_local]
-
-
 def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> int | None:
     """The HTTP status of Flower's control part at an address, with TLS, whatever its certificate, otherwise without;
     None if nothing speaks HTTP there."""
     import httpx
 
-    host = f"[{address}]" if ":" in address else address
     with httpx.Client(verify=False, timeout=seconds, trust_env=False) as client:
         for scheme in ("https", "http"):
             with contextlib.suppress(httpx.HTTPError):
-                url, more = f"{scheme}://{host}:{port}{CONTROL}", {"sni_hostname": name}
+                url, more = f"{scheme}://{address}:{port}{CONTROL}", {"sni_hostname": name}
                 with client.stream("POST", url, headers={"Host": name}, extensions=more) as found:
                     return found.status_code
     return None

@@ -24,7 +24,7 @@ from fedlora.flower.server.opening import playable
 from fedlora.flower.server.private import check_affordable
 from fedlora.flower.server.state import number_drawn
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.facts import Facts, agreed, model_facts, server_facts
+from fedlora.flower.terms.facts import Facts, model_facts, server_facts
 from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.policy import Policy, Rank, policy_text
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection, absolute
@@ -151,8 +151,7 @@ def write_federation(building: Path, made: Federation) -> None:
     for place in (there.keys, there.server, there.state, there.proxy):
         place.mkdir(mode=0o700)
     certificates.write_server(there.certificates, network.name)
-    files.write(there.agreement, made.known.text() + "\n")
-    write_join(there, made.settings)
+    write_join(there, made.settings, made.known)
 
 
 def make_federation(folder: Path, made: Federation) -> None:
@@ -161,10 +160,11 @@ def make_federation(folder: Path, made: Federation) -> None:
         write_federation(building, made)
 
 
-def write_join(there: FederationFolder, settings: FederationSettings) -> bool:
-    """Write join.toml, which follows from the other files. Returns whether it is another one than before."""
+def write_join(there: FederationFolder, settings: FederationSettings, known: Facts) -> bool:
+    """Write join.toml, which follows from the other files and from what is known of the base model. Returns whether it
+    is another one than before."""
     network, adapter = settings.network, read_adapter(there.start, scaling=settings.lora.unit)[0]
-    facts = server_facts(settings, agreed(there.agreement), adapter.modules)
+    facts = server_facts(settings, known, adapter.modules)
     address = Address(name=network.name, port=network.port, ca=(there.certificates / "ca.crt").read_text("ascii"))
     agreed_on = json.loads(settings.travelling())
     text = JoinFile(federation=settings.id, server=address, agreed=agreed_on, facts=dict(facts.values)).text()

@@ -24,7 +24,8 @@ from fedlora.flower.processes import locked
 from fedlora.flower.server.init import write_join
 from fedlora.flower.server.opening import playable
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.joining import site_key
+from fedlora.flower.terms.facts import Facts
+from fedlora.flower.terms.joining import JoinFile, site_key
 from fedlora.flower.terms.policy import Policy, Rank, check_site, with_client, without_client
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import parse_toml
@@ -106,7 +107,7 @@ def renew(home: Path) -> bool:
     with changing(home) as (there, settings, _):
         if (there.certificates / "ca.key").is_file():  # otherwise somebody else's authority signs
             certificates.write_server(there.certificates, settings.network.name)
-        return write_join(there, settings)
+        return write_join(there, settings, Facts.of(JoinFile.read(there.join).facts))
 
 
 @contextmanager

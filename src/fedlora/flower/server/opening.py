@@ -23,8 +23,9 @@ from fedlora.flower.scores import Choosing, choosing_of
 from fedlora.flower.server.journal import rounds_done
 from fedlora.flower.server.private import check_affordable, has_released, planned
 from fedlora.flower.server.state import FederationState, check_playable, newest
-from fedlora.flower.terms.facts import Facts, agreed, model_facts, server_facts
+from fedlora.flower.terms.facts import Facts, model_facts, server_facts
 from fedlora.flower.terms.facts import check as check_facts
+from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.client_data import read_files
@@ -100,7 +101,7 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     server, plan, state = playable(settings, policy, seed_adapter)
     if plan is not None and not has_released(home):
         check_affordable(settings, server, plan)
-    known = agreed(home.agreement)
+    known = Facts.of(JoinFile.read(home.join).facts)
     config = settings.for_server()
     at_server = AtServer()
     if config is not None:

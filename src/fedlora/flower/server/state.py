@@ -83,7 +83,7 @@ def number_drawn(sites: int, participation: float, quorum: int | None = None) ->
     """How many sites take part in a round. Raises `ConfigError` for a quorum that they cannot meet."""
     a_round = len(sample_clients([str(k) for k in range(sites)], participation, seed=0, round=0))
     if quorum is not None and quorum > a_round:
-        raise ConfigError(f"server.quorum = {quorum} can never be met: {a_round} of {sites} sites take part in a round.")
+        raise ConfigError(f"server.quorum = {quorum} can never be met: {a_round} of {sites} sites are in a round.")
     return a_round
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedlora.core.text import shown
 from fedlora.errors import ConfigError, FedLoRAError
@@ -40,22 +40,15 @@ def checked_site(folder: Path, *, server: bool = True) -> list[Row]:
         join, site = JoinFile.read(here.join), Site.read(here.site)
     except FedLoRAError as error:
         return [("site", str(error), False)]
-    rows: list[Row] = [("site", f"{site.name}, of {join.federation} at {join.address}", True), _key(here)]
+    rows: list[Row] = [("site", f"{site.name}, of {join.federation} at {join.address}", True)]
     rows += checked_work(join, site)
-    if server and rows[1][2]:
-        found = look(join, here)
-        rows.append(("server", found.why, None if found.fate == "not admitted" else found.fate == "admitted"))
-    return rows
-
-
-def _key(here: SiteFolder) -> Row:
-    """The site's key, and whether key.pub, which the server gets, is its other half."""
     try:
-        public = private_key(here.key).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-        sound = here.public_key.read_text(encoding="utf-8").split()[:2] == public.split()[:2]
-    except (FedLoRAError, OSError) as error:
-        return ("key", str(error), False)
-    return ("key", f"{here.public_key}{'' if sound else ' is of another key: ssh-keygen -y -f key > key.pub'}", sound)
+        if server:
+            found = look(join, here)
+            rows.append(("server", found.why, None if found.fate == "not admitted" else found.fate == "admitted"))
+    except FedLoRAError as error:
+        rows.append(("key", str(error), False))
+    return rows
 
 
 def checked_work(join: JoinFile, site: Site) -> list[Row]:

@@ -83,9 +83,7 @@ class Node:
         after = NodeState(kept, played.memory.position, remember(download, kept), began=receipt.counted)
         checkpoint.save(folder, parcel.round + 1, after, of=of, keep=_KEPT)
         names = [*kept.modules, *kept.heads] if kept is not None else []
-        return upload_record(
-            played.upload, run=run, round=parcel.round, loss=played.loss, kept=names, facts=self._facts
-        )
+        return upload_record(played.upload, run=run, round=parcel.round, loss=played.loss, kept=names)
 
     def measure(self, record: RecordDict) -> RecordDict:
         """Scores the received readout on this site's held-out data. The site stores the whole readout, so that the next

@@ -17,9 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
@@ -44,14 +43,11 @@ def fill_site(folder: Path, join: JoinFile, site: Site) -> None:
     here.path.chmod(0o700)
     here.state.mkdir(mode=0o700, exist_ok=True)
     files.write(here.join, join.text())
-    files.write(here.site, tomli_w.dumps({"name": site.name, **_plain(site.own)}))
+    tables = {table: dict(keys) for table, keys in site.own.items()}
+    files.write(here.site, tomli_w.dumps({"name": site.name, **tables}))
     private, public = certificates.new_key()
     certificates.write_private(here.key, private)
     files.write(here.public_key, public)
-
-
-def _plain(own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {table: dict(keys) for table, keys in own.items()}
 
 
 def wait_until_admitted(look: Callable[[], Found], pauses: tuple[float, ...] = PAUSES) -> None:

@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
@@ -20,7 +19,7 @@ from fedlora import __version__
 from fedlora.core.lora import LoRA
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted, shown
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.errors import FedLoRAError
 from fedlora.flower.envelope import PROTOCOL
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.versions import installed
@@ -176,11 +175,3 @@ def targets_of(modules: Mapping[str, LoRA]) -> str:
     """An adapter's modules with the shapes of their layers, whatever the ranks: their number and a digest."""
     found = sorted(f"{name} {len(lora.factors[0])}x{lora.factors[1].shape[1]}" for name, lora in modules.items())
     return f"{len(found)} modules, {hashlib.sha256(chr(10).join(found).encode()).hexdigest()[:16]}"
-
-
-def agreed(path: Path) -> Facts:
-    """What the server knows about the base model, from agreement.json. Raises `ConfigError` if it cannot be read."""
-    try:
-        return Facts.from_text(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}, the record of the base model, cannot be read: {error}. Restore it.") from error
