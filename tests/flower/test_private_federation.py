@@ -18,20 +18,16 @@ pytest.importorskip("opendp")
 pytest.importorskip("dp_accounting")
 
 from fedlora.errors import ConfigError
-from fedlora.flower.places import FederationFolder
 from fedlora.flower.server.doctor import checked_folder
 from fedlora.flower.server.federation import ending
 from fedlora.flower.server.init import federation, make_federation
 from fedlora.flower.server.members import admit
-from fedlora.flower.server.status import standing
 from fedlora.flower.site.checks import checked_work
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
-from fedlora.flower.terms.privacy import FederationPrivacy, promise
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection, Site
 from fedlora.privacy import recompute
-from fedlora.runs.privacy_section import SIMULATED
 from support.federation_folders import RANKS, FederationOnDisk
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.private_flower import leave
@@ -139,21 +135,6 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
         federation(tmp_path / "run.toml", [], NETWORK, RANKS, None, None)
 
 
-def test_a_site_without_the_libraries_still_sees_the_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlora.errors import HyperparameterError
-    from fedlora.flower.terms.privacy import FederationPrivacy
-
-    def missing(*_: Any) -> float:
-        raise HyperparameterError("not installed")
-
-    monkeypatch.setattr(FederationPrivacy, "cost", missing)
-    plain = {k: v for k, v in PRIVATE.items() if k != "noise_multiplier"}
-    said = promise(FederationPrivacy(**plain, epsilon=8.0), 3)
-    assert re.match(r"epsilon 8\.000 at delta 0\.001 .* 3 rounds", said)
-    assert promise(FederationPrivacy(**plain, epsilon=7.00000049), 3).startswith("epsilon 7.001 ")  # never less
-    assert promise(FederationPrivacy(**PRIVATE), 3).startswith("noise multiplier 0.05 ")
-
-
 def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -> None:
     """Real tiny models; one site is away. Adapter, card and summary do not tell of it; rounds are what was promised;
     the ledger is recomputed by dp-accounting."""
@@ -161,15 +142,11 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     fed.write(data=fed.at_server())
     text = tomli_w.dumps({"deadline": 30.0, "clients": RANKS})
     (fed.home / "policy.toml").write_text(text)
-    assert standing(FederationFolder(fed.home)).needed == 3  # it begins once all are there
-    assert standing(FederationFolder(fed.home)).needs.startswith("round 1 waits for all 3")
     grid = fed.grid()
     leave(grid, "cork")
     summary = fed.play(grid)
-    assert standing(FederationFolder(fed.home)).needed == 0  # and waits for nobody later
-    assert standing(FederationFolder(fed.home)).needs.startswith("no quorum")
     assert summary["privacy"]["epsilon"] == summary["privacy"]["epsilon_planned"]
-    assert not summary["sites"] and summary["seconds"] is None
+    assert summary["seconds"] is None
     found = recompute(fed.home / "sites.jsonl")
     assert len(found.events) == 2 and found.epsilon == pytest.approx(summary["privacy"]["epsilon"], rel=1e-6)
     card = (fed.home / "server" / "adapter" / "README.md").read_text()
@@ -186,9 +163,3 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     fed.write(run={"rounds": 2}, privacy={"clip": 2.0})
     with pytest.raises(ConfigError, match=r"privacy\.clip was 1\.0 and is 2\.0"):
         fed.play()
-
-
-def test_a_federation_is_no_simulated_population() -> None:
-    """A card made of such a ledger would say that it is no account of anybody's data."""
-    with pytest.raises(ValueError, match=r"privacy\.population = .*real"):
-        FederationPrivacy(clip=1.0, epsilon=8.0, delta=1e-3, population=SIMULATED, ledger="l.jsonl")

@@ -90,14 +90,16 @@ def _shown(shape: Sequence[int | None]) -> str:
 # ------------------------------------------------------------------------------------------------------ to the client
 
 
-def parcel_record(parcel: Parcel, run: str, envelope: Envelope, receipt: Receipt) -> RecordDict:
+def parcel_record(
+    parcel: Parcel, run: str, envelope: Envelope | None = None, receipt: Receipt | None = None
+) -> RecordDict:  # fmt: skip
     """A client's message with a parcel. `run`: the federation's name, so that no other federation's state is used.
     envelope: the current settings, and the server's facts. receipt: for the client's earlier work."""
     tree, tensors = encoded(parcel)
     arrays = ArrayRecord({name: to_array(tensor) for name, tensor in tensors.items()})
     said = {"run": run, "round": parcel.round, "parcel": tree}
-    config = ConfigRecord({"parcel": json.dumps(said, sort_keys=True), "receipt": receipt.text()})
-    return enclose(RecordDict({"arrays": arrays, "config": config}), envelope)
+    config = ConfigRecord({"parcel": json.dumps(said, sort_keys=True), "receipt": (receipt or Receipt()).text()})
+    return enclose(RecordDict({"arrays": arrays, "config": config}), envelope or Envelope())
 
 
 def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
