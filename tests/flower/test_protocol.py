@@ -19,10 +19,11 @@ from flwr.proto.message_pb2 import Message as Proto
 from fedlora import Client, Kept, Server, build
 from fedlora.core.messages import Download
 from fedlora.core.parcels import pack
-from fedlora.flower.envelope import PROTOCOL, Envelope, opened
+from fedlora.flower.envelope import Envelope, opened
 from fedlora.flower.processes import OWNER
 from fedlora.flower.records import RecordError, parcel_record, record_parcel
 from fedlora.flower.site.node import Node
+from fedlora.flower.terms import PROTOCOL
 from fedlora.flower.terms.facts import Facts
 from fedlora.server.server import start
 from support.flower_grid import RANKS, RUN, Toy, federation, play, seed_adapter

@@ -14,8 +14,8 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedlora.core.text import quoted
 from fedlora.errors import FedLoRAError
+from fedlora.flower.terms import PROTOCOL
 
-PROTOCOL = "fedlora/6"  # of the messages; both sides refuse another one by name
 T = TypeVar("T", ArrayRecord, ConfigRecord, MetricRecord)
 
 

@@ -26,7 +26,8 @@ from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.core.parcels import Parcel
 from fedlora.core.text import shown
-from fedlora.flower.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened, parts
+from fedlora.flower.envelope import Envelope, Receipt, RecordError, enclose, opened, parts
+from fedlora.flower.terms import PROTOCOL
 from fedlora.linalg.stored import stored_bytes
 
 RAW, NUMPY = "fedlora.raw", "numpy.ndarray"

@@ -20,7 +20,7 @@ from fedlora.core.lora import LoRA
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted, shown
 from fedlora.errors import FedLoRAError
-from fedlora.flower.envelope import PROTOCOL
+from fedlora.flower.terms import PROTOCOL
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.versions import installed
 
