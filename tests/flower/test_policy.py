@@ -45,11 +45,12 @@ def test_no_name_is_a_path_or_an_option(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "clients: Field required"),
-        ("[clients]\n", "nobody could take part"),
-        ("[clients]\na = 0\n", "whole number from 1"),
-        ("[clients]\na = {q = true}\n", "whole number from 1"),
-        ("colour = 1\n[clients]\na = 8\n", "colour: Unexpected keyword argument"),
+        ("", "'clients' is missing"),
+        ("[clients]\n", "clients: must be not empty"),
+        ("[clients]\na = 0\n", "clients.a: must be at least 1"),
+        ("[clients]\na = 5000\n", "clients.a: must be at most 4096"),
+        ("[clients]\na = {q = true}\n", "clients.a.q: must be a whole number"),
+        ("colour = 1\n[clients]\na = 8\n", "unknown key 'colour'"),
         ("max_upload_mb = -1\n[clients]\na = 8\n", "max_upload_mb"),
         ("[clients\n", "is not TOML"),
     ],
