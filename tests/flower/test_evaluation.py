@@ -18,7 +18,7 @@ from flwr.app import Error, Message
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from fedlora.errors import CheckpointError, ConfigError
+from fedlora.errors import ConfigError
 from fedlora.flower.server.federation import ending
 from fedlora.flower.server.journal import read_now
 from fedlora.flower.site.trainer import keeping
@@ -159,7 +159,7 @@ def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
     assert adapters(fed) == before and len(fed.lines()) == 3
     fed.write(run={"rounds": 4}, lora={"scaling": 2.0})
     (fed.home / "server" / "settings.json").write_text("[{")
-    with pytest.raises(CheckpointError, match="restore it from a backup"):
+    with pytest.raises(ConfigError, match="settings of the played rounds"):
         fed.play()
 
 

@@ -28,12 +28,16 @@ Plain = str | int | float | bool
 _MOST = 2000  # facts
 _WATCHED = ("torch", "transformers", "peft")  # another major version is refused
 _VERSIONS = ("protocol", "fedlora", *_WATCHED)
-_OF_MODEL = ("base", "tokenizer", "template")
+_OF_MODEL = ("base", "config", "tokenizer", "template")
+# Keys of config.json that name its place or its writer, or that each federation sets itself.
+_OWN = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "id2label", "label2id",
+        "num_labels", "problem_type", "use_cache", "_commit_hash")  # fmt: skip
 
 # What to do about a difference.
 _HINTS = {
     "base": "adapters of one base model mean nothing on another. Point [model] path in site.toml at a copy of the "
             "server's files (another revision, precision or quantisation is another model)",
+    "config": "copy the server's config.json with its weights",
     "tokenizer": "the same text becomes other tokens. Copy tokenizer.json and tokenizer_config.json with the model",
     "template": "copy the chat template with the tokenizer, or let data.template name one",
     "targets": "their base models have different shapes, or the common start belongs to another model",
@@ -50,8 +54,8 @@ class Disagreement(FedLoRAError, ValueError):
 class Facts:
     """One side's facts; what it does not know is missing.
 
-    base, tokenizer, template: SHA-256 of the base model's weights, of its tokenizer's behaviour, and of its chat
-    template if the federation uses that. labels: the classes in order, as JSON. scaling: alpha / r, or its replacement.
+    base, config, tokenizer, template: SHA-256 of the base model's weights, of its config.json, of its tokenizer's
+    behaviour, and of its chat template if the federation uses that. labels: the classes in order, as JSON. scaling: alpha / r, or its replacement.
     max_length: in tokens. targets: all adapted modules with their shapes, as a count and a digest. protocol, fedlora,
     torch, transformers, peft: versions.
 
@@ -154,6 +158,8 @@ def model_facts(model: str, settings: FederationSettings, revision: str | None =
     tokenizer = tokenizer_of(place)
     chats = settings.model.task == "causal-lm" and (settings.data.template or CHAT) == CHAT
     known: dict[str, Plain] = {"base": base_digest(place), "tokenizer": tokenizer_digest(tokenizer)}
+    if not Path(place).is_file():  # a GGUF file's digest covers all of it
+        known["config"] = _config_digest(place)
     if chats:
         known["template"] = template_digest(tokenizer)
     return server_facts(settings, Facts(known))
@@ -175,3 +181,16 @@ def targets_of(modules: Mapping[str, LoRA]) -> str:
     """An adapter's modules with the shapes of their layers, whatever the ranks: their number and a digest."""
     found = sorted(f"{name} {len(lora.factors[0])}x{lora.factors[1].shape[1]}" for name, lora in modules.items())
     return f"{len(found)} modules, {hashlib.sha256(chr(10).join(found).encode()).hexdigest()[:16]}"
+
+
+def _config_digest(model: str | Path) -> str:
+    """SHA-256 of a model's config.json, as it is written, without `_OWN`: the same weights compute something else with
+    another one."""
+    from transformers import PretrainedConfig
+
+    from fedlora.training.load import model_place, readable
+
+    with readable(f"the configuration of {str(model)!r} cannot be read"):
+        found, _ = PretrainedConfig.get_config_dict(model_place(model))
+    said = json.dumps({key: value for key, value in found.items() if key not in _OWN}, sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()
