@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
@@ -55,9 +56,9 @@ class Facts:
     """One side's facts; what it does not know is missing.
 
     base, config, tokenizer, template: SHA-256 of the base model's weights, of its config.json, of its tokenizer's
-    behaviour, and of its chat template if the federation uses that. labels: the classes in order, as JSON. scaling: alpha / r, or its replacement.
-    max_length: in tokens. targets: all adapted modules with their shapes, as a count and a digest. protocol, fedlora,
-    torch, transformers, peft: versions.
+    behaviour, and of its chat template if the federation uses that. labels: the classes in order, as JSON. scaling:
+    alpha / r, or its replacement. max_length: in tokens. targets: all adapted modules with their shapes, as a count and
+    a digest. protocol, fedlora, torch, transformers, peft: versions.
 
     Example:
         >>> differences(Facts({"max_length": 128}), Facts({"max_length": 64}))[0].split(":")[0]
