@@ -128,23 +128,6 @@ def fails_with(status: int) -> Any:
     return failing
 
 
-@pytest.mark.parametrize("call", ["PullMessages", "PullObject"])
-def test_a_superlink_that_fails_for_a_while_is_asked_again_and_nothing_is_lost(
-    link: Link, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A database that one node keeps busy answers everybody 500. Before, the run ended by it."""
-    sent = reply(arrays(x=b"abcd" * 100))
-    answers, inbox = link.hold(sent), HttpInbox(link.grid)
-    with monkeypatch.context() as patch:
-        patch.setattr(link, call, fails_with(500))
-        for _ in range(3):
-            assert list(inbox.look({answers: LIMIT})) == []
-    [arrival] = HttpInbox(link.grid).look({link.hold(sent): LIMIT})
-    assert arrival.message.content == sent.content
-    [arrival] = list(inbox.look({link.hold(sent): LIMIT}))
-    assert arrival.message is not None
-
-
 def test_a_reply_that_the_superlink_cannot_give_costs_nobody_else_the_round(link: Link) -> None:
     good, bad = link.hold(reply(arrays(x=b"abcd"), 1)), link.hold(reply(arrays(x=b"efgh"), 2))
     honest = link.PullMessages

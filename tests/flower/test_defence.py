@@ -16,7 +16,6 @@ from fedlora.server.kept import Kept
 from fedlora.server.rules import Krum
 from support.flower_grid import federation, play
 
-SAID = 'id = "f"\n[data]\nlabels = ["no", "yes"]\n[lora]\ntargets = ["q"]\n'
 FIVE = dict.fromkeys("abcde", 4)
 
 

@@ -126,5 +126,3 @@ def test_units_and_compose_call_commands_that_there_are() -> None:
 
 
 # ---- the image -------------------------------------------------------------------------------------------------------
-
-DOCKERFILE = (PLACE / "Dockerfile").read_text(encoding="utf-8")

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("flwr")
 
 import torch
-from flwr.app import Error, Message
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -161,24 +160,6 @@ def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
     (fed.home / "server" / "settings.json").write_text("[{")
     with pytest.raises(ConfigError, match="settings of the played rounds"):
         fed.play()
-
-
-def test_a_site_that_cannot_measure_is_named_and_stops_nobody(tmp_path: Path) -> None:
-    """acme is out of memory when it measures, cork is offline for good; berlin's score alone chooses rounds."""
-    fed = FederationOnDisk(tmp_path, evaluate={"every": 2})
-    grid = fed.grid()
-
-    def broken(asked: Message, reply: Message) -> Message:
-        return (
-            Message(Error(2, "out of memory"), reply_to=asked) if asked.metadata.message_type == "evaluate" else reply
-        )
-
-    grid.meddle, grid.offline = {"acme": broken}, {"cork"}
-    summary, lines = fed.play(grid), fed.lines()
-    assert [bool(line.get("site_mean")) for line in lines] == [False, True, True], "each second round, and the last"
-    assert list(lines[1]["site_metrics"]) == ["berlin"] == list(summary["site_test"]["sites"])
-    assert "out of memory" in lines[1]["site_unmeasured"]["acme"]
-    assert lines[1]["site_unmeasured"]["cork"] == summary["site_test"]["unmeasured"]["cork"] == "it is not online"
 
 
 # ---- what is asked for and cannot be ---------------------------------------------------------------------------------

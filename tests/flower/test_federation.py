@@ -131,7 +131,6 @@ def numpy_header(text: str, length: int | None = None) -> bytes:
     return b"\x93NUMPY\x01\x00" + (length or len(body)).to_bytes(2, "little") + body
 
 
-HUGE = numpy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (12, 3), }" + " " * 30)
 ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "wrong shape": (forged(shape=(12, 2)), "it must be (12, 3)"),
     "transposed": (forged(shape=(3, 12)), "it must be (12, 3)"),
@@ -216,26 +215,6 @@ def test_a_bad_reply_costs_its_sender_the_round_and_nobody_else(tmp_path: Path, 
     assert fates(strategy)["three"] == {"nothing came": "late", "its app raised": "failed"}.get(name, "refused")
     play(strategy, grid, 2)  # and the next round works, whatever is held by now
     assert strategy.round == 2
-
-
-def test_a_second_reply_and_a_late_one_do_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    server = Server(build("glora"), round=Kept(quorum=1))
-    strategy, grid = federation(tmp_path, server)
-    kept: list[Message] = []
-
-    def twice(asked: Message, reply: Message) -> list[Message]:
-        kept.append(reply)
-        return [reply, reply]
-
-    def late(asked: Message, reply: Message) -> list[Message]:
-        return [kept[0]]
-
-    grid.meddle = {"two": twice}
-    play(strategy, grid, 1)
-    assert set(fates(strategy).values()) == {"trained"} and "a second one" in caplog.text
-    grid.meddle = {"two": late}
-    play(strategy, grid, 2)
-    assert fates(strategy) == {"one": "trained", "two": "late", "three": "trained"}
 
 
 def test_a_full_disk_loses_nothing_that_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

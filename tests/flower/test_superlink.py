@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key, lo
 from fedlora.errors import ConfigError
 from fedlora.flower import processes
 from fedlora.flower.server import superlink
-from fedlora.flower.server.superlink import NodeFacts, SuperLink, SuperLinkError, forget_unregistered, public_key
+from fedlora.flower.server.superlink import NodeFacts, SuperLink, forget_unregistered, public_key
 from fedlora.flower.terms import certificates
 from support.marked import started_for
 from support.small_apps import settings_with_port
@@ -103,21 +103,6 @@ def test_it_listens_on_loopback_and_knows_only_registered_nodes(tmp_path: Path) 
     assert "--enable-supernode-auth" in command and "--insecure" not in command
     with pytest.raises(ConfigError, match=r"it has no federation\.toml"):
         SuperLink(tmp_path)
-
-
-def test_nobody_there_is_said_and_no_proxy_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a proxy in the environment loopback is asked itself: the refused connection is loopback's, at once."""
-    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://192.0.2.1:9")  # an address that nobody has (RFC 5737)
-    monkeypatch.setenv("NO_PROXY", "example.org")
-    link = SuperLink(home(tmp_path / "f"))
-    began = time.monotonic()
-    assert not link.answers()
-    with pytest.raises(SuperLinkError, match="refused"):
-        link.nodes()
-    assert time.monotonic() - began < 5
-    assert link.env["NO_PROXY"] == "example.org,127.0.0.1,localhost"
-    assert link.env["FLWR_TELEMETRY_ENABLED"] == "0"
 
 
 def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("flwr")
 
@@ -111,23 +110,6 @@ def test_refused_work_leaves_no_trace_at_a_site_as_in_the_engine(tmp_path: Path,
     assert len(stored) <= 4, "of 6; of 5; and what 5 began with: the state of 2, the place in the data of 4"
 
 
-@pytest.mark.parametrize("method", KEEPING)
-def test_late_work_leaves_no_trace_at_a_site(tmp_path: Path, method: str) -> None:
-    """The site trained, and its answers of rounds 2 and 3 never came. Reference: it was not there."""
-    trainer = Sick()
-    strategy, grid = playing(tmp_path / "a", method, trainer)
-    play(strategy, grid, 1)
-    grid.meddle["one"] = lambda asked, reply: None
-    play(strategy, grid, 3)
-    receipt = strategy.kept.receipts["one"]
-    assert fates(strategy)["one"] == "late" and receipt.counted == 1
-    del grid.meddle["one"]
-    play(strategy, grid, 5)
-    whole, there = without_one(tmp_path / "b", method, 5, 2, 3)
-    assert trainer.given(3, 4) == there.given(3, 4)
-    assert bits(strategy.state.server) == bits(whole.state.server)
-
-
 # ---- backups ---------------------------------------------------------------------------------------------------------
 
 
@@ -192,11 +174,6 @@ def test_a_restored_site_is_refused_by_name_and_the_way_out_works(tmp_path: Path
 
 def _local(name: str, method: str) -> bool:
     return name.endswith("/B") if method == "fedsa-lora" else name.startswith("/heads/") and method != "fedsa-lora"
-
-
-def _B(trainer: Sick, round: int) -> list[torch.Tensor]:
-    found = trainer.got["one", round].items()
-    return [torch.tensor(part, dtype=torch.uint8).view(torch.float32) for name, part in found if name.endswith("/B")]
 
 
 # ---- what the server knows -------------------------------------------------------------------------------------------

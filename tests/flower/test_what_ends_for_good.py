@@ -27,7 +27,6 @@ from fedlora.server.state import RunState
 from support.command_line import Said
 from support.deployed_folders import federation_folder
 
-NOTHING = {"validation": 0.0, "test": 0.0}
 FAULTS: dict[str, dict[str, Any]] = {
     "evaluate.target is no setting": {"evaluate": {"target": "server"}},
     "evaluate.patience = 2": {"data": {"validation": 0.0}, "evaluate": {"patience": 2}},
