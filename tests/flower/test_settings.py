@@ -102,7 +102,7 @@ def test_what_is_no_settings_is_refused(text: str) -> None:
         ({"train": {"command": ["x"]}}, "train.command .*site.toml"),
         ({"data": {}}, "data.labels is missing"),
         ({"run": {"workers": 4}}, "run.workers is no setting .*fedlora run"),
-        ({"evaluate": {"target": "server"}}, "a share is what each site holds out"),
+        ({"evaluate": {"target": "server"}}, "evaluate.target .*data.validation"),
         ({"train": {"learnig": 1}}, "unknown key"),
         ({"id": "a/b"}, "64 letters"),
     ],
