@@ -110,7 +110,7 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
     running = Running(here, tmp_path / "lines")
     until = running.until
     try:
-        until("nothing listens there")
+        until("cannot be reached from here")
         link.start()
         until("this site's key is not registered there")
         link.keep_keys({"acme": here.public_key})
@@ -119,7 +119,7 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
         assert link.process is not None
         os.killpg(link.process.pid, signal.SIGKILL)
         link.process.wait()
-        until("nothing listens there", 2)
+        until("cannot be reached from here", 2)
         link.start()
         until("admitted: online", 2)
         link.keep_keys({})
