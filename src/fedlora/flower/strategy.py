@@ -123,7 +123,8 @@ class FedLoRA(Strategy):
 
         Args:
             num_rounds: in all, those of a resumed run too. timeout: seconds for each client's answer, from when its own
-                message was sent. should_stop: called after each round; True ends the rounds.
+                message was sent. should_stop: called after each round; True ends the rounds. The result has its arrays
+                once they have ended: they are another adapter in memory.
 
         Raises:
             ConfigError: a start or clients that the method cannot serve, or too few nodes for names in order.
@@ -142,11 +143,11 @@ class FedLoRA(Strategy):
                 self._measure(grid, result, evaluate, evaluate_fn)
                 stop = should_stop is not None and self.round > 0 and should_stop(self.round, result)
                 if self.round >= num_rounds or self.stopped is not None or stop:
-                    return result
-                questions = self.configure_train(self.round + 1, result.arrays, train, grid)
-                replies = grid.send_and_receive(questions, timeout=self._timeout)
-                result.arrays, metrics = self.aggregate_train(self.round + 1, replies)
+                    break
+                questions = self.configure_train(self.round + 1, ArrayRecord(), train, grid)
+                metrics = self._played(grid.send_and_receive(questions, timeout=self._timeout))
                 result.train_metrics_clientapp[self.round] = metrics
+        result.arrays = self.arrays()
         return result
 
     def configure_train(
@@ -167,14 +168,19 @@ class FedLoRA(Strategy):
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord]:
         """Take the replies as they come, and close and store the round. Raises `QuorumNotMet`, `CheckpointError`."""
+        metrics = self._played(replies)
+        return self.arrays(), metrics
+
+    def _played(self, replies: Iterable[Message]) -> MetricRecord:
         answers = self._answers
         assert answers is not None, "configure_train opens the round"
         for reply in replies:
             self._take(answers, reply)
             del reply  # before the next one is pulled
-        self._answers = None
-        self._store(answers.close(self._more, seconds=round(self._clock.monotonic() - self._began, 3)))
-        return self.arrays(), _metrics(self.journal.lines(self.round)[-1])
+        after = answers.close(self._more, seconds=round(self._clock.monotonic() - self._began, 3))
+        self._answers = answers = None  # its uploads, before the state is written
+        self._store(after)
+        return _metrics(self.journal.lines(self.round)[-1])
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -306,12 +312,12 @@ class FedLoRA(Strategy):
         if self.journal.measured(self.round):
             return
         if self.round and self.fraction_evaluate:
-            questions = self.configure_evaluate(self.round, result.arrays, config, grid)
+            questions = self.configure_evaluate(self.round, ArrayRecord(), config, grid)
             found = self.aggregate_evaluate(self.round, grid.send_and_receive(questions, timeout=self._timeout))
             if found is not None:
                 scores["clients"] = dict(found)
                 result.evaluate_metrics_clientapp[self.round] = found
-        if evaluate_fn is not None and (told := evaluate_fn(self.round, result.arrays)) is not None:
+        if evaluate_fn is not None and (told := evaluate_fn(self.round, self.arrays())) is not None:
             scores["server"] = dict(told)
             result.evaluate_metrics_serverapp[self.round] = told
         if scores and self.round:
@@ -336,13 +342,13 @@ class FedLoRA(Strategy):
                     f"{self.folder} has round {found.state.round}, and the nodes of a new simulation have other ids: "
                     f"their order would give clients the history of others. Name the clients, or take a new folder."
                 )
-            self._kept = found or FederationState(self.run, begun)
+            self._kept, self._adapter = found or FederationState(self.run, begun), None
         if self.kept.line:
             self.journal.played(self.kept.line)
 
     def _result(self) -> Result:
         """What the rounds until now gave."""
-        result = Result(arrays=self.arrays())
+        result = Result()
         for line in self.journal.lines(self.round):
             result.train_metrics_clientapp[line["round"]] = _metrics(line)
             tables = {"clients": result.evaluate_metrics_clientapp, "server": result.evaluate_metrics_serverapp}
