@@ -246,7 +246,7 @@ class Exchange:
     ) -> None:  # fmt: skip
         self._kind, self._group, self._nodes, self._timeout = kind, group, nodes, timeout
         self._content, self._unsent = content, unsent
-        self._waiting: dict[int, str] = {}
+        self._asked: dict[int, str] = {}
 
     def questions(self) -> Iterator[Message]:
         """Messages for a `BoundedGrid`, which draws them one by one: Flower's own grids walk through them twice."""
@@ -256,15 +256,12 @@ class Exchange:
             except (RankMismatch, HyperparameterError) as error:
                 self._unsent(name, f"the method cannot serve it: {error}")
                 continue
-            self._waiting[node] = name
+            self._asked[node] = name
             message = Message(content, node, self._kind, ttl=self._timeout, group_id=self._group)
             del content
             yield message
             del message
 
-    def whose(self, reply: Message) -> str | None:
-        """The client that was asked and answers so, once; None, with a log line, if there is none."""
-        name = self._waiting.pop(reply.metadata.src_node_id, None)
-        if name is None:
-            log.warning("a reply of node %d does not count: it was not asked", reply.metadata.src_node_id)
-        return name
+    def whose(self, reply: Message) -> str:
+        """The client that answers so: a `BoundedGrid` gives one reply to each question, under the asked node's id."""
+        return self._asked[reply.metadata.src_node_id]

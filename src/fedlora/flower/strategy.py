@@ -195,8 +195,7 @@ class FedLoRA(Strategy):
         """The mean of each number that clients report, weighted by their examples. None if there is none."""
         found: dict[str, list[tuple[float, float]]] = {}
         for reply in replies:
-            if (name := self._asked.whose(reply)) is None:
-                continue
+            name = self._asked.whose(reply)
             self.journal.answered(name)
             if reply.has_error():
                 log.warning("%s is not measured: %s", name, shown(reply.error.reason))
@@ -393,8 +392,7 @@ class FedLoRA(Strategy):
 
     def _take(self, answers: Answers, reply: Message) -> None:
         """Give a client the fate of its answer."""
-        if (name := self._asked.whose(reply)) is None:
-            return
+        name = self._asked.whose(reply)
         if reply.has_error():
             fate: Any = reply.error.fate if isinstance(reply.error, NoAnswer) else "failed"
             answers.settle(name, fate, reply.error.reason or "it gave no reason")

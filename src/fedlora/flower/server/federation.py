@@ -154,8 +154,7 @@ class Federation(FedLoRA):
         found: dict[str, SiteScores | str] = {}
         clients = dict(self.state.clients)
         for reply in replies:
-            if (name := self._asked.whose(reply)) is None:
-                continue
+            name = self._asked.whose(reply)
             found[name] = one = self._scores(name, reply)
             if isinstance(one, SiteScores):
                 sent = self._download(name)
