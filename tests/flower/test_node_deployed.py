@@ -5,6 +5,7 @@ Marked `deployment_all`: it takes a minute.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,8 +21,7 @@ from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.server.superlink import SuperLink
 from fedlora.flower.site.run import fill_site
-from fedlora.flower.terms.facts import Facts
-from fedlora.flower.terms.joining import JoinFile
+from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.settings import FederationSettings, Site
 from support.small_apps import packed, small_link
 
@@ -37,8 +37,8 @@ def made(tmp_path: Path) -> tuple[SuperLink, SiteFolder]:
     link, here = small_link(tmp_path / "fed"), SiteFolder(tmp_path / "site")
     host, _, port = link.address.rpartition(":")
     settings = FederationSettings.from_travelling('{"id": "fed-1", "data": {"labels": ["no", "yes"]}}')
-    ca = (link.folder.certificates / "ca.crt").read_text()
-    join = JoinFile("fed-1", host, int(port), ca, settings.travelling(), Facts())
+    address = Address(name=host, port=int(port), ca=(link.folder.certificates / "ca.crt").read_text())
+    join = JoinFile(federation="fed-1", server=address, agreed=json.loads(settings.travelling()), facts={})
     here.path.mkdir()
     fill_site(here.path, join, Site("acme", {"data": {"train": "notes.csv"}, "model": {"path": "base"}}))
     return link, here
