@@ -158,7 +158,7 @@ def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
     assert adapters(fed) == before and len(fed.lines()) == 3
     fed.write(run={"rounds": 4}, lora={"scaling": 2.0})
     (fed.home / "server" / "settings.json").write_text("[{")
-    with pytest.raises(ConfigError, match="settings.json"):
+    with pytest.raises(ConfigError, match=r"settings\.json"):
         fed.play()
 
 

@@ -129,7 +129,7 @@ def test_a_client_that_the_method_cannot_serve_costs_itself_the_round(tmp_path: 
     """FedIT needs one rank. Other ranks are refused at the start; if a site gets one later, the others go on."""
     server, ranks = Server(build("fedit"), round=Kept(quorum=1)), {"one": 4, "two": 4, "three": 2}
     strategy, grid = federation(tmp_path / "a", server, ranks)
-    with pytest.raises(ConfigError, match="fedit .* 2 of three"):
+    with pytest.raises(ConfigError, match=r"fedit .* 2 of three"):
         play(strategy, grid, 1)
     strategy, grid = federation(tmp_path / "b", server, dict.fromkeys(ranks, 4))
     play(strategy, grid, 1)
