@@ -24,7 +24,7 @@ from flwr.app import ArrayRecord, Error, Message, MetricRecord
 
 from fedlora import Client
 from fedlora.flower.grid import BoundedGrid
-from fedlora.flower.records import to_array
+from fedlora.flower.records import to_array, to_tensor
 from fedlora.flower.server.journal import read_now
 from fedlora.flower.terms.policy import Policy
 from fedlora.privacy import Budget, Ledger
@@ -33,8 +33,8 @@ from fedlora.privacy.exact import squared_norm
 from fedlora.privacy.mechanism import Mechanism
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from support.flower_grid import RANKS, FastClock, Watching, bits, play, seed_adapter
-from support.private_flower import DELTA, fixed_noise, private_federation, private_run, same_noise, same_release
+from support.flower_grid import RANKS, FastClock, LocalGrid, Watching, bits, play, seed_adapter
+from support.private_flower import DELTA, fixed_noise, leave, private_federation, private_run, same_noise, same_release
 from support.processes import Program
 
 TESTS = Path(__file__).parents[1]
@@ -280,3 +280,44 @@ def test_killed_at_any_stage_the_same_sums_leave_and_are_charged_once(
         assert one["lines"] == [1, 2], one
         assert one["digest"] == one.get("from the journal", one["digest"]), one
     assert any("from the journal" in one for one in found.values()) == ("before its line" in stages)
+
+
+def sent_to(grid: LocalGrid, site: str) -> list[Any]:
+    """The content of all messages to one site."""
+    found = [m.content for m in grid.sent if grid.nodes[m.metadata.dst_node_id][0] == site]
+    return [
+        (
+            {k: to_tensor(v, [None] * len(v.shape), k).tolist() for k, v in one.array_records["arrays"].items()},
+            dict(one.config_records["config"]),
+        )
+        for one in found
+    ]
+
+
+@pytest.mark.parametrize("harm", ["late", "failed", "nan", "0 examples", "offline"])
+def test_no_site_learns_what_became_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+    """The release is the same in both federations, so any other difference is a leak. The second site is harmed in both
+    rounds."""
+    monkeypatch.setattr(Mechanism, "noised", same_release)
+    found = {}
+    for kind in ("well", "harmed"):
+        folder = tmp_path / kind
+        strategy, grid = private_federation(folder)
+        if kind == "harmed" and harm in HARM:
+            grid.meddle = {"two": HARM[harm]}
+        elif kind == "harmed":
+            leave(grid, "two")
+        play(strategy, grid, 2)
+        ledger = without_tips((folder / "ledger.jsonl").read_text())[1:]  # the first is of the file
+        charged = [{k: v for k, v in line.items() if k not in ("before", "released")} for line in ledger]
+        found[kind] = sent_to(grid, "one"), charged
+        assert not any(receipt.why for receipt in strategy.kept.receipts.values())
+    assert found["harmed"] == found["well"] and len(found["well"][0]) == 2
+
+
+def without_tips(text: str) -> list[Any]:
+    """The lines without digests of the ledger."""
+    lines = [dict(json.loads(line)) for line in text.splitlines()]
+    for line in lines:
+        line.get("privacy", {}).get("ledger", {}).pop("tip", None)
+    return lines

@@ -167,7 +167,7 @@ def _said(server: JoinFile, reply: Any, ahead: float) -> Found:
     most = SYSTEM_TIME_TOLERANCE - 1  # the measurement is accurate to a second
     if code == 2003:  # the interval of 0 is refused, as it should be
         return Found("admitted", f"{at} answers and knows this site's key.")
-    if status == 401 and not 1 - TIMESTAMP_TOLERANCE - most < ahead < most:
+    if not 1 - TIMESTAMP_TOLERANCE - most < ahead < most:
         return Found("clock", f"this machine's clock is {ahead:+.0f} seconds from the server's, and the server refuses "
                               f"what is signed at another time. Set it: timedatectl set-ntp true.")  # fmt: skip
     if code == 2004:
