@@ -52,9 +52,16 @@ def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path, monkeyp
     monkeypatch.setattr(preparation, "dealt_out", lambda config, root, names, _: dealt_out(config, root, names, keep))
     summary = fed.play()
     said = fed.settings()
-    lines = ["[model]", f'path = "{fed.model}"', "dropout = 0.0", "[data]", "validation = 0.25", "test = 0.25"]
+    lines = ["[model]", f'name = "{fed.model}"', "dropout = 0.0", "[data]", "validation = 0.25", "test = 0.25"]
     lines += ["max_length = 16", "[data.clients]", *(f'{name} = "{tmp_path}/{name}.jsonl"' for name in RANKS)]
-    lines += ["[clients]", f"ranks = {list(RANKS.values())}", "[train]", "lr = 0.02", "steps = 3", "batch_size = 8"]
+    lines += [
+        "[clients]",
+        f"ranks = {list(RANKS.values())}",
+        "[train]",
+        "learning_rate = 0.02",
+        "max_steps = 3",
+        "batch_size = 8",
+    ]
     lines += ["[run]", "rounds = 3", "threads = 1", "[evaluate]", 'target = "clients"', "clients_at_end = true"]
     (tmp_path / "run.toml").write_text("\n".join(lines))
     folder = ran(load_config(tmp_path / "run.toml"), tmp_path / "run")
@@ -121,7 +128,12 @@ def test_without_a_model_at_the_server_the_folder_still_loads(tmp_path: Path, ca
 
 def test_it_stops_when_nothing_gets_better_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the first of equals is best."""
-    fed = FederationOnDisk(tmp_path, train={"lr": 1e-9, "steps": 1}, evaluate={"patience": 2}, run={"rounds": 6})
+    fed = FederationOnDisk(
+        tmp_path,
+        train={"learning_rate": 1e-9, "max_steps": 1},
+        evaluate={"early_stopping_patience": 2},
+        run={"rounds": 6},
+    )
     summary = fed.play()
     assert summary["stopped_early"]["round"] == summary["rounds"] == 3 and summary["best_round"] == 1
     assert read_now(fed.home / "server" / "now.json")["ended"]["kind"] == "stopped"
@@ -169,12 +181,12 @@ CANNOT: dict[str, tuple[dict[str, Any], str]] = {
     "server without files": ({"evaluate": {"target": "server"}}, r"target = 'server'.*data\.validation"),
     "both at the end": ({"evaluate": {"clients_at_end": "both"}}, "'both' needs a common"),
     "patience without a score": (
-        {"evaluate": {"patience": 2, "target": "server"}, "data": {"test": "TEST"}},
-        "patience = 2 looks at a score.*no file",
+        {"evaluate": {"early_stopping_patience": 2, "target": "server"}, "data": {"test": "TEST"}},
+        "early_stopping_patience = 2 looks at a score.*no file",
     ),
     "a model that the start does not fit": (
-        {"lora": {"targets": ["query"]}, "data": {"test": "TEST"}},
-        r"start/.* model\.path .*lora\.targets .*\.value'",
+        {"lora": {"target_modules": ["query"]}, "data": {"test": "TEST"}},
+        r"start/.* model\.name .*lora\.target_modules .*\.value'",
     ),
 }
 
@@ -210,7 +222,7 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
 
     monkeypatch.setattr("fedlora.runs.tracking._tensorboard", tensorboard)
     monkeypatch.setattr("fedlora.flower.server.opening.check_trackers", lambda names: None)
-    fed = FederationOnDisk(tmp_path, run={"rounds": 3, "track": ["tensorboard"]})
+    fed = FederationOnDisk(tmp_path, run={"rounds": 3, "report_to": ["tensorboard"]})
     grid = fed.grid()
     grid.meddle = {"acme": lambda asked, reply: die() if len(made[0].told) == 2 else reply}
     with pytest.raises(KeyboardInterrupt):

@@ -159,8 +159,8 @@ def test_a_failure_ends_it_with_the_cause_and_nothing_is_left(tmp_path: Path) ->
 def test_wrong_settings_are_told_as_such(tmp_path: Path) -> None:
     """A ConfigError is exit code 2, after which no unit starts it again: `test_what_ends_for_good`."""
     home = federation_folder(tmp_path / "f")
-    with pytest.raises(ConfigError, match=r"^lora\.alpha was 8 and is 16\.$"):
-        served(home, [fails("lora.alpha was 8 and is 16.", ended="refused")])
+    with pytest.raises(ConfigError, match=r"^lora\.lora_alpha was 8 and is 16\.$"):
+        served(home, [fails("lora.lora_alpha was 8 and is 16.", ended="refused")])
     (home / "policy.toml").write_text("nonsense")
     with pytest.raises(ConfigError, match="policy"):
         served(home)

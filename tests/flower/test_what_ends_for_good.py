@@ -29,7 +29,7 @@ from support.deployed_folders import federation_folder
 
 FAULTS: dict[str, dict[str, Any]] = {
     "evaluate.target is no setting": {"evaluate": {"target": "server"}},
-    "evaluate.patience = 2": {"data": {"validation": 0.0}, "evaluate": {"patience": 2}},
+    "evaluate.early_stopping_patience = 2": {"data": {"validation": 0.0}, "evaluate": {"early_stopping_patience": 2}},
     "asks for fewer": {"run": {"rounds": 1}},
 }
 

@@ -145,7 +145,7 @@ def _tell_rule(found: Mapping[str, Any]) -> None:
     """Print what the robust rule did in the last round, if there is one."""
     from fedlora.server.judged import in_words
 
-    if found["last_rounds"] and (last := found["last_rounds"][-1].get("defence")):
+    if found["last_rounds"] and (last := found["last_rounds"][-1].get("robust")):
         console.print(f"robust rule, last round: {in_words(last) or 'all changes counted in full'}")
 
 

@@ -129,7 +129,7 @@ class Answers:
             **{key: self._in_order(table) for key, table in self._told.items()},
             "weights": dict(tally.weights),
             "fates": self._in_order({name: {"fate": fate, "why": why} for name, (fate, why) in self.fates.items()}),
-            **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
+            **({"robust": tally.judged.plain()} if tally.judged is not None else {}),
             **facts,
             **more(after.round),
         }
@@ -175,7 +175,7 @@ def _possible(reply: Reply) -> Reply:
         return replace(reply, loss=None)
     raise RecordError(
         f"its loss is {loss:.3g}, and a possible one lies between 0 and {_MOST_LOSS:,.0f}: training diverged (use a "
-        f"smaller train.lr, or check the site's data)"
+        f"smaller train.learning_rate, or check the site's data)"
     )
 
 

@@ -76,10 +76,10 @@ def federation(
     for override in overrides:
         override_in(raw, override)
     if labels is not None:
-        put(raw, "data", "labels", list(labels))
+        put(raw, "data", "label_names", list(labels))
     text, settings = agreed_text(raw, config.parent, network, clients)
     if settings.base is None:
-        raise ConfigError(f"{config} has no model.path: the common start and the sites' copies are compared with it.")
+        raise ConfigError(f"{config} has no model.name: the common start and the sites' copies are compared with it.")
     if start is not None:
         begun = given_start(start, settings)
     else:
@@ -184,8 +184,8 @@ def made_start(settings: FederationSettings, rank: int) -> Start:
         ConfigError: the model cannot be loaded, or has no such targets.
     """
     section = settings.model.model_copy(update={"device": "cpu"})
-    section.check_targets(settings.lora.targets)
-    loaded = section.load(settings.lora, settings.data.labels or (), settings.run.seed)
+    section.check_targets(settings.lora.target_modules)
+    loaded = section.load(settings.lora, settings.data.label_names or (), settings.run.seed)
     adapter, spec = loaded.seed_adapter(rank, seed=settings.run.seed)
     return Start(adapter, named(spec, base_name(section.path, model_content(section.location())).name))
 
@@ -197,10 +197,10 @@ def given_start(folder: Path, settings: FederationSettings) -> Start:
         AdapterFormatError: it is not an adapter with W0 + s B A. ConfigError: its targets or classes differ from
             the settings.
     """
-    unit, labels = settings.lora.unit, settings.data.labels or ()
+    unit, labels = settings.lora.unit, settings.data.label_names or ()
     adapter, spec = read_adapter(folder, scaling=unit)
     rows = {len(head) for head in adapter.heads.values() if head.ndim}
-    if settings.model.task == "classification" and labels and rows and len(labels) not in rows:
+    if settings.model.task == "sequence-classification" and labels and rows and len(labels) not in rows:
         raise ConfigError(
             f"the start {folder} has a head of {min(rows)} rows, but there are {len(labels)} classes "
             f"({', '.join(map(str, labels))}): it was trained for others."

@@ -93,7 +93,7 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     """
     home = FederationFolder(folder.resolve())
     settings = FederationSettings.load(home.settings)
-    check_trackers(settings.run.track)
+    check_trackers(settings.run.report_to)
     if threads := settings.run.torch_threads():  # as at the sites: bit-for-bit results need one number of threads
         torch.set_num_threads(threads)
     policy = Policy.read(home.policy)
@@ -144,7 +144,7 @@ def _check_unchanged(home: FederationFolder, settings: FederationSettings, round
         then, now = (flat(json.loads(text)) for text in (home.played_with.read_text(), settings.travelling()))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{home.played_with}, the settings of the played rounds: {error}. Restore it.") from error
-    free = () if settings.privacy is not None or settings.train.schedule != "constant" else ("run.rounds",)
+    free = () if settings.privacy is not None or settings.train.lr_scheduler_type != "constant" else ("run.rounds",)
     keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in free]
     if keys:
         said = "; ".join(f"{key} was {json.dumps(then.get(key))} and is {json.dumps(now.get(key))} now" for key in keys)
@@ -164,7 +164,7 @@ def playable(
     Raises:
         FedLoRAError: settings that contradict each other, or a policy that cannot be played with them.
     """
-    server = settings.server.build(settings.method.build(), settings.run.seed, settings.defence.build())
+    server = settings.server.build(settings.method.build(), settings.run.seed, settings.robust.build())
     plan: PrivacyPlan | None = None
     if settings.privacy is not None:
         settings.privacy.check_members(policy.clients)
@@ -191,11 +191,11 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
     """
     files = {part: path for part in ("validation", "test") if isinstance(path := getattr(config.data, part), str)}
     text = read_files(config, list(dict.fromkeys(files.values())))
-    labels = config.data.labels or next((data.label_names for data in text.values()), ())
-    config.model.check_targets(config.lora.targets)
+    labels = config.data.label_names or next((data.label_names for data in text.values()), ())
+    config.model.check_targets(config.lora.target_modules)
     model = config.model.load(config.lora, labels, config.run.seed)
     mine, _ = model.seed_adapter(1, seed=config.run.seed)
-    check_fits(mine, start, f"start/, beside model.path = {config.model.path!r},")
+    check_fits(mine, start, f"start/, beside model.name = {config.model.name!r},")
     template = config.data.prompting() if config.model.task == "causal-lm" else None
     ends = () if template is None else find_template(template, model.tokenizer).ends
     made = {

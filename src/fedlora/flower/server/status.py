@@ -82,7 +82,7 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
     online, keys = _nodes(folder), keys_of(folder)
     last = lines[-1] if lines else {}
     scored: Mapping[str, Any] = next((line["site_metrics"] for line in reversed(lines) if line.get("site_metrics")), {})
-    judged = (last.get("defence") or {}).get("clients") or {}
+    judged = (last.get("robust") or {}).get("clients") or {}
     sites = {}
     for name, rank in now.ranks.items():
         node, fated = (online or {}).get(name), (last.get("fates") or {}).get(name, {})

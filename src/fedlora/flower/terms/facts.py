@@ -36,11 +36,11 @@ _OWN = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "archit
 
 # What to do about a difference.
 _HINTS = {
-    "base": "adapters of one base model mean nothing on another. Point [model] path in site.toml at a copy of the "
+    "base": "adapters of one base model mean nothing on another. Point [model] name in site.toml at a copy of the "
             "server's files (another revision, precision or quantisation is another model)",
     "config": "copy the server's config.json with its weights",
     "tokenizer": "the same text becomes other tokens. Copy tokenizer.json and tokenizer_config.json with the model",
-    "template": "copy the chat template with the tokenizer, or let data.template name one",
+    "template": "copy the chat template with the tokenizer, or let data.chat_template name one",
     "targets": "their base models have different shapes, or the common start belongs to another model",
     **dict.fromkeys(_VERSIONS, "these do not work together: install the server's"),
 }  # fmt: skip
@@ -155,9 +155,9 @@ def model_facts(model: str, settings: FederationSettings, revision: str | None =
     from fedlora.training.load import tokenizer_of
     from fedlora.training.templates import CHAT
 
-    place = ModelSection(path=model, revision=revision).location()
+    place = ModelSection(name=model, revision=revision).location()
     tokenizer = tokenizer_of(place)
-    chats = settings.model.task == "causal-lm" and (settings.data.template or CHAT) == CHAT
+    chats = settings.model.task == "causal-lm" and (settings.data.chat_template or CHAT) == CHAT
     known: dict[str, Plain] = {"base": base_digest(place), "tokenizer": tokenizer_digest(tokenizer)}
     if not Path(place).is_file():  # a GGUF file's digest covers all of it
         known["config"] = _config_digest(place)
@@ -170,7 +170,7 @@ def server_facts(settings: FederationSettings, known: Facts, modules: Mapping[st
     """The facts of these settings. known: about the base model. modules: of the adapters."""
     of_model = {name: value for name, value in known.values.items() if name in _OF_MODEL}
     return Facts(of_model).and_these(
-        labels=json.dumps(list(settings.data.labels)) if settings.data.labels else "",
+        labels=json.dumps(list(settings.data.label_names)) if settings.data.label_names else "",
         scaling=settings.lora.unit,
         max_length=settings.data.max_length,
         targets="" if modules is None else targets_of(modules),

@@ -81,10 +81,10 @@ def refusals(settings: FederationSettings) -> Iterator[str]:
         yield f"run.participation = {run.participation:g} draws some sites, and [privacy] asks all: leave it out"
     if settings.privacy is not None:
         yield from settings.privacy.excludes(settings.server)
-    if settings.defence.rule != "none":
+    if settings.robust.rule != "none":
         yield (
-            f"defence.rule = {settings.defence.rule!r} weighs each site by the others' uploads, so one site's "
-            f"influence has no bound: leave out [defence] or [privacy]"
+            f"robust.rule = {settings.robust.rule!r} weighs each site by the others' uploads, so one site's "
+            f"influence has no bound: leave out [robust] or [privacy]"
         )
     parts: tuple[Literal["validation", "test"], ...] = ("validation", "test")
     for key in filter(settings.share, parts):

@@ -2,15 +2,15 @@
 
     id = "fed-4f21c0"       made once; sites keep their state by it
     [network]               the server's address
-    [model] [data] [lora] [method] [server] [defence] [privacy] [train] [run] [evaluate]      as in a run's file
+    [model] [data] [lora] [method] [server] [robust] [privacy] [train] [run] [evaluate]      as in a run's file
 
-model.path is the server's copy of the base model, and a *file* in data.validation or data.test is the server's; a
+model.name is the server's copy of the base model, and a *file* in data.validation or data.test is the server's; a
 *share* there is what each site holds out of its own. Every message carries the settings to the sites, without what
 belongs to the server's machine. A key that has no effect in a federation is refused (`ELSEWHERE`).
 
     name = "acme"           site.toml: the keys of `OWN`, over the server's
     [model]
-    path = "/models/bert"
+    name = "/models/bert"
     [data]
     train = "notes.csv"     relative paths start at the file's own folder
     text = "note"           a column with another name in this file
@@ -43,12 +43,12 @@ from fedlora.training.settings import Section
 Port = Annotated[int, Field(ge=1, le=65535)]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PARTS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
-UNNAMED = "each site's own"  # model.path and data.train where nobody has named one
+UNNAMED = "each site's own"  # model.name and data.train where nobody has named one
 
 OWN: Mapping[str, tuple[str, ...]] = {
-    "model": ("path", "revision", "device"),
-    "data": ("train", "text", "pair", "label", "prompt", "response", "messages"),
-    "train": ("command", "time_limit"), "run": ("threads",), "method": ("name",),
+    "model": ("name", "revision", "device"),
+    "data": ("train", "text", "text_pair", "label", "prompt", "response", "messages"),
+    "train": ("command", "timeout"), "run": ("threads",), "method": ("name",),
 }  # fmt: skip
 """The keys of site.toml beside `name`, by table."""
 
@@ -61,7 +61,7 @@ _OF_SITES: dict[str, Any] = {
 _OF_RUNS = "it is for `fedlora run`"
 ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("data.train", "data.clients"), "each site names its file in its site.toml"),
-    **dict.fromkeys(("train.command", "train.time_limit", "model.device"), "each site sets it in its site.toml"),
+    **dict.fromkeys(("train.command", "train.timeout", "model.device"), "each site sets it in its site.toml"),
     "clients": "policy.toml says who takes part, with which rank (fedlora flower init --sites)",
     "model.adapter": "fedlora flower init --start names a start",
     **dict.fromkeys(
@@ -69,7 +69,8 @@ ELSEWHERE: Mapping[str, str] = {
         "data.validation and data.test say who measures: a file is the server's, a share is what each site holds out",
     ),
     **dict.fromkeys((
-        "attack", "server.gauge_stress", "data.task", "data.revision", "data.tasks", "data.unseen", "data.task_lists",
+        "attack", "server.gauge_stress", "data.task", "data.revision", "data.tasks", "data.unseen_tasks",
+        "data.task_lists",
         "run.workers", "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads",
         "evaluate.samples", "evaluate.test_along",
     ), _OF_RUNS),
@@ -77,7 +78,7 @@ ELSEWHERE: Mapping[str, str] = {
 """Keys of a run's file, and tables, that have no effect in a federation -> what has it instead."""
 
 # What never travels; nor is it read out of what a server sends.
-_STAYS = (*ELSEWHERE, "network", "model.path", "model.revision", "run.track", "privacy.ledger")
+_STAYS = (*ELSEWHERE, "network", "model.name", "model.revision", "run.report_to", "privacy.ledger")
 
 
 def without_effect(raw: Mapping[str, Any]) -> list[str]:
@@ -99,14 +100,16 @@ class FederationSettings(RunConfig):
     """All settings that server and sites share, and the server's own.
 
     Example:
-        >>> settings = FederationSettings(id="fed-1", data={"labels": ["no", "yes"]}, lora={"targets": ["q_proj"]})
-        >>> FederationSettings.from_travelling(settings.travelling()).data.labels
+        >>> settings = FederationSettings(
+        ...     id="fed-1", data={"label_names": ["no", "yes"]}, lora={"target_modules": ["q_proj"]}
+        ... )
+        >>> FederationSettings.from_travelling(settings.travelling()).data.label_names
         ['no', 'yes']
     """
 
     id: str
     network: NetworkSection = NetworkSection()
-    model: ModelSection = ModelSection(path=UNNAMED)
+    model: ModelSection = ModelSection(name=UNNAMED)
     data: DataSection = DataSection(train=UNNAMED)
     privacy: FederationPrivacy | None = None
 
@@ -119,7 +122,7 @@ class FederationSettings(RunConfig):
             return raw
         held = dict.fromkeys(_PARTS, 0.0) if raw.get("privacy") is not None else {}
         data = {"train": UNNAMED, **held, **raw.get("data", {})}
-        return {**raw, "model": {"path": UNNAMED, **raw.get("model", {})}, "data": data}
+        return {**raw, "model": {"name": UNNAMED, **raw.get("model", {})}, "data": data}
 
     @field_validator("id")
     @classmethod
@@ -130,17 +133,17 @@ class FederationSettings(RunConfig):
 
     @model_validator(mode="after")
     def _whole(self) -> FederationSettings:
-        if self.model.task == "classification" and not self.data.labels:
+        if self.model.task == "sequence-classification" and not self.data.label_names:
             raise ValueError(
-                "data.labels is missing: the names of the classes, in the order of their numbers. They are needed here "
-                "because no site's file has to hold all classes (fedlora flower init --labels no,yes)"
+                "data.label_names is missing: the names of the classes, in the order of their numbers. They are needed "
+                "here because no site's file has to hold all classes (fedlora flower init --labels no,yes)"
             )
         return self
 
     @property
     def base(self) -> str | None:
         """The server's copy of the base model."""
-        return None if self.model.path == UNNAMED else self.model.path
+        return None if self.model.name == UNNAMED else self.model.name
 
     def share(self, part: Literal["validation", "test"]) -> float:
         """What each site holds out of its own file."""
@@ -161,7 +164,7 @@ class FederationSettings(RunConfig):
             raise ConfigError(f"{said}. Leave it out.")
         found = checked(cls, absolute(raw, folder))
         if found.files() and found.base is None:
-            raise ConfigError("measuring on a file of the server's needs the base model: name it in model.path.")
+            raise ConfigError("measuring on a file of the server's needs the base model: name it in model.name.")
         if found.privacy is not None:
             if refused := list(refusals(found)):
                 raise ConfigError("; ".join(refused))
@@ -247,8 +250,8 @@ class FederationSettings(RunConfig):
     def as_run(self, model: str, **data: Any) -> RunConfig:
         """The federation as one run with that base model, as its adapters' cards and its measurements take it. data:
         further keys of [data]."""
-        config = self.for_site(Site("server", {"model": {"path": model}, "method": {"name": self.method.name}}))
-        found = {"data": config.data.model_copy(update=data), "evaluate": self.evaluate, "defence": self.defence}
+        config = self.for_site(Site("server", {"model": {"name": model}, "method": {"name": self.method.name}}))
+        found = {"data": config.data.model_copy(update=data), "evaluate": self.evaluate, "robust": self.robust}
         return config.model_copy(update=found)
 
 
@@ -268,7 +271,7 @@ class Site:
     """A site's own settings: its name, and the keys of `OWN` by table. Nothing of this travels.
 
     Example:
-        >>> Site("acme", {"data": {"train": "notes.csv", "text": "note"}, "model": {"path": "demo"}}).data
+        >>> Site("acme", {"data": {"train": "notes.csv", "text": "note"}, "model": {"name": "demo"}}).data
         'notes.csv'
     """
 
@@ -283,7 +286,7 @@ class Site:
     @property
     def model(self) -> str:
         """Its copy of the base model."""
-        return str(self.own["model"]["path"])
+        return str(self.own["model"]["name"])
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], folder: Path) -> Site:
@@ -297,7 +300,7 @@ class Site:
         if odd := [f"{table}.{key}" for table, key in given if key not in OWN.get(table, ())]:
             known = "; ".join(f"[{one}] {', '.join(keys)}" for one, keys in OWN.items())
             raise ConfigError(f"{quoted(odd[0])} is no key of a site; it may set {known}, and the server all others")
-        for table, key in (("data", "train"), ("model", "path")):
+        for table, key in (("data", "train"), ("model", "name")):
             if not isinstance(tables.get(table, {}).get(key), str) or not tables[table][key]:
                 raise ConfigError(f"[{table}] {key} is missing")
         return cls(name, absolute(tables, folder))
@@ -315,7 +318,7 @@ def absolute(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """A file's tables with the paths in them absolute; relative ones start at `folder`."""
     found = {name: dict(table) if isinstance(table, Mapping) else table for name, table in raw.items()}
 
-    for table, key in (*(("data", part) for part in ("train", *_PARTS)), ("privacy", "ledger"), ("model", "path")):
+    for table, key in (*(("data", part) for part in ("train", *_PARTS)), ("privacy", "ledger"), ("model", "name")):
         keys = found.get(table)
         path = keys.get(key) if isinstance(keys, dict) else None
         named = isinstance(path, str) and path and not is_hub(path) and path not in PACKAGED

@@ -25,8 +25,8 @@ def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureF
     strategy, grid = federation(tmp_path, Server(build("glora"), round=Kept(Krum(1))), FIVE)
     play(strategy, grid, 2)
     for line in strategy.journal.lines():
-        clients = line["defence"]["clients"]
-        assert set(clients) == set(FIVE) and line["defence"]["rule"] == "krum (f = 1)"
+        clients = line["robust"]["clients"]
+        assert set(clients) == set(FIVE) and line["robust"]["rule"] == "krum (f = 1)"
         assert [one["coefficient"] for one in clients.values()].count(0.0) == 4
         assert {said["fate"] for said in line["fates"].values()} == {"trained"}
     told = [receipt.why for receipt in strategy.kept.receipts.values() if receipt.why]
