@@ -131,6 +131,7 @@ def train(message: Message, context: Context) -> Message:
             RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 10})}), reply_to=message
         )  # fmt: skip
     from fedlora.core.trainer import Trained
+    from fedlora.flower.records import record_parcel
     from fedlora.flower.site.node import Node
 
     class Moves:
@@ -138,7 +139,7 @@ def train(message: Message, context: Context) -> Message:
             modules = {name: lora.map(moved) for name, lora in adapter.modules.items()}
             return Trained(replace(adapter, modules=modules), 10, 0.5, position + 1)
 
-    name = json.loads(str(message.content["config"]["parcel"]))["client"]  # type: ignore[index]
+    name = record_parcel(message.content)[0].client.id
     return Message(Node(name, Moves(), Path(plan()["home"]) / name).work(message.content), reply_to=message)
 
 

@@ -25,7 +25,7 @@ from support.training_data import save_model
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
 SERVER = Facts({
     "base": "a" * 64, "tokenizer": "b" * 64, "labels": '["no", "yes"]', "scaling": 2.0, "max_length": 128,
-    "targets": "2 modules, 0123456789abcdef", "config.hidden_size": 384, "protocol": "fedlora/6", "fedlora": "0.1.4",
+    "targets": "2 modules, 0123456789abcdef", "protocol": "fedlora/6", "fedlora": "0.1.4",
     "torch": "2.12.0",
 })  # fmt: skip
 
@@ -43,14 +43,8 @@ def test_each_difference_alone_is_named_with_both_sides(fact: str) -> None:
 
 
 def test_patch_releases_and_new_minor_torches_work_together() -> None:
-    assert differences(SERVER, SERVER.and_these(fedlora="0.1.9", torch="2.13.1+cpu"), whole=True) == []
+    assert differences(SERVER, SERVER.and_these(fedlora="0.1.9", torch="2.13.1+cpu")) == []
     assert len(differences(SERVER, SERVER.and_these(torch="3.0.0"))) == 1
-
-
-def test_who_trains_must_say_all_and_who_joins_what_it_knows() -> None:
-    check(SERVER, Facts(), whole=False)
-    with pytest.raises(Disagreement, match="base"):
-        check(SERVER, Facts(), whole=True)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"base": []}', '{"base": null}', "[" * 100_000])
@@ -69,10 +63,10 @@ def test_a_model_is_known_by_its_content_and_not_by_its_files(tmp_path: Path) ->
     tensors = load_file(there / "model.safetensors")
     save_file(dict(reversed(tensors.items())), there / "model.safetensors", {"format": "pt", "by": "me"})
     mine = model_facts(str(here), settings())
-    assert model_facts(str(there), settings()) == mine and mine.values["config.hidden_size"]
+    assert model_facts(str(there), settings()) == mine
     name = min(tensors)
     save_file(tensors | {name: tensors[name] + 1e-3}, there / "model.safetensors", {"format": "pt"})
-    assert model_facts(str(there), settings()).base != mine.base
+    assert model_facts(str(there), settings()).values["base"] != mine.values["base"]
     assert json.loads(str(mine.values["labels"])) == ["0", "1"] and mine.values["max_length"] == 16
 
 

@@ -173,25 +173,6 @@ def test_a_message_that_cannot_be_sent_is_that_clients_alone() -> None:
     assert fates(found) == ["not sent", "answered", "answered"] and "413" in found["acme"][1]
 
 
-def test_who_is_online_is_asked_again_while_the_superlink_fails() -> None:
-    clock = FastClock()
-
-    class Late(LocalGrid):
-        def get_nodes(self) -> Any:
-            if clock.now < self.until:
-                raise httpx.ReadTimeout("timed out")
-            return []
-
-    grid = Late({})
-    for until, raises in ((30.0, False), (1000.0, True)):
-        grid.until, clock.now = until, 0.0  # type: ignore[attr-defined]
-        if not raises:
-            assert BoundedGrid(grid, clock=clock).get_nodes() == []
-            continue
-        with pytest.raises(httpx.ReadTimeout):
-            BoundedGrid(grid, clock=clock).get_nodes()
-
-
 def test_the_deadline_counts_from_each_ones_own_sending_and_answers_are_fetched_meanwhile() -> None:
     """Sending takes 60 s each; a SuperLink drops an answer 50 s after it came."""
 

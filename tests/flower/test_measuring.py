@@ -21,8 +21,7 @@ from fedlora.core.parcels import pack
 from fedlora.errors import ConfigError, KeptStateError
 from fedlora.flower.envelope import Receipt
 from fedlora.flower.records import PROTOCOL, RecordError, parcel_record
-from fedlora.flower.scores import SiteScores, as_question, asked_part, record_measured
-from fedlora.flower.server.measuring import SiteRound
+from fedlora.flower.scores import SiteRound, SiteScores, as_question, asked_part, record_measured
 from fedlora.flower.site.node import Node
 from support.flower_grid import RANKS, RUN, Message, Toy, bits, federation, play, seed_adapter, wired
 from support.toy_federations import toy_federation

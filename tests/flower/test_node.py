@@ -3,15 +3,12 @@ contract (the same work in this process), *attack*."""
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +29,7 @@ from fedlora.flower.records import parcel_record, to_tensor
 from fedlora.flower.site import trainer
 from fedlora.flower.site.checks import Found
 from fedlora.flower.site.node import Node
-from fedlora.flower.site.run import GONE, held, supernode_command, wait_until_admitted
-from fedlora.flower.site.supernode import watched
+from fedlora.flower.site.run import wait_until_admitted
 from fedlora.flower.site.trainer import TrainerFailed, answer, ask, held_out, listening_at, told_to_server
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.server.server import start
@@ -64,17 +60,6 @@ def test_it_waits_until_it_is_admitted_and_tells_each_reason_once(capfd: pytest.
     left = [down, down, nobody, nobody, nobody, ADMITTED]
     wait_until_admitted(lambda: left.pop(0), pauses=(0.01, 0.02))
     assert not left and capfd.readouterr().err == "waiting: port?\nwaiting: key?\n"
-
-
-def test_two_cannot_run_in_one_folder(tmp_path: Path) -> None:
-    with (
-        held(SiteFolder(tmp_path)),
-        pytest.raises(ConfigError, match=rf"already runs for .* \(process {os.getpid()}\)"),
-        held(SiteFolder(tmp_path)),
-    ):
-        pass
-    with held(SiteFolder(tmp_path)):
-        pass
 
 
 # ---- the SuperNode ---------------------------------------------------------------------------------------------------
@@ -115,13 +100,14 @@ import os, subprocess, sys
 from pathlib import Path
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site import run
-from fedlora.flower.terms.facts import Facts
-from fedlora.flower.terms.joining import JoinFile
+from fedlora.flower.processes import locked
+from fedlora.flower.terms.joining import Address, JoinFile
 run.Trainer = lambda site: None
 run.supernode_command = lambda *_: [sys.executable, "-c", {child!r}]
 here = SiteFolder(Path({site!r}))
-with run.held(here):
-    run.take_part(here, JoinFile("f", "x", 1, "CA", "{{}}", Facts()))
+join = JoinFile(federation="f", server=Address(name="x", port=1, ca="CA"), agreed={{}}, facts={{}})
+with locked(here.state / "node.lock", "runs"):
+    run.take_part(here, join)
 """
 CHILD = """
 import os, sys, time
@@ -161,27 +147,6 @@ def test_node_and_supernode_end_together(how: str, tmp_path: Path) -> None:
         node.wait()
 
 
-def test_the_command_of_a_supernode(tmp_path: Path) -> None:
-    """Absolute, by this interpreter; Flower reads the node's configuration back as it was meant."""
-    from flwr.common.config import parse_config_args
-
-    site = SiteFolder(tmp_path / "a site's folder, with blanks")
-    command = supernode_command(site, "fl.example.org:443", "/the/ca")
-    assert command[:4] == [sys.executable, "-m", "fedlora.flower.site.supernode", str(os.getpid())]
-    config = command[command.index("--node-config") + 1]
-    assert parse_config_args([config]) == {"site": str(site.site)}
-    assert command[command.index("--auth-supernode-private-key") + 1] == str(site.key)
-    assert "--insecure" not in command and command[command.index("--max-wait-time") + 1] == str(GONE)
-
-
-def test_that_it_is_online_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """At Flower's first pull."""
-    came, given = [5, 6], dict.fromkeys(("get_run", "get_fab", "object_store", "state"))
-    pull = watched(lambda *, receive, **more: receive())
-    assert [pull(receive=came.pop, **given) for _ in list(came)] == [6, 5]
-    assert capfd.readouterr().err == "admitted: online, waiting for work.\n"
-
-
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 
 
@@ -200,21 +165,7 @@ def test_the_trainer_answers_over_its_socket(tmp_path: Path, deep: bool) -> None
         ask(site.site, "train", question("two"))
 
 
-def test_who_says_nothing_or_nonsense_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "_PATIENCE", 0.2)
-    site = SiteFolder(tmp_path)
-    serving(site, lambda do, record: record)
-    monkeypatch.chdir(site.state)  # a socket's path is short
-    for frame in (b"not json", b'{"said": {}, "records": {}}'):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as odd:
-            odd.connect("trainer.sock")
-            Connection(odd.detach()).send_bytes(frame)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
-        silent.connect("trainer.sock")
-        assert ask(site.site, "train", question())
-
-
-def test_an_error_of_the_data_stays_at_home(tmp_path: Path) -> None:
+def test_an_error_of_the_data_stays_at_home(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A server hears its kind alone; the site hears all of it. Paths of the site are not told either."""
 
     def work(do: str, record: RecordDict) -> RecordDict:
@@ -224,8 +175,10 @@ def test_an_error_of_the_data_stays_at_home(tmp_path: Path) -> None:
     serving(site, work)
     with pytest.raises(TrainerFailed) as error:
         ask(site.site, "train", question())
-    assert "Jane" not in str(error.value) and "DataError" in str(error.value) and "Jane Doe" in error.value.full
-    assert str(tmp_path) not in told_to_server(ConfigError(f"{tmp_path}/x is missing"), tmp_path)
+    assert "Jane" not in str(error.value) and "DataError" in str(error.value)
+    assert "Jane Doe" in capfd.readouterr().err
+    told = told_to_server(ConfigError(f"{tmp_path}/x is missing, and '/mnt/jane/notes.csv'; see owner/name"), tmp_path)
+    assert told == "ConfigError: x is missing, and 'notes.csv'; see owner/name"
 
 
 def test_a_node_that_is_gone_is_told(tmp_path: Path) -> None:

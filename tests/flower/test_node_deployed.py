@@ -5,6 +5,7 @@ Marked `deployment_all`: it takes a minute.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,8 +21,7 @@ from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.server.superlink import SuperLink
 from fedlora.flower.site.run import fill_site
-from fedlora.flower.terms.facts import Facts
-from fedlora.flower.terms.joining import JoinFile
+from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.settings import FederationSettings, Site
 from support.small_apps import packed, small_link
 
@@ -37,8 +37,8 @@ def made(tmp_path: Path) -> tuple[SuperLink, SiteFolder]:
     link, here = small_link(tmp_path / "fed"), SiteFolder(tmp_path / "site")
     host, _, port = link.address.rpartition(":")
     settings = FederationSettings.from_travelling('{"id": "fed-1", "data": {"label_names": ["no", "yes"]}}')
-    ca = (link.folder.certificates / "ca.crt").read_text()
-    join = JoinFile("fed-1", host, int(port), ca, settings.travelling(), Facts())
+    address = Address(name=host, port=int(port), ca=(link.folder.certificates / "ca.crt").read_text())
+    join = JoinFile(federation="fed-1", server=address, agreed=json.loads(settings.travelling()), facts={})
     here.path.mkdir()
     fill_site(here.path, join, Site("acme", {"data": {"train": "notes.csv"}, "model": {"name": "base"}}))
     return link, here
@@ -110,7 +110,7 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
     running = Running(here, tmp_path / "lines")
     until = running.until
     try:
-        until("nothing listens there")
+        until("cannot be reached from here")
         link.start()
         until("this site's key is not registered there")
         link.keep_keys({"acme": here.public_key})
@@ -119,7 +119,7 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
         assert link.process is not None
         os.killpg(link.process.pid, signal.SIGKILL)
         link.process.wait()
-        until("nothing listens there", 2)
+        until("cannot be reached from here", 2)
         link.start()
         until("admitted: online", 2)
         link.keep_keys({})

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from pydantic import ValidationError
 
 pytest.importorskip("flwr")
 
@@ -46,11 +45,12 @@ def test_no_name_is_a_path_or_an_option(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "clients: Field required"),
-        ("[clients]\n", "nobody could take part"),
-        ("[clients]\na = 0\n", "whole number from 1"),
-        ("[clients]\na = {q = true}\n", "whole number from 1"),
-        ("colour = 1\n[clients]\na = 8\n", "colour: Unexpected keyword argument"),
+        ("", "'clients' is missing"),
+        ("[clients]\n", "clients: must be not empty"),
+        ("[clients]\na = 0\n", "clients.a: must be at least 1"),
+        ("[clients]\na = 5000\n", "clients.a: must be at most 4096"),
+        ("[clients]\na = {q = true}\n", "clients.a.q: must be a whole number"),
+        ("colour = 1\n[clients]\na = 8\n", "unknown key 'colour'"),
         ("max_upload_mb = -1\n[clients]\na = 8\n", "max_upload_mb"),
         ("[clients\n", "is not TOML"),
     ],
@@ -75,12 +75,6 @@ def test_a_site_comes_changes_and_goes_and_other_lines_stay(tmp_path: Path) -> N
 def test_a_servers_name_is_one_of_a_certificate(name: str) -> None:
     with pytest.raises(ConfigError, match="--server-name"):
         server_name(name)
-
-
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "4", True])
-def test_an_uploads_limit_is_a_positive_number(value: object) -> None:
-    with pytest.raises(ValidationError, match="max_upload_mb"):
-        Policy({"a": 1}, max_upload_mb=value)  # type: ignore[arg-type]
 
 
 def test_a_policy_that_changes_holds_from_the_next_round_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,27 +12,11 @@ pytest.importorskip("flwr")
 
 from fedlora import Server, build
 from fedlora.errors import ConfigError, QuorumNotMet
-from fedlora.flower.terms.settings import FederationSettings, Site
 from fedlora.server.kept import Kept
-from fedlora.server.rules import NNM, Krum, MultiKrum
+from fedlora.server.rules import Krum
 from support.flower_grid import federation, play
 
-SAID = 'id = "f"\n[data]\nlabel_names = ["no", "yes"]\n[lora]\ntarget_modules = ["q"]\n'
 FIVE = dict.fromkeys("abcde", 4)
-
-
-def test_a_rule_is_of_the_servers_settings_and_travels(tmp_path: Path) -> None:
-    path = tmp_path / "federation.toml"
-    path.write_text(SAID + '[robust]\nrule = "multi-krum"\nbyzantine = 2\nnnm = true\n')
-    settings = FederationSettings.load(path)
-    assert settings.robust.build() == NNM(MultiKrum(2), 2)
-    assert FederationSettings.from_travelling(settings.travelling()).robust == settings.robust
-    assert (
-        settings.for_site(Site("a", {"data": {"train": "a.csv"}, "model": {"name": "m"}})).robust.build() is None
-    )  # it weighs nobody
-    path.write_text(SAID + '[robust]\nrule = "multi-krum"\nbyzantine = 2\ntau = 1.0\n')
-    with pytest.raises(ConfigError, match=r"robust\.tau is for centered-clipping"):
-        FederationSettings.load(path)
 
 
 def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,11 +3,10 @@ stand-in for its unit starts it again. Kind: *unit*."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ pytest.importorskip("flwr")
 from fedlora import doing
 from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, LedgerError
 from fedlora.flower import apps
-from fedlora.flower.processes import holder, serving
+from fedlora.flower.processes import holder, locked
 from fedlora.flower.server.journal import read_now
 from fedlora.flower.server.serve import Lost, Pace, Supervisor
 from fedlora.flower.server.status import Standing
@@ -110,17 +109,6 @@ def test_a_finished_federation_is_left_alone(tmp_path: Path) -> None:
     assert now.done == 5 and "run" in link.done and said[0].startswith("fed-1: 3 sites, 5 rounds, 3 ")
 
 
-def test_an_early_stop_is_an_end(tmp_path: Path) -> None:
-    home = federation_folder(tmp_path / "f")
-    now, _, _ = served(home, [rounds(1, 2), completes(2, "stopped early")])
-    assert (now.done, now.why) == (2, "stopped early")
-    settings = home / "federation.toml"
-    settings.write_text(
-        settings.read_text() + "[train]\nlearning_rate = 0.5\n"
-    )  # another patience, say: it looks again
-    assert served(home, [rounds(3), completes(3)])[0].done == 3
-
-
 def test_where_the_superlink_dies_all_ends_and_started_again_it_goes_on(tmp_path: Path) -> None:
     home = federation_folder(tmp_path / "f")
     now, link, said = served(home, [rounds(1), dies()], [dies(1)], [rounds(2, 3), completes(3)], starts=3)
@@ -201,63 +189,6 @@ def test_the_app_says_what_would_fail_the_same_way_again(
     assert "it is so" in log.read_text() and "Traceback" in log.read_text()
 
 
-def test_too_few_answers_are_waited_for_and_never_given_up(tmp_path: Path) -> None:
-    """More often than failures are given up; the next run begins once enough are online, and not before."""
-    home = federation_folder(tmp_path / "f")
-    looks = 0
-
-    def thin(link: FakeLink) -> None:
-        def comes() -> None:
-            nonlocal looks
-            looks += 1
-            link.online = ["acme"] if looks < 20 else ["acme", "cork"]
-
-        link.online, link.comes = [], comes
-
-    quorum = fails("ServerApp failed with exception: round 1: 1 of 2", ended="quorum")
-    now, link, said = served(home, *[[quorum] for _ in range(5)], [rounds(1, 2, 3), completes(3)], before=thin)
-    assert now.done == 3 and looks >= 20 and link.done.count("run") == 6
-    assert said.count("online: acme; missing: berlin, cork (a round needs 2 of 3)") == 1
-    assert not any(line.startswith("waiting") for line in said)  # it was told when it changed, and that is not long ago
-    assert "online: acme, cork; missing: berlin (a round needs 2 of 3)" in said
-
-
-def test_a_round_is_not_begun_for_fewer_than_its_rule_needs(tmp_path: Path) -> None:
-    """The quorum is 2 of 3, and Krum without byzantine clients needs all three (2 f + 3). Before, two trained in vain,
-    for ever."""
-    home = federation_folder(tmp_path / "f")
-    with (home / "federation.toml").open("a") as file:
-        file.write('[robust]\nrule = "krum"\nbyzantine = 0\n')
-    looks, (away, *there) = 0, CLIENTS
-
-    def thin(link: FakeLink) -> None:
-        def comes() -> None:
-            nonlocal looks
-            looks += 1
-            link.online = list(CLIENTS) if looks > 20 else there
-
-        link.online, link.comes = [], comes
-
-    _, _, said = served(home, [rounds(1, 2, 3), completes(3)], before=thin)
-    assert looks > 20 and any(f"missing: {away} (a round needs 3 of 3)" in line for line in said)
-
-
-def test_who_comes_and_goes_is_told_once(tmp_path: Path) -> None:
-    home = federation_folder(tmp_path / "f")
-    seen = [["acme"], ["acme", "cork"], ["acme", "cork"], [], list(CLIENTS), list(CLIENTS)]
-
-    def coming(link: FakeLink) -> None:
-        link.comes = lambda: setattr(link, "online", seen.pop(0) if len(seen) > 1 else seen[0])
-
-    _, _, said = served(home, [wait, wait, wait, wait, rounds(1, 2, 3), completes(3)], before=coming)
-    assert [line for line in said if line.startswith("online")] == [
-        "online: acme; missing: berlin, cork (a round needs 2 of 3)",
-        "online: acme, cork; missing: berlin (a round needs 2 of 3)",
-        "online: nobody; missing: acme, berlin, cork (a round needs 2 of 3)",
-        "online: acme, berlin, cork (all 3)",
-    ]
-
-
 def test_a_run_that_never_begins_is_explained(tmp_path: Path) -> None:
     home = federation_folder(tmp_path / "f")
     (home / "superlink.log").write_text("certificate verify failed: IP address mismatch\n")
@@ -268,28 +199,6 @@ def test_a_run_that_never_begins_is_explained(tmp_path: Path) -> None:
 
     with pytest.raises(Lost, match=r"within 0 s: .*certificate verify failed"):
         served(home, [pending] * 100)
-
-
-def test_a_run_that_was_seen_running_is_not_one_that_never_began(tmp_path: Path) -> None:
-    """One look without an answer, long after the run began: nothing is stopped, and nothing is said of it."""
-    home = federation_folder(tmp_path / "f")
-
-    def later(link: FakeLink) -> None:
-        time.sleep(0.3)  # more than `pending`
-
-    def hiccup(link: FakeLink) -> RunFacts:
-        raise SuperLinkError("500")
-
-    now, link, said = served(home, [wait, rounds(1), later, hiccup, rounds(2), hiccup, hiccup, rounds(3), completes(3)])
-    assert now.done == 3 and link.done == ["start", "keys acme,berlin,cork", "run", "stop"]
-    assert not any("did not begin" in line for line in said)
-
-    def pending(link: FakeLink) -> RunFacts:
-        return RunFacts(7, "pending")
-
-    late = [pending, later, hiccup, rounds(1, 2, 3), completes(3)]  # and one that nobody saw begin may have
-    now, link, said = served(federation_folder(tmp_path / "g"), late)
-    assert now.done == 3 and link.done.count("run") == 1
 
 
 def test_asked_to_stop_it_ends_the_run_and_then_all(tmp_path: Path) -> None:
@@ -304,42 +213,6 @@ def test_asked_to_stop_it_ends_the_run_and_then_all(tmp_path: Path) -> None:
     assert now.done == 1 and not now.why
     assert link.done[-2:] == ["stop run 7", "stop"]
     assert said[-1].startswith("asked to stop")
-
-
-@pytest.mark.parametrize("when", ["start", "nodes", "thin"])
-def test_asked_to_stop_while_it_waits(tmp_path: Path, when: str) -> None:
-    home = federation_folder(tmp_path / "f")
-    link, stop = FakeLink(home, [fails("no", ended="quorum")]), threading.Event()
-    slow = Pace(log=0.0, look=60.0 if when == "nodes" else 0.0, thin=60.0)
-    if when == "start":
-        link.start = lambda *, give_up: stop.set() or None  # type: ignore[method-assign, func-returns-value]
-    if when == "nodes":
-        link.online = []
-    began = time.monotonic()
-    threading.Timer(0.3, stop.set).start()
-    now = Supervisor(link, lambda line: None, stop=stop, pace=slow).serve()
-    assert not now.why and time.monotonic() - began < 5 and link.done[-1] == "stop"
-
-
-def test_two_cannot_serve_one_folder(tmp_path: Path) -> None:
-    """The other one's process is named; however it ends, the folder is free again."""
-    home = federation_folder(tmp_path / "f")
-    words = f"import sys; sys.path[:0] = {sys.path!r}\nfrom pathlib import Path\nimport time\n"
-    words += "from fedlora.flower.processes import serving\n"
-    words += f"with serving(Path({str(home / 'state' / 'serve.lock')!r})):\n"
-    words += "    print('held', flush=True); time.sleep(60)"
-    other = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True)
-    try:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
-        assert holder(home / "state" / "serve.lock") == other.pid
-        with pytest.raises(ConfigError, match=f"process {other.pid} already serves"):
-            served(home)
-    finally:
-        other.kill()
-        other.communicate()
-    assert holder(home / "state" / "serve.lock") is None
-    with serving(home / "state" / "serve.lock"), pytest.raises(ConfigError, match="already serves"):
-        served(home)
 
 
 def test_keys_that_come_while_it_runs_are_admitted(tmp_path: Path) -> None:
@@ -358,25 +231,6 @@ def test_keys_that_come_while_it_runs_are_admitted(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_file_among_the_keys_that_is_none_stops_nothing_while_it_waits_either(tmp_path: Path) -> None:
-    """Copied there while the server waits for sites. Before, `serve` ended with code 2 then, and only then."""
-    home, seen = federation_folder(tmp_path / "f"), [[], [], list(CLIENTS)]
-
-    def copied(link: FakeLink) -> None:
-        keep = link.keep_keys
-
-        def keys(found: Mapping[str, Path]) -> list[str]:
-            if len(seen) < 3:  # a look at the nodes was made since the start
-                raise ConfigError("x.pub is not a public key")
-            return keep(found)
-
-        link.keep_keys = keys  # type: ignore[method-assign]
-        link.comes = lambda: setattr(link, "online", seen.pop(0) if len(seen) > 1 else seen[0])
-
-    now, _, said = served(home, [rounds(1, 2, 3), completes(3)], before=copied)
-    assert now.why and said.count("x.pub is not a public key") == 1
-
-
 def test_a_policy_that_is_broken_meanwhile_stops_nothing(tmp_path: Path) -> None:
     home = federation_folder(tmp_path / "f")
     good = (home / "policy.toml").read_text()
@@ -389,3 +243,29 @@ def test_a_policy_that_is_broken_meanwhile_stops_nothing(tmp_path: Path) -> None
 
     now, _, said = served(home, [rounds(1), broken, rounds(2), mended, rounds(3), completes(3)])
     assert now.why and sum("until this run" in line for line in said) == 1
+
+
+def test_two_cannot_serve_one_folder(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    with locked(home / "state" / "serve.lock", "serves it"):
+        assert holder(home / "state" / "serve.lock") == os.getpid()
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} already serves"):
+            served(home)
+    assert holder(home / "state" / "serve.lock") is None
+
+
+def test_too_few_answers_are_never_given_up_and_who_comes_and_goes_is_told_once(tmp_path: Path) -> None:
+    """More often than failures are given up; nothing waits here, because the rounds themselves do."""
+    home = federation_folder(tmp_path / "f")
+    seen = [["acme"], ["acme"], ["acme", "cork"], [], list(CLIENTS)]
+
+    def coming(link: FakeLink) -> None:
+        link.comes = lambda: setattr(link, "online", seen.pop(0) if len(seen) > 1 else seen[0])
+
+    quorum = fails("ServerApp failed with exception: round 1: 1 of 2", ended="quorum")
+    now, link, said = served(home, *[[quorum] for _ in range(5)], [wait, rounds(1, 2, 3), completes(3)], before=coming)
+    assert now.done == 3 and link.done.count("run") == 6 and link.done.count("start") == 1
+    assert [line for line in said if line.startswith("online")] == [
+        "online: acme; missing: berlin, cork", "online: acme, cork; missing: berlin",
+        "online: nobody; missing: acme, berlin, cork", "online: acme, berlin, cork (all 3)",
+    ]  # fmt: skip

@@ -33,8 +33,9 @@ def test_what_a_site_gets_is_all_but_what_is_the_servers(tmp_path: Path) -> None
     assert not any(word in text for word in ("/fed", "held.csv", "fl.example.org", '"demo"'))
     there = FederationSettings.from_travelling(text)
     assert there.travelling() == text and there.run == here.run and there.data.label_names == ["no", "yes"]
-    assert (here.at_server.validation, here.data.validation, there.data.validation) == ("/fed/held.csv", 0.0, 0.0)
-    assert here.data.test == 0.1  # a share is each site's
+    assert here.files() == {"validation": "/fed/held.csv"}
+    assert here.share("validation") == there.data.validation == 0.0
+    assert here.share("test") == there.data.test == 0.1  # a share is each site's
     measured = here.for_server()
     assert measured is not None and (measured.data.validation, measured.data.test) == ("/fed/held.csv", 0.0)
     assert measured.model.name == "demo" and of().for_server() is None
@@ -66,17 +67,18 @@ def test_a_sites_own_program_takes_the_place_of_the_servers_training(tmp_path: P
     assert (train.command, train.timeout, train.max_steps) == (["python", str(tmp_path / "mine.py")], 60.0, 10)
 
 
-@pytest.mark.parametrize(
-    ("table", "keys"),
-    [
-        ("train", {"command": ["rm", "-r", "/"]}), ("model", {"name": "/etc"}), ("data", {"clients": {"a": "/etc"}}),
-        ("data", {"train": "/etc/passwd"}), ("network", {"port": 1}), ("privacy", {"ledger": "/etc/x"}),
-    ],
-)  # fmt: skip
-def test_no_server_sets_what_is_a_sites_own(table: str, keys: dict[str, Any]) -> None:
+def test_no_server_sets_what_is_a_sites_own() -> None:
+    """Whatever it sends: the site's trainer has the paths, the program and the device of site.toml alone."""
     said = json.loads(of().travelling())
-    with pytest.raises(ConfigError, match=rf"{table}"):
-        FederationSettings.from_travelling(json.dumps({**said, table: {**(said.get(table) or {}), **keys}}))
+    said["train"] |= {"command": ["rm", "-r", "/"], "timeout": 1.0}
+    said["model"] |= {"path": "/etc", "adapter": "/etc/adapter", "device": "cuda", "revision": "main"}
+    said["data"] |= {"clients": {"a": "/etc"}, "train": None, "validation": "/etc/passwd"}
+    said |= {"clients": {"ranks": [9]}, "attack": {"kind": "sign-flip", "fraction": 0.5}, "network": {"port": 1}}
+    config = FederationSettings.from_travelling(json.dumps(said)).for_site(Site("acme", OWN), rank=4)
+    assert (config.train.command, config.train.timeout) == (None, None)
+    assert (config.model.name, config.model.adapter, config.model.device) == ("/models/bert", None, "auto")
+    assert (config.data.clients, config.data.train, config.data.validation) == ({"acme": "notes.csv"}, None, 0.0)
+    assert (config.model.revision, config.clients.ranks, config.attack.kind) == (None, [4], "none")
 
 
 def test_a_servers_module_is_not_imported_unless_the_site_names_it() -> None:
@@ -100,7 +102,8 @@ def test_what_is_no_settings_is_refused(text: str) -> None:
         ({"clients": {"ranks": [4]}}, "policy.toml"),
         ({"train": {"command": ["x"]}}, "train.command .*site.toml"),
         ({"data": {}}, "data.label_names is missing"),
-        ({"data": {"label_names": ["a", "b"], "validation": 0.6, "test": 0.5}}, "nothing to train on"),
+        ({"run": {"workers": 4}}, "run.workers is no setting .*fedlora run"),
+        ({"evaluate": {"target": "server"}}, "evaluate.target .*data.validation"),
         ({"train": {"learnig": 1}}, "unknown key"),
         ({"id": "a/b"}, "64 letters"),
     ],

@@ -12,8 +12,6 @@ import tomli_w
 pytest.importorskip("flwr")
 
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.trainer import told_to_server
-from fedlora.training.round_folder import ProgramFailed
 from support.federation_folders import FederationOnDisk
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.own_programs import DOUBLING, command
@@ -43,16 +41,3 @@ def test_a_site_trains_by_its_program_beside_sites_that_do_not(tmp_path: Path) -
     assert place.stat().st_mode & 0o777 == 0o700
     card = (fed.home / "server" / "adapter" / "README.md").read_text()
     assert "program of a site's own" in card, "its settings say nothing of acme's training"
-
-
-def test_a_program_that_fails_costs_its_site_a_round_and_nothing_else(tmp_path: Path) -> None:
-    """The round counts without it; in the next one it goes on. The server is told the kind of the error alone, since a
-    program's last words may hold its data."""
-    fed = FederationOnDisk(tmp_path, run={"rounds": 2}, server={"quorum": 2})
-    site = with_program(fed, "acme", DOUBLING + "\nif said['round'] == 1: raise SystemExit('patient 17 is odd')")
-    fed.play()
-    first, second = fed.lines()
-    assert "acme" not in first["losses"] and second["losses"]["acme"] == 0.5
-    assert "ProgramFailed" in first["fates"]["acme"]["why"]
-    failed = ProgramFailed("the program of 'acme' ended with code 1. Its last line: 'patient 17 is odd'")
-    assert "patient" not in told_to_server(failed, site.path)

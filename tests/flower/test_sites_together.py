@@ -26,13 +26,13 @@ from safetensors.torch import load_file, save_file
 from fedlora.errors import ConfigError
 from fedlora.flower.server.opening import opening
 from fedlora.flower.site.trainer import keeping
-from fedlora.flower.terms.facts import model_facts, write_agreed
+from fedlora.flower.terms.facts import model_facts
 from fedlora.flower.terms.settings import FederationSettings, Site
 from fedlora.runs.config import parse_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from support.federation_folders import RANKS, SETTINGS, FederationOnDisk, merged
+from support.federation_folders import RANKS, SETTINGS, FederationOnDisk, merged, write_join
 from support.flower_grid import bits
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.training_data import LABELS, classification, rows
@@ -47,7 +47,7 @@ def federation(root: Path, **tables: Any) -> FederationOnDisk:
 def knowing(made: FederationOnDisk) -> FederationOnDisk:
     """The server knows the base model, as after `init` with one."""
     facts = model_facts(str(made.model), made.settings())
-    write_agreed(made.home / "agreement.json", facts)
+    write_join(made.home, SETTINGS["id"], facts=facts)
     return made
 
 
@@ -141,7 +141,7 @@ def other_numbers(model: Path) -> None:
     [
         (one_byte, "base is"),
         (other_words, "tokenizer is"),
-        (other_numbers, "config.layer_norm_eps is 1e-12"),
+        (other_numbers, "config is"),
     ],
 )
 def test_a_site_with_another_model_is_named_and_costs_nobody_the_round(
@@ -156,30 +156,3 @@ def test_a_site_with_another_model_is_named_and_costs_nobody_the_round(
     (line,) = made.lines()
     assert said in line["fates"]["berlin"]["why"] and set(line["losses"]) == {"acme", "cork"}, line["fates"]
     assert not list((tmp_path / "sites" / "berlin").rglob("round-*"))
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ('{"text": "w1 w2", "label": "nobody\'s"}\n' * 9, "LabelError"),
-        (f'{{"sentence": "w1 w2", "label": "{LABELS[0]}"}}\n' * 9, "DataError"),
-        (f'{{"text": "w1 w2", "label": "{LABELS[0]}"}}\n', "DataError"),
-        ("", "DataError"),
-    ],
-    ids=["a class that nobody has", "no such column", "one example, and shares to hold out", "nothing"],
-)
-def test_a_site_whose_data_do_not_fit_is_named(tmp_path: Path, content: str, said: str) -> None:
-    """At the server by the kind of the error alone; at the site in full, by `fedlora flower site` and `doctor`."""
-    made = federation(tmp_path)
-    (tmp_path / "cork.jsonl").write_text(content)
-    made.play()
-    (line,) = made.lines()
-    assert said in line["fates"]["cork"]["why"] and set(line["losses"]) == {"acme", "berlin"}
-
-
-def test_one_example_is_enough_where_nothing_is_held_out(tmp_path: Path) -> None:
-    made = federation(tmp_path, data={"validation": 0.0, "test": 0.0}, evaluate={"every": 1})
-    (tmp_path / "cork.jsonl").write_text(json.dumps({"text": "w1 w2", "label": LABELS[0]}) + "\n")
-    made.play()
-    assert set(made.lines()[0]["losses"]) == set(RANKS)

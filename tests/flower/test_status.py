@@ -17,9 +17,8 @@ from rich.console import Console
 from fedlora.cli.flower.serve import Stop, _rounds_table, tell_end
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.processes import serving
+from fedlora.flower.processes import locked
 from fedlora.flower.server.journal import Journal
-from fedlora.flower.server.serve import nodes_line
 from fedlora.flower.server.status import headline, standing, status_of
 from fedlora.flower.server.superlink import NodeFacts
 from support.fake_link import end_rounds, federation_folder, play_round
@@ -61,13 +60,14 @@ def test_status_without_a_superlink(tmp_path: Path, main: Any) -> None:
     assert found["superlink"] is False and found["sites"]["berlin"]["node"] == "no key"
     assert found["sites"]["acme"] == {
         "rank": 8, "node": "unknown", "last_seen": None, "fate": "trained", "why": "", "loss": 1.0, "norm": 0.5,
-        "weight": 0.5, "after_the_rule": 1.0, "fates": {"trained": 1},
+        "weight": 0.5, "after_the_rule": 1.0, "score": 0.75, "fates": {"trained": 1},
     }  # fmt: skip
     assert json.loads(main("flower", "status", home, "--json", "--rounds", 0).out)["last_rounds"] == []
-    with serving(home / "state" / "serve.lock"):
+    with locked(home / "state" / "serve.lock", "serves it"):
         said = main("flower", "status", home)
     assert said.code == 0 and "served by process" in said.out and "1 of 3 rounds done" in said.out
     assert "cork, last round: refused: so" in said.out and "50.0%, 0.0%" in " ".join(said.out.split())
+    assert "its accuracy" in said.out and "accuracy at the sites" in " ".join(said.out.split())
     assert main("flower", "status", tmp_path).error()
 
 
@@ -78,7 +78,7 @@ def test_status_names_who_has_not_answered(tmp_path: Path, monkeypatch: pytest.M
     told.answered("acme")
     node = NodeFacts("acme", 1, "online", b"", 100.0)
     monkeypatch.setattr("fedlora.flower.server.status._nodes", lambda folder: {"acme": node})
-    with serving(home / "state" / "serve.lock"):
+    with locked(home / "state" / "serve.lock", "serves it"):
         found = status_of(FederationFolder(home))
     assert found["sites"]["acme"]["last_seen"] == "1970-01-01T00:01:40.000+00:00"
     assert "round 1 of 3 goes on" in headline(found) and "no answer yet: berlin" in headline(found)
@@ -106,10 +106,3 @@ def test_the_table_of_rounds_never_understates_epsilon() -> None:
     with screen.capture() as captured:
         screen.print(_rounds_table([told]))
     assert "13.604" in captured.get() and "25.101" in captured.get()
-
-
-def test_who_is_online_and_who_is_missing() -> None:
-    assert nodes_line([], ["a", "b"], "quorum 2 of 2") == "online: nobody; missing: a, b (quorum 2 of 2)"
-    assert nodes_line(["a", "b"], ["a", "b"], "quorum 2 of 2") == "online: a, b (all 2)"
-    heard = nodes_line(["a", "b"], ["a", "b"], "quorum 2 of 2", 40.2)
-    assert heard == "online: a, b, each heard within the last 40 s (all 2)"  # one that died since is in the count

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key, lo
 from fedlora.errors import ConfigError
 from fedlora.flower import processes
 from fedlora.flower.server import superlink
-from fedlora.flower.server.superlink import NodeFacts, SuperLink, SuperLinkError, forget_unregistered, public_key
+from fedlora.flower.server.superlink import NodeFacts, SuperLink, forget_unregistered, public_key
 from fedlora.flower.terms import certificates
 from support.marked import started_for
 from support.small_apps import settings_with_port
@@ -105,41 +105,6 @@ def test_it_listens_on_loopback_and_knows_only_registered_nodes(tmp_path: Path) 
         SuperLink(tmp_path)
 
 
-def test_nobody_there_is_said_and_no_proxy_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a proxy in the environment loopback is asked itself: the refused connection is loopback's, at once."""
-    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://192.0.2.1:9")  # an address that nobody has (RFC 5737)
-    monkeypatch.setenv("NO_PROXY", "example.org")
-    link = SuperLink(home(tmp_path / "f"))
-    began = time.monotonic()
-    assert not link.answers()
-    with pytest.raises(SuperLinkError, match="refused"):
-        link.nodes()
-    assert time.monotonic() - began < 5
-    assert link.env["NO_PROXY"] == "example.org,127.0.0.1,localhost"
-    assert link.env["FLWR_TELEMETRY_ENABLED"] == "0"
-
-
-def test_a_port_that_is_taken_and_a_program_that_ends_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(SuperLinkError, match=rf"port {port} of 127.0.0.1 .*in use"):
-            SuperLink(home(tmp_path / "f", port)).start()
-    folder = home(tmp_path / "g", port)
-    burning = program(tmp_path / "bin", "burning", "print('│ the disk is on fire │'); raise SystemExit(104)")
-    link = SuperLink(folder)
-    monkeypatch.setattr(link, "command", lambda: [str(burning)])
-    with pytest.raises(SuperLinkError, match="code 104: the disk"):
-        link.start()
-    burning.unlink()
-    with pytest.raises(FileNotFoundError, match="burning"):
-        link.start()
-
-
 def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path: Path) -> None:
     """A detached grandchild, as Flower's SuperExec is one, is found by whose it is, and ended."""
     sleeper = program(tmp_path / "bin", "flower-superexec", "import time; time.sleep(60)")
@@ -204,17 +169,6 @@ time.sleep(60)
     assert not left
 
 
-def test_one_that_will_not_end_is_killed(tmp_path: Path) -> None:
-    stubborn = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
-    program(tmp_path / "bin", "stubborn", stubborn)
-    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    process = processes.started(["stubborn"], tmp_path / "log", env)
-    while "up" not in processes.tail(tmp_path / "log"):
-        time.sleep(0.02)
-    processes.end(process, 0.2)
-    assert process.returncode == -9
-
-
 def test_a_key_can_come_back(tmp_path: Path) -> None:
     """Only the row of an unregistered node goes: one that is registered keeps its key."""
     path = tmp_path / "superlink.db"
@@ -227,17 +181,3 @@ def test_a_key_can_come_back(tmp_path: Path) -> None:
     with sqlite3.connect(path) as found:
         assert found.execute("SELECT node_id FROM node").fetchall() == [(2,)]
     found.close()
-
-
-@pytest.mark.parametrize(
-    ("log", "said"),
-    [
-        ("", "it said nothing"),
-        ("first\n\n╭─ Error ─╮\n│ no room   │\n╰───╯\n", "no room"),
-        ("Traceback (most recent call last):\nValueError: x\n", "ValueError: x"),
-        ("\x1b[91mERROR\x1b[0m :     no room\n", "ERROR :     no room"),
-    ],
-)
-def test_the_last_line(log: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(log)
-    assert processes.last_line(tmp_path / "log") == said

@@ -5,7 +5,6 @@ which never measures, whatever is lost on the way).
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from flwr.app import Message
 from fedlora import Server, build
 from fedlora.flower.grid import BoundedGrid
 from fedlora.flower.server.federation import Federation
-from support.flower_grid import FastClock, LocalGrid, bits, fates, play
+from support.flower_grid import FastClock, LocalGrid, bits, play
 from support.toy_federations import toy_federation
 
 RANKS = dict.fromkeys(("one", "two", "three"), 4)
@@ -63,31 +62,6 @@ def test_a_measured_adapter_is_trained_where_it_is(tmp_path: Path, method: str, 
     assert bits(strategy.state.server) == state
     strategy.measure(BoundedGrid(grid, clock=FastClock()), "test")
     assert sizes(grid, "evaluate")[3:] == [0], "at the end the test share is measured of what is there"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_who_lost_what_it_stored_loses_a_round_and_is_sent_everything_then(tmp_path: Path, method: str) -> None:
-    strategy, grid = measuring(tmp_path, method)
-    play(strategy, grid, 1)
-    shutil.rmtree(tmp_path / "nodes" / "two")
-    play(strategy, grid, 2)
-    assert fates(strategy) == {"one": "trained", "two": "failed", "three": "trained"}
-    play(strategy, grid, 3)
-    assert fates(strategy)["two"] == "trained" and sizes(grid, "train")[1] == 0 < sum(sizes(grid, "evaluate")[1:])
-
-
-def drops(kind: str) -> Any:
-    return lambda asked, reply: None if asked.metadata.message_type == kind else reply
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("method", METHODS)
-def test_an_answer_that_is_lost_costs_bytes_and_nothing_else(tmp_path: Path, method: str, unmeasured: Any) -> None:
-    """The site stored what came, and the server never hears of it: it sends what the site did not have before."""
-    strategy, grid = measuring(tmp_path, method)
-    grid.meddle["two"] = drops("evaluate")
-    play(strategy, grid, 3)
-    assert (bits(strategy.state.server), sizes(grid, "train")) == unmeasured[method]
 
 
 @pytest.mark.parametrize("method", METHODS)

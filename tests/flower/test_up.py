@@ -62,8 +62,8 @@ def test_one_file_is_dealt_as_the_run_deals_it(tmp_path: Path, written: Callable
         assert Counter(line["text"] for line in lines) == Counter(part.text)
         assert all(sound for _, _, sound in checked_site(fed.site(name).path, server=False))
     settings = FederationSettings.load(fed.settings)
-    held = [json.loads(line)["text"] for line in Path(str(settings.at_server.validation)).read_text().splitlines()]
-    assert held == list(dealt.validation[""].text) and settings.data.validation == 0.0
+    held = [json.loads(line)["text"] for line in Path(settings.files()["validation"]).read_text().splitlines()]
+    assert held == list(dealt.validation[""].text) and settings.share("validation") == 0.0
     assert dict(Policy.read(fed.policy).clients) == {"site-1": {"encoder": 2}, "site-2": 4} or set(
         Policy.read(fed.policy).clients
     ) == {"site-1", "site-2"}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("flwr")
 
@@ -22,7 +21,6 @@ from fedlora import Adapter, Client, Kept, LoRA, Server, build
 from fedlora.core.trainer import Trained
 from fedlora.flower.envelope import Receipt, RecordError, receipt_of
 from fedlora.flower.strategy import FedLoRA
-from fedlora.server.rules import Krum
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from support.flower_grid import RANKS, LocalGrid, Watching, bits, fates, federation, last_line, play, seed_adapter
@@ -112,43 +110,6 @@ def test_refused_work_leaves_no_trace_at_a_site_as_in_the_engine(tmp_path: Path,
     assert len(stored) <= 4, "of 6; of 5; and what 5 began with: the state of 2, the place in the data of 4"
 
 
-@pytest.mark.parametrize("how", ["abstains", "is left out"])
-def test_work_without_weight_stays_with_its_site_as_in_the_engine(tmp_path: Path, how: str) -> None:
-    """A site that has 0 examples, or that Krum does not choose, goes on from its own state. Reference: the engine."""
-    none: Harm = lambda done: replace(done, num_examples=0)  # noqa: E731
-    harm, rule = (none, None) if how == "abstains" else (None, Krum(f=0))
-    there, here = Sick(harm, (0, 2)), Sick(harm, (0, 2))
-    server = Server(build("glora"), heads="local", round=Kept(rule, quorum=1))
-    strategy, grid = federation(tmp_path, server, EQUAL, trainer=there)
-    play(strategy, grid, 4)
-    clients, begin = [Client(name, 4) for name in RANKS], start(server, seed_adapter())
-    *_, last = simulate(server, clients, here, begin, rounds=4)
-    assert there.given(*range(4)) == here.given(*range(4))
-    assert bits(strategy.state.server) == bits(last.state.server)
-    receipts, tally = strategy.kept.receipts, last.state.server.tally
-    assert {one.counted for one in receipts.values()} == {4}
-    left_out = tally.judged.left_out if rule is not None else {}
-    assert {name for name, one in receipts.items() if one.why} == set(left_out) and len(left_out) == 2 * bool(rule)
-    assert all("had no weight" in receipts[name].why and "did not count" not in receipts[name].why for name in left_out)
-
-
-@pytest.mark.parametrize("method", KEEPING)
-def test_late_work_leaves_no_trace_at_a_site(tmp_path: Path, method: str) -> None:
-    """The site trained, and its answers of rounds 2 and 3 never came. Reference: it was not there."""
-    trainer = Sick()
-    strategy, grid = playing(tmp_path / "a", method, trainer)
-    play(strategy, grid, 1)
-    grid.meddle["one"] = lambda asked, reply: None
-    play(strategy, grid, 3)
-    receipt = strategy.kept.receipts["one"]
-    assert fates(strategy)["one"] == "late" and receipt.counted == 1
-    del grid.meddle["one"]
-    play(strategy, grid, 5)
-    whole, there = without_one(tmp_path / "b", method, 5, 2, 3)
-    assert trainer.given(3, 4) == there.given(3, 4)
-    assert bits(strategy.state.server) == bits(whole.state.server)
-
-
 # ---- backups ---------------------------------------------------------------------------------------------------------
 
 
@@ -165,18 +126,6 @@ def test_a_restored_server_takes_its_sites_back_with_it(tmp_path: Path, method: 
     grid.offline = set()
     play(again, grid, 6)
     whole, there = without_one(tmp_path / "b", method, 6, *absent)
-    assert trainer.given(3, 4, 5) == there.given(3, 4, 5)
-    assert bits(again.state.server) == bits(whole.state.server)
-
-
-@pytest.mark.parametrize("refused", [(0, 1), (1, 2), (0, 1, 2), (1, 3), (2, 3), (1, 2, 3, 4)])
-def test_it_takes_them_back_to_work_that_did_not_count(tmp_path: Path, refused: tuple[int, ...]) -> None:
-    """The work of "one" in some rounds (from 0) is refused. Reference: no server was set back."""
-    trainer, there = (Sick(HARM["what is shared"], refused) for _ in range(2))
-    again, grid = set_back(tmp_path, "fedsa-lora", Sick(HARM["what is shared"], refused), trainer)
-    play(again, grid, 6)
-    whole, grid = playing(tmp_path / "b", "fedsa-lora", there)
-    play(whole, grid, 6)
     assert trainer.given(3, 4, 5) == there.given(3, 4, 5)
     assert bits(again.state.server) == bits(whole.state.server)
 
@@ -225,37 +174,6 @@ def test_a_restored_site_is_refused_by_name_and_the_way_out_works(tmp_path: Path
 
 def _local(name: str, method: str) -> bool:
     return name.endswith("/B") if method == "fedsa-lora" else name.startswith("/heads/") and method != "fedsa-lora"
-
-
-def test_who_was_refused_after_it_began_afresh_begins_so_again(tmp_path: Path) -> None:
-    """An emptied folder, and then a round that does not count: the server still names the round before both."""
-    trainer = Sick(HARM["what is shared"], (3,))
-    strategy, grid = playing(tmp_path, "fedsa-lora", trainer)
-    play(strategy, grid, 2)
-    shutil.rmtree(tmp_path / "nodes" / "one")
-    play(strategy, grid, 6)
-    assert [trainer.places.get(("one", round)) for round in range(6)] == [0, 3, None, 0, 0, 3]
-    assert not any(float(t.abs().max()) for t in _B(trainer, 4)) and any(float(t.abs().max()) for t in _B(trainer, 5))
-
-
-def _B(trainer: Sick, round: int) -> list[torch.Tensor]:
-    found = trainer.got["one", round].items()
-    return [torch.tensor(part, dtype=torch.uint8).view(torch.float32) for name, part in found if name.endswith("/B")]
-
-
-def test_where_nothing_is_kept_a_restored_site_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its data are all that it goes back with, and its log says so."""
-    trainer = Sick()
-    strategy, grid = federation(tmp_path, Server(build("fedex-lora")), EQUAL, trainer=trainer)
-    mine = tmp_path / "nodes" / "one"
-    play(strategy, grid, 2)
-    shutil.copytree(mine, tmp_path / "old")
-    play(strategy, grid, 4)
-    shutil.rmtree(mine)
-    shutil.copytree(tmp_path / "old", mine)
-    play(strategy, grid, 7)
-    assert fates(strategy)["one"] == "trained" and [trainer.places["one", k] for k in (5, 6)] == [6, 9]
-    assert "round 4" in caplog.text and "round 2" in caplog.text
 
 
 # ---- what the server knows -------------------------------------------------------------------------------------------

@@ -22,16 +22,13 @@ from fedlora.flower.server.opening import opening
 from fedlora.flower.server.serve import Stopped, Supervisor
 from fedlora.flower.server.state import FederationState, run_identity
 from fedlora.flower.server.status import standing
-from fedlora.flower.site import checks
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.server.state import RunState
 from support.command_line import Said
-from support.deployed_folders import federation_folder, site_folder
+from support.deployed_folders import federation_folder
 
-NOTHING = {"validation": 0.0, "test": 0.0}
 FAULTS: dict[str, dict[str, Any]] = {
-    "evaluate.target = 'server' measures": {"evaluate": {"target": "server"}},
-    "evaluate.clients_at_end = 'both' needs": {"evaluate": {"clients_at_end": "both"}},
+    "evaluate.target is no setting": {"evaluate": {"target": "server"}},
     "evaluate.early_stopping_patience = 2": {"data": {"validation": 0.0}, "evaluate": {"early_stopping_patience": 2}},
     "asks for fewer": {"run": {"rounds": 1}},
 }
@@ -43,6 +40,7 @@ def played(fed: FederationFolder, rounds: int) -> None:
     state = RunState(rounds, replace(first.state.server, round=rounds), first.state.clients)
     of = run_identity(first.settings.id, first.server, state.server)
     checkpoint.save(fed.checkpoints, rounds, FederationState(first.settings.id, state), of=of)
+    fed.played_with.write_text(first.settings.travelling())
     fed.rounds.write_text("".join(f'{{"round": {k}, "fates": {{}}}}\n' for k in range(1, rounds + 1)))
 
 
@@ -72,33 +70,6 @@ def test_serve_refuses_before_it_waits_for_a_site(
     said = main("flower", "serve", fed.path)
     asked = FederationSettings.load(fed.settings).run.rounds
     assert said.code == 2 and "99" in said.err and f"run.rounds = {asked}" in said.err
-
-
-def test_a_backup_that_was_unpacked_over_a_newer_folder_is_refused(tmp_path: Path) -> None:
-    """Its lines end before the newest state, whose rounds would be told as never played; both files and both numbers
-    are named. A line less than states is what a crash between the two leaves, and is no fault."""
-    fed = federation_folder(tmp_path / "fed")
-    played(fed, 2)
-    lines = [f'{{"round": {k}, "fates": {{}}}}\n' for k in (1, 2)]
-    fed.rounds.write_text("")
-    with pytest.raises(ConfigError) as refused:
-        opening(fed.path)
-    for named in (fed.checkpoints, fed.rounds, "round 2", "round 0", "backup"):
-        assert str(named) in str(refused.value)
-    for kept in (1, 2):
-        fed.rounds.write_text("".join(lines[:kept]))
-        assert opening(fed.path).rounds == 2
-
-
-def test_doctor_tells_of_a_damaged_checkpoint_that_the_rounds_would_pass_over(tmp_path: Path) -> None:
-    fed = federation_folder(tmp_path / "fed")
-    played(fed, 1)
-    played(fed, 2)
-    (newest,) = fed.checkpoints.glob("round-00002*")
-    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
-    found = [(text, sound) for what, text, sound in doctor.checked_folder(fed.path) if what == "checkpoint"]
-    assert len(found) == 1 and newest.name in found[0][0] and "is damaged" in found[0][0] and found[0][1] is False
-    assert opening(fed.path).rounds == 1
 
 
 def test_rounds_whose_states_are_gone_are_refused_and_not_played_again(tmp_path: Path) -> None:
@@ -158,18 +129,3 @@ def test_serve_ends_with_2_for_the_folder_alone(
     monkeypatch.setattr(Supervisor, "serve", serve)
     passes = issubclass(error, RuntimeError | OSError | MemoryError)
     assert main("flower", "serve", fed.path).code == (1 if passes else 2)
-
-
-def test_a_node_that_finds_no_memory_for_its_check_is_started_again(
-    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Code 1. That data which are not there are code 2 is asked in `test_site`."""
-
-    def check(folder: Path, **more: bool) -> None:
-        raise MemoryError
-
-    fed = federation_folder(tmp_path / "fed")
-    site = site_folder(tmp_path / "site", fed)
-    monkeypatch.setattr(checks, "checked_site", check)
-    said = main("flower", "node", site.path)
-    assert said.code == 1 and "MemoryError" in said.err

@@ -82,7 +82,7 @@ def main(grid: Grid, context: Context) -> None:
 
     server = Server(build("glora"), round=Kept(quorum=1), seed=3)
     strategy = Claimed(server, ranks, adapter=toys().seed_adapter(), folder=home())
-    strategy.policy = Policy(ranks, max_upload_mb=20)
+    strategy.policy = Policy(clients=ranks, max_upload_mb=20)
     strategy.start(grid, num_rounds=len(plan), timeout=90, should_stop=after)
 
 

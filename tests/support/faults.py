@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,7 +44,7 @@ def table(entries: list[dict[str, str]]) -> str:
     """Markdown. A cell holds one line; bars in it are escaped. Two columns, so that a phone has room for the line."""
     rows = ["| fault and effect | place and message |", "|---|---|"]
     for entry in entries:
-        line = entry["line"].replace("|", "\\|").replace("`", "'")
+        line = textwrap.shorten(entry["line"], 50, placeholder=" ...").replace("|", "\\|").replace("`", "'")
         rows.append(f"| **{entry['fault']}**: {entry['outcome']} | {entry['where']}: `{line}` |")
     return "\n".join(rows)
 

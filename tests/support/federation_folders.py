@@ -15,8 +15,8 @@ from fedlora.flower.places import SiteFolder
 from fedlora.flower.server.federation import play
 from fedlora.flower.server.journal import read_rounds
 from fedlora.flower.site.trainer import Trainer
-from fedlora.flower.terms.facts import Facts, write_agreed
-from fedlora.flower.terms.joining import JoinFile
+from fedlora.flower.terms.facts import Facts
+from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.sections import ModelSection
 from support.flower_grid import FastClock, LocalGrid
@@ -44,9 +44,11 @@ def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def write_join(folder: Path, federation: str, settings: str = "{}") -> None:
-    """A site's join file, as far as its trainer reads it."""
-    join = JoinFile(federation, "fl.example.org", 443, CA, settings, Facts())
+def write_join(folder: Path, federation: str, settings: str = "{}", facts: Facts | None = None) -> None:
+    """A join file, as far as a site's trainer and the server's rounds read it."""
+    address = Address(name="fl.example.org", port=443, ca=CA)
+    known = dict(facts.values) if facts is not None else {}
+    join = JoinFile(federation=federation, server=address, agreed=json.loads(settings), facts=known)
     (folder / "join.toml").write_text(join.text())
 
 
@@ -84,7 +86,7 @@ class FederationOnDisk:
         model = ModelSection(name=str(self.model), dropout=0.0)
         adapter, spec = model.load(settings.lora, LABELS, 0, device="cpu").seed_adapter(4, seed=0)
         write_adapter(self.home / "start", adapter, spec)
-        write_agreed(self.home / "agreement.json", Facts())
+        write_join(self.home, SETTINGS["id"])
         (self.home / "policy.toml").write_text(tomli_w.dumps({"deadline": 30.0, "clients": RANKS}))
 
     def write(self, **tables: Any) -> None:

@@ -11,8 +11,8 @@ import tomli_w
 
 from fedlora import Adapter, Server
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.scores import choosing_of
 from fedlora.flower.server.federation import Federation
-from fedlora.flower.server.measuring import choosing_of
 from fedlora.flower.server.opening import AtServer, Opening
 from fedlora.flower.server.state import newest
 from fedlora.flower.site.node import Node
@@ -55,9 +55,9 @@ def toy_federation(
         write_policy(folder, ranks)
     state = start(server, seed)
     found = newest(home.checkpoints, settings.id, server, state.server)
-    choosing, spec = choosing_of(settings, False, server.has_global_model(state.server)), None
+    choosing, spec = choosing_of(settings, server.has_global_model(state.server)), None
     opening = Opening(home, settings, Policy.read(home.policy), server, None, seed, spec, state, Facts(), AtServer(),
-                      choosing, 0, "")  # type: ignore[arg-type]  # fmt: skip
+                      choosing, 0)  # type: ignore[arg-type]  # fmt: skip
     facts, ruler = server_facts(settings, Facts(), seed.modules), Ruler()
     nodes = {
         name: Node(name, trainer or Toy(), folder / "nodes" / name, facts=facts, run="toys",

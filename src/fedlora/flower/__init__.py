@@ -2,7 +2,6 @@
 
 strategy.py   `FedLoRA`: in Flower's simulation, under `flwr run`, with stock PEFT clients (peft.py) or fedlora's own
 grid.py       `BoundedGrid`: exactly one answer to each question, measured before it is in memory (inside.py)
-exchange.py   whom a round or a measurement asks, and whose each reply is
 server/       a federation's server: `Federation`, each answer's fate, checkpoint and journal, measurements, the end;
               the folder and its members; the processes of `serve`; all of a federation on one machine (`up`)
 site/         a site: its folder, its node, the trainer that stays in memory

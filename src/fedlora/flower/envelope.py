@@ -98,6 +98,3 @@ def receipt_of(record: RecordDict) -> Receipt:
     if type(found.counted) is not int or found.counted < 0 or type(found.why) is not str:
         raise RecordError(f"the message does not say which of this site's work counted, but {quoted(said, 40)}.")
     return found
-
-
-__all__ = ["PROTOCOL", "Envelope", "Receipt", "RecordError", "enclose", "opened", "parts", "receipt_of"]

@@ -25,6 +25,7 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedlora.core.text import quoted, shown
+from fedlora.errors import HyperparameterError, RankMismatch
 from fedlora.flower.envelope import parts
 from fedlora.flower.inside import Arrival, Limit, http_inbox, too_large
 
@@ -127,8 +128,8 @@ class BoundedGrid(Grid):
             yield from self._arrived(asked)
             now = self.clock.monotonic()
             for id in [id for id, one in asked.items() if now >= one.until]:
-                half, one = self._inbox.half(id), asked.pop(id)
-                yield _no_answer(one.stub, "late", f"no answer within {timeout:g} s{f' ({half})' if half else ''}")
+                self._inbox.forget(id)
+                yield _no_answer(asked.pop(id).stub, "late", f"no answer within {timeout:g} s")
             if asked:
                 self.clock.sleep(max(0.01, min(self.pause, min(one.until for one in asked.values()) - now)))
 
@@ -226,9 +227,41 @@ class _OneByOne:
                 yield arrival
                 del arrival
 
-    def half(self, message_id: str) -> str:
-        """What is known about a reply that is incomplete: nothing."""
-        return ""
+    def forget(self, message_id: str) -> None:
+        """There is nothing to let go of."""
 
 
-__all__ = ["BoundedGrid", "Clock", "Limit", "NoAnswer"]
+class Exchange:
+    """One exchange with some clients: a message for each, made as it is drawn, and whose each reply is.
+
+    Args:
+        kind: of the messages, such as "train". group: their id. nodes: client -> its node, of those to ask. content:
+            makes a client's message; it raises `RankMismatch` or `HyperparameterError` for one whom the method cannot
+            serve, who then gets none. unsent: told of each such client, and why. timeout: seconds to live.
+    """
+
+    def __init__(
+        self, kind: str, group: str, nodes: Mapping[str, int], content: Callable[[str], RecordDict],
+        unsent: Callable[[str, str], None], timeout: float,
+    ) -> None:  # fmt: skip
+        self._kind, self._group, self._nodes, self._timeout = kind, group, nodes, timeout
+        self._content, self._unsent = content, unsent
+        self._asked: dict[int, str] = {}
+
+    def questions(self) -> Iterator[Message]:
+        """Messages for a `BoundedGrid`, which draws them one by one: Flower's own grids walk through them twice."""
+        for name, node in self._nodes.items():
+            try:
+                content = self._content(name)
+            except (RankMismatch, HyperparameterError) as error:
+                self._unsent(name, f"the method cannot serve it: {error}")
+                continue
+            self._asked[node] = name
+            message = Message(content, node, self._kind, ttl=self._timeout, group_id=self._group)
+            del content
+            yield message
+            del message
+
+    def whose(self, reply: Message) -> str:
+        """The client that answers so: a `BoundedGrid` gives one reply to each question, under the asked node's id."""
+        return self._asked[reply.metadata.src_node_id]

@@ -85,7 +85,6 @@ class _Coming:
 
     told: Any
     missing: list[str]
-    count: int
     contents: dict[str, bytes] = field(default_factory=dict)
     size: int = 0
     described: int = 0
@@ -108,7 +107,7 @@ class HttpInbox:
     pause = 1.0
 
     def __init__(self, grid: Any) -> None:
-        self._grid = grid
+        self._grid, self.client = grid, grid._runtime_client
         self._coming: dict[str, _Coming] = {}
         self._trouble: dict[str, str] = {}
 
@@ -133,12 +132,10 @@ class HttpInbox:
                 yield found
                 del found
 
-    def half(self, message_id: str) -> str:
-        """How much of a reply has come."""
-        coming, trouble = self._coming.pop(message_id, None), self._trouble.pop(message_id, "")
-        if coming is None or trouble:
-            return trouble
-        return f"it announced a reply, but only {coming.count - len(coming.missing)} of {coming.count} pieces arrived"
+    def forget(self, message_id: str) -> None:
+        """Let go of what has come of a reply."""
+        self._coming.pop(message_id, None)
+        self._trouble.pop(message_id, None)
 
     def _look(self, message_id: str, limit: Limit) -> Arrival | None:
         from flwr.common.serde_utils import metadata_from_proto
@@ -168,9 +165,8 @@ class HttpInbox:
         """The reply to one message, if the SuperLink has one, and the ids of its objects."""
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
-        client = self._grid._runtime_client
-        with answers_at_most(client, _TREE):
-            told = client.PullMessages(PullAppMessagesRequest(message_ids=[message_id]))
+        with answers_at_most(self.client, _TREE):
+            told = self.client.PullMessages(PullAppMessagesRequest(message_ids=[message_id]))
         for message, tree in zip(told.messages_list, told.message_object_trees, strict=True):
             if message.metadata.reply_to_message_id == message_id:
                 ids: dict[str, None] = {}
@@ -178,19 +174,21 @@ class HttpInbox:
                     if number >= limit.objects:
                         raise TooLarge(limit.bytes + 1)
                     ids[object_id] = None
-                return _Coming(message, list(ids), len(ids))
+                return _Coming(message, list(ids))
         return None
 
     def _pull(self, coming: _Coming, limit: Limit) -> bool:
         """Pull what is there. Returns whether that is all."""
         from flwr.proto.message_pb2 import PullObjectRequest
 
-        client, run_id = self._grid._runtime_client, self._grid.run.run_id
+        run_id = self._grid.run.run_id
         while coming.missing:
             object_id = coming.missing[0]
-            with answers_at_most(client, limit.bytes - coming.size + 4096):
+            with answers_at_most(self.client, limit.bytes - coming.size + 4096):
                 try:
-                    got = client.PullObject(PullObjectRequest(node=self._grid.node, run_id=run_id, object_id=object_id))
+                    got = self.client.PullObject(
+                        PullObjectRequest(node=self._grid.node, run_id=run_id, object_id=object_id)
+                    )
                 except TooLarge as error:
                     raise TooLarge(coming.size + error.size) from None
             if not got.object_found:
@@ -217,7 +215,7 @@ class HttpInbox:
 
         coming.contents = {}
         try:
-            self._grid._runtime_client.ConfirmMessageReceived(
+            self.client.ConfirmMessageReceived(
                 ConfirmMessageReceivedRequest(
                     node=self._grid.node,
                     run_id=self._grid.run.run_id,
@@ -310,7 +308,8 @@ def heartbeats_outlive_errors(grid: Grid) -> Iterator[None]:
 
     flwr's own sender ends silently at the first 500, and a minute later its SuperLink considers the ServerApp dead.
     """
-    if http_inbox(grid) is None:
+    inbox = http_inbox(grid)
+    if inbox is None:
         yield
         return
 
@@ -318,7 +317,7 @@ def heartbeats_outlive_errors(grid: Grid) -> Iterator[None]:
         if response.status_code >= 500 and response.request.url.path.endswith("/send-task-heartbeat"):
             response.status_code = httpx.codes.SERVICE_UNAVAILABLE
 
-    with _seen_first(grid._runtime_client, soften):  # type: ignore[attr-defined]
+    with _seen_first(inbox.client, soften):
         yield
 
 

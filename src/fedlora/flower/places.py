@@ -21,7 +21,6 @@ class FederationFolder:
 
     settings = place("federation.toml", "What is agreed on; and, for the server alone, its network and data.")
     policy = place("policy.toml", "Who may take part, at which rank and with which weight.")
-    agreement = place("agreement.json", "What is known of the base model that all have.")
     start = place("start", "The common start, a PEFT directory.")
     flower_home = place("state/flwr", "$FLWR_HOME of the processes that are started here.")
     certificates = place("certs", "Of the proxy and the SuperLink: ca.crt, ca.key, server.crt, server.key.")
@@ -29,11 +28,6 @@ class FederationFolder:
     keys = place("keys", "NAME.pub of each admitted site.")
     proxy = place("proxy", "All that the proxy may write: logs, its process id, temporary files.")
     state = place("state", "What the server's processes write beside `server`: database, logs, locks.")
-
-    @property
-    def written(self) -> tuple[Path, ...]:
-        """All that the server's processes may write here. Nothing below is executed or trusted."""
-        return self.server, self.state
 
     database = place("state/superlink.db", "The SuperLink's.")
     logs = place("state/logs", "Of the processes that are started here.")
@@ -67,6 +61,3 @@ class SiteFolder:
     key = place("key", "Its private key. It never leaves.")
     public_key = place("key.pub", "The other half.")
     state = place("state", "All that its processes may write: what stays here between rounds, logs, sockets.")
-
-
-__all__ = ["FederationFolder", "SiteFolder"]

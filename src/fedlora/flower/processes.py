@@ -17,12 +17,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from fedlora.core import files
-from fedlora.core.process import end, ends_with, killed_with
+from fedlora.core.process import killed_with
 from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 
@@ -116,44 +116,29 @@ def tail(path: Path, size: int = 20_000) -> str:
 
 
 @contextlib.contextmanager
-def locked(path: Path, refused: Callable[[str], str]) -> Iterator[int]:
-    """Hold the lock at `path`, with this process's id in it; the lock ends with the process. Yields its descriptor.
+def locked(path: Path, held: str) -> Iterator[None]:
+    """Hold the lock at `path`, with this process's id in it; the lock ends with the process.
 
     Args:
-        refused: makes the message if another process has it, from its id.
+        held: what the process that has it does, in words.
 
     Raises:
-        ConfigError: another process has it. OSError: it cannot be made.
+        ConfigError: another process has it; the message has its id. OSError: it cannot be made.
     """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         taken = files.hold(descriptor)
         if taken is False:
-            raise ConfigError(refused(_holder_said(descriptor)))
+            raise ConfigError(f"process {_holder_said(descriptor)} already {held}. One is enough: end it first.")
         if taken is None:
             log.warning("%s: this file system has no locks; make sure that nobody else does the same here", path)
         with contextlib.suppress(OSError):  # on a full disk the id is missing, but the lock holds
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        yield descriptor
+        yield
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def serving(path: Path) -> Iterator[None]:
-    """Allow one `fedlora flower serve` or `up` per folder: hold the lock at `path`, FED/state/serve.lock.
-
-    Raises:
-        ConfigError: another process holds it; the message has its id.
-    """
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    folder = path.parents[1]
-    with locked(path, lambda who: (
-        f"process {who} already serves {folder}: two processes would run each round twice. Look with `fedlora flower "
-        f"status {folder}`; end the other process first."
-    )):  # fmt: skip
-        yield
 
 
 def holder(path: Path) -> int | None:
@@ -172,9 +157,3 @@ def holder(path: Path) -> int | None:
 def _holder_said(descriptor: int) -> str:
     """The id that a lock's holder wrote into it, in words."""
     return shown(os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip() or "unknown")
-
-
-__all__ = [
-    "GIVES_BACK", "OF", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all_of", "ends_with", "environment", "holder",
-    "last_line", "locked", "owner_of_this", "serving", "started", "tail",
-]  # fmt: skip

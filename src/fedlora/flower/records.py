@@ -26,8 +26,8 @@ from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.core.parcels import Parcel
 from fedlora.core.text import shown
-from fedlora.flower.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened, parts
-from fedlora.flower.terms.facts import Disagreement, Facts, check
+from fedlora.flower.envelope import Envelope, Receipt, RecordError, enclose, opened, parts
+from fedlora.flower.terms import PROTOCOL
 from fedlora.linalg.stored import stored_bytes
 
 RAW, NUMPY = "fedlora.raw", "numpy.ndarray"
@@ -92,18 +92,15 @@ def _shown(shape: Sequence[int | None]) -> str:
 
 
 def parcel_record(
-    parcel: Parcel,
-    run: str,
-    envelope: Envelope = Envelope(),  # noqa: B008 - immutable
-    receipt: Receipt = Receipt(),  # noqa: B008 - immutable
-) -> RecordDict:
+    parcel: Parcel, run: str, envelope: Envelope | None = None, receipt: Receipt | None = None
+) -> RecordDict:  # fmt: skip
     """A client's message with a parcel. `run`: the federation's name, so that no other federation's state is used.
     envelope: the current settings, and the server's facts. receipt: for the client's earlier work."""
     tree, tensors = encoded(parcel)
     arrays = ArrayRecord({name: to_array(tensor) for name, tensor in tensors.items()})
     said = {"run": run, "round": parcel.round, "parcel": tree}
-    config = ConfigRecord({"parcel": json.dumps(said, sort_keys=True), "receipt": receipt.text()})
-    return enclose(RecordDict({"arrays": arrays, "config": config}), envelope)
+    config = ConfigRecord({"parcel": json.dumps(said, sort_keys=True), "receipt": (receipt or Receipt()).text()})
+    return enclose(RecordDict({"arrays": arrays, "config": config}), envelope or Envelope())
 
 
 def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
@@ -122,15 +119,9 @@ def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
 
 
 def upload_record(
-    upload: Upload,
-    *,
-    run: str,
-    round: int,
-    loss: float,
-    kept: Sequence[str],
-    facts: Facts = Facts(),  # noqa: B008 - immutable
-) -> RecordDict:
-    """A client's reply. kept: the names of its own kept parts. `round` is the download's. facts: the site's."""
+    upload: Upload, *, run: str, round: int, loss: float, kept: Sequence[str]
+) -> RecordDict:  # fmt: skip
+    """A client's reply. kept: the names of its own kept parts. `round` is the download's."""
     named = {
         f"{factor}/{module}": tensor
         for module, lora in upload.adapter.modules.items()
@@ -144,7 +135,7 @@ def upload_record(
             "config": ConfigRecord({"upload": json.dumps(said, sort_keys=True)}),
         }
     )
-    return enclose(record, Envelope(facts=facts.text()))
+    return enclose(record, Envelope())
 
 
 def record_upload(
@@ -156,7 +147,6 @@ def record_upload(
     shapes: Mapping[str, tuple[int, int]],
     roles: Roles,
     heads: Mapping[str, Tensor],
-    facts: Facts = Facts(),  # noqa: B008 - immutable
 ) -> tuple[Upload, float, list[str]]:
     """(upload, mean loss, names of the client's kept parts), checked against this round's request to this client.
 
@@ -164,16 +154,12 @@ def record_upload(
 
     Args:
         shapes: module -> (d_out, d_in) of the modules that the client holds. heads: the server's, by name and shape.
-        facts: the server's; the site must have the same.
 
     Raises:
-        RecordError: another protocol, a site without agreement, another run or round, keys, shapes or types that were
+        RecordError: another protocol, another run or round, keys, shapes or types that were
             not requested, or bytes that do not match their declaration. The server checks values.
     """
-    try:
-        check(facts, Facts.from_text(opened(record, "it", "this server").facts), client.id)
-    except Disagreement as error:
-        raise RecordError(str(error)) from error
+    opened(record, "it", "this server")
     said = _said(record, "upload")
     if said.get("run") != run or said.get("round") != round:
         raise RecordError(
@@ -239,9 +225,3 @@ def _said(record: RecordDict, what: str) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise RecordError(f"the message's {what} is no JSON object.")
     return said
-
-
-__all__ = [
-    "NUMPY", "PROTOCOL", "RAW", "RecordError", "kept_names", "number", "parcel_record", "record_parcel",
-    "record_upload", "to_array", "to_tensor", "upload_record",
-]  # fmt: skip

@@ -1,17 +1,20 @@
-"""A site measures its own readout on its held-out data: the question, the answer, and the server's checks.
+"""Who measures a federation's rounds, and by whose scores they are compared.
 
-The question carries the same as the next round's training message, and the site stores that, so the training message
-can leave it out. The answer is a few numbers: scores by name, and the number of examples. No text and no class name
-travels.
+data.validation says it: if it names a file of the server's, the server measures its model on that; if it is a share,
+each site measures its own readout on the rows that it holds out, and rounds are compared by the mean over those that
+answered, weighted by their examples. The question to a site carries the same as the next round's training message, and
+the site stores that, so the training message can leave it out. The answer is a few numbers: scores by name, and the
+number of examples. No text and no class name travels.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
@@ -21,10 +24,14 @@ from fedlora.core.messages import Download
 from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.envelope import Envelope, RecordError, enclose, opened, parts
+from fedlora.flower.inside import Limit
 from fedlora.flower.records import kept_names
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.runs.stopping import Line, Ranking
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.metrics import METRICS, score_name
 
+log = logging.getLogger(__name__)
 HeldOut = Literal["validation", "test"]
 HELD_OUT: tuple[HeldOut, ...] = ("validation", "test")
 Evaluators = Mapping[str, ModelEvaluator | None]  # a site's, by held-out part
@@ -34,6 +41,7 @@ Evaluators = Mapping[str, ModelEvaluator | None]  # a site's, by held-out part
 _BOUNDS = {"matthews": (-1.0, 1.0), "loss": (0.0, 1e6), "perplexity": (1.0, 1e9)}
 _ROOM = 1e-6  # for rounding
 _MOST_EXAMPLES = 1e12
+NUMBERS = Limit(2**20, 64, 2**20)  # a reply of numbers and of the names of parts that a site keeps
 
 
 @dataclass(frozen=True)
@@ -126,3 +134,75 @@ def _possible(name: str, value: object) -> float:
     if not least - _ROOM <= value <= most + _ROOM:
         raise RecordError(f"its {name} is {value:g}; it lies between {least:g} and {most:g}.")
     return float(value)
+
+
+# ----------------------------------------------------------------------------------------------------- at the server
+
+
+@dataclass(frozen=True)
+class SiteRound:
+    """The sites' measurements of one state. measured: site -> its scores, with their number of examples. unmeasured:
+    site -> the reason for none."""
+
+    measured: Mapping[str, SiteScores] = field(default_factory=dict)
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
+
+    def mean(self) -> dict[str, float]:
+        """The means, weighted by examples, of the scores that all sites have, and their number of examples."""
+        each = list(self.measured.values())
+        names = [name for name in (each[0].scores if each else ()) if all(name in one.scores for one in each)]
+        total = sum(one.examples for one in each)
+        means = {name: math.fsum(one.scores[name] * one.examples for one in each) / total for name in names}
+        return {**means, "examples": total} if each else {}
+
+    def facts(self) -> dict[str, Any]:
+        """The facts for a round's scores."""
+        return {
+            "site_metrics": {name: {**one.scores, "examples": one.examples} for name, one in self.measured.items()},
+            "site_mean": self.mean(),
+            "site_unmeasured": dict(self.unmeasured),
+        }
+
+
+@dataclass(frozen=True)
+class Choosing(Ranking):
+    """The order of a federation's rounds. by: whose scores; None: no round is measured. every, rounds: the rounds that
+    are measured, as evaluate.every and run.rounds say."""
+
+    by: Literal["server", "sites"] | None
+    every: int = 1
+    rounds: int = 0
+
+    def due(self, round: int) -> bool:
+        """Whether a round is measured."""
+        return self.by is not None and round > 0 and (round % self.every == 0 or round == self.rounds)
+
+    @property
+    def where(self) -> str:
+        return f"at the {self.by}"
+
+    def score(self, line: Line) -> float | None:
+        """A round's own score: the server's, or the sites' weighted mean. None if it was not measured."""
+        if self.by is None:
+            return None
+        return self._of(line.get("metrics" if self.by == "server" else "site_mean") or {})
+
+
+def choosing_of(settings: FederationSettings, model_here: bool) -> Choosing:
+    """Whose scores compare rounds. model_here: whether the method keeps a model at the server.
+
+    Raises:
+        ConfigError: patience has no scores.
+    """
+    evaluate = settings.evaluate
+    by: Literal["server", "sites"] | None = "sites" if settings.share("validation") else None
+    if "validation" in settings.files() and model_here:
+        by = "server"
+    if by is None and evaluate.patience is not None:
+        raise ConfigError(
+            f"evaluate.early_stopping_patience = {evaluate.patience} looks at a score of each round, and no round is "
+            f"measured: give data.validation a share (at the sites), or, for a method with a model at the server, a "
+            f"file of its own."
+        )
+    log.info("rounds are measured at the %s", by) if by else log.info("no round is measured")
+    return Choosing(score_name(evaluate.metric), by, evaluate.every, settings.run.rounds)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,8 +32,7 @@ from fedlora.core.parcels import held_after, pack
 from fedlora.core.text import shown
 from fedlora.errors import BudgetSpent, ConfigError, QuorumNotMet
 from fedlora.flower.envelope import Envelope, Receipt, parts
-from fedlora.flower.exchange import Exchange
-from fedlora.flower.grid import BoundedGrid, Clock, NoAnswer
+from fedlora.flower.grid import BoundedGrid, Exchange, NoAnswer
 from fedlora.flower.peft import peft_adapter, peft_record, peft_upload, ranks_of_clients, require_stock
 from fedlora.flower.records import parcel_record, record_upload
 from fedlora.flower.scores import as_question
@@ -60,7 +58,7 @@ from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
-_WAIT, _REMIND = 30.0, 300.0  # seconds until a round begins with the nodes that are there; until that is told again
+_WAIT, _REMIND = 30.0, 300.0  # seconds to wait for nodes; until that is told again
 
 
 class FedLoRA(Strategy):
@@ -96,9 +94,7 @@ class FedLoRA(Strategy):
                 f"r and lora_alpha are those of stock PEFT clients, both or neither; got {r}, {lora_alpha}."
             )
         rank = r or (max(adapter.ranks.values()) if adapter is not None else None)
-        self.factor = (
-            lora_alpha / r if r is not None and lora_alpha is not None else 1.0
-        )  # of clients' B to the server's
+        self.factor = lora_alpha / r if r and lora_alpha else 1.0  # of clients' B to the server's
         self.stock, self.names = r is not None, names or ("order" if isinstance(clients, int) else "registered")
         if isinstance(server, str):
             server = Server(build(server), "frozen" if self.stock else None, seed, Kept(quorum=1))
@@ -113,6 +109,8 @@ class FedLoRA(Strategy):
         self._answers: Answers | None = None
         self._not_sent: dict[str, str] = {}  # client -> why it gets no message
 
+    _patience = _WAIT  # seconds until a round begins with the nodes that are there
+
     # ------------------------------------------------------------------------------------------- Flower's own methods
 
     def start(
@@ -125,7 +123,8 @@ class FedLoRA(Strategy):
 
         Args:
             num_rounds: in all, those of a resumed run too. timeout: seconds for each client's answer, from when its own
-                message was sent. should_stop: called after each round; True ends the rounds.
+                message was sent. should_stop: called after each round; True ends the rounds. The result has its arrays
+                once they have ended: they are another adapter in memory.
 
         Raises:
             ConfigError: a start or clients that the method cannot serve, or too few nodes for names in order.
@@ -144,11 +143,11 @@ class FedLoRA(Strategy):
                 self._measure(grid, result, evaluate, evaluate_fn)
                 stop = should_stop is not None and self.round > 0 and should_stop(self.round, result)
                 if self.round >= num_rounds or self.stopped is not None or stop:
-                    return result
-                questions = self.configure_train(self.round + 1, result.arrays, train, grid)
-                replies = grid.send_and_receive(questions, timeout=self._timeout)
-                result.arrays, metrics = self.aggregate_train(self.round + 1, replies)
+                    break
+                questions = self.configure_train(self.round + 1, ArrayRecord(), train, grid)
+                metrics = self._played(grid.send_and_receive(questions, timeout=self._timeout))
                 result.train_metrics_clientapp[self.round] = metrics
+        result.arrays = self.arrays()
         return result
 
     def configure_train(
@@ -156,28 +155,32 @@ class FedLoRA(Strategy):
     ) -> Iterable[Message]:
         """Open the round, and return its messages: a `BoundedGrid` makes each as it draws it."""
         self._refresh()
-        opened = self.server.open(self.state.server)
+        grid, opened = BoundedGrid.around(grid), self.server.open(self.state.server)
         online = self._awaited(grid, opened)
-        self._clock = _clock_of(grid)
+        self._clock = grid.clock
         self._began = self._clock.monotonic()
         chosen = self._chosen(opened, online)
         self._answers = Answers(self.kept, opened, [*self.policy.clients], online, chosen, self.policy.max_examples)
-        if isinstance(grid, BoundedGrid):
-            asked = [self.policy.client(name) for name in self._answers.asked]
-            grid.limit = reply_limit(asked, self.state.server, self.policy.max_upload_mb)
+        asked = [self.policy.client(name) for name in self._answers.asked]
+        grid.limit = reply_limit(asked, self.state.server, self.policy.max_upload_mb)
         self._asked = self._exchange(MessageType.TRAIN, self._answers.asked, online, config)
-        return self._asked.questions(grid)
+        return self._asked.questions()
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord]:
         """Take the replies as they come, and close and store the round. Raises `QuorumNotMet`, `CheckpointError`."""
+        metrics = self._played(replies)
+        return self.arrays(), metrics
+
+    def _played(self, replies: Iterable[Message]) -> MetricRecord:
         answers = self._answers
         assert answers is not None, "configure_train opens the round"
         for reply in replies:
             self._take(answers, reply)
             del reply  # before the next one is pulled
-        self._answers = None
-        self._store(answers.close(self._more, seconds=round(self._clock.monotonic() - self._began, 3)))
-        return self.arrays(), _metrics(self.journal.lines(self.round)[-1])
+        after = answers.close(self._more, seconds=round(self._clock.monotonic() - self._began, 3))
+        self._answers = answers = None  # its uploads, before the state is written
+        self._store(after)
+        return _metrics(self.journal.lines(self.round)[-1])
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -186,14 +189,13 @@ class FedLoRA(Strategy):
         online = self._online(grid) if self.round and self.fraction_evaluate else {}
         asked = drawn(self.policy.clients, online, self.fraction_evaluate, seed=self.seed, round=self.round)
         self._asked = self._exchange(MessageType.EVALUATE, asked, online, config)
-        return self._asked.questions(grid)
+        return self._asked.questions()
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The mean of each number that clients report, weighted by their examples. None if there is none."""
         found: dict[str, list[tuple[float, float]]] = {}
         for reply in replies:
-            if (name := self._asked.whose(reply)) is None:
-                continue
+            name = self._asked.whose(reply)
             self.journal.answered(name)
             if reply.has_error():
                 log.warning("%s is not measured: %s", name, shown(reply.error.reason))
@@ -203,10 +205,8 @@ class FedLoRA(Strategy):
                 weight = numbers.pop("num-examples", 0.0)
                 for key, value in numbers.items() if weight > 0 else ():
                     found.setdefault(key, []).append((weight, value))
-        means: dict[str, Any] = {
-            key: sum(w * x for w, x in each) / sum(w for w, _ in each) for key, each in found.items()
-        }
-        return MetricRecord(means) if means else None
+        means = {key: sum(w * x for w, x in each) / sum(w for w, _ in each) for key, each in found.items()}
+        return MetricRecord(dict(means)) if means else None
 
     def summary(self) -> None:
         """Log what is played."""
@@ -230,10 +230,6 @@ class FedLoRA(Strategy):
         """The number of finished rounds."""
         return self.state.round
 
-    def stop(self, why: str) -> None:
-        """Play no further round."""
-        self.stopped = why
-
     def arrays(self) -> ArrayRecord:
         """The server's model as a PEFT state dict, which stock clients read: of rank r; otherwise of the start's ranks,
         with lora_alpha = r. A change of the base weights is not in it."""
@@ -251,7 +247,7 @@ class FedLoRA(Strategy):
             return dict(zip(self.policy.clients, sorted(grid.get_node_ids()), strict=False))
         return {node.name: node.node_id for node in grid.get_nodes() if node.name}
 
-    def _awaited(self, grid: Grid, opened: OpenRound) -> dict[str, int]:
+    def _awaited(self, grid: BoundedGrid, opened: OpenRound) -> dict[str, int]:
         """Those that are online once there are enough for a round. A private round's mean is divided by all clients:
         the first one waits for all of them, a later one as long as for an answer."""
         if opened.stored:
@@ -261,11 +257,11 @@ class FedLoRA(Strategy):
         if opened.asked is not None:
             return self._wait(grid, None, math.inf if self.round == 0 else self._timeout)
         rule, quorum = self.server.round.rule, self.server.round.quorum
-        return self._wait(grid, least_usable(self.policy, quorum, rule, self.fraction_train), _WAIT)
+        return self._wait(grid, least_usable(self.policy, quorum, rule, self.fraction_train), self._patience)
 
-    def _wait(self, grid: Grid, least: int | None, patience: float) -> dict[str, int]:
+    def _wait(self, grid: BoundedGrid, least: int | None, patience: float) -> dict[str, int]:
         """Those that are online once `least` clients are (None: all), or after so many seconds."""
-        clock, told = _clock_of(grid), -math.inf
+        clock, told = grid.clock, -math.inf
         until = clock.monotonic() + min(patience, math.inf if patience == math.inf else self._timeout)
         while True:
             found, now = self._online(grid), clock.monotonic()
@@ -307,7 +303,7 @@ class FedLoRA(Strategy):
         return Facts()
 
     def _measure(
-        self, grid: Grid, result: Result, config: ConfigRecord,
+        self, grid: BoundedGrid, result: Result, config: ConfigRecord,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
     ) -> None:  # fmt: skip
         """Measure the last round, if it is not measured yet, and tell its scores."""
@@ -315,12 +311,12 @@ class FedLoRA(Strategy):
         if self.journal.measured(self.round):
             return
         if self.round and self.fraction_evaluate:
-            questions = self.configure_evaluate(self.round, result.arrays, config, grid)
+            questions = self.configure_evaluate(self.round, ArrayRecord(), config, grid)
             found = self.aggregate_evaluate(self.round, grid.send_and_receive(questions, timeout=self._timeout))
             if found is not None:
                 scores["clients"] = dict(found)
                 result.evaluate_metrics_clientapp[self.round] = found
-        if evaluate_fn is not None and (told := evaluate_fn(self.round, result.arrays)) is not None:
+        if evaluate_fn is not None and (told := evaluate_fn(self.round, self.arrays())) is not None:
             scores["server"] = dict(told)
             result.evaluate_metrics_serverapp[self.round] = told
         if scores and self.round:
@@ -345,19 +341,17 @@ class FedLoRA(Strategy):
                     f"{self.folder} has round {found.state.round}, and the nodes of a new simulation have other ids: "
                     f"their order would give clients the history of others. Name the clients, or take a new folder."
                 )
-            self._kept = found or FederationState(self.run, begun)
+            self._kept, self._adapter = found or FederationState(self.run, begun), None
         if self.kept.line:
             self.journal.played(self.kept.line)
 
     def _result(self) -> Result:
         """What the rounds until now gave."""
-        result = Result(arrays=self.arrays())
+        result = Result()
         for line in self.journal.lines(self.round):
             result.train_metrics_clientapp[line["round"]] = _metrics(line)
-            for table, key in (
-                (result.evaluate_metrics_clientapp, "clients"),
-                (result.evaluate_metrics_serverapp, "server"),
-            ):
+            tables = {"clients": result.evaluate_metrics_clientapp, "server": result.evaluate_metrics_serverapp}
+            for key, table in tables.items():
                 if line.get(key):
                     table[line["round"]] = MetricRecord({k: math.nan if x is None else x for k, x in line[key].items()})
         return result
@@ -398,8 +392,7 @@ class FedLoRA(Strategy):
 
     def _take(self, answers: Answers, reply: Message) -> None:
         """Give a client the fate of its answer."""
-        if (name := self._asked.whose(reply)) is None:
-            return
+        name = self._asked.whose(reply)
         if reply.has_error():
             fate: Any = reply.error.fate if isinstance(reply.error, NoAnswer) else "failed"
             answers.settle(name, fate, reply.error.reason or "it gave no reason")
@@ -418,7 +411,6 @@ class FedLoRA(Strategy):
             return Reply(upload, loss, None)
         upload, loss, kept = record_upload(
             content, client, run=self.run, round=sent.round, shapes=shapes, roles=sent.roles, heads=state.heads,
-            facts=self._facts(),
         )  # fmt: skip
         return Reply(upload, loss, replace(held_after(sent), local=tuple(kept)))
 
@@ -457,14 +449,7 @@ class FedLoRA(Strategy):
             self.journal.ended(kind, why)
 
 
-def _clock_of(grid: Grid) -> Clock:
-    return grid.clock if isinstance(grid, BoundedGrid) else time
-
-
 def _metrics(line: Mapping[str, Any]) -> MetricRecord:
     """A round's metrics, from its line."""
     trained = sum(one["fate"] == "trained" for one in line["fates"].values())
     return MetricRecord({"train_loss": math.nan if line["loss"] is None else line["loss"], "clients": trained})
-
-
-__all__ = ["FedLoRA"]

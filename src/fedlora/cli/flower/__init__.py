@@ -16,7 +16,7 @@ from fedlora.cli.screen import complain
 from fedlora.errors import ConfigError
 
 COMMANDS = {
-    "init": "init:init", "admit": "members:admit", "remove": "members:remove", "renew": "members:renew",
+    "init": "init:init", "admit": "init:admit", "remove": "init:remove", "renew": "init:renew",
     "serve": "serve:serve", "status": "serve:status", "up": "serve:up", "site": "site:site", "node": "site:node",
 }  # fmt: skip
 app = typer.Typer(

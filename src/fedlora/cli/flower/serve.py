@@ -61,7 +61,8 @@ def up(
 
     quiet_libraries()
     if not FederationFolder(out).settings.is_file():
-        make(out, load_config(config, set or []), superlink_port)
+        if idle := make(out, load_config(config, set or []), superlink_port):
+            say(f"without effect in a federation: {', '.join(idle)}")
     elif set:
         raise ConfigError(
             f"{out} is there already: its settings are in {FederationFolder(out).settings}, not in --set."
@@ -141,17 +142,11 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str) -> None:
 
 
 def _tell_rule(found: Mapping[str, Any]) -> None:
-    """Print what the robust rule did in the last round."""
+    """Print what the robust rule did in the last round, if there is one."""
     from fedlora.server.judged import in_words
 
-    if last := _judged(found):
+    if found["last_rounds"] and (last := found["last_rounds"][-1].get("robust")):
         console.print(f"robust rule, last round: {in_words(last) or 'all changes counted in full'}")
-
-
-def _judged(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the robust rule did in the last round; {} without one."""
-    judged: Mapping[str, Any] = found["last_rounds"][-1].get("robust") or {} if found["last_rounds"] else {}
-    return judged
 
 
 def _show(found: Mapping[str, Any], rounds: int) -> None:
@@ -159,23 +154,17 @@ def _show(found: Mapping[str, Any], rounds: int) -> None:
 
     console.print(headline(found))
     ruled = any(site["after_the_rule"] is not None for site in found["sites"].values())
-    columns = [
-        "node",
-        "last seen",
-        "last round",
-        "loss",
-        "norm",
-        *(["weight, after the rule"] if ruled else []),
-        "rounds",
-    ]
-    table = Table("site", "rank", *columns)
+    scored = any(site["score"] is not None for site in found["sites"].values())
+    more = [*(["weight, after the rule"] if ruled else []), *([f"its {found['metric']}"] if scored else [])]
+    table = Table("site", "rank", "node", "last seen", "last round", "loss", "norm", *more, "rounds")
     for name, site in found["sites"].items():
         seen = f"{since(site['last_seen'])} ago" if site["last_seen"] else "never" if found["superlink"] else "unknown"
         after, weight = site["after_the_rule"], site["weight"]
         weights = [f"{weight:.1%}, {after:.1%}" if after is not None and weight is not None else "-"] if ruled else []
+        mine = [*weights, *([_number(site["score"])] if scored else []), str(site["fates"].get("trained", 0))]
         table.add_row(
             cell(name), cell(site["rank"]), site["node"], seen, cell(site["fate"] or "-"), _number(site["loss"]),
-            _number(site["norm"]), *weights, str(site["fates"].get("trained", 0)),
+            _number(site["norm"]), *mine,
         )  # fmt: skip
     console.print(table)
     for name, site in found["sites"].items():
@@ -186,8 +175,7 @@ def _show(found: Mapping[str, Any], rounds: int) -> None:
         console.print(_rounds_table(found["last_rounds"][-rounds:]))
     if "privacy" in found:
         console.print(f"private: {found['privacy']['promise']}.")
-    sizes = decimal(found["database_bytes"]), decimal(found["disk_free_bytes"])
-    console.print(f"the SuperLink's database holds {sizes[0]}; {sizes[1]} of disk are free")
+    console.print(f"{decimal(found['disk_free_bytes'])} of disk are free")
 
 
 def _rounds_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
@@ -195,17 +183,20 @@ def _rounds_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
     from fedlora.privacy.accounting import epsilon_up
 
     names = sorted({str(name) for line in rounds for name in line.get("metrics") or {}})
+    at_sites = sorted({str(name) for line in rounds for name in line.get("site_mean") or {}} - {"examples"})
     private = any(spent_of(line) is not None for line in rounds)
     spent = ("epsilon", "of planned") if private else ()
-    table = Table("round", *spent, "train loss", "seconds", "trained", "not", *names)
+    measured = [*names, *(f"{name} at the sites" for name in at_sites)]
+    table = Table("round", *spent, "train loss", "seconds", "trained", "not", *measured)
     for line in rounds:
         cells: list[Any] = [epsilon_up(x) for x in spent_of(line) or ()]
         fates = fates_of(line)
         others = ", ".join(f"{name} {fate}" for name, fate in fates.items() if fate != "trained")
         trained = sum(fate == "trained" for fate in fates.values())
         cells += [_number(line.get("loss")), _number(line.get("seconds"), 0), str(trained), cell(others or "-")]
-        metrics = line.get("metrics") or {}
-        table.add_row(str(line["round"]), *cells, *(_number(metrics.get(name)) for name in names))
+        scores = [(line.get("metrics") or {}).get(name) for name in names]
+        scores += [(line.get("site_mean") or {}).get(name) for name in at_sites]
+        table.add_row(str(line["round"]), *cells, *map(_number, scores))
     return table
 
 

@@ -86,6 +86,7 @@ def node(
     """
     needed()
     from fedlora.flower.places import SiteFolder
+    from fedlora.flower.processes import locked
     from fedlora.flower.site import checks, run
     from fedlora.flower.terms.joining import JoinFile
     from fedlora.runs.quiet import quiet_libraries
@@ -105,7 +106,7 @@ def node(
         for what, text, _ in rows:
             say(f"{what}: {shown(text, 2000)}")
         join = JoinFile.read(here.join)
-        with run.held(here):
+        with locked(here.state / "node.lock", f"runs `fedlora flower node` for {folder}"):
             with doing("waiting until the server lets this site in"):
                 run.wait_until_admitted(lambda: checks.look(join, here))
             run.take_part(here, join)

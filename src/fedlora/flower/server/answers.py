@@ -33,26 +33,9 @@ Fate = Literal["trained", "abstained", "refused", "failed", "late", "offline", "
 _MOST_LOSS = 1e6  # nats: chance among a million words is 14, and a diverged head has some thousands
 
 
-@dataclass(frozen=True)
-class Effect:
-    """usable: its upload goes into the model (a robust rule may give it no weight). counts: its site goes on from its
-    state after this round, and behind this round's data; otherwise from its last work that counted, so that it repeats
-    this round's data, as in the engine, and its next message leaves nothing out."""
-
-    usable: bool = False
-    counts: bool = False
-
-
-FATES: Mapping[Fate, Effect] = {
-    "trained": Effect(usable=True, counts=True),
-    "abstained": Effect(counts=True),
-    "refused": Effect(),
-    "failed": Effect(),
-    "late": Effect(),
-    "offline": Effect(),
-    "not sent": Effect(),
-    "not drawn": Effect(),
-}
+# A site goes on from its state after this round, and behind this round's data, if its work counted; otherwise from its
+# last work that did, so that it repeats this round's data, as in the engine, and its next message leaves nothing out.
+COUNT: tuple[Fate, ...] = ("trained", "abstained")
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +118,7 @@ class Answers:
         try:
             after = self._opened.close()
         except QuorumNotMet as error:
-            lost = {n: f"{f}: {why}" for n, (f, why) in self.fates.items() if not FATES[f].counts and f != "not drawn"}
+            lost = {n: f"{f}: {why}" for n, (f, why) in self.fates.items() if f not in (*COUNT, "not drawn")}
             others = "; ".join(f"{name}: {why}" for name, why in lost.items() if name not in error.refused)
             raise QuorumNotMet(f"{error} Not there: {others}." if others else str(error), error.refused) from error
         tally = after.tally or Tally({})
@@ -159,11 +142,11 @@ class Answers:
     def _known_after(
         self, round: int, left_out: Mapping[str, str]
     ) -> tuple[dict[str, ClientMemory], dict[str, Receipt]]:
-        """What the server knows of each client, and the receipts of its work, by `FATES`."""
+        """What the server knows of each client, and the receipts of its work."""
         clients, receipts = dict(self._before.state.clients), dict(self._before.receipts)
         for name in self.asked:
             fate, why = self.fates[name]
-            if FATES[fate].counts:
+            if fate in COUNT:
                 clients[name] = self._after[name]
                 lost = f"had no weight in the model, and the site goes on from its own state: {left_out.get(name)}"
                 receipts[name] = Receipt(round, self._said(round, lost if name in left_out else ""))
@@ -190,11 +173,9 @@ def _possible(reply: Reply) -> Reply:
         return reply
     if not reply.upload.num_examples:
         return replace(reply, loss=None)
-    if loss < 0 and math.isfinite(loss):
-        raise RecordError(f"its loss is {loss:.3g}; a measured loss is never below 0")
-    most = f", above {_MOST_LOSS:,.0f}" if math.isfinite(loss) else ""
     raise RecordError(
-        f"its loss is {loss:.3g}{most}: training diverged (use a smaller train.learning_rate, or check the site's data)"
+        f"its loss is {loss:.3g}, and a possible one lies between 0 and {_MOST_LOSS:,.0f}: training diverged (use a "
+        f"smaller train.learning_rate, or check the site's data)"
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,15 @@ from fedlora.flower.grid import BoundedGrid, Clock
 from fedlora.flower.inside import untested
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import locked
-from fedlora.flower.scores import HeldOut, SiteScores, record_measured
+from fedlora.flower.scores import NUMBERS, HeldOut, SiteRound, SiteScores, record_measured
 from fedlora.flower.server.finishing import finish, fitting_summary
 from fedlora.flower.server.journal import Journal, scores_line
-from fedlora.flower.server.measuring import NUMBERS, SiteRound
 from fedlora.flower.server.opening import Opening, opening
 from fedlora.flower.server.private import opened_private
 from fedlora.flower.server.state import FederationState, check_playable, run_identity
 from fedlora.flower.strategy import FedLoRA
 from fedlora.flower.terms.facts import Facts, server_facts
 from fedlora.flower.terms.policy import Policy
-from fedlora.flower.terms.privacy import check_policy
 from fedlora.runs.finishing import best_state
 from fedlora.runs.folder import plain
 from fedlora.runs.private_run import PrivateRun
@@ -56,6 +54,7 @@ class Federation(FedLoRA):
     """
 
     trackers: Trackers
+    _patience = math.inf  # a round waits as long as needed for its sites
 
     def __init__(self, b: Opening, newest: FederationState | None, private: PrivateRun | None) -> None:
         run = b.settings.run
@@ -115,7 +114,7 @@ class Federation(FedLoRA):
             if found != self.policy:
                 check_playable(found.clients, self.server, self.state.server, self.fraction_train)
                 if (privacy := self.opening.settings.privacy) is not None:
-                    check_policy(found, privacy)
+                    privacy.check_members(found.clients)
             self.policy = found
         except FedLoRAError as refused:
             error = str(refused)
@@ -145,10 +144,9 @@ class Federation(FedLoRA):
         online = self._online(grid)
         asked = [name for name in self.policy.clients if name in online]
         self._sites = SiteRound({}, {name: "it is not online" for name in self.policy.clients if name not in online})
-        if isinstance(grid, BoundedGrid):
-            grid.limit = NUMBERS
+        BoundedGrid.around(grid).limit = NUMBERS
         self._asked = self._exchange(MessageType.EVALUATE, asked, online, config)
-        return self._asked.questions(grid)
+        return self._asked.questions()
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The sites' scores, checked (`_sites`); their mean. A site that measured holds all that its next training
@@ -156,8 +154,7 @@ class Federation(FedLoRA):
         found: dict[str, SiteScores | str] = {}
         clients = dict(self.state.clients)
         for reply in replies:
-            if (name := self._asked.whose(reply)) is None:
-                continue
+            name = self._asked.whose(reply)
             found[name] = one = self._scores(name, reply)
             if isinstance(one, SiteScores):
                 sent = self._download(name)
@@ -212,7 +209,7 @@ class Federation(FedLoRA):
         if number and number != self._tracked:
             if b.choosing.due(number) and not self.journal.measured(number):
                 scores: dict[str, Any] = {"metrics": plain(dict(self._at_server()))}
-                if b.choosing.at_sites:
+                if b.choosing.by == "sites":
                     scores |= plain(self.measure(grid, "validation").facts())
                 whole = {**self.lines()[-1], **scores}
                 if b.choosing.better(whole, b.choosing.best(self.lines(number - 1))):
@@ -225,7 +222,7 @@ class Federation(FedLoRA):
             self._tracked = number
         if (ended := self.ended) is not None:
             log.info("round %d: %s", number, ended["why"])
-            self.stop("stopped early")
+            self.stopped = "stopped early"
 
     def _at_server(self) -> Mapping[str, float]:
         """The server's scores, if it measures rounds."""
@@ -248,7 +245,7 @@ def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
     if why := untested():  # where sites are strangers, no reply is taken into memory before it is measured
         raise ConfigError(f"{why}.")
     home = FederationFolder(folder.resolve())
-    with played_by_one(home.server):
+    with locked(home.server / ".lock", f"plays the rounds in {home.server}"):
         Journal(home.server).asked(0, "", [])  # nothing of how an earlier process ended
         b = opening(folder, log.warning)
         newest, b = b.newest, replace(b, newest=None)  # kept by the strategy alone, whose rounds replace it
@@ -259,7 +256,7 @@ def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
         if summary is not None and (over or federation.ended is not None):
             log.info("%s", ending(summary))
             return summary
-        files.write(home.played_with, b.played_with)
+        files.write(home.played_with, b.settings.travelling() + "\n")
         home.summary.unlink(missing_ok=True)
         bounded = BoundedGrid(grid, clock=clock)
         federation.start(bounded, num_rounds=b.settings.run.rounds)
@@ -288,18 +285,3 @@ def ending(summary: Mapping[str, Any]) -> str:
         f"this federation is finished: all {summary['rounds']} rounds are played, and its adapter is in "
         f"server/adapter. {way}."
     )
-
-
-@contextmanager
-def played_by_one(server: Path) -> Iterator[None]:
-    """Let only one ServerApp play the rounds in FED/server, because two would write to one checkpoint folder.
-
-    Raises:
-        ConfigError: another process does; the message has its id. OSError: the lock cannot be made.
-    """
-    server.mkdir(parents=True, exist_ok=True)
-    with locked(server / ".lock", lambda who: (
-        f"the rounds in {server} are being played by process {who}. Two runs of one federation would undo each other: "
-        f"wait for that run, or end it (`fedlora flower status` shows how far it is)."
-    )):  # fmt: skip
-        yield

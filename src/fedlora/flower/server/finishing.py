@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from fedlora.adapters.base_names import is_path
 from fedlora.core import files
 from fedlora.flower.grid import BoundedGrid
-from fedlora.flower.server.measuring import SiteRound, sites_test
+from fedlora.flower.scores import SiteRound
 from fedlora.flower.server.opening import Opening
-from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import RECORDS, parse_json, read_given
 from fedlora.runs.base_names import BaseName, base_name
@@ -43,7 +40,7 @@ def finish(grid: BoundedGrid, federation: Federation) -> dict[str, Any]:
     chosen = {"last": state}
     if (found := federation.best_state()) is not None:
         chosen["best"] = found
-    at_sites = federation.measure(grid, "test") if sites_test(settings) else SiteRound()
+    at_sites = federation.measure(grid, "test") if settings.share("test") else SiteRound()
     judged = over_rounds(lines)
     spent = None if private is None else private.spent(state.round)
     exports = _exports(federation, judged, None if spent is None else told(spent))
@@ -109,7 +106,6 @@ def _summary(
         "site_test": {
             "sites": at_sites.facts()["site_metrics"], "mean": at_sites.mean(), "unmeasured": dict(at_sites.unmeasured),
         },
-        "sites": taken_part(federation.policy, lines),
         "seconds": sum(line["seconds"] or 0.0 for line in lines),
         "adapter": "last" in tested,
         "versions": code_facts()["versions"],
@@ -123,29 +119,24 @@ def _exports(federation: Federation, judged: Mapping[str, Any], privacy: str | N
     opening = federation.opening
     settings, base = opening.settings, _base(opening)
     config = settings.as_run(base.name or "model")
-    model = settings.at_server.model or opening.spec.base_model
     return Exports(
-        _facts(federation), config, named(opening.spec, base.name or (PurePath(model).name if model else None)),
+        _facts(federation), config, named(opening.spec, base.name or PurePath(str(settings.base)).name),
         opening.at_server.tokenizer, settings.data.label_names or (), base=base, privacy=privacy, judged=judged,
     )  # fmt: skip
 
 
 def _base(opening: Opening) -> BaseName:
     """The base model's name: its public name, or otherwise its directory's name, and a digest."""
-    mine, digests = opening.settings.at_server.model, opening.at_server.digests
-    model = mine or opening.spec.base_model
-    if model and (mine or not is_path(model)) and (found := base_name(model, digests)).name is not None:
+    model = str(opening.settings.base)
+    if (found := base_name(model, opening.at_server.digests)).name is not None:
         return found
-    short = PurePath(model).name if model else "base model"
-    agreed = opening.known.base
-    digest = f" Its weights have the digest `{agreed}`." if agreed else ""
-    files = "".join(f"\n* `{file}`, SHA-256 `{found}`" for file, found in digests.items())
+    short = PurePath(model).name
+    digest = f" Its weights have the digest `{agreed}`." if (agreed := opening.known.values.get("base")) else ""
     return BaseName(
         None,
         f"a local directory, `{short}`",
         f"Each site has its own copy of it; at the server it is called `{short}`, and adapter_config.json names it so: "
-        f"put the path of your copy into its `base_model_name_or_path`.{digest}"
-        f"{' These are its files:' if files else ''}\n{files}",
+        f"put the path of your copy into its `base_model_name_or_path`.{digest}\n",
     )
 
 
@@ -173,18 +164,4 @@ def _facts(federation: Federation) -> dict[str, Any]:
         "method": repr(federation.server.method),
         "answer_ends": list(here.ends),
         "local_round_unless": "; or by a program of a site's own, which says nothing of this",
-    }
-
-
-def taken_part(policy: Policy, lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
-    """Site -> its rank, the number of rounds in which it counted, and of each other fate; including sites that left."""
-    names = dict.fromkeys([*policy.clients, *(n for line in lines for n in {**line["weights"], **line["fates"]})])
-    fates = {name: Counter(line["fates"][name]["fate"] for line in lines if name in line["fates"]) for name in names}
-    return {
-        name: {
-            "rank": policy.clients.get(name),
-            "rounds": sum(name in line["weights"] for line in lines),
-            **{fate.replace(" ", "_"): count for fate, count in fates[name].items() if fate != "trained"},
-        }
-        for name in names
     }

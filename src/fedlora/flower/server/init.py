@@ -5,7 +5,7 @@ It contains no site's data and no site's private key.
 
 from __future__ import annotations
 
-import re
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,29 +14,25 @@ from typing import Any
 
 import tomlkit
 
-from fedlora.adapters.io import AdapterSpec, read_adapter, spec_of, write_adapter
-from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.io import AdapterSpec, read_adapter, write_adapter
 from fedlora.core import files
 from fedlora.core.folders import replacing_folder
 from fedlora.core.lora import Adapter
-from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.server.opening import playable
 from fedlora.flower.server.private import check_affordable
 from fedlora.flower.server.state import number_drawn
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.facts import Facts, agreed, model_facts, server_facts, write_agreed
-from fedlora.flower.terms.joining import JoinFile
+from fedlora.flower.terms.facts import Facts, model_facts, server_facts
+from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.policy import Policy, Rank, policy_text
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection, absolute
 from fedlora.given_files import read_given
 from fedlora.runs.base_names import base_name
 from fedlora.runs.config import override_in
 from fedlora.runs.exported import named
-from fedlora.runs.sections import ModelSection
 from fedlora.training.digests import model_content
-from fedlora.training.skeleton import longest_of
 
 _HEAD = """\
 # What server and sites agree on: a run's file with an id and [network]. Sites receive it with every message: edit it
@@ -82,7 +78,7 @@ def federation(
     if labels is not None:
         put(raw, "data", "label_names", list(labels))
     text, settings = agreed_text(raw, config.parent, network, clients)
-    if settings.at_server.model is None:
+    if settings.base is None:
         raise ConfigError(f"{config} has no model.name: the common start and the sites' copies are compared with it.")
     if start is not None:
         begun = given_start(start, settings)
@@ -97,12 +93,11 @@ def checked_federation(
     """Raises `FedLoRAError`, before anything is written, if the rounds would refuse this federation: settings or ranks
     that contradict each other, or a [privacy] that cannot hold, would leave only noise, or exceeds its population's
     budget."""
-    model = str(settings.at_server.model)
-    _check_max_length(settings, model)
-    server, plan, _ = playable(settings, Policy.of(policy_text(clients), Path("policy.toml")), begun.adapter)
+    server, plan, _ = playable(settings, Policy.made({"clients": dict(clients)}, "--sites"), begun.adapter)
     if plan is not None:
         check_affordable(settings, server, plan)
-    return Federation(text, settings, clients, begun, model_facts(model, settings, settings.model.revision))
+    known = model_facts(str(settings.base), settings, settings.model.revision)
+    return Federation(text, settings, clients, begun, known)
 
 
 def agreed_text(
@@ -156,8 +151,7 @@ def write_federation(building: Path, made: Federation) -> None:
     for place in (there.keys, there.server, there.state, there.proxy):
         place.mkdir(mode=0o700)
     certificates.write_server(there.certificates, network.name)
-    write_agreed(there.agreement, made.known)
-    write_join(there, made.settings)
+    write_join(there, made.settings, made.known)
 
 
 def make_federation(folder: Path, made: Federation) -> None:
@@ -166,13 +160,14 @@ def make_federation(folder: Path, made: Federation) -> None:
         write_federation(building, made)
 
 
-def write_join(there: FederationFolder, settings: FederationSettings) -> bool:
-    """Write join.toml, which follows from the other files. Returns whether it is another one than before."""
+def write_join(there: FederationFolder, settings: FederationSettings, known: Facts) -> bool:
+    """Write join.toml, which follows from the other files and from what is known of the base model. Returns whether it
+    is another one than before."""
     network, adapter = settings.network, read_adapter(there.start, scaling=settings.lora.unit)[0]
-    text = JoinFile(
-        settings.id, network.name, network.port, (there.certificates / "ca.crt").read_text(encoding="ascii"),
-        settings.travelling(), server_facts(settings, agreed(there.agreement), adapter.modules),
-    ).text()  # fmt: skip
+    facts = server_facts(settings, known, adapter.modules)
+    address = Address(name=network.name, port=network.port, ca=(there.certificates / "ca.crt").read_text("ascii"))
+    agreed_on = json.loads(settings.travelling())
+    text = JoinFile(federation=settings.id, server=address, agreed=agreed_on, facts=dict(facts.values)).text()
     if there.join.is_file() and there.join.read_text(encoding="utf-8") == text:
         return False
     files.write(there.join, text)
@@ -202,44 +197,12 @@ def given_start(folder: Path, settings: FederationSettings) -> Start:
         AdapterFormatError: it is not an adapter with W0 + s B A. ConfigError: its targets or classes differ from
             the settings.
     """
-    unit, targets, labels = settings.lora.unit, settings.lora.target_modules, settings.data.label_names or ()
-    file = AdapterFile(folder, scaling=unit)
-    file.check()
-    outside: list[str] = []
-    if targets != "all-linear":
-        whole = isinstance(targets, str)
-        outside = [
-            m for m in file.modules
-            if not (re.fullmatch(str(targets), m) if whole else any(m == t or m.endswith(f".{t}") for t in targets))
-        ]  # fmt: skip
-    if outside:
-        raise ConfigError(
-            f"the start {folder} adapts {quoted(outside[0])}, but the federation has lora.target_modules = "
-            f"{quoted(targets)}: the sites would train other modules than the server has. Make the two agree."
-        )
-    modules = {module: file.lora(module) for module in file.modules}
-    heads = {path: file.head(path) for path in file.heads}
-    rows = {len(head) for head in heads.values() if head.ndim}
+    unit, labels = settings.lora.unit, settings.data.label_names or ()
+    adapter, spec = read_adapter(folder, scaling=unit)
+    rows = {len(head) for head in adapter.heads.values() if head.ndim}
     if settings.model.task == "sequence-classification" and labels and rows and len(labels) not in rows:
         raise ConfigError(
             f"the start {folder} has a head of {min(rows)} rows, but there are {len(labels)} classes "
             f"({', '.join(map(str, labels))}): it was trained for others."
         )
-    return Start(Adapter(modules, heads), spec_of(file.config, unit))
-
-
-def _check_max_length(settings: FederationSettings, model: str) -> None:
-    """Raises `ConfigError` if sites may train on longer texts than the base model reads: every round would fail at a
-    site that has one. Says nothing of a model that is not on this machine."""
-    place, most = Path(ModelSection(name=model).location()), settings.data.max_length
-    if place.is_dir() and (longest := longest_of(place, settings.model.task)) is not None and most > longest:
-        raise ConfigError(
-            f"data.max_length = {most}, but the base model {model} has only {longest} positions: at a site with a "
-            f"longer text every round would fail. Set data.max_length to {longest} or less; longer texts are then cut."
-        )
-
-
-__all__ = [
-    "Federation", "Start", "agreed_text", "checked_federation", "federation", "given_start", "made_start",
-    "make_federation", "put", "write_federation", "write_join",
-]  # fmt: skip
+    return Start(adapter, spec)

@@ -225,10 +225,5 @@ def log_to_stdout() -> None:
 
 
 def _number(value: float, digits: int) -> str:
-    """The number in a few columns, whatever its size.
-
-    Example:
-        >>> _number(0.66412, 3), _number(431.5, 3), _number(-1e300, 3)
-        ('0.664', '431.500', '-1e+300')
-    """
+    """The number in a few columns, whatever its size."""
     return f"{value:.{digits}f}" if abs(value) < 10_000 else f"{value:.3g}"

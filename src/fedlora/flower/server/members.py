@@ -10,7 +10,6 @@ Each file is written completely or not at all, and a call that an error or a cra
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,23 +20,25 @@ from fedlora.core import files
 from fedlora.core.text import quoted
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.processes import locked
 from fedlora.flower.server.init import write_join
 from fedlora.flower.server.opening import playable
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.joining import site_key
+from fedlora.flower.terms.facts import Facts
+from fedlora.flower.terms.joining import JoinFile, site_key
 from fedlora.flower.terms.policy import Policy, Rank, check_site, with_client, without_client
 from fedlora.flower.terms.settings import FederationSettings
+from fedlora.given_files import parse_toml
 
 
 @dataclass(frozen=True)
 class Admitted:
     """The change. rank: the site's current one. before: its previous one, None for a new site. key: "new", "another" in
-    place of its old one, or "the same". note: what the change leaves wrong, or ""."""
+    place of its old one, or "the same"."""
 
     rank: Rank
     before: Rank | None
     key: str
-    note: str
 
 
 def admit(home: Path, name: str, rank: int | None, key: Path | None) -> Admitted:
@@ -58,14 +59,14 @@ def admit(home: Path, name: str, rank: int | None, key: Path | None) -> Admitted
             check_site(name, [*policy.clients])
         if key is None and not there.key(name).is_file():
             raise ConfigError(f"the site {quoted(name)} has no key here yet: give the key.pub that it sent.")
-        text, note = there.policy.read_text(encoding="utf-8"), ""
+        text = there.policy.read_text(encoding="utf-8")
         if now != before:
             text = with_client(text, {name: now})
-            note = _check_playable(there, settings, policy, text)
+            _check_playable(there, settings, text)
         said = "the same" if key is None else _put_key(there, name, site_key(key))
         if now != before:
             files.write(there.policy, text)
-    return Admitted(now, before, said, note)
+    return Admitted(now, before, said)
 
 
 def _put_key(there: FederationFolder, name: str, line: str) -> str:
@@ -83,8 +84,8 @@ def _put_key(there: FederationFolder, name: str, line: str) -> str:
     return "another" if old else "new"
 
 
-def remove(home: Path, name: str) -> str:
-    """Remove a site and its key. Returns a note, or "".
+def remove(home: Path, name: str) -> None:
+    """Remove a site and its key.
 
     Raises:
         ConfigError: no such site; the rounds could not continue without it.
@@ -93,15 +94,11 @@ def remove(home: Path, name: str) -> str:
         check_site(name)
         if name not in policy.clients and not there.key(name).is_file():
             raise ConfigError(f"there is no site {quoted(name)}; there are {', '.join(map(quoted, policy.clients))}.")
-        note = ""
         if name in policy.clients:
-            if len(policy.clients) == 1:
-                raise ConfigError(f"{name!r} is the only site; no other would be left. Stop the server instead.")
             text = without_client(there.policy.read_text(encoding="utf-8"), name)
-            note = _check_playable(there, settings, policy, text)
+            _check_playable(there, settings, text)
             files.write(there.policy, text)
         there.key(name).unlink(missing_ok=True)
-        return note
 
 
 def renew(home: Path) -> bool:
@@ -110,7 +107,7 @@ def renew(home: Path) -> bool:
     with changing(home) as (there, settings, _):
         if (there.certificates / "ca.key").is_file():  # otherwise somebody else's authority signs
             certificates.write_server(there.certificates, settings.network.name)
-        return write_join(there, settings)
+        return write_join(there, settings, Facts.of(JoinFile.read(there.join).facts))
 
 
 @contextmanager
@@ -119,26 +116,16 @@ def changing(home: Path) -> Iterator[tuple[FederationFolder, FederationSettings,
     there = FederationFolder(home.resolve())
     settings = FederationSettings.load(there.settings)
     try:
-        with (there.path / "members.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(there.path / "members.lock", f"changes the members of {home}"):
             yield there, settings, Policy.read(there.policy)
     except OSError as error:
         raise ConfigError(f"{home} cannot be changed: {error}.") from error
 
 
-def _check_playable(there: FederationFolder, settings: FederationSettings, before: Policy, text: str) -> str:
-    """Raises `ConfigError` if the rounds could be played under the policy before, but not under one of this text. If
-    they could be played under neither, the change may be a step of the repair: why not, as a note."""
+def _check_playable(there: FederationFolder, settings: FederationSettings, text: str) -> None:
+    """Raises `ConfigError` if no round could be played under a policy of this text."""
     start, _ = read_adapter(there.start, scaling=settings.lora.unit)
     try:
-        playable(settings, Policy.of(text, there.policy), start)
+        playable(settings, Policy.made(parse_toml(text), "the policy"), start)
     except FedLoRAError as error:
-        try:
-            playable(settings, before, start)
-        except FedLoRAError:
-            return f"the rounds cannot be played yet: {error}"
         raise ConfigError(f"{error} Nothing was changed.") from error
-    return ""
-
-
-__all__ = ["Admitted", "admit", "changing", "remove", "renew"]

@@ -17,22 +17,22 @@ import torch
 
 from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.core.lora import Adapter
-from fedlora.errors import CheckpointError, ConfigError, counted
+from fedlora.errors import ConfigError, counted
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.scores import Choosing, choosing_of
 from fedlora.flower.server.journal import rounds_done
-from fedlora.flower.server.measuring import Choosing, check, choosing_of
 from fedlora.flower.server.private import check_affordable, has_released, planned
 from fedlora.flower.server.state import FederationState, check_playable, newest
-from fedlora.flower.terms.facts import Facts, agreed, model_facts, server_facts
+from fedlora.flower.terms.facts import Facts, model_facts, server_facts
 from fedlora.flower.terms.facts import check as check_facts
+from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
-from fedlora.flower.terms.privacy import check_policy
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.given_files import RECORDS, parse_json, read_given
 from fedlora.runs.client_data import read_files
 from fedlora.runs.config import RunConfig
 from fedlora.runs.private_run import PrivacyPlan
 from fedlora.runs.reading import flat
+from fedlora.runs.tracking import check_trackers
 from fedlora.runs.warm_start import check_fits
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
@@ -47,13 +47,12 @@ log = logging.getLogger(__name__)
 class AtServer:
     """The server's memory besides the adapters; empty if it has no base model.
 
-    validation, test: evaluators of its files, None if there are none. examples: a digest of the validation examples.
-    digests: SHA-256 of the model's files. ends: tokens that end an answer.
+    validation, test: evaluators of its files, None if there are none. digests: SHA-256 of the model's files. ends:
+    tokens that end an answer.
     """
 
     validation: ModelEvaluator | None = None
     test: ModelEvaluator | None = None
-    examples: str | None = None
     tokenizer: Any = None
     digests: Mapping[str, str] = field(default_factory=dict)
     ends: tuple[int, ...] = ()
@@ -66,7 +65,6 @@ class Opening:
     server: if it is private, it releases nothing before `opened_private`, and `plan` is set. seed_adapter, spec: of the
     common start.
     state: before the first round. rounds: the number up to the newest sound checkpoint, which is `newest`.
-    played_with: the text of server/settings.json.
     """
 
     home: FederationFolder
@@ -81,7 +79,6 @@ class Opening:
     at_server: AtServer
     choosing: Choosing
     rounds: int
-    played_with: str
     newest: FederationState | None = None
 
 
@@ -96,7 +93,7 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     """
     home = FederationFolder(folder.resolve())
     settings = FederationSettings.load(home.settings)
-    check(settings)
+    check_trackers(settings.run.report_to)
     if threads := settings.run.torch_threads():  # as at the sites: bit-for-bit results need one number of threads
         torch.set_num_threads(threads)
     policy = Policy.read(home.policy)
@@ -104,13 +101,13 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     server, plan, state = playable(settings, policy, seed_adapter)
     if plan is not None and not has_released(home):
         check_affordable(settings, server, plan)
-    known = agreed(home.agreement)
+    known = Facts.of(JoinFile.read(home.join).facts)
     config = settings.for_server()
     at_server = AtServer()
     if config is not None:
         _check_base(settings, known)
         at_server = load_at_server(config, seed_adapter)
-    choosing = choosing_of(settings, at_server.validation is not None, server.has_global_model(state.server))
+    choosing = choosing_of(settings, server.has_global_model(state.server))
     damaged: list[str] = []
 
     def skip(line: str) -> None:
@@ -119,63 +116,38 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
 
     found = newest(home.checkpoints, settings.id, server, state.server, skip)
     rounds = found.state.round if found is not None else 0
-    if rounds > settings.run.rounds:
-        way = f"Set run.rounds = {rounds} to end here, or more to continue."
-        if settings.privacy is not None or settings.train.lr_scheduler_type != "constant":
-            way = "Set it back: with [privacy], or a schedule of the learning rate, the number of rounds is fixed."
-        raise ConfigError(
-            f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can "
-            f"undo a round. {way}"
-        )
-    last = rounds_done(home.rounds)
-    if rounds > last + 1:  # the state of a round stands before its line, by one at most
-        raise ConfigError(
-            f"{home.checkpoints} has the state of round {rounds}, but {home.rounds} ends with round {last}. Probably a "
-            f"backup was unpacked over a newer folder. Move this folder away, unpack the backup into an empty place, "
-            f"and start again."
-        )
-    if last > rounds + len(damaged):
-        raise ConfigError(
-            f"{home.rounds} has {counted(last, 'round')}, but the newest state in {home.checkpoints} is "
-            f"that of round {rounds}{' (the start)' if found is None else ''}: later ones were moved or deleted. "
-            f"Restore them from a backup. To play these rounds again, remove their lines from {home.rounds.name} by "
-            f"hand, or make a new federation in another folder. Nothing was changed."
-        )
-    examples = at_server.examples if choosing.by == "server" else None
-    held_out = f"server:{examples[:16]}" if examples is not None else "sites"
-    now = {"held_out": held_out, "settings": json.loads(settings.travelling())}
     if rounds:
-        _check_unchanged(home, settings, rounds, now)
-    played_with = json.dumps(now, indent=2, sort_keys=True) + "\n"
+        _check_unchanged(home, settings, rounds)
+    if rounds > settings.run.rounds:
+        raise ConfigError(
+            f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can undo a "
+            f"round. Set run.rounds = {rounds} to end here, or more to continue."
+        )
+    if (last := rounds_done(home.rounds)) > rounds + len(damaged):
+        raise ConfigError(
+            f"{home.rounds} has {counted(last, 'round')}, but the newest state in {home.checkpoints} is that of round "
+            f"{rounds}: later ones were moved or deleted. Restore them from a backup; or, to play these rounds again, "
+            f"remove their lines from {home.rounds.name} by hand. Nothing was changed."
+        )
     return Opening(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
-                   rounds, played_with, found)  # fmt: skip
+                   rounds, found)  # fmt: skip
 
 
-def _check_unchanged(home: FederationFolder, settings: FederationSettings, rounds: int, now: Mapping[str, Any]) -> None:
+def _check_unchanged(home: FederationFolder, settings: FederationSettings, rounds: int) -> None:
     """Only run.rounds may change after the first round, and not if it is the base of a schedule, or of a promise of
     epsilon.
 
     Raises:
-        ConfigError: another setting differs: each key with both values. CheckpointError: a damaged file.
+        ConfigError: another setting differs: each key with both values; or settings.json cannot be read.
     """
     try:
-        found = parse_json(read_given(home.played_with, RECORDS), nan_as_none=True)
-        settings_then = FederationSettings.from_travelling(json.dumps(found["settings"])).travelling()
-        before = flat({"held_out": found["held_out"], **json.loads(settings_then)})
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{home.played_with} cannot be read: {error}. It records the settings of the played rounds; restore it "
-            f"from a backup."
-        ) from error
-    after = flat({"held_out": now["held_out"], **now["settings"]})
+        then, now = (flat(json.loads(text)) for text in (home.played_with.read_text(), settings.travelling()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{home.played_with}, the settings of the played rounds: {error}. Restore it.") from error
     free = () if settings.privacy is not None or settings.train.lr_scheduler_type != "constant" else ("run.rounds",)
-    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key) and key not in free]
+    keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in free]
     if keys:
-        said = "; ".join(
-            f"{key} was {json.dumps(before.get(key))} and is {json.dumps(after.get(key))} now" for key in keys
-        )
+        said = "; ".join(f"{key} was {json.dumps(then.get(key))} and is {json.dumps(now.get(key))} now" for key in keys)
         raise ConfigError(
             f"{rounds} rounds are played, and federation.toml says something else than it did for them: {said}. Set it "
             f"back, or make another federation (fedlora flower init, with --start {home.adapter} to begin with this "
@@ -195,7 +167,7 @@ def playable(
     server = settings.server.build(settings.method.build(), settings.run.seed, settings.robust.build())
     plan: PrivacyPlan | None = None
     if settings.privacy is not None:
-        check_policy(policy, settings.privacy)
+        settings.privacy.check_members(policy.clients)
         server, plan = planned(settings, server, seed_adapter)
     state = start(server, seed_adapter)
     check_playable(policy.clients, server, state.server, settings.run.participation)
@@ -204,8 +176,8 @@ def playable(
 
 def _check_base(settings: FederationSettings, known: Facts) -> None:
     """Raises `Disagreement` if the server would measure with another base model than the sites train."""
-    mine = model_facts(str(settings.at_server.model), settings)
-    check_facts(server_facts(settings, known), mine, "the server's own model", whole=False)
+    mine = model_facts(str(settings.base), settings)
+    check_facts(server_facts(settings, known), mine, "the server's own model")
 
 
 def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
@@ -218,16 +190,14 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
         ConfigError, DataError: a file cannot be read; the start does not fit the model.
     """
     files = {part: path for part in ("validation", "test") if isinstance(path := getattr(config.data, part), str)}
-    text = read_files(config, list(dict.fromkeys(files.values()))) if files else {}
+    text = read_files(config, list(dict.fromkeys(files.values())))
     labels = config.data.label_names or next((data.label_names for data in text.values()), ())
     config.model.check_targets(config.lora.target_modules)
     model = config.model.load(config.lora, labels, config.run.seed)
     mine, _ = model.seed_adapter(1, seed=config.run.seed)
     check_fits(mine, start, f"start/, beside model.name = {config.model.name!r},")
     template = config.data.prompting() if config.model.task == "causal-lm" else None
-    ends: tuple[int, ...] = ()
-    if config.model.task == "causal-lm":
-        ends = find_template(template, model.tokenizer).ends
+    ends = () if template is None else find_template(template, model.tokenizer).ends
     made = {
         part: config.evaluate.evaluator(
             model, {"": text[path]}, (), target="server", own={}, max_length=config.data.max_length,
@@ -235,11 +205,5 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
         )
         for part, path in files.items()
     }  # fmt: skip
-    return AtServer(
-        validation=made.get("validation"),
-        test=made.get("test"),
-        examples=text[files["validation"]].digest() if "validation" in files else None,
-        tokenizer=model.tokenizer,
-        digests=model_content(config.model.location()),
-        ends=ends,
-    )
+    digests = model_content(config.model.location())
+    return AtServer(made.get("validation"), made.get("test"), model.tokenizer, digests, ends)

@@ -10,18 +10,16 @@ FED/server/private/    for the server alone (mode 700), as RUN/private of `fedlo
 
 from __future__ import annotations
 
-import json
-import secrets
 from dataclasses import replace
 from pathlib import Path
 
-from fedlora.core import files
 from fedlora.core.lora import Adapter
 from fedlora.errors import CheckpointError, ConfigError, HyperparameterError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs import private_run
-from fedlora.runs.private_releases import OnDisk, Planned
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.private_releases import OnDisk, Planned, begin, read_private
 from fedlora.runs.private_run import PrivacyPlan, PrivateRun
 from fedlora.server.server import Server
 
@@ -69,19 +67,9 @@ def opened_private(
             lost.
     """
     assert private.privacy is not None, "`planned` made it"
-    path = home.private / "run.json"
-    if not path.is_file():
-        if done:
-            raise CheckpointError(
-                f"{path} is missing, but {done} private rounds are played; nothing else says how they were charged. "
-                f"Restore {home.private} from a backup."
-            )
-        home.private.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files.write(path, json.dumps({"run": secrets.token_hex(8)}))
-    try:
-        run = str(json.loads(path.read_text(encoding="utf-8"))["run"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); restore it from a backup.") from error
+    if not done:  # later it is there, or nothing says how the rounds were charged
+        begin(RunFolder(home.server))
+    run = str(read_private(RunFolder(home.server), "run.json")["run"])
     try:
         return private_run.going_on(private, private.privacy, _releases(settings, home.private, run), plan, done)
     except CheckpointError as error:  # another ledger: it would fail again

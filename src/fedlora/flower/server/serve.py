@@ -1,6 +1,7 @@
 """`fedlora flower serve`: start, follow and end the SuperLink and the rounds together.
 
-It waits as long as needed for sites, and runs a round again if too few answered. Any other failure ends everything:
+The rounds wait as long as needed for sites; a run that ended because too few answered is followed by another. Any other
+failure ends everything:
 with `Lost`, exit code 1, after which the systemd unit (or compose) restarts it, and it continues after the last
 checkpoint; or with `ConfigError`, exit code 2, if the app itself says that it would fail the same way again. What the
 ServerApp logs is its output.
@@ -21,10 +22,10 @@ from pathlib import Path
 from fedlora.doing import Step, doing
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import processes
-from fedlora.flower.processes import serving
+from fedlora.flower.processes import locked
 from fedlora.flower.server.journal import read_now
-from fedlora.flower.server.status import Standing, keys_of, standing, time_of
-from fedlora.flower.server.superlink import NodeFacts, RunFacts, SuperLink, SuperLinkError
+from fedlora.flower.server.status import Standing, keys_of, standing
+from fedlora.flower.server.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.server.superlink_process import SAYS
 from fedlora.flower.terms.privacy import promise
 
@@ -44,7 +45,7 @@ class Lost(FedLoRAError, RuntimeError):
 class Pace:
     """Seconds. log: between two looks at the logs. look: between checks of the run, the processes and the nodes.
     remind: until the same line is repeated. pending: for a run to begin. thin: until a round in which too few answered
-    is tried again. unanswered: checks without an answer until the SuperLink is given up."""
+    is played again. unanswered: checks without an answer until the SuperLink is given up."""
 
     log: float = 0.5
     look: float = 3.0
@@ -70,7 +71,7 @@ class Supervisor:
         self.stop, self._beside = stop or threading.Event(), beside
         self._logs = [(Tail(self.folder.logs / "serverapp.log"), ""), (Tail(link.log), SAYS)]
         self._standing, self._step = standing(self.folder), Step("rounds")
-        self._nodes, self._there, self._said_at = tuple[NodeFacts, ...](), "", dict[str, float]()
+        self._there, self._said_at = "", dict[str, float]()
 
     def serve(self) -> Standing:
         """Play the rounds to their end. Returns the standing then, or when it was asked to stop.
@@ -79,7 +80,7 @@ class Supervisor:
             ConfigError: the folder cannot be served as it is, or another process serves it. Lost, SuperLinkError,
                 OSError: problems that a restart may solve.
         """
-        with serving(self.folder.lock):
+        with locked(self.folder.lock, f"serves {self.folder.path} (fedlora flower status)"):
             if (now := self.standing()).why:
                 return now
             processes.end_all_of(self.folder.flower_home)  # what an earlier `serve` left
@@ -91,7 +92,6 @@ class Supervisor:
                 with doing("rounds", now.rounds) as self._step, self._beside():
                     self._bring_up()
                     while not (now := self.standing()).why:
-                        self._wait_for_nodes()
                         began = time.time()
                         self._after(self._play(), began, self.standing().done > now.done)
             except Stopped:
@@ -113,7 +113,7 @@ class Supervisor:
 
     def _bring_up(self) -> None:
         """Start the SuperLink, set its list of keys, and end runs of an earlier one."""
-        self.link.start(give_up=self.stop.is_set)
+        self.link.start()
         if self.stop.is_set():
             raise Stopped
         self._say(f"SuperLink at {self.link.address} (TLS, node authentication)")
@@ -127,18 +127,6 @@ class Supervisor:
         """Register exactly the keys in keys/, including those that come or go while this runs."""
         for line in self.link.keep_keys(keys_of(self.folder)):
             self._say(line)
-
-    def _wait_for_nodes(self) -> None:
-        """Wait until as many sites are online as a round needs."""
-        while True:
-            self._require_superlink()
-            self._watch_nodes()
-            now = self.standing()
-            if len({*self._online} & {*now.ranks}) >= now.needed:
-                return
-            there = nodes_line(self._online, [*now.ranks], now.needs)
-            self._again(f"waiting for sites; {there}", key=there)  # repeated early if it changed
-            self._sleep(self._pace.look)
 
     # ------------------------------------------------------------------------------------------------------ the rounds
 
@@ -190,7 +178,7 @@ class Supervisor:
         if ended.get("kind") == "refused":
             raise ConfigError(ended["why"])
         if ended.get("kind") == "quorum":
-            self._say("too few sites gave a usable answer; the server tries again once enough are online")
+            self._say("too few sites gave a usable answer: the round is played again")
             self._sleep(self._pace.thin)
         elif facts.status == "finished:completed" and new:
             self._say(f"{done}: going on")
@@ -215,27 +203,21 @@ class Supervisor:
             self._keep_keys()
         except (SuperLinkError, ConfigError) as error:
             self._again(str(error))
-        self._nodes = tuple(self.link.nodes())
-        now = self._standing
-        if (line := nodes_line(self._online, [*now.ranks], now.needs)) != self._there:
-            self._there, self._said_at[line] = line, time.monotonic()
-            seen = [node.seen for node in self._nodes if node.status == "online" and node.seen is not None]
-            self._say(nodes_line(self._online, [*now.ranks], now.needs, time.time() - min(seen) if seen else None))
-
-    @property
-    def _online(self) -> list[str]:
-        return [node.name for node in self._nodes if node.status == "online"]
+        online = [node.name for node in self.link.nodes() if node.status == "online"]
+        if (line := nodes_line(online, [*self._standing.ranks])) != self._there:
+            self._there = line
+            self._say(line)
 
     def _require_superlink(self) -> None:
         if (code := self.link.ended()) is not None:
             words = "killed" if code == -9 else processes.last_line(self.link.log)
             raise Lost(f"the SuperLink ended with code {code}: {words}")
 
-    def _again(self, line: str, key: str = "") -> None:
-        """Print a line, but not within `remind` seconds of the last time. key: identifies equal lines."""
-        now, key = time.monotonic(), key or line
-        if now - self._said_at.get(key, -self._pace.remind) >= self._pace.remind:
-            self._said_at[key] = now
+    def _again(self, line: str) -> None:
+        """Print a line, but not within `remind` seconds of the last time."""
+        now = time.monotonic()
+        if now - self._said_at.get(line, -self._pace.remind) >= self._pace.remind:
+            self._said_at[line] = now
             self._say(line)
 
     def _sleep(self, seconds: float) -> None:
@@ -262,16 +244,8 @@ class Tail:
         return []
 
 
-def nodes_line(online: Sequence[str], expected: Sequence[str], needs: str, heard: float | None = None) -> str:
-    """Who is online and who is missing. needs: a round's requirement, in words. heard: seconds since the oldest
-    heartbeat: a node that died since then still counts as online."""
+def nodes_line(online: Sequence[str], expected: Sequence[str]) -> str:
+    """Who is online and who is missing."""
     missing = [name for name in expected if name not in online]
     there = f"online: {', '.join(online) if online else 'nobody'}"
-    if online and heard is not None:
-        there += f", each heard within the last {time_of(max(heard, 1))}"
-    if not missing:
-        return f"{there} (all {len(expected)})"
-    return f"{there}; missing: {', '.join(missing)} ({needs})"
-
-
-__all__ = ["Lost", "Pace", "Say", "Stopped", "Supervisor", "Tail", "nodes_line"]
+    return f"{there}; missing: {', '.join(missing)}" if missing else f"{there} (all {len(expected)})"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import islice, takewhile
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +66,8 @@ def newest(
 
 def run_identity(run: str, server: Server, state: ServerState) -> str:
     """The run's name in its checkpoints: its own, the method with its options, and a digest of all names and shapes."""
-    method = server.method
-    options: dict[str, object] = (
-        {f.name: getattr(method, f.name) for f in fields(method)} if is_dataclass(method) else {}
-    )
-    said = ", ".join(f"{name}={value}" for name, value in options.items() if isinstance(value, str | int | float))
     shapes = [(name, tuple(tensor.shape)) for name, tensor in named_tensors(replace(state.start, heads=state.heads))]
-    return f"{run}, {method.name}({said}), modules {hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:8]}"
+    return f"{run}, {server.method!r}, modules {hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:8]}"
 
 
 def drawn(clients: Collection[str], online: Collection[str], participation: float, *, seed: int, round: int
@@ -80,20 +75,15 @@ def drawn(clients: Collection[str], online: Collection[str], participation: floa
     """The clients that a round asks: as many as participation draws of all, from those that are online. If all are,
     the engine's sample. round: the number of finished ones."""
     there = [name for name in clients if name in online]
-    if not there:
-        return []
-    return sample_clients(
-        there, min(1.0, number_drawn(len(clients), participation) / len(there)), seed=seed, round=round
-    )
+    share = min(1.0, number_drawn(len(clients), participation) / max(1, len(there)))
+    return sample_clients(there, share, seed=seed, round=round) if there else []
 
 
 def number_drawn(sites: int, participation: float, quorum: int | None = None) -> int:
     """How many sites take part in a round. Raises `ConfigError` for a quorum that they cannot meet."""
     a_round = len(sample_clients([str(k) for k in range(sites)], participation, seed=0, round=0))
     if quorum is not None and quorum > a_round:
-        less = f", {a_round} of which take part in a round (run.participation = {participation:g})"
-        there = "is one site" if sites == 1 else f"are {sites} sites"
-        raise ConfigError(f"server.quorum = {quorum} can never be met: there {there}{less if a_round < sites else ''}.")
+        raise ConfigError(f"server.quorum = {quorum} can never be met: {a_round} of {sites} sites are in a round.")
     return a_round
 
 
@@ -112,32 +102,17 @@ def least_usable(policy: Policy, quorum: int | None, rule: Rule | None, particip
 def check_playable(clients: Ranks, server: Server, state: ServerState, participation: float) -> None:
     """Raises `FedLoRAError` if no round could be played with these clients: their ranks or their number do not fit the
     method, the quorum or the rule."""
-    _check_ranks(clients, server, state)
+    served: list[Any] = []
+    for name, rank in clients.items():
+        try:
+            if rank not in served:  # one readout of each rank is made, and dropped
+                server.download(state, Client(name, rank))
+        except (RankMismatch, HyperparameterError) as error:
+            raise ConfigError(f"{server.method.name} cannot serve the rank {rank} of {name}: {error}") from error
+        served.append(rank)
     count = number_drawn(len(clients), participation, server.round.quorum)
     if server.round.rule is not None:
         check_rule(server.round.rule, count)
-
-
-def _check_ranks(clients: Ranks, server: Server, state: ServerState) -> None:
-    """Ask the method for one readout of each rank, and drop it.
-
-    Raises:
-        ConfigError: the method cannot serve a rank, or a rank names no module.
-    """
-    served: list[Any] = []
-    for name, rank in clients.items():
-        if rank in served:
-            continue
-        try:
-            server.download(state, Client(name, rank))
-        except (RankMismatch, HyperparameterError) as error:
-            said = ", ".join(f"{client} {'by module' if isinstance(r, Mapping) else r}" for client, r in
-                             islice(clients.items(), 8))  # fmt: skip
-            more = ", ..." if len(clients) > 8 else ""
-            raise ConfigError(
-                f"{server.method.name} cannot serve the ranks of the clients ({said}{more}): {error}"
-            ) from error
-        served.append(rank)
 
 
 def reply_limit(clients: Iterable[Client], state: ServerState, most_mb: float | None = None) -> Limit:

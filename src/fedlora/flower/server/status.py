@@ -19,43 +19,27 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import holder
 from fedlora.flower.server.finishing import fitting_summary
 from fedlora.flower.server.journal import read_now, read_rounds, rounds_done
-from fedlora.flower.server.private import has_released
-from fedlora.flower.server.state import least_usable
 from fedlora.flower.server.superlink import NodeFacts, SuperLink, SuperLinkError
 from fedlora.flower.terms.policy import Policy, Rank
 from fedlora.flower.terms.privacy import FederationPrivacy, promise
 from fedlora.flower.terms.settings import FederationSettings
+from fedlora.training.metrics import score_name
 
 
 @dataclass(frozen=True)
 class Standing:
-    """name: the federation's. rounds: the requested number. done: the finished number. needed: the usable answers that
-    a round needs; for a private federation, the sites that must be online before it begins, and 0 after that. ranks: of
-    the clients that may take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
-    the table, if rounds are private.
+    """name: the federation's. rounds: the requested number. done: the finished number. ranks: of the clients that may
+    take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy: the table, if rounds
+    are private. metric: the name of the score that compares rounds.
     """
 
     name: str
     rounds: int
     done: int
-    needed: int
     ranks: Mapping[str, Rank]
     why: str = ""
     privacy: FederationPrivacy | None = None
-
-    @property
-    def needs(self) -> str:
-        """What a round needs from the sites, in words. Private rounds have no quorum: they wait once, before the first.
-
-        Example:
-            >>> Standing("demo", rounds=3, done=0, needed=2, ranks={"acme": 4, "berlin": 4, "cork": 8}).needs
-            'a round needs 2 of 3'
-        """
-        if self.privacy is None:
-            return f"a round needs {self.needed} of {len(self.ranks)}"
-        if self.needed:
-            return f"round 1 waits for all {len(self.ranks)}, and no later one waits"
-        return "no quorum: who is missing counts as zero"
+    metric: str = ""
 
 
 def standing(folder: FederationFolder) -> Standing:
@@ -65,23 +49,16 @@ def standing(folder: FederationFolder) -> Standing:
         ConfigError: settings or policy cannot be read.
     """
     settings = FederationSettings.load(folder.settings)
-    policy, run, rounds = Policy.read(folder.policy), settings.run, settings.run.rounds
+    policy, rounds = Policy.read(folder.policy), settings.run.rounds
     done, why = rounds_done(folder.rounds), ""
     if (summary := fitting_summary(folder.summary, settings, done)) is not None:
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
-    if why == "stopped early" and settings.privacy is not None and _charged_since(settings.privacy, folder):
-        why = ""  # it ended for lack of budget, but the ledger may have changed since: ask it again
-    least = least_usable(policy, settings.server.quorum, settings.robust.build(), run.participation) or 1
-    if settings.privacy is not None:  # it begins when all were there, and later waits for nobody
-        least = 0 if done or has_released(folder) else len(policy.clients)
-    return Standing(settings.id, rounds, done, least, policy.clients, why, settings.privacy)
-
-
-def _charged_since(privacy: FederationPrivacy, folder: FederationFolder) -> bool:
-    try:
-        return Path(privacy.ledger).stat().st_mtime_ns > folder.summary.stat().st_mtime_ns
-    except OSError:
-        return False
+    # a budget that was spent may have been raised since: its ledger is newer
+    ledger = Path(settings.privacy.ledger) if settings.privacy is not None else folder.summary
+    if why == "stopped early" and ledger.is_file() and ledger.stat().st_mtime_ns > folder.summary.stat().st_mtime_ns:
+        why = ""
+    metric = score_name(settings.evaluate.metric)
+    return Standing(settings.id, rounds, done, policy.clients, why, settings.privacy, metric)
 
 
 def keys_of(folder: FederationFolder) -> dict[str, Path]:
@@ -94,8 +71,9 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
 
     sites: name -> rank; node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted),
     "unknown" (no SuperLink answers); last_seen: the last contact with its node; fate, why, loss, norm, weight: of the
-    last round; fates: how often it trained, was late, .... privacy: a private federation's guarantee, and the spending
-    that its last round reports. served_by: the process that serves it, or None. superlink: whether it answers.
+    last round; score: its own of the last measured round, if sites measure; fates: how often it trained, was late, ....
+    privacy: a private federation's guarantee, and the spending that its last round reports. served_by: the process that
+    serves it, or None. superlink: whether it answers.
 
     Raises:
         ConfigError: this is not a folder of `fedlora flower init`.
@@ -103,6 +81,7 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
     now, lines, playing = standing(folder), read_rounds(folder.rounds), read_now(folder.now)
     online, keys = _nodes(folder), keys_of(folder)
     last = lines[-1] if lines else {}
+    scored: Mapping[str, Any] = next((line["site_metrics"] for line in reversed(lines) if line.get("site_metrics")), {})
     judged = (last.get("robust") or {}).get("clients") or {}
     sites = {}
     for name, rank in now.ranks.items():
@@ -115,6 +94,7 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
             "why": fated.get("why", ""),
             **{one: (last.get(many) or {}).get(name)
                for one, many in (("loss", "losses"), ("norm", "norms"), ("weight", "weights"))},
+            "score": scored.get(name, {}).get(now.metric),
             "after_the_rule": judged[name]["coefficient"] if name in judged else None,
             "fates": dict(Counter(str(line["fates"][name]["fate"]) for line in lines if name in line.get("fates", {}))),
         }  # fmt: skip
@@ -122,16 +102,15 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
         "name": now.name,
         "round": now.done,
         "rounds": now.rounds,
+        "metric": now.metric,
         "finished": now.why or None,
-        "needed": now.needed,
         "playing": playing if playing.get("asked") and not playing["ended"] and playing["round"] > now.done else None,
         "ended": playing.get("ended"),
         "sites": sites,
         "last_rounds": lines if rounds is None else lines[len(lines) - rounds:] if rounds else [],
         "served_by": holder(folder.lock),
         "superlink": online is not None,
-        "database_bytes": database_size(folder.database),
-        "disk_free_bytes": shutil.disk_usage(folder.server if folder.server.is_dir() else folder.path).free,
+        "disk_free_bytes": shutil.disk_usage(folder.path).free,
     }  # fmt: skip
     if now.privacy is not None:
         told["privacy"] = {"promise": promise(now.privacy, now.rounds), **(last.get("privacy") or {})}
@@ -177,13 +156,6 @@ def _time_at(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def database_size(database: Path) -> int:
-    """Bytes of the SuperLink's database and its log; 0 if there is none. Flower keeps all payloads in it, deletes those
-    of finished runs, and reuses their room."""
-    places = (database, database.with_name(database.name + "-wal"))
-    return sum(place.stat().st_size for place in places if place.is_file())
-
-
 def _nodes(folder: FederationFolder) -> dict[str, NodeFacts] | None:
     """name -> node; None if the SuperLink does not answer."""
     link = SuperLink(folder.path)
@@ -193,6 +165,3 @@ def _nodes(folder: FederationFolder) -> dict[str, NodeFacts] | None:
         return None
     finally:
         link.close()
-
-
-__all__ = ["Standing", "database_size", "headline", "keys_of", "since", "standing", "status_of", "time_of"]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives import serialization
 
+from fedlora.core.process import end
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower import processes
 from fedlora.flower.bundle import bundle, digest
@@ -87,21 +87,15 @@ class SuperLink:
 
     # ------------------------------------------------------------------------------------------------- as a process
 
-    def start(self, *, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Start it, and wait until it answers, or until `give_up` returns True.
+    def start(self) -> None:
+        """Start it, and wait until it answers.
 
         Raises:
-            SuperLinkError: its port is in use, it ended, or it does not answer.
+            SuperLinkError: it ended (is its port in use?), or it does not answer.
         """
-        with socket.socket() as probe:
-            if probe.connect_ex((LOOPBACK, self.port)) == 0:
-                raise SuperLinkError(
-                    f"port {self.port} of {LOOPBACK} is in use by another program; end it, or take another port with "
-                    f"`fedlora flower init --superlink-port`. `ss -ltnp` says who has it."
-                )
         self.process = processes.started(self.command(), self.log, self.env)
         until = time.monotonic() + _LONG
-        while not self.answers() and not give_up():
+        while not self.answers():
             if (code := self.process.poll()) is not None:
                 words = processes.last_line(self.log)
                 raise SuperLinkError(f"the SuperLink ended with code {code}: {words} (more in {self.log})")
@@ -128,7 +122,7 @@ class SuperLink:
         """End it and all that it started, including what an earlier process of this folder left."""
         self.close()
         if self.process is not None:
-            processes.end(self.process)
+            end(self.process)
             self.process = None
         processes.end_all_of(self.folder.flower_home)
 
@@ -284,6 +278,3 @@ def _words_of(response: Any) -> str:
         if isinstance(found, dict):
             return " ".join(str(found[key]) for key in ("detail", "extra") if found.get(key))
     return f"HTTP {response.status_code}: {response.text[:300]}"
-
-
-__all__ = ["LOOPBACK", "NodeFacts", "RunFacts", "SuperLink", "SuperLinkError", "forget_unregistered", "public_key"]

@@ -18,7 +18,7 @@ from typing import Any
 import tomlkit
 
 from fedlora.core.folders import replacing_folder
-from fedlora.core.process import how_ended
+from fedlora.core.process import end, how_ended
 from fedlora.data import TextData
 from fedlora.data.rows import Rows
 from fedlora.errors import ConfigError
@@ -32,18 +32,18 @@ from fedlora.flower.server.superlink import SuperLink
 from fedlora.flower.site.run import fill_site
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Rank
-from fedlora.flower.terms.settings import OWN, NetworkSection, Site
+from fedlora.flower.terms.settings import ELSEWHERE, OWN, NetworkSection, Site, without_effect
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.preparation import prepare
 
 _COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")  # of `Rows.of` they have their defaults
-_DEALT = {"data": ("train", "clients", "task", "revision", "max_train", "max_test"), "model": ("device", "adapter"),
-          "train": ("command", "timeout"), "run": ("workers",)}  # fmt: skip
+_DEALT = ("data.max_train", "data.max_test")  # are done with when the data are dealt
 
 
-def make(folder: Path, config: RunConfig, port: int) -> None:
-    """Make the folder of a federation whose sites are in `folder`/sites, admitted. port: the SuperLink's.
+def make(folder: Path, config: RunConfig, port: int) -> list[str]:
+    """Make the folder of a federation whose sites are in `folder`/sites, admitted. port: the SuperLink's. Returns the
+    keys of the run's file that have no effect here.
 
     Raises:
         ConfigError: data that cannot be written as a site's file; keys that a federation does not have.
@@ -70,6 +70,8 @@ def make(folder: Path, config: RunConfig, port: int) -> None:
             tables = {table: keys for table, keys in own.items() if keys}
             fill_site(site.path, JoinFile.read(there.join), Site(name, tables))
             admit(building, name, None, site.public_key)
+    said = config.model_dump(mode="json", exclude_defaults=True)
+    return [key for key in without_effect(said) if ELSEWHERE[key] == ELSEWHERE["run.workers"]]
 
 
 def _own(config: RunConfig, table: str) -> dict[str, Any]:
@@ -78,14 +80,12 @@ def _own(config: RunConfig, table: str) -> dict[str, Any]:
     return {key: value for key, value in said.items() if key in OWN[table]}
 
 
-def _federation(
-    config: RunConfig, parts: Mapping[str, TextData], home: Path, building: Path
-) -> dict[str, Any]:  # fmt: skip
+def _federation(config: RunConfig, parts: Mapping[str, TextData], home: Path, building: Path) -> dict[str, Any]:
     """The run's tables without what was dealt. What one file holds out is written for the server."""
-    raw: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
-    raw.pop("clients", None)
-    for table, keys in _DEALT.items():
-        raw[table] = {key: value for key, value in raw.get(table, {}).items() if key not in keys}
+    raw: dict[str, Any] = {"data": {}, **config.model_dump(mode="json", exclude_defaults=True)}
+    for key in (*without_effect(raw), *_DEALT):
+        table, _, name = key.partition(".")
+        raw.get(table, {}).pop(name, None) if name else raw.pop(table)
     first = next(iter(parts.values()))
     if config.model.task == "sequence-classification":
         raw["data"]["label_names"] = list(first.label_names)
@@ -146,10 +146,7 @@ def play(folder: Path, say: Say, stop: threading.Event) -> Standing:
             for process in list(nodes.values()):  # signal all first, so that they end in parallel
                 process.terminate()
             for name, process in list(nodes.items()):
-                processes.end(process)
+                end(process)
                 processes.end_all_of(there.site(name).state / "flwr")
 
     return Supervisor(link, say, stop=stop, beside=running).serve()
-
-
-__all__ = ["make", "play"]

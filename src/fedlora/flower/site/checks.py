@@ -5,7 +5,6 @@ For `fedlora flower site`, `fedlora flower node` and `fedlora doctor SITE`.
 from __future__ import annotations
 
 import email.utils
-import socket
 import ssl
 import time
 from collections import Counter
@@ -15,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedlora.core.text import shown
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.trainer import keeping
-from fedlora.flower.terms.facts import check, model_facts
+from fedlora.flower.terms.facts import Facts, check, model_facts
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.privacy import promise
 from fedlora.flower.terms.settings import FederationSettings, Site
@@ -41,28 +40,21 @@ def checked_site(folder: Path, *, server: bool = True) -> list[Row]:
         join, site = JoinFile.read(here.join), Site.read(here.site)
     except FedLoRAError as error:
         return [("site", str(error), False)]
-    rows: list[Row] = [("site", f"{site.name}, of {join.federation} at {join.address}", True), _key(here)]
+    rows: list[Row] = [("site", f"{site.name}, of {join.federation} at {join.address}", True)]
     rows += checked_work(join, site)
-    if server and rows[1][2]:
-        found = look(join, here)
-        rows.append(("server", found.why, None if found.fate == "not admitted" else found.fate == "admitted"))
-    return rows
-
-
-def _key(here: SiteFolder) -> Row:
-    """The site's key, and whether key.pub, which the server gets, is its other half."""
     try:
-        public = private_key(here.key).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-        sound = here.public_key.read_text(encoding="utf-8").split()[:2] == public.split()[:2]
-    except (FedLoRAError, OSError) as error:
-        return ("key", str(error), False)
-    return ("key", f"{here.public_key}{'' if sound else ' is of another key: ssh-keygen -y -f key > key.pub'}", sound)
+        if server:
+            found = look(join, here)
+            rows.append(("server", found.why, None if found.fate == "not admitted" else found.fate == "admitted"))
+    except FedLoRAError as error:
+        rows.append(("key", str(error), False))
+    return rows
 
 
 def checked_work(join: JoinFile, site: Site) -> list[Row]:
     """Check the site's data and base model: whether a round could use them."""
     try:
-        settings = FederationSettings.from_travelling(join.settings)
+        settings = join.settings()
         rows = _data(settings, site)
     except FedLoRAError as error:
         return [("data", str(error), False)]
@@ -70,10 +62,10 @@ def checked_work(join: JoinFile, site: Site) -> list[Row]:
         rows.append(("privacy", promise(settings.privacy, settings.run.rounds), True))
     try:
         facts = model_facts(site.model, settings, site.own["model"].get("revision"))
-        check(join.facts, facts, f"site {site.name!r}", whole=False)
+        check(Facts.of(join.facts), facts, f"site {site.name!r}")
     except FedLoRAError as error:
         return [*rows, ("base model", str(error), False)]
-    return [*rows, ("base model", f"{site.model}: {facts.base[:12]}, as the server's", True)]
+    return [*rows, ("base model", f"{site.model}: {str(facts.values['base'])[:12]}, as the server's", True)]
 
 
 def _data(settings: FederationSettings, site: Site) -> list[Row]:
@@ -136,7 +128,7 @@ def look(server: JoinFile, here: SiteFolder) -> Found:
         NodeAuthHttpInterceptor(secret, secret.public_key()),
     ]
     try:
-        authority = server.ca.encode()
+        authority = server.server.ca.encode()
         with FleetHttpClient.from_server_address(server.address, False, authority, interceptors=known) as client:
             request = ActivateNodeRequest(public_key=public_key_to_bytes(secret.public_key()), heartbeat_interval=0.0)
             client.ActivateNode(request)
@@ -150,23 +142,17 @@ def look(server: JoinFile, here: SiteFolder) -> Found:
 
 
 def _unreached(server: JoinFile, error: BaseException) -> Found:
-    """Why the request did not get through."""
+    """Why the request did not get through, in the words of the system or of OpenSSL."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
-    at, words = server.address, getattr(error, "verify_message", "") or getattr(error, "strerror", None) or error
-    said = shown(words or type(error).__name__)
-    if isinstance(error, socket.gaierror):
-        return Found("name", f"the name {server.server!r} is not known on this machine ({said}): ask your DNS, or put "
-                             f"it into /etc/hosts.")  # fmt: skip
-    if isinstance(error, ConnectionRefusedError):
-        return Found("closed", f"{at} refuses the connection: nothing listens there. Is the proxy running?")
     if isinstance(error, ssl.SSLCertVerificationError):
         return Found("certificate", (
-            f"the certificate of {at} is not trusted: {said}. By this machine's clock it is "
-            f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC. If it has expired, the server must renew it; if name or "
-            f"authority differ, ask for the server's new join.toml. Nothing is sent until then."
+            f"the certificate of {server.address} is not trusted: {shown(error.verify_message)}. By this machine's "
+            f"clock it is {datetime.now(UTC):%Y-%m-%d %H:%M} UTC. If it has expired, the server must renew it; if name "
+            f"or authority differ, ask for the server's new join.toml. Nothing is sent until then."
         ))  # fmt: skip
-    return Found("silent", f"{at} cannot be reached from here: {said}.")
+    said = shown(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+    return Found("silent", f"{server.address} cannot be reached from here: {said}.")
 
 
 def _said(server: JoinFile, reply: Any, ahead: float) -> Found:
@@ -175,15 +161,15 @@ def _said(server: JoinFile, reply: Any, ahead: float) -> Found:
 
     at, status = server.address, reply.status_code
     try:
-        code = int(reply.json()["code"])  # Flower's own: 2003: this interval is refused; 2004: the key is not known
+        code = int(reply.json()["code"])  # Flower's own
     except (ValueError, KeyError, TypeError):
         code = 0
     most = SYSTEM_TIME_TOLERANCE - 1  # the measurement is accurate to a second
-    if not 1 - TIMESTAMP_TOLERANCE - most < ahead < most and (code in (2003, 2004) or status == 401):
+    if code == 2003:  # the interval of 0 is refused, as it should be
+        return Found("admitted", f"{at} answers and knows this site's key.")
+    if not 1 - TIMESTAMP_TOLERANCE - most < ahead < most:
         return Found("clock", f"this machine's clock is {ahead:+.0f} seconds from the server's, and the server refuses "
                               f"what is signed at another time. Set it: timedatectl set-ntp true.")  # fmt: skip
-    if code == 2003:
-        return Found("admitted", f"{at} answers and knows this site's key.")
     if code == 2004:
         return Found("not admitted", (
             f"{at} answers, but this site's key is not registered there. Send key.pub to the server; this continues by "
@@ -202,6 +188,3 @@ def _ahead(date: str | None, asked: float) -> float:
         return asked - (email.utils.parsedate_to_datetime(date or "").timestamp() + 0.5)
     except ValueError:
         return 0.0
-
-
-__all__ = ["Found", "Row", "checked_site", "checked_work", "is_site", "look", "private_key"]

@@ -19,7 +19,6 @@ from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import ClientMemory
 from fedlora.core.parcels import Cache, Parcel, remember, unpack
-from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
 from fedlora.core.trainer import Trainer
 from fedlora.errors import ConfigError, KeptStateError
@@ -59,17 +58,11 @@ class Node:
     """
 
     def __init__(
-        self,
-        client: str,
-        trainer: Trainer,
-        folder: Path,
-        *,
-        evaluators: Evaluators = ReadOnly({}),  # noqa: B008 - immutable
-        facts: Facts = Facts(),  # noqa: B008 - immutable
-        run: str | None = None,
-    ) -> None:
+        self, client: str, trainer: Trainer, folder: Path, *, evaluators: Evaluators | None = None,
+        facts: Facts | None = None, run: str | None = None,
+    ) -> None:  # fmt: skip
         self._client, self._trainer, self._folder, self._run = client, trainer, folder, run
-        self._evaluators, self._facts = evaluators, facts
+        self._evaluators, self._facts = evaluators or {}, facts or Facts()
 
     def work(self, record: RecordDict) -> RecordDict:
         """Play a round: the reply to the server's message.
@@ -90,9 +83,7 @@ class Node:
         after = NodeState(kept, played.memory.position, remember(download, kept), began=receipt.counted)
         checkpoint.save(folder, parcel.round + 1, after, of=of, keep=_KEPT)
         names = [*kept.modules, *kept.heads] if kept is not None else []
-        return upload_record(
-            played.upload, run=run, round=parcel.round, loss=played.loss, kept=names, facts=self._facts
-        )
+        return upload_record(played.upload, run=run, round=parcel.round, loss=played.loss, kept=names)
 
     def measure(self, record: RecordDict) -> RecordDict:
         """Scores the received readout on this site's held-out data. The site stores the whole readout, so that the next

@@ -17,9 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
@@ -27,7 +26,6 @@ from fedlora.core import files
 from fedlora.core.process import how_ended
 from fedlora.flower import processes
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.processes import locked
 from fedlora.flower.site.checks import Found
 from fedlora.flower.site.supernode import BROKEN_OFF
 from fedlora.flower.site.trainer import Trainer, answer, listening_at, say
@@ -45,14 +43,11 @@ def fill_site(folder: Path, join: JoinFile, site: Site) -> None:
     here.path.chmod(0o700)
     here.state.mkdir(mode=0o700, exist_ok=True)
     files.write(here.join, join.text())
-    files.write(here.site, tomli_w.dumps({"name": site.name, **_plain(site.own)}))
+    tables = {table: dict(keys) for table, keys in site.own.items()}
+    files.write(here.site, tomli_w.dumps({"name": site.name, **tables}))
     private, public = certificates.new_key()
     certificates.write_private(here.key, private)
     files.write(here.public_key, public)
-
-
-def _plain(own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {table: dict(keys) for table, keys in own.items()}
 
 
 def wait_until_admitted(look: Callable[[], Found], pauses: tuple[float, ...] = PAUSES) -> None:
@@ -66,24 +61,13 @@ def wait_until_admitted(look: Callable[[], Found], pauses: tuple[float, ...] = P
         tries += 1
 
 
-@contextlib.contextmanager
-def held(site: SiteFolder) -> Iterator[None]:
-    """Hold the site's folder for this process. Raises `ConfigError` if another process has it."""
-    site.state.mkdir(mode=0o700, exist_ok=True)
-    with locked(site.state / "node.lock", lambda who: (
-        f"`fedlora flower node` already runs for {site.path} (process {who}). One is enough: the server could not tell "
-        f"two apart. Is it the systemd unit?"
-    )):  # fmt: skip
-        yield
-
-
 def take_part(site: SiteFolder, join: JoinFile) -> None:
     """Start this site's SuperNode and train what it is asked, until it or this process ends."""
     os.umask(0o077)
     listening, work = listening_at(site), Trainer(site)
     env = {**processes.environment(site.state / "flwr"), processes.OWNER: str(os.getpid())}
     authority = os.memfd_create("ca.crt")  # so that join.toml is the one place that says whom to believe
-    os.write(authority, join.ca.encode())
+    os.write(authority, join.server.ca.encode())
     command = supernode_command(site, join.address, f"/proc/self/fd/{authority}")
     supernode = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=[authority])
     ending = threading.Event()
@@ -117,6 +101,3 @@ def supernode_command(site: SiteFolder, address: str, authority: str) -> list[st
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-wait-time", str(GONE)]
     command += ["--node-config", f"site={json.dumps(str(site.site))}"]
     return [*command, "--root-certificates", authority, "--auth-supernode-private-key", str(site.key)]
-
-
-__all__ = ["GONE", "PAUSES", "fill_site", "held", "supernode_command", "take_part", "wait_until_admitted"]

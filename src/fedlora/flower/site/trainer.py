@@ -12,23 +12,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import json
 import os
+import re
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from flwr.app import RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedlora.core.text import shown
 from fedlora.doing import beating
 from fedlora.errors import ConfigError, FedLoRAError, KeptStateError, UploadRefused
-from fedlora.flower.envelope import Envelope, RecordError, opened
+from fedlora.flower.envelope import Envelope, RecordError, opened, parts, receipt_of
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.wire import receive_message, send_message
 
 if TYPE_CHECKING:  # torch is loaded with the first message, and never in a ClientApp's process
     from fedlora.data.splits import Parts
@@ -41,11 +43,7 @@ _TOLD = (ConfigError, RecordError, KeptStateError, UploadRefused)  # their texts
 
 
 class TrainerFailed(FedLoRAError, RuntimeError):
-    """The node's trainer could not do the work. The message is for the server; `full` is for the site alone."""
-
-    def __init__(self, told: str, full: str = "") -> None:
-        super().__init__(told)
-        self.full = full or told
+    """The node's trainer could not do the work. The message is for the server."""
 
 
 # ------------------------------------------------------------------------------------------------------ in a ClientApp
@@ -66,9 +64,9 @@ def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
             send_message(connection, {"do": do}, record)
             said, reply = receive_message(connection)
     except (OSError, EOFError) as error:
-        raise TrainerFailed("its node has ended", f"its node is not reached: {error}") from error
+        raise TrainerFailed("its node has ended") from error
     if reply is None:
-        raise TrainerFailed(str(said["told"]), str(said["error"]))
+        raise TrainerFailed(str(said["told"]))
     return reply
 
 
@@ -111,14 +109,14 @@ class Trainer:
 
         settings, site = FederationSettings.from_travelling(envelope.settings), Site.read(self._site.site)
         config, join = settings.for_site(site), JoinFile.read(self._site.join)
-        keep, agreed = keeping(settings), keeping(FederationSettings.from_travelling(join.settings))
+        keep, agreed = keeping(settings), keeping(join.settings())
         if keep.keywords != agreed.keywords:  # or a server could have this site train on what it measures on
             raise ConfigError(
                 f"the server now holds out other rows ({keep.keywords}) than join.toml says ({agreed.keywords}): "
                 f"nothing is trained. If that is meant, put the server's new join.toml in place of this one."
             )
         files = model_facts(site.model, settings, config.model.revision)  # before the model is loaded, which would hide
-        check(Facts.from_text(envelope.facts), files, site.name, whole=False)  # the cause of a difference
+        check(Facts.from_text(envelope.facts), files, site.name)  # the cause of a difference
         prepared = prepare(config, None, keep=keep, programs=self._site.state / "programs")
         return Node(
             site.name, prepared.trainer, self._site.state,
@@ -130,8 +128,8 @@ class Trainer:
 
 def keeping(settings: FederationSettings) -> partial[Parts]:
     """What makes a site's parts of its file, by `held_out`, from these settings."""
-    data = settings.data
-    return partial(held_out, seed=settings.run.seed, validation=data.validation, test=data.test)
+    validation, test = settings.share("validation"), settings.share("test")
+    return partial(held_out, seed=settings.run.seed, validation=validation, test=test)
 
 
 def held_out(drawn: Parts, *, seed: int, validation: float, test: float) -> Parts:
@@ -181,40 +179,31 @@ def answer(listening: socket.socket, work: Trainer, folder: Path) -> None:
 
 
 def _answered(work: Trainer, do: Do, record: RecordDict, folder: Path) -> tuple[dict[str, str], RecordDict | None]:
-    """The reply, or words for the server ("told") and for the site ("error"). folder: the site's."""
+    """The reply, or words for the server ("told"); and a line for the site's own log. folder: the site's."""
+    began = time.monotonic()
     try:
-        return {}, work(do, record)
+        if why := receipt_of(record).why:
+            say(f"the server says: {shown(why, 1000)}")
+        number = json.loads(str(parts(record, ConfigRecord)["config"]["parcel"]))["round"] + (do == "train")
+        reply = work(do, record)
     except Exception as failure:
-        full = f"{type(failure).__name__}: {failure}"
-        return {"told": told_to_server(failure, folder), "error": full}, None
+        say(f"{do} failed after {time.monotonic() - began:.1f} s: {type(failure).__name__}: {failure}")
+        return {"told": told_to_server(failure, folder)}, None
+    numbers = parts(reply, MetricRecord)["metrics"]
+    loss = f", loss {numbers['loss']:.4f}" if "loss" in numbers else ""
+    say(f"round {number}, {do}: {time.monotonic() - began:.1f} s{loss}; {numbers['num-examples']:.0f} examples here")
+    return {}, reply
 
 
 def told_to_server(error: BaseException, folder: Path) -> str:
-    """An error's text for the server: all of it if it can contain nothing of the data, otherwise only its kind.
-
-    Args:
-        folder: the site's. Its path, and those of data and model, are replaced.
-    """
+    """An error's text for the server: all of it if it can contain nothing of the data, otherwise only its kind. The
+    paths of the site's machine are replaced by their last part. folder: the site's."""
     from fedlora.flower.terms.facts import Disagreement
 
-    kind = type(error).__name__
-    if isinstance(error, (*_TOLD, Disagreement)):
-        words = str(error)
-        for path, name in _places(folder).items():
-            words = words.replace(path, name)
-        return f"{kind}: {shown(words, 2000)}"
-    return f"{kind}: the reason is only in the site's own log, as it may contain its data"
-
-
-def _places(folder: Path) -> dict[str, str]:
-    """Paths of the site's machine, the longest first -> their replacements."""
-    found = {str(folder): "<site>", str(folder.resolve()): "<site>"}
-    with contextlib.suppress(Exception):  # the file itself may have caused the error
-        from fedlora.flower.terms.settings import Site
-
-        site = Site.read(folder / "site.toml")
-        found |= {path: name for path, name in ((site.data, "<its data>"), (site.model, "<its model>")) if "/" in path}
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+    if not isinstance(error, (*_TOLD, Disagreement)):
+        return f"{type(error).__name__}: the reason is only in the site's own log, as it may contain its data"
+    words = re.sub(r"(?<!\w)/[^\s'\"]*/", "", str(error).replace(str(folder), "/site"))
+    return f"{type(error).__name__}: {shown(words, 2000)}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the socket
@@ -252,7 +241,38 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-__all__ = [
-    "Do", "Trainer", "TrainerFailed", "answer", "ask", "held_out", "keeping", "listening_at", "say", "socket_of",
-    "told_to_server",
-]  # fmt: skip
+# ------------------------------------------------------------------------ records over it, without torch or pickle
+
+
+def send_message(connection: Connection, said: dict[str, Any], record: RecordDict | None = None) -> None:
+    """Send one message: a small JSON object, and records, whose arrays follow one by one."""
+    arrays: list[bytes] = []
+    records: dict[str, Any] = {}
+    for name, part in (record or {}).items():
+        if isinstance(part, ArrayRecord):
+            records[name] = {"arrays": [[key, one.dtype, list(one.shape), one.stype] for key, one in part.items()]}
+            arrays += [one.data for one in part.values()]
+        else:
+            records[name] = {"metrics" if isinstance(part, MetricRecord) else "config": dict(part)}
+    connection.send_bytes(json.dumps({"said": said, "records": records if record is not None else None}).encode())
+    for data in arrays:
+        connection.send_bytes(data)
+
+
+def receive_message(connection: Connection) -> tuple[dict[str, Any], RecordDict | None]:
+    """The other side's message. Raises `OSError` or `EOFError` if the connection broke."""
+    header = json.loads(connection.recv_bytes())
+    if header["records"] is None:
+        return header["said"], None
+    record = RecordDict()
+    for name, part in header["records"].items():
+        if "arrays" in part:
+            record[name] = ArrayRecord({
+                key: Array(dtype, tuple(shape), stype, connection.recv_bytes())
+                for key, dtype, shape, stype in part["arrays"]
+            })  # fmt: skip
+        elif "metrics" in part:
+            record[name] = MetricRecord(part["metrics"])
+        else:
+            record[name] = ConfigRecord(part["config"])
+    return header["said"], record

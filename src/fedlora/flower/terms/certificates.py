@@ -13,7 +13,6 @@ import ipaddress
 import os
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
@@ -31,24 +30,6 @@ SOON = 30  # days before expiry from which it is reported
 _CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """The state of a server's certificate. wrong: why a node would refuse it, otherwise "". days: until expiry."""
-
-    days: int
-    wrong: str
-
-    @property
-    def sound(self) -> bool:
-        return not self.wrong
-
-    def said(self) -> str:
-        """The state in words."""
-        if self.wrong:
-            return self.wrong
-        return f"valid for {self.days} days" + (": renew it soon (fedlora flower renew)" if self.days < SOON else "")
-
-
 Signer = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]  # an authority, and the key that signs with it
 
 
@@ -57,7 +38,7 @@ def write_server(folder: Path, name: str) -> None:
     an existing authority signs again.
 
     Raises:
-        ConfigError: the existing authority's key is not here, so somebody else must renew this.
+        ConfigError: the existing authority cannot be read.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     if (folder / "ca.crt").exists():
@@ -69,20 +50,19 @@ def write_server(folder: Path, name: str) -> None:
     _write_server(folder, signer, tuple(dict.fromkeys((name, "localhost", "127.0.0.1"))), SERVER_DAYS)
 
 
-def verdict(folder: Path, name: str) -> Certificate:
-    """What a node that dials `name` would say of server.crt, server.key and ca.crt in `folder`, from both ends of a TLS
-    handshake in memory."""
+def verdict(folder: Path, name: str) -> tuple[str, bool]:
+    """What a node that dials `name` would say of server.crt, server.key and ca.crt in `folder`, and whether it would go
+    on: from both ends of a TLS handshake in memory."""
     paths = {file: folder / file for file in ("ca.crt", "server.crt", "server.key")}
-    lacks = [file for file, path in paths.items() if not path.is_file()]
-    if lacks:
-        return Certificate(0, f"{', '.join(lacks)} missing in {folder}")
     try:
         found = x509.load_pem_x509_certificate(paths["server.crt"].read_bytes())
-        x509.load_pem_x509_certificates(paths["ca.crt"].read_bytes())
-    except (OSError, ValueError) as error:
-        return Certificate(0, f"a certificate in {folder} cannot be read: {error}")
+        wrong = _why_refused(paths, name)
+    except (OSError, ValueError) as error:  # ssl's too
+        wrong = f"{', '.join(paths)} in {folder} do not belong together, or cannot be read: {error}"
+    if wrong:
+        return wrong, False
     days = (found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
-    return Certificate(days, _why_refused(paths, name))
+    return f"valid for {days} days" + (": renew it soon (fedlora flower renew)" if days < SOON else ""), True
 
 
 def new_key() -> tuple[bytes, bytes]:
@@ -98,13 +78,15 @@ def public_key(text: str) -> ec.EllipticCurvePublicKey:
     Raises:
         ConfigError: a private key, another kind of key, or none.
     """
+    if "PRIVATE KEY" in text:
+        raise ConfigError(
+            "this is a private key, which must never leave its site. Delete this copy, make a new pair of keys at the "
+            "site, and send key.pub."
+        )
     try:
         found = serialization.load_ssh_public_key(text.strip().encode())
     except (ValueError, UnsupportedAlgorithm, UnicodeEncodeError) as error:
-        raise ConfigError(
-            f"{quoted(text[:60])} is not a public key in OpenSSH's format: one line that begins with "
-            f"ecdsa-sha2-nistp384."
-        ) from error
+        raise ConfigError(f"{quoted(text[:60])} is not a public key in OpenSSH's format.") from error
     if not isinstance(found, ec.EllipticCurvePublicKey) or not isinstance(found.curve, _CURVES):
         raise ConfigError(
             f"Flower does not accept keys of kind {quoted(text.split(' ')[0])}: it needs an elliptic curve of NIST. "
@@ -137,17 +119,12 @@ def _authority(name: str) -> Signer:
 
 
 def _kept_authority(folder: Path) -> Signer:
-    if not (folder / "ca.key").is_file():
-        raise ConfigError(
-            f"{folder} has the certificate of an authority (ca.crt), but not its key: fedlora did not make it. Get the "
-            f"next server.crt and server.key where you got the last."
-        )
     try:
         found = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
         key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"ca.crt and ca.key in {folder} cannot be read: {error}.") from error
-    assert isinstance(key, ec.EllipticCurvePrivateKey), "`write_public` made it"
+        raise ConfigError(f"ca.crt and ca.key in {folder}, which sign, cannot be read: {error}.") from error
+    assert isinstance(key, ec.EllipticCurvePrivateKey), "`write_server` made it"
     return found, key
 
 
@@ -189,11 +166,8 @@ def _host(name: str) -> x509.GeneralName:
 
 
 def _why_refused(paths: dict[str, Path], name: str) -> str:
-    try:
-        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        server.load_cert_chain(paths["server.crt"], paths["server.key"], password=lambda: "")
-    except (ssl.SSLError, OSError, ValueError) as error:
-        return f"{paths['server.key']} does not belong to {paths['server.crt']}, or has a password: {error}"
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(paths["server.crt"], paths["server.key"], password=lambda: "")
     node = ssl.create_default_context(cafile=str(paths["ca.crt"]))
     here, there = ssl.MemoryBIO(), ssl.MemoryBIO()
     one, other = node.wrap_bio(here, there, server_hostname=name), server.wrap_bio(there, here, server_side=True)
@@ -214,6 +188,3 @@ def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat)
 
 def _pem(found: x509.Certificate) -> bytes:
     return found.public_bytes(serialization.Encoding.PEM)
-
-
-__all__ = ["SOON", "Certificate", "new_key", "public_key", "verdict", "write_private", "write_server"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,76 +19,62 @@ from pydantic import Field
 
 from fedlora.errors import ConfigError
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.facts import Facts
+from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import parse_toml, read_given
 from fedlora.runs.reading import checked
 from fedlora.training.settings import Section
 
 _MOST = 2**20  # bytes: a certificate and a page of settings are a hundredth of it
-_WHERE = "The server makes it (fedlora flower init writes FED/join.toml)"
 
 
-@dataclass(frozen=True)
-class JoinFile:
-    """What the server hands to the sites.
+class Address(Section):
+    """Where sites connect. ca: the authority's certificate, PEM."""
 
-    federation: its id. server, port: the address. ca: the authority's certificate, PEM. settings: the agreed ones, from
-    `FederationSettings.travelling`. facts: the server's about the base model, and its versions.
-    """
-
-    federation: str
-    server: str
-    port: int
-    ca: str
-    settings: str
-    facts: Facts
-
-    @property
-    def address(self) -> str:
-        """In the form for `flower-supernode --superlink`."""
-        return f"{self.server}:{self.port}"
-
-    def text(self) -> str:
-        """The file."""
-        said = {
-            "federation": self.federation, "server": {"name": self.server, "port": self.port, "ca": self.ca},
-            "agreed": _without_none(json.loads(self.settings)), "facts": dict(sorted(self.facts.values.items())),
-        }  # fmt: skip
-        head = (
-            f"# From the server of {self.federation}, for its sites. Not to be edited. At a site:\n"
-            f"#   fedlora flower site FOLDER --name NAME --join join.toml --data FILE --model DIRECTORY\n\n"
-        )
-        return head + tomli_w.dumps(said, multiline_strings=True)
-
-    @classmethod
-    def read(cls, path: Path) -> JoinFile:
-        """From a file. Raises `ConfigError`: no such file, or another kind of file."""
-        try:
-            raw = parse_toml(_text(path))
-            said = checked(_Join, raw)
-            settings = json.dumps(said.agreed, sort_keys=True)
-            x509.load_pem_x509_certificates(said.server.ca.encode())
-            return cls(said.federation, said.server.name, said.server.port, said.server.ca, settings,
-                       Facts.of(said.facts))  # fmt: skip
-        except OSError as error:
-            raise ConfigError(f"the join file {path} cannot be read: {error.strerror}. {_WHERE}.") from error
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path} is not the join file of this version of fedlora: {error}. {_WHERE}.") from error
-
-
-class _Address(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,252}$")
     port: int = Field(ge=1, le=65535)
     ca: str
 
 
-class _Join(Section):
-    """The tables of a join file."""
+class JoinFile(Section):
+    """What the server hands to the sites.
+
+    federation: its id. agreed: the settings, as they travel. facts: the server's about the base model, its versions.
+    """
 
     federation: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    server: _Address
+    server: Address
     agreed: dict[str, Any]
     facts: dict[str, Any]
+
+    @property
+    def address(self) -> str:
+        """In the form for `flower-supernode --superlink`."""
+        return f"{self.server.name}:{self.server.port}"
+
+    def settings(self) -> FederationSettings:
+        """The agreed ones. Raises `ConfigError`."""
+        return FederationSettings.from_travelling(json.dumps(self.agreed))
+
+    def text(self) -> str:
+        """The file."""
+        head = (
+            f"# From the server of {self.federation}, for its sites. Not to be edited. At a site:\n"
+            f"#   fedlora flower site FOLDER --name NAME --join join.toml --data FILE --model DIRECTORY\n\n"
+        )
+        return head + tomli_w.dumps(_without_none(self.model_dump(mode="json")), multiline_strings=True)
+
+    @classmethod
+    def read(cls, path: Path) -> JoinFile:
+        """From a file. Raises `ConfigError`: no such file, or another kind of file."""
+        where = "The server makes it (fedlora flower init writes FED/join.toml)"
+        try:
+            found = checked(cls, parse_toml(_text(path)))
+            x509.load_pem_x509_certificates(found.server.ca.encode())
+            return found
+        except OSError as error:
+            raise ConfigError(f"the join file {path} cannot be read: {error.strerror}. {where}.") from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is not the join file of this version of fedlora: {error}. {where}.") from error
 
 
 def site_key(path: Path) -> str:
@@ -99,14 +84,9 @@ def site_key(path: Path) -> str:
         ConfigError: no such file, a private key, or a key of a kind that Flower does not accept.
     """
     try:
-        text = _text(path).strip()
+        text = _text(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the key {path} cannot be read: {error}.") from error
-    if "PRIVATE KEY" in text:
-        raise ConfigError(
-            f"{path} holds a private key, which must never leave its site. Delete this copy, make a new pair of keys "
-            f"at the site, and send key.pub."
-        )
     certificates.public_key(text)
     return " ".join(text.split()[:2])
 
@@ -120,6 +100,3 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value
-
-
-__all__ = ["JoinFile", "site_key"]

@@ -5,25 +5,28 @@ Also the names of sites and of the server, which stand in commands, folders and 
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import tomlkit
-from pydantic import ConfigDict, Field, ValidationError, field_validator
-from pydantic.dataclasses import dataclass
+from pydantic import Field
 
 from fedlora.core.messages import Client
 from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
-from fedlora.given_files import parse_toml, read_toml
+from fedlora.given_files import read_toml
+from fedlora.runs.reading import checked
+from fedlora.training.settings import Section
 
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Rank = int | Mapping[str, int]
 MOST_RANK = 4096
-_SITE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
+_SITE = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}$"
+SiteName = Annotated[str, Field(pattern=_SITE)]
+OneRank = Annotated[int, Field(ge=1, le=MOST_RANK)]
+RanksByModule = Annotated[dict[str, OneRank], Field(min_length=1)]
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 _HEAD = """\
@@ -37,8 +40,7 @@ deadline = 600.0        # seconds; a round waits no longer for answers
 """
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class Policy:
+class Policy(Section):
     """What the server allows.
 
     clients: name -> its rank, or its ranks by module: the allow-list, in the order in which rounds draw from it.
@@ -46,28 +48,14 @@ class Policy:
     client's largest upload, and 1. deadline: seconds for a reply, also the life of a message.
     """
 
-    clients: Mapping[str, Rank]
+    clients: Annotated[dict[SiteName, OneRank | RanksByModule], Field(min_length=1)]
     max_examples: Above = 1e9
     deadline: Above = 3600.0
     max_upload_mb: Above | None = None
 
-    @field_validator("clients", mode="before")
-    @classmethod
-    def _named_and_ranked(cls, clients: Any) -> Any:
-        if not isinstance(clients, Mapping) or not clients:
-            raise ValueError("[clients] has a line NAME = RANK for each client; without one, nobody could take part")
-        for client, ranks in clients.items():
-            check_site(client)
-            if ranks == {}:
-                raise ValueError(f"{client} has no rank")
-            for rank in ranks.values() if isinstance(ranks, Mapping) else [ranks]:
-                checked_rank(rank, client)
-        return clients
-
     def client(self, name: str) -> Client:
         """A client, with its rank or its ranks by module."""
-        rank = self.clients[name]
-        return Client(name, rank if isinstance(rank, int) else dict(rank))
+        return Client(name, self.clients[name])
 
     @classmethod
     def read(cls, path: Path) -> Policy:
@@ -75,20 +63,12 @@ class Policy:
         return cls.made(read_toml(path, "the policy"), f"the policy {path}")
 
     @classmethod
-    def of(cls, text: str, path: Path) -> Policy:
-        """From the text that policy.toml is about to have. path: its place. Raises `ConfigError`."""
-        return cls.made(parse_toml(text), f"the policy {path}")
-
-    @classmethod
     def made(cls, fields: dict[str, Any], what: str) -> Policy:
         """From a person's values. what: their place, for errors. Raises `ConfigError` with each mistake."""
-        if odd := [key for key in fields if not key.isidentifier() or key.startswith("_")]:
-            raise ConfigError(f"{what} has an unknown key {quoted(odd[0], 60)}.")
         try:
-            return cls(**fields)
-        except ValidationError as error:
-            found = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
-            raise ConfigError(f"{what}: {'; '.join(f'{key}: {said}' for key, said in found)}.") from error
+            return checked(cls, fields)
+        except ConfigError as error:
+            raise ConfigError(f"{what}: {error}.") from error
 
 
 def policy_text(clients: Mapping[str, Rank]) -> str:
@@ -122,21 +102,19 @@ def sites(text: str) -> dict[str, int]:
     """Site -> rank, from "acme=8,berlin=4".
 
     Raises:
-        ConfigError: an entry without a rank, an invalid name or rank, a repeated name, or no entry.
+        ConfigError: an entry without a rank, an invalid name or rank, a repeated name.
 
     Example:
         >>> sites("acme=8, berlin=4")
         {'acme': 8, 'berlin': 4}
     """
     found: dict[str, int] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
+    for entry in text.split(","):
         name, rank = named_rank(entry)
         if rank is None:
             raise ConfigError(f"--sites takes NAME=RANK, such as acme=8,berlin=4; got {quoted(entry)} without a rank.")
         check_site(name, found)
         found[name] = rank
-    if not found:
-        raise ConfigError(f"--sites names no site; give, for example, acme=8,berlin=4. Got {quoted(text)}.")
     return found
 
 
@@ -149,26 +127,20 @@ def named_rank(entry: str) -> tuple[str, int | None]:
 
 def check_site(name: str, others: Collection[str] = ()) -> None:
     """Raises `ConfigError` for an invalid name of a site, or one that differs from one of `others` only in case."""
-    if not _SITE.fullmatch(name):
+    if not re.match(_SITE, name) or name.endswith("\n"):
         raise ConfigError(
-            f"{quoted(name)} cannot be the name of a site. Files and commands contain the name, so it has up to 63 "
-            f"letters, digits, '_', '-' and '.', and begins with a letter, a digit or '_'."
+            f"{quoted(name)} cannot be the name of a site: it has up to 63 letters, digits, '_', '-' and '.', and "
+            f"begins with a letter, a digit or '_'."
         )
     same = [other for other in others if other.casefold() == name.casefold()]
     if same:
-        raise ConfigError(
-            f"{quoted(name)} exists already{f', as {same[0]!r}' if same[0] != name else ''}: each site needs its own "
-            f"name, and upper case alone does not make another one."
-        )
+        raise ConfigError(f"{quoted(name)} exists already, as {same[0]!r}: upper case does not make another name.")
 
 
 def checked_rank(rank: object, name: str) -> int:
     """The rank. Raises `ConfigError` for an impossible one."""
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MOST_RANK:
-        raise ConfigError(
-            f"the site {quoted(name)}: a rank is a whole number from 1 to {MOST_RANK}; got {quoted(rank, 40)}. LoRA's "
-            f"are mostly 2 to 64."
-        )
+        raise ConfigError(f"{quoted(name)}: a rank is a whole number from 1 to {MOST_RANK}; got {quoted(rank, 40)}.")
     return rank
 
 
@@ -182,21 +154,11 @@ def server_name(name: str) -> str:
         >>> server_name("FL.example.org")
         'fl.example.org'
     """
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-        address = True
-    except ValueError:
-        address = False
-    if address or len(name) > 253 or not all(map(_LABEL.fullmatch, name.lower().split("."))):
+    labels = name.lower().split(".")
+    if len(name) > 253 or labels[-1].isdecimal() or not all(map(_LABEL.fullmatch, labels)):
         raise ConfigError(
             f"--server-name is a host name that the sites can look up, such as fl.example.org; got {quoted(name)}. It "
-            f"has no https://, no port (--port sets it) and ASCII letters only (xn--...), and is no address: "
-            f"certificates are of names. Where there is no DNS, a line in each site's /etc/hosts gives one a name."
+            f"has no https://, no port (--port sets it), ASCII letters only, and is no address: certificates are of "
+            f"names. Where there is no DNS, a line in each site's /etc/hosts gives one a name."
         )
     return name.lower()
-
-
-__all__ = [
-    "MOST_RANK", "Policy", "Rank", "check_site", "checked_rank", "named_rank", "policy_text", "server_name", "sites",
-    "with_client", "without_client",
-]  # fmt: skip

@@ -6,13 +6,12 @@ mean by a number from the settings, whoever answers. The guarantee is the server
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from fedlora.errors import ConfigError, HyperparameterError
-from fedlora.flower.terms.policy import Policy
 from fedlora.privacy.accounting import epsilon_up, how_strong
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 
@@ -34,24 +33,20 @@ class FederationPrivacy(PrivacySection):
     def _of_real_sites(self) -> FederationPrivacy:
         if self.sampling == "poisson":
             raise ValueError(
-                "privacy.sampling = 'poisson' makes epsilon smaller only while nobody can see who takes part. On a "
-                "network, traffic and timing show it. So a federation's ledger uses q = 1, and every round asks all "
-                "members. Leave sampling out; the secret draw is for `fedlora run`, in one process"
+                "privacy.sampling = 'poisson' makes epsilon smaller only while nobody can see who takes part, and on a "
+                "network traffic and timing show it: every round asks all members (q = 1). Leave sampling out"
             )
         if self.population == SIMULATED:
             raise ValueError(
-                f"privacy.population = {SIMULATED!r} means that an experiment simulates its clients, but a "
-                f"federation's sites are real. Name the people whose data they hold"
+                f"privacy.population = {SIMULATED!r} is an experiment's, but a federation's sites are real: name the "
+                f"people whose data they hold"
             )
         return self
 
     def named(self) -> tuple[str, ...]:
         """The members. Raises `ConfigError` if they are not set."""
         if not self.members:
-            raise ConfigError(
-                "privacy.members is missing: the names of all sites that may ever take part. The mean is divided by "
-                "their number, whoever answers. `fedlora flower init` writes them"
-            )
+            raise ConfigError("privacy.members is missing: the names of all sites that may ever take part")
         if len(set(self.members)) < len(self.members):
             raise ConfigError(f"privacy.members names a site twice: {', '.join(self.members)}")
         return tuple(self.members)
@@ -61,10 +56,9 @@ class FederationPrivacy(PrivacySection):
         members = self.named()
         if odd := [name for name in clients if name not in members]:
             raise ConfigError(
-                f"{odd[0]!r} is not one of the {len(members)} members of this private federation "
-                f"({', '.join(members[:5])}{', ...' if len(members) > 5 else ''}). As promised, every round divides "
-                f"the mean by their number, so nobody can be added. To let more sites in, make another federation "
-                f"that charges the same ledger, or name them in privacy.members before the first round"
+                f"{odd[0]!r} is not one of the {len(members)} members of this private federation, and every round "
+                f"divides the mean by their number. To let more sites in, make another federation that charges the "
+                f"same ledger, or name them in privacy.members before the first round"
             )
 
     def checked(self) -> FederationPrivacy:
@@ -80,63 +74,34 @@ class FederationPrivacy(PrivacySection):
         return self
 
 
-def with_private_defaults(raw: Any) -> Any:
-    """A federation's tables; if there is [privacy], with its defaults in [server] and [data]: the sites hold nothing
-    out, because their measurements would be released without noise."""
-    if not isinstance(raw, Mapping) or raw.get("privacy") is None or not isinstance(raw.get("data", {}), Mapping):
-        return raw
-    return {**raw, "data": {"validation": 0.0, "test": 0.0, **raw.get("data", {})}}
-
-
 def refusals(settings: FederationSettings) -> Iterator[str]:
     """A line for each setting that [privacy] excludes."""
-    run, server, evaluate = settings.run, settings.server, settings.evaluate
+    run = settings.run
     if run.participation != 1.0:
-        yield (
-            f"run.participation = {run.participation:g} draws some of the sites, but on a network [privacy] asks all "
-            f"of them in every round (q = 1): leave it out"
-        )
+        yield f"run.participation = {run.participation:g} draws some sites, and [privacy] asks all: leave it out"
     if settings.privacy is not None:
-        yield from settings.privacy.excludes(server)
+        yield from settings.privacy.excludes(settings.server)
     if settings.robust.rule != "none":
         yield (
             f"robust.rule = {settings.robust.rule!r} weighs each site by the others' uploads, so one site's "
             f"influence has no bound: leave out [robust] or [privacy]"
         )
-    measured = "at the sites, on their own data, and releases scores without noise: leave it out"
-    for part, share in (("validation", settings.data.validation), ("test", settings.data.test)):
-        if share:
-            yield (
-                f"data.{part} = {share:g} measures {measured}, and let the server measure on a file of public data "
-                f"(data.{part} with a file's name)"
-            )
-    if evaluate.target == "clients":
-        yield f"evaluate.target = 'clients' measures {measured}"
-    if evaluate.clients_at_end:
-        yield f"evaluate.clients_at_end measures {measured}"
+    parts: tuple[Literal["validation", "test"], ...] = ("validation", "test")
+    for key in filter(settings.share, parts):
+        yield (
+            f"data.{key} is a share that sites measure on, and their scores would be released without noise: leave it "
+            f"out, or name a file of public data at the server"
+        )
 
 
 def promise(privacy: FederationPrivacy, rounds: int) -> str:
     """The federation's guarantee in a sentence, for everybody."""
     try:
-        cost = privacy.cost(rounds, 1.0)
-        epsilon, strength = f"epsilon {epsilon_up(cost)}", how_strong(cost)
+        cost = privacy.epsilon or privacy.cost(rounds, 1.0)
+        spent = f"epsilon {epsilon_up(cost)} at delta {privacy.delta:g} for all {rounds} rounds{how_strong(cost)}"
     except HyperparameterError:  # without the libraries of fedlora[privacy], as at a site
-        strength = how_strong(privacy.epsilon or 0.0)
-        epsilon = (
-            f"epsilon {epsilon_up(privacy.epsilon)}"
-            if privacy.epsilon is not None
-            else (f"noise multiplier {privacy.noise_multiplier:g} (epsilon needs pip install 'fedlora[privacy]')")
-        )
+        spent = f"noise multiplier {privacy.noise_multiplier:g} (its epsilon needs pip install 'fedlora[privacy]')"
     return (
-        f"{epsilon} at delta {privacy.delta:g} for all {rounds} rounds{strength}; the unit is one site: its whole "
-        f"contribution to a round is present or zero. The server is trusted: it sees every update"
+        f"{spent}; the unit is one site: its whole contribution to a round is present or zero. The server is trusted: "
+        f"it sees every update"
     )
-
-
-def check_policy(policy: Policy, privacy: FederationPrivacy) -> None:
-    """Raises `ConfigError` for a policy that would break the privacy guarantee."""
-    privacy.check_members(policy.clients)
-
-
-__all__ = ["FederationPrivacy", "check_policy", "promise", "refusals", "with_private_defaults"]

@@ -6,7 +6,7 @@
 
 model.name is the server's copy of the base model, and a *file* in data.validation or data.test is the server's; a
 *share* there is what each site holds out of its own. Every message carries the settings to the sites, without what
-belongs to the server's machine. Keys that only `fedlora run` uses (workers, checkpoints, samples) have no effect here.
+belongs to the server's machine. A key that has no effect in a federation is refused (`ELSEWHERE`).
 
     name = "acme"           site.toml: the keys of `OWN`, over the server's
     [model]
@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -32,17 +32,17 @@ from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.policy import check_site
-from fedlora.flower.terms.privacy import FederationPrivacy, refusals, with_private_defaults
+from fedlora.flower.terms.privacy import FederationPrivacy, refusals
 from fedlora.given_files import read_toml
 from fedlora.runs.config import RunConfig, located_command
 from fedlora.runs.data_sections import DataSection
 from fedlora.runs.reading import checked
+from fedlora.runs.sections import ModelSection
 from fedlora.training.settings import Section
 
-Held = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PARTS = ("validation", "test")
+_PARTS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
 UNNAMED = "each site's own"  # model.name and data.train where nobody has named one
 
 OWN: Mapping[str, tuple[str, ...]] = {
@@ -52,32 +52,39 @@ OWN: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The keys of site.toml beside `name`, by table."""
 
-# What never travels, by table; None: the whole table. A server that sends one of these is refused.
-_STAYS: dict[str, tuple[str, ...] | None] = {
-    "network": None, "at_server": None, "clients": None, "attack": None,
-    "model": ("name", "revision", "device", "adapter"),
-    "data": ("train", "clients", "task", "revision", "tasks", "unseen_tasks", "task_lists", "max_test"),
-    "train": ("command", "timeout"), "run": ("workers", "report_to"), "privacy": ("ledger",),
-}  # fmt: skip
-
 # What a site's trainer takes from the settings; quorum, participation and stopping are the server's.
 _OF_SITES: dict[str, Any] = {
     **dict.fromkeys(("model", "data", "lora", "method", "train"), True), "server": {"heads"},
     "run": {"rounds", "seed", "threads"}, "evaluate": {"metric", "max_new_tokens", "batch_size"},
 }  # fmt: skip
 
-# Keys of a run's file that would mean something else than a reader expects, and what a federation has instead.
-_ELSEWHERE = {
+_OF_RUNS = "it is for `fedlora run`"
+ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("data.train", "data.clients"), "each site names its file in its site.toml"),
     **dict.fromkeys(("train.command", "train.timeout", "model.device"), "each site sets it in its site.toml"),
-    **dict.fromkeys(
-        ("data.task", "attack", "server.gauge_stress", "run.readouts", "run.keep_uploads", "evaluate.test_along"),
-        "it is for `fedlora run`",
-    ),
     "clients": "policy.toml says who takes part, with which rank (fedlora flower init --sites)",
     "model.adapter": "fedlora flower init --start names a start",
-    "at_server": "data.validation and data.test may name a file of the server's",
-}
+    **dict.fromkeys(
+        ("evaluate.target", "evaluate.clients_at_end"),
+        "data.validation and data.test say who measures: a file is the server's, a share is what each site holds out",
+    ),
+    **dict.fromkeys((
+        "attack", "server.gauge_stress", "data.task", "data.revision", "data.tasks", "data.unseen_tasks",
+        "data.task_lists",
+        "run.workers", "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads",
+        "evaluate.samples", "evaluate.test_along",
+    ), _OF_RUNS),
+}  # fmt: skip
+"""Keys of a run's file, and tables, that have no effect in a federation -> what has it instead."""
+
+# What never travels; nor is it read out of what a server sends.
+_STAYS = (*ELSEWHERE, "network", "model.name", "model.revision", "run.report_to", "privacy.ledger")
+
+
+def without_effect(raw: Mapping[str, Any]) -> list[str]:
+    """The keys of a file's tables that are in `ELSEWHERE`."""
+    given = [f"{table}.{key}" for table, keys in raw.items() if isinstance(keys, Mapping) for key in keys]
+    return [key for key in (*raw, *given) if key in ELSEWHERE]
 
 
 class NetworkSection(Section):
@@ -87,29 +94,6 @@ class NetworkSection(Section):
     name: str = "localhost"
     port: Port = 443
     superlink_port: Port = 18080
-
-
-class SitesData(DataSection):
-    """As [data] of a run. validation, test: the shares that each site holds out of its own file."""
-
-    validation: Held = 0.1
-    test: Held = 0.1
-
-    @model_validator(mode="after")
-    def _leaves_some(self) -> SitesData:
-        if self.validation + self.test >= 1:
-            raise ValueError(
-                f"data.validation = {self.validation:g} and data.test = {self.test:g} leave a site nothing to train on"
-            )
-        return self
-
-
-class AtServerSection(Section):
-    """The server's own base model, and its files to measure on: read out of model.name, data.validation, data.test."""
-
-    model: str | None = None
-    validation: str | None = None
-    test: str | None = None
 
 
 class FederationSettings(RunConfig):
@@ -125,26 +109,20 @@ class FederationSettings(RunConfig):
 
     id: str
     network: NetworkSection = NetworkSection()
-    at_server: AtServerSection = AtServerSection()
-    data: SitesData = SitesData(train=UNNAMED)
+    model: ModelSection = ModelSection(name=UNNAMED)
+    data: DataSection = DataSection(train=UNNAMED)
     privacy: FederationPrivacy | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _sites_name_their_own(cls, raw: Any) -> Any:
-        """A run's tables without model and data, which each machine has its own; a file to measure on is the server's,
-        and then no site holds anything out for it."""
-        if not isinstance(raw, Mapping) or not all(
-            isinstance(raw.get(key, {}), Mapping) for key in ("model", "data", "at_server")
-        ):
+        """A run's tables without model and data, which each machine has its own. With [privacy] no site holds anything
+        out by default, because its scores would be released without noise."""
+        if not isinstance(raw, Mapping) or not all(isinstance(raw.get(key, {}), Mapping) for key in ("model", "data")):
             return raw
-        raw = with_private_defaults(raw)
-        model, data = dict(raw.get("model", {})), dict(raw.get("data", {}))
-        files = {part: data[part] for part in _PARTS if isinstance(data.get(part), str)}
-        here = {"model": model.get("name"), **files, **raw.get("at_server", {})}
-        model.setdefault("name", UNNAMED)
-        data = {"train": UNNAMED, **data, **dict.fromkeys(files, 0.0)}
-        return {**raw, "model": model, "data": data, "at_server": here}
+        held = dict.fromkeys(_PARTS, 0.0) if raw.get("privacy") is not None else {}
+        data = {"train": UNNAMED, **held, **raw.get("data", {})}
+        return {**raw, "model": {"name": UNNAMED, **raw.get("model", {})}, "data": data}
 
     @field_validator("id")
     @classmethod
@@ -162,18 +140,30 @@ class FederationSettings(RunConfig):
             )
         return self
 
+    @property
+    def base(self) -> str | None:
+        """The server's copy of the base model."""
+        return None if self.model.name == UNNAMED else self.model.name
+
+    def share(self, part: Literal["validation", "test"]) -> float:
+        """What each site holds out of its own file."""
+        return value if not isinstance(value := getattr(self.data, part), str) else 0.0
+
+    def files(self) -> dict[str, str]:
+        """The server's own files to measure on, by part."""
+        return {part: value for part in _PARTS if isinstance(value := getattr(self.data, part), str)}
+
     # ------------------------------------------------------------------------------------------------- there and back
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], folder: Path) -> FederationSettings:
         """The server's settings from a file's tables, its paths made absolute from `folder`. Raises `ConfigError` for
         each mistake, and for keys that belong to a site or to `fedlora run`."""
-        given = [f"{table}.{key}" for table, keys in raw.items() if isinstance(keys, Mapping) for key in keys]
-        if wrong := [key for key in (*raw, *given) if key in _ELSEWHERE]:
-            said = "; ".join(f"{key} is no setting of a federation: {_ELSEWHERE[key]}" for key in wrong)
+        if wrong := without_effect(raw):
+            said = "; ".join(f"{key} is no setting of a federation: {ELSEWHERE[key]}" for key in wrong)
             raise ConfigError(f"{said}. Leave it out.")
         found = checked(cls, absolute(raw, folder))
-        if (found.at_server.validation or found.at_server.test) and found.at_server.model is None:
+        if found.files() and found.base is None:
             raise ConfigError("measuring on a file of the server's needs the base model: name it in model.name.")
         if found.privacy is not None:
             if refused := list(refusals(found)):
@@ -194,24 +184,19 @@ class FederationSettings(RunConfig):
     def travelling(self) -> str:
         """The settings for sites, as canonical JSON, without `_STAYS`. Defaults are included, because another version
         may have others."""
-        beside = {table: True if keys is None else {*keys} for table, keys in _STAYS.items()}
-        return json.dumps(self.model_dump(mode="json", exclude=beside), sort_keys=True)
+        said = self.model_dump(mode="json", exclude=_staying())
+        said["data"] |= {part: self.share(part) for part in _PARTS}
+        return json.dumps(said, sort_keys=True)
 
     @classmethod
     def from_travelling(cls, text: str) -> FederationSettings:
-        """Settings from a site's message. Raises `ConfigError`, also for what no server may set at a site."""
+        """Settings from a server's message. Raises `ConfigError`."""
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"the server's settings are not JSON: {error}.") from error
         if not isinstance(raw, dict):
             raise ConfigError("the server's settings are not a table.")
-        for table, keys in _STAYS.items():
-            there = raw.get(table)
-            if odd := [key for key in keys or () if isinstance(there, dict) and key in there]:
-                raise ConfigError(f"the server's settings set {table}.{odd[0]}, which is a site's own.")
-            if keys is None and table in raw:
-                raise ConfigError(f"the server's settings have a table [{table}], which does not travel.")
         try:
             return checked(cls, raw)
         except ConfigError as error:
@@ -236,16 +221,16 @@ class FederationSettings(RunConfig):
                 f"[method] name = {quoted(self.method.name)} in site.toml."
             )
         own.pop("method", None)
-        said = self.model_dump(exclude_defaults=True, include=_OF_SITES)
-        data = {key: value for key, value in said.get("data", {}).items() if key != "train"}
-        mine = own.get("data", {})
+        said = self.model_dump(exclude_defaults=True, include=_OF_SITES, exclude=_staying())
+        data, mine = said.get("data", {}), own.get("data", {})
         for these, others in ((("messages",), ("prompt", "response")), (("prompt", "response"), ("messages",))):
             if any(key in mine for key in these):  # one form of rows stands in place of the other
                 data = {key: value for key, value in data.items() if key not in others}
         data |= {key: value for key, value in mine.items() if key != "train"}
+        data |= {part: self.share(part) for part in _PARTS}
         data["clients"] = {site.name: mine.get("train", UNNAMED)}
         train = own.get("train", {}) if "command" in own.get("train", {}) else said.get("train", {})
-        if not self.data.validation and not self.data.test:
+        if not any(map(self.share, _PARTS)):
             said.pop("evaluate", None)
         tables = {
             **said, "data": data, "train": train, "clients": {"ranks": [rank]},
@@ -259,21 +244,26 @@ class FederationSettings(RunConfig):
 
     def for_server(self) -> RunConfig | None:
         """The same for measuring, with the server's base model and its files; None if it has none to measure on."""
-        here = self.at_server
-        files = {part: getattr(here, part) or 0.0 for part in _PARTS}
-        if not any(files.values()):
-            return None
-        return self.as_run(str(here.model), **files)
+        files = self.files()
+        return self.as_run(str(self.base), **{part: files.get(part, 0.0) for part in _PARTS}) if files else None
 
     def as_run(self, model: str, **data: Any) -> RunConfig:
         """The federation as one run with that base model, as its adapters' cards and its measurements take it. data:
         further keys of [data]."""
         config = self.for_site(Site("server", {"model": {"name": model}, "method": {"name": self.method.name}}))
-        return config.model_copy(
-            update={
-                "data": config.data.model_copy(update=data), "evaluate": self.evaluate, "robust": self.robust,
-            }
-        )  # fmt: skip
+        found = {"data": config.data.model_copy(update=data), "evaluate": self.evaluate, "robust": self.robust}
+        return config.model_copy(update=found)
+
+
+def _staying() -> dict[str, Any]:
+    """`_STAYS`, as pydantic takes it."""
+    found: dict[str, Any] = {}
+    for table, _, key in (one.partition(".") for one in _STAYS):
+        if not key:
+            found[table] = True
+        elif found.setdefault(table, set()) is not True:
+            found[table].add(key)
+    return found
 
 
 @dataclass(frozen=True)
@@ -306,16 +296,10 @@ class Site:
         if not isinstance(name, str):
             raise ConfigError("key 'name' is missing: the site's, as the server admits it")
         check_site(name)
-        for table, keys in tables.items():
-            odd = (
-                [f"{table}.{key}" for key in keys if key not in OWN.get(table, ())]
-                if isinstance(keys, dict)
-                else [table]
-            )
-            if odd or table not in OWN:
-                known = "; ".join(f"[{one}] {', '.join(keys)}" for one, keys in OWN.items())
-                raise ConfigError(f"{quoted(odd[0] if odd else table)} is no key of a site, which may set {known}. All "
-                                  f"other settings come from the server")  # fmt: skip
+        given = [(table, key) for table, keys in tables.items() for key in (keys if isinstance(keys, dict) else [""])]
+        if odd := [f"{table}.{key}" for table, key in given if key not in OWN.get(table, ())]:
+            known = "; ".join(f"[{one}] {', '.join(keys)}" for one, keys in OWN.items())
+            raise ConfigError(f"{quoted(odd[0])} is no key of a site; it may set {known}, and the server all others")
         for table, key in (("data", "train"), ("model", "name")):
             if not isinstance(tables.get(table, {}).get(key), str) or not tables[table][key]:
                 raise ConfigError(f"[{table}] {key} is missing")
@@ -345,6 +329,3 @@ def absolute(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(train, dict) and isinstance(train.get("command"), list):
         train["command"] = located_command([str(word) for word in train["command"]], folder)
     return found
-
-
-__all__ = ["OWN", "UNNAMED", "FederationSettings", "NetworkSection", "Site", "absolute"]
