@@ -252,7 +252,7 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "dangling").symlink_to("nowhere")
     for name, said in {
-        "file": "is a file; name a directory", "file/x": "is not a folder", "link": "is a link", "link/": "is a link",
+        "file": "is a file; name a directory", "file/x": "file is no folder", "link": "is a link", "link/": "is a link",
         "dangling": "is a link", "n" * 256: "name too long",
         "a\nb\x1b" + "n" * 256: r"a\\nb\\x1bn",
     }.items():  # fmt: skip
@@ -270,7 +270,7 @@ def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
     put(tmp_path / "home" / "out", "old")
     (tmp_path / "home").chmod(0o500)
     for target in ("home/out", "home/new", "home/new/deep"):
-        with pytest.raises(ConfigError, match=r"home.* may not"):
+        with pytest.raises(ConfigError, match=r"home.* no folder that you may"):
             check_target(tmp_path / target, force=True, kind=NOTES)
     (tmp_path / "home").chmod(0o700)
 
