@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import resource
 import stat
 from collections import Counter
@@ -141,13 +140,6 @@ def test_a_link_is_replaced_by_the_file_and_what_it_leads_to_stays(tmp_path: Pat
     (tmp_path / "link").symlink_to("dear")
     files.write(tmp_path / "link", "new")
     assert not (tmp_path / "link").is_symlink() and tree(tmp_path) == {"dear": b"mine", "link": b"new"}
-
-
-def test_a_directory_in_the_place_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "x" / "deep").mkdir(parents=True)
-    with pytest.raises(OSError, match="directory"):
-        files.write(tmp_path / "x", "new")
-    assert os.listdir(tmp_path) == ["x"]
 
 
 def refuse(number: int) -> Callable[[int], None]:
@@ -294,31 +286,6 @@ def test_a_full_disk_under_safetensors_own_writer_is_one_line(tmp_path: Path) ->
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_limit_on_the_size_of_files(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, program: Callable[..., Program]
-) -> None:
-    """What any user can have of a full disk: a merge of 400 KB where 10 KB may be written, in a process of its own."""
-    for name in "ab":
-        saved(tmp_path, name, 64)
-    put(tmp_path / "note", "old")
-    script = tmp_path_factory.mktemp("script") / "limited.py"
-    script.write_text("""
-import os, resource, signal, sys
-import fedlora.cli
-from fedlora.adapters.io import read_adapter
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-os.chdir(sys.argv[1])
-sys.argv = ["fedlora", *sys.argv[2:]]
-fedlora.cli.main()
-""")
-    before = tree(tmp_path)
-    done = program(script, tmp_path, "merge", "a", "b", "-o", "new/out", "--rank", 16).ended()
-    assert done.returncode == 2, done
-    assert re.fullmatch(r"error: new/out cannot be written.*File too large.*\n", done.stderr)
-    assert tree(tmp_path) == before
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
