@@ -118,6 +118,13 @@ def test_steps_stay_no_larger_than_a_total_that_shrank() -> None:
     assert base is not None and sum(step.rank for step in base.steps) <= base.total.rank
 
 
+def test_a_total_of_steps_that_cancel_keeps_its_digits_in_a_narrow_dtype() -> None:
+    """x, then -x + s of a thousandth: clients get the total in float32, whose rounding is of columns as small as s."""
+    x, small = drawn(1, "x"), stack([drawn(1, "s")], [1e-3])
+    base = stepped(stepped(None, x), stack([x, small], [-1.0, 1.0]))
+    assert base is not None and relative(base.total.map(Tensor.float).delta(), small.delta()) < 1e-6
+
+
 # ---- a federation with a real client side ----------------------------------------------------------------------------
 
 
