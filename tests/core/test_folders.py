@@ -122,6 +122,22 @@ def test_a_block_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: 
     assert tree(tmp_path) == {"file": b"old"}
 
 
+def test_what_was_written_is_flushed_before_its_name_and_the_name_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a name leads to the whole content only if both were flushed, in this order (fsync(2))."""
+    flushed: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        flushed.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    files.write(tmp_path / "file", "new")
+    assert flushed == ["file", "folder"]
+    put(tmp_path / "out")
+    assert flushed[2:] == ["file", "folder", "folder"]
+
+
 def test_the_permissions_of_what_is_replaced_stay(tmp_path: Path) -> None:
     files.write(tmp_path / "key", "old")
     (tmp_path / "key").chmod(0o600)

@@ -163,7 +163,7 @@ def test_an_impossible_hyper_parameter_is_refused_by_name() -> None:
     """The ranges are those of the methods' docstrings; the message names the method and the field."""
     for (name, field), values in BAD.items():
         for value in values:
-            with pytest.raises(HyperparameterError, match=f"{name}.*{field}"):
+            with pytest.raises(HyperparameterError, match=f"^{name}(: | has no ).*{field}"):
                 build(name, **{field: value})
 
 
@@ -293,6 +293,8 @@ def test_lora_fair_counts_a_column_without_direction_as_zero() -> None:
     found = state_of(build("lora-fair", lambda_=0.6), pairs).pair.B
     want = state_of(build("lora-fair", lambda_=0.7), [(p, B, A[:, 1:]) for p, B, A in pairs]).pair.B
     assert_close(found, np64(want), 1e-6)
+    idle = [(p, np.pad(B, ((0, 0), (0, 1))), np.pad(A, ((0, 1), (0, 0)))) for p, B, A in pairs]  # an empty slot
+    assert_close(state_of(build("lora-fair", lambda_=0.6), idle).pair.B, np.pad(np64(found), ((0, 0), (0, 1))), 1e-6)
 
 
 def test_a_seed_with_zero_slots_starts_clients_alive() -> None:

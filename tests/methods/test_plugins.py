@@ -178,6 +178,7 @@ def test_a_plugin_that_cannot_be_used_is_a_row_that_says_why(site: Path, wide: N
     }.items():
         assert says in whys[name] and listed[name]["package"] == "broken-package"
     assert listed["needy"]["hyper-parameters"] == {"step": 1.0, "must": None, "other": "frozenset({1})"}
+    assert "fedit" not in [point.name for point in plugins()]  # or a run of FedIT would name that package
     said = " ".join(invoke("methods").stdout.split())
     assert "gone (broken-package)" in said and "SystemExit: 3" in said
     assert build("fedit") == METHODS["fedit"]() and "package" not in listed["fedit"]
