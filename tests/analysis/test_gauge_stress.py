@@ -1,7 +1,7 @@
 """`server.gauge_stress`: every upload in other coordinates, in every round. Who trains on as if nothing had happened.
 
-Kinds of evidence: *oracle* (the coordinates recovered by dense least squares; bytes by hand from shapes), *contract*
-(the trajectory of gauge-invariant methods is that without stress) and *end-to-end* (the same from a config).
+Kinds of evidence: *oracle* (the coordinates recovered by dense least squares), *contract* (the trajectory of
+gauge-invariant methods is that without stress) and *end-to-end* (the same from a config).
 """
 
 from __future__ import annotations
