@@ -231,23 +231,6 @@ def test_gauge_invariance_at_condition_ten(name):
         assert rel(product(moved, server_rank), product(case, server_rank)) < tolerance
 
 
-def test_gauge_invariance_of_a_whole_round():
-    # Definition 2 asks it of the state: same readout products, same component sets, same history spans.
-    case, earlier = case64("generic"), case64("generic", seed=7)
-    moved, earlier_moved = regauge(case, 10.0, seed=1), regauge(earlier, 10.0, seed=2)
-    rounds = []
-    for now, past in ((case, earlier), (moved, earlier_moved)):
-        history = paper.glora_round(past.uploads, past.weights, 1.0, 0.5, {}).history
-        rounds.append(paper.glora_round(now.uploads, now.weights, 1.0, 0.5, history))
-    for client in case.uploads:
-        (B, A, selected), (B_moved, A_moved, selected_moved) = (r.readouts[client] for r in rounds)
-        assert selected == selected_moved
-        assert rel(B_moved @ A_moved, B @ A) < 1e-11
-        H, H_moved = (r.history[client] for r in rounds)
-        assert rel(H_moved @ H_moved.T, H @ H.T) < 1e-12
-    assert any(r[2] != list(range(len(r[2]))) for r in rounds[0].readouts.values())  # history did change a choice
-
-
 @pytest.mark.parametrize("name", TIED_AT_EVERY_CUT)
 def test_literal_top_eig_sees_the_gauge_inside_a_tie(name):
     # Not a promise but the known limit of the text: at lambda_R = lambda_{R+1} the selection is arbitrary, so another
@@ -278,18 +261,6 @@ def test_naive_qr_is_wrong_below_the_union_rank(name):
 
 
 # ---- readout ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("rho", "gamma"), [(0.5, 0.0), (0.5, 0.5), (1.0, 0.5), (1.0, 1.0)])
-@pytest.mark.parametrize("name", ["generic", "wide", "cancelling", "deficient_A"])
-def test_a_readout_of_full_rank_is_the_server_update(name, rho, gamma):
-    # Eq. balanced_readout with every component selected. The last client has a history, a random one.
-    case = case64(name)
-    client = max(case.uploads)
-    history = {client: np.linalg.qr(np.random.default_rng(3).standard_normal((48, 4)))[0]}
-    result = paper.glora_round(case.uploads, case.weights, rho, gamma, history, ranks={client: 48, "new": 48})
-    for B, A, _ in result.readouts.values():
-        assert rel(B @ A, result.U_ref @ result.Z_g) < 1e-12
 
 
 def test_a_readout_without_history_is_the_best_approximation_of_its_rank():
@@ -365,19 +336,6 @@ def test_promised_ties(dtype):
     eigenvalues = aggregate(family("orthogonal_equal", dtype=dtype), 1)[2]
     np.testing.assert_allclose(eigenvalues[:13], 1 / 3, atol=1e-13 if dtype == np.float64 else 1e-5)
     assert np.ptp(eigenvalues[:13]) > (0.0 if dtype == np.float64 else 1e-9)
-
-
-def test_regauge_keeps_updates_and_changes_factors():
-    case = case64("generic")
-    moved = regauge(case, 100.0, seed=5)
-    for client, (B, A) in case.uploads.items():
-        B_moved, A_moved = moved.uploads[client]
-        assert rel(B_moved @ A_moved, B @ A) < 10 * 1.1e-16 * 100
-        assert rel(B_moved, B) > 0.1
-    assert (moved.weights, union_rank(moved)) == (case.weights, union_rank(case))
-    assert {B.dtype for B, _ in regauge(case, 10.0, seed=5, dtype=np.float32).uploads.values()} == {
-        np.dtype(np.float32)
-    }
 
 
 def test_mean_update_and_union_rank_by_hand():

@@ -347,15 +347,6 @@ def test_a_checkpoint_of_another_run_or_round_is_refused(tmp_path: Path) -> None
         load_newest(tmp_path, Box, of="mine")
 
 
-def test_a_state_of_a_method_that_the_reader_was_not_told_of_is_refused(tmp_path: Path) -> None:
-    """ServerState.modules is Any: without `extra` a method's state has no type."""
-    server = Server(build("fedex-lora"))
-    save(tmp_path, 0, start(server, seed_adapter(2)))
-    with pytest.warns(UserWarning, match="fedlora.methods.fedex"), pytest.raises(CheckpointError):
-        load_newest(tmp_path, RunState)
-    assert load_newest(tmp_path, RunState, server.method.State) is not None
-
-
 # ---------------------------------------------------------------------------------------------------------- files
 
 

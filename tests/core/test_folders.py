@@ -29,7 +29,6 @@ from fedlora.core import files
 from fedlora.core.folders import ANY_FOLDER, FolderKind, check_target, replacing_folder
 from fedlora.errors import ConfigError
 from support.adapter_folders import saved
-from support.command_line import Said
 from support.processes import Program
 
 NOTES = FolderKind("a note", "note.txt", r"note\.txt|deep/[^/]+")
@@ -321,23 +320,3 @@ def test_an_adapter_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"mine is .* no adapter_config\.json"):
         write_adapter(tmp_path / "mine", adapter, spec)
     assert tree(tmp_path / "mine") == {"notes.txt": b"dear"}
-
-
-def test_merge_force_replaces_a_merge_and_no_home(tmp_path: Path, main: Callable[..., Said]) -> None:
-    a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 2)
-    out = tmp_path / "out"
-    assert main("merge", a, b, "-o", out).code == 0
-    first = tree(out)
-    assert "is not empty" in main("merge", a, b, "--rank", 1, "-o", out).complaint() and tree(out) == first
-    assert main("merge", a, b, "--rank", 1, "-o", out, "--force").code == 0 and tree(out).keys() == first.keys()
-    home = tmp_path / "home"
-    (home / "thesis").mkdir(parents=True)
-    (home / "thesis" / "chapter.tex").write_text("years")
-    before = tree(tmp_path)
-    for target, said in (
-        (home, "has no adapter_config.json"),
-        (a, "the input"),
-        (tmp_path, "has no adapter_config"),
-    ):
-        assert said in main("merge", a, b, "-o", target, "--force").complaint()
-        assert tree(tmp_path) == before
