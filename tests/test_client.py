@@ -170,9 +170,9 @@ def test_a_trainer_must_give_back_each_local_part_in_its_shape_and_finite() -> N
     assert finished().memory.position == 7
     lora = job.adapter.modules["m"]
     for changed, why in (
-        ({"modules": {}}, r"factor B of module 'm' has no shape .*had \(5, 2\)"),
-        ({"modules": {"m": LoRA(None, lora.A)}}, "factor B of module 'm' has no shape"),
-        ({"modules": {"m": lora.first(1)}}, r"factor B of module 'm' has \(5, 1\)"),
+        ({"modules": {}}, r"factor B .*no shape .*\(5, 2\)"),
+        ({"modules": {"m": LoRA(None, lora.A)}}, "factor B .*no shape"),
+        ({"modules": {"m": lora.first(1)}}, r"factor B .* has \(5, 1\)"),
         ({"heads": {**job.adapter.heads, "new": torch.zeros(2)}}, r"head 'new' has \(2,\) .*had no shape"),
         ({"modules": {"m": lora.map(lambda t: t * math.nan)}}, "factor B of module 'm' holds NaN"),
     ):
