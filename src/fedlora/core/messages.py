@@ -102,12 +102,12 @@ class Download:
 
     @property
     def base_delta(self) -> dict[str, LoRA]:
-        """Module -> its base weight's total change since pre-training; empty if none has moved."""
+        """Module -> a copy of its base weight's total change since pre-training; empty if none has moved."""
         totals = {}
         for name, change in self.base.items():
             came = self.adapter.modules.get(name)
             dtype = torch.float32 if came is None else next(iter(came.tensors().values())).dtype
-            totals[name] = LoRA(*(t.to(dtype) for t in change.total.factors))
+            totals[name] = LoRA(*(t.to(dtype, copy=True) for t in change.total.factors))
         return totals
 
 
