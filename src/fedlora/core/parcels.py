@@ -70,7 +70,7 @@ def pack(download: Download, held: Held | None) -> Parcel:
     base, steps = {}, {}
     for name, change in d.base.items():
         missed = change.since(held.base.get(name, 0)) if held else None
-        if missed is None or sum(step.rank for step in missed) > change.total.rank:
+        if missed is None:
             base[name] = d.base_delta[name]
         elif missed:
             steps[name] = missed[0] if len(missed) == 1 else stack(list(missed), [1.0] * len(missed))
