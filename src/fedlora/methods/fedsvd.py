@@ -54,14 +54,16 @@ class FedSVD(Method[LoRA]):
 
 def reparameterised(lora: LoRA) -> LoRA:
     """The same update as (U S, V^T), strongest first, computed in float64. The rows of V^T are orthonormal, even where
-    S is zero, and lie in A's row space."""
+    S is zero, and lie in A's row space; the entry of largest magnitude of each is positive."""
     B, A = (t.double() for t in lora.factors)
     W, R = torch.linalg.qr(A.mT)
     core = B @ R.mT  # (d_out, m) in coordinates of W (d_in, m), m = min(r, d_in)
     # With zero rows below it is tall, and then has as many right singular vectors as W has columns.
     tall = torch.cat([core, core.new_zeros(max(0, core.shape[1] - len(core)), core.shape[1])])
     V = torch.linalg.svd(tall, full_matrices=False)[2]
-    made = LoRA(core @ V.mT, V @ W.mT)
-    # Slots beyond d_in: B = 0 and the rows as they were, so that they can be trained.
-    whole = LoRA(padded(made, lora.rank).B, torch.cat([made.factors[1], A[made.rank :]]))
-    return whole.map(lambda t: t.to(lora.factors[0]))
+    rows = V @ W.mT
+    sign = torch.where(rows.amax(dim=1) >= -rows.amin(dim=1), 1.0, -1.0).to(rows)[:, None]
+    empty = lora.rank - len(rows)  # slots beyond d_in: B = 0 and the rows as they were, so that they can be trained
+    made = LoRA(core @ (sign * V).mT, sign * rows)
+    made = LoRA(padded(made, lora.rank).B, torch.cat([sign * rows, A[lora.rank - empty :]]))
+    return made.map(lambda t: t.to(lora.factors[0]))
