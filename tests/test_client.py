@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, Download, LoRA, Roles, Server, Upload, build, keep, receive, send
+from fedlora.client import ClientMemory, Played, begin_round, finish_round
 from fedlora.core.method import Role
-from fedlora.errors import FactorNotShared, HyperparameterError, KeptStateError
+from fedlora.core.trainer import Trained
+from fedlora.errors import HyperparameterError, KeptStateError, UploadRefused
 from support.federations import seed_adapter
 
 EACH = (  # each part in each role, and modules of which nothing travels
@@ -157,9 +160,24 @@ def test_a_round_trip_gives_back_the_local_parts_bit_for_bit(roles: Roles) -> No
     assert values(send(trained, roles)) == expected(roles, shared=SENT + 10)
 
 
-def test_an_incomplete_adapter_cannot_be_sent() -> None:
-    with pytest.raises(FactorNotShared, match=r"factor A .*absent"):
-        send(Adapter({"m": pair(TRAINED, A=False)}), Roles())
+def test_a_trainer_must_give_back_each_local_part_in_its_shape_and_finite() -> None:
+    """The server would refuse what is wrong in a shared part, and never sees these."""
+    job = begin_round(downloaded(Roles(B="local", heads="local")), ClientMemory())
+
+    def finished(**changed: Any) -> Played:
+        return finish_round(job, Trained(replace(job.adapter, **changed), 5, 0.5, 7))
+
+    assert finished().memory.position == 7
+    lora = job.adapter.modules["m"]
+    for changed, why in (
+        ({"modules": {}}, r"factor B .*no shape .*\(5, 2\)"),
+        ({"modules": {"m": LoRA(None, lora.A)}}, "factor B .*no shape"),
+        ({"modules": {"m": lora.first(1)}}, r"factor B .* has \(5, 1\)"),
+        ({"heads": {**job.adapter.heads, "new": torch.zeros(2)}}, r"head 'new' has \(2,\) .*had no shape"),
+        ({"modules": {"m": lora.map(lambda t: t * math.nan)}}, "factor B of module 'm' holds NaN"),
+    ):
+        with pytest.raises(UploadRefused, match=why):
+            finished(**changed)
 
 
 # --------------------------------------------------------------------------------------- clients, and the server

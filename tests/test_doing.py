@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import fedlora.__main__ as entry
 import fedlora.cli
 from fedlora import doing
-from fedlora.adapters import AdapterSpec, write_adapter
-from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.read_only import ReadOnly
 from fedlora.training.loop import LocalTrainer
 
 
@@ -111,17 +107,3 @@ def test_a_silent_run_says_what_is_done_and_what_is_left(
     sets = [a for s in ("run.rounds=2", "train.max_steps=2") for a in ("--set", s)]
     lines = told("run", project / "config.toml", "--out", tmp_path / "run", *sets)
     assert any("rounds: 1 of 2 done; clients: 2 of 3 done; training: 1 of 2 done" in line for line in lines), lines
-
-
-def test_a_silent_merge_says_which_modules_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[..., list[str]]
-) -> None:
-    import fedlora.adapters.merging as merging
-
-    monkeypatch.setattr(merging, "narrowed_pair", slowed(merging.narrowed_pair))
-    spec = AdapterSpec(ReadOnly({"peft_type": "LORA", "task_type": None, "base_model_name_or_path": "m"}), 2.0)
-    for k, name in enumerate("ab"):
-        pair = LoRA(torch.ones(6, 2), torch.full((2, 5), 1.0 + k))
-        write_adapter(tmp_path / name, Adapter({"q": pair, "v": pair}, {}), spec)
-    lines = told("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "out")
-    assert any("merging: 1 of 2 done" in line for line in lines), lines

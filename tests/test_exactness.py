@@ -16,7 +16,7 @@ from torch import Tensor
 
 import exactness
 from fedlora import Adapter, Client, LoRA, Server, Streamed, Upload, build
-from fedlora.core.base_change import BaseChange, compressed, moved
+from fedlora.core.base_change import BaseChange, moved
 from fedlora.errors import LostUpdate
 from fedlora.linalg import svd_of_product
 from support.federations import noise
@@ -139,8 +139,9 @@ def test_a_thousand_steps_do_not_drift() -> None:
 def test_a_base_keeps_each_column_that_its_type_can_hold_beside_the_largest() -> None:
     """By hand: of float32's spacing 1.2e-7 beside 1, components of 3e-8 are kept, and of 3e-9 are not."""
     sides = torch.linalg.qr(noise((20, 3), "B"))[0], torch.linalg.qr(noise((16, 3), "A"))[0].T
-    kept = compressed(LoRA(sides[0] * torch.tensor([1.0, 3e-8, 3e-9]), sides[1]), torch.float32)
-    assert kept.rank == 2 and kept.factors[0].dtype == torch.float32
+    base = moved(None, svd_of_product(sides[0] * torch.tensor([1.0, 3e-8, 3e-9]), sides[1]), torch.float32)
+    assert base is not None and base.total.rank == 3
+    assert [(kept.rank, kept.factors[0].dtype) for kept in base.steps] == [(2, torch.float32)]
 
 
 @pytest.mark.parametrize("near", [1e-2, 1e-3, 1e-5])

@@ -35,5 +35,5 @@ def test_the_rule_leaves_out_who_shouts_in_any_coordinates(capsys: pytest.Captur
 def test_the_engine_gives_the_bits_of_the_one_that_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     """Against `simulate`, which is held to dense oracles elsewhere; and three rounds were played, not none."""
     names = played("engine")
-    assert capsys.readouterr().out == "the same bits: True\n"
+    assert capsys.readouterr().out == "True\n"
     assert names["ours"].round == names["theirs"].round == 3

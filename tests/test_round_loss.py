@@ -7,7 +7,6 @@ the last client's 0.5, the middle one 0.5.
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from fedlora import Adapter, Download, Kept, Server, build
-from fedlora.cli.screen import Screen
 from fedlora.core.messages import Client
 from fedlora.core.trainer import Trained, round_loss
 from fedlora.server.server import start
@@ -79,23 +77,6 @@ def test_in_the_engine_its_line_and_its_trackers(record: RoundRecord) -> None:
     assert record.refused.keys() == {"ill"} and record.losses["ill"] == 9.0
     line = describe(record)
     assert [record.loss, line["loss"], numbers(line)["loss"]] == [MEAN] * 3
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_on_the_screen(record: RoundRecord, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
-    """The bar and the line that stands in its place where nobody watches: 0.725, and no client's own loss."""
-    import fedlora.cli.runs
-
-    out = io.StringIO()
-    notes = Screen(file=out, width=200, force_terminal=terminal, color_system=None)
-    for module in (fedlora.cli.runs, fedlora.cli.screen):
-        monkeypatch.setattr(module, "notes", notes)
-    watch = fedlora.cli.runs._Watch("glora", 2, 4, "accuracy", 0)
-    with watch.bar:
-        for _ in record.losses:
-            watch.client_done()
-        watch.round_done(record)
-    assert "loss 0.725" in out.getvalue() and "loss 0.500" not in out.getvalue() and "loss 9.000" not in out.getvalue()
 
 
 def test_on_flower(played: tuple[Path, dict[str, Any], Any, list[str]]) -> None:

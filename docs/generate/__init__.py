@@ -20,8 +20,8 @@ def parts() -> dict[str, str]:
     from generate import commands, config_keys, error_list, experiment_keys, method_list, python_names
 
     return {
-        "commands": commands.page(), "config": config_keys.page(), "methods": method_list.page(),
-        "python": python_names.page(), "experiments": experiment_keys.experiment_page(),
+        "commands": commands.page(), "config": config_keys.page(), "python": python_names.page(),
+        "experiments": experiment_keys.experiment_page(),
         "errors": error_list.page(),
         **method_list.entries(),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The built-in methods: one table, and an entry for each with its formula, what travels, and its settings."""
+"""The built-in methods: an entry for each with its formula, what travels, and its settings."""
 
 from __future__ import annotations
 
@@ -20,18 +20,9 @@ _DOES: dict[Role, str] = {
 }
 
 
-def page() -> str:
-    """The table: a link to its entry, its paper, its settings with their defaults."""
-    head = ["| method | source | hyper-parameters |", "|---|---|---|"]
-    for row in _built_in():
-        shown = ", ".join(f"`{key} = {toml(value)}`" for key, value in row.defaults.items()) or "none"
-        head.append(f"| [{row.name}](#{row.name}) | {papers(prose(row.paper))} | {shown} |")
-    return "\n".join(head) + "\n"
-
-
 def entries() -> dict[str, str]:
     """Method -> its entry, which its section of reference/methods.md begins with."""
-    return {row.name: _entry(row) for row in _built_in()}
+    return {row.name: _entry(row) for row in listed() if row.name in METHODS}
 
 
 def formulas(doc: str) -> list[str]:
@@ -53,22 +44,20 @@ def toml(value: object) -> str:
 
 def papers(text: str) -> str:
     """With its papers' numbers as links."""
-    return re.sub(r"arXiv:? ?(\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
-
-
-def _built_in() -> list[Listed]:
-    return [row for row in listed() if row.name in METHODS]
+    return re.sub(r"\b(\d{4}\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", text)
 
 
 def _entry(row: Listed) -> str:
     cls = METHODS[row.name]
     doc = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
     cost = re.search(r"\bCost:? .*", doc, flags=re.S)
-    said = [prose(" ".join(doc.split("\n\n")[0].split())), f"Source: {papers(prose(row.paper))}."]
+    said = [papers(prose(" ".join(doc.split("\n\n")[0].split())))]
+    if not re.search(r"\d{4}\.\d{5}", said[0]):
+        said.append(f"Source: {papers(prose(row.paper))}.")
     said += [f"```text\n{text}\n```" for text in formulas(doc)]
     if cost:
         said.append(linked(line(cost[0])))
-    said.append(_travels(cls()))
+    said += _travels(cls())
     known = meanings(row)
     said += [
         entry(key, [f"default `{toml(value)}`" if value is not None else "not set"], line(known.get(key, "")))
@@ -86,12 +75,15 @@ def _narrow(block: str) -> str:
     return "\n".join(lines)
 
 
-def _travels(method: Any) -> str:
+def _travels(method: Any) -> list[str]:
+    """What differs from the default, by which B, A and heads are shared."""
     first, second = method.roles(0), method.roles(1)
-    said = f"**Travels.** {_owners(first)}"
+    said = [_owners(first)] if first != Roles() else []
     if first != second:
-        said = f"**Travels.** In rounds 0, 2, 4 ...: {_owners(first)} In rounds 1, 3, 5 ...: {_owners(second)}"
-    return said + (" Changes of the base weight W0 travel to the clients besides." if method.moves_base else "")
+        said = [f"In rounds 0, 2, 4 ...: {_owners(first)} In rounds 1, 3, 5 ...: {_owners(second)}"]
+    if method.moves_base:
+        said.append("Changes of the base weight W0 travel to the clients besides.")
+    return [f"**Travels.** {' '.join(said)}"] if said else []
 
 
 def _owners(roles: Roles) -> str:

@@ -7,7 +7,6 @@ mine = receive(download, kept)      train mine      send(mine, roles) -> Upload 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from fedlora.core.lora import Adapter, LoRA, named_tensors
 from fedlora.core.messages import Client, ClientMemory, Download, Upload
-from fedlora.core.method import Role, Roles
+from fedlora.core.method import Roles
 from fedlora.core.parcels import held_after
 from fedlora.core.trainer import Job, Trained, Trainer
 from fedlora.errors import HyperparameterError, KeptStateError, UploadRefused
@@ -76,13 +75,14 @@ def finish_round(job: Job, trained: Trained) -> Played:
         40
     """
     roles, client = job.download.roles, job.download.client
-    kept = keep(trained.adapter, roles)
-    was = dict(named_tensors(job.adapter))
-    for name, tensor in named_tensors(kept or Adapter({})):
-        if name not in was or tensor.shape != was[name].shape:
-            raise UploadRefused(client.id, f"the local {name} has shape {tuple(tensor.shape)} after training.")
-        if not bool(torch.isfinite(tensor).all()):
+    was, now = (dict(named_tensors(a.only(roles.parts("local")))) for a in (job.adapter, trained.adapter))
+    for name in was | now:
+        before, after = (tuple(side[name].shape) if name in side else "no shape" for side in (was, now))
+        if before != after:
+            raise UploadRefused(client.id, f"the local {name} has {after} after training, and had {before}.")
+        if not bool(torch.isfinite(now[name]).all()):
             raise UploadRefused(client.id, f"the local {name} holds NaN or Inf: training diverged there.")
+    kept = keep(trained.adapter, roles)
     upload = Upload(client, trained.num_examples, send(trained.adapter, roles))
     return Played(upload, ClientMemory(kept, trained.position, held_after(job.download, kept)), trained.loss)
 
@@ -174,8 +174,7 @@ def send(adapter: Adapter, roles: Roles) -> Adapter:
             "`load_into_model(peft_model, mine)` for your own PEFT model. If you build the trained adapter yourself, "
             "make it from the received one: `dataclasses.replace(mine, modules=trained)`."
         )
-    heads = adapter.heads if roles.heads == "shared" else {}
-    return _only(adapter, roles, ("shared",), heads)
+    return adapter.only(roles.parts("shared"))
 
 
 def keep(adapter: Adapter, roles: Roles) -> Adapter | None:
@@ -188,17 +187,8 @@ def keep(adapter: Adapter, roles: Roles) -> Adapter | None:
         >>> keep(adapter, Roles()) is None  # everything is shared
         True
     """
-    local = _only(adapter, roles, ("local",), adapter.heads if roles.heads == "local" else {})
+    local = adapter.only(roles.parts("local"))
     return local.map(Tensor.clone) if local.modules or local.heads else None
-
-
-def _only(adapter: Adapter, roles: Roles, wanted: tuple[Role, ...], heads: Mapping[str, Tensor]) -> Adapter:
-    modules = {}
-    if roles.B in wanted or roles.A in wanted:
-        for name, lora in adapter.modules.items():
-            B, A = lora.factors
-            modules[name] = LoRA(B if roles.B in wanted else None, A if roles.A in wanted else None)
-    return Adapter(modules, heads)
 
 
 __all__ = [

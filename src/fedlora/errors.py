@@ -137,10 +137,6 @@ class DataError(FedLoRAError, ValueError):
     """Training or test data cannot be read, or partitioned as requested."""
 
 
-class FilesChanged(DataError, OSError):
-    """A file that a run is known by changed while the work went on. That says nothing of the run."""
-
-
 class ClientFailed(FedLoRAError):
     """A client's local work failed. Carries `client` and `round`; the cause is chained."""
 

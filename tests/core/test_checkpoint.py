@@ -28,7 +28,6 @@ from torch import Tensor
 from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, build
 from fedlora.core import files
 from fedlora.core.checkpoint import load_newest, save
-from fedlora.core.messages import ClientMemory
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import Trained
 from fedlora.errors import CheckpointError
@@ -114,24 +113,14 @@ def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, tmp_path: Pa
     assert content(run(server, begun, 3, ranks).state) == content(again.state)
 
 
-def test_what_clients_keep_and_where_they_stand_round_trips(tmp_path: Path) -> None:
-    """FedSA-LoRA: B and heads of each client, and positions; a client that has not taken part is absent."""
-    server = Server(build("fedsa-lora"))
-    state = run(server, start(server, seed_adapter(4)), 1, EQUAL).state
-    save(tmp_path, 1, state)
-    memories = loaded(tmp_path, RunState, server.method.State).clients
-    assert len(memories) == 3  # three quarters of four
-    for client, memory in memories.items():
-        assert isinstance(memory, ClientMemory)
-        assert memory.position == EXAMPLES[client]
-        assert content(memory) == content(state.clients[client])
-        assert memory.kept is not None and all(x.A is None for x in memory.kept.modules.values())
-
-
 @dataclass(frozen=True, eq=False)
 class Moment:
     velocity: Tensor
     notes: tuple[str, ...]
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", len(self.notes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +134,8 @@ class OwnState:
 
 
 def test_a_state_of_ones_own_round_trips(tmp_path: Path) -> None:
-    """Its class is all that the reader needs: dataclasses inside it are found through annotations. Mappings are
-    read-only then: what was loaded cannot be changed under a server that holds it."""
+    """Its class is all that the reader needs: dataclasses inside it are found through annotations, and a field that no
+    __init__ takes (init=False) is computed anew. Mappings are read-only: what was loaded cannot change."""
     pair = LoRA(noise((3, 2), "B"), noise((2, 4), "A"))
     state = OwnState(pair, Moment(noise((3,), "v"), ("a", "b")), {"a": (0.5, math.nan)}, -math.inf)
     save(tmp_path, 2, state)
@@ -226,26 +215,9 @@ def test_names_with_slashes_are_kept_apart(tmp_path: Path) -> None:
     assert content(round_trip(tmp_path, value)) == content(value)
 
 
-def test_equal_values_make_equal_files(tmp_path: Path) -> None:
-    """The name carries the digest of the content: the same state saved again is the same file."""
-    value = Box({"b": noise((2, 2), "b"), "a": 1})
-    first, again = (save(tmp_path / name, 3, value) for name in ("one", "two"))
-    assert first.name == again.name
-    assert first.read_bytes() == again.read_bytes()
-    assert first.name == f"round-00003.{hashlib.sha256(first.read_bytes()).hexdigest()[:16]}.safetensors"
-
-
 @dataclass(frozen=True, eq=False)
 class Inner:
     x: Any
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What its __init__ makes of its argument is a field that no __init__ takes."""
-
-    once: int
-    twice: int = field(init=False, default=0)
 
 
 NOT_STORED: tuple[tuple[object, str], ...] = (
@@ -264,7 +236,6 @@ NOT_STORED: tuple[tuple[object, str], ...] = (
     ({"a": (1, {"b": [2]})}, "list at /value/a/1/b "),
     (torch.Size([2]), "Size at /value "),
     (HTTPStatus.OK, "HTTPStatus at /value "),
-    (Counted(3), r"Counted\.twice at /value .*init=False"),
     (Inner(Inner({"deep": Path("x")})), r"a \w*Path at /value/x/x/deep "),
 )
 
@@ -303,13 +274,8 @@ def shorten(path: Path) -> None:
 
 DAMAGE = {
     "a bit in the tensors": lambda p: flip(p, -1),
-    "a bit in the header": lambda p: flip(p, 20),
-    "a bit in the length": lambda p: flip(p, 0),
     "truncated": shorten,
     "empty": lambda p: p.write_bytes(b""),
-    "appended": lambda p: p.write_bytes(p.read_bytes() + b"\0"),
-    "text": lambda p: p.write_text("not a checkpoint"),
-    "another checkpoint's content": lambda p: p.write_bytes(sorted(p.parent.iterdir())[0].read_bytes()),
 }
 
 
@@ -379,15 +345,6 @@ def test_a_checkpoint_of_another_run_or_round_is_refused(tmp_path: Path) -> None
     path.rename(path.with_name(path.name.replace("00003", "00004")))
     with pytest.warns(UserWarning, match="of round 3"), pytest.raises(CheckpointError):
         load_newest(tmp_path, Box, of="mine")
-
-
-def test_a_state_of_a_method_that_the_reader_was_not_told_of_is_refused(tmp_path: Path) -> None:
-    """ServerState.modules is Any: without `extra` a method's state has no type."""
-    server = Server(build("fedex-lora"))
-    save(tmp_path, 0, start(server, seed_adapter(2)))
-    with pytest.warns(UserWarning, match="fedlora.methods.fedex"), pytest.raises(CheckpointError):
-        load_newest(tmp_path, RunState)
-    assert load_newest(tmp_path, RunState, server.method.State) is not None
 
 
 # ---------------------------------------------------------------------------------------------------------- files
@@ -464,16 +421,6 @@ def test_a_full_disk_leaves_the_older_ones_and_no_part(owner: Any, name: str, in
             save(tmp_path, 3, Box(3), keep=1)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     assert loaded(tmp_path).value["round"] == 2
-
-
-@pytest.mark.parametrize("place", [".", "sub"])
-def test_a_directory_that_cannot_be_made_is_a_checkpoint_error(place: str, tmp_path: Path) -> None:
-    """A file stands where the directory should be: "the disk refuses" like any other refusal."""
-    file = tmp_path / "taken"
-    file.write_text("x")
-    with pytest.raises(CheckpointError, match="could not be written"):
-        save(file / place, 1, Box(1))
-    assert file.read_text() == "x"
 
 
 def test_a_round_that_is_stored_again_is_the_newer_value(tmp_path: Path) -> None:

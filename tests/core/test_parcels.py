@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedlora import METHODS, Adapter, Client, Download, Kept, LoRA, Server, Upload, build, keep, receive
-from fedlora.core.base_change import BaseChange, compressed, moved
+from fedlora.core.base_change import BaseChange, moved
 from fedlora.core.lora import stack
 from fedlora.core.parcels import Cache, Parcel, held_after, pack, remember, unpack
 from fedlora.core.trainer import Trained
@@ -107,7 +107,6 @@ def test_a_step_of_zero_is_no_step() -> None:
     """x - x = 0 and 0 A = 0: no version, and the very same value. But x and then -x are two steps, to a total of 0."""
     x, base = drawn(2, "x"), stepped(None, drawn(2, "x"))
     for zero in (LoRA(torch.zeros(9, 3).double(), drawn(3, 0).A), stack([x, x], [1.0, -1.0])):
-        assert compressed(zero, torch.float64).rank == 0
         assert stepped(None, zero) is None and stepped(base, zero) is base
     back = stepped(base, stack([x], [-1.0]))
     assert back is not None and (back.version, back.total.rank) == (2, 0)
@@ -117,6 +116,13 @@ def test_steps_stay_no_larger_than_a_total_that_shrank() -> None:
     """Expected: the docstring's "under twice its size". Here the total is 0, and a step of rank 2 is kept."""
     base = stepped(stepped(None, drawn(2, "x")), stack([drawn(2, "x")], [-1.0]))
     assert base is not None and sum(step.rank for step in base.steps) <= base.total.rank
+
+
+def test_a_total_of_steps_that_cancel_keeps_its_digits_in_a_narrow_dtype() -> None:
+    """x, then -x + s of a thousandth: clients get the total in float32, whose rounding is of columns as small as s."""
+    x, small = drawn(1, "x"), stack([drawn(1, "s")], [1e-3])
+    base = stepped(stepped(None, x), stack([x, small], [-1.0, 1.0]))
+    assert base is not None and relative(base.total.map(Tensor.float).delta(), small.delta()) < 1e-6
 
 
 # ---- a federation with a real client side ----------------------------------------------------------------------------

@@ -29,7 +29,7 @@ values = st.recursive(
 def test_what_is_shown_prints(text: str) -> None:
     for found in (shown(text), quoted(text), markdown_cell(text)):
         assert found.isprintable() and len(found) <= 400
-    assert escaped(text).isprintable()
+    assert escaped(text).isprintable() and shown("x" * 201).endswith("x...") and shown("x" * 200) == "x" * 200
     assert escaped(text) == text or not text.isprintable()
 
 

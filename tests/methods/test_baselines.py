@@ -5,21 +5,17 @@ GLoRA: test_glora.py.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
-from fedlora import Adapter, Client, LoRA, Server, ServerState, Update, Upload, build, keep, read_adapter, receive, send
-from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from fedlora import Adapter, Client, LoRA, Server, ServerState, Update, Upload, build, keep, receive, send
 from fedlora.errors import HyperparameterError, LostUpdate, RankMismatch, UploadRefused
 from fedlora.linalg import unit_roundoff
 from fedlora.methods._shared import padded
@@ -167,24 +163,8 @@ def test_an_impossible_hyper_parameter_is_refused_by_name() -> None:
     """The ranges are those of the methods' docstrings; the message names the method and the field."""
     for (name, field), values in BAD.items():
         for value in values:
-            with pytest.raises(HyperparameterError, match=f"{name}.*{field}"):
+            with pytest.raises(HyperparameterError, match=f"^{name}(: | has no ).*{field}"):
                 build(name, **{field: value})
-
-
-def test_ffa_hands_out_one_a_for_ever() -> None:
-    """A is the seed's to the bit, in every round, for clients of all ranks and for one that comes late."""
-    server = Server(build("ffa-lora"))
-    for before, after, _, _ in play(server, MIXED, stored=torch.float32, warm=True):
-        for name, r in {**MIXED, "late": 4}.items():
-            A = server.download(after, Client(name, r)).adapter.modules["m"].A
-            assert torch.equal(A, before.start.modules["m"].A[:r])
-
-
-def test_roles_are_those_of_the_formulas() -> None:
-    """RoLoRA takes turns, B first."""
-    rolora = Server(build("rolora"))
-    roles = [rolora.roles(before) for before, *_ in play(rolora, MIXED)]
-    assert [(r.B, r.A) for r in roles] == [("shared", "frozen"), ("frozen", "shared"), ("shared", "frozen")]
 
 
 @pytest.mark.parametrize("name", ["fedsvd", "ffa-lora", "rolora"])
@@ -313,21 +293,8 @@ def test_lora_fair_counts_a_column_without_direction_as_zero() -> None:
     found = state_of(build("lora-fair", lambda_=0.6), pairs).pair.B
     want = state_of(build("lora-fair", lambda_=0.7), [(p, B, A[:, 1:]) for p, B, A in pairs]).pair.B
     assert_close(found, np64(want), 1e-6)
-
-
-@pytest.mark.parametrize("scaling", [1.0, 2.0])
-def test_clients_of_different_alpha_and_rank_give_the_mean_of_their_updates(scaling: float, tmp_path: Path) -> None:
-    """sum_i p_i s_i B_i A_i, s = alpha / r or alpha / sqrt(r) (rsLoRA) by hand; in any units of the server."""
-    configs = ({"r": 2, "lora_alpha": 8}, {"r": 4, "lora_alpha": 8, "use_rslora": True}, {"r": 1, "lora_alpha": 3})
-    server, uploads, want = Server(build("flexlora")), [], 0.0
-    for n, s, config, (_, B, A) in zip((1, 2, 3), (4.0, 4.0, 3.0), configs, drawn(2, 4, 1), strict=True):
-        (tmp_path / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "target_modules": ["m"], **config}))
-        tensors = {f"{PREFIX}m.lora_{x}.weight": torch.from_numpy(f) for x, f in (("B", B), ("A", A))}
-        safetensors.torch.save_file(tensors, tmp_path / WEIGHTS_FILE)
-        uploads.append(Upload(Client(f"{n}", config["r"]), n, read_adapter(tmp_path, scaling=scaling)[0]))
-        want = want + n / 6 * s * B @ A
-    state = server.aggregate(server.init(Adapter({"m": LoRA(torch.zeros(9, 4), torch.ones(4, 7))})), uploads)
-    assert_close(scaling * server.global_update(state)["m"].delta(), want)
+    idle = [(p, np.pad(B, ((0, 0), (0, 1))), np.pad(A, ((0, 1), (0, 0)))) for p, B, A in pairs]  # an empty slot
+    assert_close(state_of(build("lora-fair", lambda_=0.6), idle).pair.B, np.pad(np64(found), ((0, 0), (0, 1))), 1e-6)
 
 
 def test_a_seed_with_zero_slots_starts_clients_alive() -> None:
@@ -360,11 +327,3 @@ def test_slots_that_hold_nothing_start_differently_at_each_client(method: str, c
         rows.append(given.A[row])
     assert rows[0].any()
     assert not torch.isclose(rows[0], rows[1]).any()
-
-
-def test_fedrot_tells_the_factor_by_which_the_next_round_turns() -> None:
-    """The authors' code counts rounds from 0 and turns by A in odd ones: the first turn is by A."""
-    server, told = Server(build("fedrot-lora")), []
-    for before, *_ in play(server, dict.fromkeys(EXAMPLES, 3)):
-        told.append(server.method.diagnostics(before.modules["m"])["turns_by"])
-    assert told == ["B", "A", "B"]

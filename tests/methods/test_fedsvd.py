@@ -58,3 +58,5 @@ def test_any_shape_keeps_the_update(shape: tuple[int, int, int]) -> None:
         made = reparameterised(LoRA(left, A))
         assert made.rank == rank and bool(made.factors[1].any(dim=1).all())
         torch.testing.assert_close(made.delta(), left @ A, rtol=0, atol=1e-11)
+        rows = made.factors[1][:d_in]
+        torch.testing.assert_close(rows @ rows.mT, torch.eye(len(rows)).double(), rtol=0, atol=1e-12)

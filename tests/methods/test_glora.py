@@ -17,7 +17,8 @@ import torch
 from fedlora import LoRA, Method, Update, build
 from fedlora.core.lora import stack
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import unit_roundoff
+from fedlora.linalg import svd_of_product, unit_roundoff
+from fedlora.methods.glora import GLoRAState, Trace
 from support import families
 from support.executable_paper import client_aware_readout, gauge_fix, glora_round, projected_aggregate
 
@@ -274,6 +275,16 @@ def test_equal_alignment_scores_go_in_spectral_order() -> None:
         state = letter.aggregate(state, updates(other))  # its readouts go by the round before
         U, s, Vt = np.linalg.svd(families.mean_update(other))
         assert relative(letter.readout(state, "c0", 3).delta().numpy(), (U[:, :3] * s[:3]) @ Vt[:3]) < 1e-9
+
+
+def test_the_core_is_the_floor_of_the_exact_product() -> None:
+    """0.29 * 100 is 28.999999999999996 in floats; the core has 29. Of 120 components the history holds the last 72, all
+    with score 1, for 71 places."""
+    history, want = torch.eye(120).double()[:, 48:], [*range(29), *range(48, 119)]
+    spectrum = svd_of_product(torch.diag(torch.arange(120.0, 0, -1)).double(), torch.eye(120).double())
+    state = GLoRAState(spectrum, {"a": Trace(history, 2.0**-53, None)})
+    assert build("glora", gamma=0.29).selected(state, "a", 100).tolist() == want
+    assert build("glora-paper", gamma=0.29).selected(torch.eye(120).double(), history, 100).tolist() == want
 
 
 @pytest.mark.parametrize("limit", [None, 0, 2, 3])

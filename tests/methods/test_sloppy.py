@@ -60,17 +60,6 @@ class WholeRank(Sound):
         return state.mean
 
 
-class Transposed(Sound):
-    def readout(self, state: Any, client: str | None, rank: int) -> LoRA:
-        B, A = super().readout(state, client, rank).factors
-        return LoRA(A.mT, B.mT)
-
-
-class Integers(Sound):
-    def readout(self, state: Any, client: str | None, rank: int) -> LoRA:
-        return super().readout(state, client, rank).map(torch.Tensor.long)
-
-
 class HalfPrecision(Sound):
     def readout(self, state: Any, client: str | None, rank: int) -> LoRA:
         return super().readout(state, client, rank).map(torch.Tensor.half)
@@ -159,11 +148,6 @@ class DividesByZero(Sound):
         raise ZeroDivisionError("division by zero")
 
 
-class ReturnsThePair(Sound):
-    def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
-        return self.mean(state, updates)
-
-
 class NoRoles(Sound):
     def roles(self, round: int) -> Any:
         return None
@@ -201,12 +185,9 @@ CAUGHT: dict[type[Sound], tuple[str, str]] = {
 }
 FAULTS: dict[type[Sound], str] = {
     WholeRank: r"sound.readout.* returned 6 slots; [25] are needed, at most",
-    Transposed: "sound.readout.* returned B of shape",
     HalfPrecision: "sound.readout.* returned B as torch.float16",
-    Integers: "sound.readout.* returned B as torch.int64",
     NotANumber: "sound.readout.* holds NaN or Inf",
     DividesByZero: "sound.aggregate raised ZeroDivisionError: division by zero",
-    ReturnsThePair: "sound.aggregate returned .*LoRA.* 2 of its State State are needed",
     NoRoles: "sound.roles.* returned None",
     ForgetsAMatrix: "sound.aggregate returned .* 2 of its State State are needed",
     MovesAnotherBase: "sound.base.* returned LoRA",

@@ -80,5 +80,5 @@ def test_the_source_builds_the_wheel_and_its_tests_run_there(built: Built, tmp_p
     own = {"PYTHONPATH": str(unpacked / "src")}
     imported = run([sys.executable, "-c", "import fedlora; print(fedlora.__file__)"], unpacked, own)
     assert imported.strip() == str(unpacked / "src" / "fedlora" / "__init__.py")
-    chosen = ["tests/test_exactness.py", "tests/adapters/test_formats.py", "tests/test_golden.py"]
+    chosen = ["tests/test_exactness.py", "tests/adapters/test_formats.py", "tests/test_golden_methods.py"]
     assert "passed" in run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen], unpacked, own)

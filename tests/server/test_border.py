@@ -115,7 +115,7 @@ BAD: dict[str, tuple[Callable[[Upload], Any], str]] = {
     "NaN examples": (examples(math.nan), r"num_examples .* got nan"),
     "True examples": (examples(True), r"num_examples .* got True"),
     "examples in a string": (examples("12"), r"num_examples .* got '12'"),
-    "examples beyond every float": (examples(10**400), r"num_examples .*10000.*characters"),
+    "examples beyond every float": (examples(10**400), r"num_examples .*10000"),
     "1e300 examples": (examples(1e300), r"num_examples = 1e\+300; sums"),
     "1e-300 examples": (examples(1e-300), r"num_examples = 1e-300; sums"),
 }

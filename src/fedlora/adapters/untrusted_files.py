@@ -30,7 +30,7 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # The largest mixtures of experts have 90,000 factors, which take 13 MB of header; a config that names them, 2 MB.
 _HEADER, _TENSORS = 16 * 2**20, 100_000
 _ENTRY = b'"data_offsets"'  # once for each tensor
-_JSON, _DEPTH, _VALUES = 3 * 2**20, 20, 500_000
+_JSON = 3 * 2**20
 _PIECE = 8 * 2**20  # bytes of a large tensor to look at together
 
 
@@ -124,7 +124,7 @@ def json_object(path: Path, most: int = _JSON) -> dict[str, Any]:
         AdapterFormatError: too large, not JSON, a key twice, no object.
     """
     try:
-        found = parse_json(read_given(_real(path), most), depth=_DEPTH, values=_VALUES)
+        found = parse_json(read_given(_real(path), most))
     except OSError as error:
         raise AdapterFormatError(f"{path} cannot be read: {error.strerror or error}.") from error
     except AdapterFormatError:

@@ -63,11 +63,6 @@ def added(total: LoRA, step: LoRA) -> LoRA:
     return _balanced(stack([total.map(Tensor.double), step.map(Tensor.double)], [1.0, 1.0]))
 
 
-def compressed(lora: LoRA, dtype: torch.dtype) -> LoRA:
-    """The same update as a balanced pair with as many columns as `dtype` can hold beside the largest, in `dtype`."""
-    return _stored(_cut(svd_of_product(*lora.map(Tensor.double).factors), _INVISIBLE), dtype)
-
-
 def _joined(total: LoRA, step: LoRA) -> LoRA:
     """total + step, float64: side by side; from min(d_out, d_in) columns on, as the matrix itself beside I.
 

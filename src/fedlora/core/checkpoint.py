@@ -78,17 +78,13 @@ def newest_round(directory: Path) -> int | None:
     return listed[0][0] if listed else None
 
 
-def _warn(said: str) -> None:
-    warnings.warn(said, stacklevel=3)
-
-
 def load_newest(
     directory: Path,
     kind: type[T],
     *extra: type,
     of: str = "",
     upto: int | None = None,
-    tell: Callable[[str], None] = _warn,
+    tell: Callable[[str], None] = warnings.warn,
 ) -> tuple[int, T] | None:
     """(round, value) of a run's newest sound checkpoint, as a `kind`; None if there is none. upto: the latest round to
     consider. of: the run, as given to `save`.
@@ -98,7 +94,7 @@ def load_newest(
     by default a `UserWarning`.
 
     Raises:
-        CheckpointError: there are checkpoints but none is sound, or a directory has a checkpoint's name.
+        CheckpointError: there are checkpoints but none is sound.
     """
     listed = [entry for entry in _listed(directory) if upto is None or entry[0] <= upto]
     why: list[str] = []
@@ -119,9 +115,6 @@ def load_newest(
 def _listed(directory: Path) -> list[tuple[int, str, Path]]:
     """(round, digest, path) of each checkpoint, newest first."""
     named = [(_NAME.fullmatch(path.name), path) for path in directory.glob("round-*.safetensors")]
-    for match, path in named:
-        if match and path.is_dir():  # save could not write here
-            raise CheckpointError(f"{path} is a directory and has the name of a checkpoint. Move it away.")
     return sorted(((int(match[1]), match[2], path) for match, path in named if match), reverse=True)
 
 
@@ -134,19 +127,16 @@ def _read(path: Path, round: int, digest: str, of: str, kind: type[T], extra: tu
         raise CheckpointError(f"checkpoint {path.name} is damaged: its content does not match its digest.")
     try:
         with safe_open(path, framework="pt") as file:
-            facts = json.loads(file.metadata()[_FACTS])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        tree, told = facts["tree"], (facts["run"], facts["round"])
+            facts, names = json.loads(file.metadata()[_FACTS]), file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+        run, number = facts["run"], facts["round"]
+        if (run, number) == (of, round):
+            return decoded(facts["tree"], tensors, kind, *extra)
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
-    if told != (of, round):
-        other = f"of another run (configuration, seed or data), {told[0]!r}, and this one is {of!r}"
-        what = f"of round {told[1]}: it was copied or renamed" if told[0] == of else other
-        raise CheckpointError(f"checkpoint {path.name} is {what}.")
-    try:
-        return decoded(tree, tensors, kind, *extra)
-    except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
+    other = f"of another run (configuration, seed or data), {run!r}, and this one is {of!r}"
+    what = f"of round {number}: it was copied or renamed" if run == of else other
+    raise CheckpointError(f"checkpoint {path.name} is {what}.")
 
 
 def encoded(value: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -165,7 +155,7 @@ def decoded(tree: Any, tensors: Mapping[str, Tensor], kind: type[T], *extra: typ
     Raises:
         KeyError, TypeError, ValueError: it is another's. RecursionError: it is nested too deep.
     """
-    value: T = _decode(tree, tensors, {_name(cls): cls for cls in _dataclasses(kind, *extra)})  # type: ignore[arg-type]
+    value: T = _decode(tree, tensors, {_name(cls): cls for cls in _dataclasses((kind, *extra))})
     if not isinstance(value, kind):
         raise ValueError(f"it is no {kind.__name__}")
     return value
@@ -180,12 +170,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         tensors[path] = value.detach().cpu().contiguous()
         return {"tensor": path}
     if is_dataclass(value) and not isinstance(value, type):
-        if made := [f.name for f in fields(value) if not f.init]:
-            raise CheckpointError(
-                f"{type(value).__name__}.{made[0]} at {path or '/'} cannot be stored in a checkpoint: its __init__ "
-                f"does not accept it (init=False), so it could not be restored. Make it a property."
-            )
-        inside = {f.name: _encode(getattr(value, f.name), _below(path, f.name), tensors) for f in fields(value)}
+        given = [f.name for f in fields(value) if f.init]  # the class computes the others from these
+        inside = {name: _encode(getattr(value, name), _below(path, name), tensors) for name in given}
         return {"dataclass": _name(type(value)), "fields": inside}
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
@@ -229,10 +215,10 @@ def _decode(tree: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type])
 
 
 @cache  # their hints take milliseconds to read
-def _dataclasses(*hints: Any) -> list[type]:
+def _dataclasses(hints: tuple[type, ...]) -> list[type]:
     """Every dataclass that type hints can hold, through unions, tuples, mappings and fields."""
     found: list[type] = []
-    seen, left = set[Any](), list(hints)
+    seen, left = set[Any](), list[Any](hints)
     while left:
         if (hint := left.pop()) in seen:
             continue

@@ -86,7 +86,7 @@ def leftovers(folder: Path) -> list[Path]:
 def sweep(folder: Path) -> None:
     """Remove half-written files from a folder to which nobody else writes now."""
     for left in leftovers(folder):
-        if left.is_file() and not left.is_symlink():
+        if left.is_file():
             left.unlink(missing_ok=True)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from safetensors import SafetensorError
 
@@ -23,7 +24,7 @@ from fedlora.errors import ConfigError
 
 def place(name: str, what: str | None = None) -> Path:
     """A property of a class with a `path`: the path `name` below it. what: its content."""
-    return property(lambda folder: folder.path / name, doc=what)  # type: ignore[return-value]
+    return cast(Path, property(lambda folder: folder.path / name, doc=what))
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,7 @@ class FolderKind:
     """Describes one kind of folder, so that a folder of any other kind is never deleted by mistake.
 
     name: in words, with an article. sign: a file that every such folder has; None if there is none. files: a regular
-    expression for its files' paths, with "/" between the parts. instead: what the user can do other than moving it
-    away.
+    expression for its files' paths, with "/" between the parts.
 
     Example:
         >>> FolderKind("an adapter", "adapter_config.json", r"adapter_config[.]json|README[.]md").name
@@ -42,7 +42,6 @@ class FolderKind:
     name: str
     sign: str | None
     files: str
-    instead: str = "name another directory"
 
     def stranger(self, folder: Path) -> str | None:
         """Why `folder` is not entirely of this kind, in words; None if it is."""
@@ -135,10 +134,8 @@ def _check(target: object, place: Path, force: bool, kind: FolderKind | None) ->
         if place.exists() and not place.is_dir():
             raise ConfigError(f"{shown(target)} is a file; name a directory.")
         home = next((above for above in place.parents if above.exists()), place)
-        if not home.is_dir():
-            raise ConfigError(f"{shown(target)} cannot be written: {shown(home)} is not a folder.")
-        if not os.access(home, os.W_OK | os.X_OK):
-            raise ConfigError(f"{shown(target)} cannot be written: {shown(home)} may not be written to.")
+        if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
+            raise ConfigError(f"{shown(target)} cannot be written: {shown(home)} is no folder that you may write to.")
         if not place.exists() or not any(place.iterdir()):
             return
         why = kind.stranger(place) if kind is not None else None
@@ -146,7 +143,7 @@ def _check(target: object, place: Path, force: bool, kind: FolderKind | None) ->
         raise _cannot(target, error) from error
     if kind is not None and why is not None:
         raise ConfigError(
-            f"{shown(target)} is not empty and {why}, so it is not replaced. Move it away, or {kind.instead}."
+            f"{shown(target)} is not empty and {why}, so it is not replaced. Move it away, or name another directory."
         )
     if not force or kind is None:
         replace = ", or replace what is there with --force" if kind is not None else ""

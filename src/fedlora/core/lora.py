@@ -6,7 +6,7 @@ This module knows nothing of alpha, r or PEFT: one matrix's update is Delta W = 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -44,10 +44,7 @@ class LoRA:
     A: Tensor | None
 
     def __post_init__(self) -> None:
-        B, A = self.B, self.A
-        if B is not None and A is not None and B.ndim == A.ndim == 2 and B.shape[1] == A.shape[0]:
-            return
-        shapes = {name: tuple(t.shape) for name, t in (("B", self.B), ("A", self.A)) if t is not None}
+        shapes = {name: tuple(t.shape) for name, t in self.tensors().items()}
         if not shapes:
             raise ShapeError("a LoRA needs at least one of its factors B (d_out, r) and A (r, d_in); got neither.")
         if any(len(shape) != 2 for shape in shapes.values()):
@@ -100,9 +97,7 @@ class LoRA:
 
     def tensors(self) -> dict[str, Tensor]:
         """The factors present, by name."""
-        if self.B is None or self.A is None:
-            return {name: t for name, t in (("B", self.B), ("A", self.A)) if t is not None}
-        return {"B": self.B, "A": self.A}
+        return {name: t for name, t in (("B", self.B), ("A", self.A)) if t is not None}
 
     def __repr__(self) -> str:
         def side(t: Tensor | None) -> str:
@@ -134,10 +129,9 @@ class Adapter:
     base: Mapping[str, LoRA] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "modules", ReadOnly({k: self.modules[k] for k in sorted(self.modules)}))
-        object.__setattr__(self, "heads", ReadOnly({k: self.heads[k] for k in sorted(self.heads)}))
-        if self.base is not None:
-            object.__setattr__(self, "base", ReadOnly({k: self.base[k] for k in sorted(self.base)}))
+        for name in ("modules", "heads", "base"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, ReadOnly({key: given[key] for key in sorted(given)}))
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -145,10 +139,17 @@ class Adapter:
         return {name: lora.rank for name, lora in self.modules.items()}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every factor and head, in the order of `named_tensors`."""
-        for lora in self.modules.values():
-            yield from lora.tensors().values()
-        yield from self.heads.values()
+        """Every factor and head."""
+        return (tensor for _, tensor in named_tensors(self))
+
+    def only(self, parts: Collection[str]) -> Adapter:
+        """What it has of these parts ("B", "A", "heads"), without `base`."""
+        modules = {}
+        for name, lora in self.modules.items():
+            B, A = (lora.tensors().get(factor) if factor in parts else None for factor in ("B", "A"))
+            if B is not None or A is not None:
+                modules[name] = LoRA(B, A)
+        return Adapter(modules, self.heads if "heads" in parts else {})
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Adapter:
         """The same adapter with `change` applied to every tensor of its modules and heads; its base is unchanged."""

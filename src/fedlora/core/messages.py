@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ import torch
 from fedlora.core.base_change import BaseChange
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import Roles
+from fedlora.core.text import quoted
 from fedlora.errors import HyperparameterError, UploadRefused
 
 
@@ -65,17 +66,17 @@ class Upload:
     @property
     def nbytes_modules(self) -> int:
         """Bytes in its factors."""
-        return sum(_bytes(t) for lora in self.adapter.modules.values() for t in lora.tensors().values())
+        return _bytes(self.adapter.only(("B", "A")))
 
     @property
     def nbytes_heads(self) -> int:
         """Bytes in its heads."""
-        return sum(map(_bytes, self.adapter.heads.values()))
+        return _bytes(self.adapter.only(("heads",)))
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    """Its size as a dense tensor, whatever layout it has (the server refuses others later)."""
-    return tensor.numel() * tensor.element_size()
+def _bytes(adapter: Adapter) -> int:
+    """Of dense tensors, whatever layout they have (the server refuses others later)."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in adapter.tensors())
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,14 +115,13 @@ class Download:
 class Held:
     """What a client still holds from its last download.
 
-    round: of that download. parts: each part of "B", "A" and "heads" that it holds as it came -> its digest. ranks:
-    module -> the r at which it holds them. local: modules and heads with parts that only the client keeps. base: module
-    -> version of its base weight (absent: as pre-trained).
+    round: of that download. parts: each part of "B", "A" and "heads" that it holds as it came -> its digest. local:
+    modules and heads with parts that only the client keeps. base: module -> version of its base weight (absent: as
+    pre-trained).
     """
 
     round: int
     parts: Mapping[str, str]
-    ranks: Mapping[str, int]
     local: tuple[str, ...]
     base: Mapping[str, int]
 
@@ -148,12 +148,6 @@ class ClientMemory:
 def checked_examples(upload: Upload) -> float:
     """The upload's num_examples as a finite float >= 0. Raises `UploadRefused`."""
     n = upload.num_examples
-    try:
-        sound = not isinstance(n, bool) and isinstance(n, numbers.Real) and math.isfinite(n) and n >= 0
-    except OverflowError:  # an integer too large for a float
-        sound = False
-    if not sound:
-        shown = repr(n)
-        shown = shown if len(shown) <= 40 else f"{shown[:40]}... ({len(shown)} characters)"
-        raise UploadRefused(upload.client.id, f"num_examples must be a finite number >= 0; got {shown}.")
+    if isinstance(n, bool) or not isinstance(n, numbers.Real) or not 0 <= n <= sys.float_info.max:
+        raise UploadRefused(upload.client.id, f"num_examples must be a finite number >= 0; got {quoted(n, 40)}.")
     return float(n)

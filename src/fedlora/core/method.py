@@ -48,6 +48,10 @@ class Roles:
     heads: Role = "shared"
     moves_base: bool = False
 
+    def parts(self, *roles: Role) -> tuple[str, ...]:
+        """Those of "B", "A" and "heads" that have one of these roles."""
+        return tuple(part for part in ("B", "A", "heads") if getattr(self, part) in roles)
+
     @property
     def shared(self) -> tuple[str, ...]:
         """The factors that travel to the server: "B", "A" or both."""

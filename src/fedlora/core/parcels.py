@@ -13,7 +13,7 @@ in-process engine uses `pack` to count bytes; networks send the parcel.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -65,17 +65,12 @@ class Parcel:
 def pack(download: Download, held: Held | None) -> Parcel:
     """Reduce `download` to what a client that holds `held` lacks (None: it has never been sent anything)."""
     d = download
-    ranks = d.start.ranks | d.adapter.ranks
-    has = [part for part, digest in (held.parts.items() if held else ()) if digest == fingerprint(d, part)]
-    modules = {}
-    for name, lora in d.adapter.modules.items():
-        B, A = (None if factor in has else lora.tensors().get(factor) for factor in ("B", "A"))
-        if B is not None or A is not None:
-            modules[name] = LoRA(B, A)
+    has = {part for part, digest in (held.parts.items() if held else ()) if digest == fingerprint(d, part)}
+    local = held.local if held else ()
     base, steps = {}, {}
     for name, change in d.base.items():
         missed = change.since(held.base.get(name, 0)) if held else None
-        if missed is None or sum(step.rank for step in missed) > change.total.rank:
+        if missed is None:
             base[name] = d.base_delta[name]
         elif missed:
             steps[name] = missed[0] if len(missed) == 1 else stack(list(missed), [1.0] * len(missed))
@@ -83,21 +78,17 @@ def pack(download: Download, held: Held | None) -> Parcel:
         client=d.client,
         round=d.round,
         roles=d.roles,
-        ranks=ReadOnly(ranks),
+        ranks=ReadOnly(d.start.ranks | d.adapter.ranks),
         left_out=tuple(sorted(has)),
-        adapter=Adapter(modules, {} if "heads" in has else d.adapter.heads),
-        start=_without(d.start, held.local if held else ()),
+        adapter=d.adapter.only({*PARTS} - has),
+        start=Adapter(
+            {name: lora for name, lora in d.start.modules.items() if name not in local},
+            {name: head for name, head in d.start.heads.items() if name not in local},
+        ),
         base=ReadOnly(base),
         steps=ReadOnly(steps),
         versions=ReadOnly({name: change.version for name, change in d.base.items()}),
         held=held,
-    )
-
-
-def _without(start: Adapter, local: Sequence[str]) -> Adapter:
-    return Adapter(
-        {name: lora for name, lora in start.modules.items() if name not in local},
-        {name: head for name, head in start.heads.items() if name not in local},
     )
 
 
@@ -118,9 +109,10 @@ def unpack(parcel: Parcel, cache: Cache | None) -> Download:
         came = p.adapter.modules.get(name)
         parts: dict[str, Tensor | None] = dict(came.tensors()) if came else {}
         mine = stored.modules[name].tensors() if name in stored.modules else {}
-        for factor in ("B", "A"):
-            if factor in p.left_out:
-                parts[factor] = _stored(mine, factor, f"factor {factor} of module {name!r}")
+        for factor in [part for part in p.left_out if part != "heads"]:
+            if factor not in mine:
+                raise _left_out(f"factor {factor} of module {name!r} was")
+            parts[factor] = mine[factor]
         if parts:
             modules[name] = LoRA(parts.get("B"), parts.get("A"))
     if "heads" in p.left_out and cache is None:
@@ -140,12 +132,6 @@ def unpack(parcel: Parcel, cache: Cache | None) -> Download:
         else:
             raise _left_out(f"part of the change of the base weight of {name!r} was")
     return Download(p.client, p.round, Adapter(modules, heads), p.roles, p.start, ReadOnly(base))
-
-
-def _stored(mine: Mapping[str, Tensor], factor: str, what: str) -> Tensor:
-    if factor not in mine:
-        raise _left_out(f"{what} was")
-    return mine[factor]
 
 
 def _left_out(what: str) -> KeptStateError:
@@ -170,21 +156,15 @@ def fingerprint(download: Download, part: str) -> str:
 def held_after(download: Download, kept: Adapter | None = None, *, untrained: bool = False) -> Held:
     """What a client holds after receiving `download`. kept: the local parts that it keeps (`client.keep`). untrained:
     it has stored the shared parts too, for it has not trained them yet."""
-    d, stored = download, ("frozen", "shared") if untrained else ("frozen",)
-    parts = ReadOnly({part: fingerprint(d, part) for part in PARTS if getattr(d.roles, part) in stored})
-    ranks = ReadOnly(d.start.ranks | d.adapter.ranks)
+    stored = download.roles.parts("frozen", "shared") if untrained else download.roles.parts("frozen")
+    parts = ReadOnly({part: fingerprint(download, part) for part in stored})
     local = (*kept.modules, *kept.heads) if kept else ()
-    return Held(d.round, parts, ranks, local, ReadOnly({name: change.version for name, change in d.base.items()}))
+    versions = ReadOnly({name: change.version for name, change in download.base.items()})
+    return Held(download.round, parts, local, versions)
 
 
 def remember(download: Download, kept: Adapter | None = None, *, untrained: bool = False) -> Cache:
     """What a client stores from a complete download for the next `unpack`. kept, untrained: as in `held_after`."""
     held = held_after(download, kept, untrained=untrained)
-    modules = {}
-    for name, lora in download.adapter.modules.items():
-        B, A = (lora.tensors().get(factor) if factor in held.parts else None for factor in ("B", "A"))
-        if B is not None or A is not None:
-            modules[name] = LoRA(B, A)
-    heads = download.adapter.heads if "heads" in held.parts else {}
     base = {name: replace(change, steps=()) for name, change in download.base.items()}
-    return Cache(held, Adapter(modules, heads), ReadOnly(base))
+    return Cache(held, download.adapter.only(held.parts), ReadOnly(base))

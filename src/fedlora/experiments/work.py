@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
-from fedlora.errors import FedLoRAError, FilesChanged, LostUpdate, QuorumNotMet, UploadRefused
+from fedlora.errors import DataError, FedLoRAError, LostUpdate, QuorumNotMet, UploadRefused
 from fedlora.experiments import results
 from fedlora.experiments.grid import LEDGER, Planned, digest, from_text, with_ledger
 from fedlora.runs.folder import RunFolder
@@ -75,9 +75,7 @@ class Work:
             config = with_ledger(run.config, str((folder.path / LEDGER).resolve()))
             prepared = prepare(config, self.data_root, stored_classes(folder))
             if digest(run.config) != run.digest:  # else new data would stand under the name of the old
-                raise FilesChanged(
-                    "a file that the run reads changed after the experiment was started. Start it again."
-                )
+                raise DataError("a file that the run reads changed after the experiment was started. Start it again.")
             for _ in execute(prepared, folder, resume=True, called=Called(run.label, run.experiment)):
                 yield
         except Exception as error:

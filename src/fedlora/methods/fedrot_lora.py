@@ -44,9 +44,9 @@ class FedRotLoRA(Method[FedRotLoRAState]):
     """Use it as FedIT's closest competitor with the same averages and bytes.
 
     Args:
-        rotate_lambda: how much of the rotation is applied, > 0. Above 1, like the authors' default 1.5, all of R_i,
-            which may be a reflection; up to 1, (1 - l) I + l R_i made orthogonal again, R_i the nearest rotation. The
-            paper finds 0.4 to 0.6 best.
+        rotate_lambda: how much of the rotation is applied, > 0. Above 1, like the authors' default, all of R_i, which
+            may be a reflection; up to 1, (1 - l) I + l R_i made orthogonal again, R_i the nearest rotation. The paper
+            finds 0.4 to 0.6 best.
     """
 
     name: ClassVar[str] = "fedrot-lora"

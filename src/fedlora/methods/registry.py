@@ -119,9 +119,8 @@ def _reach(top: str) -> None:
     """Append the working directory to the path if only it has the module or package `top`."""
     here = Path.cwd()
     beside = (here / f"{top}.py").is_file() or (here / top / "__init__.py").is_file()
-    if beside and str(here) not in sys.path and importlib.util.find_spec(top) is None:
+    if beside and importlib.util.find_spec(top) is None:
         sys.path.append(str(here))
-        importlib.invalidate_caches()
 
 
 def _require_method(cls: Any, name: str) -> None:
