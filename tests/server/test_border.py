@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedlora import Adapter, Client, Kept, LoRA, Server, Streamed, Upload, build
 from fedlora.errors import RankMismatch, UploadRefused
-from fedlora.server.cancelling import terms_and_sizes
+from fedlora.server.checks import terms_and_sizes
 from fedlora.testing.federations import rounds
 from support.federations import EQUAL, SHAPES, seed_adapter
 from support.private_servers import private
