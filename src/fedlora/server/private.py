@@ -13,7 +13,6 @@ releases (states, readouts, the model) learns little about any one client.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -149,5 +148,3 @@ class Private(RoundKind):
 
     def open(self, server: Server, state: ServerState) -> PrivateRound:
         return PrivateRound(server, state, self)
-
-

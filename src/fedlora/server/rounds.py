@@ -41,13 +41,14 @@ Weighting = Literal["examples", "uniform"]
 
 _KEEP = "Keep the uploads: round=Kept(), or in a file of settings neither server.stream nor [privacy]"
 _AT_ONCE = 2**25  # bytes of updates that one `aggregate_all` gets: enough to batch, little beside a round
-# What methods report -> the share of the mean's energy that needs no warning, and the warning. The second is no loss but
-# a coarse bound.
+# What methods report -> the share of the mean's energy that needs no warning, and the warning. The second is only a
+# coarse bound.
 _LOSSES = {
     "dropped": (1e-3, "is lost to rounding. Send float32."),
     "rounding": (
-        1e-2, "lies in directions so weak beside the clients' factors that storing these could have made them. The "
-        "server keeps them; readouts hold some that depend on the clients' coordinates. Send float32.",
+        1e-2,
+        "lies in directions so weak beside the clients' factors that storing these could have made them. The server "
+        "keeps them; readouts hold some that depend on the clients' coordinates. Send float32.",
     ),
 }  # fmt: skip
 
