@@ -103,7 +103,7 @@ BAD: dict[str, tuple[Callable[[Upload], Any], str]] = {
     "sparse": (lambda u: replace(u, adapter=u.adapter.map(lambda t: t.to_sparse())), "torch.sparse_coo on cpu; "),
     "no numbers at all": (lambda u: replace(u, adapter=u.adapter.map(lambda t: t.to("meta"))), "on meta"),
     "numpy": (lambda u: replace(u, adapter=u.adapter.map(lambda t: t.numpy())), "cannot be read: "),
-    "no pair": (lambda u: replace(u, adapter=Adapter({"attn.q": None})), "cannot be read: AttributeError"),  # type: ignore[dict-item]
+    "no pair": (lambda u: replace(u, adapter=Adapter(dict.fromkeys(SHAPES))), "cannot be read: AttributeError"),  # type: ignore[arg-type]
     "no adapter": (lambda u: replace(u, adapter=None), "cannot be read: AttributeError"),
     "negative": (examples(-1), r"num_examples must be a finite number >= 0; got -1\."),
     "NaN examples": (examples(math.nan), r"num_examples .* got nan"),
