@@ -113,7 +113,7 @@ def test_an_outsider_with_dp_accounting_gets_the_same() -> None:
     assert found >= accountant.get_epsilon(1e-5)
 
 
-@pytest.mark.parametrize("delta", [0, 1, -1e-5, math.nan, 1e-12, "1e-5", True])
+@pytest.mark.parametrize("delta", [0, 1, -1e-5, math.nan, 1e-12])
 def test_impossible_deltas(delta: float) -> None:
     with pytest.raises(HyperparameterError, match="delta"):
         epsilon(1.0, 1, delta)

@@ -65,7 +65,7 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         _check(self.clip, self.noise_multiplier)
-        if not is_number(self.grid) or math.frexp(self.grid)[0] != 0.5:
+        if math.frexp(self.grid)[0] != 0.5:
             raise HyperparameterError(
                 f"privacy: the grid must be a power of two, so that dividing by it rounds nothing; got {self.grid!r}. "
                 f"`Mechanism.of` chooses one."
@@ -125,7 +125,7 @@ class Mechanism:
         Args:
             vector: (d,) floating point. If its norm is no finite float64 (NaN, Inf, entries beyond 1e154), the client
                 counts as zero, with a warning.
-            weight: w_i, from `share_of`, or 1. It is applied before the clip, so no weight breaks the bound.
+            weight: w_i, in [0, 1]. It is applied before the clip, so no weight breaks the bound.
         """
         y = vector.detach().to(device="cpu", dtype=torch.float64) * weight
         norm = float(torch.linalg.vector_norm(y))
@@ -154,28 +154,10 @@ class Mechanism:
         return released.to(torch.float64) * self.grid / denominator
 
 
-def share_of(num_examples: float, most: float) -> float:
-    """w_i = min(n_i, n_max) / n_max, in [0, 1]; 0 if n_i is not a number of examples: NaN, infinite, negative.
-
-    Example:
-        >>> share_of(50, most=200), share_of(1e9, most=200), share_of(float("nan"), most=200)
-        (0.25, 1.0, 0.0)
-    """
-    return min(float(num_examples), most) / most if is_number(num_examples) and num_examples > 0 else 0.0
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a finite float or integer; integers too large for a float do not count."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
-
-
 def _check(clip: float, z: float) -> None:
-    if not (is_number(clip) and _CLIPS[0] <= clip <= _CLIPS[1]):
+    if not _CLIPS[0] <= clip <= _CLIPS[1]:  # nor NaN
         raise HyperparameterError(f"privacy: clip must be a number from {_CLIPS[0]:g} to {_CLIPS[1]:g}; got {clip!r}.")
-    if not (is_number(z) and (z == 0 or LEAST_NOISE <= z <= MOST_NOISE)):
+    if not (z == 0 or LEAST_NOISE <= z <= MOST_NOISE):
         raise HyperparameterError(
             f"privacy: noise_multiplier must be a number from {LEAST_NOISE:g} to {MOST_NOISE:g}; got {z!r}."
         )

@@ -28,7 +28,6 @@ from fedlora.errors import UploadRefused
 from fedlora.linalg import Term, projected_sum, unit_roundoff
 from fedlora.linalg.stored import stored_bytes
 from fedlora.privacy.geometry import Bases, Layout, bases_of
-from fedlora.privacy.mechanism import share_of
 from fedlora.privacy.sampling import poisson_sample
 from fedlora.server.judged import Judged
 from fedlora.server.method_faults import asked
@@ -95,7 +94,8 @@ class PrivateRound(OpenRound):
 
     def _take(self, upload: Upload, count: float) -> None:
         most = self._options.most_examples
-        self._total += self.mechanism.contribution(self._change(upload), 1.0 if most is None else share_of(count, most))
+        weight = 1.0 if most is None else min(count, most) / most
+        self._total += self.mechanism.contribution(self._change(upload), weight)
 
     def _settle(self) -> Judged | None:
         options, asked = self._options, len(self.asked)
