@@ -15,17 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedlora import METHODS, Adapter, Client, Download, Kept, LoRA, Server, Upload, build
-from fedlora.analysis.audit import padded_average_error
 from fedlora.core import checkpoint
 from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Workers
 from fedlora.errors import ClientFailed, ConfigError, HyperparameterError, KeptStateError, QuorumNotMet, UploadRefused
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
 from fedlora.server.state import RunState
-from fedlora.simulation import RoundRecord, Traffic, simulate
+from fedlora.simulation import Traffic, simulate
 from support.federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, seed_adapter
 from support.toy_trainer import BATCH, Toy, clients, diverging, loss, run
 
@@ -108,12 +106,6 @@ def test_bytes_of_fedit(dtype: torch.dtype, size: int) -> None:
         assert record.bytes.total == 2 * (4 * 4 * 92 + 4 * 93) * size
 
 
-def test_bytes_of_glora_are_those_of_each_clients_own_rank() -> None:
-    """Ranks 2, 3, 5, 6: the server's larger rank never travels."""
-    for record in run("glora", MIXED):
-        assert record.bytes == Traffic(16 * 92 * 4, 4 * 93 * 4, 16 * 92 * 4, 4 * 93 * 4, 0)
-
-
 def test_bytes_of_fedsa_lora() -> None:
     """A goes both ways. B and the heads come once, as a client's start, and never travel again."""
     first, *later = run("fedsa-lora", EQUAL)
@@ -139,42 +131,6 @@ def test_bytes_of_fedex_lora() -> None:
     """
     base = [r.bytes.down_base for r in run("fedex-lora", EQUAL, rounds=3, dtype=torch.float64)]
     assert base == [0, 4 * 12 * 92 * 8, 4 * 12 * 92 * 8]
-
-
-# ---- the error of padded factor averaging ----------------------------------------------------------------------------
-
-
-def reported(record: RoundRecord) -> float:
-    """What `fedlora run` says of a round."""
-    return padded_average_error(record.state.server, record.uploads, record.weights)
-
-
-def padded_error(record: RoundRecord, rank: int) -> float:
-    """|| (sum p_i pad(B_i)) (sum p_i pad(A_i)) - sum p_i B_i A_i ||_F / || sum p_i B_i A_i ||_F, dense, all modules."""
-    gap = size = 0.0
-    total = sum(u.num_examples for u in record.uploads)
-    for module, (d_out, d_in) in SHAPES.items():
-        B, A, mean = (
-            torch.zeros(d_out, rank).double(),
-            torch.zeros(rank, d_in).double(),
-            torch.zeros(d_out, d_in).double(),
-        )
-        for upload in record.uploads:
-            p, (b, a) = upload.num_examples / total, upload.adapter.modules[module].map(Tensor.double).factors
-            B[:, : b.shape[1]] += p * b
-            A[: a.shape[0]] += p * a
-            mean += p * b @ a
-        gap += float((B @ A - mean).square().sum())
-        size += float(mean.square().sum())
-    return math.sqrt(gap / size)
-
-
-@pytest.mark.parametrize(("name", "ranks"), [("glora", MIXED), ("fedit", EQUAL), ("fedex-lora", EQUAL)])
-def test_the_padded_error_is_that_of_zero_padded_averaging(name: str, ranks: dict[str, int]) -> None:
-    for record in run(name, ranks, dtype=torch.float64):
-        want = padded_error(record, max(ranks.values()))
-        assert want > 0.1
-        assert reported(record) == pytest.approx(want, rel=1e-9)
 
 
 # ---- participation ---------------------------------------------------------------------------------------------------
@@ -304,11 +260,6 @@ def test_without_a_quorum_a_diverged_client_ends_the_run() -> None:
         list(run(trainer=diverging("b", 1)))
 
 
-def test_the_padded_error_is_of_the_accepted_uploads() -> None:
-    _, record, _ = run("glora", MIXED, trainer=diverging("b", 1), dtype=torch.float64, round=Kept(quorum=2))
-    assert reported(record) == pytest.approx(padded_error(record, 6), rel=1e-9)
-
-
 def test_a_client_without_examples_abstains() -> None:
     def none_of(download: Download, trained: Trained) -> Trained:
         return replace(trained, num_examples=0) if download.client.id == "a" else trained
@@ -316,8 +267,7 @@ def test_a_client_without_examples_abstains() -> None:
     (record,) = run("glora", MIXED, trainer=Toy(none_of), rounds=1, dtype=torch.float64)
     assert set(record.weights) == {"b", "c", "d"} and record.refused == {}
     assert record.state.server.tally is not None and record.state.server.tally.abstained == ("a",)
-    counted = replace(record, uploads=tuple(u for u in record.uploads if u.num_examples))
-    assert reported(record) == pytest.approx(padded_error(counted, 6), rel=1e-9)
+    assert record.examples["a"] == 0 and record.loss is not None
 
 
 def test_too_few_usable_uploads_end_the_run_and_say_who_was_missing() -> None:
@@ -385,13 +335,6 @@ def test_rounds_are_only_played_when_they_are_asked_for() -> None:
     assert len(toy.calls) == 8
     records.close()  # type: ignore[attr-defined]
     assert len(toy.calls) == 8
-
-
-def test_a_finished_run_has_no_more_rounds() -> None:
-    (record,) = run(rounds=1)
-    toy = Toy()
-    assert list(run(trainer=toy, state=record.state, rounds=1)) == []
-    assert toy.calls == []
 
 
 def test_the_state_that_was_handed_in_is_left_alone(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora import Adapter, LoRA, Server, Upload, build
+from fedlora import Adapter, Server, Upload, build
 from fedlora.analysis.audit import regauge, relative_difference
 from fedlora.attacks import KINDS, Adversary, Attack, largest_z
 from fedlora.core.sent import Attacked, Sent, Tampered
@@ -403,17 +403,3 @@ def test_attacks_on_pairs_refuse_rounds_of_one_factor() -> None:
             Adversary(Attack(kind), LIARS)(sent, 0)
     with pytest.raises(HyperparameterError, match="without clients"):
         Adversary(Attack("gauge"), ())
-
-
-def test_a_lora_is_what_it_was() -> None:
-    """Nothing of what was sent is changed in place."""
-    sent = seen()
-    copies = {
-        name: [t.clone() for x in s.upload.adapter.modules.values() for t in x.factors] for name, s in sent.items()
-    }
-    for kind in KINDS:
-        Adversary(Attack(kind), LIARS)(list(sent.values()), 2)
-    for name, s in sent.items():
-        now = [t for x in s.upload.adapter.modules.values() for t in x.factors]
-        assert all(torch.equal(a, b) for a, b in zip(copies[name], now, strict=True))
-    assert isinstance(sent["a"].upload.adapter.modules["attn.q"], LoRA)

@@ -9,7 +9,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -173,12 +172,6 @@ def test_a_torn_line_was_never_a_charge(path: Path) -> None:
         assert [event.round for event in of(path).read().events] == [1, 2, 4]
 
 
-def test_a_ledger_in_a_folder_that_is_not_there_yet(path: Path) -> None:
-    below = path.parent / "of" / "clinics" / "ledger.jsonl"
-    of(below).charge(an_event(1))
-    assert of(below).read().events == (an_event(1),)
-
-
 def test_a_torn_header_is_begun_anew_and_no_other_file_is_touched(path: Path) -> None:
     path.write_bytes(b'{"kind": "led')
     of(path).charge(an_event(1))
@@ -249,22 +242,9 @@ def test_another_population_has_another_ledger(path: Path) -> None:
         recompute(path.with_name("none.jsonl"))
 
 
-@PLD
-def test_a_copy_spends_the_budget_again_and_only_a_kept_digest_tells(path: Path) -> None:
-    """What docs/how-to/privacy.md says plainly. Two copies accept what one ledger refuses."""
-    of(path).charge(an_event(1), Budget(5.5, 1e-3))  # room for two rounds
-    copied = shutil.copyfile(path, path.with_name("copy.jsonl"))
-    of(path).charge(an_event(2))
-    kept = recompute(path).newest[1]
-    of(copied).charge(an_event(2, digest="f" * 64))
-    for each in (path, copied):
-        with pytest.raises(BudgetSpent):
-            of(each).charge(an_event(3))
-    of(path).charge_earlier(Spending(9.0, 1))
-    assert kept in path.read_text() and kept not in copied.read_text()
-
-
 def test_a_link_to_the_ledger_is_the_ledger(path: Path, tmp_path: Path) -> None:
+    """And a folder that is not there yet is made."""
+    path = path.parent / "of" / "clinics" / "ledger.jsonl"
     of(path).charge(an_event(1))
     (tmp_path / "link.jsonl").symlink_to(path)
     of(tmp_path / "link.jsonl").charge(an_event(2))

@@ -29,7 +29,7 @@ _FRESH = 0.25  # least share of random dims: without any, directions that were n
 
 @dataclass(frozen=True, eq=False)
 class Bases:
-    """One module's Q (d_out, a) and P (d_in, b), float64 with orthonormal columns; None means the identity."""
+    """One module's Q (d_out, a) and P (d_in, b), float64 with orthonormal columns; both None: the identity."""
 
     d_out: int
     d_in: int
@@ -44,16 +44,14 @@ class Bases:
     def project(self, change: LoRA) -> Tensor:
         """Q^T (B A) P, float64 (a, b), for a pair B (d_out, r), A (r, d_in)."""
         B, A = (t.detach().to(device="cpu", dtype=torch.float64) for t in change.factors)
-        return (B if self.Q is None else self.Q.T @ B) @ (A if self.P is None else A @ self.P)
+        return B @ A if self.Q is None or self.P is None else (self.Q.T @ B) @ (A @ self.P)
 
     def lift(self, projected: Tensor) -> LoRA:
         """Q X P^T as a float64 pair of rank min(a, b), for X (a, b)."""
         (a, b), X = self.shape, projected.to(torch.float64)
-        if a <= b:
-            left = torch.eye(a, dtype=torch.float64) if self.Q is None else self.Q
-            return LoRA(left, X if self.P is None else X @ self.P.T)
-        right = torch.eye(b, dtype=torch.float64) if self.P is None else self.P.T
-        return LoRA(X if self.Q is None else self.Q @ X, right.contiguous())
+        if self.Q is None or self.P is None:
+            return LoRA(torch.eye(a, dtype=X.dtype), X) if a <= b else LoRA(X, torch.eye(b, dtype=X.dtype))
+        return LoRA(self.Q, X @ self.P.T) if a <= b else LoRA(self.Q @ X, self.P.T.contiguous())
 
 
 def bases_of(released: LoRA, dims: int | None, module: str, round: int, seed: int) -> Bases:
