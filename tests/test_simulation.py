@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedlora import METHODS, Adapter, Client, Download, Kept, LoRA, Server, Upload, build
+from fedlora import METHODS, Adapter, Client, Download, Kept, LoRA, Server, Streamed, Upload, build
 from fedlora.core import checkpoint
 from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Workers
 from fedlora.errors import ClientFailed, ConfigError, HyperparameterError, KeptStateError, QuorumNotMet, UploadRefused
@@ -57,6 +57,7 @@ def test_a_record_holds_the_losses_and_weights_of_its_round() -> None:
         assert [u.num_examples for u in record.uploads] == list(EXAMPLES.values())
         assert record.refused == {} and record.metrics == {}
         assert set(record.seconds) == {"download", "train", "upload", "aggregate"}
+    assert next(run("flexlora", rounds=1, round=Streamed())).uploads == (), "it forgets them"
 
 
 def test_the_server_rank_is_the_mean_over_modules() -> None:
@@ -376,7 +377,8 @@ def test_every_client_is_told_and_has_a_fate_whatever_became_of_it() -> None:
     assert done == list(NAMES) and set(record.weights) == {"a"}
     assert record.refused["b"] == "RuntimeError: no memory" and record.losses["a"] == loss("a", 0)
     assert "factor A" in record.refused["c"] and "local factor B" in record.refused["d"]
-    assert record.state.clients["d"].kept is None
+    assert record.state.clients["d"].kept is None and record.state.server.tally is not None
+    assert "d" in record.state.server.tally.refused
 
 
 def test_hooks_see_each_upload_once_and_in_their_order() -> None:

@@ -26,6 +26,7 @@ from fedlora.core.sent import Attacked, Sent, Tampered
 from fedlora.errors import HyperparameterError
 from fedlora.server.kept import Kept
 from support.federations import EQUAL, MIXED, SHAPES
+from support.states import content
 from support.toy_trainer import run
 
 LIARS, HONEST = ("b", "d"), ("a", "c")
@@ -126,7 +127,11 @@ def test_every_kind_sends_something_of_its_own() -> None:
     found = {}
     for kind, about in KINDS.items():
         attack = Attack(kind, 3.0 if about.strength else None)
-        (lie,) = (u for u in Adversary(attack, LIARS)(list(sent.values()), 2).uploads if u.client.id == "b")
+        (lie,), (again,) = (
+            [u for u in Adversary(attack, LIARS)(order, 2).uploads if u.client.id == "b"]
+            for order in ([*sent.values()], [*sent.values()][::-1])
+        )
+        assert content(lie.adapter) == content(again.adapter), "whatever the order of arrival"
         found[kind] = [t for module in SHAPES for t in lie.adapter.modules[module].factors]
     same = [
         (one, other)

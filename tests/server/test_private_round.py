@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedlora import METHODS, Adapter, Client, Server, Upload, build
 from fedlora.analysis.audit import regauge
+from fedlora.attacks import Adversary, Attack
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.state import ServerState
@@ -359,7 +360,10 @@ def test_a_record_tells_nothing_of_single_clients_and_the_log_does(caplog: pytes
     for trainer, name, said in ((diverging("b", 0), "b", "NaN"), (OneFails(), "c", "its disk is full")):
         server = private(rank=6)
         caplog.clear()
-        (record,) = simulate(server, people(), trainer, start(server, seed_adapter(6)), rounds=1)
+        told: list[str] = []
+        begun = start(server, seed_adapter(6))
+        (record,) = simulate(server, people(), trainer, begun, rounds=1, on_client=told.append)
+        assert not told, "who was asked is a secret"
         assert not (record.losses or record.weights or record.refused or record.uploads or record.bytes.total)
         assert not record.seconds and not record.examples
         tally = record.state.server.tally
@@ -375,3 +379,5 @@ def test_the_engine_refuses_other_rounds_than_the_ledger_charges() -> None:
         next(simulate(server, people(), Toy(), state, rounds=1, participation=0.5))
     with pytest.raises(HyperparameterError, match=r"'d' is not among .*given"):
         next(simulate(server, people()[:3], Toy(), state, rounds=1))
+    with pytest.raises(HyperparameterError, match="an adversary's acts"):
+        next(simulate(server, people(), Toy(), state, rounds=1, adversary=Adversary(Attack("scale"), ("b",))))
