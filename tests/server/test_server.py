@@ -409,6 +409,11 @@ def test_fresh_rows_are_a_function_of_seed_round_client_and_module(name: str) ->
         assert not bool((rows(*other) == first).any())
     assert torch.equal(rows(0, 0, "a", "attn.q"), start.modules["attn.q"].factors[1])
     assert bool((rows(0, 0, "a", "attn.q", zeros) != 0).all())
+    # A warm start of one component leaves three slots, which no client shares with another.
+    warm = Adapter({m: LoRA(torch.ones_like(x.factors[0]), x.factors[1]) for m, x in start.modules.items()})
+    server = Server(build(name))
+    one, other = (server.download(server.init(warm), Client(c, 4)).adapter.modules["attn.q"] for c in "ab")
+    assert torch.equal(one.factors[0], other.factors[0]) and not torch.equal(one.factors[1], other.factors[1])
 
 
 # --------------------------------------------------------------------------------------------------- own methods

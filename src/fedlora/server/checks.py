@@ -91,7 +91,7 @@ def _check_numbers(upload: Upload, state: ServerState, roles: Roles) -> None:
     """Its tensors' kinds and values."""
     client = upload.client.id
     for name, tensor in named_tensors(upload.adapter):
-        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
             raise UploadRefused(
                 client, f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; adapters are dense tensors of "
                 f"float16, bfloat16, float32 or float64.",
