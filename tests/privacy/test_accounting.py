@@ -102,6 +102,13 @@ def test_what_the_discrete_noise_adds_is_small_and_counted() -> None:
 
 
 @PLD
+def test_epsilon_has_the_discrete_noise_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = accounting._composed.__wrapped__(((2.0, 1.0, 3),), 1e-4)
+    monkeypatch.setattr(accounting, "discrete_noise", lambda found, rounds, delta: 5.0)
+    assert accounting._composed.__wrapped__(((2.0, 1.0, 3),), 1e-4) == pytest.approx(plain + 5.0, abs=1e-6)
+
+
+@PLD
 def test_an_outsider_with_dp_accounting_gets_the_same() -> None:
     """Oracle: dp-accounting alone, as its manual has it, to six digits."""
     events, pld = pytest.importorskip("dp_accounting"), pytest.importorskip("dp_accounting.pld")
