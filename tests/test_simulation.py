@@ -213,6 +213,12 @@ def test_what_is_wrong_with_the_run_itself_is_never_put_on_a_client() -> None:
     with pytest.raises(ConfigError, match="no data"):
         list(run(trainer=failing("c", 0, ConfigError("no data")), round=Kept(quorum=1)))
 
+    def without_base(download: Download, trained: Trained) -> Trained:
+        return replace(trained, adapter=replace(trained.adapter, base=None))
+
+    with pytest.raises(HyperparameterError, match="its `base` is None"):
+        list(run("flora", trainer=Toy(without_base), rounds=1, round=Kept(quorum=1)))
+
 
 def test_an_interrupt_is_never_put_on_a_client() -> None:
     def interrupt(*_: object) -> Trained:
