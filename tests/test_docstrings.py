@@ -33,7 +33,7 @@ from support.worked_examples import Toy
 PACKAGES = (
     "fedlora", "fedlora.client", "fedlora.core", "fedlora.server", "fedlora.methods",
     "fedlora.adapters", "fedlora.analysis", "fedlora.simulation", "fedlora.training", "fedlora.runs", "fedlora.data",
-    "fedlora.testing", "fedlora.privacy", "fedlora.workers", "fedlora.attacks", "fedlora.hf",
+    "fedlora.testing", "fedlora.workers", "fedlora.attacks", "fedlora.hf",
 )  # fmt: skip
 NOT_RUN = {"demo_data", "demo_model", "smollm2_model"}  # a network, or packages that not everybody has
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
