@@ -57,8 +57,9 @@ class Private(RoundKind):
     bound. So there is no quorum and no rule.
 
     Args:
-        clip: C, the largest norm of one client's change, over all modules and heads together. noise_multiplier: z, the
-            noise's standard deviation in units of one client's largest effect; 0 is for tests and audits.
+        clipping_norm: C, the largest norm of one client's change, over all modules and heads together.
+        noise_multiplier: z, the noise's standard deviation in units of one client's largest effect; 0 is for tests and
+            audits.
         clients: the ids of all clients, taking part or not: n public names. Uploads from anybody else are refused.
         rank: R of the next state; it cuts noised products. releases: stores and charges noised sums.
         dims: how many directions of each side of a module changes of products are summed in (`privacy.geometry`); None:
@@ -84,7 +85,7 @@ class Private(RoundKind):
         {}
     """
 
-    clip: float
+    clipping_norm: float
     noise_multiplier: float
     clients: tuple[str, ...]
     rank: int
@@ -107,7 +108,7 @@ class Private(RoundKind):
         for name, value in (("rank", self.rank), ("dims", 1 if self.dims is None else self.dims)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise HyperparameterError(f"Private: {name} is a whole number >= 1; got {value!r}.")
-        Mechanism.of(self.clip, self.noise_multiplier, 1)  # refuses an impossible clip or noise
+        Mechanism.of(self.clipping_norm, self.noise_multiplier, 1)  # refuses an impossible clip or noise
         if not 0 < self.sampling <= 1:
             raise HyperparameterError(f"Private: sampling is a chance in (0, 1]; got {self.sampling!r}.")
         if self.most_examples is not None and not 0 < self.most_examples < math.inf:
@@ -142,7 +143,7 @@ class Private(RoundKind):
 
     def mechanism(self, size: int) -> Mechanism:
         """The mechanism for vectors of `size` entries. Raises `HyperparameterError` if integers cannot hold sums."""
-        mechanism = Mechanism.of(self.clip, self.noise_multiplier, size)
+        mechanism = Mechanism.of(self.clipping_norm, self.noise_multiplier, size)
         mechanism.check_room(size, len(self.clients))
         return mechanism
 
