@@ -19,13 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora import Adapter, LoRA, Server, Upload, build
+from fedlora import Adapter, Server, Upload, build
 from fedlora.analysis.audit import regauge, relative_difference
 from fedlora.attacks import KINDS, Adversary, Attack, largest_z
 from fedlora.core.sent import Attacked, Sent, Tampered
 from fedlora.errors import HyperparameterError
 from fedlora.server.kept import Kept
 from support.federations import EQUAL, MIXED, SHAPES
+from support.states import content
 from support.toy_trainer import run
 
 BYZANTINE, HONEST = ("b", "d"), ("a", "c")
@@ -126,7 +127,11 @@ def test_every_kind_sends_something_of_its_own() -> None:
     found = {}
     for kind, about in KINDS.items():
         attack = Attack(kind, 3.0 if about.strength else None)
-        (lie,) = (u for u in Adversary(attack, BYZANTINE)(list(sent.values()), 2).uploads if u.client.id == "b")
+        (lie,), (again,) = (
+            [u for u in Adversary(attack, BYZANTINE)(order, 2).uploads if u.client.id == "b"]
+            for order in ([*sent.values()], [*sent.values()][::-1])
+        )
+        assert content(lie.adapter) == content(again.adapter), "whatever the order of arrival"
         found[kind] = [t for module in SHAPES for t in lie.adapter.modules[module].factors]
     same = [
         (one, other)
@@ -199,11 +204,13 @@ def test_the_largest_z_is_the_papers() -> None:
     """Shares (n - m - s) / (n - m) worked out by hand; phi is the standard normal's distribution."""
     for n, m, share in ((50, 24, 24 / 26), (50, 12, 24 / 38), (15, 3, 7 / 12), (25, 5, 12 / 20)):
         assert NormalDist().cdf(largest_z(n, m)) == pytest.approx(share, abs=1e-12)
-
-
-def test_a_federation_too_small_for_alie_gives_zero() -> None:
-    """phi(z) < 1/3 would be a negative z, and a majority of byzantine clients an infinite one."""
-    for n, m in ((4, 1), (3, 1), (2, 1), (5, 4), (3, 3)):
+    for n, m in (
+        (4, 1),
+        (3, 1),
+        (2, 1),
+        (5, 4),
+        (3, 3),
+    ):  # else negative, or infinite with a majority of byzantine clients
         assert 0 <= largest_z(n, m) < 3
 
 
@@ -285,7 +292,9 @@ def test_inserted_directions_take_the_place_of_the_weakest_slots() -> None:
         s = torch.linalg.svdvals(dense(sent["b"].begun, module))[: MIXED["b"]]
         size = 0.05 * median(float(change(sent[h], module).norm()) for h in ("a", "c", "d"))
         moved = float((dense(made["b"].adapter, module) - dense(sent["b"].begun, module)).norm())
-        assert moved <= math.hypot(float(s[-1]), size) * (1 + 1e-9)
+        # The weakest slot and half of the size's square; attn.v's 18 directions are all taken, so nothing is new there.
+        want = math.hypot(float(s[-1]), size / math.sqrt(2)) if module == "attn.q" else 0.0
+        assert moved == pytest.approx(want, rel=1e-9, abs=1e-12)
 
 
 def test_inserted_directions_buy_a_basis_that_is_too_small() -> None:
@@ -410,27 +419,3 @@ def test_attacks_on_pairs_refuse_rounds_of_one_factor() -> None:
             Adversary(Attack(kind), BYZANTINE)(sent, 0)
     with pytest.raises(HyperparameterError, match="without clients"):
         Adversary(Attack("gauge"), ())
-
-
-def test_a_lora_is_what_it_was() -> None:
-    """Nothing of what was sent is changed in place."""
-    sent = seen()
-    copies = {
-        name: [t.clone() for x in s.upload.adapter.modules.values() for t in x.factors] for name, s in sent.items()
-    }
-    for kind in KINDS:
-        Adversary(Attack(kind), BYZANTINE)(list(sent.values()), 2)
-    for name, s in sent.items():
-        now = [t for x in s.upload.adapter.modules.values() for t in x.factors]
-        assert all(torch.equal(a, b) for a, b in zip(copies[name], now, strict=True))
-    assert isinstance(sent["a"].upload.adapter.modules["attn.q"], LoRA)
-
-
-@pytest.mark.parametrize("method", ["hetlora", "flora", "fedrot-lora"])
-def test_methods_take_what_liars_send(method: str) -> None:
-    """Every kind, two rounds with a quorum of all, so that a refused upload would end them."""
-    for kind in KINDS:
-        attack = Adversary(Attack(kind), BYZANTINE)
-        for record in run(method, EQUAL, rounds=2, adversary=attack, round=Kept(quorum=4)):
-            assert not record.refused and record.attacked is not None, kind
-            assert all(math.isfinite(x) for told in record.attacked.clients.values() for x in told.values()), kind

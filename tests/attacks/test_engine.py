@@ -35,10 +35,6 @@ def same(one: RoundRecord, other: RoundRecord) -> bool:
     )
 
 
-def test_without_an_adversary_nothing_is_attacked() -> None:
-    assert all(record.attacked is None for record in run("glora", MIXED))
-
-
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_an_attacked_federation_is_the_same_bits_again_and_after_a_stop(kind: Any) -> None:
@@ -99,21 +95,6 @@ def test_a_diverged_liar_is_refused_as_anybody() -> None:
     assert [sorted(r.attacked.clients) for r in records if r.attacked] == [["b", "d"], ["d"], ["b", "d"]]
 
 
-@pytest.mark.parametrize("wrong", ["nothing", "fewer", "other order", "another client"])
-def test_an_adversary_gives_one_upload_for_each(wrong: str) -> None:
-    def broken(sent: Sequence[Sent], round: int) -> Any:
-        uploads = [s.upload for s in sent]
-        if wrong == "nothing":
-            return uploads
-        if wrong == "another client":
-            uploads[0] = replace(uploads[0], client=replace(uploads[0].client, id="z"))
-        changed = {"fewer": uploads[1:], "other order": uploads[::-1]}.get(wrong, uploads)
-        return Tampered(changed, Attacked("x", {}))
-
-    with pytest.raises(HyperparameterError, match="one upload for each"):
-        next(run("glora", EQUAL, adversary=broken))
-
-
 def test_a_library_user_is_told_once_a_run(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fedlora.simulation"):
         list(run("glora", EQUAL, adversary=BYZANTINE))
@@ -154,5 +135,3 @@ def test_flipped_labels() -> None:
     assert flip_labels([0, 1, 1], 2) == (1, 0, 0)
     assert flip_labels([0, 1, 2], 3) == (2, 1, 0)
     assert flip_labels(flip_labels(range(7), 7), 7) == tuple(range(7))
-    with pytest.raises(HyperparameterError, match="at least two"):
-        flip_labels([0], 1)

@@ -16,7 +16,6 @@ import torch
 import fedlora.privacy as privacy
 from fedlora.core.lora import LoRA
 from fedlora.privacy.geometry import bases_of
-from fedlora.privacy.mechanism import share_of
 from fedlora.privacy.releases import filtered
 from fedlora.privacy.sampling import poisson_sample
 
@@ -47,7 +46,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     ran = set()
     public = {name: getattr(privacy, name) for name in privacy.__all__}
-    public |= {"bases_of": bases_of, "filtered": filtered, "poisson_sample": poisson_sample, "share_of": share_of}
+    public |= {"bases_of": bases_of, "filtered": filtered, "poisson_sample": poisson_sample}
     values: dict[str, Any] = {**public, "torch": torch, "Path": Path, "LoRA": LoRA}
     for name in sorted(public):
         for test in doctest.DocTestFinder(recurse=False).find(public[name], name, globs=dict(values)):

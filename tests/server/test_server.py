@@ -16,10 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora import METHODS, Adapter, Client, Kept, LoRA, Method, Roles, Server, ServerState, Update, Upload, build
+from fedlora import METHODS, Adapter, Client, Kept, LoRA, Roles, Server, ServerState, Update, Upload, build
 from fedlora.client import receive, send
 from fedlora.core.base_change import BaseChange
-from fedlora.errors import HyperparameterError, MethodFault, NoGlobalModel, QuorumNotMet, ShapeError, UploadRefused
+from fedlora.errors import (
+    FactorNotShared,
+    HyperparameterError,
+    MethodFault,
+    NoGlobalModel,
+    QuorumNotMet,
+    ShapeError,
+    UploadRefused,
+)
 from fedlora.methods.fedit import FedIT
 from fedlora.methods.svd import SVD
 from fedlora.server.rounds import warn_of_losses
@@ -58,7 +66,7 @@ def opened(name: str, dtype: torch.dtype = F64, **options: Any) -> tuple[Server,
     return server, state, uploads_of(server, state, ranks)
 
 
-@every_method
+@pytest.mark.parametrize("name", ["glora", "fedex-lora"])
 def test_a_subclass_is_asked_by_its_own_aggregate(name: str) -> None:
     """Also below a method that aggregates all matrices at once. The expected bits are that method's own."""
     asked: list[int] = []
@@ -252,19 +260,6 @@ def test_a_download_for_an_unknown_module_is_refused() -> None:
         server.download(state, Client("x", {"attn.q": 2, "attn.k": 2}))
 
 
-@pytest.mark.parametrize("name", ["fedex-lora", "flora", "glora"])
-def test_versions_of_the_base_count_rounds_that_changed_it(name: str) -> None:
-    """Of each module by itself; a client that fetches by version must see it."""
-    server, state, sent = opened(name)
-    versions = []
-    for t in range(3):
-        versions.append({n: change.version for n, change in server.download(state, sent[0].client).base.items()})
-        ranks = {c: r if t else {"attn.v": r} for c, r in RANKS[name].items()}
-        state = server.aggregate(state, uploads_of(server, state, ranks, round=t))
-    moving = [{}, {"attn.v": 1}, {"attn.q": 1, "attn.v": 2}]
-    assert versions == (moving if build(name).moves_base else [{}] * 3)
-
-
 # ---------------------------------------------------------------------------------------------- order and purity
 
 
@@ -414,55 +409,14 @@ def test_fresh_rows_are_a_function_of_seed_round_client_and_module(name: str) ->
         assert not bool((rows(*other) == first).any())
     assert torch.equal(rows(0, 0, "a", "attn.q"), start.modules["attn.q"].factors[1])
     assert bool((rows(0, 0, "a", "attn.q", zeros) != 0).all())
+    # A warm start of one component leaves three slots, which no client shares with another.
+    warm = Adapter({m: LoRA(torch.ones_like(x.factors[0]), x.factors[1]) for m, x in start.modules.items()})
+    server = Server(build(name))
+    one, other = (server.download(server.init(warm), Client(c, 4)).adapter.modules["attn.q"] for c in "ab")
+    assert torch.equal(one.factors[0], other.factors[0]) and not torch.equal(one.factors[1], other.factors[1])
 
 
 # --------------------------------------------------------------------------------------------------- own methods
-
-
-@dataclass(frozen=True)
-class Alternating(Method[LoRA]):
-    """B in even rounds, A in odd ones, as a stranger would write it: roles are a function of the round."""
-
-    name: ClassVar[str] = "alternating"
-    paper: ClassVar[str] = "none"
-
-    def roles(self, round: int) -> Roles:
-        return Roles(A="frozen") if round % 2 == 0 else Roles(B="frozen")
-
-    def init(self, seed: LoRA) -> LoRA:
-        return seed
-
-    def aggregate(self, state: LoRA, updates: Sequence[Update]) -> LoRA:
-        means = {
-            f: sum(u.weight * u.lora.tensors()[f] for u in updates) for f in updates[0].lora.tensors()
-        }  # fmt: skip
-        return LoRA(**{**state.tensors(), **means})  # type: ignore[arg-type]
-
-    def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
-        return state
-
-    def effective(self, state: LoRA) -> LoRA | None:
-        return state
-
-
-def test_a_method_of_ones_own_needs_the_protocol_only() -> None:
-    """What travels follows the state: B first, then A; dense means; the upload of the other half-round is refused."""
-    server = Server(Alternating())
-    state, old = server.init(seed_adapter(4)), None
-    for t in range(4):
-        sent = uploads_of(server, state, round=t)
-        if old is not None:
-            with pytest.raises(UploadRefused, match="this round shares"):
-                server.aggregate(state, old)
-        moving = "BA"[t % 2]
-        assert {f for u in sent for x in u.adapter.modules.values() for f in x.tensors()} == {moving}
-        after = server.aggregate(state, sent)
-        for module in SHAPES:
-            want = sum(u.num_examples / 90 * u.adapter.modules[module].tensors()[moving] for u in sent)
-            got = server.download(after, Client("a", 4)).adapter.modules[module].tensors()
-            torch.testing.assert_close(got[moving], want)
-            assert torch.equal(got["AB"[t % 2]], state.modules[module].tensors()["AB"[t % 2]])
-        state, old = after, sent
 
 
 class Mine(FedIT):
@@ -478,11 +432,6 @@ class OtherState(Mine):
         return OwnLoRA(*seed.factors)
 
 
-class TooManySlots(Mine):
-    def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
-        return LoRA(torch.cat([state.factors[0]] * 2, dim=1), torch.cat([state.factors[1]] * 2))
-
-
 class TooFewOfAFrozenFactor(Mine):
     def roles(self, round: int) -> Roles:
         return Roles(A="frozen")
@@ -494,26 +443,6 @@ class TooFewOfAFrozenFactor(Mine):
 class LacksAFactor(Mine):
     def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
         return LoRA(state.B, None)
-
-
-class NotANumber(Mine):
-    def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
-        return state.map(lambda t: t * math.nan)
-
-
-class SaysNothing(Mine):
-    def diagnostics(self, state: LoRA) -> Any:
-        return None
-
-
-class TextBase(Mine):
-    def base(self, state: LoRA) -> Any:
-        return "x"
-
-
-class Raises(Mine):
-    def aggregate(self, state: LoRA, updates: Sequence[Update]) -> LoRA:
-        raise KeyError("x")
 
 
 class HandsOutAll(Mine):
@@ -530,7 +459,7 @@ def test_what_roles_leave_to_a_client_is_not_sent() -> None:
     assert {f for x in download.start.modules.values() for f in x.tensors()} == {"B"}
 
 
-WRONG = [OtherState, TooManySlots, TooFewOfAFrozenFactor, LacksAFactor, NotANumber, SaysNothing, TextBase, Raises]
+WRONG = [OtherState, TooFewOfAFrozenFactor, LacksAFactor]  # others: tests/methods/test_sloppy.py
 
 
 @pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
@@ -565,7 +494,7 @@ def test_a_seed_that_is_no_start_is_refused() -> None:
     seed, server = seed_adapter(2), Server(build("fedit"))
     with pytest.raises(ShapeError, match="no modules: "):
         server.init(Adapter({}, seed.heads))
-    with pytest.raises(ShapeError, match=r"'attn.q' lacks a factor"):
+    with pytest.raises(FactorNotShared, match="factor B of this update is absent"):
         server.init(Adapter({m: LoRA(None, x.A) for m, x in seed.modules.items()}))
     with pytest.raises(ShapeError, match=r"NaN or Inf .*factor B of module 'attn\.v'"):
         bad = seed.modules["attn.v"].map(lambda t: t + math.nan)
@@ -595,7 +524,7 @@ def test_what_is_lost_is_told_with_the_share_that_is_silent(caplog: pytest.LogCa
     """By hand: 1.2 % in one of three modules, where more than a thousandth is said; a thousandth itself is not."""
     warn_of_losses(Losing(), 3, {"q": 0.012, "k": 0.001, "v": 0.0})
     (said,) = caplog.messages
-    assert {"3:", "1.2%", "q,", "0.1%", "1", "3"} <= set(said.split())
+    assert {"3:", "1.2%", "q", "(1", "3"} <= set(said.split())
     caplog.clear()
     warn_of_losses(Losing(), 3, {"k": 0.001})
     assert not caplog.messages

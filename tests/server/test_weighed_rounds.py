@@ -209,16 +209,6 @@ def test_what_is_told_of_a_round(tmp_path: Path) -> None:
     assert loaded is not None and loaded[1].tally == after.tally
 
 
-def test_who_sends_back_its_own_readout_has_not_moved() -> None:
-    """GLoRA's readouts differ by client."""
-    server = server_of("glora", GeometricMedian())
-    played = list(rounds(server_of("glora", None), MIXED, FOUR))[-1]
-    back = [Upload(u.client, u.num_examples, server.download(played.before, u.client).adapter) for u in played.uploads]
-    tally = server.aggregate(played.before, back).tally
-    assert tally is not None and tally.judged is not None
-    assert all(one.norm < 1e-12 for one in tally.judged.clients.values())
-
-
 def test_a_module_that_few_hold_is_not_moved_further_than_they_moved_it() -> None:
     """Krum's choice counts once, though the module's weights are shared between its two holders only."""
     server = Server(method("svd"), round=Kept(Given((0.0, 0.0, 5.0, 0.0, 0.0))))

@@ -83,7 +83,7 @@ def forked(work: Any) -> int:
 
 
 STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
-    "before the sum is written": (Journal, "store", lambda self, round, *_: round),
+    "before the sum is written": (Journal, "store", lambda self, released, event, *_: event.round),
     "before the charge": (Ledger, "charge", lambda self, event, *_: event.round),
     "before its checkpoint": (FedLoRA, "_store", lambda self, after: after.state.round),
     "before its line": (Told, "played", lambda self, line: json.loads(line)["round"]),

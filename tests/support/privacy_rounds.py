@@ -54,7 +54,7 @@ def play(home: Path, round: int = 1) -> None:
     journal = Journal(home / "journal", Ledger(home / "ledger.jsonl", "some clients"))
     total = journal.stored(round)
     if total is None:
-        total = journal.store(round, noised(), event("one", round))
+        total = journal.store(noised(), event("one", round))
     left = home / "left"
     left.mkdir(exist_ok=True)
     (left / f"{round}-{secrets.token_hex(4)}").write_text(digest(total))

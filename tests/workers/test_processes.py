@@ -223,37 +223,3 @@ def test_nothing_is_left_behind(how: signal.Signals, server: list[str] | None, t
         parent.send_signal(how)
         parent.wait(20)
         assert _gone(family)
-
-
-OWNER = """
-    import signal, sys
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.path[:0] = {path!r}
-    from fedlora.workers import Processes
-    from support import in_processes as work
-
-    if __name__ == "__main__":
-        try:
-            with Processes({{}}, 1, server=["slow"]) as processes:
-                print([*processes.map(work.who, [0.1])], flush=True)
-        except KeyboardInterrupt:
-            print("interrupted", flush=True)
-"""
-
-
-def test_ctrl_c_while_the_server_imports_is_its_owners_business(tmp_path: Path) -> None:
-    """A terminal sends it to the whole group: the server, which imports for seconds, must print no traceback."""
-    (tmp_path / "slow.py").write_text('import time\nprint("importing", flush=True)\ntime.sleep(1)\n')
-    script = tmp_path / "owner.py"
-    script.write_text(textwrap.dedent(OWNER.format(path=[str(Path(work.__file__).parents[1])])))
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, env=env,
-    ) as owner:  # fmt: skip
-        assert owner.stdout is not None and owner.stderr is not None
-        assert owner.stdout.readline() == "importing\n"
-        os.killpg(owner.pid, signal.SIGINT)
-        assert owner.stdout.readline() == "interrupted\n"
-        said = owner.stderr.read()
-        assert "Traceback" not in said, said

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist, median
+from typing import Literal, assert_never
 
 import torch
 
@@ -79,48 +80,50 @@ class Adversary:
         strength = self.attack.about.default if self.attack.strength is None else self.attack.strength
         if kind == "alie":
             strength = facts["z"] = largest_z(len(known), byzantine) if strength is None else strength
-        strength = 0.0 if strength is None else strength
-        if kind == "label-flip":  # its data were hostile, but it sends what it trained
-            lie = own.upload
-        elif kind == "gauge":
-            lie = regauged(own.upload, strength, *seed)
-        elif kind == "subspace-insertion":
-            sizes = over(honest, lambda parts: [*map(size, parts)])
-            of_modules = {name: found for (part, name), found in sizes.items() if part == "module"}
-            lie = with_insertion(own, known, of_modules, strength, *seed)
-        elif kind == "free-rider" and not self.attack.noise:
-            lie = _unchanged(own)
-        else:
-            wanted = self._wanted(own, trained, honest, strength, seed)
-            # A part that no honest client holds stays as trained.
-            lie, facts["left_out"] = upload(own, {key: wanted.get(key, part) for key, part in trained.items()})
+        s = strength or 0.0
+        match kind:
+            case "label-flip":  # its data were hostile, but it sends what it trained
+                lie = own.upload
+            case "gauge":
+                lie = regauged(own.upload, s, *seed)
+            case "subspace-insertion":
+                sizes = over(honest, lambda parts: [*map(size, parts)])
+                of_modules = {name: found for (part, name), found in sizes.items() if part == "module"}
+                lie = with_insertion(own, known, of_modules, s, *seed)
+            case "free-rider" if not self.attack.noise:
+                lie = _unchanged(own)
+            case "sign-flip" | "scale" | "alie" | "inner-product" | "free-rider":
+                wanted = _wanted(kind, own, trained, honest, s, seed)
+                # A part that no honest client holds stays as trained.
+                lie, facts["left_out"] = upload(own, {key: wanted.get(key, part) for key, part in trained.items()})
+            case _:
+                assert_never(kind)
         return lie, {"change": norm(change(replace(own, upload=lie))), **facts}
 
-    def _wanted(
-        self, own: Sent, trained: Change, honest: Sequence[Change], strength: float, seed: tuple[int, int]
-    ) -> Change:
-        """The change this byzantine client wants, before it is cut to its rank. mean and sd: over honest clients, entry
-        by entry.
 
-        Sources: scale: with s = n, one of n clients replaces the mean by its own change. alie: Baruch, Baruch and
-        Goldberg, "A Little Is Enough", NeurIPS 2019, algorithm 3; sign as in the public code. inner-product: with m of
-        n clients, the plain mean's inner product with the honest one is negative for e > (n - m) / m; Xie, Koyejo and
-        Gupta, "Fall of Empires", UAI 2019 (PMLR 115, 2020).
-        """
-        match self.attack.kind:
-            case "sign-flip":
-                return over([trained], lambda parts: combined(parts, [-strength]))
-            case "scale":
-                return over([trained], lambda parts: combined(parts, [strength]))
-            case "alie":
-                return over(honest, lambda parts: combined([mean(parts), deviation(parts)], [1.0, -strength]))
-            case "inner-product":
-                return over(honest, lambda parts: combined([mean(parts)], [-strength]))
-            case "free-rider":  # noise in which every part has the median honest client's size
-                random = noise(own, *seed, own.upload.client.id)
-                usual = over(honest, lambda parts: median(map(size, parts)))
-                return {k: combined([x], [usual.get(k, 0.0) / (size(x) or 1.0)]) for k, x in random.items()}
-        raise NotImplementedError(f"{self.attack.kind} is in `kinds.KINDS`, but this file does not say what it sends.")
+def _wanted(
+    kind: Literal["sign-flip", "scale", "alie", "inner-product", "free-rider"], own: Sent, trained: Change,
+    honest: Sequence[Change], s: float, seed: tuple[int, int],
+) -> Change:  # fmt: skip
+    """The change that a byzantine client wants, before it is cut to its rank. mean and sd: over honest clients, entry
+    by entry.
+
+    Sources: scale: with s = n, one of n clients replaces the mean by its own change. alie: Baruch, Baruch and Goldberg,
+    "A Little Is Enough", NeurIPS 2019, algorithm 3; sign as in the public code. inner-product: with m of n clients, the
+    plain mean's inner product with the honest one is negative for e > (n - m) / m; Xie, Koyejo and Gupta, "Fall of
+    Empires", UAI 2019 (PMLR 115, 2020).
+    """
+    match kind:
+        case "sign-flip" | "scale":
+            return over([trained], lambda parts: combined(parts, [s if kind == "scale" else -s]))
+        case "alie":
+            return over(honest, lambda parts: combined([mean(parts), deviation(parts)], [1.0, -s]))
+        case "inner-product":
+            return over(honest, lambda parts: combined([mean(parts)], [-s]))
+        case "free-rider":  # noise in which every part has the median honest client's size
+            random = noise(own, *seed, own.upload.client.id)
+            usual = over(honest, lambda parts: median(map(size, parts)))
+            return {k: combined([x], [usual.get(k, 0.0) / (size(x) or 1.0)]) for k, x in random.items()}
 
 
 def largest_z(clients: int, attackers: int) -> float:

@@ -63,9 +63,7 @@ def _new_directions(sent: Sequence[Sent], module: str, count: int, *seed: str | 
     taken = U[:, s > 1e-10 * s[:1]]
     generator = torch.Generator().manual_seed(derive_seed("attack-directions", *seed, module))
     random = torch.randn(len(U), min(count, len(U) - taken.shape[1]), generator=generator, dtype=torch.float64)
-    for _ in range(2):  # twice, to remove what rounding left
-        random = random - taken @ (taken.mT @ random)
-    Q: Tensor = torch.linalg.qr(random).Q
+    Q: Tensor = torch.linalg.qr(random - taken @ (taken.mT @ random)).Q
     return Q
 
 

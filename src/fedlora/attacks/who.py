@@ -36,13 +36,8 @@ def choose_attackers(clients: Sequence[str], share: float, *, seed: int) -> tupl
 def flip_labels(labels: Sequence[int], classes: int) -> tuple[int, ...]:
     """Class k of C becomes C - 1 - k. The middle one of an odd number of classes stays the same.
 
-    Raises:
-        HyperparameterError: fewer than two classes.
-
     Example:
         >>> flip_labels([0, 1, 2, 2], classes=3)
         (2, 1, 0, 0)
     """
-    if classes < 2:
-        raise HyperparameterError(f"labels of {classes} classes cannot be flipped: at least two are needed.")
     return tuple(classes - 1 - label for label in labels)

@@ -78,11 +78,10 @@ def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path | None) -> None:
     """Play all rounds, behind a progress bar."""
     from fedlora.core.checkpoint import newest_round
-    from fedlora.runs.execution import execute_events
+    from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare
     from fedlora.runs.private_run import check_affordable
     from fedlora.runs.resuming import stored_classes
-    from fedlora.simulation import ClientDone
 
     if folder.exists() and not resume:
         raise typer.Exit(
@@ -108,11 +107,8 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path 
     done = (newest_round(folder.checkpoints) or 0) if folder.exists() else 0
     watch = _Watch(label, config.run.rounds, per_round, prepared.metric, done)
     with watch.bar:
-        for event in execute_events(prepared, folder, resume=resume):
-            if isinstance(event, ClientDone):
-                watch.client_done()
-            else:
-                watch.round_done(event)
+        for record in execute(prepared, folder, resume=resume, on_client=watch.client_done):
+            watch.round_done(record)
 
 
 class _Watch:
@@ -130,7 +126,7 @@ class _Watch:
             loss="", metric="",
         )  # fmt: skip
 
-    def client_done(self) -> None:
+    def client_done(self, client: str) -> None:
         self.bar.update(self._task, advance=1)
 
     def round_done(self, done: RoundRecord) -> None:

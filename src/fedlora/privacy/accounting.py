@@ -32,7 +32,7 @@ from fedlora.core.text import quoted
 from fedlora.doing import doing
 from fedlora.errors import HyperparameterError
 from fedlora.privacy.exact import missing
-from fedlora.privacy.mechanism import COARSEST_NOISE, LEAST_NOISE, MOST_NOISE, is_number
+from fedlora.privacy.mechanism import COARSEST_NOISE, LEAST_NOISE, MOST_NOISE
 
 _KEPT_DELTA = 1 - 2.0**-20  # the share of delta for PLD; the rest covers the discrete noise
 _CELLS = 500_000  # in a loss distribution: coarser for large epsilon, but still an upper bound
@@ -58,7 +58,7 @@ class Spending:
 
     def __post_init__(self) -> None:
         z, q = self.noise_multiplier, self.sampling
-        if not (is_number(z) and LEAST_NOISE <= z <= MOST_NOISE):
+        if not LEAST_NOISE <= z <= MOST_NOISE:
             raise HyperparameterError(
                 f"privacy: a noise multiplier is z, the noise's standard deviation divided by the clip, from "
                 f"{LEAST_NOISE:g} (less has no finite epsilon) to {MOST_NOISE:g}; got {z!r}."
@@ -67,7 +67,7 @@ class Spending:
             raise HyperparameterError(
                 f"privacy: rounds must be a whole number from 0 to {MOST_ROUNDS:,}; got {quoted(self.rounds)}."
             )
-        if not (is_number(q) and LEAST_SAMPLING <= q <= 1):
+        if not LEAST_SAMPLING <= q <= 1:
             raise HyperparameterError(
                 f"privacy: a sampling probability must be {LEAST_SAMPLING:g} to 1 (all clients); got {q!r}."
             )
@@ -118,7 +118,7 @@ def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: fl
         2.147
     """
     check_delta(delta)
-    if not (is_number(epsilon) and LEAST_EPSILON <= epsilon <= MOST_EPSILON):
+    if not LEAST_EPSILON <= epsilon <= MOST_EPSILON:
         raise HyperparameterError(
             f"privacy: epsilon must be from {LEAST_EPSILON:g} to {MOST_EPSILON:g}; got {epsilon!r}. "
             f"(Above 20 it says little.)"
@@ -162,7 +162,7 @@ def how_strong(epsilon: float) -> str:
 
 def check_delta(delta: float) -> None:
     """Raise `HyperparameterError` unless delta is in [1e-10, 1)."""
-    if not (is_number(delta) and LEAST_DELTA <= delta < 1):
+    if not LEAST_DELTA <= delta < 1:
         raise HyperparameterError(
             f"privacy: delta is a probability from {LEAST_DELTA:g} to below 1, far below 1 / clients; got {delta!r}."
         )

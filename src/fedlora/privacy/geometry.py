@@ -22,7 +22,6 @@ from torch import Tensor
 
 from fedlora.core.lora import LoRA
 from fedlora.core.read_only import ReadOnly
-from fedlora.errors import ShapeError
 from fedlora.seeds import derive_seed
 
 _FRESH = 0.25  # least share of random dims: without any, directions that were never released could never be learned
@@ -30,7 +29,7 @@ _FRESH = 0.25  # least share of random dims: without any, directions that were n
 
 @dataclass(frozen=True, eq=False)
 class Bases:
-    """One module's Q (d_out, a) and P (d_in, b), float64 with orthonormal columns; None means the identity."""
+    """One module's Q (d_out, a) and P (d_in, b), float64 with orthonormal columns; both None: the identity."""
 
     d_out: int
     d_in: int
@@ -43,26 +42,16 @@ class Bases:
         return (self.d_out if self.Q is None else self.Q.shape[1], self.d_in if self.P is None else self.P.shape[1])
 
     def project(self, change: LoRA) -> Tensor:
-        """Q^T (B A) P, float64 (a, b), for a pair B (d_out, r), A (r, d_in). Raises `ShapeError` for another shape."""
+        """Q^T (B A) P, float64 (a, b), for a pair B (d_out, r), A (r, d_in)."""
         B, A = (t.detach().to(device="cpu", dtype=torch.float64) for t in change.factors)
-        if B.shape[0] != self.d_out or A.shape[1] != self.d_in:
-            raise ShapeError(
-                f"a change of this module must be ({self.d_out}, {self.d_in}); got a pair of "
-                f"({B.shape[0]}, {A.shape[1]})."
-            )
-        return (B if self.Q is None else self.Q.T @ B) @ (A if self.P is None else A @ self.P)
+        return B @ A if self.Q is None or self.P is None else (self.Q.T @ B) @ (A @ self.P)
 
     def lift(self, projected: Tensor) -> LoRA:
-        """Q X P^T as a float64 pair of rank min(a, b). Raises `ShapeError` if X is not (a, b)."""
-        a, b = self.shape
-        if tuple(projected.shape) != (a, b):
-            raise ShapeError(f"the tensor to lift must be ({a}, {b}); got {tuple(projected.shape)}.")
-        X = projected.to(torch.float64)
-        if a <= b:
-            left = torch.eye(a, dtype=torch.float64) if self.Q is None else self.Q
-            return LoRA(left, X if self.P is None else X @ self.P.T)
-        right = torch.eye(b, dtype=torch.float64) if self.P is None else self.P.T
-        return LoRA(X if self.Q is None else self.Q @ X, right.contiguous())
+        """Q X P^T as a float64 pair of rank min(a, b), for X (a, b)."""
+        (a, b), X = self.shape, projected.to(torch.float64)
+        if self.Q is None or self.P is None:
+            return LoRA(torch.eye(a, dtype=X.dtype), X) if a <= b else LoRA(X, torch.eye(b, dtype=X.dtype))
+        return LoRA(self.Q, X @ self.P.T) if a <= b else LoRA(self.Q @ X, self.P.T.contiguous())
 
 
 def bases_of(released: LoRA, dims: int | None, module: str, round: int, seed: int) -> Bases:
@@ -75,9 +64,6 @@ def bases_of(released: LoRA, dims: int | None, module: str, round: int, seed: in
         dims: the most columns of Q and P; None: the whole space.
         seed: public. With the round and the module's name it determines the random directions.
 
-    Raises:
-        ShapeError: released values are not finite.
-
     Example:
         >>> nothing = LoRA(torch.zeros(768, 0), torch.zeros(0, 768))
         >>> bases_of(nothing, 16, "q", round=1, seed=0).shape
@@ -87,8 +73,6 @@ def bases_of(released: LoRA, dims: int | None, module: str, round: int, seed: in
     d_out, d_in = B.shape[0], A.shape[1]
     if dims is None:
         return Bases(d_out, d_in)
-    if not (bool(torch.isfinite(B).all()) and bool(torch.isfinite(A).all())):
-        raise ShapeError("a released update holds NaN or Inf, so no bases can be made from it.")
     left, right = torch.linalg.qr(B), torch.linalg.qr(A.T)
     U, s, Vh = torch.linalg.svd(left.R @ right.R.T)
     count = int((s > 1e-12 * s.max()).sum()) if released.rank else 0  # those above rounding; none of zero
@@ -113,9 +97,6 @@ class Layout:
 
     modules: module -> its bases. heads: head -> its shape. Every round has all of them, even those that no client
     holds.
-
-    Raises:
-        ShapeError: there is nothing to sum.
     """
 
     modules: Mapping[str, Bases]
@@ -124,10 +105,6 @@ class Layout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "modules", ReadOnly({k: self.modules[k] for k in sorted(self.modules)}))
         object.__setattr__(self, "heads", ReadOnly({k: tuple(self.heads[k]) for k in sorted(self.heads)}))
-        if self.size < 1:
-            raise ShapeError("a private sum has no entries: neither modules nor heads.")
-        if twice := set(self.modules) & set(self.heads):
-            raise ShapeError(f"{min(twice)!r} is both a module and a head of the private sum.")
 
     @property
     def size(self) -> int:
@@ -135,32 +112,15 @@ class Layout:
         return sum(map(math.prod, self._shapes().values()))
 
     def vector(self, changes: Mapping[str, LoRA], heads: Mapping[str, Tensor]) -> Tensor:
-        """float64 (d,): the changes in their places, with zeros for missing modules and heads.
-
-        Raises:
-            ShapeError: a module or head has no place, or not its place's shape.
-        """
-        extra = sorted((set(changes) - set(self.modules)) | (set(heads) - set(self.heads)))
-        if extra:
-            raise ShapeError(f"{len(extra)} modules or heads have no place in the private vector, {extra[0]!r} first.")
+        """float64 (d,): the changes in their places, with zeros for missing modules and heads."""
         there = {name: self.modules[name].project(change) for name, change in changes.items()}
         there |= {name: head.detach().to(device="cpu", dtype=torch.float64) for name, head in heads.items()}
-        parts = []
-        for name, shape in self._shapes().items():
-            part = there.get(name, torch.zeros(shape, dtype=torch.float64))
-            if tuple(part.shape) != shape:
-                raise ShapeError(f"the change of head {name!r} must be {shape}; got {tuple(part.shape)}.")
-            parts.append(part.reshape(-1))
-        return torch.cat(parts)
+        shapes = self._shapes()
+        parts = [there.get(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()]
+        return torch.cat([part.reshape(-1) for part in parts])
 
     def parts(self, vector: Tensor) -> tuple[dict[str, LoRA], dict[str, Tensor]]:
-        """(module -> its part, lifted to a pair, head -> its part) from a vector (d,); all float64.
-
-        Raises:
-            ShapeError: the vector has another size.
-        """
-        if tuple(vector.shape) != (self.size,):
-            raise ShapeError(f"a private vector must have ({self.size},) entries here; got {tuple(vector.shape)}.")
+        """(module -> its part, lifted to a pair, head -> its part) from a vector (d,); all float64."""
         shapes = self._shapes()
         pieces = torch.split(vector.to(torch.float64), [math.prod(shape) for shape in shapes.values()])
         found = {name: piece.reshape(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)}

@@ -2,7 +2,7 @@
 
     journal = Journal(run / "journal", ledger, budget)
     total = journal.stored(round, context)                    None: play the round, then
-    total = journal.store(round, mechanism.noised(total), event, context)
+    total = journal.store(mechanism.noised(total), event, context)
 
 The order is: draw, check the budget, write (file and folder flushed), charge, release. If killed before the file
 exists, nobody has seen the noise, and the round is played again. If killed between file and charge, `stored` charges
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fedlora.core import files
-from fedlora.errors import HyperparameterError, LedgerError, ShapeError
+from fedlora.errors import LedgerError
 from fedlora.privacy.events import Budget, Event
 from fedlora.privacy.ledger import Ledger
 
@@ -47,7 +47,7 @@ class Journal:
         >>> journal = Journal(Path("run/journal"), ledger)
         >>> event = Event.of(mechanism, 3, run="one", round=1, sampling=1.0, rounds=20, delta=1e-3)
         >>> total = mechanism.contribution(torch.tensor([0.6, 0.8, 0.0]))
-        >>> left = journal.store(1, mechanism.noised(total), event)
+        >>> left = journal.store(mechanism.noised(total), event)
         >>> torch.equal(journal.stored(1), left), len(ledger.read().events)
         (True, 1)
     """
@@ -88,7 +88,7 @@ class Journal:
         self.ledger.charge(event, self.budget)
         return released
 
-    def store(self, round: int, released: Tensor, event: Event, context: str = "") -> Tensor:
+    def store(self, released: Tensor, event: Event, context: str = "") -> Tensor:
         """Write the noised sum, then charge it. Returns the sum read back from the file, which may now leave.
 
         Args:
@@ -96,14 +96,9 @@ class Journal:
 
         Raises:
             LedgerError: the round already has a sum, or the disk refuses. BudgetSpent: the budget would be exceeded;
-                calling `Ledger.check` before a round saves the work. ShapeError: not int64 of the event's size.
+                calling `Ledger.check` before a round saves the work.
         """
-        if released.ndim != 1 or released.dtype != torch.int64 or len(released) != event.size or event.round != round:
-            raise ShapeError(
-                f"the noised sum of round {round} must be int64 ({event.size},) with an event of that round; got "
-                f"{tuple(released.shape)} {released.dtype}, and an event of round {event.round}."
-            )
-        if self._paths(round):
+        if self._paths(round := event.round):
             raise LedgerError(
                 f"the journal {self.folder} already has a noised sum of round {round}; a round is released once. Call "
                 f"`stored` before playing the round."
@@ -134,11 +129,10 @@ def _read(path: Path, round: int) -> tuple[Event, str, Tensor]:
         head, _, body = raw.partition(b"\n")
         found = json.loads(head)
         event = replace(Event(**found["event"]), released=digest)
-        sound = path.stem.endswith(digest[:16]) and (found["journal"], found["round"]) == (_VERSION, round)
         released = torch.tensor(struct.unpack(f"<{event.size}q", body), dtype=torch.int64)
-        if not sound or not isinstance(found["context"], str):
+        if not path.stem.endswith(digest[:16]) or (found["journal"], found["round"]) != (_VERSION, round):
             raise ValueError("its content does not match its name")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, struct.error, HyperparameterError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, struct.error) as error:
         raise LedgerError(
             f"{path} cannot be read, or is damaged ({error}). It was written whole, so the disk or a hand changed it. "
             f"Restore it: its sum may be released already, and another draw would be a second release."

@@ -133,14 +133,14 @@ class Ledger:
         Raises:
             LedgerError: it cannot be read, is damaged, or belongs to another population.
         """
-        found = read(self.path)
+        found = read(self.path, delta)
         if found.end and found.population != self.population:
             raise LedgerError(
                 f"the ledger {self.path} belongs to the population {quoted(found.population)}, not "
                 f"{quoted(self.population)}. Give each population its own file, and all runs on its clients the same "
                 f"one."
             )
-        return found if delta is None else replace(found, delta=delta)
+        return found
 
     def describe(self, delta: float) -> Mapping[str, Any]:
         """Plain values for metrics and card, all public. budgets: in order. newest: (number, digest) of the last line,

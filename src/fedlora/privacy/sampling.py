@@ -11,12 +11,9 @@ uses q = 1.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from fractions import Fraction
-
-from fedlora.errors import HyperparameterError
 
 
 def poisson_sample(clients: Sequence[str], probability: float) -> list[str]:
@@ -24,16 +21,9 @@ def poisson_sample(clients: Sequence[str], probability: float) -> list[str]:
 
     The coin is exact: a secret integer below the denominator of the float `probability`.
 
-    Raises:
-        HyperparameterError: a probability outside (0, 1], or a repeated client.
-
     Example:
         >>> poisson_sample(["b", "a"], 1.0)
         ['a', 'b']
     """
-    if not (isinstance(probability, int | float) and math.isfinite(probability) and 0 < probability <= 1):
-        raise HyperparameterError(f"privacy: a sampling probability must be in (0, 1]; got {probability!r}.")
-    if len(set(clients)) < len(clients):
-        raise HyperparameterError(f"privacy: {len(clients) - len(set(clients))} clients are named twice.")
     exact = Fraction(probability)
     return [client for client in sorted(clients) if secrets.randbelow(exact.denominator) < exact.numerator]

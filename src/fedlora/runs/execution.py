@@ -7,8 +7,7 @@ again on the same folder continues with the same bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fedlora.doing import doing
@@ -25,17 +24,23 @@ from fedlora.runs.stopping import Ranking
 from fedlora.runs.tracking import Called, Trackers
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
-from fedlora.simulation import ClientDone, RoundRecord, play
+from fedlora.simulation import RoundRecord, simulate
 from fedlora.training.measure import ModelEvaluator
 
 
 def execute(
-    prepared: Prepared, folder: RunFolder, *, resume: bool = False, called: Called | None = None
+    prepared: Prepared,
+    folder: RunFolder,
+    *,
+    resume: bool = False,
+    called: Called | None = None,
+    on_client: Callable[[str], None] = lambda client: None,
 ) -> Iterator[RoundRecord]:
     """Run all remaining rounds, storing each; then write the adapters, the test result and the summary.
 
     If `evaluate.early_stopping_patience` ends the run early, its final round counts as the last in every respect.
-    called: the run's name and group at trackers (run.report_to); by default its folder's name.
+    called: the run's name and group at trackers (run.report_to); by default its folder's name. on_client: as in
+    `simulate`.
 
     Raises:
         ConfigError: the folder holds files of something other than a run; nothing is written.
@@ -48,26 +53,16 @@ def execute(
         >>> [record.round for record in execute(prepared, RunFolder(Path("runs/one")))]
         [1]
     """
-    with closing(execute_events(prepared, folder, resume=resume, called=called)) as events:  # it locks the folder
-        for event in events:
-            if isinstance(event, RoundRecord):
-                yield event
-
-
-def execute_events(
-    prepared: Prepared, folder: RunFolder, *, resume: bool = False, called: Called | None = None
-) -> Generator[ClientDone | RoundRecord]:
-    """`execute`, plus an event for each client that finishes: for a progress bar."""
     folder.check_place()
     if not folder.exists():
         check_affordable(prepared)  # before creating a folder
     with crewed(prepared.working_in(folder.path / "programs")) as crew, folder.held():
-        yield from _executed(crew, folder, resume, called)
+        yield from _executed(crew, folder, resume, called, on_client)
 
 
 def _executed(
-    prepared: Prepared, folder: RunFolder, resume: bool, called: Called | None
-) -> Iterator[ClientDone | RoundRecord]:
+    prepared: Prepared, folder: RunFolder, resume: bool, called: Called | None, on_client: Callable[[str], None]
+) -> Iterator[RoundRecord]:
     config, resumed = prepared.config, folder.exists()
     state, of = opened(prepared, folder, resume)
     private = opened_private(prepared, folder, state.server)
@@ -80,15 +75,12 @@ def _executed(
     observers: tuple[Observer, ...] = (Uploads(prepared, folder), Log(folder), checkpoints)
     ranking, patience = Ranking(prepared.metric), config.evaluate.stopping()
     stopped = ranking.stop(lines, config.run.rounds, patience)
-    for event in _events(prepared, state, config.run.rounds if stopped is None else state.round, private):
+    for event in _events(prepared, state, config.run.rounds if stopped is None else state.round, private, on_client):
         if isinstance(event, str):
             why = f"{event}. `fedlora privacy LEDGER --budget` raises it, permanently and visibly to all; then --resume"
             stopped = {"round": state.round, "of": config.run.rounds, "best_round": None, "best": None, "why": why}
             checkpoints.keep(state)
             break
-        if isinstance(event, ClientDone):
-            yield event
-            continue
         before, state = state, event.state
         seen = [*lines, plain({"round": event.round, "metrics": event.metrics})]
         stopped = ranking.stop(seen, config.run.rounds, patience)
@@ -106,11 +98,11 @@ def _executed(
 
 
 def _events(
-    prepared: Prepared, state: RunState, rounds: int, private: PrivateRun | None
-) -> Iterator[ClientDone | RoundRecord | str]:
-    """The engine's events up to `rounds`; then the reason if a private run's budget ends earlier."""
+    prepared: Prepared, state: RunState, rounds: int, private: PrivateRun | None, on_client: Callable[[str], None]
+) -> Iterator[RoundRecord | str]:
+    """The engine's rounds up to `rounds`; then the reason if a private run's budget ends earlier."""
     config = prepared.config
-    events = play(
+    events = simulate(
         prepared.server,
         prepared.clients,
         prepared.workers,
@@ -122,6 +114,7 @@ def _events(
         evaluate_every=config.evaluate.every,
         hooks=config.server.hooks(config.run.seed),
         adversary=prepared.adversary,
+        on_client=on_client,
     )
     return events if private is None else _until_spent(events, state.round, private)
 
@@ -146,14 +139,12 @@ def _evaluator(prepared: Prepared) -> ModelEvaluator | _WithTest | None:
     return _WithTest(validation, test)
 
 
-def _until_spent(
-    events: Iterator[ClientDone | RoundRecord], done: int, private: PrivateRun
-) -> Iterator[ClientDone | RoundRecord | str]:
-    """A private run's events, followed by the reason if the population's budget cannot cover another round; raises if
+def _until_spent(events: Iterator[RoundRecord], done: int, private: PrivateRun) -> Iterator[RoundRecord | str]:
+    """A private run's rounds, followed by the reason if the population's budget cannot cover another round; raises if
     it cannot cover the first. done: rounds played before."""
     try:
         for event in events:
-            done += isinstance(event, RoundRecord)
+            done += 1
             yield event
     except BudgetSpent:
         if not done:

@@ -56,7 +56,7 @@ class OnDisk(Releases):
 
     def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism, sampling: float) -> Tensor:
         _secret(self.folder)
-        return self.journal.store(round, noised, self.event(round, mechanism, len(noised), sampling), context)
+        return self.journal.store(noised, self.event(round, mechanism, len(noised), sampling), context)
 
     def event(self, round: int, mechanism: Mechanism, size: int, sampling: float) -> Event:
         """The ledger's charge for one round."""

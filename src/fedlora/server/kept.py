@@ -22,7 +22,7 @@ from torch import Tensor
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Upload
 from fedlora.core.method import Method, Roles, Update
-from fedlora.errors import HyperparameterError, MethodFault
+from fedlora.errors import HyperparameterError
 from fedlora.linalg import weighted_mean
 from fedlora.server.changes import distinct_slots, gram_of_changes
 from fedlora.server.judged import Judged
@@ -84,8 +84,6 @@ class Kept(RoundKind):
 
 
 class _KeptRound(OpenRound):
-    keeps = True
-
     def __init__(self, server: Server, state: ServerState) -> None:
         super().__init__(server, state)
         self._server = server
@@ -107,10 +105,7 @@ class _KeptRound(OpenRound):
         self._begun = {u.client.id: self._server.download(self.state, u.client).adapter for u in uploads}
         heads = self.state.heads if self.roles.heads == "shared" else {}
         gram = gram_of_changes(uploads, list(self._begun.values()), heads)
-        try:
-            found = verdicts(rule, gram, torch.tensor(list(p.values()), dtype=torch.float64), list(p))
-        except Exception as error:
-            raise MethodFault(f"the rule {rule} raised {type(error).__name__}: {error}.") from error
+        found = verdicts(rule, gram, p)
         self._multipliers = {client: one.coefficient / one.weight for client, one in found.items()}
         return Judged(str(rule), found)
 

@@ -13,7 +13,6 @@ releases (states, readouts, the model) learns little about any one client.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -100,14 +99,16 @@ class Private(RoundKind):
     quorum = 0  # no number of uploads is too few, and a bad one does not end the round
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "clients", _population(self.clients))
+        if isinstance(self.clients, str) or not 0 < len(set(self.clients)) == len(self.clients):
+            raise HyperparameterError(
+                f"Private: clients are the ids of all clients, each once, as ('north', 'south'); got "
+                f"{self.clients!r:.80}. Uploads of others do not count, and the mean divides by the number of ids."
+            )
+        object.__setattr__(self, "clients", tuple(sorted(self.clients)))
         for name, value in (("rank", self.rank), ("dims", 1 if self.dims is None else self.dims)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise HyperparameterError(f"Private: {name} is a whole number >= 1; got {value!r}.")
-        if not 0 < self.clipping_norm < math.inf:
-            raise HyperparameterError(f"Private: clipping_norm is a positive norm; got {self.clipping_norm!r}.")
-        if not 0 <= self.noise_multiplier < math.inf:
-            raise HyperparameterError(f"Private: noise_multiplier is a number >= 0; got {self.noise_multiplier!r}.")
+        Mechanism.of(self.clipping_norm, self.noise_multiplier, 1)  # refuses an impossible clip or noise
         if not 0 < self.sampling <= 1:
             raise HyperparameterError(f"Private: sampling is a chance in (0, 1]; got {self.sampling!r}.")
         if self.most_examples is not None and not 0 < self.most_examples < math.inf:
@@ -148,16 +149,3 @@ class Private(RoundKind):
 
     def open(self, server: Server, state: ServerState) -> PrivateRound:
         return PrivateRound(server, state, self)
-
-
-def _population(clients: Any) -> tuple[str, ...]:
-    """The sorted ids. Raises `HyperparameterError`."""
-    named = list(clients) if isinstance(clients, Sequence) and not isinstance(clients, str) else []
-    if not named or not all(isinstance(name, str) and name for name in named):
-        raise HyperparameterError(
-            f"Private: clients are the ids of all clients, as ('north', 'south'); got {clients!r:.80}. Uploads of "
-            f"others do not count, and the mean divides by the number of ids."
-        )
-    if len(set(named)) < len(named):
-        raise HyperparameterError(f"Private: {len(named) - len(set(named))} clients are named twice.")
-    return tuple(sorted(named))

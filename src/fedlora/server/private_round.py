@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -24,14 +24,13 @@ from fedlora.core.lora import LoRA, change_of
 from fedlora.core.messages import Upload
 from fedlora.core.method import Update
 from fedlora.core.text import shown
-from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.errors import UploadRefused
 from fedlora.linalg import Term, projected_sum, unit_roundoff
 from fedlora.linalg.stored import stored_bytes
 from fedlora.privacy.geometry import Bases, Layout, bases_of
-from fedlora.privacy.mechanism import share_of
 from fedlora.privacy.sampling import poisson_sample
 from fedlora.server.judged import Judged
-from fedlora.server.method_faults import blamed_on, checked_base, checked_effective
+from fedlora.server.method_faults import asked
 from fedlora.server.rounds import OpenRound
 from fedlora.server.state import ServerState, Tally
 
@@ -95,7 +94,8 @@ class PrivateRound(OpenRound):
 
     def _take(self, upload: Upload, count: float) -> None:
         most = self._options.most_examples
-        self._total += self.mechanism.contribution(self._change(upload), 1.0 if most is None else share_of(count, most))
+        weight = 1.0 if most is None else min(count, most) / most
+        self._total += self.mechanism.contribution(self._change(upload), weight)
 
     def _settle(self) -> Judged | None:
         options, asked = self._options, len(self.asked)
@@ -119,15 +119,11 @@ class PrivateRound(OpenRound):
     def _origin(self, name: str) -> LoRA:
         """M: what a client of any rank would start from. Public, like every readout."""
         state, start = self.state.modules[name], self.state.start.modules[name]
-        if not self._products:
-            with blamed_on(self.method, "readout"):
-                M = self.method.readout(state, None, start.rank)  # no factor that travels has more slots
-            return LoRA(*(M.tensors().get(f) if f in self.roles.shared else None for f in ("B", "A")))
+        if not self._products:  # with a frozen factor, beside which a sum of the other has its meaning
+            return cast(LoRA, asked(self.method, "readout", state, None, start.rank))
         # The next effective update is base + the round's sum, so the origin is effective less base: all of the update
         # for glora, nothing for flora, which starts afresh on a base that holds everything.
-        effective, base = checked_effective(self.method, state, start), checked_base(self.method, state, start)
-        if effective is None:
-            raise HyperparameterError(f"{self.method.name} keeps no global model, and products have no other origin.")
+        effective, base = (asked(self.method, what, state) for what in ("effective", "base"))
         return _sum([(1.0, effective)] if base is None else [(1.0, effective), (-1.0, base.total)])
 
     def _layout(self) -> Layout:
@@ -137,7 +133,7 @@ class PrivateRound(OpenRound):
             if self._products:
                 bases[name] = bases_of(origin, options.dims, name, self.number, options.seed)
             else:
-                bases |= {f"{name}.{factor}": Bases(*t.shape) for factor, t in origin.tensors().items()}
+                bases |= {f"{name}.{f}": Bases(*origin.tensors()[f].shape) for f in self.roles.shared}
         shared = self.roles.heads == "shared"
         return Layout(bases, {name: tuple(head.shape) for name, head in self.state.heads.items()} if shared else {})
 
@@ -156,11 +152,6 @@ class PrivateRound(OpenRound):
         )
         digest = sha256(repr((*constants, o.sampling, o.most_examples, o.seed)).encode())
         tensors = {f"{name}.{f}": t for name, lora in self._origins.items() for f, t in lora.tensors().items()}
-        if not self._products:  # a sum of B means nothing beside another A, though A is frozen and not summed
-            for name, state in self.state.modules.items():
-                with blamed_on(self.method, "readout"):
-                    whole = self.method.readout(state, None, self.state.start.modules[name].rank)
-                tensors |= {f"{name}.{f}": t for f, t in whole.tensors().items()}
         for name, tensor in sorted({**tensors, **self.state.heads}.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(stored_bytes(tensor))
@@ -193,8 +184,8 @@ class PrivateRound(OpenRound):
             lora, rank = _sum([(1.0, origin), (1.0, change)], self._options.rank), self._options.rank
         else:
             moved = {
-                factor: t.double() + self._changes[f"{module}.{factor}"].delta().to(t.device)
-                for factor, t in origin.tensors().items()
+                f: origin.tensors()[f].double() + self._changes[f"{module}.{f}"].delta().to(like.device)
+                for f in self.roles.shared
             }
             lora, rank = LoRA(moved.get("B"), moved.get("A")), origin.rank
         return [Update(None, 1.0, rank, lora.map(lambda t: t.to(like)), unit_roundoff(like.dtype))]

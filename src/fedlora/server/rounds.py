@@ -26,9 +26,9 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.errors import HyperparameterError, QuorumNotMet, UploadRefused
 from fedlora.linalg import unit_roundoff
 from fedlora.linalg.own_modes import own_modes
-from fedlora.server.checks import check, check_types
+from fedlora.server.checks import check
 from fedlora.server.judged import Judged
-from fedlora.server.method_faults import blamed_on, checked_diagnostics, checked_states
+from fedlora.server.method_faults import asked, checked_states
 from fedlora.server.rules import Rule
 from fedlora.server.state import ServerState, Tally
 
@@ -41,9 +41,16 @@ Weighting = Literal["examples", "uniform"]
 
 _KEEP = "Keep the uploads: round=Kept(), or in a file of settings neither server.stream nor [privacy]"
 _AT_ONCE = 2**25  # bytes of updates that one `aggregate_all` gets: enough to batch, little beside a round
-# The share of the mean's energy that may be lost, or may be rounding, without a warning. The second is not a loss but a
+# What methods report -> the share of the mean's energy that needs no warning, and the warning. The second is only a
 # coarse bound.
-_SILENT_SHARE, _SILENT_ROUNDING = 1e-3, 1e-2
+_LOSSES = {
+    "dropped": (1e-3, "is lost to rounding. Send float32."),
+    "rounding": (
+        1e-2,
+        "lies in directions so weak beside the clients' factors that storing these could have made them. The server "
+        "keeps them; readouts hold some that depend on the clients' coordinates. Send float32.",
+    ),
+}  # fmt: skip
 
 
 class RoundKind(ABC):
@@ -73,12 +80,10 @@ class OpenRound(ABC):
     engine that plays the round ends it at the first bad upload, and one good one is enough to close it. A number: bad
     uploads are left out by name (`Tally.refused`), and close raises `QuorumNotMet` if fewer good ones came.
 
-    stored: whether the round's sum was stored before (a private one, before a kill): then nobody is asked. keeps:
-    whether uploads stay available until the close, so that a record may show them.
+    stored: whether the round's sum was stored before (a private one, before a kill): then nobody is asked.
     """
 
     stored: bool = False
-    keeps: bool = False
 
     def __init__(self, server: Server, state: ServerState) -> None:
         self.method, self.state, self.kind = server.method, state, server.round
@@ -110,9 +115,8 @@ class OpenRound(ABC):
         """
         if self._closed:
             raise HyperparameterError(f"round {self.number} is closed: this upload would be in no state.")
+        client = upload.client.id
         try:
-            check_types(upload)
-            client = upload.client.id
             if client in self.counts or client in self.abstained:
                 raise UploadRefused(client, "a second upload in the same round; the first one counts.")
             self._admit(client)
@@ -138,7 +142,9 @@ class OpenRound(ABC):
         Raises:
             QuorumNotMet: too few good uploads came; the state is unchanged. LostUpdate: from the method.
         """
-        self._require_quorum()
+        least = 1 if self.kind.quorum is None else self.kind.quorum
+        if len(self.counts) < least:
+            self._too_few(f"{len(self.counts)} usable uploads, the quorum is {least}")
         judged = self._settle()
         after = self._aggregated()
         heads = self._mean_heads() if self.roles.heads == "shared" else {}
@@ -149,11 +155,6 @@ class OpenRound(ABC):
             self.state, round=self.number, modules=ReadOnly(modules), heads=ReadOnly({**self.state.heads, **heads}),
             tally=self._tally(judged),
         )  # fmt: skip
-
-    def _require_quorum(self) -> None:
-        least = 1 if self.kind.quorum is None else self.kind.quorum
-        if len(self.counts) < least:
-            self._too_few(f"{len(self.counts)} usable uploads, the quorum is {least}")
 
     def _too_few(self, why: str) -> None:
         refused = "; ".join(f"{client}: {reason}" for client, reason in sorted(self.refused.items())) or "none"
@@ -179,8 +180,8 @@ class OpenRound(ABC):
                 group[name] = updates
                 size += sum(t.nbytes for u in updates for t in u.lora.tensors().values())
             if group and (size >= _AT_ONCE or name == names[-1]):
-                with blamed_on(self.method, "aggregate"):
-                    made = self.method.aggregate_all([self.state.modules[n] for n in group], list(group.values()))
+                states = [self.state.modules[n] for n in group]
+                made = asked(self.method, "aggregate_all", states, list(group.values()))
                 after |= zip(group, checked_states(self.method, "aggregate", made, len(group)), strict=True)
                 group, size = {}, 0
         return after
@@ -248,25 +249,12 @@ def roundoff_of(lora: LoRA) -> float:
 
 def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) -> None:
     """Logs a warning if a method reports that its result lacks part of the mean update, apart from its rank budget."""
-    facts = {name: checked_diagnostics(method, state) for name, state in modules.items()}
-
-    def worst(key: str, least: float) -> tuple[str, float, int] | None:
-        """The module with the largest value, that value, and the number of modules above `least`."""
-        large = {name: x for name, f in facts.items() if isinstance(x := f.get(key), float) and x > least}
-        name = max(large, key=lambda n: large[n], default="")
-        return (name, large[name], len(large)) if large else None
-
-    if found := worst("dropped", _SILENT_SHARE):
-        name, share, count = found
-        log.warning(
-            "round %d: up to %.2g%% of the mean's energy is lost in %s, more than %g%% in %d of %d modules. Rounding "
-            "took it: send float32.", round, 100 * share, name, 100 * _SILENT_SHARE, count, len(modules),
-        )  # fmt: skip
-    if found := worst("rounding", _SILENT_ROUNDING):
-        name, share, count = found
-        log.warning(
-            "round %d: up to %.2g%% of the mean update's energy in %s (%d of %d modules) lies in directions so weak "
-            "beside the clients' factors that storing these could have made them. The server keeps them; readouts hold "
-            "some that depend on the clients' coordinates. Send float32.",
-            round, 100 * share, name, count, len(modules),
-        )  # fmt: skip
+    facts = {name: asked(method, "diagnostics", state) for name, state in modules.items()}
+    for key, (silent, what) in _LOSSES.items():
+        large = {name: x for name, f in facts.items() if isinstance(x := f.get(key), float) and x > silent}
+        if large:
+            worst = max(large, key=lambda name: large[name])
+            log.warning(
+                "round %d: up to %.2g%% of the mean's energy in %s (%d of %d modules) %s",
+                round, 100 * large[worst], worst, len(large), len(modules), what,
+            )  # fmt: skip

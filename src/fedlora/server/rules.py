@@ -16,14 +16,14 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedlora.errors import HyperparameterError
+from fedlora.errors import HyperparameterError, MethodFault
 from fedlora.server.judged import FULL, Verdict
 
 log = logging.getLogger("fedlora.server")
@@ -132,7 +132,7 @@ class Krum(Rule):
 
 
 @dataclass(frozen=True)
-class MultiKrum(Rule):
+class MultiKrum(Krum):
     """The weighted mean of the n - f changes with the smallest scores of `Krum`.
 
     Source, deviation: as `Krum`; they leave open how many are kept. Bound: the squared distance from X_S is at most
@@ -140,11 +140,6 @@ class MultiKrum(Rule):
     """
 
     name: ClassVar[str] = "multi-krum"
-
-    f: Count
-
-    def least(self, n: int) -> int:
-        return 2 * self.byzantine(n) + 3
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         f = self.byzantine(len(p))
@@ -215,28 +210,29 @@ class NNM(Rule):
         return f"{self.rule} after mixing"
 
 
-def verdicts(rule: Rule, gram: Tensor, p: Tensor, clients: Sequence[str]) -> dict[str, Verdict]:
+def verdicts(rule: Rule, gram: Tensor, weights: Mapping[str, float]) -> dict[str, Verdict]:
     """Client -> what the rule made of it. A coefficient below 1e-12 p_i is zero.
 
     Args:
-        gram: (n, n), from `changes.gram_of_changes`. p: (n,), float64. clients: their ids, in the same order.
+        gram: (n, n), from `changes.gram_of_changes`. weights: client -> p_i, in the same order.
 
     Raises:
-        ValueError: the rule gave something other than n finite coefficients >= 0.
+        MethodFault: the rule gave something other than n finite coefficients >= 0.
 
     Example:
-        >>> gram = torch.tensor([1.0, 1.0, 9.0]).double().outer(torch.tensor([1.0, 1.0, 9.0]).double())
-        >>> found = verdicts(GeometricMedian(), gram, torch.ones(3).double() / 3, ["a", "b", "c"])
+        >>> x = torch.tensor([1.0, 1.0, 9.0], dtype=torch.float64)
+        >>> found = verdicts(GeometricMedian(), x.outer(x), dict.fromkeys("abc", 1 / 3))
         >>> found["c"].coefficient, found["c"].reason
         (0.0, 'its change is 8 away from the robust one; the median client is 0 away')
     """
+    p = torch.tensor(list(weights.values()), dtype=torch.float64)
     c = rule.coefficients(gram, p)
     if c.shape != p.shape or not bool((torch.isfinite(c) & (c >= 0)).all()):
-        raise ValueError(f"{rule} gave {c}; a rule gives each of {len(p)} clients a finite coefficient >= 0.")
+        raise MethodFault(f"{rule} gave {c}; a rule gives each of {len(p)} clients a finite coefficient >= 0.")
     c = torch.where(c < _NOTHING * p, 0.0, c)
     apart = _distances_from(c, gram)
     found, norms, usual = {}, _norms(gram), float(apart.median())
-    for k, client in enumerate(clients):
+    for k, client in enumerate(weights):
         far = f"its change is {float(apart[k]):.4g} away from the robust one; the median client is {usual:.4g} away"
         found[client] = Verdict(float(p[k]), float(c[k]), float(norms[k]), far if c[k] < FULL * p[k] else "")
     return found

@@ -27,15 +27,7 @@ from fedlora.linalg.own_modes import own_modes
 from fedlora.seeds import derive_seed
 from fedlora.server.checks import ranks_of, unserved
 from fedlora.server.kept import Kept
-from fedlora.server.method_faults import (
-    blamed_on,
-    checked_base,
-    checked_diagnostics,
-    checked_effective,
-    checked_readout,
-    checked_roles,
-    checked_states,
-)
+from fedlora.server.method_faults import asked, checked_readout, checked_states
 from fedlora.server.private import Private
 from fedlora.server.rounds import OpenRound, RoundKind
 from fedlora.server.state import RunState, ServerState
@@ -92,13 +84,10 @@ class Server:
         """The common start from an adapter of the largest rank: B = 0 for a fresh one, or trained for a warm start.
 
         Raises:
-            ShapeError: no modules, a factor missing, or values that are not finite.
+            ShapeError: no modules, or values that are not finite. FactorNotShared: a factor is missing.
         """
         if not seed_adapter.modules:
             raise ShapeError("the seed adapter has no modules: there is nothing to average.")
-        for name, lora in seed_adapter.modules.items():
-            if len(lora.tensors()) < 2:
-                raise ShapeError(f"the seed adapter's module {name!r} lacks a factor: the common start needs both.")
         if seed_adapter.base:
             raise ShapeError("the seed adapter belongs to changed base weights; start from `adapter.folded()`.")
         for name, tensor in named_tensors(seed_adapter):
@@ -107,8 +96,7 @@ class Server:
         if self.privacy is not None:
             self.privacy.require_start(seed_adapter)
         start = {name: self._begun(name, lora) for name, lora in seed_adapter.modules.items()}
-        with blamed_on(self.method, "init"):
-            made = [self.method.init(lora) for lora in start.values()]
+        made = [asked(self.method, "init", lora) for lora in start.values()]
         modules = dict(zip(start, checked_states(self.method, "init", made, len(start)), strict=True))
         heads = {name: head.detach().clone() for name, head in seed_adapter.heads.items()}
         return ServerState(0, ReadOnly(modules), ReadOnly(heads), Adapter(start, heads), None)
@@ -118,7 +106,7 @@ class Server:
         return self._roles(state.round)
 
     def _roles(self, round: int) -> Roles:
-        roles = checked_roles(self.method, round)
+        roles: Roles = replace(asked(self.method, "roles", round), moves_base=self.method.moves_base)
         return roles if self.heads is None else replace(roles, heads=_HEAD_ROLE[self.heads])
 
     @own_modes()
@@ -132,7 +120,7 @@ class Server:
         roles, ranks = self.roles(state), ranks_of(client, state)
         modules, start, base = {}, {}, {}
         for name, rank in ranks.items():
-            seed, module = state.start.modules[name], state.modules[name]
+            seed = state.start.modules[name]
             if why := unserved(self.method, roles, rank, seed.rank):
                 raise RankMismatch(f"{client.id}, {name!r}: {why}.")
             if not roles.B == roles.A == "local":
@@ -142,7 +130,7 @@ class Server:
                     t if role == "local" else None for t, role in zip(seed.factors, (roles.B, roles.A), strict=True)
                 )
                 start[name] = LoRA(B, A).first(rank).map(Tensor.clone)
-            if (change := checked_base(self.method, module, seed)) is not None:
+            if (change := asked(self.method, "base", state.modules[name])) is not None:
                 base[name] = change
         heads = {name: head.clone() for name, head in state.heads.items()}
         sent, kept = ({}, heads) if roles.heads == "local" else (heads, {})
@@ -154,8 +142,7 @@ class Server:
     def _readout(self, state: ServerState, module: str, client: str, rank: int, roles: Roles) -> LoRA:
         """The client's own copy of its readout, with its empty slots filled."""
         seed = state.start.modules[module]
-        with blamed_on(self.method, "readout"):
-            made = self.method.readout(state.modules[module], client, rank)
+        made = asked(self.method, "readout", state.modules[module], client, rank)
         lora = checked_readout(self.method, made, seed, rank, roles)
         if roles.both_shared:
             lora = filled(lora, rank, lambda: self._rows(state, module, client, rank))
@@ -213,7 +200,7 @@ class Server:
         """
         updates = {}
         for name, module in state.modules.items():
-            effective = checked_effective(self.method, module, state.start.modules[name])
+            effective = asked(self.method, "effective", module)
             if effective is None:
                 raise NoGlobalModel(
                     f"{self.method.name} keeps no global model: its clients keep a part of every adapter. "
@@ -224,13 +211,12 @@ class Server:
 
     def has_global_model(self, state: ServerState) -> bool:
         """Whether `global_update` returns an update."""
-        name, module = next(iter(state.modules.items()))
-        return checked_effective(self.method, module, state.start.modules[name]) is not None
+        return asked(self.method, "effective", next(iter(state.modules.values()))) is not None
 
     @own_modes()
     def diagnostics(self, state: ServerState) -> Mapping[str, Mapping[str, object]]:
         """Module -> the method's own numbers: rank, server rank R, gap, tied, captured energy, singular values, ..."""
-        return {name: checked_diagnostics(self.method, s) for name, s in state.modules.items()}
+        return {name: asked(self.method, "diagnostics", s) for name, s in state.modules.items()}
 
 
 def start(server: Server, seed_adapter: Adapter) -> RunState:

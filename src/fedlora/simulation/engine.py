@@ -1,12 +1,10 @@
-"""`simulate` and `play`: rounds one after another, each from the previous one's state."""
+"""`simulate`: rounds one after another, each from the previous one's state."""
 
 from __future__ import annotations
 
 import logging
-import numbers
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from fedlora.core.messages import Client
 from fedlora.core.sent import Tamperer
@@ -17,7 +15,7 @@ from fedlora.server.private import Private
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
-from fedlora.simulation.records import ClientDone, Evaluator, RoundRecord
+from fedlora.simulation.records import Evaluator, RoundRecord
 from fedlora.simulation.round import Round, UploadHook
 
 log = logging.getLogger(__name__)
@@ -36,6 +34,7 @@ def simulate(
     evaluate_every: int = 1,
     hooks: Sequence[UploadHook] = (),
     adversary: Tamperer | None = None,
+    on_client: Callable[[str], None] = lambda client: None,
 ) -> Iterator[RoundRecord]:
     """Run from `state` until `rounds` rounds are done, yielding each round's record.
 
@@ -47,9 +46,10 @@ def simulate(
         hooks: applied in order to each upload, for experiments such as `analysis.audit.GaugeStress`. adversary:
             byzantine clients that know all uploads of a round, before any hook, for experiments such as
             `attacks.Adversary`.
+        on_client: called with each client that is done, for progress bars; never in a private round.
 
     Raises:
-        HyperparameterError: two clients have one id, or an evaluator does not return numbers by name.
+        HyperparameterError: two clients have one id, or a private round would be played otherwise than it is charged.
         ClientFailed: a client's work raised, and the server has no quorum. With one, the round continues without it.
         UploadRefused, QuorumNotMet: as in `Server.aggregate`. The records yielded so far are unaffected.
 
@@ -59,57 +59,16 @@ def simulate(
         1 {'site-1': 0.5, 'site-2': 0.5}
         2 {'site-1': 0.5, 'site-2': 0.5}
     """
-    played = play(
-        server, clients, trainer, state, rounds=rounds, participation=participation, seed=seed, evaluator=evaluator,
-        evaluate_every=evaluate_every, hooks=hooks, adversary=adversary,
-    )  # fmt: skip
-    return (event for event in played if isinstance(event, RoundRecord))
-
-
-def play(
-    server: Server,
-    clients: Sequence[Client],
-    trainer: Trainer | Workers,
-    state: RunState,
-    *,
-    rounds: int,
-    participation: float = 1.0,
-    seed: int = 0,
-    evaluator: Evaluator | None = None,
-    evaluate_every: int = 1,
-    hooks: Sequence[UploadHook] = (),
-    adversary: Tamperer | None = None,
-) -> Iterator[ClientDone | RoundRecord]:
-    """`simulate`, plus an event for each client that finishes, for progress bars.
-
-    Example:
-        >>> for event in play(server, clients, trainer, start(server, seed_adapter), rounds=1):
-        ...     print(type(event).__name__)
-        ClientDone
-        ClientDone
-        RoundRecord
-    """
     by_id = {client.id: client for client in clients}
     if len(by_id) < len(clients):
-        names = [client.id for client in clients]
-        twice = repeated(names)
+        twice = repeated(client.id for client in clients)
         raise HyperparameterError(
             f"{len(twice)} client ids occur more than once, such as {twice[0]!r}. A client's memory and its part in "
             f"the mean follow its id: give each client its own."
         )
-    if evaluate_every < 1:
-        raise HyperparameterError(f"evaluate_every must be a number of rounds >= 1; got {evaluate_every}.")
     if not isinstance(state, RunState):
         raise HyperparameterError(
             f"state must be a RunState, from `start(server, seed_adapter)` or a record; got a {type(state).__name__}."
-        )
-    if not isinstance(trainer, Workers) and not callable(getattr(trainer, "train", None)):
-        raise HyperparameterError(
-            f"trainer needs a method train(download, adapter, position) -> Trained; {trainer!r:.80} has none."
-        )
-    if evaluator is not None and not callable(getattr(evaluator, "evaluate", None)):
-        raise HyperparameterError(
-            f"evaluator needs a method evaluate(server, state) -> {{name: value}}; {evaluator!r:.80} has none."
         )
     if server.privacy is not None:
         _check_private(server.privacy, by_id, participation, adversary)
@@ -123,14 +82,12 @@ def play(
             chosen = round.asked
             if chosen is None:
                 chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
-            yield from round.play([by_id[c] for c in chosen], workers)
-            record = round.record()
+            record = round.play([by_id[c] for c in chosen], workers, on_client)
             state = record.state
             if evaluator is not None and (state.round % evaluate_every == 0 or state.round == rounds):
                 with round.timed("evaluate"):
-                    metrics = _checked_metrics(evaluator.evaluate(server, state))
-                seconds = {} if server.privacy is not None else dict(round.seconds)
-                record = replace(record, metrics=metrics, seconds=seconds)
+                    metrics = evaluator.evaluate(server, state)
+                record = replace(record, metrics=metrics, seconds={} if server.privacy else dict(round.seconds))
             yield record
 
 
@@ -151,18 +108,3 @@ def _check_private(privacy: Private, clients: Iterable[str], participation: floa
         )
     if adversary is not None:
         raise HyperparameterError("an adversary's acts are reported, but a private round reports on no single client.")
-
-
-def _checked_metrics(metrics: Any) -> Mapping[str, float]:
-    """An evaluator's result, checked to be numbers by name."""
-    if not isinstance(metrics, Mapping):
-        raise HyperparameterError(
-            f"evaluate() must return metrics by name, as {{'accuracy': 0.9}}; got a {type(metrics).__name__}."
-        )
-    for name, value in metrics.items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise HyperparameterError(
-                f"evaluate() must return one plain number per metric; got {value!r:.80} for {name!r}. For a tensor, "
-                f"use .item()."
-            )
-    return metrics

@@ -1,4 +1,4 @@
-"""The events of a simulated federation: a finished client, a finished round, and its measurements."""
+"""What the engine tells of a round: its record, the bytes sent, and what an evaluator measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from fedlora.core.messages import Upload
 from fedlora.core.sent import Attacked
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
-from fedlora.simulation.traffic import Traffic
 
 
 class Evaluator(Protocol):
@@ -30,20 +29,25 @@ class Evaluator(Protocol):
 
 
 @dataclass(frozen=True)
-class ClientDone:
-    """One client of a round has finished. loss: its mean training loss, None if it failed. refused: why it does not
-    count; None: its own upload is fine, or it abstained. A robust rule judges later: see the record.
+class Traffic:
+    """Bytes of one round's tensors over all clients, for adapter, heads and base separately. Uploads count as their
+    client sent them, refused ones too.
 
     Example:
-        >>> played = play(server, clients, trainer, start(server, seed_adapter), rounds=1)
-        >>> [event.client for event in played if isinstance(event, ClientDone)]
-        ['site-1', 'site-2']
+        >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))
+        >>> record.bytes.up_adapter  # two modules, (6 + 5) numbers for each of 2 + 4 ranks, 4 bytes each
+        528
     """
 
-    round: int
-    client: str
-    loss: float | None
-    refused: str | None
+    up_adapter: int = 0
+    up_heads: int = 0
+    down_adapter: int = 0
+    down_heads: int = 0
+    down_base: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.up_adapter + self.up_heads + self.down_adapter + self.down_heads + self.down_base
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,8 @@ So the base model, the data and the libraries are in memory once, and nothing ha
 CUDA does not survive a fork; for a GPU they fork from a server process, and the resident travels by pickle.
 
 Each is a `ProcessPoolExecutor` of one process, so that a death costs the work of that process alone. They end with
-this process, however it ends, and leave Ctrl-C to it. This module knows nothing about federation.
+this process, however it ends, and leave Ctrl-C to it, but a server that still imports prints its traceback. This module
+knows nothing about federation.
 """
 
 from __future__ import annotations
@@ -16,13 +17,10 @@ import os
 import pickle
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from itertools import islice
-from multiprocessing import resource_tracker
 from traceback import format_exception
 from typing import Any, Generic, Self, TypeVar
 
@@ -147,45 +145,14 @@ class Processes(Generic[R]):
 
 
 def one_process(begin: Callable[..., None], *given: object, server: Sequence[str] | None = None) -> ProcessPoolExecutor:
-    """An executor of one process, which starts with the first work; from a server, at once.
+    """An executor of one process, which starts with the first work.
 
     begin: called first in it, with `given`; an exception there kills the process. server: as in `Processes`.
     """
     context = multiprocessing.get_context("fork" if server is None else "forkserver")
-    executor = ProcessPoolExecutor(1, context, initializer=_begun, initargs=(server is None, begin, given))
     if server is not None:
         context.set_forkserver_preload([*server])
-        resource_tracker.ensure_running()  # its start would unblock the signal
-        # The server imports for seconds, with Python's own handler, and then forks what it was asked for.
-        try:
-            with _undisturbed():
-                executor.submit(os.getpid)
-        except BaseException:  # nobody else has the executor yet
-            end(executor)
-            raise
-    return executor
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ctrl-C waits until the block is over, and a server that the block starts never gets it.
-
-    Blocking it in this thread is not enough: the kernel may give it to a thread of a library, and Python then raises
-    KeyboardInterrupt here all the same.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[tuple[int, Any]] = []
-    before = signal.signal(signal.SIGINT, lambda *caught: came.append(caught))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, before)
-        if came and callable(before):
-            before(*came[0])
+    return ProcessPoolExecutor(1, context, initializer=_begun, initargs=(server is None, begin, given))
 
 
 def end(executor: ProcessPoolExecutor) -> None:
@@ -209,7 +176,6 @@ _resident: Any = None
 
 def _begun(forked: bool, begin: Callable[..., None], given: tuple[object, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a client's own program would inherit it
     owner = multiprocessing.parent_process()
     assert owner is not None and owner.pid is not None
     ends_with(owner.pid)
