@@ -26,7 +26,7 @@ from fedlora.training.loop import LocalTrainer
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
-from fedlora.training.skeleton import check_targets, longest_of
+from fedlora.training.targets import check_targets, longest_of
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, bits, dense, logits
 from support.tiny_models import bert, llama

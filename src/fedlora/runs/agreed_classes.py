@@ -25,8 +25,7 @@ def read_agreed(config: RunConfig, paths: Sequence[str], begun_with: Sequence[st
         if config.model.task == "classification":
             try:
                 return read_classification(
-                    path, text=d.text, label=d.label, pair=d.pair, label_names=d.labels or names, agreed=True,
-                    key="data.labels",
+                    path, text=d.text, label=d.label, pair=d.pair, label_names=d.labels or names, key="data.labels",
                 )  # fmt: skip
             except LabelError as error:
                 if d.labels or not begun_with:

@@ -36,7 +36,7 @@ from fedlora.runs.config import override_in
 from fedlora.runs.exported import named
 from fedlora.runs.sections import ModelSection
 from fedlora.training.digests import model_content
-from fedlora.training.skeleton import longest_of
+from fedlora.training.load import longest_of
 
 _HEAD = """\
 # What server and sites agree on: a run's file with an id and [network]. Sites receive it with every message: edit it
