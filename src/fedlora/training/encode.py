@@ -8,10 +8,10 @@ cuts, keep your trainer (`fedlora.hf`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ Example = dict[str, Any]
 Encoded = list[Example]
 
 IGNORED = -100  # the loss skips this label
-Made = TypeVar("Made")
 
 
 def encode(data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None) -> Encoded:
@@ -46,8 +45,11 @@ def encode(data: TextData, tokenizer: Any, *, max_length: int, template: str | N
         return []
     if data.kind == "classification":
         return _classes(data, tokenizer, max_length)
-    around = find_template(template, tokenizer)
-    return _each(data, partial(_instruction, data, around, max_length))
+    around, made = find_template(template, tokenizer), []
+    for k in stepped(range(len(data)), "tokenizing"):
+        with _placed(data, k):
+            made.append(_instruction(data, around, max_length, k))
+    return made
 
 
 def cut_prompts(
@@ -57,24 +59,22 @@ def cut_prompts(
     the number of tokens it lost."""
     if len(data) == 0:
         return []
-    around = find_template(template, tokenizer)
-
-    def one(k: int) -> tuple[list[int], int]:
-        asked = _asked(data, around, k)
-        kept = _fitted(asked, tokenizer, max_length)
-        return kept, len(asked.ids) - len(kept)
-
-    return _each(data, one)
-
-
-def _each(data: TextData, make: Callable[[int], Made]) -> list[Made]:
-    made = []
+    around, found = find_template(template, tokenizer), []
     for k in stepped(range(len(data)), "tokenizing"):
-        try:
-            made.append(make(k))
-        except DataError as error:
-            raise DataError(f"{data.place(k)}: {error}") from error
-    return made
+        with _placed(data, k):
+            asked = _asked(data, around, k)
+            kept = _fitted(asked, tokenizer, max_length)
+        found.append((kept, len(asked.ids) - len(kept)))
+    return found
+
+
+@contextlib.contextmanager
+def _placed(data: TextData, k: int) -> Iterator[None]:
+    """Name the place of example k in a `DataError`."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{data.place(k)}: {error}") from error
 
 
 def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
@@ -94,8 +94,7 @@ def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
     for k, example in enumerate(examples):
         if len(example["input_ids"]) == max_length:
             whole = tokenizer(data.text[k], pair and pair[k], verbose=False)["input_ids"]
-            if len(whole) > max_length:
-                example["cut"] = len(whole) - max_length
+            example |= {"cut": len(whole) - max_length} if len(whole) > max_length else {}
     return examples
 
 
@@ -200,8 +199,9 @@ def cut_of(texts: Iterable[Lost]) -> Cut:
     return Cut(len(lost), sum(n > 0 for n, _ in lost), sum(n for n, _ in lost), sum(short for _, short in lost))
 
 
-def check_length(most: int, longest: int | None) -> None:
-    """Raise `ConfigError` if an example of `most` tokens has more than the model can read (None: no limit)."""
+def check_length(examples: Encoded, longest: int | None) -> None:
+    """Raise `ConfigError` if an example has more tokens than the model can read (None: no limit)."""
+    most = max((len(example["input_ids"]) for example in examples), default=0)
     if longest is not None and most > longest:
         raise ConfigError(
             f"an example has {most} tokens, but the model has only {longest} positions: set data.max_length to "

@@ -77,16 +77,13 @@ class LocalTrainer:
                 )
             model.check_classes(part.label_names)
             found = encode(part.of(client), model.tokenizer, max_length=settings.max_length, template=settings.template)
-            check_length(max((len(example["input_ids"]) for example in found), default=0), model.longest)
+            check_length(found, model.longest)
             self._data[client], self._weights[client] = found, weigh_classes(part, settings.class_weights)
 
     def cut(self) -> dict[str, Cut]:
         """Client -> how much of its text did not fit into max_length."""
-        return (
-            {}
-            if self._loss is not None
-            else {client: cut_of(map(lost_of, data)) for client, data in self._data.items()}
-        )
+        text = self._data if self._loss is None else {}
+        return {client: cut_of(map(lost_of, data)) for client, data in text.items()}
 
     def examples(self, client: str) -> Sequence[Any]:
         """A client's examples, text encoded. Raises `ConfigError` if it has none."""

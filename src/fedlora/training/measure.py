@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,7 +35,7 @@ from fedlora.training.encode import (
     cut_prompts,
     encode,
     lost_of,
-)
+)  # fmt: skip
 from fedlora.training.generate import greedy, teacher_forced
 from fedlora.training.metrics import METRICS, MetricName, generates, score_name, worst_of
 from fedlora.training.models import AdaptedModel
@@ -130,8 +130,7 @@ class ModelEvaluator:
             NoGlobalModel: the target is the server's model, but the method has none.
         """
         if self._target == "server":
-            adapter = server_model(server, state.server, quantised=self._model.quantised)
-            return next(self._measured([None], [adapter]))
+            return self.measure_adapter(server_model(server, state.server, quantised=self._model.quantised))
         scores = self.measure_clients(server, state)
         names = [name for name in next(iter(scores.values())) if "/" not in name]
         means = {name: math.fsum(score[name] for score in scores.values()) / len(scores) for name in names}
@@ -152,15 +151,15 @@ class ModelEvaluator:
             for client in self._clients
         )
         names = [client.id for client in self._clients]
-        return dict(zip(names, self._measured([None] * len(names) if common else names, models), strict=True))
+        return dict(zip(names, self._measured(models, [None] * len(names) if common else names), strict=True))
 
     def measure_adapter(self, adapter: Adapter, client: str | None = None) -> Scores:
         """Scores of any adapter, on its base; on the client's own held-out text if it has some."""
-        return next(self._measured([client], [adapter]))
+        return self._measured([adapter], [client])[0]
 
     def count(self, client: str | None = None) -> int:
         """The number of held-out examples: the client's own if it has some, otherwise all."""
-        return sum(len(held.examples) for held in self._of(client).values())
+        return sum(len(held.examples) for held in (self._own.get(client or "") or self._groups).values())
 
     def look(self, look: Look) -> Scores:
         """One model's scores on one held-out set."""
@@ -170,40 +169,35 @@ class ModelEvaluator:
             with torch.no_grad():
                 found = self._own_measure(self._model.network.eval(), held)
             return {str(name): float(value) for name, value in found.items()}
-        batch_size = self._limits[2]
         texts = [example["input_ids"] for example in held.examples]
-        seen = [self._predictions([held.examples[k] for k in batch]) for batch in batches(texts, batch_size, "batches")]
+        size = self._limits[2]
+        seen = [self._predictions([held.examples[k] for k in batch]) for batch in batches(texts, size, "batches")]
         scores = scores_of(seen, classes=held.classes)
         if METRICS[self._metric].of == "texts":
-            if held.prompts is not None:
-                answers = greedy(
-                    self._model, held.prompts, max_new_tokens=self._limits[1], batch_size=batch_size, ends=self._ends
-                )
-            else:
-                answers = teacher_forced(self._model, held.examples, batch_size=batch_size)
-            pairs = zip(answers, held.references, strict=True)
-            fits = [METRICS[self._metric].measure(answer, right) for answer, right in pairs]
+            answers = (
+                teacher_forced(self._model, held.examples, batch_size=size)
+                if held.prompts is None
+                else greedy(self._model, held.prompts, max_new_tokens=self._limits[1], batch_size=size, ends=self._ends)
+            )
+            fits = list(map(METRICS[self._metric].measure, answers, held.references))
             scores[self.metric] = math.fsum(fits) / len(fits) if fits else math.nan
         return scores
 
-    def _of(self, client: str | None) -> Mapping[str, Any]:
-        return self._groups if client is None else self._own.get(client, self._groups)
-
-    def _measured(self, whose: Sequence[str | None], models: Iterable[Adapter]) -> Iterator[Scores]:
+    def _measured(self, models: Iterable[Adapter], whose: Sequence[str | None]) -> list[Scores]:
         """Each model's scores on the sets of a client that has some, otherwise on the common ones; empty sets do not
         count. A model is made when its turn comes, so that few exist at a time."""
-        sets: list[list[str]] = []
-        for client in whose:
-            filled = [n for n, held in self._of(client).items() if self._own_measure is not None or held.examples]
-            sets.append(filled or list(self._of(client)))
+        owners = [client if client in self._own else None for client in whose]
+        sets = []
+        for client in owners:
+            held = self._groups if client is None else self._own[client]
+            sets.append([n for n, one in held.items() if self._own_measure or one.examples] or list(held))
         looks = (
-            Look(adapter, client if client in self._own else None, name)
-            for adapter, client, names in zip(models, whose, sets, strict=True) for name in names
+            Look(adapter, client, name)
+            for adapter, client, names in zip(models, owners, sets, strict=True) for name in names
         )  # fmt: skip
         with doing("measuring"):
             seen = iter(self._through(self.look, looks))
-            for names in sets:
-                yield _mean(dict(zip(names, seen, strict=False)), self.metric)
+            return [_mean({name: next(seen) for name in names}, self.metric) for names in sets]
 
     def _prepared(self, data: Any, client: str | None = None) -> Any:
         """A held-out set of text, encoded; for a measure of the caller's own, the set as it is."""
@@ -213,24 +207,22 @@ class ModelEvaluator:
         self._model.check_classes(data.label_names)
         max_length, max_new_tokens, _ = self._limits
         tokenizer = self._model.tokenizer
-        prompts: list[list[int]] | None = None
-        lost: list[int] = []
+        asked: list[tuple[list[int], int]] | None = None
         if generates(self._metric):
-            cut = cut_prompts(data, tokenizer, max_length=max_length - max_new_tokens, template=self._template)
-            prompts, lost = [ids for ids, _ in cut], [tokens for _, tokens in cut]
+            asked = cut_prompts(data, tokenizer, max_length=max_length - max_new_tokens, template=self._template)
         references = data.references or tuple((response,) for response in data.responses or ())
         examples = encode(data, tokenizer, max_length=max_length, template=self._template)
-        check_length(max((len(example["input_ids"]) for example in examples), default=0), self._model.longest)
-        return _HeldOut(examples, prompts, references, bool(data.label_names), lost)
+        check_length(examples, self._model.longest)
+        prompts = None if asked is None else [ids for ids, _ in asked]
+        return _HeldOut(examples, prompts, references, bool(data.label_names), [n for _, n in asked or ()])
 
     @torch.no_grad()
     def _predictions(self, examples: Encoded) -> Batch:
         """Run one batch through the model."""
         network, device = self._model.network, self._model.device
-        network.eval()
         inputs = collate(examples, self._model.tokenizer, device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._bf16):
-            output = network(**inputs)
+            output = network.eval()(**inputs)
         labels, logits = inputs["labels"], output.logits
         if labels.ndim == 2:
             labels, logits = labels[:, 1:], logits[:, :-1]

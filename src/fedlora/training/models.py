@@ -124,7 +124,7 @@ class AdaptedModel:
 
     def seed_adapter(self, rank: int | Mapping[str, int], *, seed: int) -> tuple[Adapter, AdapterSpec]:
         """A fresh adapter of `rank` as peft starts it (B = 0, A drawn from `seed`), the model's heads, and the spec."""
-        name = self.add(rank)  # also creates the peft model, if there is none yet
+        name = self._add(rank)  # also creates the peft model, if there is none yet
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "adapter"))
             self._model.add_adapter(_SEED, self._config(rank))
@@ -136,9 +136,7 @@ class AdaptedModel:
 
     def activate(self, adapter: Adapter) -> None:
         """Set the model to W0 + scaling * adapter.base, adapted by `adapter`, replacing whatever was active."""
-        ranks = adapter.ranks
-        distinct = set(ranks.values())
-        name = self.add(distinct.pop() if len(distinct) == 1 else ranks)
+        name = self._add(adapter.ranks)
         if name != self._active:
             self._model.set_adapter(name)
             self._active = name
@@ -153,9 +151,12 @@ class AdaptedModel:
         """The active adapter's parameters that may train; all others are frozen."""
         return trainable(self._model, self._active, B=B, A=A, heads=heads)
 
-    def add(self, rank: int | Mapping[str, int]) -> str:
+    def _add(self, rank: int | Mapping[str, int]) -> str:
+        """The name of the peft adapter with these ranks, created if there is none yet."""
         from peft import get_peft_model
 
+        if not isinstance(rank, int) and len(set(rank.values())) == 1:
+            rank = next(iter(rank.values()))
         key = rank if isinstance(rank, int) else tuple(sorted(rank.items()))
         if key in self._names:
             return self._names[key]
@@ -180,10 +181,9 @@ class AdaptedModel:
     def _config(self, rank: int | Mapping[str, int]) -> Any:
         from peft import LoraConfig
 
-        unit, fixed = self.settings.unit, self.settings.alpha
-        ranked = rank_fields(rank, unit)
-        if fixed:
-            ranked |= {"lora_alpha": fixed, "alpha_pattern": {}}
+        ranked = rank_fields(rank, self.settings.unit)
+        if self.settings.alpha:
+            ranked |= {"lora_alpha": self.settings.alpha, "alpha_pattern": {}}
         return LoraConfig(
             **ranked,
             use_rslora=self.settings.rslora,
