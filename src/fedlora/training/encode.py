@@ -9,7 +9,7 @@ cuts, keep your trainer (`fedlora.hf`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,11 +52,9 @@ def encode(data: TextData, tokenizer: Any, *, max_length: int, template: str | N
     return made
 
 
-def cut_prompts(
-    data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None
-) -> list[tuple[list[int], int]]:
-    """The prompts alone, cut as in `encode`, for generation: each ends with the opening of the answer and comes with
-    the number of tokens it lost."""
+def cut_prompts(data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None) -> Encoded:
+    """The prompts alone, cut as in `encode`, for generation: input_ids, which end with the opening of the answer, and
+    "cut", the number of tokens lost."""
     if len(data) == 0:
         return []
     around, found = find_template(template, tokenizer), []
@@ -64,7 +62,7 @@ def cut_prompts(
         with _placed(data, k):
             asked = _asked(data, around, k)
             kept = _fitted(asked, tokenizer, max_length)
-        found.append((kept, len(asked.ids) - len(kept)))
+        found.append({"input_ids": kept, "cut": len(asked.ids) - len(kept)})
     return found
 
 
@@ -185,18 +183,10 @@ class Cut:
     responses: int = 0
 
 
-Lost = tuple[tuple[int, ...], int, bool]  # a text's tokens, how many of it were cut, and whether of its answer
-
-
-def lost_of(example: Example) -> Lost:
-    """What an example lost."""
-    return tuple(example["input_ids"]), example.get("cut", 0), example.get("short", False)
-
-
-def cut_of(texts: Iterable[Lost]) -> Cut:
-    """How much was cut from these texts."""
-    lost = [(n, short) for _, n, short in texts]
-    return Cut(len(lost), sum(n > 0 for n, _ in lost), sum(n for n, _ in lost), sum(short for _, short in lost))
+def cut_of(examples: Sequence[Example]) -> Cut:
+    """How much was cut from these examples."""
+    lost = [example.get("cut", 0) for example in examples]
+    return Cut(len(lost), sum(map(bool, lost)), sum(lost), sum("short" in example for example in examples))
 
 
 def check_length(examples: Encoded, longest: int | None) -> None:
@@ -248,6 +238,6 @@ def scored(example: Example, weights: Sequence[float] | None = None) -> float:
 
 
 __all__ = [
-    "IGNORED", "Cut", "Encoded", "Example", "Lost", "batches", "check_length", "collate", "cut_of", "cut_prompts",
-    "encode", "lost_of", "scored",
+    "IGNORED", "Cut", "Encoded", "Example", "batches", "check_length", "collate", "cut_of", "cut_prompts",
+    "encode", "scored",
 ]  # fmt: skip

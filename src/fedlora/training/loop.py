@@ -23,7 +23,7 @@ from fedlora.data.text import TextData
 from fedlora.doing import stepped
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.encode import Cut, Encoded, check_length, collate, cut_of, encode, lost_of, scored
+from fedlora.training.encode import Cut, Encoded, check_length, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import ClassWeights, TrainSettings
 
@@ -83,7 +83,7 @@ class LocalTrainer:
     def cut(self) -> dict[str, Cut]:
         """Client -> how much of its text did not fit into max_length."""
         text = self._data if self._loss is None else {}
-        return {client: cut_of(map(lost_of, data)) for client, data in text.items()}
+        return {client: cut_of(data) for client, data in text.items()}
 
     def examples(self, client: str) -> Sequence[Any]:
         """A client's examples, text encoded. Raises `ConfigError` if it has none."""

@@ -6,7 +6,6 @@ A FedSA-LoRA run has no server model, so what is evaluated is a named choice (`T
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -27,14 +26,12 @@ from fedlora.training.encode import (
     IGNORED,
     Cut,
     Encoded,
-    Lost,
     batches,
     check_length,
     collate,
     cut_of,
     cut_prompts,
     encode,
-    lost_of,
 )  # fmt: skip
 from fedlora.training.generate import greedy, teacher_forced
 from fedlora.training.metrics import METRICS, MetricName, generates, score_name, worst_of
@@ -111,11 +108,11 @@ class ModelEvaluator:
         return other
 
     def cut(self) -> dict[str, Cut]:
-        """How much held-out text did not fit: "read", where the wanted answer follows a prompt (losses, and scores of
-        classes), and "asked", prompts to answer, which must leave room for max_new_tokens. A text that is in a common
-        set and in a client's own counts once."""
-        common, own = _texts(self._groups.values()), _texts(s for sets in self._own.values() for s in sets.values())
-        read, asked = (cut_of((common[kind] | own[kind]).elements()) for kind in (0, 1))
+        """How much of the common sets did not fit: "read", where the wanted answer follows a prompt (losses, and scores
+        of classes), and "asked", prompts to answer, which must leave room for max_new_tokens."""
+        held = [one for one in self._groups.values() if isinstance(one, _HeldOut)]
+        read = cut_of([example for one in held for example in one.examples])
+        asked = cut_of([prompt for one in held for prompt in one.prompts or ()])
         return {name: cut for name, cut in (("read", read), ("asked", asked)) if cut.cut}
 
     @property
@@ -207,14 +204,13 @@ class ModelEvaluator:
         self._model.check_classes(data.label_names)
         max_length, max_new_tokens, _ = self._limits
         tokenizer = self._model.tokenizer
-        asked: list[tuple[list[int], int]] | None = None
+        prompts: Encoded | None = None
         if generates(self._metric):
-            asked = cut_prompts(data, tokenizer, max_length=max_length - max_new_tokens, template=self._template)
+            prompts = cut_prompts(data, tokenizer, max_length=max_length - max_new_tokens, template=self._template)
         references = data.references or tuple((response,) for response in data.responses or ())
         examples = encode(data, tokenizer, max_length=max_length, template=self._template)
         check_length(examples, self._model.longest)
-        prompts = None if asked is None else [ids for ids, _ in asked]
-        return _HeldOut(examples, prompts, references, bool(data.label_names), [n for _, n in asked or ()])
+        return _HeldOut(examples, prompts, references, bool(data.label_names))
 
     @torch.no_grad()
     def _predictions(self, examples: Encoded) -> Batch:
@@ -242,22 +238,12 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
-    """One held-out set, encoded. prompts: for generation, or None. classes: or a language model's. lost: the number of
-    tokens cut from each prompt."""
+    """One held-out set, encoded. prompts: for generation, or None. classes: or a language model's."""
 
     examples: Encoded
-    prompts: list[list[int]] | None
+    prompts: Encoded | None
     references: Sequence[Sequence[str]]
     classes: bool
-    lost: Sequence[int]
-
-
-def _texts(sets: Iterable[Any]) -> tuple[Counter[Lost], Counter[Lost]]:
-    """The texts of sets that are read, and their prompts that are asked, with what each lost."""
-    held = [one for one in sets if isinstance(one, _HeldOut)]
-    read = Counter(lost_of(example) for one in held for example in one.examples)
-    asked = Counter((tuple(ids), n, False) for one in held for ids, n in zip(one.prompts or (), one.lost, strict=False))
-    return read, asked
 
 
 def scores_of(seen: Sequence[Batch], *, classes: bool) -> Scores:

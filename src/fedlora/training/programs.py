@@ -171,8 +171,8 @@ class ProgramTrainer:
 
 
 def check_program(program: Program) -> None:
-    """Raises `ConfigError` if the command's program, or the script that it gives to Python, does not exist, or if it has
-    a {word} that nothing replaces."""
+    """Raises `ConfigError` if the command's program, or the script given to Python, does not exist, or if it has a
+    {word} that nothing replaces."""
     for brace in _BRACES.findall(" ".join(program.command)):
         if brace not in _FILLED_IN:
             raise ConfigError(
