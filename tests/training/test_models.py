@@ -21,12 +21,12 @@ from torch import nn
 from fedlora.core.lora import LoRA, named_tensors
 from fedlora.errors import ConfigError
 from fedlora.training.digests import base_digest, model_content
-from fedlora.training.load import check_device
+from fedlora.training.load import check_device, longest_of
 from fedlora.training.loop import LocalTrainer
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
-from fedlora.training.targets import check_targets, longest_of
+from fedlora.training.targets import check_targets
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, bits, dense, logits
 from support.tiny_models import bert, llama
