@@ -95,7 +95,7 @@ class TestReadTasks:
 
 
 def test_the_lists_have_a_name_a_line(tmp_path: Path) -> None:
-    """Blank lines, spaces around and Windows line ends do not count; the order stays. No task twice or on both sides."""
+    """Blank lines, blanks and Windows line ends do not count; the order stays. No task twice or on both sides."""
     one, other = tmp_path / "a", tmp_path / "b"
     one.write_bytes(b"task2_b\r\n\r\n  task1_a \n")
     other.write_text("")

@@ -180,11 +180,8 @@ class TestTeacherForced:
 FITS: dict[str, tuple[str, list[str], float]] = {
     "five of six": ("the cat is on the mat", ["the cat sat on the mat"], 5 / 6),  # LCS the cat on the mat
     "two of four and three": ("a b c d", ["a x c"], 4 / 7),  # LCS a c: P 2/4, R 2/3
-    "order counts": ("c b a", ["a b c"], 1 / 3),  # LCS 1 of 3 and 3
-    "case and marks": ("It's Paris!", ["it s PARIS"], 1.0),
     "stems": ("running dogs jumped", ["run dog jumps"], 1.0),  # Porter: run dog jump; "run" and "dog" as they are
     "the best of several": ("a b c", ["x", "a b", "a b c d e"], 4 / 5),  # 0, 2*2/5 = 4/5, 2*3/8 = 3/4
-    "both empty": ("", [""], 0.0),
 }
 
 

@@ -41,12 +41,6 @@ def test_the_mean_loss_is_over_labels_not_batches() -> None:
     assert mean_loss([2.0, 0.5], [1, 3]) == 0.875
 
 
-def test_two_classes_by_hand() -> None:
-    """Matthews (TP TN - FP FN) / sqrt(...): TP 2, TN 1, FP 1, FN 0 -> 2 / sqrt(3 * 2 * 2 * 1)."""
-    assert matthews([1, 1, 0, 0], [1, 1, 1, 0]) == pytest.approx(2 / math.sqrt(12))
-    assert matthews([0, 1], [1, 0]) == pytest.approx(-1)
-
-
 def test_a_class_without_examples_counts_nowhere_but_costs_whoever_names_it() -> None:
     """Class 1 is said twice and is never right: F1 (2/3 + 0) / 2 of the two that occur."""
     labels, said = [0, 0, 0, 0], [0, 0, 1, 1]

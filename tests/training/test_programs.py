@@ -110,7 +110,6 @@ FAULTS = {
     "no facts": (DOUBLING.split("(here / \"result.json\")")[0], r"left no result.json"),
     "nan": (DOUBLING.replace('1 / said["round"]', "float('nan')"), r"result.json cannot be read: loss"),
     "no loss": (DOUBLING.replace('"loss"', '"lost"'), r"result.json cannot be read: loss: Field required"),
-    "not a number": (DOUBLING.replace('"examples": 30', '"examples": "30"'), r"examples: Input should be a valid int"),
     "a fraction": (DOUBLING.replace('"examples": 30', '"examples": 0.7'), r"examples: Input should be a valid int"),
     "half a file": (DOUBLING.replace("write_bytes(out)", "write_bytes(out[:200])"), r"its result cannot be read: "),
     "rank": (
@@ -194,12 +193,12 @@ def test_words_of_the_command_are_filled_in(tmp_path: Path) -> None:
     rows = [{"note": f"w{k}", "class": k % 2, "rejected": "x"} for k in range(4)]
     text = "import sys; open(sys.argv[1], 'w').write(repr([open(sys.argv[2]).read(), *sys.argv[3:]]))" + DOUBLING
     trainer = trainer_of(
-        tmp_path, text, str(tmp_path / "said"), "{data}", "--of={client}", "{round}", "{other}",
+        tmp_path, text, str(tmp_path / "said"), "{data}", "--of={client}", "{round}",
         data={"acme": Rows(rows, ".csv")},
     )  # fmt: skip
     played(trainer)
     table = "note,class,rejected\n" + "".join(f"w{k},{k % 2},x\n" for k in range(4))
-    assert (tmp_path / "said").read_text() == repr([table, "--of=acme", "1", "{other}"])
+    assert (tmp_path / "said").read_text() == repr([table, "--of=acme", "1"])
 
 
 def test_rows_left_of_a_file_keep_their_columns(tmp_path: Path) -> None:
@@ -229,7 +228,8 @@ def test_a_command_that_cannot_start_is_refused_before_any_round(tmp_path: Path)
     for words in (["python", str(script)], ["python", "-m", "mine"], ["sh", "-c", "true"], ["{data}"]):
         check_program(Program(words))
     for words, said in ((["no-such-program"], "no program"), (["./mine.sh"], "no program"),
-                        (["python3", str(tmp_path / "other.py")], r"other.py' is no file")):  # fmt: skip
+                        (["python3", str(tmp_path / "other.py")], r"other.py' is no file"),
+                        (["sh", "--of={clint}"], r"has \{clint\}, but only \{data\}, \{client\}, ")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             check_program(Program(words))
 
