@@ -72,7 +72,7 @@ def test_absent_packages(monkeypatch, load):
     ],
 )
 def test_absent_or_altered_files(packages, load, file):
-    with pytest.raises(DataError, match="is missing") as error:
+    with pytest.raises(DataError, match="is missing"):
         load()
     path = packages / file
     path.parent.mkdir(exist_ok=True)

@@ -146,5 +146,5 @@ def test_without_the_library_it_names_the_extra_that_brings_it(without: Callable
     one_line(error)
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     extras = project["project"]["optional-dependencies"]
-    for extra, library in (("hub", "datasets"), ("train", "rouge-score")):  # generation.py names the other
+    for extra, library in (("hub", "datasets"), ("train", "rouge-score")):
         assert any(need.startswith(library) for need in extras[extra]), (extra, library)

@@ -166,10 +166,19 @@ class ModelEvaluator:
             with torch.no_grad():
                 found = self._own_measure(self._model.network.eval(), held)
             return {str(name): float(value) for name, value in found.items()}
-        texts = [example["input_ids"] for example in held.examples]
-        size = self._limits[2]
-        seen = [self._predictions([held.examples[k] for k in batch]) for batch in batches(texts, size, "batches")]
-        scores = scores_of(seen, classes=held.classes)
+        labels, said, losses, counts = list[int](), list[int](), list[float](), list[int]()
+        texts, size = [example["input_ids"] for example in held.examples], self._limits[2]
+        for batch in batches(texts, size, "batches"):
+            true, best, loss = self._predictions([held.examples[k] for k in batch])
+            labels, said = labels + true, said + best
+            losses, counts = [*losses, loss], [*counts, len(true)]
+        given = {"labels": (labels, said), "losses": (losses, counts)}
+        task = "classification" if held.classes else "causal-lm"
+        scores = {
+            score_name(name): found.measure(*given[found.of])
+            for name, found in METRICS.items()
+            if found.of in given and task in found.tasks
+        }
         if METRICS[self._metric].of == "texts":
             answers = (
                 teacher_forced(self._model, held.examples, batch_size=size)
@@ -213,8 +222,8 @@ class ModelEvaluator:
         return _HeldOut(examples, prompts, references, bool(data.label_names))
 
     @torch.no_grad()
-    def _predictions(self, examples: Encoded) -> Batch:
-        """Run one batch through the model."""
+    def _predictions(self, examples: Encoded) -> tuple[list[int], list[int], float]:
+        """One batch's labels and what the model predicts, a number per class label or token that counts; its mean loss."""
         network, device = self._model.network, self._model.device
         inputs = collate(examples, self._model.tokenizer, device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._bf16):
@@ -223,17 +232,7 @@ class ModelEvaluator:
         if labels.ndim == 2:
             labels, logits = labels[:, 1:], logits[:, :-1]
         scored = labels != IGNORED
-        return Batch(labels[scored].tolist(), logits.argmax(dim=-1)[scored].tolist(), float(output.loss))
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A model's predictions for one batch. labels, predicted: one number per class label or scored token. loss: the
-    mean over them."""
-
-    labels: list[int]
-    predicted: list[int]
-    loss: float
+        return labels[scored].tolist(), logits.argmax(dim=-1)[scored].tolist(), float(output.loss)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,20 +243,6 @@ class _HeldOut:
     prompts: Encoded | None
     references: Sequence[Sequence[str]]
     classes: bool
-
-
-def scores_of(seen: Sequence[Batch], *, classes: bool) -> Scores:
-    """One set's scores: over examples, or for a causal LM over response tokens (teacher-forced). NaN if it is empty."""
-    taken: dict[str, tuple[object, object]] = {
-        "labels": ([y for batch in seen for y in batch.labels], [y for batch in seen for y in batch.predicted]),
-        "losses": ([batch.loss for batch in seen], [len(batch.labels) for batch in seen]),
-    }
-    task = "classification" if classes else "causal-lm"
-    return {
-        score_name(name): found.measure(*taken[found.of])
-        for name, found in METRICS.items()
-        if found.of in taken and task in found.tasks
-    }
 
 
 def _mean(sets: Mapping[str, Scores], metric: str) -> Scores:
@@ -293,4 +278,4 @@ def client_model(server: Server, state: ServerState, client: Client, memory: Cli
     return receive(server.download(state, client), memory.kept)
 
 
-__all__ = ["Look", "ModelEvaluator", "Scores", "Target", "Through", "client_model", "scores_of", "server_model"]
+__all__ = ["Look", "ModelEvaluator", "Scores", "Target", "Through", "client_model", "server_model"]
