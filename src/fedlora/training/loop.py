@@ -156,7 +156,8 @@ class LocalTrainer:
         device = self._model.device
         moved = tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, self._collate(picked))
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._settings.bf16):
-            yield loss(self._model.network, moved)
+            found = loss(self._model.network, moved)
+        yield found
 
 
 def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, ...] | None:
