@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 
-from fedlora.errors import DataError
+from fedlora.errors import DataError, counted
 
 MAX_LABELS = 10_000  # a column with more distinct values holds ids or free text, not labels
 _PASTED = 200  # the most names written out for the user to copy
@@ -49,7 +49,7 @@ def decode_labels(
     if unknown := [label for label in labels if label not in lookup]:
         found = f"{source}, {rows[unknown[0]]}: label {unknown[0][:80]!r}"
         raise LabelError(
-            f"{found} is not among the {len(names)} classes of {key}, {shown(names)} ({len(unknown)} such rows). Write "
+            f"{found} is not among the {len(names)} classes of {key}, {shown(names)} ({counted(len(unknown), 'such row')}). Write "
             f"the row's class exactly as in that list, or drop the row. If the list lacks a class, add it for every "
             f"file.",
             found,
