@@ -49,9 +49,9 @@ def decode_labels(
     if unknown := [label for label in labels if label not in lookup]:
         found = f"{source}, {rows[unknown[0]]}: label {unknown[0][:80]!r}"
         raise LabelError(
-            f"{found} is not among the {len(names)} classes of {key}, {shown(names)} ({counted(len(unknown), 'such row')}). Write "
-            f"the row's class exactly as in that list, or drop the row. If the list lacks a class, add it for every "
-            f"file.",
+            f"{found} is not among the {len(names)} classes of {key}, {shown(names)} "
+            f"({counted(len(unknown), 'such row')}). Write the row's class exactly as in that list, or drop the row. "
+            f"If the list lacks a class, add it for every file.",
             found,
         )
     return tuple(lookup[label] for label in labels), names

@@ -223,7 +223,7 @@ class ModelEvaluator:
 
     @torch.no_grad()
     def _predictions(self, examples: Encoded) -> tuple[list[int], list[int], float]:
-        """One batch's labels and what the model predicts, a number per class label or token that counts; its mean loss."""
+        """One batch's labels and what the model predicts, per class label or token that counts; its mean loss."""
         network, device = self._model.network, self._model.device
         inputs = collate(examples, self._model.tokenizer, device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._bf16):
