@@ -121,7 +121,7 @@ class TestDealGlue:
         root = write_glue(tmp_path, "sst2")
         rows = [row | {"label": -1} for row in glue_rows("sst2", 3)]
         (root / "glue" / "sst2" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with pytest.raises(DataError, match=r"row 1, line 1: label '-1' .*data\.task = 'sst2'") as error:
+        with pytest.raises(DataError, match=r"row 1, line 1: label -1 .*data\.task = 'sst2'") as error:
             deal(config_of({"task": "sst2"}, clients=CLIENTS), root)
         assert "label_names" not in one_line(error)
 

@@ -201,11 +201,12 @@ def test_words_of_the_command_are_filled_in(tmp_path: Path) -> None:
     assert (tmp_path / "said").read_text() == repr([table, "--of=acme", "1"])
 
 
-def test_rows_left_of_a_file_keep_their_columns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_left_of_a_file_keep_their_columns(tmp_path: Path, suffix: str) -> None:
     """Two of four rows are held out; the others are as in the file, with the column that nobody named."""
-    file = tmp_path / "mine.jsonl"
+    file = tmp_path / f"mine{suffix}"
     rows = [{"text": f"word {k}", "label": "no", "id": k} for k in range(4)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Rows(rows, suffix).write(file)
     whole = TextData("classification", tuple(r["text"] for r in rows), labels=(0,) * 4, label_names=("no",))
     Rows.left(file, whole, whole.select([3, 1])).write(tmp_path / "left.jsonl")
     assert [json.loads(line) for line in (tmp_path / "left.jsonl").read_text().splitlines()] == [rows[1], rows[3]]

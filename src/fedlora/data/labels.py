@@ -51,7 +51,7 @@ def decode_labels(
         raise LabelError(
             f"{found} is not among the {len(names)} classes of {key}, {shown(names)} "
             f"({counted(len(unknown), 'such row')}). Write the row's class exactly as in that list, or drop the row. "
-            f"If the list lacks a class, add it for every file.",
+            f"If the list lacks a class, add it at all parties.",
             found,
         )
     return tuple(lookup[label] for label in labels), names
