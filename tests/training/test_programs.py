@@ -16,6 +16,7 @@ from fedlora.client import ClientMemory, play_round
 from fedlora.core.read_only import ReadOnly
 from fedlora.data import TextData
 from fedlora.data.rows import Rows
+from fedlora.data.tables import open_table
 from fedlora.errors import ClientFailed, ConfigError
 from fedlora.server.server import start
 from fedlora.simulation import simulate
@@ -208,8 +209,8 @@ def test_rows_left_of_a_file_keep_their_columns(tmp_path: Path, suffix: str) -> 
     rows = [{"text": f"word {k}", "label": "no", "id": k} for k in range(4)]
     Rows(rows, suffix).write(file)
     whole = TextData("classification", tuple(r["text"] for r in rows), labels=(0,) * 4, label_names=("no",))
-    Rows.left(file, whole, whole.select([3, 1])).write(tmp_path / "left.jsonl")
-    assert [json.loads(line) for line in (tmp_path / "left.jsonl").read_text().splitlines()] == [rows[1], rows[3]]
+    Rows.left(file, whole, whole.select([3, 1])).write(tmp_path / f"left{suffix}")
+    assert [row for _, row in open_table(tmp_path / f"left{suffix}").rows] == [rows[1], rows[3]]
 
 
 def test_what_a_program_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
