@@ -170,8 +170,10 @@ class ModelEvaluator:
         texts, size = [example["input_ids"] for example in held.examples], self._limits[2]
         for batch in batches(texts, size, "batches"):
             true, best, loss = self._predictions([held.examples[k] for k in batch])
-            labels, said = labels + true, said + best
-            losses, counts = [*losses, loss], [*counts, len(true)]
+            labels += true
+            said += best
+            losses.append(loss)
+            counts.append(len(true))
         given = {"labels": (labels, said), "losses": (losses, counts)}
         task = "classification" if held.classes else "causal-lm"
         scores = {
@@ -180,11 +182,11 @@ class ModelEvaluator:
             if found.of in given and task in found.tasks
         }
         if METRICS[self._metric].of == "texts":
-            answers = (
-                teacher_forced(self._model, held.examples, batch_size=size)
-                if held.prompts is None
-                else greedy(self._model, held.prompts, max_new_tokens=self._limits[1], batch_size=size, ends=self._ends)
-            )
+            if held.prompts is None:
+                answers = teacher_forced(self._model, held.examples, batch_size=size)
+            else:
+                prompts, limit = [prompt["input_ids"] for prompt in held.prompts], self._limits[1]
+                answers = greedy(self._model, prompts, max_new_tokens=limit, batch_size=size, ends=self._ends)
             fits = list(map(METRICS[self._metric].measure, answers, held.references))
             scores[self.metric] = math.fsum(fits) / len(fits) if fits else math.nan
         return scores
