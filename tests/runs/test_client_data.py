@@ -293,7 +293,6 @@ def test_one_number_in_two_spellings_in_two_files(tmp_path: Path) -> None:
         (("-1", "1"), 'give data.labels = ["-1", "1"].'),
         (("+1", "-1"), 'give data.labels = ["-1", "+1"].'),
         (("1", "+1", "0"), 'give data.labels = ["0", "+1", "1"].'),
-        (("a", "1"), "give data.labels = ["),
         (("0.5", "1"), "give data.labels = ["),
         (tuple(f"c{k}" for k in range(10_001)), "every class in data.labels."),
     ],
