@@ -58,7 +58,7 @@ def test_as_a_process_it_gives_the_same_bits_without_a_warning_and_bad_input_is_
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "no such model": (["model.path=nowhere"], "model 'nowhere'"),
+    "no such model": (["model.path=nowhere"], "'nowhere' is neither a folder"),
     "no such data": (["data.train=nowhere.jsonl"], "nowhere.jsonl does not exist"),
     "unknown suffix": (["data.train=config.toml"], "suffix '.toml' is not known"),
     "no such column": (["data.text=txt"], "no column 'txt'"),
@@ -130,8 +130,7 @@ def test_classes_of_one_row_and_repeated_rows_are_told(capsys: pytest.CaptureFix
     data = {"labels": ["no", "yes", "maybe"], "label_counts": counts, "repeated": 2}
     tell_data({"data": data, "copies": {}, "cut": {}, "cut_held_out": {}}, 128, 64)
     said = " ".join(capsys.readouterr().err.split())
-    assert "has the class 'yes', 'maybe': it is hardly learned" in said
-    assert "2 training examples repeat another one" in said
+    assert "'yes', 'maybe': " in said and "2 training examples repeat" in said and "'no'" not in said
 
 
 @pytest.mark.parametrize("part", ["validation", "test"])

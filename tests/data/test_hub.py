@@ -82,7 +82,7 @@ def test_odd_parquet_files(tmp_path: Path) -> None:
     parquet.write_table(plain, tmp_path / "odd.parquet")
     whole = (tmp_path / "odd.parquet").read_bytes()
     (tmp_path / "odd.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"odd\.parquet cannot be read as Parquet"):
+    with pytest.raises(DataError, match=r"odd\.parquet .* Parquet"):
         open_table(tmp_path / "odd.parquet")
     os.mkfifo(tmp_path / "pipe.parquet")
     with pytest.raises(DataError, match="a pipe"):

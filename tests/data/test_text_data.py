@@ -105,8 +105,8 @@ def test_what_is_no_data_is_refused() -> None:
         ({"label_names": ("x",)}, "with labels"),
         ({"labels": (0,)}, "and 0 label_names"),
         ({"labels": (0,), "responses": ("r",), "label_names": ("x",)}, "with labels"),
-        ({"text": ("a", "b"), "labels": (0, 2), "label_names": ("x", "y")}, r"example 1 has no label in 0\.\.1"),
-        ({"labels": (-1,), "label_names": ("x",)}, "example 0 has no label"),
+        ({"text": ("a", "b"), "labels": (0, 2), "label_names": ("x", "y")}, r"example 1 .* 0\.\.1"),
+        ({"labels": (-1,), "label_names": ("x",)}, "example 0 "),
         *(
             ({"labels": (0,), "label_names": ("x",), name: value}, "references, droppable, history")
             for name, value in (("references", (("r",),)), ("droppable", ((0, 1),)), ("history", ((),)))

@@ -106,7 +106,7 @@ def test_exact_match_is_squads(answer: str, references: list[str], want: float) 
 def test_rouge_l_by_hand() -> None:
     """2 LCS / (m + n) with LCS, m and n counted by hand (Lin, 2004; beta = 1); stems by Porter; the best reference."""
     measure = METRICS["rouge-l"].measure
-    assert measure("the cat is on the mat", ["the cat sat on the mat"]) == pytest.approx(5 / 6)
+    assert measure("a b c d a e", ["a b f d a e"]) == pytest.approx(5 / 6)
     assert measure("a b c", ["x", "a b", "a b c d e"]) == pytest.approx(4 / 5)  # 0, 2*2/5 = 4/5, 2*3/8 = 3/4
     assert measure("Running dogs jumped!", ["run dog jumps"]) == 1.0
 

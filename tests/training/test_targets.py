@@ -97,5 +97,5 @@ def test_a_hub_id_without_a_network_fails_at_once_with_the_way_out(
 
 
 def test_what_cannot_be_a_hub_id_is_a_missing_directory(project: Path) -> None:
-    with pytest.raises(ConfigError, match=r"models/a/b is neither a folder here"):
+    with pytest.raises(ConfigError, match=r"'models/a/b' is neither a folder here"):
         prepare(configured(project, "model.path=models/a/b"))
