@@ -70,8 +70,8 @@ def snapshot(repository: str, revision: str | None, files: Sequence[str]) -> Pat
         cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
         at, flag = ("", "") if revision is None else (f" at revision {revision}", f" --revision {revision}")
         raise ConfigError(
-            f"{repository!r}{at} is neither a folder here (relative paths start at the config's) nor cached, and the hub "
-            f"does not give it: {type(cause).__name__}: {first_line(cause)}. A private one needs `hf auth login`; "
+            f"{repository!r}{at} is neither a folder here (relative paths start at the config's) nor cached, and the "
+            f"hub does not give it: {type(cause).__name__}: {first_line(cause)}. A private one needs `hf auth login`; "
             f"without a network, call `hf download {repository}{flag} --local-dir DIRECTORY` where there is one, and "
             f"give DIRECTORY."
         ) from error
