@@ -79,7 +79,8 @@ def snapshot(repository: str, revision: str | None, files: Sequence[str]) -> Pat
 
 def model_snapshot(repository: str, revision: str | None, *, weights: bool = True) -> Path:
     """`snapshot` of a model. weights: False: only the small files, such as configuration and tokenizer."""
-    found = snapshot(repository, revision, [*MODEL_TEXTS, *(["model*.safetensors"] if weights else [])])
+    texts = [*MODEL_TEXTS, "README.md"]  # which has the licence
+    found = snapshot(repository, revision, [*texts, *(["model*.safetensors"] if weights else [])])
     if weights and not any(found.glob("model*.safetensors")):
         return snapshot(repository, revision, ["pytorch_model*.bin"])
     return found
