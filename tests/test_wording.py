@@ -24,7 +24,6 @@ MEANT = {
     "data/test_demo.py": "a review of the packaged data",
     "data/test_superni.py": "Alpaca's two prompts, given to a model",
     "flower/test_status.py": "the format of a round's line on a screen",
-    "training/test_packaged_models.py": "a command to be typed",
 }
 
 
