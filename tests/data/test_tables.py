@@ -136,7 +136,7 @@ def test_a_field_beyond_csvs_default_limit(tmp_path: Path) -> None:
 SEPARATED = [
     ("d.csv", "id;text;label\n1;not good, but fine;0\n", ["id", "text", "label"], "line 2"),
     ("d.csv", "sep=;\nid;text\n1;a\n", ["id", "text"], "line 3"),
-    ("d.csv", '"text, as said";label;site\n"a, b";0;x\n', ["text, as said", "label", "site"], "line 2"),
+    ("d.csv", '"text, as, said";label\n"a, b";0\n', ["text, as, said", "label"], "line 2"),
     ("d.csv", "text\tlabel\na, b\t1\n", ["text", "label"], "line 2"),
     ("d.tsv", "text,label\na,1\n", ["text", "label"], "line 2"),
     ("d.csv", "text|label|site\na|1|x\n", ["text", "label", "site"], "line 2"),

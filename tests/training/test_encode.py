@@ -99,6 +99,15 @@ def test_what_cannot_be_encoded_is_named_by_file_and_row(tmp_path: Path) -> None
         encode(by_hand, tokenizer(classifies=False), max_length=6, template="{prompt}")
 
 
+def test_what_begins_every_text_is_never_cut() -> None:
+    """By hand: of its four tokens and an end within four, the prompt's front goes, not the token of no characters."""
+    beginning = tokenizer(classifies=False)
+    beginning._tokenizer.post_processor = TemplateProcessing(single="[EOS] $A", special_tokens=[("[EOS]", EOS)])
+    data = TextData("instruction", ("w3 w4",), responses=("w5",))
+    (example,) = encode(data, beginning, max_length=4, template="{prompt}")
+    assert example["input_ids"] == [EOS, word(4), word(5), EOS] and example["cut"] == 1
+
+
 @pytest.mark.parametrize(("template", "left"), [("{prompt}", [3, 4]), ("w7 {prompt} w8", [7, 3, 4, 8])])
 def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt(template: str, left: list[int]) -> None:
     """The answer stands right behind it: an end token in between would be read as the end."""

@@ -75,6 +75,16 @@ def test_a_long_prompt_loses_its_front_and_the_messages_before_stay() -> None:
         encode(TALK, talking(PLAIN), max_length=15)
 
 
+def test_what_may_be_dropped_is_of_the_last_prompt() -> None:
+    """By hand: w4 w5 of it, counted with the blanks before that the template's text begins with; the same words stand
+    in the turn before, and stay."""
+    before = (("user", "w3 w4 w5"), ("assistant", "w2"))
+    data = TextData("instruction", ("  w3 w4 w5",), responses=("w5",), history=(before,), droppable=((5, 10),))
+    (example,) = encode(data, talking(PLAIN), max_length=15)
+    first = [*words(7, 3, 4, 5), SEP, *words(9, 2), EOS, word(8)]
+    assert example["input_ids"] == [*first, *words(7, 3), SEP, *words(9, 5), EOS] and example["cut"] == 2
+
+
 def test_a_token_over_the_edge_of_the_answer_is_cut_there() -> None:
     """Words are split at white space, so the header "w1" and the answer "2" would be the one word w12; in training they
     are two, as they are when the model answers: the prompt ends with w1, and "2" is no word."""
