@@ -61,8 +61,8 @@ def given(key: str, names: Sequence[str]) -> str:
     """What to type to declare these classes, in TOML and in Python; only the first ones if there are very many.
 
     Example:
-        >>> given("data.labels", ["-1", "1"])
-        'data.labels = ["-1", "1"]'
+        >>> given("data.label_names", ["-1", "1"])
+        'data.label_names = ["-1", "1"]'
     """
     return f"{key} = {json.dumps(list(names[:_PASTED]), ensure_ascii=False)[:-1]}{', ...' * (len(names) > _PASTED)}]"
 

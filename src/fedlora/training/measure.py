@@ -78,8 +78,8 @@ class ModelEvaluator:
 
     Example:
         >>> data = read_classification("train.jsonl", text="text", label="label")
-        >>> lora = LoRASettings(targets=["query"])
-        >>> model = AdaptedModel.load("model", "classification", lora, labels=data.label_names)
+        >>> lora = LoRASettings(target_modules=["query"])
+        >>> model = AdaptedModel.load("model", "sequence-classification", lora, labels=data.label_names)
         >>> server = Server(build("glora"))
         >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
         >>> 0 <= ModelEvaluator(model, data, [Client("site-1", 4)]).evaluate(server, begun)["accuracy"] <= 1
@@ -175,7 +175,7 @@ class ModelEvaluator:
             losses.append(loss)
             counts.append(len(true))
         given = {"labels": (labels, said), "losses": (losses, counts)}
-        task = "classification" if held.classes else "causal-lm"
+        task = "sequence-classification" if held.classes else "causal-lm"
         scores = {
             score_name(name): found.measure(*given[found.of])
             for name, found in METRICS.items()
