@@ -23,7 +23,6 @@ LOOKED_AT = {ast.keyword, ast.Compare, ast.Call, ast.Assign, ast.AnnAssign, ast.
 MEANT = {
     "data/test_demo.py": "a review of the packaged data",
     "data/test_superni.py": "Alpaca's two prompts, given to a model",
-    "training/test_packaged_models.py": "a command to be typed",
 }
 
 

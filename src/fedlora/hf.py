@@ -250,9 +250,8 @@ def _install(model: Any, adapter: Adapter, scaling: float, trains: list[Part]) -
 
 def _rebuild(model: Any, name: str, adapter: Adapter, scaling: float) -> None:
     """Replace the model's adapter by one of the round's ranks and scaling; all else as the script configured it."""
-    config, distinct = copy.deepcopy(model.peft_config[name]), set(adapter.ranks.values())
-    ranked = rank_fields(distinct.pop() if len(distinct) == 1 else adapter.ranks, scaling)
-    for field, value in {**ranked, "use_rslora": False}.items():
+    config = copy.deepcopy(model.peft_config[name])
+    for field, value in {**rank_fields(adapter.ranks, scaling), "use_rslora": False}.items():
         setattr(config, field, value)
     dtypes = {path: p.dtype for path, p in model.named_parameters() if f".{name}." in path}
     with torch.random.fork_rng(devices=[]):  # peft draws weights that are replaced at once

@@ -84,7 +84,7 @@ def test_what_the_hub_lacks_is_named(tmp_path: Path, main: Main, monkeypatch: py
     hub = {"me/adapter": adapter, "me/base": base, "me/empty": tmp_path / "empty"}
     with serving(hub, tmp_path / "cache", monkeypatch):
         for name, why in (
-            ("me/none@main", "me/none at revision main .*RepositoryNotFound"),
+            ("me/none@main", "me/none' at revision main .*RepositoryNotFound"),
             ("me/adapter@v9", "at revision v9 .*RevisionNotFound"),
             ("me/empty@main", "me/empty .* adapter_config.json, "),
         ):

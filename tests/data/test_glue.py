@@ -62,7 +62,7 @@ class TestGlue:
         root = write_glue(tmp_path, "sst2")
         rows = [row | {"label": -1} for row in glue_rows("sst2", 3)]
         (root / "glue" / "sst2" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with pytest.raises(DataError, match=r"row 1, line 1: label '-1' .*'sst2'.* -1"):
+        with pytest.raises(DataError, match=r"row 1, line 1: label -1 .*'sst2'.* -1"):
             read_glue("sst2", root)
 
     def test_from_the_hub(self, hub: Hub) -> None:

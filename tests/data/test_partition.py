@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fedlora.data.partition import dirichlet, iid, label_counts
+from fedlora.data.partition import dirichlet, iid
 from fedlora.errors import DataError
 from fedlora.seeds import derive_seed
 
@@ -49,16 +49,6 @@ def test_dirichlet_deals_every_index_exactly_once_and_repeatably(labels, clients
     assert all(part.dtype == np.int64 for part in parts)
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(labels)))
     assert same(parts, dirichlet(np.array(labels), clients, alpha, seed=seed, min_size=0))
-    counts = label_counts(labels, parts)
-    assert counts.sum(axis=1).tolist() == [len(part) for part in parts]
-    assert counts.sum(axis=0).tolist() == [labels.count(k) for k in range(max(labels) + 1)]
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**40), clients=st.integers(2, 5), min_size=st.integers(0, 12))
-def test_dirichlet_keeps_min_size(seed, clients, min_size):
-    parts = dirichlet(BALANCED[:300], clients, 0.5, seed=seed, min_size=min_size)
-    assert min(len(part) for part in parts) >= min_size
 
 
 @pytest.mark.parametrize(("alpha", "min_size"), [(0.1, 8), (0.5, 8), (0.5, 60), (10.0, 0)])
@@ -68,20 +58,14 @@ def test_dirichlet_is_the_written_formula(alpha, min_size):
     assert [part.tolist() for part in dirichlet(labels, 4, alpha, seed=10, min_size=min_size)] == expected
 
 
-def test_the_redraw_happens():
-    """At this seed the first draw leaves a client below 60, so the parts with min_size=60 are another draw."""
-    free, kept = (dirichlet(BALANCED[:400], 4, 0.5, seed=10, min_size=m) for m in (0, 60))
-    assert min(map(len, free)) < 60 <= min(map(len, kept))
-
-
 def test_skew_grows_as_alpha_falls():
     """Mean over clients and seeds of the largest class share: 1/3 means no skew, 1 one class per client."""
 
     def skew(alpha: float) -> float:
         shares = []
         for seed in range(10):
-            counts = label_counts(BALANCED, dirichlet(BALANCED, 6, alpha, seed=seed, min_size=1))
-            shares.append((counts.max(axis=1) / counts.sum(axis=1)).mean())
+            parts = dirichlet(BALANCED, 6, alpha, seed=seed, min_size=1)
+            shares += [np.bincount(BALANCED[part]).max() / len(part) for part in parts]
         return float(np.mean(shares))
 
     skews = [skew(alpha) for alpha in (1000.0, 5.0, 0.5, 0.1)]
@@ -102,12 +86,6 @@ def test_iid_deals_every_index_once_in_equal_sizes(size, clients, seed):
     assert same(parts, iid(size, clients, seed=seed))
 
 
-def test_label_counts_by_hand():
-    counts = label_counts([0, 2, 2, 0, 3], [np.array([0, 1, 2]), np.array([3, 4]), np.array([], dtype=np.int64)])
-    assert counts.tolist() == [[1, 0, 2, 0], [1, 0, 0, 1], [0, 0, 0, 0]]
-    assert counts.dtype == np.int64
-
-
 def test_what_is_no_partition() -> None:
     for alpha in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(DataError, match=r"alpha .* > 0, .*got"):
@@ -123,12 +101,10 @@ def test_what_is_no_partition() -> None:
         iid(3, 4, seed=0)
     for labels, said in (
         ([], "non-empty"), ([[0, 1], [1, 0]], r"shape \(2, 2\)"), ([0.0, 1.0], "whole numbers"),
-        (["a", "b"], "whole numbers"), ([True, False], "whole numbers"), ([0, 1, -1], "at least -1"),
+        (["a", "b"], "whole numbers"), ([True, False], "whole numbers"), ([0, 1, -1], "numbers >= 0"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=said):
             dirichlet(labels, 1, 0.5, seed=0, min_size=0)
-        with pytest.raises(DataError, match=said):
-            label_counts(labels, [np.array([0])])
 
 
 def test_alpha_beyond_float_range_is_noticed():

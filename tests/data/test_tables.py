@@ -51,30 +51,28 @@ def test_what_is_written_is_read(
             quoting = draw.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]) if plain else csv.QUOTE_ALL
             csv.writer(text, delimiter=delimiter, quoting=quoting, lineterminator=end).writerow(row)
         (folder / f"d{suffix}").write_bytes(text.getvalue().encode())
-        table = open_table(folder / f"d{suffix}", [])
+        table = open_table(folder / f"d{suffix}")
         assert [row for _, row in table.rows] == expected and table.columns == tuple(columns)
         first = [line if line > 1 or not mark else 1 for line in lines[1:]]
         assert [where for where, _ in table.rows] == [f"row {k}, line {n}" for k, n in enumerate(first, start=1)]
     for suffix, escape in ((".jsonl", True), (".json", False)):
         written = [json.dumps(row, ensure_ascii=escape) + draw.choice(["\n", "\r\n", "\n\n"]) for row in expected]
         (folder / f"d{suffix}").write_bytes((mark + "".join(written)).encode())
-        assert [row for _, row in open_table(folder / f"d{suffix}", []).rows] == expected
+        assert [row for _, row in open_table(folder / f"d{suffix}").rows] == expected
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table({name: [row[name] for row in expected] for name in columns})
     pytest.importorskip("pyarrow.parquet").write_table(table, folder / "d.parquet")
-    assert [row for _, row in open_table(folder / "d.parquet", columns).rows] == expected
+    assert [row for _, row in open_table(folder / "d.parquet").rows] == expected
 
 
 ODD_FILES: list[tuple[str, str | bytes, str]] = [
     ("d.csv", "", "holds no rows"),
-    ("d.csv", "p,r\n", "holds no rows"),
     ("d.jsonl", "\n\n", "holds no rows"),
     ("d.csv", "p,r\na,b\n \t,b\n", "row 2, line 3: 'p' is empty"),
     ("d.csv", 'p,r\n"a\nb",c\nd,\n', "row 2, line 4: 'r' is empty"),
-    ("d.csv", "p,r\na\n", "row 1, line 2: 'r' is empty"),
-    ("d.csv", "p,r\na,b\n \nc,d\n", "row 2, line 3: 'p' is empty"),
-    ("d.csv", "p,r\na,b,c\n", "row 1, line 2 .*3 fields.*header has 2"),
-    ("d.csv", "p,r\na,b,\n", "row 1, line 2 .*3 fields.*header has 2"),
+    ("d.csv", "p,r\na,b,\n", r"row 1, line 2 has 3 fields, but the header has 2: \['p', 'r'\]\. .* ',' "),
+    ("d.csv", "p,r\na,b\n \n\n c,d,e\nf,g\n", "row 2, line 3 has 1 field; row 3, line 5 has 3 fields, but the header"),
+    ("d.csv", "p,r\n" + "a\n" * 9, r"row 5, line 6 has 1 field; ... \(9 such rows\), but the header has 2"),
     ("d.csv", "p,p,r\na,b,c\n", r"header names \['p'\]"),
     ("d.csv", 'p,r\na,b\n"c,d\n', "line 3: unexpected end"),
     ("d.csv", 'p,r\n"a" x,b\n', "row starting at line 2"),
@@ -83,17 +81,13 @@ ODD_FILES: list[tuple[str, str | bytes, str]] = [
     ("d.csv", "p,r\na,b\n".encode("utf-16"), "not UTF-8: byte 0xff at offset 0.*iconv -f utf-16"),
     ("d.jsonl", '{"p": "a", "r": "b"}\n\n{"p": "c", "r": null}\n', "row 2, line 3: 'r' is empty"),
     ("d.jsonl", '{"p": "a", "r": "b"}\n{"p": "c"}\n', "row 2, line 2: 'r' is empty"),
-    ("d.jsonl", '{"p": "a", "r": ""}\n', "row 1, line 1: 'r' is empty"),
     ("d.jsonl", '{"p": "a", "r": 5}\n', "row 1, line 1: 'r' .*got int 5"),
     ("d.jsonl", '{"p": "a", "r": "b"}\n{"p": "a", \n', "line 2 is not a JSON object"),
     ("d.jsonl", '{"p": "a", "r": NaN}\n', "line 1 is not a JSON object .*NaN"),
     ("d.json", '[\n{"p": "a", "r": "b"}\n]\n', "line 1 is not .* one JSON array"),
-    ("d.json", '[{"p": "a", "r": "b"}]', "line 1 .* a list"),
     ("d.jsonl", '{"p": "\\ud83d", "r": "b"}\n', "line 1 .*surrogate"),
     ("d.jsonl", '{"p": "x", "r": "b"}\n{"p": "a", "p": "b", "r": "c"}', "line 2 .*key 'p' .*twice"),
-    ("d.jsonl", '{"p": "a", "r": "b", "more": [{"k": 1, "k": 2}]}', "line 1 .*key 'k' .*twice"),
     ("d.jsonl", '{"p": "a", "more": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 1 .*nested too deep"),
-    ("d.jsonl", '{"p": "a", "r": ' + "9" * 5_000 + "}", "line 1 is not a JSON object"),
     ("d.xlsx", "x", "suffix '.xlsx'"),
     ("d", "x", "suffix ''"),
     ("d.csv", "pp,r\nx,0\n", r"no column 'p'; .*\['pp', 'r'\]"),
@@ -114,35 +108,35 @@ def test_no_file_a_folder_and_what_is_no_parquet(tmp_path: Path, without: Callab
     for suffix in ("csv", "jsonl", "parquet"):
         file = tmp_path / f"nowhere.{suffix}"
         with pytest.raises(DataError, match=f"nowhere.{suffix} does not exist"):
-            open_table(file, [])
+            open_table(file)
         file.mkdir()
         with pytest.raises(DataError, match="a folder"):
-            open_table(file, [])
+            open_table(file)
     (tmp_path / "a.parquet").write_bytes(b"PAR1 or not")
     with pytest.raises(DataError, match="Parquet") as error:
-        open_table(tmp_path / "a.parquet", [])
+        open_table(tmp_path / "a.parquet")
     assert "\n" not in str(error.value)
     without("pyarrow.parquet")
     with pytest.raises(DataError, match=r"pip install 'fedlora\[hub\]'"):
-        open_table(tmp_path / "a.parquet", [])
+        open_table(tmp_path / "a.parquet")
 
 
 def test_a_field_beyond_csvs_default_limit(tmp_path: Path) -> None:
     """The csv module's limit is of the process, and is as it was."""
     limit = csv.field_size_limit()
     (tmp_path / "d.csv").write_text(f"p,r\n{'x' * (limit + 1)},y\n")
-    assert open_table(tmp_path / "d.csv", []).rows[0][1] == {"p": "x" * (limit + 1), "r": "y"}
+    assert open_table(tmp_path / "d.csv").rows[0][1] == {"p": "x" * (limit + 1), "r": "y"}
     assert csv.field_size_limit() == limit
     (tmp_path / "d.csv").write_text('p,r\n"x')
     with pytest.raises(DataError):
-        open_table(tmp_path / "d.csv", [])
+        open_table(tmp_path / "d.csv")
     assert csv.field_size_limit() == limit
 
 
 SEPARATED = [
     ("d.csv", "id;text;label\n1;not good, but fine;0\n", ["id", "text", "label"], "line 2"),
     ("d.csv", "sep=;\nid;text\n1;a\n", ["id", "text"], "line 3"),
-    ("d.csv", '"text, as said";label;site\n"a, b";0;x\n', ["text, as said", "label", "site"], "line 2"),
+    ("d.csv", '"text, as, said";label\n"a, b";0\n', ["text, as, said", "label"], "line 2"),
     ("d.csv", "text\tlabel\na, b\t1\n", ["text", "label"], "line 2"),
     ("d.tsv", "text,label\na,1\n", ["text", "label"], "line 2"),
     ("d.csv", "text|label|site\na|1|x\n", ["text", "label", "site"], "line 2"),
@@ -154,7 +148,7 @@ def test_the_separator_is_the_headers(tmp_path: Path) -> None:
     """As Excel writes where numbers have decimal commas; also with commas in a text or in a column's name."""
     for name, content, columns, place in SEPARATED:
         (tmp_path / name).write_text(content)
-        table = open_table(tmp_path / name, [])
+        table = open_table(tmp_path / name)
         assert [*table.columns] == columns and len(table.rows[0][1]) == len(columns)
         assert table.rows[0][0] == f"row 1, {place}"
 
@@ -166,8 +160,8 @@ def test_a_clinics_export_is_read_as_it_is(tmp_path: Path) -> None:
         'Fall;Befund;Grad\r\n1;"Kn\xf6chel, links\r\n""prall"" geschwollen";hoch\r\n2;o. B.;\r\n3;;hoch\r\n4;;hoch\r\n'
     )
     (tmp_path / "d.csv").write_bytes(content.encode("utf-8-sig"))
-    where = [at for at, _ in open_table(tmp_path / "d.csv", []).rows]
+    where = [at for at, _ in open_table(tmp_path / "d.csv").rows]
     assert where == ["row 1, line 2", "row 2, line 4", "row 3, line 5", "row 4, line 6"]
-    assert open_table(tmp_path / "d.csv", []).rows[0][1]["Befund"] == 'Kn\xf6chel, links\r\n"prall" geschwollen'
-    with pytest.raises(DataError, match=r"row 3, line 5: 'Befund' is empty, and in row 4, line 6\."):
+    assert open_table(tmp_path / "d.csv").rows[0][1]["Befund"] == 'Kn\xf6chel, links\r\n"prall" geschwollen'
+    with pytest.raises(DataError, match=r"row 3, line 5; row 4, line 6: 'Befund' is empty\."):
         read_classification(tmp_path / "d.csv", text="Befund", label="Grad")

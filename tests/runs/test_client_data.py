@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fedlora.data import TextData, list_tasks, read_glue, select_tasks
+from fedlora.data import TextData, read_glue
 from fedlora.errors import ConfigError, DataError, FedLoRAError
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig, load_config, parse_config
@@ -123,7 +123,7 @@ class TestDealGlue:
         root = write_glue(tmp_path, "sst2")
         rows = [row | {"label": -1} for row in glue_rows("sst2", 3)]
         (root / "glue" / "sst2" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with pytest.raises(DataError, match=r"row 1, line 1: label '-1' .*data\.task = 'sst2'") as error:
+        with pytest.raises(DataError, match=r"row 1, line 1: label -1 .*data\.task = 'sst2'") as error:
             deal(config_of({"task": "sst2"}, clients=CLIENTS), root)
         assert "label_names" not in one_line(error)
 
@@ -295,7 +295,6 @@ def test_one_number_in_two_spellings_in_two_files(tmp_path: Path) -> None:
         (("-1", "1"), 'give data.label_names = ["-1", "1"].'),
         (("+1", "-1"), 'give data.label_names = ["-1", "+1"].'),
         (("1", "+1", "0"), 'give data.label_names = ["0", "+1", "1"].'),
-        (("a", "1"), "give data.label_names = ["),
         (("0.5", "1"), "give data.label_names = ["),
         (tuple(f"c{k}" for k in range(10_001)), "every class in data.label_names."),
     ],
@@ -330,20 +329,22 @@ def test_the_demo_has_classes_of_its_own(tmp_path: Path) -> None:
         deal(config_of(data, clients=CLIENTS), None)
 
 
-SUPERNI = {"task": "superni", "tasks": 3, "unseen_tasks": 2}
+SUPERNI = {"task": "superni", "tasks": 3, "unseen_tasks": 2, "task_lists": ["train.txt", "unseen.txt"]}
 
 
-def superni_root(root: Path, instances: int = 100) -> Path:
-    """Six categories, of one or two tasks; every question says which task it is of."""
+def superni_root(root: Path) -> Path:
+    """Seven tasks, the last one short, of six categories; every question says which task it is of."""
     tasks = {}
-    for k in range(9):
+    for k in range(7):
         raw = task_file(category=f"category {k % 6}")
         raw["Instances"] = [
             {"id": f"{k}-{j}", "input": f"task {k} asks {j}", "output": [f"{j}", f"number {j}"]}
-            for j in range(instances)
+            for j in range(20 if k == 6 else 100)
         ]
         tasks[f"task{k}_x"] = raw
     write_tasks(root, tasks)
+    (root / "train.txt").write_text("task5_x\ntask6_x\ntask0_x\ntask1_x\n")
+    (root / "unseen.txt").write_text("task2_x\ntask4_x\ntask3_x\n")
     return root
 
 
@@ -351,53 +352,45 @@ def input_of(prompt: str) -> str:
     return prompt.partition("### Input:\n")[2].partition("\n\n### Response:")[0]
 
 
-def superni(data: Mapping[str, Any], root: Path, seed: int = 0) -> Dealt:
-    return deal(config_of({**SUPERNI, **data}, task="causal-lm", seed=seed), root)
+def superni(data: Mapping[str, Any], root: Path) -> Dealt:
+    return deal(config_of({**SUPERNI, **data}, task="causal-lm"), root)
 
 
 class TestDealSuperni:
-    def test_each_task_is_a_client_cut_8_to_1_to_1(self, tmp_path: Path) -> None:
-        """methods.md 12.5: 8:1:1 within a task; and each question says whose it is."""
-        root = superni_root(tmp_path)
-        dealt = superni({}, root)
-        chosen = select_tasks(list_tasks(root / "superni"), 3, 2, seed=0)
-        assert tuple(dealt.parts) == chosen.train
-        for name in chosen.train:
-            number = name.removeprefix("task").removesuffix("_x")
+    def test_each_task_of_the_list_is_a_client_cut_8_to_1_to_1(self, tmp_path: Path) -> None:
+        """The first `tasks` of the list, in its order (methods.md 12.5); each question says whose it is."""
+        dealt = superni({}, superni_root(tmp_path))
+        assert list(dealt.parts) == ["task5_x", "task6_x", "task0_x"]
+        for name, count in (("task5_x", 100), ("task6_x", 20), ("task0_x", 100)):
             parts = (dealt.parts[name], dealt.validation[name], dealt.test[name])
-            assert [len(part) for part in parts] == [80, 10, 10]
+            assert [len(part) for part in parts] == [count * 8 // 10, count // 10, count // 10]
             asked = [input_of(text) for part in parts for text in part.text]
-            assert sorted(asked) == sorted(f"task {number} asks {j}" for j in range(100))
+            assert sorted(asked) == sorted(f"task {name[4]} asks {j}" for j in range(count))
             for part in parts:
                 for text, said, right in zip(part.text, part.responses or (), part.references or (), strict=True):
                     j = input_of(text).split()[-1]
                     assert (said, right) == (j, (j, f"number {j}"))
 
     def test_what_a_client_is_measured_on_and_what_nobody_trains_on(self, tmp_path: Path) -> None:
-        """Its own held-out sets are the common sets of its task; the unseen tasks are whole, and of other categories.
-
-        tasks 0..8 are of categories 0..5, 0..2: as `superni_root` writes them.
-        """
-        dealt = superni({}, superni_root(tmp_path))
+        """Its own held-out sets are the common sets of its task; the unseen tasks are whole."""
+        root = superni_root(tmp_path)
+        dealt = superni({}, root)
         assert dealt.own_validation == dealt.validation and dealt.own_test == dealt.test
         assert set(dealt.validation) == set(dealt.test) == set(dealt.parts)
-        assert list(dealt.probes) == ["unseen"]
-        unseen = dealt.probes["unseen"]
-        assert [len(part) for part in unseen.values()] == [100, 100]
-        assert set(dealt.categories) == {*dealt.parts, *unseen}
-        for name, category in dealt.categories.items():
-            assert category == f"category {int(name[4]) % 6}"
-        theirs = {dealt.categories[name] for name in dealt.parts}
-        assert len(theirs) == 3 and not theirs & {dealt.categories[name] for name in unseen}
+        assert {name: [*map(len, part.values())] for name, part in dealt.probes.items()} == {"unseen": [100, 100]}
+        assert list(dealt.probes["unseen"]) == ["task2_x", "task4_x"]
+        assert set(dealt.categories) == {*dealt.parts, *dealt.probes["unseen"]}
+        assert all(category == f"category {int(name[4]) % 6}" for name, category in dealt.categories.items())
+        assert superni({"unseen_tasks": 0}, root).probes == {}
 
     def test_at_most_so_many_of_each_task(self, tmp_path: Path) -> None:
         """max_train of each client's, max_test of each validation, test and unseen set; the same draw again."""
         root = superni_root(tmp_path)
         whole = superni({}, root)
-        dealt = superni({"max_train": 12, "max_test": 4}, root)
+        dealt = superni({"max_train": 12, "max_test": 2}, root)
         sets = (
-            (dealt.parts, whole.parts, 12), (dealt.validation, whole.validation, 4), (dealt.test, whole.test, 4),
-            (dealt.probes["unseen"], whole.probes["unseen"], 4),
+            (dealt.parts, whole.parts, 12), (dealt.validation, whole.validation, 2), (dealt.test, whole.test, 2),
+            (dealt.probes["unseen"], whole.probes["unseen"], 2),
         )  # fmt: skip
         for less, more, limit in sets:
             assert list(less) == list(more)
@@ -405,31 +398,8 @@ class TestDealSuperni:
                 places = [more[name].text.index(text) for text in part.text]
                 assert len(places) == limit and places == sorted(set(places))
         assert dealt.own_test == dealt.test and dealt.own_validation == dealt.validation
-        assert superni({"max_train": 12, "max_test": 4}, root).parts == dealt.parts
+        assert superni({"max_train": 12, "max_test": 2}, root).parts == dealt.parts
         assert len({tuple(input_of(t).split()[-1] for t in part.text) for part in dealt.probes["unseen"].values()}) == 2
-
-    def test_the_seed_draws_the_tasks_and_the_cut(self, tmp_path: Path) -> None:
-        """Over ten seeds more than one choice of clients comes out."""
-        root = superni_root(tmp_path, 100)
-        assert len({tuple(superni({}, root, seed).parts) for seed in range(10)}) > 3
-
-    def test_nothing_unseen_is_no_probe(self, tmp_path: Path) -> None:
-        """data.unseen_tasks = 0."""
-        dealt = superni({"unseen_tasks": 0}, superni_root(tmp_path))
-        assert dealt.probes == {} and set(dealt.categories) == set(dealt.parts)
-
-    def test_task_lists_name_the_tasks(self, tmp_path: Path) -> None:
-        """In their order, the first `tasks` and `unseen` of them; a short task that a draw would not take goes too."""
-        root = superni_root(tmp_path)
-        write_tasks(root, {"task9_x": task_file(20, "tiny")})
-        (root / "train.txt").write_text("task5_x\ntask9_x\ntask0_x\ntask1_x\n")
-        (root / "unseen.txt").write_text("task8_x\ntask7_x\n")
-        lists = {"task_lists": ["train.txt", "unseen.txt"]}
-        dealt = superni({**lists, "unseen_tasks": 1}, root)
-        assert list(dealt.parts) == ["task5_x", "task9_x", "task0_x"]
-        assert [len(part) for part in dealt.parts.values()] == [80, 16, 80]
-        assert list(dealt.probes["unseen"]) == ["task8_x"]
-        assert superni({**lists, "unseen_tasks": 0}, root).probes == {}
 
     def test_no_root(self) -> None:
         """The tasks are files; the hub is not asked."""
@@ -443,28 +413,18 @@ class TestDealSuperni:
             deal(config_of(SUPERNI), superni_root(tmp_path))
         one_line(error)
 
-    @pytest.mark.parametrize(
-        ("data", "says"),
-        [
-            ({"tasks": 9, "unseen_tasks": 1}, "9 tasks .*6 categories .*9 clients .*1 unseen"),
-            ({"task_lists": ["none", "none"]}, "the task list"),
-            ({"task_lists": ["gone.txt", "unseen.txt"]}, r"task99_x\.json cannot be read"),
-        ],
-    )
-    def test_what_cannot_be_dealt(self, tmp_path: Path, data: dict[str, Any], says: str) -> None:
-        """Too many asked for, no such list, no such task: one line each."""
+    def test_what_cannot_be_dealt(self, tmp_path: Path) -> None:
+        """No lists, more than they name, no such list, no such task: one line each."""
         root = superni_root(tmp_path)
         (root / "gone.txt").write_text("task99_x\n")
-        (root / "unseen.txt").write_text("task8_x\n")
-        with pytest.raises(DataError, match=says) as error:
-            superni(data, root)
-        one_line(error)
-
-    def test_a_folder_without_tasks(self, tmp_path: Path) -> None:
-        """The root is there, its folder superni is not."""
-        with pytest.raises(DataError, match=r"superni .*no task files") as error:
-            superni({}, tmp_path)
-        one_line(error)
+        for data, says in (
+            ({"task_lists": []}, r"needs data\.task_lists"), ({"tasks": 9}, "4 and 3 tasks, .* data.tasks = 9"),
+            ({"task_lists": ["none", "none"]}, "the task lists"),
+            ({"task_lists": ["gone.txt", "unseen.txt"], "tasks": 1}, r"task99_x\.json cannot be read"),
+        ):  # fmt: skip
+            with pytest.raises(FedLoRAError, match=says) as error:
+                superni(data, root)  # type: ignore[arg-type]
+            one_line(error)
 
     def test_two_lists_or_none(self) -> None:
         """One list alone does not say what is unseen: refused when the configuration is read."""
@@ -490,15 +450,15 @@ class TestDealSuperni:
             return
         asked = {"validation": 0.1, "test": 0.1} | data
         for part in ("validation", "test"):
-            assert all(len(held) == 100 * asked[part] for held in getattr(dealt, part).values())
+            held = getattr(dealt, part)
+            assert [len(held[name]) for name in held] == [c * asked[part] for c in (100, 20, 100)]  # type: ignore[operator]
 
     def test_a_task_that_is_trained_on_is_not_unseen(self, tmp_path: Path) -> None:
-        """Selection: "those that nobody trains on". A task in both lists would be reported as unseen."""
+        """A task in both lists would be reported as unseen."""
         root = superni_root(tmp_path)
-        (root / "train.txt").write_text("task5_x\ntask0_x\n")
-        (root / "unseen.txt").write_text("task0_x\n")
-        with pytest.raises(FedLoRAError):
-            superni({"task_lists": ["train.txt", "unseen.txt"]}, root)
+        (root / "unseen.txt").write_text("task0_x\ntask2_x\n")
+        with pytest.raises(FedLoRAError, match="'task0_x' twice"):
+            superni({}, root)
 
     def test_an_empty_list_of_clients(self, tmp_path: Path) -> None:
         """Nobody to train: bad input, which is one line and no StopIteration."""

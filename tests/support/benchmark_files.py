@@ -59,11 +59,6 @@ def write_tasks(root: Path, tasks: Mapping[str, dict[str, Any]]) -> Path:
     return folder
 
 
-def catalogue(*sizes: int) -> dict[str, str]:
-    """Task -> category: sizes[0] tasks in category c00, and so on."""
-    return {f"task{c:02d}{k:02d}": f"c{c:02d}" for c, size in enumerate(sizes) for k in range(size)}
-
-
 def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
     """What the command line would print: a single line, not empty."""
     text = str(error.value)

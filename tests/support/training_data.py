@@ -91,4 +91,4 @@ def csv_rows(data: TextData) -> str:
 
 def encode_prompts(data: TextData, reader: Any, *, max_length: int, template: str | None = None) -> list[list[int]]:
     """The token ids that a model is asked with, without how many were cut."""
-    return [ids for ids, _ in cut_prompts(data, reader, max_length=max_length, template=template)]
+    return [one["input_ids"] for one in cut_prompts(data, reader, max_length=max_length, template=template)]

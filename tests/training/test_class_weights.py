@@ -18,7 +18,7 @@ from fedlora.training.encode import encode
 from fedlora.training.loop import LocalTrainer, weigh_classes
 from fedlora.training.settings import TrainSettings
 from support.known_warnings import FUTURE_NAMES
-from support.local_training import Loader, dense, distance, download, drawn
+from support.local_training import Loader, dense, distance, download
 from support.tiny_models import bert
 from support.training_data import LABELS, classification, instructions, tokenizer
 
@@ -77,25 +77,3 @@ def test_one_step_is_torchs_weighted_cross_entropy(load: Loader, classifier: Pat
 
 def _encoded(data: TextData) -> Any:
     return encode(data, tokenizer(classifies=True), max_length=128)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_step_takes_the_weighted_mean_over_all_its_batches(load: Loader, size: int) -> None:
-    """Not the mean of the batches' means, whose weights differ."""
-    model = load()
-    adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
-    data = {"a": classification(8, 0, skew=1)}
-    whole, parts = (
-        LocalTrainer(
-            model,
-            data,
-            SETTINGS.model_copy(
-                update={"batch_size": b, "gradient_accumulation_steps": -(-8 // b), "class_weights": "balanced"}
-            ),
-            seed=0,
-        ).train(download(adapter), adapter, 0)
-        for b in (8, size)
-    )
-    assert distance(parts.adapter, whole.adapter) < 1e-5
-    assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
-    assert distance(whole.adapter, adapter) > 1e-2

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from fedlora.data import TextData, read_instructions
 from fedlora.errors import ConfigError, DataError
-from fedlora.training.encode import IGNORED, Cut, collate, cut_of, encode, lost_of
+from fedlora.training.encode import IGNORED, Cut, collate, cut_of, encode
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader
 from support.training_data import CLS, EOS, LABELS, PAD, SEP, encode_prompts, tokenizer, word
@@ -55,17 +55,7 @@ def test_a_length_that_special_tokens_fill_is_refused(pair: tuple[str] | None, s
     assert len(example["input_ids"]) == least and example["cut"] > 0
 
 
-def test_an_instruction_ends_with_an_end_token_and_the_loss_is_on_the_response() -> None:
-    data = TextData("instruction", ("w0 w1 w2",), responses=("w3 w4",))
-    assert encode(data, tokenizer(classifies=False), max_length=16, template="{prompt}") == [
-        {
-            "input_ids": [word(0), word(1), word(2), word(3), word(4), EOS],
-            "labels": [IGNORED, IGNORED, IGNORED, word(3), word(4), EOS],
-        }
-    ]
-
-
-@pytest.mark.parametrize("max_length", [4, 5, 6, 7])
+@pytest.mark.parametrize("max_length", [4, 5, 7])
 def test_a_long_prompt_is_cut_from_its_front_and_the_response_never(max_length: int) -> None:
     data = TextData("instruction", ("w0 w1 w2",), responses=("w3 w4",))
     (example,) = encode(data, tokenizer(classifies=False), max_length=max_length, template="{prompt}")
@@ -92,7 +82,7 @@ def test_a_response_that_fills_the_length_keeps_half_of_it_and_is_counted() -> N
     assert cut["input_ids"] == [*map(word, (1, 2, 3, 4)), *map(word, (5, 6, 7))]
     assert cut["labels"] == [*[IGNORED] * 4, *map(word, (5, 6, 7))] and cut["cut"] == 1 + 4
     assert whole["input_ids"][-1] == EOS and "cut" not in whole
-    assert cut_of(map(lost_of, [cut, whole])) == Cut(2, 1, 5, 1)
+    assert cut_of([cut, whole]) == Cut(2, 1, 5, 1)
 
 
 def test_what_cannot_be_encoded_is_named_by_file_and_row(tmp_path: Path) -> None:
@@ -107,6 +97,15 @@ def test_what_cannot_be_encoded_is_named_by_file_and_row(tmp_path: Path) -> None
     by_hand = TextData("instruction", ("w0",), responses=("w1",), history=((("system", "w3"),),))
     with pytest.raises(DataError, match=r"^example 0: it is a conversation .* only a chat template"):
         encode(by_hand, tokenizer(classifies=False), max_length=6, template="{prompt}")
+
+
+def test_what_begins_every_text_is_never_cut() -> None:
+    """By hand: of its four tokens and an end within four, the prompt's front goes, not the token of no characters."""
+    beginning = tokenizer(classifies=False)
+    beginning._tokenizer.post_processor = TemplateProcessing(single="[EOS] $A", special_tokens=[("[EOS]", EOS)])
+    data = TextData("instruction", ("w3 w4",), responses=("w5",))
+    (example,) = encode(data, beginning, max_length=4, template="{prompt}")
+    assert example["input_ids"] == [EOS, word(4), word(5), EOS] and example["cut"] == 1
 
 
 @pytest.mark.parametrize(("template", "left"), [("{prompt}", [3, 4]), ("w7 {prompt} w8", [7, 3, 4, 8])])

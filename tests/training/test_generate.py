@@ -8,7 +8,6 @@ with the dense update in its weights: no peft, no cache, no batch; ROUGE-L by a 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +19,11 @@ from torch import nn
 
 from fedlora import Adapter, Server, build
 from fedlora.data import TextData
-from fedlora.errors import ConfigError
 from fedlora.server.server import start
 from fedlora.training.encode import encode
 from fedlora.training.generate import greedy, teacher_forced
 from fedlora.training.measure import ModelEvaluator
-from fedlora.training.metrics import METRICS, _scorer, rouge_l
+from fedlora.training.metrics import METRICS
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings
 from support.known_warnings import CONV1D, FUTURE_NAMES, NOT_ON_THE_HUB
@@ -173,35 +171,6 @@ class TestTeacherForced:
         examples = encode(data, READER, max_length=64, template="{prompt}")
         for batch_size in (1, 4, 64):
             assert teacher_forced(model, examples, batch_size=batch_size) == want
-
-
-# ---- ROUGE-L ---------------------------------------------------------------------------------------------------------
-
-FITS: dict[str, tuple[str, list[str], float]] = {
-    "five of six": ("the cat is on the mat", ["the cat sat on the mat"], 5 / 6),  # LCS the cat on the mat
-    "two of four and three": ("a b c d", ["a x c"], 4 / 7),  # LCS a c: P 2/4, R 2/3
-    "order counts": ("c b a", ["a b c"], 1 / 3),  # LCS 1 of 3 and 3
-    "case and marks": ("It's Paris!", ["it s PARIS"], 1.0),
-    "stems": ("running dogs jumped", ["run dog jumps"], 1.0),  # Porter: run dog jump; "run" and "dog" as they are
-    "the best of several": ("a b c", ["x", "a b", "a b c d e"], 4 / 5),  # 0, 2*2/5 = 4/5, 2*3/8 = 3/4
-    "both empty": ("", [""], 0.0),
-}
-
-
-class TestRougeL:
-    def test_by_hand(self) -> None:
-        """2 LCS / (m + n) with LCS, m and n counted by hand (Lin, 2004; the F-measure with beta = 1)."""
-        by_the_library = [rouge_l(told, right) for told, right, _ in FITS.values()]
-        assert by_the_library == pytest.approx([counted for *_, counted in FITS.values()], abs=1e-12)
-
-    def test_without_the_library_it_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """None in sys.modules is how Python spells a module that cannot be imported."""
-        _scorer.cache_clear()
-        monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-        with pytest.raises(ConfigError, match=r"rouge-score: pip install 'fedlora\[train\]'"):
-            rouge_l("a", ["a"])
-        monkeypatch.undo()
-        assert rouge_l("a", ["a"]) == 1.0
 
 
 # ---- answers as scores -----------------------------------------------------------------------------------------------

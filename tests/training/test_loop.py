@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fedlora.training.loop
 from fedlora import Adapter, Client, LoRA, Roles, Server, build
@@ -34,6 +33,13 @@ from support.tiny_models import bert, gpt2, llama
 from support.training_data import CLS, EOS, SEP, classification, instructions, tokenizer, word
 
 pytestmark = [FUTURE_NAMES, CONV1D]
+
+
+def trained(model: AdaptedModel, adapter: Adapter, data: TextData | None = None, **settings: Any) -> Any:
+    """The first round of the client "a", by default with eight examples."""
+    part = classification(8, 0) if data is None else data
+    return LocalTrainer(model, {"a": part}, TrainSettings(**settings), seed=0).train(download(adapter), adapter, 0)
+
 
 # ---- a client's round is a function of its arguments -----------------------------------------------------------------
 
@@ -62,6 +68,8 @@ def test_one_client_alone_reproduces_its_round_bitwise(load: Loader, method: str
         assert bits(again.adapter) == bits(trained.adapter)
         assert (again.loss, again.position, again.num_examples) == (trained.loss, trained.position, 12)
     assert recorder.calls[5][0].round == 1 and recorder.calls[5][2] == 15
+    with pytest.raises(ConfigError, match=r"client 'c' .*no training data"):
+        alone.train(recorder.calls[5][0], adapter, 0)
 
 
 def test_training_with_dropout_is_seeded_by_round_and_client(load: Loader) -> None:
@@ -138,9 +146,8 @@ def test_steps_or_epochs_say_how_many_examples_a_round_takes(load: Loader, seen:
         (10, {"max_steps": -1, "num_train_epochs": 0.5, "batch_size": 4}, 8),  # ceil(5 / 4) = 2 steps
     ):
         seen.clear()
-        trainer = LocalTrainer(model, {"a": classification(count, 0)}, TrainSettings(**settings), seed=0)  # type: ignore[arg-type]
-        trained = trainer.train(download(adapter), adapter, 0)
-        assert (trained.position, len(seen), trained.num_examples) == (examples, examples, count)
+        done = trained(model, adapter, classification(count, 0), **settings)  # type: ignore[arg-type]
+        assert (done.position, len(seen), done.num_examples) == (examples, examples, count)
 
 
 # ---- roles, ranks, memory --------------------------------------------------------------------------------------------
@@ -182,36 +189,7 @@ def test_ranks_can_differ_by_module(load: Loader, classifier: Path) -> None:
     by_hand = dense(classifier, bert, {n: 2.0 * x.delta() for n, x in adapter.modules.items()}, adapter.heads)
     ids = [CLS, word(1), word(2), word(3), SEP]
     torch.testing.assert_close(logits(model.network, ids), logits(by_hand, ids), rtol=1e-4, atol=1e-5)
-    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(max_steps=1, batch_size=4), seed=0)
-    assert trainer.train(download(adapter), adapter, 0).adapter.ranks == ranks
-
-
-def test_adapters_that_take_turns_do_not_leak(load: Loader) -> None:
-    """Same rank (one peft adapter, overwritten) and another rank (another peft adapter), after training on each."""
-    model = load()
-    seed_adapter, _ = model.seed_adapter(4, seed=0)
-    adapters = [drawn(seed_adapter, rank, k) for k, rank in enumerate((4, 4, 2))]
-    trainer = LocalTrainer(
-        model, {"a": classification(8, 0)}, TrainSettings(learning_rate=0.1, max_steps=2, batch_size=4), seed=0
-    )
-    ids = [CLS, word(1), word(2), SEP]
-
-    def says(adapter: Adapter) -> Tensor:
-        model.activate(adapter)
-        assert bits(model.read()) == bits(adapter)
-        return logits(model.network, ids)
-
-    alone = []
-    for adapter in adapters:
-        fresh = load()
-        fresh.seed_adapter(4, seed=0)
-        fresh.activate(adapter)
-        alone.append(logits(fresh.network, ids))
-    assert float((alone[0] - alone[1]).abs().max()) > 1e-2 and float((alone[0] - alone[2]).abs().max()) > 1e-2
-    for k in (0, 1, 2, 0, 2, 1):
-        for other in adapters:
-            trainer.train(download(other), other, 0)
-        assert torch.equal(says(adapters[k]), alone[k])
+    assert trained(model, adapter, steps=1, batch_size=4).adapter.ranks == ranks
 
 
 # ---- the base weights ------------------------------------------------------------------------------------------------
@@ -303,10 +281,7 @@ def test_the_loss_of_a_language_model_is_on_the_responses_only(
     data = instructions(5, 0)
     model = load_language_model()
     adapter, _ = model.seed_adapter(4, seed=0)
-    trainer = LocalTrainer(
-        model, {"a": data}, TrainSettings(max_steps=1, batch_size=5, max_length=16, chat_template="{prompt}"), seed=0
-    )
-    loss = trainer.train(download(adapter), adapter, 0).loss
+    loss = trained(model, adapter, data, steps=1, batch_size=5, max_length=16, template="{prompt}").loss
     plain, losses = dense(language_model, llama, {}, {}), []
     for prompt, response in zip(data.text, data.responses or (), strict=True):
         before = [word(int(w[1:])) for w in prompt.split()]
@@ -316,28 +291,18 @@ def test_the_loss_of_a_language_model_is_on_the_responses_only(
     assert loss == pytest.approx(math.fsum(losses) / len(losses), rel=1e-4)
 
 
-@pytest.mark.parametrize(("size", "clip"), [(3, 0.05), (1, 0.0)])
-def test_gradient_accumulation_equals_one_big_batch(load: Loader, size: int, clip: float) -> None:
-    """As in transformers, batch_size times gradient_accumulation_steps. Also where the batches are of different sizes:
-    a client of 8 examples has 3, 3 and 2 in a step of 3 x 3."""
+@pytest.mark.parametrize("weights", [None, "balanced"])
+def test_gradient_accumulation_equals_one_big_batch(load: Loader, weights: Any) -> None:
+    """As in transformers, batch_size times gradient_accumulation_steps. Also where the batches are of different sizes (a
+    client of 8 examples has 3, 3 and 2), and with class weights."""
     model = load()
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
-    data = {"a": classification(8, 0)}
+    settings = {
+        "learning_rate": 0.1, "optimizer": "sgd", "max_steps": 2, "max_grad_norm": 0.05, "class_weights": weights,
+    }  # fmt: skip
+    data = classification(8, 0, skew=1)
     whole, parts = (
-        LocalTrainer(
-            model,
-            data,
-            TrainSettings(
-                learning_rate=0.1,
-                optimizer="sgd",
-                max_steps=2,
-                batch_size=b,
-                max_grad_norm=clip,
-                gradient_accumulation_steps=-(-8 // b),
-            ),
-            seed=0,
-        ).train(download(adapter), adapter, 0)
-        for b in (8, size)
+        trained(model, adapter, data, batch_size=b, gradient_accumulation_steps=k, **settings) for b, k in ((8, 1), (3, 3))
     )
     assert distance(parts.adapter, whole.adapter) < 1e-5
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
@@ -385,10 +350,7 @@ def test_optimisers_and_weight_decay_are_the_ones_named(load: Loader, optimizer:
     lr, decay = 0.01, 0.5
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
-    settings = TrainSettings(
-        learning_rate=lr, optimizer=optimizer, weight_decay=decay, max_steps=1, batch_size=8, max_grad_norm=0.0
-    )  # type: ignore[arg-type]
-    after = LocalTrainer(model, {"a": classification(8, 0)}, settings, seed=0).train(download(adapter), adapter, 0)
+    after = trained(model, adapter, lr=lr, optimizer=optimizer, weight_decay=decay, steps=1, batch_size=8, clip=0.0)
     for name, lora in adapter.modules.items():
         B, A = lora.factors
         step = lr * A.sign() if optimizer == "adam" else lr * decay * A
@@ -402,9 +364,7 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient(load: Loader) -> None:
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
     lengths = []
     for clip in (0.0, 0.05):
-        settings = TrainSettings(learning_rate=1.0, optimizer="sgd", max_steps=1, batch_size=8, max_grad_norm=clip)
-        trainer = LocalTrainer(model, {"a": classification(8, 0)}, settings, seed=0)
-        after = trainer.train(download(adapter), adapter, 0).adapter
+        after = trained(model, adapter, lr=1.0, optimizer="sgd", steps=1, batch_size=8, clip=clip).adapter
         moved = [after.heads[n] - h for n, h in adapter.heads.items()]
         for n, lora in adapter.modules.items():
             moved += [after.modules[n].tensors()[f] - t for f, t in lora.tensors().items()]
@@ -418,13 +378,10 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient(load: Loader) -> None:
     r"ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning:transformers\.modeling_utils"
 )
 def test_gradient_checkpointing_changes_memory_and_no_result(load: Loader) -> None:
-    data = {"a": classification(8, 0)}
     results = []
     for checkpointing in (False, True):
         model = load(gradient_checkpointing=checkpointing, **DROPOUT)
-        adapter, _ = model.seed_adapter(4, seed=0)
-        trainer = LocalTrainer(model, data, TrainSettings(learning_rate=1e-2, max_steps=2, batch_size=4), seed=0)
-        results.append(trainer.train(download(adapter), adapter, 0))
+        results.append(trained(model, model.seed_adapter(4, seed=0)[0], lr=1e-2, steps=2, batch_size=4))
     assert model.network.base_model.model.bert.encoder.layer[0].gradient_checkpointing  # type: ignore[union-attr]
     assert distance(results[0].adapter, results[1].adapter) < 1e-5
     assert results[0].loss == pytest.approx(results[1].loss, rel=1e-5)
@@ -432,28 +389,12 @@ def test_gradient_checkpointing_changes_memory_and_no_result(load: Loader) -> No
 
 def test_bf16_autocast_computes_narrow_and_keeps_float32_factors(load: Loader) -> None:
     """Near the float32 result, but not equal to it; what is trained and sent stays float32."""
-    data, results = {"a": classification(8, 0)}, []
-    for bf16 in (False, True):
-        model = load()
-        adapter, _ = model.seed_adapter(4, seed=0)
-        trainer = LocalTrainer(
-            model, data, TrainSettings(learning_rate=1e-2, max_steps=2, batch_size=4, bf16=bf16), seed=0
-        )
-        results.append(trainer.train(download(adapter), adapter, 0))
-    exact, narrow = results
+    model = load()
+    adapter, _ = model.seed_adapter(4, seed=0)
+    exact, narrow = (trained(model, adapter, lr=1e-2, steps=2, batch_size=4, bf16=bf16) for bf16 in (False, True))
     assert narrow.loss != exact.loss
     assert narrow.loss == pytest.approx(exact.loss, rel=2e-2)
     assert all(t.dtype == torch.float32 for x in narrow.adapter.modules.values() for t in x.factors)
-
-
-def test_a_client_without_data_is_refused(load: Loader) -> None:
-    model = load()
-    adapter, _ = model.seed_adapter(4, seed=0)
-    empty = classification(4, 0).select([])
-    trainer = LocalTrainer(model, {"a": classification(8, 0), "b": empty}, TrainSettings(), seed=0)
-    for name in ("b", "stranger"):
-        with pytest.raises(ConfigError, match=rf"client '{name}' .*no training data"):
-            trainer.train(download(adapter, name), adapter, 0)
 
 
 def test_micro_batches_are_as_documented() -> None:
@@ -494,13 +435,6 @@ def test_what_a_model_cannot_do_is_said_before_training(classifier: Path) -> Non
     with pytest.raises(ConfigError, match=r"22 tokens, .*16 positions"):
         LocalTrainer(model, data, TrainSettings(max_length=64), seed=0)
     LocalTrainer(model, data, TrainSettings(max_length=16), seed=0)
-    with pytest.raises(ConfigError, match=r"lora\.modules_to_save: 'nothere' is not a module"):
-        AdaptedModel.load(
-            classifier,
-            "sequence-classification",
-            LoRASettings(target_modules=["query"], modules_to_save=["nothere"]),
-            labels=("a", "b", "c"),
-        )
     with pytest.raises(ConfigError, match=r"labels; got \['only'\]"):
         AdaptedModel.load(
             classifier, "sequence-classification", LoRASettings(target_modules=["query"]), labels=("only",)

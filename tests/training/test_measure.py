@@ -29,7 +29,7 @@ from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Recorder, bits, dense, drawn, logits
 from support.tiny_models import bert, llama
-from support.training_data import LABELS, classification, instructions, save_model, tokenizer
+from support.training_data import LABELS, classification, instructions, tokenizer
 
 pytestmark = FUTURE_NAMES
 
@@ -38,16 +38,6 @@ RANKS = {"a": 2, "b": 4, "c": 4}
 DATA = {name: classification(10 + 5 * k, k) for k, name in enumerate(RANKS)}
 TEST = classification(40, 100)
 EQUAL = dict.fromkeys(RANKS, 4)
-
-
-@pytest.fixture(scope="session")
-def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("classifier"), bert(), classifies=True)
-
-
-@pytest.fixture(scope="session")
-def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"), llama(), classifies=False)
 
 
 @pytest.fixture
@@ -164,12 +154,6 @@ def test_the_servers_change_of_the_base_weight_counts_once(model: AdaptedModel, 
     assert ModelEvaluator(model, TEST, []).evaluate(server, second.state) == pytest.approx(want, rel=1e-3)
 
 
-def test_a_method_without_a_server_model_says_so(model: AdaptedModel) -> None:
-    server, records, _ = played(model, "fedsa-lora", EQUAL, rounds=1)
-    with pytest.raises(NoGlobalModel, match="Evaluate the clients"):
-        ModelEvaluator(model, TEST, [Client("a", 4)]).evaluate(server, records[-1].state)
-
-
 def test_a_language_model_is_measured_on_the_tokens_of_its_responses(language_model: Path) -> None:
     """Teacher-forced: each token given the true ones before it."""
     settings = LoRASettings(target_modules=["q_proj", "v_proj"], scaling=SCALING)
@@ -223,6 +207,8 @@ def test_clients_are_measured_with_what_they_kept(model: AdaptedModel, classifie
     scores = clients_by_hand(classifier, adapters, {}, lambda _: TEST)
     assert len({round(s["loss"], 4) for s in scores.values()}) == 3, "the clients differ"
     clients = [Client(name, 4) for name in RANKS]
+    with pytest.raises(NoGlobalModel, match="Evaluate the clients"):
+        ModelEvaluator(model, TEST, clients).evaluate(server, records[-1].state)
     got = ModelEvaluator(model, TEST, clients, target="clients").evaluate(server, records[-1].state)
     assert got == pytest.approx(summary(scores), rel=1e-3)
 
@@ -252,17 +238,13 @@ def test_clients_are_measured_on_the_common_set_too_where_that_is_asked(model: A
     assert both.measure_clients(server, records[-1].state)["b"] != common["b"]
 
 
-def test_a_cut_text_that_is_common_and_a_clients_own_counts_once(model: AdaptedModel) -> None:
-    """As in a run with a file for each client, whose common set is all own ones. By hand: 3 tokens are left of [CLS],
-    five words and [SEP], in both of b's texts; one text is of the common set alone, and short."""
-    own = TextData("classification", ("w1 w2 w3 w4 w5", "w5 w4 w3 w2 w1"), labels=(0, 1), label_names=LABELS)
-    short = TextData("classification", ("w1",), labels=(0,), label_names=LABELS)
-    evaluator = ModelEvaluator(model, TextData.concat([own, short]), [Client("b", 2)], own={"b": own}, max_length=3)
-    assert evaluator.cut() == {"read": Cut(3, 2, 8)}
-
-
-def test_a_text_longer_than_the_model_can_read_is_refused(model: AdaptedModel) -> None:
-    """The tiny BERT has 16 positions; among short texts, one of 20 words is 22 tokens."""
+def test_what_is_cut_is_counted_and_what_the_model_cannot_read_is_refused(model: AdaptedModel) -> None:
+    """By hand: 3 tokens are left of [CLS], five words and [SEP], in two of three texts. The tiny BERT has 16 positions;
+    among short texts, one of 20 words is 22 tokens."""
+    texts = ("w1 w2 w3 w4 w5", "w5 w4 w3 w2 w1", "w1")
+    data = TextData("classification", texts, labels=(0, 1, 0), label_names=LABELS)
+    assert ModelEvaluator(model, data, [], max_length=3).cut() == {"read": Cut(3, 2, 8)}
+    assert ModelEvaluator(model, data, [], max_length=9).cut() == {}
     long = TextData("classification", ("w1", " ".join(["w1"] * 20)), labels=(0, 1), label_names=LABELS)
     with pytest.raises(ConfigError, match=r"22 tokens, .*16 positions"):
         ModelEvaluator(model, long, [], max_length=64)

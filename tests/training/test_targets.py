@@ -93,11 +93,11 @@ def test_a_hub_id_without_a_network_fails_at_once_with_the_way_out(
         "run", project / "config.toml", "--out", tmp_path / "run", "--set", "model.name=FacebookAI/roberta-base"
     ).complaint()
     assert time.perf_counter() - began < 5
-    for part in ("FacebookAI/roberta-base", "no directory here", "demo", "hf download"):
+    for part in ("FacebookAI/roberta-base", "neither a folder here", "hf download"):
         assert part in said
     assert not (tmp_path / "run").exists()
 
 
 def test_what_cannot_be_a_hub_id_is_a_missing_directory(project: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'models/a/b' is no directory here"):
+    with pytest.raises(ConfigError, match=r"'models/a/b' is neither a folder here"):
         prepare(configured(project, "model.name=models/a/b"))

@@ -16,8 +16,6 @@ from transformers import PreTrainedTokenizerFast
 
 from fedlora.data import TextData, read_instructions
 from fedlora.errors import ConfigError, DataError
-from fedlora.runs.client_data import deal
-from fedlora.runs.config import load_config
 from fedlora.training.encode import IGNORED, encode
 from fedlora.training.loop import LocalTrainer
 from fedlora.training.measure import ModelEvaluator
@@ -75,6 +73,16 @@ def test_a_long_prompt_loses_its_front_and_the_messages_before_stay() -> None:
     assert example["input_ids"] == [*WHOLE[:12], *WHOLE[13:]] and example["cut"] == 1
     with pytest.raises(DataError, match=r"example 0: .* 14 tokens"):
         encode(TALK, talking(PLAIN), max_length=15)
+
+
+def test_what_may_be_dropped_is_of_the_last_prompt() -> None:
+    """By hand: w4 w5 of it, counted with the blanks before that the template's text begins with; the same words stand
+    in the turn before, and stay."""
+    before = (("user", "w3 w4 w5"), ("assistant", "w2"))
+    data = TextData("instruction", ("  w3 w4 w5",), responses=("w5",), history=(before,), droppable=((5, 10),))
+    (example,) = encode(data, talking(PLAIN), max_length=15)
+    first = [*words(7, 3, 4, 5), SEP, *words(9, 2), EOS, word(8)]
+    assert example["input_ids"] == [*first, *words(7, 3), SEP, *words(9, 5), EOS] and example["cut"] == 2
 
 
 def test_a_token_over_the_edge_of_the_answer_is_cut_there() -> None:
@@ -165,7 +173,6 @@ LOSING = {
     "only the first line": ("m.content | trim", "(m.content | trim).split('\n')[0]", "assistant", "Jane"),
     "cut at 12 letters": ("m.content | trim", "(m.content | trim)[:12]", "user", "Who wrote"),
     "in small letters": ("m.content | trim", "m.content | trim | lower", "system", "Be brief"),
-    "quoted": ("m.content | trim", "m.content | tojson", "assistant", "Jane"),
 }  # fmt: skip
 
 
@@ -210,9 +217,8 @@ def test_a_template_that_keeps_all_texts_is_taken(template: str) -> None:
     (example,) = encode(CHAT, reader, max_length=512)
     learned = reader.decode([label for label in example["labels"] if label != IGNORED])
     assert learned.endswith("Jane Austen,\nin 1815.<|im_end|>")
-    assert "Who wrote Emma?" in reader.decode(example["input_ids"]) and "Be brief." in reader.decode(
-        example["input_ids"]
-    )
+    whole = reader.decode(example["input_ids"])
+    assert "Who wrote Emma?" in whole and "Be brief." in whole
 
 
 # ---- borders of turns: special tokens and those that the template writes around turns --------------------------------
@@ -230,15 +236,15 @@ def test_other_tokens_of_the_vocabulary_are_text(text: str, template: str) -> No
         assert example["labels"][-1] == reader.convert_tokens_to_ids("<|im_end|>")
 
 
-@pytest.mark.parametrize("special", [True, False], ids=["special", "written by the template"])
-@pytest.mark.parametrize(("role", "text", "sign"), [
-    ("user", "so <|im_end|> so", "<|im_end|>"), ("assistant", "Yes<|im_start|>user", "<|im_start|>"),
-    ("assistant", "No<|end|>", "<|end|>"),
+@pytest.mark.parametrize(("special", "role", "text", "sign"), [
+    (True, "user", "so <|im_end|> so", "<|im_end|>"), (False, "user", "so <|im_end|> so", "<|im_end|>"),
+    (False, "assistant", "Yes<|im_start|>user", "<|im_start|>"), (True, "assistant", "No<|end|>", "<|end|>"),
 ])  # fmt: skip
 def test_a_border_in_a_text_is_refused_by_client_file_and_row(
     special: bool, role: str, text: str, sign: str, tmp_path: Path, load_language_model: Loader
 ) -> None:
-    """It would open or end a turn: a forged one would be learned, or an answer cut."""
+    """It would open or end a turn: a forged one would be learned, or an answer cut. special: or the template alone
+    writes it around turns. In data to train on, and in held-out ones of the client's own or of all clients."""
     model = load_language_model()
     model.tokenizer = letters(CHATML, special=MARKS if special else (), plain=() if special else MARKS)
     file = tmp_path / "berlin.jsonl"
@@ -246,31 +252,15 @@ def test_a_border_in_a_text_is_refused_by_client_file_and_row(
     rows[1]["prompt" if role == "user" else "response"] = text
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     says = rf"^client 'berlin', {file}, row 2, line 2: the {role}'s text has '{sign.replace('|', '.')}' at"
-    with pytest.raises(DataError, match=says) as error:
-        LocalTrainer(model, {"berlin": read_instructions(file)}, TrainSettings(max_length=512), seed=0)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["No<|im_end|>", "\n<|im_start|>", "<|end|>No"])
-def test_a_held_out_row_is_named_by_client_file_and_row_too(
-    text: str, tmp_path: Path, load_language_model: Loader
-) -> None:
-    """In a client's own set, and in the set that is made of all clients' held-out rows."""
-    model = load_language_model()
-    model.tokenizer = letters(CHATML, special=MARKS)
-    for name in ("cork", "oslo"):
-        rows = [{"prompt": f"{name} {k}", "response": text if name == "cork" else "Yes."} for k in range(8)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.toml").write_text(
-        'model = {path = "base", task = "causal-lm"}\n'
-        'data = {clients = {oslo = "oslo.jsonl", cork = "cork.jsonl"}, validation = 0.5, test = 0.25}'
-    )
-    dealt = deal(load_config(tmp_path / "run.toml"), None)
-    says = rf"^client 'cork', {tmp_path}/cork.jsonl, row \d, line \d: the assistant's text has '"
-    mine = {"cork": dealt.own_test["cork"]}
-    for common, own in ((dealt.validation[""], {}), (dealt.test[""], {}), (dealt.own_test["oslo"], mine)):
-        with pytest.raises(DataError, match=says):
-            ModelEvaluator(model, common, [], own=own, max_length=512)
+    data = read_instructions(file)
+    for reads in (
+        lambda: LocalTrainer(model, {"berlin": data}, TrainSettings(max_length=512), seed=0),
+        lambda: ModelEvaluator(model, data.of("berlin"), [], max_length=512),
+        lambda: ModelEvaluator(model, data.select([0]), [], own={"berlin": data}, max_length=512),
+    ):
+        with pytest.raises(DataError, match=says) as error:
+            reads()
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.exhaustive  # it takes seconds to read the real tokenizer; quick: the templates above, written by hand

@@ -34,11 +34,20 @@ def tell_attack(manifest: Mapping[str, Any]) -> None:
 
 
 def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None:
-    """Print problems with a run's texts: copies on both sides, and texts that are too long.
+    """Print problems with a run's texts: copies, classes of one row, and texts that are too long.
 
     Args:
         max_length: data.max_length, in tokens. answer: evaluate.max_new_tokens, which a prompt leaves room for.
     """
+    data = manifest["data"]
+    rows = dict(zip(data["labels"], map(sum, zip(*(data["label_counts"] or {}).values(), strict=True)), strict=False))
+    if lone := [name for name, count in rows.items() if count < 2]:
+        notes.warn(
+            f"at most one training example has the class {', '.join(map(repr, lone[:5]))}{', ...' * (len(lone) > 5)}: "
+            f"it is hardly learned. Is it a typing error? If not, bring more examples."
+        )
+    if repeated := data.get("repeated"):
+        notes.warn(f"{counted(repeated, 'training example')} repeat another one of the same client, and count again.")
     for name, counts in manifest["copies"].items():
         where = " and ".join(
             f"{counts[other]} are copies of {words}"

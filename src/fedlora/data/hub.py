@@ -6,6 +6,8 @@ newest state). Without one a folder's name is a path on this machine, so that a 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import re
 import urllib.parse
@@ -19,9 +21,11 @@ PREFIX = "hf://"
 _PARTS = ("config", "split", "revision")
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "labels.json", "upload.json")
-MODEL_FILES = (
-    "*.json", "*.jsonl", "*.safetensors", "*.model", "*.spm", "*.tiktoken", "*.txt", "*.jinja", "*.md", "LICENSE*",
+MODEL_TEXTS = (  # what a loader may read of a model besides its weights; .py of models whose code comes with them
+    "*.json", "*.model", "vocab*.txt", "merges*.txt", "dict*.txt", "*.jinja", "*.spm", "*.codes", "*.tiktoken", "*.py",
+    "additional_chat_templates/*.jinja",
 )  # fmt: skip
+_SECONDS = 5.0  # for the hub's answer
 _OTHER_COPIES = ("consolidated*", "original/*", "onnx/*", "openvino/*")  # the same weights for other programs
 _NAMED = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@(\w[\w.-]*(?:/\w[\w.-]*)*)", re.ASCII)
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?")
@@ -44,34 +48,56 @@ def repository_of(folder: str | os.PathLike[str]) -> str | None:
     return found[1].replace("--", "/", 1) if found else None
 
 
-def local_folder(given: str | os.PathLike[str], files: Sequence[str]) -> Path:
-    """The folder itself, if it is a path; for owner/name@revision, unless there is such a path, the hub's snapshot.
+def snapshot(repository: str, revision: str | None, files: Sequence[str]) -> Path:
+    """The hub's snapshot on this machine, downloaded if missing; without a network, the cached one.
 
-    files: patterns of the files to download, such as `ADAPTER_FILES`.
+    files: patterns of the files to download.
 
     Raises:
-        ConfigError: the hub has no such repository, revision or files, or cannot be reached and they are not cached.
+        ConfigError: the hub has no such repository or revision, or cannot be reached and it is not cached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(
+            snapshot_download(
+                repository, revision=revision, allow_patterns=list(files), ignore_patterns=list(_OTHER_COPIES),
+                etag_timeout=_SECONDS,
+            )
+        )  # fmt: skip
+    except Exception as error:  # the transport's exceptions change from version to version
+        cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
+        at, flag = ("", "") if revision is None else (f" at revision {revision}", f" --revision {revision}")
+        raise ConfigError(
+            f"{repository!r}{at} is neither a folder here (relative paths start at the config's) nor cached, and the "
+            f"hub does not give it: {type(cause).__name__}: {first_line(cause)}. A private one needs `hf auth login`; "
+            f"without a network, call `hf download {repository}{flag} --local-dir DIRECTORY` where there is one, and "
+            f"give DIRECTORY."
+        ) from error
+
+
+def model_snapshot(repository: str, revision: str | None, *, weights: bool = True) -> Path:
+    """`snapshot` of a model. weights: False: only the small files, such as configuration and tokenizer."""
+    texts = [*MODEL_TEXTS, "README.md"]  # which has the licence
+    found = snapshot(repository, revision, [*texts, *(["model*.safetensors"] if weights else [])])
+    if weights and not any(found.glob("model*.safetensors")):
+        return snapshot(repository, revision, ["pytorch_model*.bin"])
+    return found
+
+
+def local_folder(given: str | os.PathLike[str], files: Sequence[str]) -> Path:
+    """The folder itself, if it is a path; for owner/name@revision, unless there is such a path, the hub's `snapshot`.
+
+    Raises:
+        ConfigError: as `snapshot`; or the repository has none of the files.
     """
     named = repository_and_revision(os.fspath(given))
     if named is None or os.path.lexists(given):
         return Path(given)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    repository, revision = named
-    try:
-        found = Path(snapshot_download(repository, revision=revision, allow_patterns=list(files),
-                                       ignore_patterns=list(_OTHER_COPIES)))  # fmt: skip
-    except Exception as error:  # the transport's exceptions change from version to version
-        cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
-        raise ConfigError(
-            f"{repository} at revision {revision} is not cached here, and the hub does not give it: "
-            f"{type(cause).__name__}: {first_line(cause)}. A private one needs `hf auth login`; without a network, "
-            f"call `hf download {repository} --revision {revision} --local-dir DIRECTORY` where there is one, and give "
-            f"DIRECTORY."
-        ) from error
-    if not found.is_dir() or not any(found.iterdir()):
-        raise ConfigError(f"{repository} on the hub has none of {', '.join(files)} at revision {revision}.")
+    found = snapshot(*named, files)
+    if not any(found.glob("*")):
+        raise ConfigError(f"{named[0]} on the hub has none of {', '.join(files)} at revision {named[1]}.")
     return found
 
 
@@ -86,7 +112,15 @@ def hub_data_set(address: str) -> tuple[Any, str]:
     Raises:
         DataError: no such address, `datasets` is not installed, or the hub cannot be reached (reported within seconds).
     """
-    name, config, split, revision = hub_source(address)
+    name, _, query = address.removeprefix(PREFIX).partition("?")
+    pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
+    given = dict(pairs)
+    if not name or len(given) < len(pairs) or not all(given.values()) or given.keys() - _PARTS:
+        raise DataError(
+            f"{address!r} is not the address of a data set: write hf://owner/name, followed if needed by "
+            f"?config=...&split=...&revision=..., each with a value."
+        )
+    config, split = given.get("config"), given.get("split", "train")
     where = f"the data set {'/'.join(filter(None, (name, config)))}, split {split!r}"
     try:
         from datasets import load_dataset
@@ -95,8 +129,8 @@ def hub_data_set(address: str) -> tuple[Any, str]:
         raise DataError("data from the hub needs the library datasets: pip install 'fedlora[hub]'.") from error
     try:
         if not constants.HF_HUB_OFFLINE:  # one request: without a network, `datasets` would retry for half a minute
-            get_session().head(constants.ENDPOINT, timeout=5)
-        return load_dataset(name, config, split=split, revision=revision), where
+            get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+        return load_dataset(name, config, split=split, revision=given.get("revision")), where
     except Exception as error:  # datasets passes on any transport exception
         raise DataError(
             f"{where} cannot be loaded from the hub: {first_line(error)}. Offline, give local files instead (a "
@@ -104,17 +138,17 @@ def hub_data_set(address: str) -> tuple[Any, str]:
         ) from error
 
 
-def hub_source(address: str) -> tuple[str, str | None, str, str | None]:
-    """An address's name, config, split and revision. Raises `DataError` for any other query parameter."""
-    name, _, query = address.removeprefix(PREFIX).partition("?")
-    pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
-    parts = dict(pairs)
-    if not name or len(parts) < len(pairs) or not all(parts.values()) or parts.keys() - _PARTS:
-        raise DataError(
-            f"{address!r} is not the address of a data set: write hf://owner/name, followed if needed by "
-            f"?config=...&split=...&revision=..., each with a value."
-        )
-    return name, parts.get("config"), parts.get("split", "train"), parts.get("revision")
+def file_digest(file: Path) -> str:
+    """SHA-256 (hex) of a file, read again only if its size or times change. Raises `OSError`."""
+    real = file.resolve()
+    found = real.stat()
+    return _of_file(str(real), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+
+@functools.cache
+def _of_file(path: str, *_: int) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def first_line(error: Exception) -> str:
@@ -123,6 +157,6 @@ def first_line(error: Exception) -> str:
 
 
 __all__ = [
-    "ADAPTER_FILES", "MODEL_FILES", "first_line", "hub_data_set", "hub_source", "is_hub", "local_folder",
-    "repository_and_revision", "repository_of",
+    "ADAPTER_FILES", "MODEL_TEXTS", "file_digest", "first_line", "hub_data_set", "is_hub", "local_folder",
+    "model_snapshot", "repository_and_revision", "repository_of",
 ]  # fmt: skip

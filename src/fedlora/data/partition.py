@@ -48,7 +48,12 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
         >>> sum(len(part) for part in parts)
         100
     """
-    y = _as_labels(labels)
+    y = np.asarray(labels)
+    if y.ndim != 1 or y.size == 0 or y.dtype.kind not in "iu" or y.min() < 0:
+        raise DataError(
+            f"labels must be one non-empty list of whole numbers >= 0, the class of each example; got {y.dtype} of "
+            f"shape {y.shape}. `read_classification` numbers classes; data without classes are partitioned by iid()."
+        )
     if not (math.isfinite(alpha) and alpha > 0) or min_size < 0:
         raise DataError(f"alpha must be a finite number > 0, and min_size >= 0; got {alpha} and {min_size}.")
     if clients < 1 or clients * min_size > y.size:
@@ -106,37 +111,4 @@ def iid(size: int, clients: int, *, seed: int) -> list[Indices]:
     return np.array_split(rng.permutation(size).astype(np.int64), clients)
 
 
-def label_counts(labels: Labels, parts: Sequence[Indices]) -> NDArray[np.int64]:
-    """How many examples of each class each client holds. Rows sum to client sizes, columns to class sizes.
-
-    Args:
-        labels: (N,) whole numbers >= 0.
-        parts: for each client an array of indices below N, from `dirichlet` or `iid`.
-
-    Returns:
-        (clients, classes) counts, int64; classes = max(labels) + 1, so a class without examples has a zero column.
-
-    Raises:
-        DataError: labels are not whole numbers >= 0. IndexError: an index beyond them.
-
-    Example:
-        >>> label_counts([0, 0, 1, 1], [[0, 2, 3], [1]]).tolist()
-        [[1, 2], [1, 0]]
-    """
-    y = _as_labels(labels)
-    classes = int(y.max()) + 1
-    return np.stack([np.bincount(y[np.asarray(part, dtype=np.int64)], minlength=classes) for part in parts])
-
-
-def _as_labels(labels: Labels) -> NDArray[np.int64]:
-    y = np.asarray(labels)
-    if y.ndim != 1 or y.size == 0 or y.dtype.kind not in "iu" or y.min() < 0:
-        raise DataError(
-            f"labels must be one non-empty list of whole numbers >= 0, the class of each example; got {y.dtype} of "
-            f"shape {y.shape}{f', at least {y.min()}' if y.size and y.dtype.kind in 'iu' else ''}. "
-            f"`read_classification` numbers classes; data without classes are partitioned by iid()."
-        )
-    return y.astype(np.int64)
-
-
-__all__ = ["dirichlet", "iid", "label_counts"]
+__all__ = ["dirichlet", "iid"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from fedlora.data.labels import decode_labels
 from fedlora.data.tables import open_table
-from fedlora.data.text import ROLES, Message, TextData
+from fedlora.data.text import Message, TextData
 from fedlora.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,15 +20,14 @@ CHAT = "messages"  # the default column for conversations
 
 def read_classification(
     source: str | os.PathLike[str] | Dataset, *, text: str, label: str, text_pair: str | None = None,
-    label_names: Sequence[str] | None = None, agreed: bool = False, key: str = "label_names",
+    label_names: Sequence[str] | None = None, key: str = "label_names",
 ) -> TextData:  # fmt: skip
     """Read a classification task, one example per row. Give `label_names` whenever you read several files of one task:
     without it, each file numbers the classes it happens to contain.
 
-    Labels are names or whole numbers; true and false are names. Without label_names the classes are the values that
-    occur: names alphabetically, whole numbers by size; labels that look alike, or are of both kinds, are refused. With
-    label_names, a label is looked up as a name; a whole number is taken as an index, unless some label name is itself a
-    number (then only names count). A ClassLabel column of `datasets` brings its own names.
+    A label is a name, as it is written; 0 and true are names too. Without label_names the classes are the values that
+    occur: names alphabetically, whole numbers by size; labels that look alike are refused. With label_names, each row
+    must have one of them. A ClassLabel column of `datasets` brings its own names.
 
     Args:
         source: a UTF-8 file, .jsonl or .json (one object per line), .csv or .tsv (a header row, Excel's quoting, the
@@ -38,8 +37,6 @@ def read_classification(
         text, label, text_pair: the columns of the sentence, of the class, and of the second sentence, if the task has
         one.
         label_names: the classes, by index.
-        agreed: several parties agreed on label_names: each row must have one of these names; an index is refused,
-            since it could follow another party's order.
         key: the user's name for label_names in error messages: "label_names" or "data.label_names".
 
     Raises:
@@ -54,7 +51,7 @@ def read_classification(
     columns = [text, label] if text_pair is None else [text, label, text_pair]
     table = open_table(source, columns).having(columns)
     given = table.classes.get(label) if label_names is None else label_names
-    labels, names = decode_labels(table.name, table.cells(label), given, agreed=agreed, key=key)
+    labels, names = decode_labels(table.name, table.cells(label), given, key)
     return TextData(
         "classification", table.texts(text), pair=None if text_pair is None else table.texts(text_pair), labels=labels,
         label_names=names,
@@ -80,8 +77,8 @@ def read_instructions(
         messages: the column of conversations. None: "messages", if the rows have it and not both of the others.
 
     Raises:
-        DataError: as in `read_classification`; ambiguous rows; a message that is not a role and a text; a conversation
-            that starts with the assistant or does not end with an answer. The message names row, line and message.
+        DataError: as in `read_classification`; ambiguous columns; a message that is not a role and a text; a
+            conversation that starts with the assistant or does not end with an answer, with row and message.
 
     Example:
         >>> _ = Path("ask.jsonl").write_text('{"prompt": "2 + 2?", "response": "4"}\\n')
@@ -117,17 +114,13 @@ def _conversation(where: str, value: object, column: str) -> tuple[Message, ...]
             f'[{{"role": "user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]; it is {value!r:.60}.'
         )
     turns = tuple(_message(f"{where}, message {k + 1}", message) for k, message in enumerate(value))
-    roles = [role for role, _ in turns]
-    spoken = roles[1:] if roles[0] == "system" else roles
-    if "system" in spoken:
-        raise DataError(f"{where}: a system message can only come first.")
-    if spoken[:1] != ["user"] or spoken[-1] != "assistant":
+    roles = " ".join(role for role, _ in turns)
+    if not re.fullmatch(r"(system )?(user )+(assistant (user )+)*assistant", roles):
         raise DataError(
-            f"{where}: a conversation begins with the user (after a system message, if there is one) and ends with the "
-            f"assistant's answer, which is learned; its roles are {', '.join(roles)}. Drop what stands outside."
+            f"{where}: a conversation begins with the user (after a system message, if there is one), has one answer "
+            f"at a time, and ends with the assistant's, which is learned; its roles are {roles}. Drop what stands "
+            f"outside."
         )
-    if any(pair == ("assistant", "assistant") for pair in pairwise(spoken)):
-        raise DataError(f"{where}: two messages from the assistant in a row, so it is unclear where the first ends.")
     return turns
 
 
@@ -140,8 +133,8 @@ def _message(where: str, message: object) -> Message:
             f"supported. Drop them from the file if they mean nothing, or drop the row."
         )
     role, content = message["role"], message["content"]
-    if role not in ROLES:
-        raise DataError(f"{where}: the role {role!r} is not one of {', '.join(ROLES)}.")
+    if role not in ("system", "user", "assistant"):
+        raise DataError(f"{where}: the role {role!r} is not one of system, user, assistant.")
     if not content.strip():
         raise DataError(f"{where}: the {role}'s content is empty. Fill it in, or drop the message.")
     return role, content

@@ -28,7 +28,7 @@ class Rows:
     @classmethod
     def left(cls, file: Path, whole: TextData, part: TextData) -> Rows:
         """The rows of a file that are in `part` of it, as they are there: with all columns. whole: its examples."""
-        wanted, table = Counter(digests(part)), open_table(file, [])
+        wanted, table = Counter(digests(part)), open_table(file)
         found = []
         for one, (_, row) in zip(digests(whole), table.rows, strict=True):
             if wanted[one]:

@@ -12,12 +12,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedlora.data.hub import first_line, hub_data_set, is_hub
-from fedlora.errors import DataError, repeated
+from fedlora.errors import DataError, counted, repeated
 from fedlora.given_files import half_the_memory, opened, parse_json, read_given
 
 if TYPE_CHECKING:
@@ -61,8 +60,7 @@ class Table:
                 raise DataError(f"{self.name} has no column {column!r}; it has {list(self.columns[:20])}.")
             empty = [where for where, row in self.rows if row.get(column) is None or not str(row[column]).strip()]
             if empty:
-                more = f", and in {'; '.join(empty[1:6])}{'; ...' * (len(empty) > 6)}" * (len(empty) > 1)
-                raise DataError(f"{self.name}, {empty[0]}: {column!r} is empty{more}. Fill it in, or drop the row.")
+                raise DataError(f"{self.name}, {_all_of(empty)}: {column!r} is empty. Fill it in, or drop the row.")
         return self
 
     def cells(self, column: str) -> list[tuple[str, object]]:
@@ -71,22 +69,24 @@ class Table:
 
     def texts(self, column: str) -> tuple[str, ...]:
         """A column's values. Raises `DataError` if one is not a string."""
+        found = []
         for where, value in self.cells(column):
             if not isinstance(value, str):
                 raise DataError(
                     f"{self.name}, {where}: {column!r} must be a string; got {type(value).__name__} {value!r:.60}."
                 )
-        return tuple(str(value) for _, value in self.cells(column))
+            found.append(value)
+        return tuple(found)
 
 
-def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str]) -> Table:
+def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str] | None = None) -> Table:
     """A source's rows: a file by its suffix, "hf://..." or a `datasets.Dataset`.
 
     Args:
-        columns: those to read of a typed source; text files are read whole.
+        columns: those to read of a typed source; None: all. Text files are read whole.
 
     Raises:
-        DataError: no such file, unknown suffix, not UTF-8, a malformed row, no rows. The message names row and line.
+        DataError: no such file, unknown suffix, not UTF-8, malformed rows, no rows. The message names row and line.
     """
     if is_hub(source):
         return _dataset_table(*hub_data_set(str(source)), columns)
@@ -115,22 +115,24 @@ def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str])
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
     if suffix in _SEPARATORS:
-        header, found = _csv_rows(file, content, _SEPARATORS[suffix])
-    else:
-        found = _json_rows(file, content)
-        header = list(dict.fromkeys(name for _, row in found for name in row))
-    return Table(str(file), tuple(header), [(f"row {k}, line {n}", row) for k, (n, row) in enumerate(found, start=1)])
+        return _csv_table(str(file), content, _SEPARATORS[suffix])
+    return _json_table(str(file), content)
+
+
+def _all_of(places: Sequence[str]) -> str:
+    """The first places, and how many there are."""
+    return "; ".join(places[:5]) + (f"; ... ({len(places)} such rows)" if len(places) > 5 else "")
 
 
 # ---------------------------------------------------------------------------------------------------------- text files
 
 
-def _json_rows(file: Path, content: str) -> list[tuple[int, dict[str, object]]]:
-    """(line, object) for each line that is not blank."""
+def _json_table(name: str, content: str) -> Table:
+    """An object for each line that is not blank."""
     advice = 'Each line must be one example such as {"text": "...", "label": 0}: repair or drop that line.'
     if content.lstrip().startswith("["):
         advice = "The file is one JSON array: convert it with `jq -c '.[]'`."
-    rows = []
+    rows: Rows = []
     for line, text in enumerate(content.split("\n"), start=1):  # splitlines() would also split at U+2028 and U+0085
         if text.strip():
             try:
@@ -138,42 +140,41 @@ def _json_rows(file: Path, content: str) -> list[tuple[int, dict[str, object]]]:
                 if not isinstance(value, dict):
                     raise ValueError(f"it holds a {type(value).__name__}")
             except ValueError as error:
-                raise DataError(f"{file}, line {line} is not a JSON object on one line: {error}. {advice}") from error
-            rows.append((line, value))
-    return rows
+                raise DataError(f"{name}, line {line} is not a JSON object on one line: {error}. {advice}") from error
+            rows.append((f"row {len(rows) + 1}, line {line}", value))
+    return Table(name, tuple(dict.fromkeys(column for _, row in rows for column in row)), rows)
 
 
-def _csv_rows(file: Path, content: str, usual: str) -> tuple[list[str], list[tuple[int, dict[str, object]]]]:
-    """The header, and (first line, fields by header name) for each row; None for a missing field."""
+def _csv_table(name: str, content: str, usual: str) -> Table:
+    """The rows by the header's names, each with the line where it begins. Lines without a field are skipped."""
     separator, first = _separator(content, usual)
     limit = csv.field_size_limit(_FIELD)  # a process-wide setting, restored below
-    header: list[str] = []
-    rows: list[tuple[int, dict[str, object]]] = []
+    found: list[tuple[int, list[str]]] = []
     line = first
+    text = io.StringIO(content.split("\n", first - 1)[-1], newline="")
     try:
-        reader = csv.reader(
-            io.StringIO(content.split("\n", first - 1)[-1], newline=""), delimiter=separator, strict=True
-        )
+        reader = csv.reader(text, delimiter=separator, strict=True)
         for fields in reader:
-            if fields and header:
-                if len(fields) > len(header):
-                    raise DataError(
-                        f"{file}, row {len(rows) + 1}, line {line} has {len(fields)} fields, but the header has "
-                        f"{len(header)}: {header[:20]}. A field that contains the separator {separator!r} must be in "
-                        f"double quotes."
-                    )
-                rows.append((line, dict(zip_longest(header, fields))))
-            elif fields:
-                header = fields
+            if fields:
+                found.append((line, fields))
             line = reader.line_num + first
     except csv.Error as error:
         raise DataError(
-            f"{file}, row starting at line {line}: {error}. A field that begins with a double quote must end with one, "
+            f"{name}, row starting at line {line}: {error}. A field that begins with a double quote must end with one, "
             f"and quotes inside it are doubled. Is this a file without quoting, as GLUE's .tsv are? Write it as .jsonl."
         ) from error
     finally:
         csv.field_size_limit(limit)
-    return header, rows
+    header, rows = (found[0][1], found[1:]) if found else ([], [])
+    places = [f"row {k}, line {at}" for k, (at, _) in enumerate(rows, start=1)]
+    counts = [len(fields) for _, fields in rows]
+    if odd := [f"{at} has {counted(n, 'field')}" for at, n in zip(places, counts, strict=True) if n != len(header)]:
+        raise DataError(
+            f"{name}: {_all_of(odd)}, but the header has {len(header)}: {header[:20]}. A field that contains the "
+            f"separator {separator!r} must be in double quotes."
+        )
+    made = [dict[str, object](zip(header, fields, strict=True)) for _, fields in rows]
+    return Table(name, tuple(header), list(zip(places, made, strict=True)))
 
 
 def _separator(content: str, usual: str) -> tuple[str, int]:
@@ -190,7 +191,7 @@ def _separator(content: str, usual: str) -> tuple[str, int]:
 # ------------------------------------------------------------------------------------------------------- typed sources
 
 
-def _parquet_table(file: Path, columns: Sequence[str]) -> Table:
+def _parquet_table(file: Path, columns: Sequence[str] | None) -> Table:
     """Those of these columns that a Parquet file has."""
     try:
         import pyarrow.parquet  # type: ignore[import-untyped]
@@ -200,31 +201,24 @@ def _parquet_table(file: Path, columns: Sequence[str]) -> Table:
         raise DataError(f"{file}: Parquet needs pyarrow and datasets: pip install 'fedlora[hub]'.") from error
     with opened(file) as stream:
         try:
-            found = pyarrow.parquet.ParquetFile(stream)
-            names = found.schema_arrow.names
-            table = found.read(columns=[name for name in dict.fromkeys(names) if name in columns])
+            table = pyarrow.parquet.ParquetFile(stream).read()
             table.validate(full=True)
-            if table.num_rows != found.metadata.num_rows:
-                raise ValueError(f"it announces {found.metadata.num_rows:,} rows but holds {table.num_rows:,}")
-            read = _dataset_table(Dataset(InMemoryTable(table)), str(file), columns)
+            return _dataset_table(Dataset(InMemoryTable(table)), str(file), columns)
         except DataError:
             raise
         except Exception as error:  # pyarrow and datasets raise whatever a damaged file makes them stumble over
             raise DataError(f"{file} cannot be read as Parquet: {first_line(error)}. Write it again.") from error
-    return Table(read.name, tuple(names), read.rows, read.classes)
 
 
-def _dataset_table(dataset: Any, name: str, columns: Sequence[str]) -> Table:
+def _dataset_table(dataset: Any, name: str, columns: Sequence[str] | None) -> Table:
     """Those of these columns that a `datasets.Dataset` has. A ClassLabel column is returned as class names."""
-    if isinstance(dataset, Mapping):
-        raise DataError(f"{name} is a dictionary of the splits {sorted(dataset)}; use one of them: data['train'].")
-    if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__") or isinstance(dataset, Mapping):
         raise DataError(
-            f"{name} is a {type(dataset).__name__}, not a datasets.Dataset: the rows of a stream cannot be counted and "
-            f"distributed. Load it without streaming=True."
+            f"{name} is a {type(dataset).__name__}, not a datasets.Dataset: of a dictionary of splits give one, "
+            f"data['train']; a stream's rows cannot be counted and dealt out, load it without streaming=True."
         )
     dataset = dataset.with_format(None)  # Python's numbers, whatever format the user set
-    values = {c: list(dataset[c]) for c in dataset.column_names if c in columns}
+    values = {c: list(dataset[c]) for c in dataset.column_names if columns is None or c in columns}
     classes = {c: tuple(names) for c in values if (names := getattr(dataset.features[c], "names", None))}
     for column, names in classes.items():
         odd = next((k for k, v in enumerate(values[column]) if v is not None and not 0 <= v < len(names)), None)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from fedlora.errors import DataError
 
 Message = tuple[str, str]  # (role, content)
-ROLES = ("system", "user", "assistant")
 _EXTRAS = ("references", "droppable", "history")
 _PER_EXAMPLE = ("text", "pair", "labels", "responses", *_EXTRAS, "places")
+_OF_KIND = {"classification": ("labels", ("pair",)), "instruction": ("responses", _EXTRAS)}
 _PLAIN: dict[str, Callable[[Any], tuple[Any, ...]]] = {  # field -> conversion from lists and NumPy numbers
     **dict.fromkeys(("text", "pair", "responses", "label_names", "places"), tuple),
     "labels": lambda labels: tuple(map(operator.index, labels)),
@@ -78,26 +78,19 @@ class TextData:
         lengths = {name: len(values) for name, values in self._columns().items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"every field of TextData needs one entry per example; got lengths {lengths}.")
-        theirs = {"classification": ("labels",), "instruction": ("responses",)}.get(self.kind)
-        more = ("pair",) if self.kind == "classification" else _EXTRAS
+        theirs, more = _OF_KIND.get(self.kind, ("?", ()))
         given = {*lengths} - {"text", "places"}
-        if theirs is None or not given.issuperset(theirs) or given - {*theirs, *more}:
+        if theirs not in given or given - {theirs, *more} or bool(self.label_names) != (theirs == "labels"):
             raise DataError(
-                f"a TextData is 'classification' with labels (and pair), or 'instruction' with responses (and "
-                f"references, droppable, history); got {self.kind!r} with {sorted(given)}."
+                f"a TextData is 'classification' with labels and label_names (and pair), or 'instruction' with "
+                f"responses (and references, droppable, history); got {self.kind!r} with {sorted(given)} and "
+                f"{len(self.label_names)} label_names."
             )
-        if bool(self.label_names) != (self.kind == "classification"):
-            raise DataError("classification data have label_names, and instructions none.")
-        wrong = [i for i, y in enumerate(self.labels or ()) if not 0 <= y < len(self.label_names)]
-        if wrong and self.labels:
+        odd = [k for k, y in enumerate(self.labels or ()) if not 0 <= y < len(self.label_names)]
+        if odd:
             raise DataError(
-                f"example {wrong[0]} has label {self.labels[wrong[0]]}, but there are {len(self.label_names)} "
-                f"label_names, so labels are 0..{len(self.label_names) - 1}."
+                f"example {odd[0]} has no label in 0..{len(self.label_names) - 1}, as label_names has them."
             )
-        if not all(self.references or ()):
-            raise DataError("an example without any reference cannot be scored; give at least one answer each.")
-        if odd := {role for before in self.history or () for role, _ in before} - {*ROLES}:
-            raise DataError(f"a role in a history must be system, user or assistant; got {sorted(odd)[0]!r}.")
 
     def __len__(self) -> int:
         return len(self.text)
@@ -130,15 +123,14 @@ class TextData:
             indices: (n,) whole numbers in [0, N). Not a boolean mask: use np.flatnonzero(mask).
 
         Raises:
-            DataError: an index is outside [0, N), or `indices` is not a list of whole numbers.
+            DataError: `indices` is no list of whole numbers, or one is outside [0, N).
         """
         index = np.asarray(indices)
-        if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
-            raise DataError(f"select takes a list of whole numbers; got {index.dtype} of shape {index.shape}.")
-        if index.size and not (index.min() >= 0 and index.max() < len(self)):
+        whole = index.ndim == 1 and (not index.size or index.dtype.kind in "iu")
+        if not whole or not all(0 <= i < len(self) for i in index.tolist()):
             raise DataError(
-                f"select was asked for examples {index.min()}..{index.max()} of {len(self)}, whose indices are "
-                f"0..{len(self) - 1}. Was the partition made for another split of the data?"
+                f"select takes a list of whole numbers in 0..{len(self) - 1}; got {index.dtype} of shape {index.shape}"
+                f"{f', {index.min()}..{index.max()}. Was it made for another split of the data?' if whole else '.'}"
             )
         chosen: list[int] = index.tolist()
         there: dict[str, Any] = {n: tuple(values[i] for i in chosen) for n, values in self._columns().items()}
@@ -184,4 +176,4 @@ class TextData:
         return replace(parts[0], **joined)
 
 
-__all__ = ["ROLES", "Message", "TextData"]
+__all__ = ["Message", "TextData"]

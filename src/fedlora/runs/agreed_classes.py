@@ -28,7 +28,6 @@ def read_agreed(config: RunConfig, paths: Sequence[str], begun_with: Sequence[st
             try:
                 return read_classification(
                     path, text=d.text, label=d.label, text_pair=d.text_pair, label_names=d.label_names or names,
-                    agreed=True,
                     key="data.label_names",
                 )  # fmt: skip
             except LabelError as error:

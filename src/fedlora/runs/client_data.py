@@ -8,17 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fedlora.data import (
-    TextData,
-    dirichlet,
-    iid,
-    list_tasks,
-    read_glue,
-    read_selection,
-    read_tasks,
-    select_tasks,
-    split,
-)
+from fedlora.data import TextData, dirichlet, iid, read_glue, read_task_lists, read_tasks, split
 from fedlora.data.hub import is_hub
 from fedlora.data.rows import Rows
 from fedlora.data.splits import Parts, inputs
@@ -163,32 +153,31 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
         raise ConfigError(
             "data.task = 'superni' holds out a share of each task; data.validation and data.test must be shares."
         )
-    folder = data_root / "superni"
-    if d.task_lists:
-        chosen = read_selection(data_root / d.task_lists[0], data_root / d.task_lists[1])
-        chosen = type(chosen)(chosen.train[: d.tasks], chosen.unseen[: d.unseen_tasks])
-    else:
-        chosen = select_tasks(list_tasks(folder), d.tasks, d.unseen_tasks, seed=seed)
-    tasks = read_tasks(folder, [*chosen.train, *chosen.unseen])
-    if len(chosen.train) < d.tasks or len(chosen.unseen) < d.unseen_tasks:
+    if not d.task_lists:
         raise ConfigError(
-            f"data.task_lists name {len(chosen.train)} and {len(chosen.unseen)} tasks, fewer than data.tasks = "
-            f"{d.tasks} and data.unseen_tasks = {d.unseen_tasks}."
+            "data.task = 'superni' needs data.task_lists, two files below --data-root that name the clients' tasks and "
+            "the unseen ones."
         )
-    pieces = {name: split(tasks[name].data, validation=d.validation, test=d.test, seed=seed) for name in chosen.train}
+    clients, others = read_task_lists(data_root / d.task_lists[0], data_root / d.task_lists[1])
+    if len(clients) < d.tasks or len(others) < d.unseen_tasks:
+        raise ConfigError(
+            f"data.task_lists name {len(clients)} and {len(others)} tasks, fewer than data.tasks = {d.tasks} and "
+            f"data.unseen_tasks = {d.unseen_tasks}."
+        )
+    train, unseen = clients[: d.tasks], others[: d.unseen_tasks]
+    tasks = read_tasks(data_root / "superni", [*train, *unseen])
+    pieces = {name: split(tasks[name].data, validation=d.validation, test=d.test, seed=seed) for name in train}
 
     def cut(data: TextData, limit: int | None, name: str) -> TextData:
         return _at_most(data, limit, seed, name)
 
     return Dealt(
-        parts={name: cut(train, d.max_train, name) for name, (train, _, _) in pieces.items()},
+        parts={name: cut(part, d.max_train, name) for name, (part, _, _) in pieces.items()},
         validation={name: cut(part, d.max_test, name) for name, (_, part, _) in pieces.items()},
         test={name: cut(part, d.max_test, name) for name, (_, _, part) in pieces.items()},
         own_validation={name: cut(part, d.max_test, name) for name, (_, part, _) in pieces.items()},
         own_test={name: cut(part, d.max_test, name) for name, (_, _, part) in pieces.items()},
-        probes={"unseen": {name: cut(tasks[name].data, d.max_test, name) for name in chosen.unseen}}
-        if d.unseen_tasks
-        else {},
+        probes={"unseen": {name: cut(tasks[name].data, d.max_test, name) for name in unseen}} if unseen else {},
         categories={name: task.category for name, task in tasks.items()},
     )
 

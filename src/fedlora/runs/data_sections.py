@@ -113,11 +113,11 @@ class DataSection(Section):
     of the two; default: "messages", if the rows have it and not the others. validation: a share of each file to hold
     out, or a file; only this chooses the best state. test: likewise; for GLUE the official validation files. max_train:
     the most training examples (for superni, per client), drawn by the seed. max_test: the most test examples (for
-    superni, per task), drawn by the seed. tasks: for superni, how many are clients. unseen_tasks: for superni, how many
-    nobody trains on. task_lists: two files that name these tasks, instead of a draw by the seed. chat_template: what
-    surrounds prompts: "chat", the model's own (the default), or a text with {prompt} in it, followed by the response;
-    for superni "{prompt}". max_length: tokens per example. Longer prompts are cut, and a response that alone fills it
-    keeps half; the manifest counts both.
+    superni, per task), drawn by the seed. task_lists: for superni, files that name the clients' tasks and those nobody
+    trains on. tasks: how many of the first list are clients. unseen_tasks: how many of the second are measured.
+    chat_template: what surrounds prompts: "chat", the model's own (the default), or a text with {prompt} in it,
+    followed by the response; for superni "{prompt}". max_length: tokens per example. Longer prompts are cut, and a
+    response that alone fills it keeps half; the manifest counts both.
     """
 
     train: str | None = None

@@ -46,6 +46,7 @@ def manifest(
             **read["data"],
             "categories": dict(data.categories),
             "label_counts": counts if classes else None,
+            "repeated": sum(len(part) - len(set(inputs(part))) for part in data.parts.values()),
             **_template(config, model),
         },
         "clients": {c.id: shown_rank(c) for c in clients},

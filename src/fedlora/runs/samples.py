@@ -23,7 +23,7 @@ from fedlora.runs.folder import RunFolder
 from fedlora.seeds import derive_seed
 from fedlora.server.server import start
 from fedlora.server.state import RunState
-from fedlora.training.encode import cut_prompts
+from fedlora.training.encode import Encoded, cut_prompts
 from fedlora.training.generate import greedy
 from fedlora.training.templates import find_template
 
@@ -52,14 +52,14 @@ def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> Non
         return
     assert data.responses is not None
     new, asked = _asked(prepared, data)
-    prompts = [ids for ids, _ in asked]
+    prompts = [prompt["input_ids"] for prompt in asked]
     before = _answers(prepared, prompts, new, start(prepared.server, prepared.seed_adapter))
     after = _answers(prepared, prompts, new, state)
     rows = [
         {
             "history": [list(message) for message in data.messages(k)[:-2]],
             "prompt": data.text[k],
-            "cut": asked[k][1],
+            "cut": asked[k]["cut"],
             "wanted": data.responses[k],
             "before": before[k],
             "after": after[k],
@@ -70,7 +70,7 @@ def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> Non
     files.write(page, _page(rows, _speaker(prepared, state), state.round))
 
 
-def _asked(prepared: Prepared, data: TextData) -> tuple[int, list[tuple[list[int], int]]]:
+def _asked(prepared: Prepared, data: TextData) -> tuple[int, Encoded]:
     """The longest answer allowed, and each prompt with the number of tokens it lost.
 
     An answer has at most evaluate.max_new_tokens, and at most half of the model's positions.

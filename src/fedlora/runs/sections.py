@@ -35,7 +35,7 @@ from fedlora.training.measure import ModelEvaluator, Target
 from fedlora.training.metrics import MetricName
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import DType, LoRASettings, Positive, Section, Targets, Task
-from fedlora.training.skeleton import check_targets
+from fedlora.training.targets import check_targets
 from fedlora.workers.processes import available
 
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fedlora.data.hub import MODEL_TEXTS, file_digest
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
-from fedlora.training.load import TEXTS, file_digest, hub_name, model_place, readable, weight_files
+from fedlora.training.load import hub_name, model_place, readable, weight_files
 
 
 @doing("hashing the base model")
@@ -25,7 +26,7 @@ def model_content(path: str | os.PathLike[str]) -> dict[str, str]:
         return {}
     if place.is_file():
         return {place.name: file_digest(place)}
-    found = {file for pattern in TEXTS for file in place.glob(pattern) if file.is_file()}
+    found = {file for pattern in MODEL_TEXTS for file in place.glob(pattern) if file.is_file()}
     with contextlib.suppress(ConfigError):  # an adapter's folder; or it is reported when the model is loaded
         found |= set(weight_files(place))
     found |= set(place.glob("adapter_model.safetensors"))

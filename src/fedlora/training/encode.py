@@ -8,10 +8,10 @@ cuts, keep your trainer (`fedlora.hf`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ Example = dict[str, Any]
 Encoded = list[Example]
 
 IGNORED = -100  # the loss skips this label
-Made = TypeVar("Made")
 
 
 def encode(data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None) -> Encoded:
@@ -46,35 +45,34 @@ def encode(data: TextData, tokenizer: Any, *, max_length: int, template: str | N
         return []
     if data.kind == "classification":
         return _classes(data, tokenizer, max_length)
-    around = find_template(template, tokenizer)
-    return _each(data, partial(_instruction, data, around, max_length))
+    around, made = find_template(template, tokenizer), []
+    for k in stepped(range(len(data)), "tokenizing"):
+        with _placed(data, k):
+            made.append(_instruction(data, around, max_length, k))
+    return made
 
 
-def cut_prompts(
-    data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None
-) -> list[tuple[list[int], int]]:
-    """The prompts alone, cut as in `encode`, for generation: each ends with the opening of the answer and comes with
-    the number of tokens it lost."""
+def cut_prompts(data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None) -> Encoded:
+    """The prompts alone, cut as in `encode`, for generation: input_ids, which end with the opening of the answer, and
+    "cut", the number of tokens lost."""
     if len(data) == 0:
         return []
-    around = find_template(template, tokenizer)
-
-    def one(k: int) -> tuple[list[int], int]:
-        asked = _asked(data, around, k)
-        kept = _fitted(asked, tokenizer, max_length)
-        return kept, len(asked.ids) - len(kept)
-
-    return _each(data, one)
-
-
-def _each(data: TextData, make: Callable[[int], Made]) -> list[Made]:
-    made = []
+    around, found = find_template(template, tokenizer), []
     for k in stepped(range(len(data)), "tokenizing"):
-        try:
-            made.append(make(k))
-        except DataError as error:
-            raise DataError(f"{data.place(k)}: {error}") from error
-    return made
+        with _placed(data, k):
+            asked = _asked(data, around, k)
+            kept = _fitted(asked, tokenizer, max_length)
+        found.append({"input_ids": kept, "cut": len(asked.ids) - len(kept)})
+    return found
+
+
+@contextlib.contextmanager
+def _placed(data: TextData, k: int) -> Iterator[None]:
+    """Name the place of example k in a `DataError`."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{data.place(k)}: {error}") from error
 
 
 def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
@@ -94,8 +92,7 @@ def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
     for k, example in enumerate(examples):
         if len(example["input_ids"]) == max_length:
             whole = tokenizer(data.text[k], pair and pair[k], verbose=False)["input_ids"]
-            if len(whole) > max_length:
-                example["cut"] = len(whole) - max_length
+            example |= {"cut": len(whole) - max_length} if len(whole) > max_length else {}
     return examples
 
 
@@ -186,22 +183,15 @@ class Cut:
     responses: int = 0
 
 
-Lost = tuple[tuple[int, ...], int, bool]  # a text's tokens, how many of it were cut, and whether of its answer
+def cut_of(examples: Sequence[Example]) -> Cut:
+    """How much was cut from these examples."""
+    lost = [example.get("cut", 0) for example in examples]
+    return Cut(len(lost), sum(map(bool, lost)), sum(lost), sum("short" in example for example in examples))
 
 
-def lost_of(example: Example) -> Lost:
-    """What an example lost."""
-    return tuple(example["input_ids"]), example.get("cut", 0), example.get("short", False)
-
-
-def cut_of(texts: Iterable[Lost]) -> Cut:
-    """How much was cut from these texts."""
-    lost = [(n, short) for _, n, short in texts]
-    return Cut(len(lost), sum(n > 0 for n, _ in lost), sum(n for n, _ in lost), sum(short for _, short in lost))
-
-
-def check_length(most: int, longest: int | None) -> None:
-    """Raise `ConfigError` if an example of `most` tokens has more than the model can read (None: no limit)."""
+def check_length(examples: Encoded, longest: int | None) -> None:
+    """Raise `ConfigError` if an example has more tokens than the model can read (None: no limit)."""
+    most = max((len(example["input_ids"]) for example in examples), default=0)
     if longest is not None and most > longest:
         raise ConfigError(
             f"an example has {most} tokens, but the model has only {longest} positions: set data.max_length to "
@@ -248,6 +238,6 @@ def scored(example: Example, weights: Sequence[float] | None = None) -> float:
 
 
 __all__ = [
-    "IGNORED", "Cut", "Encoded", "Example", "Lost", "batches", "check_length", "collate", "cut_of", "cut_prompts",
-    "encode", "lost_of", "scored",
+    "IGNORED", "Cut", "Encoded", "Example", "batches", "check_length", "collate", "cut_of", "cut_prompts",
+    "encode", "scored",
 ]  # fmt: skip

@@ -8,12 +8,8 @@ snapshot on this machine: the hub is asked once, and where it cannot be reached 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,18 +19,12 @@ from torch import nn
 
 from fedlora.core.folders import replacing_folder
 from fedlora.data.demo import HUB_NAMES
-from fedlora.data.hub import first_line, repository_and_revision, repository_of
+from fedlora.data.hub import file_digest, first_line, model_snapshot, repository_and_revision, repository_of
 from fedlora.doing import doing
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.seeds import derive_seed
 from fedlora.training.settings import DType, Task
 
-# What a loader may read of a model's folder besides its weights; .py of models whose code comes with them.
-TEXTS = (
-    "*.json", "*.model", "vocab*.txt", "merges*.txt", "dict*.txt", "*.jinja", "*.spm", "*.codes", "*.tiktoken", "*.py",
-    "additional_chat_templates/*.jinja",
-)  # fmt: skip
-_SECONDS = 5.0  # for the hub's answer
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
 
 
@@ -59,40 +49,16 @@ def model_place(path: str | os.PathLike[str], revision: str | None = None, *, we
     found = Path(path)
     if found.exists():
         return dequantised(found) if found.suffix == ".gguf" and found.is_file() else found
-    from huggingface_hub import snapshot_download
-
-    fetch = partial(snapshot_download, os.fspath(path), revision=revision, etag_timeout=_SECONDS)
-    try:
-        place = Path(fetch(allow_patterns=[*TEXTS, *(["model*.safetensors"] if weights else [])]))
-        if weights and not any(place.glob("model*.safetensors*")):
-            place = Path(fetch(allow_patterns=["pytorch_model*.bin"]))
-        return place
-    except Exception as error:  # the transport's exceptions change from version to version
-        at = "" if revision is None else f" at revision {revision!r}"
-        raise ConfigError(
-            f"the model {os.fspath(path)!r}{at} is no directory here (relative paths start at the config file's), and "
-            f"the hub or its cache does not give it: {first_line(error)}. Name a directory, a packaged model (demo, "
-            f"smollm2), or an id that `hf download` finds; `hf auth login` for private ones."
-        ) from error
+    return model_snapshot(os.fspath(path), revision, weights=weights)
 
 
 def weight_files(place: Path) -> list[Path]:
-    """The files that hold a model's weights: safetensors, or PyTorch's own if there are no others. Shards are those
-    that the index names, as transformers reads them.
-
-    Raises:
-        ConfigError: there are none, or one is missing.
-    """
-    for single in (place / "model.safetensors", place / "pytorch_model.bin"):
-        if single.is_file():
-            return [single]
-        index = place / f"{single.name}.index.json"
-        if index.is_file():
-            with readable(f"the index of the model's files, {index}, cannot be read"):
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-                if lacks := [name for name in names if not (place / name).is_file()]:
-                    raise ConfigError(f"the model {place} lacks {', '.join(lacks[:3])}, which its index names.")
-            return [place / name for name in names]
+    """The files that hold a model's weights, whole or in shards: safetensors, or PyTorch's own if there are no others.
+    Raises `ConfigError` if there are none."""
+    for name, kind in (("model", "safetensors"), ("pytorch_model", "bin")):
+        whole = place / f"{name}.{kind}"
+        if found := [whole] if whole.is_file() else sorted(place.glob(f"{name}-*-of-*.{kind}")):
+            return found
     raise ConfigError(f"the model {place} has no weights: neither model*.safetensors nor pytorch_model*.bin is there.")
 
 
@@ -133,24 +99,11 @@ def dequantised(file: Path) -> Path:
     return target
 
 
-def file_digest(file: Path) -> str:
-    """SHA-256 (hex) of a file, read again only if its size or times change. Raises `OSError`."""
-    real = file.resolve()
-    found = real.stat()
-    return _of_file(str(real), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-
-
-@functools.cache
-def _of_file(path: str, *_: int) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def tokenizer_of(path: str | os.PathLike[str], revision: str | None = None) -> Any:
+def tokenizer_of(path: str | os.PathLike[str]) -> Any:
     """A model's tokenizer, without the model. Raises `ConfigError`."""
     from transformers import AutoTokenizer
 
-    folder = model_place(path, revision, weights=False)
+    folder = model_place(path, weights=False)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ConfigError(  # transformers would make up an empty vocabulary
             f"the model {os.fspath(path)!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there."
@@ -159,13 +112,11 @@ def tokenizer_of(path: str | os.PathLike[str], revision: str | None = None) -> A
         return AutoTokenizer.from_pretrained(folder)
 
 
-def config_of(
-    path: str | os.PathLike[str], revision: str | None = None, *, classes: int = 0, dropout: float | None = None
-) -> Any:
+def config_of(path: str | os.PathLike[str], *, classes: int = 0, dropout: float | None = None) -> Any:
     """A model's configuration. dropout: if given, replaces every rate in it. Raises `ConfigError`."""
     from transformers import AutoConfig
 
-    folder = model_place(path, revision, weights=False)
+    folder = model_place(path, weights=False)
     with readable(f"the model {os.fspath(path)!r} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, **({"num_labels": classes} if classes else {}))
     rates = [name for name in config.to_dict() if "dropout" in name or name.endswith("pdrop")]
@@ -191,7 +142,6 @@ def load_base(
             f"a classification needs the names of at least two classes, as labels; got {list(labels)}. With one class "
             f"there is nothing to learn."
         )
-    check_device(device, load_in_4bit)
     place = model_place(path)
     tokenizer = tokenizer_of(place)
     config = config_of(place, classes=len(labels) if task == "sequence-classification" else 0, dropout=dropout)
@@ -269,7 +219,25 @@ def positions_of(config: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def bare_network(path: str | os.PathLike[str], task: Task) -> nn.Module:
+    """The model without its weights, on torch's meta device, whose tensors have shapes and no numbers. Raises
+    `ConfigError` if there is none, or transformers cannot build it."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind: Any = AutoModelForSequenceClassification if task == "sequence-classification" else AutoModelForCausalLM
+    config = config_of(path)
+    with readable(f"the model {os.fspath(path)!r} cannot be built"), torch.device("meta"):
+        network: nn.Module = kind.from_config(config, dtype=torch.float32)
+    return network
+
+
+def longest_of(path: str | os.PathLike[str], task: Task) -> int | None:
+    """`longest_input` of a model whose weights are not read. Raises `ConfigError`."""
+    network: Any = bare_network(path, task)
+    return longest_input(network, positions_of(network.config))
+
+
 __all__ = [
-    "TEXTS", "check_device", "config_of", "dequantised", "file_digest", "hub_name", "load_base",
-    "longest_input", "model_place", "positions_of", "readable", "tokenizer_of", "weight_files",
+    "bare_network", "check_device", "config_of", "hub_name", "load_base", "longest_input", "longest_of", "model_place",
+    "positions_of", "readable", "tokenizer_of", "weight_files",
 ]  # fmt: skip

@@ -23,7 +23,7 @@ from fedlora.data.text import TextData
 from fedlora.doing import stepped
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.encode import Cut, Encoded, check_length, collate, cut_of, encode, lost_of, scored
+from fedlora.training.encode import Cut, Encoded, check_length, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import ClassWeights, TrainSettings
 
@@ -79,16 +79,13 @@ class LocalTrainer:
             found = encode(
                 part.of(client), model.tokenizer, max_length=settings.max_length, template=settings.chat_template
             )
-            check_length(max((len(example["input_ids"]) for example in found), default=0), model.longest)
+            check_length(found, model.longest)
             self._data[client], self._weights[client] = found, weigh_classes(part, settings.class_weights)
 
     def cut(self) -> dict[str, Cut]:
         """Client -> how much of its text did not fit into max_length."""
-        return (
-            {}
-            if self._loss is not None
-            else {client: cut_of(map(lost_of, data)) for client, data in self._data.items()}
-        )
+        text = self._data if self._loss is None else {}
+        return {client: cut_of(data) for client, data in text.items()}
 
     def examples(self, client: str) -> Sequence[Any]:
         """A client's examples, text encoded. Raises `ConfigError` if it has none."""
@@ -165,11 +162,6 @@ class LocalTrainer:
             moved = tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, self._collate(part))
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._settings.bf16):
                 found = loss(network, moved)
-            if not isinstance(found, Tensor) or found.dim() != 0 or not found.requires_grad:
-                raise ConfigError(
-                    f"loss(network, batch) must return the batch's mean loss as one number with a gradient, from the "
-                    f"network passed to it; got {found!r:.60}."
-                )
             yield found * (len(part) / len(picked))
 
 

@@ -6,8 +6,7 @@ A FedSA-LoRA run has no server model, so what is evaluated is a named choice (`T
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,15 +26,13 @@ from fedlora.training.encode import (
     IGNORED,
     Cut,
     Encoded,
-    Lost,
     batches,
     check_length,
     collate,
     cut_of,
     cut_prompts,
     encode,
-    lost_of,
-)
+)  # fmt: skip
 from fedlora.training.generate import greedy, teacher_forced
 from fedlora.training.metrics import METRICS, MetricName, generates, score_name, worst_of
 from fedlora.training.models import AdaptedModel
@@ -111,11 +108,11 @@ class ModelEvaluator:
         return other
 
     def cut(self) -> dict[str, Cut]:
-        """How much held-out text did not fit: "read", where the wanted answer follows a prompt (losses, and scores of
-        classes), and "asked", prompts to answer, which must leave room for max_new_tokens. A text that is in a common
-        set and in a client's own counts once."""
-        common, own = _texts(self._groups.values()), _texts(s for sets in self._own.values() for s in sets.values())
-        read, asked = (cut_of((common[kind] | own[kind]).elements()) for kind in (0, 1))
+        """How much of the common sets did not fit: "read", where the wanted answer follows a prompt (losses, and scores
+        of classes), and "asked", prompts to answer, which must leave room for max_new_tokens."""
+        held = [one for one in self._groups.values() if isinstance(one, _HeldOut)]
+        read = cut_of([example for one in held for example in one.examples])
+        asked = cut_of([prompt for one in held for prompt in one.prompts or ()])
         return {name: cut for name, cut in (("read", read), ("asked", asked)) if cut.cut}
 
     @property
@@ -130,8 +127,7 @@ class ModelEvaluator:
             NoGlobalModel: the target is the server's model, but the method has none.
         """
         if self._target == "server":
-            adapter = server_model(server, state.server, quantised=self._model.quantised)
-            return next(self._measured([None], [adapter]))
+            return self.measure_adapter(server_model(server, state.server, quantised=self._model.quantised))
         scores = self.measure_clients(server, state)
         names = [name for name in next(iter(scores.values())) if "/" not in name]
         means = {name: math.fsum(score[name] for score in scores.values()) / len(scores) for name in names}
@@ -152,15 +148,15 @@ class ModelEvaluator:
             for client in self._clients
         )
         names = [client.id for client in self._clients]
-        return dict(zip(names, self._measured([None] * len(names) if common else names, models), strict=True))
+        return dict(zip(names, self._measured(models, [None] * len(names) if common else names), strict=True))
 
     def measure_adapter(self, adapter: Adapter, client: str | None = None) -> Scores:
         """Scores of any adapter, on its base; on the client's own held-out text if it has some."""
-        return next(self._measured([client], [adapter]))
+        return self._measured([adapter], [client])[0]
 
     def count(self, client: str | None = None) -> int:
         """The number of held-out examples: the client's own if it has some, otherwise all."""
-        return sum(len(held.examples) for held in self._of(client).values())
+        return sum(len(held.examples) for held in (self._own.get(client or "") or self._groups).values())
 
     def look(self, look: Look) -> Scores:
         """One model's scores on one held-out set."""
@@ -170,40 +166,46 @@ class ModelEvaluator:
             with torch.no_grad():
                 found = self._own_measure(self._model.network.eval(), held)
             return {str(name): float(value) for name, value in found.items()}
-        batch_size = self._limits[2]
-        texts = [example["input_ids"] for example in held.examples]
-        seen = [self._predictions([held.examples[k] for k in batch]) for batch in batches(texts, batch_size, "batches")]
-        scores = scores_of(seen, classes=held.classes)
+        labels, said, losses, counts = list[int](), list[int](), list[float](), list[int]()
+        texts, size = [example["input_ids"] for example in held.examples], self._limits[2]
+        for batch in batches(texts, size, "batches"):
+            true, best, loss = self._predictions([held.examples[k] for k in batch])
+            labels += true
+            said += best
+            losses.append(loss)
+            counts.append(len(true))
+        given = {"labels": (labels, said), "losses": (losses, counts)}
+        task = "sequence-classification" if held.classes else "causal-lm"
+        scores = {
+            score_name(name): found.measure(*given[found.of])
+            for name, found in METRICS.items()
+            if found.of in given and task in found.tasks
+        }
         if METRICS[self._metric].of == "texts":
-            if held.prompts is not None:
-                answers = greedy(
-                    self._model, held.prompts, max_new_tokens=self._limits[1], batch_size=batch_size, ends=self._ends
-                )
+            if held.prompts is None:
+                answers = teacher_forced(self._model, held.examples, batch_size=size)
             else:
-                answers = teacher_forced(self._model, held.examples, batch_size=batch_size)
-            pairs = zip(answers, held.references, strict=True)
-            fits = [METRICS[self._metric].measure(answer, right) for answer, right in pairs]
+                prompts, limit = [prompt["input_ids"] for prompt in held.prompts], self._limits[1]
+                answers = greedy(self._model, prompts, max_new_tokens=limit, batch_size=size, ends=self._ends)
+            fits = list(map(METRICS[self._metric].measure, answers, held.references))
             scores[self.metric] = math.fsum(fits) / len(fits) if fits else math.nan
         return scores
 
-    def _of(self, client: str | None) -> Mapping[str, Any]:
-        return self._groups if client is None else self._own.get(client, self._groups)
-
-    def _measured(self, whose: Sequence[str | None], models: Iterable[Adapter]) -> Iterator[Scores]:
+    def _measured(self, models: Iterable[Adapter], whose: Sequence[str | None]) -> list[Scores]:
         """Each model's scores on the sets of a client that has some, otherwise on the common ones; empty sets do not
         count. A model is made when its turn comes, so that few exist at a time."""
-        sets: list[list[str]] = []
-        for client in whose:
-            filled = [n for n, held in self._of(client).items() if self._own_measure is not None or held.examples]
-            sets.append(filled or list(self._of(client)))
+        owners = [client if client in self._own else None for client in whose]
+        sets = []
+        for client in owners:
+            held = self._groups if client is None else self._own[client]
+            sets.append([n for n, one in held.items() if self._own_measure or one.examples] or list(held))
         looks = (
-            Look(adapter, client if client in self._own else None, name)
-            for adapter, client, names in zip(models, whose, sets, strict=True) for name in names
+            Look(adapter, client, name)
+            for adapter, client, names in zip(models, owners, sets, strict=True) for name in names
         )  # fmt: skip
         with doing("measuring"):
             seen = iter(self._through(self.look, looks))
-            for names in sets:
-                yield _mean(dict(zip(names, seen, strict=False)), self.metric)
+            return [_mean({name: next(seen) for name in names}, self.metric) for names in sets]
 
     def _prepared(self, data: Any, client: str | None = None) -> Any:
         """A held-out set of text, encoded; for a measure of the caller's own, the set as it is."""
@@ -213,73 +215,36 @@ class ModelEvaluator:
         self._model.check_classes(data.label_names)
         max_length, max_new_tokens, _ = self._limits
         tokenizer = self._model.tokenizer
-        prompts: list[list[int]] | None = None
-        lost: list[int] = []
+        prompts: Encoded | None = None
         if generates(self._metric):
-            cut = cut_prompts(data, tokenizer, max_length=max_length - max_new_tokens, template=self._template)
-            prompts, lost = [ids for ids, _ in cut], [tokens for _, tokens in cut]
+            prompts = cut_prompts(data, tokenizer, max_length=max_length - max_new_tokens, template=self._template)
         references = data.references or tuple((response,) for response in data.responses or ())
         examples = encode(data, tokenizer, max_length=max_length, template=self._template)
-        check_length(max((len(example["input_ids"]) for example in examples), default=0), self._model.longest)
-        return _HeldOut(examples, prompts, references, bool(data.label_names), lost)
+        check_length(examples, self._model.longest)
+        return _HeldOut(examples, prompts, references, bool(data.label_names))
 
     @torch.no_grad()
-    def _predictions(self, examples: Encoded) -> Batch:
-        """Run one batch through the model."""
+    def _predictions(self, examples: Encoded) -> tuple[list[int], list[int], float]:
+        """One batch's labels and what the model predicts, per class label or token that counts; its mean loss."""
         network, device = self._model.network, self._model.device
-        network.eval()
         inputs = collate(examples, self._model.tokenizer, device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._bf16):
-            output = network(**inputs)
+            output = network.eval()(**inputs)
         labels, logits = inputs["labels"], output.logits
         if labels.ndim == 2:
             labels, logits = labels[:, 1:], logits[:, :-1]
         scored = labels != IGNORED
-        return Batch(labels[scored].tolist(), logits.argmax(dim=-1)[scored].tolist(), float(output.loss))
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A model's predictions for one batch. labels, predicted: one number per class label or scored token. loss: the
-    mean over them."""
-
-    labels: list[int]
-    predicted: list[int]
-    loss: float
+        return labels[scored].tolist(), logits.argmax(dim=-1)[scored].tolist(), float(output.loss)
 
 
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
-    """One held-out set, encoded. prompts: for generation, or None. classes: or a language model's. lost: the number of
-    tokens cut from each prompt."""
+    """One held-out set, encoded. prompts: for generation, or None. classes: or a language model's."""
 
     examples: Encoded
-    prompts: list[list[int]] | None
+    prompts: Encoded | None
     references: Sequence[Sequence[str]]
     classes: bool
-    lost: Sequence[int]
-
-
-def _texts(sets: Iterable[Any]) -> tuple[Counter[Lost], Counter[Lost]]:
-    """The texts of sets that are read, and their prompts that are asked, with what each lost."""
-    held = [one for one in sets if isinstance(one, _HeldOut)]
-    read = Counter(lost_of(example) for one in held for example in one.examples)
-    asked = Counter((tuple(ids), n, False) for one in held for ids, n in zip(one.prompts or (), one.lost, strict=False))
-    return read, asked
-
-
-def scores_of(seen: Sequence[Batch], *, classes: bool) -> Scores:
-    """One set's scores: over examples, or for a causal LM over response tokens (teacher-forced). NaN if it is empty."""
-    taken: dict[str, tuple[object, object]] = {
-        "labels": ([y for batch in seen for y in batch.labels], [y for batch in seen for y in batch.predicted]),
-        "losses": ([batch.loss for batch in seen], [len(batch.labels) for batch in seen]),
-    }
-    task = "sequence-classification" if classes else "causal-lm"
-    return {
-        score_name(name): found.measure(*taken[found.of])
-        for name, found in METRICS.items()
-        if found.of in taken and task in found.tasks
-    }
 
 
 def _mean(sets: Mapping[str, Scores], metric: str) -> Scores:
@@ -315,4 +280,4 @@ def client_model(server: Server, state: ServerState, client: Client, memory: Cli
     return receive(server.download(state, client), memory.kept)
 
 
-__all__ = ["Look", "ModelEvaluator", "Scores", "Target", "Through", "client_model", "scores_of", "server_model"]
+__all__ = ["Look", "ModelEvaluator", "Scores", "Target", "Through", "client_model", "server_model"]

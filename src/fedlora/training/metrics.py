@@ -112,10 +112,8 @@ def _normalised(text: str) -> str:
 
 @functools.cache
 def _scorer() -> Any:
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise ConfigError("ROUGE-L needs the library rouge-score: pip install 'fedlora[train]'.") from error
+    from rouge_score.rouge_scorer import RougeScorer
+
     return RougeScorer(["rougeL"], use_stemmer=True)
 
 

@@ -127,7 +127,7 @@ class AdaptedModel:
 
     def seed_adapter(self, rank: int | Mapping[str, int], *, seed: int) -> tuple[Adapter, AdapterSpec]:
         """A fresh adapter of `rank` as peft starts it (B = 0, A drawn from `seed`), the model's heads, and the spec."""
-        name = self.add(rank)  # also creates the peft model, if there is none yet
+        name = self._add(rank)  # also creates the peft model, if there is none yet
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "adapter"))
             self._model.add_adapter(_SEED, self._config(rank))
@@ -139,9 +139,7 @@ class AdaptedModel:
 
     def activate(self, adapter: Adapter) -> None:
         """Set the model to W0 + scaling * adapter.base, adapted by `adapter`, replacing whatever was active."""
-        ranks = adapter.ranks
-        distinct = set(ranks.values())
-        name = self.add(distinct.pop() if len(distinct) == 1 else ranks)
+        name = self._add(adapter.ranks)
         if name != self._active:
             self._model.set_adapter(name)
             self._active = name
@@ -156,9 +154,12 @@ class AdaptedModel:
         """The active adapter's parameters that may train; all others are frozen."""
         return trainable(self._model, self._active, B=B, A=A, heads=heads)
 
-    def add(self, rank: int | Mapping[str, int]) -> str:
+    def _add(self, rank: int | Mapping[str, int]) -> str:
+        """The name of the peft adapter with these ranks, created if there is none yet."""
         from peft import get_peft_model
 
+        if not isinstance(rank, int) and len(set(rank.values())) == 1:
+            rank = next(iter(rank.values()))
         key = rank if isinstance(rank, int) else tuple(sorted(rank.items()))
         if key in self._names:
             return self._names[key]
@@ -183,8 +184,7 @@ class AdaptedModel:
     def _config(self, rank: int | Mapping[str, int]) -> Any:
         from peft import LoraConfig
 
-        unit, fixed = self.settings.unit, self.settings.lora_alpha
-        ranked = rank_fields(rank, unit)
+        ranked, fixed = rank_fields(rank, self.settings.unit), self.settings.lora_alpha
         if fixed:
             ranked |= {"lora_alpha": fixed, "alpha_pattern": {}}
         return LoraConfig(

@@ -31,10 +31,13 @@ from fedlora.errors import ConfigError
 from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, RoundFolder, trained_parts
 from fedlora.training.settings import LoRASettings
 
+_FILLED_IN = ("{data}", "{client}", "{round}", "{start}", "{result}")
+_BRACES = re.compile(r"\{\w+\}")
+
 
 @dataclass(frozen=True)
 class Program:
-    """A command. {data}, {client}, {round}, {start} and {result} in its words are replaced.
+    """A command. {data}, {client}, {round}, {start} and {result} in its words are replaced; others are refused.
 
     timeout: in seconds; None: none. "python" is this process's, unless it is given with its path, and so are other
     programs of the same environment. It runs in its client's folder, where it may write.
@@ -140,11 +143,9 @@ class ProgramTrainer:
 
     def _run(self, client: str, facts: RoundFacts, round: RoundFolder, log: Path) -> None:
         """Run the program to its end. Raises `ProgramFailed`."""
-        words = {
-            "{data}": facts.data or "", "{client}": client, "{round}": str(facts.round),
-            "{start}": str(round.start), "{result}": str(round.result),
-        }  # fmt: skip
-        command = [re.sub(r"\{\w+\}", lambda m: words.get(m[0], m[0]), part) for part in self._program.command]
+        values = facts.data or "", client, str(facts.round), str(round.start), str(round.result)
+        words = dict(zip(_FILLED_IN, values, strict=True))
+        command = [_BRACES.sub(lambda m: words[m[0]], part) for part in self._program.command]
         env = {"HF_DATASETS_CACHE": str(log.parent / "datasets"), **os.environ}
         env |= {VARIABLE: str(round.path), "PATH": search_path()}
         what, began, limit = f"the program of {client!r}", time.monotonic(), self._program.timeout
@@ -172,7 +173,14 @@ class ProgramTrainer:
 
 
 def check_program(program: Program) -> None:
-    """Raises `ConfigError` if the command's program, or the script that it gives to Python, does not exist."""
+    """Raises `ConfigError` if the command's program, or the script given to Python, does not exist, or if it has a
+    {word} that nothing replaces."""
+    for brace in _BRACES.findall(" ".join(program.command)):
+        if brace not in _FILLED_IN:
+            raise ConfigError(
+                f"train.command has {brace}, but only {', '.join(_FILLED_IN)} are filled in. Correct it; if your "
+                f"program needs braces, put its call into a script."
+            )
     name, *rest = program.command
     in_its_folder = os.sep in name and not os.path.isabs(name)  # the client's, which is empty
     if "{" not in name and (in_its_folder or shutil.which(name, path=search_path()) is None):
@@ -189,8 +197,6 @@ def search_path() -> str:
 
 def _scaled(adapter: Adapter, factor: float) -> Adapter:
     """The adapter in other units. A power of two, or 1, changes no digit."""
-    if factor == 1:
-        return adapter
     base = None if adapter.base is None else {name: scaled(lora, factor) for name, lora in adapter.base.items()}
     return Adapter({name: scaled(lora, factor) for name, lora in adapter.modules.items()}, adapter.heads, base)
 

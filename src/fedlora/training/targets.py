@@ -7,12 +7,14 @@ refuse it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
 
 from torch import nn
 
 from fedlora.errors import ConfigError, counted
-from fedlora.training.settings import LoRASettings, Targets
+from fedlora.training.load import bare_network
+from fedlora.training.settings import LoRASettings, Targets, Task
 
 
 def targeted(network: nn.Module, settings: LoRASettings, *, plain: bool) -> list[str] | str:
@@ -43,6 +45,11 @@ def targeted(network: nn.Module, settings: LoRASettings, *, plain: bool) -> list
             f"{inside[0]!r} is in lora.target_modules and in lora.modules_to_save: LoRA, or trained in full, not both."
         )
     return targets
+
+
+def check_targets(path: str | os.PathLike[str], task: Task, targets: Targets) -> None:
+    """`adapted` for the model at `path` before its weights are read. Raises `ConfigError`."""
+    adapted(bare_network(path, task), targets)
 
 
 def adapted(network: nn.Module, targets: Targets) -> list[str]:
@@ -97,4 +104,4 @@ def _ends(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(path.rpartition(".")[2] for path in paths))
 
 
-__all__ = ["adapted", "in_words", "targeted"]
+__all__ = ["adapted", "check_targets", "in_words", "targeted"]

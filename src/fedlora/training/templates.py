@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from fedlora.data.hub import first_line
 from fedlora.data.text import Message
 from fedlora.errors import ConfigError, DataError
 
@@ -80,7 +81,7 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
     try:
         bare = Template(tokenizer.get_chat_template(), tokenizer)
     except ValueError as error:  # there are several named templates, none of them the default
-        raise ConfigError(f"the tokenizer's chat template cannot be chosen: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"the tokenizer's chat template cannot be chosen: {first_line(error)}.") from error
     talk: tuple[Message, ...] = tuple(_WORDS.items())
     try:
         text, opening = rendered(bare, talk), rendered(bare, talk[:-1], ask=True)
@@ -121,9 +122,9 @@ def rendered(template: Template, messages: Sequence[Message], *, ask: bool = Fal
             tokenize=False, add_generation_prompt=ask, date_string=_DAY.strftime("%d %b %Y"),
         )  # fmt: skip
     except (TemplateError, TypeError) as error:
-        said = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"the chat template refuses a conversation of {', '.join(role for role, _ in messages)}: {said}"
+            f"the chat template refuses a conversation of {', '.join(role for role, _ in messages)}: "
+            f"{first_line(error)}."
         ) from error
     return text
 
