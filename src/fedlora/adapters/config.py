@@ -39,7 +39,7 @@ _WHY: Mapping[str, str] = {
 }
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # PiSSA, OLoRA, ... also change the base weights
 _TASKS = (None, "SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
-_NAME, _DOT = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII), re.compile(r"\.")
+_NAME, _DOT = re.compile(r"[\w-]+(\.[\w-]+){0,15}", re.ASCII), re.compile(r"\.")
 _NAME_LETTERS, _MOST_SAVED, _LARGEST_RANK, _LARGEST_ALPHA, _LONGEST_TEXT = 256, 32, 10**6, 1e9, 4096
 
 

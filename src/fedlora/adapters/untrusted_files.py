@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import stat
 import sys
 from collections.abc import Iterator, Mapping
@@ -148,11 +149,12 @@ def json_object(path: Path, most: int = _JSON) -> dict[str, Any]:
     return found
 
 
-def check_finite(name: str, numbers: Tensor) -> Tensor:
-    """The tensor. Raises `AdapterFormatError` if it holds NaN or Inf."""
-    if not bool(torch.isfinite(numbers).all()):
+def largest(name: str, numbers: Tensor) -> float:
+    """The largest magnitude. Raises `AdapterFormatError` if one is NaN or Inf."""
+    ends = [abs(float(end)) for end in torch.aminmax(numbers)] if numbers.numel() else [0.0]
+    if not all(map(math.isfinite, ends)):
         raise AdapterFormatError(f"{quoted(name)} holds NaN or Inf.")
-    return numbers
+    return max(ends)
 
 
 def _stored(entry: dict[str, Any], data: int) -> Any:
