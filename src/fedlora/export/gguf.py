@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlora.adapters.card import base_line
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import TYPES, name_of, narrowed_pair
+from fedlora.adapters.writer import base_line
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
