@@ -263,8 +263,8 @@ def _check_name(module: str) -> None:
         )
     if not is_name(module):
         raise AdapterFormatError(
-            f"{quoted(module, 120)} is no name of a module: up to 16 words of letters, digits, - and _, 256 in all, with "
-            f"dots between."
+            f"{quoted(module, 120)} is no name of a module: up to 16 words of letters, digits, - and _, with dots "
+            f"between, 256 in all."
         )
 
 
