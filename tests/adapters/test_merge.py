@@ -24,12 +24,10 @@ from fedlora.adapters.base_names import Base, check_same_base, is_path, public_n
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from support.adapter_folders import HEADS, SHAPES, bare, saved, updates
 from support.command_line import Said
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_models import peft_updates
 from support.tiny_models import bert_of_two_layers
 from support.worked_examples import python_blocks, run_page
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS]
 Main = Callable[..., Said]
 Q, V = "layer.0.q", "layer.1.v"
 FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")

@@ -11,7 +11,6 @@ from peft import get_peft_model
 from fedlora.adapters.io import load_into_model, read_adapter, read_model
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import AdapterFormatError
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_boundary import (
     CAUSAL,
     COMMON,
@@ -26,8 +25,6 @@ from support.peft_boundary import (
 )
 from support.peft_models import dense_logits, peft_layers, randomise, trained
 from support.tiny_models import bert_of_two_layers, llama, logits
-
-pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
 
 def two_adapters():

@@ -24,7 +24,6 @@ from fedlora.adapters.io import load_into_model, read_model
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX
 from fedlora.errors import AdapterFormatError
 from support.command_line import Said
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_boundary import (
     CAUSAL,
     COMMON,
@@ -41,7 +40,7 @@ from support.peft_boundary import (
 from support.peft_models import dense_logits, peft_layers, peft_updates, saved, trained
 from support.tiny_models import TOKENS, bert_of_two_layers, llama, logits
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers:UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers:UserWarning")
 
 
 @pytest.mark.parametrize("name", READABLE)

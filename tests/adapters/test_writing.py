@@ -17,7 +17,6 @@ from fedlora.adapters.io import read_model
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import AdapterFormatError, FactorNotShared
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_boundary import (
     READABLE,
     assert_close,
@@ -30,7 +29,6 @@ from support.peft_boundary import (
 from support.peft_models import peft_layers, peft_updates
 from support.tiny_models import logits
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS]
 WRITABLE = ["list", "all-linear", "Conv1D", "heads", "heads of several tensors"]
 
 
