@@ -313,14 +313,17 @@ def test_the_cache_of_the_hub_is_read(main: Callable[..., Said], tmp_path: Path)
     used(tmp_path / "link", tmp_path / "again")
 
 
-@pytest.mark.parametrize("what", ["nothing", "a file", "an empty directory"])
-def test_a_place_that_is_no_adapter(what: str, main: Callable[..., Said], tmp_path: Path) -> None:
-    folder = tmp_path / "bad"
-    if what == "a file":
-        folder.write_bytes(WHOLE)
-    elif what == "an empty directory":
-        folder.mkdir()
-    refused(folder, "is not a PEFT adapter", main)
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(lambda f: None, "no such folder"), (lambda f: f.write_bytes(WHOLE), f"no folder.*holds {CONFIG_FILE}"),
+     (Path.mkdir, "is empty"), (lambda f: (f / "checkpoint-5").mkdir(parents=True), r"only \['checkpoint-5'\]")],
+)  # fmt: skip
+def test_a_place_that_is_no_adapter(
+    make: Callable[[Path], Any], said: str, main: Callable[..., Said], tmp_path: Path
+) -> None:
+    """The refusal says what is there instead."""
+    make(tmp_path / "bad")
+    refused(tmp_path / "bad", f"is not a PEFT adapter.*{said}", main)
 
 
 # ---- configs ---------------------------------------------------------------------------------------------------------
