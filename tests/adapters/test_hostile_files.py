@@ -219,6 +219,13 @@ def test_a_large_tensor_is_checked_in_pieces(tmp_path: Path, main: Callable[...,
     assert re.search("q_proj.lora_A.* holds NaN", main("validate", bad).complaint())
 
 
+def test_a_file_that_is_cut_off_meanwhile_is_refused(good: Path) -> None:
+    file = AdapterFile(good)
+    os.truncate(good / WEIGHTS_FILE, len(WHOLE) - 4)
+    with pytest.raises(AdapterFormatError, match="has changed"):
+        file.check()
+
+
 def test_a_pickle_beside_the_weights_is_not_opened(good: Path, main: Callable[..., Said], tmp_path: Path) -> None:
     """Alone it is refused; beside a safetensors it is ignored. Opening it would make a directory."""
 
