@@ -47,7 +47,7 @@ class AdapterFile:
         max_bytes: the largest weights file. dora: also read DoRA, for a reader that has the base model.
 
     `modules`: sorted names; `ranks`, `shapes` (d_out, d_in), `scales` by module; `heads`: sorted names of the tensors
-    of saved modules; `magnitudes`: module -> the key of DoRA's row norms.
+    of saved modules.
 
     Raises:
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that do
@@ -83,7 +83,8 @@ class AdapterFile:
         """Sorts every key into factors, heads and magnitudes, and checks the shapes."""
         saved = [f"{name}." for name in self.config.get("modules_to_save") or ()]
         pairs: dict[str, dict[str, str]] = {}
-        heads, magnitudes = {}, {}
+        heads: dict[str, str] = {}
+        magnitudes = set()
         for key, stored in self.stored.items():
             path = key.removeprefix(PREFIX)
             if path == key:
@@ -99,7 +100,7 @@ class AdapterFile:
             if factor:
                 pairs.setdefault(factor[1], {})[factor[2]] = key
             elif path.endswith(_MAGNITUDE) and self.config.get("use_dora"):
-                magnitudes[path.removesuffix(_MAGNITUDE)] = key
+                magnitudes.add(path.removesuffix(_MAGNITUDE))
             elif any(name in path for name in saved):  # as in peft: modules whose names end with one of these
                 _check_name(path)
                 heads[path] = key
@@ -112,7 +113,7 @@ class AdapterFile:
             raise AdapterFormatError("it holds no lora_A and lora_B.")
         for module in pairs:
             _check_name(module)
-        self._pairs, self._heads, self.magnitudes = pairs, heads, ReadOnly(magnitudes)
+        self._pairs, self._heads = pairs, heads
         self.modules, self.heads = tuple(sorted(pairs)), tuple(sorted(heads))
         self.shapes: Mapping[str, tuple[int, int]] = ReadOnly({name: self._shape(name) for name in self.modules})
         self.ranks: Mapping[str, int] = ReadOnly({name: self._stored(name, "A").shape[0] for name in self.modules})
@@ -129,7 +130,7 @@ class AdapterFile:
             ends = (path[: dot.start()] for dot in re.finditer(r"\.", path))
             if inside := next((end for end in ends if end in pairs), None):
                 raise AdapterFormatError(f"module {quoted(inside)} has LoRA factors, and is also saved whole.")
-        if self.config.get("use_dora") and set(magnitudes) != set(pairs):
+        if self.config.get("use_dora") and magnitudes != set(pairs):
             raise AdapterFormatError("not every module has a lora_magnitude_vector, which DoRA needs.")
 
     def _scale(self, module: str, unit: float) -> float:
