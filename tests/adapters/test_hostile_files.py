@@ -17,7 +17,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -399,11 +399,15 @@ def test_a_module_that_is_adapted_and_saved_whole(main: Callable[..., Said], tmp
 # ---- a second and a hundred megabytes --------------------------------------------------------------------------------
 
 
-def pairs(names: Iterator[str] | list[str]) -> bytes:
+def pairs(names: list[str]) -> bytes:
     """Rank 1 in float16, zero but for the last number, which is NaN: refused only after all of it was read."""
     keys = [f"{PREFIX}{name}.lora_{factor}.weight" for name in names for factor in "AB"]
     header = {k: {"dtype": "F16", "shape": [1, 1], "data_offsets": [2 * j, 2 * j + 2]} for j, k in enumerate(keys)}
     return weights(header, bytes(2 * len(keys) - 2) + struct.pack("<e", math.nan))
+
+
+def made(content: Callable[[], bytes]) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(content()) and None
 
 
 def hole(size: int) -> Callable[[Path], None]:
@@ -412,30 +416,40 @@ def hole(size: int) -> Callable[[Path], None]:
 
 RANK_1 = CONFIG | {"r": 1}
 ENDS = {".".join(["b"] * k): 1 for k in range(1, 17)}
-DEEP = [".".join(["a"] * 15) + f".{k}" for k in range(20_000)]
-SAVED = {f"{PREFIX}m{k}.zz": (1,) for k in range(39_000)}
-# what -> (the file, its content or what is done to it, the config beside it)
-LARGE: dict[str, tuple[str, bytes | Callable[[Path], None], Header]] = {
-    "a header of 2^62 bytes": (WEIGHTS_FILE, weights(HEADER, DATA, 2**62), CONFIG),
-    "a header of 90 MB": (WEIGHTS_FILE, weights(b" " * 90_000_000, b""), CONFIG),
-    "a header of deep lists": (WEIGHTS_FILE, weights(b"[" * 8_000_000, b""), CONFIG),
-    "a header of small lists": (WEIGHTS_FILE, weights(b'{"a":[' + b"[]," * 2_500_000 + b"[]]}", b""), CONFIG),
-    "one tensor too many": (WEIGHTS_FILE, pairs(f"m{k}" for k in range(20_001)), RANK_1),
+
+
+def deep(words: int, count: int) -> bytes:
+    return pairs([".".join(["a"] * (words - 1)) + f".{k}" for k in range(count)])
+
+
+# what -> (the file, what is done to it, the config beside it)
+LARGE: dict[str, tuple[str, Callable[[Path], None], Header]] = {
+    "a header of 2^62 bytes": (WEIGHTS_FILE, made(lambda: weights(HEADER, DATA, 2**62)), CONFIG),
+    "a header of 90 MB": (WEIGHTS_FILE, made(lambda: weights(b" " * 90_000_000, b"")), CONFIG),
+    "a header of deep lists": (WEIGHTS_FILE, made(lambda: weights(b"[" * 8_000_000, b"")), CONFIG),
+    "a header of small lists": (
+        WEIGHTS_FILE, made(lambda: weights(b'{"a":[' + b"[]," * 2_500_000 + b"[]]}", b"")), CONFIG),
+    "one tensor too many": (WEIGHTS_FILE, made(lambda: deep(2, 20_001)), RANK_1),
     "names of 16 words, and patterns of every length": (
-        WEIGHTS_FILE, pairs(DEEP), RANK_1 | {"rank_pattern": ENDS, "alpha_pattern": ENDS}),
-    "long names": (WEIGHTS_FILE, pairs(f"{k:05}{'x' * 100}" for k in range(20_000)), RANK_1),
-    "names of 250 words": (WEIGHTS_FILE, pairs(".".join(["a"] * 250) + f"{k}" for k in range(6_000)), RANK_1),
+        WEIGHTS_FILE, made(lambda: deep(16, 20_000)), RANK_1 | {"rank_pattern": ENDS, "alpha_pattern": ENDS}),
+    "long names": (WEIGHTS_FILE, made(lambda: pairs([f"{k:05}{'x' * 100}" for k in range(20_000)])), RANK_1),
+    "names of 250 words": (WEIGHTS_FILE, made(lambda: deep(250, 6_000)), RANK_1),
     "many saved tensors": (
-        WEIGHTS_FILE, shaped({**SHAPES, **SAVED}, value=math.nan),
+        WEIGHTS_FILE,
+        made(lambda: shaped(SHAPES | {f"{PREFIX}m{k}.zz.w": (1,) for k in range(39_000)}, value=math.nan)),
         CONFIG | {"modules_to_save": [*(f"s{k}" for k in range(31)), "zz"]}),
-    "one place for all": (WEIGHTS_FILE, weights({k: dict(HEADER[QA]) for k in SAVED}, DATA), CONFIG),
+    "one place for all": (
+        WEIGHTS_FILE, made(lambda: weights({f"{PREFIX}m{k}": HEADER[QA] for k in range(39_000)}, DATA)), CONFIG),
     "a weights file of 10 GB, a hole": (WEIGHTS_FILE, hole(10 * 2**30), CONFIG),
     "a weights file of 1 TB, a hole": (WEIGHTS_FILE, hole(2**40), CONFIG),
     "a config of 1 GB, a hole": (CONFIG_FILE, hole(10**9), CONFIG),
-    "a config of lists": (CONFIG_FILE, literal("auto_mapping", "[" + "[]," * 1_000_000 + "[]]"), CONFIG),
-    "a config of small objects": (CONFIG_FILE, literal("x", "[" + '{"":0},' * 80_000 + "0]"), CONFIG),
-    "many names": (CONFIG_FILE, config(alpha_pattern={f"x{k}": 1 for k in range(120_000)}, r=3), CONFIG),
-    "many saved modules": (CONFIG_FILE, config(modules_to_save=[f"x{k}" for k in range(100_000)]), CONFIG),
+    "a config of lists": (
+        CONFIG_FILE, made(lambda: literal("auto_mapping", "[" + "[]," * 1_000_000 + "[]]")), CONFIG),
+    "a config of small objects": (CONFIG_FILE, made(lambda: literal("x", "[" + '{"":0},' * 60_000 + "0]")), CONFIG),
+    "many names": (
+        CONFIG_FILE, made(lambda: config(alpha_pattern={f"x{k}": 1 for k in range(60_000)}, r=3)), CONFIG),
+    "many saved modules": (
+        CONFIG_FILE, made(lambda: config(modules_to_save=[f"x{k}" for k in range(100_000)])), CONFIG),
 }  # fmt: skip
 CHILD = """
 import json, sys, time
@@ -459,10 +473,9 @@ for folder in sys.argv[2:]:
 def test_what_claims_much_is_refused_soon_and_in_little_memory(good: Path, tmp_path: Path) -> None:
     """Beyond a program that has read an adapter; processor time, since other work on the machine is not our fault."""
     bad = []
-    for k, (name, content, fields) in enumerate(LARGE.values()):
+    for k, (name, spoil, fields) in enumerate(LARGE.values()):
         bad.append(put(tmp_path / f"bad{k}", fields))
-        path = bad[-1] / name
-        path.write_bytes(content) if isinstance(content, bytes) else content(path)
+        spoil(bad[-1] / name)
     done = subprocess.run([sys.executable, "-c", CHILD, good, *bad], capture_output=True, text=True, check=True)
     for what, folder, line in zip(LARGE, bad, done.stdout.splitlines(), strict=True):
         seconds, megabytes, said = json.loads(line)
