@@ -458,7 +458,7 @@ from fedlora.adapters import AdapterFile
 from fedlora.errors import AdapterFormatError
 AdapterFile(sys.argv[1]).check()
 peak = lambda: int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-for folder in sys.argv[2:]:
+def tried(folder):
     Path("/proc/self/clear_refs").write_text("5")  # or it would begin at what was once had
     before, began = peak(), time.process_time()
     try:
@@ -466,7 +466,9 @@ for folder in sys.argv[2:]:
         said = "sound"
     except AdapterFormatError as error:
         said = str(error)
-    print(json.dumps([time.process_time() - began, (peak() - before) / 1024, said]))
+    return time.process_time() - began, (peak() - before) / 1024, said
+for folder in sys.argv[2:]:
+    print(json.dumps(min(tried(folder) for _ in range(2))))  # the one that other work has disturbed less
 """
 
 
