@@ -379,6 +379,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "unknown field": (config(use_something_new=True), "use_something_new = True"),
     "another bias": (config(bias="some"), "bias = 'some'"),
     "a switch in words": (config(use_rslora="false"), "use_rslora = 'false'"),
+    "another switch in words": (config(fan_in_fan_out="false"), "fan_in_fan_out = 'false'"),
     "a task of its own": (config(task_type="EVIL"), "task_type = 'EVIL'"),
     "a base of two lines": (config(base_model_name_or_path="a\nb"), "base_model_name_or_path = "),
     "saved by a pattern": (config(modules_to_save=["(a+)+$"]), "modules_to_save = "),

@@ -59,7 +59,7 @@ def check_config(config: Mapping[str, Any], *, dora: bool = False) -> None:
     if config.get("bias") not in (None, "none"):
         raise refuse("bias", f"trained biases are no part of B A. {WAY_OUT}")
     init = config.get("init_lora_weights")
-    if not isinstance(init, bool | str | None) or init not in _PLAIN_INITS:
+    if init not in _PLAIN_INITS:
         raise refuse(
             "init_lora_weights",
             "such a start may change the base weights, so the update is of another base. Save it with peft's "
