@@ -271,6 +271,8 @@ def test_what_cannot_be_federated_is_refused_by_name(
     network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
     with pytest.raises(ConfigError, match=r"trains a BertForSequenceClassification. Wrap it with peft.get_peft_model"):
         federate(trainer_of(network, data["a"], tmp_path))
+    with pytest.raises(ConfigError, match="trains a BertForSequenceClassification"):
+        federate(torch.compile(network))
     few = get_peft_model(network, LoraConfig(target_modules=["query"], task_type="SEQ_CLS"))
     with pytest.raises(ConfigError, match=r"adapts query \(1 module\), .* query, value \(2 modules\)"):
         federate(trainer_of(few, data["a"], tmp_path))
@@ -302,6 +304,20 @@ def test_classes_in_another_order_are_refused(
     assert "0 = 'calm'" not in capsys.readouterr().err
     federate(model())
     assert "0 = 'calm', 1 = 'urgent'" in capsys.readouterr().err
+
+
+def test_each_round_draws_by_seeds_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round 3 is two beyond the script's seeds: of a trainer, of its sampler if that has one of its own, of a loop."""
+    site = Site(tmp_path, "classify")
+    monkeypatch.setenv(VARIABLE, str(site.round(3)[0].path))
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
+    model = get_peft_model(network, LoraConfig(target_modules=["query", "value"], task_type="SEQ_CLS"))
+    args = TrainingArguments(str(tmp_path / "out"), seed=7, data_seed=5, report_to="none", use_cpu=True)
+    trainer = federate(Trainer(model, args))
+    assert (torch.initial_seed(), trainer.accelerator.dataloader_config.data_seed) == (9, 7)
+    torch.manual_seed(1)
+    federate(model)
+    assert torch.initial_seed() == 3
 
 
 def test_a_loop_that_trained_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,16 +414,6 @@ def test_a_compiled_model_is_the_peft_model_inside(
     assert (said.examples, said.loss) == (3, 0.25)
     for name, lora in begun.modules.items():
         assert torch.equal(made.modules[name].A, lora.A) and made.modules[name].rank == 4
-
-
-def test_a_compiled_model_that_is_no_peft_model_is_named_by_its_own_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = Site(tmp_path, "classify")
-    monkeypatch.setenv(VARIABLE, str(site.round(1)[0].path))
-    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
-    with pytest.raises(ConfigError, match="trains a BertForSequenceClassification"):
-        federate(torch.compile(network))
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------

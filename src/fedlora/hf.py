@@ -57,33 +57,25 @@ def federate(trainer: T, *, examples: int | None = None) -> T:
         >>> federate(model) is model  # no federation started this process
         True
     """
-    folder, given = RoundFolder.named(), trainer
+    folder = RoundFolder.named()
     if folder is None:
         return trainer
-    loop = given if isinstance(given, nn.Module) else None
-    own: Any = None if loop is not None else given
-    if loop is None and not hasattr(own, "add_callback"):
+    own: Any = None if isinstance(trainer, nn.Module) else trainer
+    if own is not None and not hasattr(own, "add_callback"):
         raise ConfigError(
-            f"federate takes a transformers.Trainer or a PEFT model; got a {type(given).__name__}. For a loop of your "
-            f"own: federate(model), and hand_back(model, examples=len(data), loss=...) at its end."
+            f"federate takes a transformers.Trainer or a PEFT model; got a {type(trainer).__name__}. For a loop of "
+            f"your own: federate(model), and hand_back(model, examples=len(data), loss=...) at its end."
         )
     facts, adapter = folder.read()
-    _check_sharding(given)
-    model = _peft_model(own.model if loop is None else loop)
+    _check_sharding(trainer)
+    model = _peft_model(trainer if own is None else own.model)
     _check_classes(model, facts.labels)
     if own is not None:
         _check_trainer(own, facts.moves_base or bool(adapter.base))
-    rebuilt = _install(model, adapter, facts.scaling, facts.trains)
+    _install(model, adapter, facts.scaling, facts.trains)
     if own is None:
-        if facts.round > 1:
-            torch.manual_seed(torch.initial_seed() + facts.round - 1)
+        torch.manual_seed(torch.initial_seed() + facts.round - 1)
     else:
-        if rebuilt and own.optimizer is not None:
-            raise ConfigError(
-                f"the trainer has an optimiser object (optimizers=...) for other parameters than this round's, of rank "
-                f"{sorted(set(adapter.ranks.values()))} and scaling {facts.scaling:g}. Give LoraConfig these, or use "
-                f"optimizer_cls_and_kwargs."
-            )
         set_seed(own.args.seed + facts.round - 1)  # before `train`, which makes the sampler
         if own.args.data_seed is not None:
             own.accelerator.dataloader_config.data_seed = own.args.data_seed + facts.round - 1
@@ -123,7 +115,7 @@ def hand_back(model: nn.Module, *, examples: int, loss: float) -> None:
     if all(torch.equal(tensor, was[name].to(tensor.dtype)) for name, tensor in named_tensors(made)):
         raise ConfigError(
             "nothing was trained: the adapter is bit for bit as this round began. Make the optimiser after "
-            "federate(...), which may give the model new parameters."
+            "federate(...), which may give the model new parameters; a trainer takes optimizer_cls_and_kwargs."
         )
     folder.write_result(facts, made, spec, examples, loss)
 
@@ -223,9 +215,8 @@ def _check_classes(model: Any, labels: Sequence[str]) -> None:
     _say(f"the federation's classes are {order}; this model names none (id2label)")
 
 
-def _install(model: Any, adapter: Adapter, scaling: float, trains: list[Part]) -> bool:
-    """Set the model to the round's base and adapter, at its ranks and scaling. Returns whether the adapter's parameters
-    are new ones, as they must be if ranks or scaling differ."""
+def _install(model: Any, adapter: Adapter, scaling: float, trains: list[Part]) -> None:
+    """Set the model to the round's base and adapter, with new parameters if its ranks or scaling differ."""
     name = _active(model)
     now, _ = read_model(model, name, scaling=scaling)
     odd = sorted({*now.modules, *now.heads} ^ {*adapter.modules, *adapter.heads})
@@ -237,15 +228,13 @@ def _install(model: Any, adapter: Adapter, scaling: float, trains: list[Part]) -
             f"federation."
         )
     scales = {float(m.scaling[name]) for m in model.modules() if name in getattr(m, "lora_A", {})}
-    rebuilt = now.ranks != adapter.ranks or scales != {scaling}
-    if rebuilt:
+    if now.ranks != adapter.ranks or scales != {scaling}:
         if scales != {scaling}:
             own = ", ".join(f"{scale:g}" for scale in sorted(scales))
             _say(f"alpha / r is {scaling:g} in this federation; {own} of LoraConfig is not used")
         _rebuild(model, name, adapter, scaling)
     load_into_model(model, adapter, name, scaling=scaling)
     trainable(model, name, B="B" in trains, A="A" in trains, heads="heads" in trains)
-    return rebuilt
 
 
 def _rebuild(model: Any, name: str, adapter: Adapter, scaling: float) -> None:

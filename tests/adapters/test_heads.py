@@ -129,10 +129,10 @@ def test_names_of_other_classes_than_the_head_has_are_left_out_and_it_is_said(tm
 
 
 def test_weights_from_examples(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """30 and 10 examples; all must say theirs, once each; other rounds and weight 0 are told."""
-    a, b, c = upload(tmp_path, "a", num_examples=30), upload(tmp_path, "b", round=7), saved(tmp_path, "c", 2)
+    """30 and 10 examples; all must say theirs, once each; weight 0 is told."""
+    a, b, c = upload(tmp_path, "a", num_examples=30), upload(tmp_path, "b"), saved(tmp_path, "c", 2)
     report = merge([a, b], tmp_path / "m", weights_from="num_examples")
-    assert report.weights == (0.75, 0.25) and "different rounds: 1, 7" in str(report.warnings)
+    assert report.weights == (0.75, 0.25)
     with pytest.raises(AdapterFormatError, match=rf"{c} has no upload\.json.*1 of 3"):
         merge([a, b, c], tmp_path / "n", weights_from="num_examples")
     for same in (a, upload(tmp_path / "again", "a")):
@@ -160,7 +160,7 @@ def test_what_lies_beside_an_adapter_is_validated_too(
 
 
 @pytest.mark.parametrize(
-    "facts", [{"round": 0}, {"round": True}, {"client": ""}, {"client": "a\nb"}, {"client": "a" * 201},
+    "facts", [{"client": ""}, {"client": "a\nb"}, {"client": "a" * 201},
               {"num_examples": -1}, {"num_examples": 1e16}, {"num_examples": True}, {"num_examples": "2"}], ids=str,
 )  # fmt: skip
 def test_facts_of_another_shape_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:

@@ -21,16 +21,13 @@ from torch import Tensor
 from fedlora import read_adapter
 from fedlora.adapters import AdapterFile, merge, resize
 from fedlora.adapters.base_names import Base, check_same_base, is_path, public_name
-from fedlora.adapters.collection import used_weights
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from support.adapter_folders import HEADS, SHAPES, bare, saved, updates
 from support.command_line import Said
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_models import peft_updates
 from support.tiny_models import bert_of_two_layers
 from support.worked_examples import python_blocks, run_page
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS]
 Main = Callable[..., Said]
 Q, V = "layer.0.q", "layer.1.v"
 FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
@@ -324,13 +321,6 @@ def test_revisions_and_the_name_that_is_handed_on(tmp_path: Path, main: Main) ->
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-def test_weights_by_hand() -> None:
-    """A mean divides by the sum, a sum does not."""
-    assert used_weights(2, [1, 3]) == (0.25, 0.75) and used_weights(2, [1, -3], sum=True) == (1, -3)
-    assert used_weights(3) == (1 / 3, 1 / 3, 1 / 3) and used_weights(3, sum=True) == (1, 1, 1)
-    assert used_weights(2, [1e-300, 3e-300]) == pytest.approx((0.25, 0.75))
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from fedlora.adapters import AdapterSpec, read_adapter, write_adapter
-from fedlora.adapters.io import pad_rank, read_model
+from fedlora.adapters.io import read_model
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import AdapterFormatError, FactorNotShared
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_boundary import (
     READABLE,
     assert_close,
@@ -28,9 +27,8 @@ from support.peft_boundary import (
     random_like,
 )
 from support.peft_models import peft_layers, peft_updates
-from support.tiny_models import llama, logits
+from support.tiny_models import logits
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS]
 WRITABLE = ["list", "all-linear", "Conv1D", "heads", "heads of several tensors"]
 
 
@@ -116,15 +114,6 @@ class TestWriteAdapter:
             torch.testing.assert_close(update, 0.75 * adapter.modules[name].delta(), rtol=1e-5, atol=1e-5)
         assert_same(read_adapter(tmp_path, scaling=0.75)[0], adapter)
 
-    def test_one_rank_needs_no_patterns(self, tmp_path):
-        build, adapter, spec = like("list", (3, 4, 8))
-        padded = Adapter({name: pad_rank(module, 8) for name, module in adapter.modules.items()})
-        write_adapter(tmp_path / "out", padded, spec)
-        config = json.loads((tmp_path / "out" / CONFIG_FILE).read_text())
-        assert (config["r"], config["lora_alpha"]) == (8, 8)
-        assert not {"rank_pattern", "alpha_pattern"} & set(config)
-        assert_peft_loads(build, tmp_path / "out", adapter, 1.0)
-
     def test_writing_twice_gives_the_same_three_files(self, tmp_path):
         _, adapter, spec = like("heads", (2, 4))
         for out in ("one", "two", "two"):
@@ -133,33 +122,16 @@ class TestWriteAdapter:
         assert set(files) == {CONFIG_FILE, WEIGHTS_FILE, "README.md"}
         assert files == {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()}
 
-    def test_an_adapter_in_the_way_is_replaced(self, plain):
-        _, spec = read_adapter(plain)
-        adapter = random_like(read_adapter(plain)[0], (6, 2))
-        write_adapter(plain, adapter, spec)
-        assert_peft_loads(llama, plain, adapter, 1.0)
-
-    def test_the_card(self, tmp_path):
-        _, adapter, spec = like("list", (4,))
-        write_adapter(tmp_path / "own", adapter, spec, card="# Mine\n")
-        assert (tmp_path / "own" / "README.md").read_text() == "# Mine\n"
-        write_adapter(
-            tmp_path / "default", adapter, AdapterSpec({**spec.config, "base_model_name_or_path": "some/base"})
-        )
-        assert "base_model: some/base" in (tmp_path / "default" / "README.md").read_text()
-
-    def test_views_and_tensors_that_require_gradients_are_written(self, tmp_path):
-        build, adapter, spec = like("list", (4,))
-        views = adapter.map(lambda t: t.T.contiguous().T.requires_grad_())
-        write_adapter(tmp_path / "out", views, spec)
-        assert_peft_loads(build, tmp_path / "out", adapter, 1.0)
-
-    def test_modules_may_share_a_tensor(self, tmp_path):
+    def test_views_shared_tensors_and_a_card_are_written(self, tmp_path):
+        """Views turned in memory that require gradients; one A for all modules."""
         build, adapter, spec = like("list", (4,))
         A = next(iter(adapter.modules.values())).A
         sharing = Adapter({name: LoRA(module.B, A) for name, module in adapter.modules.items()})
-        write_adapter(tmp_path / "out", sharing, spec)
-        assert_peft_loads(build, tmp_path / "out", sharing, 1.0)
+        turned = adapter.map(lambda t: t.T.contiguous().T.requires_grad_())
+        for name, given, want in (("views", turned, adapter), ("shared", sharing, sharing)):
+            write_adapter(tmp_path / name, given, spec, card="# Mine\n")
+            assert_peft_loads(build, tmp_path / name, want, 1.0)
+            assert (tmp_path / name / "README.md").read_text() == "# Mine\n"
 
 
 def poisoned(adapter, value):

@@ -112,8 +112,6 @@ def collected(
     for folder in repeated(folders):
         places = " and ".join(str(k) for k, one in enumerate(folders, 1) if one == folder)
         notes.append(f"inputs {places} are the same folder")
-    if len(rounds := {one.round for one in facts if one.round is not None}) > 1:
-        notes.append(f"the uploads belong to different rounds: {', '.join(map(str, sorted(rounds)[:8]))}")
     if idle := [str(file.directory) for file, weight in zip(files, used, strict=True) if not weight]:
         more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
         names = ", ".join(quoted(name, 80) for name in idle[:8])

@@ -7,7 +7,6 @@ pattern of a stranger is ever given to `re`.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -40,8 +39,8 @@ _WHY: Mapping[str, str] = {
 }
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # PiSSA, OLoRA, ... also change the base weights
 _TASKS = (None, "SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
-_NAME = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
-_MOST_SAVED, _LARGEST_RANK, _LARGEST_ALPHA, _LONGEST_TEXT = 100, 10**6, 1e9, 4096
+_NAME, _DOT = re.compile(r"[\w-]+(\.[\w-]+){0,15}", re.ASCII), re.compile(r"\.")
+_NAME_LETTERS, _MOST_SAVED, _LARGEST_RANK, _LARGEST_ALPHA, _LONGEST_TEXT = 256, 32, 10**6, 1e9, 4096
 
 
 def check_config(config: Mapping[str, Any], *, dora: bool = False) -> None:
@@ -60,7 +59,7 @@ def check_config(config: Mapping[str, Any], *, dora: bool = False) -> None:
     if config.get("bias") not in (None, "none"):
         raise refuse("bias", f"trained biases are no part of B A. {WAY_OUT}")
     init = config.get("init_lora_weights")
-    if not isinstance(init, bool | str | None) or init not in _PLAIN_INITS:
+    if init not in _PLAIN_INITS:
         raise refuse(
             "init_lora_weights",
             "such a start may change the base weights, so the update is of another base. Save it with peft's "
@@ -95,43 +94,25 @@ def check_config(config: Mapping[str, Any], *, dora: bool = False) -> None:
 
 def is_name(text: object) -> bool:
     """Whether this is the name of a module, or the end of one: no pattern."""
-    return isinstance(text, str) and len(text) <= 512 and _NAME.fullmatch(text) is not None
+    return isinstance(text, str) and len(text) <= _NAME_LETTERS and _NAME.fullmatch(text) is not None
 
 
-class Scales:
-    """The rank and the scale of each module, by a checked config."""
+class ByName:
+    """r and rank_pattern, or lora_alpha and alpha_pattern, of a checked config. As in peft, the first name counts that
+    is the module's name or its end; one that begins with ^ is the whole name."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
-        self._ranks, self._alphas = _ByName(config.get("rank_pattern")), _ByName(config.get("alpha_pattern"))
-
-    def rank(self, module: str) -> int:
-        return int(self._ranks.value(module, self._config["r"]))
-
-    def scale(self, module: str, unit: float = 1.0) -> float:
-        """alpha / r, or alpha / sqrt(r) with rsLoRA, over `unit`; exactly 1.0 if they are equal."""
-        r, alpha = self.rank(module), self._alphas.value(module, self._config["lora_alpha"])
-        if self._config.get("use_rslora"):
-            return float(alpha / math.sqrt(r) / unit)
-        return 1.0 if alpha == unit * r else float(alpha / r / unit)  # in floats (s r) / r may differ from s
-
-
-class _ByName:
-    """rank_pattern or alpha_pattern. As in peft, the first name counts that is the module's name or its end; one that
-    begins with ^ is the whole name."""
-
-    def __init__(self, by_name: Mapping[str, Any] | None) -> None:
+    def __init__(self, default: float, by_name: Mapping[str, Any] | None) -> None:
         self._found: dict[str, tuple[int, float]] = {}  # name -> (its place in the config, the value)
         for place, (name, value) in enumerate((by_name or {}).items()):
             self._found.setdefault(("^" if name.startswith("^") else "") + _bare(name), (place, value))
-        self._parts = {name.count(".") + 1 for name in self._found}  # to look up only ends of these lengths
+        self._default = (0, default)
 
-    def value(self, module: str, default: float) -> float:
+    def value(self, module: str) -> float:
         if not self._found:
-            return default
-        parts = module.split(".")
-        names = [f"^{module}", *(".".join(parts[-count:]) for count in self._parts if count <= len(parts))]
-        return min((self._found[name] for name in names if name in self._found), default=(0, default))[1]
+            return self._default[1]
+        ends = (module[dot.end() :] for dot in _DOT.finditer(module))
+        names = (name for name in (f"^{module}", module, *ends) if name in self._found)
+        return min((self._found[name] for name in names), default=self._default)[1]
 
 
 def _bare(name: object) -> str:

@@ -102,18 +102,14 @@ def load_into_model(model: nn.Module, adapter: Adapter, name: str = "default", *
             )
     unmoved = dict(getattr(model, _BASE, _UNMOVED)[1])
     base = adapter.base or {}
-    unmoved |= {path: _base_layer(model, path).weight for path in base if path not in unmoved}
+    unmoved |= {path: _lora_layer(model, path).base_layer.weight for path in base if path not in unmoved}
     moved = {path: _moved(model, path, unmoved[path], lora, scaling) for path, lora in base.items()}
     with torch.no_grad():
         for _, target, value in copies:
             target.copy_(value)
     for path, weight in unmoved.items():
-        _base_layer(model, path).weight = moved.get(path, weight)
+        _lora_layer(model, path).base_layer.weight = moved.get(path, weight)
     setattr(model, _BASE, (adapter.base, unmoved))
-
-
-def _base_layer(model: nn.Module, path: str) -> Any:
-    return _lora_layer(model, path).base_layer
 
 
 def _lora_layer(model: nn.Module, path: str) -> Any:

@@ -16,11 +16,9 @@ from typing import Literal, get_args
 
 import torch
 
-from fedlora.adapters.card import merge_card
 from fedlora.adapters.collection import Collection, Missing, collected, one_of
 from fedlora.adapters.heads import HeadRule, heads_by, labels_by
-from fedlora.adapters.merge_report import MergeReport, ModuleReport, Weighed
-from fedlora.adapters.reader import AdapterFile
+from fedlora.adapters.merge_report import MergeReport, ModuleReport, Weighed, merge_card
 from fedlora.adapters.truncation import RankRule, name_of, narrowed_pair, overall, parse_type
 from fedlora.adapters.uploads import write_labels
 from fedlora.adapters.writer import ADAPTER_FOLDER, fill_adapter, pad_rank
@@ -245,14 +243,9 @@ def _rank(wanted: Wanted, reports: Sequence[ModuleReport]) -> tuple[int, list[st
 
 def _zeros(given: Collection, reports: Sequence[ModuleReport]) -> list[str]:
     """Notes on updates that are zero: of an adapter, which only shrinks a mean, or of the result."""
-    idle = [file for file in given.files if not any(_some_update(file, module) for module in file.modules)]
+    idle = [file for file in given.files if not file.check()]
     notes = [f"the update of {quoted(str(file.directory), 80)} is zero in every module, yet it counts" for file in idle]
     if any(report.norm for report in reports):
         return notes if len(given.files) > 1 else []
     every = len(idle) == len(given.files)
     return [*notes, "the update is zero, and so is the result" if every else "the updates cancel: the result is zero"]
-
-
-def _some_update(file: AdapterFile, module: str) -> bool:
-    B, A = file.unscaled(module)[0].factors
-    return bool(B.any()) and bool(A.any())

@@ -6,6 +6,7 @@ tokens, copies of base weights, other tools' formats) is refused by its key, wit
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlora.adapters.config import WAY_OUT, Scales, check_config, is_name
-from fedlora.adapters.untrusted_files import FLOATS, Stored, TensorFile, check_finite, json_object
+from fedlora.adapters.config import WAY_OUT, ByName, check_config, is_name
+from fedlora.adapters.untrusted_files import FLOATS, Stored, TensorFile, json_object, largest
 from fedlora.core.lora import LoRA
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
@@ -29,6 +30,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+_LISTED = 5  # names of files in an error
+_BY_NAME = (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
 _MAGNITUDE = ".lora_magnitude_vector"
 # Segments that no module of transformers has, and a wrapper adds: torch.compile, FSDP and checkpointing begin theirs
 # with an underscore; the others are DDP's and peft's. The same layer under two names would count as two modules.
@@ -44,7 +47,7 @@ class AdapterFile:
         max_bytes: the largest weights file. dora: also read DoRA, for a reader that has the base model.
 
     `modules`: sorted names; `ranks`, `shapes` (d_out, d_in), `scales` by module; `heads`: sorted names of the tensors
-    of saved modules; `magnitudes`: module -> the key of DoRA's row norms.
+    of saved modules.
 
     Raises:
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that do
@@ -68,7 +71,7 @@ class AdapterFile:
         self.directory, self.scaling = Path(directory), scaling
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not os.path.lexists(self.directory / name):
-                raise AdapterFormatError(f"{self.directory} is not a PEFT adapter: it has no {name}.{_pickled(self)}")
+                raise AdapterFormatError(f"{self.directory} is not a PEFT adapter: {_instead(self.directory, name)}.")
         self.config: Mapping[str, Any] = ReadOnly(json_object(self.directory / CONFIG_FILE))
         with self._named():
             check_config(self.config, dora=dora)
@@ -78,9 +81,10 @@ class AdapterFile:
 
     def _read_names(self) -> None:
         """Sorts every key into factors, heads and magnitudes, and checks the shapes."""
-        saved = self.config.get("modules_to_save") or []
+        saved = [f"{name}." for name in self.config.get("modules_to_save") or ()]
         pairs: dict[str, dict[str, str]] = {}
-        heads, magnitudes = {}, {}
+        heads: dict[str, str] = {}
+        magnitudes = set()
         for key, stored in self.stored.items():
             path = key.removeprefix(PREFIX)
             if path == key:
@@ -96,8 +100,8 @@ class AdapterFile:
             if factor:
                 pairs.setdefault(factor[1], {})[factor[2]] = key
             elif path.endswith(_MAGNITUDE) and self.config.get("use_dora"):
-                magnitudes[path.removesuffix(_MAGNITUDE)] = key
-            elif any(f"{name}." in path for name in saved):  # as in peft: modules whose names end with one of these
+                magnitudes.add(path.removesuffix(_MAGNITUDE))
+            elif any(name in path for name in saved):  # as in peft: modules whose names end with one of these
                 _check_name(path)
                 heads[path] = key
             else:
@@ -109,26 +113,32 @@ class AdapterFile:
             raise AdapterFormatError("it holds no lora_A and lora_B.")
         for module in pairs:
             _check_name(module)
-        self._pairs, self._heads, self.magnitudes = pairs, heads, ReadOnly(magnitudes)
+        self._pairs, self._heads = pairs, heads
         self.modules, self.heads = tuple(sorted(pairs)), tuple(sorted(heads))
         self.shapes: Mapping[str, tuple[int, int]] = ReadOnly({name: self._shape(name) for name in self.modules})
         self.ranks: Mapping[str, int] = ReadOnly({name: self._stored(name, "A").shape[0] for name in self.modules})
-        found = Scales(self.config)
-        self.scales: Mapping[str, float] = ReadOnly({name: found.scale(name) for name in self.modules})
-        self._units = {name: found.scale(name, self.scaling) for name in self.modules}
+        ranks, alphas = (ByName(self.config[n], self.config.get(p)) for n, p in _BY_NAME)
         for name, r in self.ranks.items():
-            if found.rank(name) != r:
+            if (said := ranks.value(name)) != r:
                 raise AdapterFormatError(
-                    f"module {quoted(name)} has rank {r}, but its config says {found.rank(name)}: rank_pattern must "
-                    f"name such a module."
+                    f"module {quoted(name)} has rank {r}, but its config says {said}: rank_pattern must name such a "
+                    f"module."
                 )
+        self._alphas = {name: alphas.value(name) for name in self.modules}
+        self.scales: Mapping[str, float] = ReadOnly({name: self._scale(name, 1.0) for name in self.modules})
         for path in self.heads:
-            parts = path.split(".")
-            inside = next((".".join(parts[:k]) for k in range(1, len(parts)) if ".".join(parts[:k]) in pairs), None)
-            if inside:
+            ends = (path[: dot.start()] for dot in re.finditer(r"\.", path))
+            if inside := next((end for end in ends if end in pairs), None):
                 raise AdapterFormatError(f"module {quoted(inside)} has LoRA factors, and is also saved whole.")
-        if self.config.get("use_dora") and set(magnitudes) != set(pairs):
+        if self.config.get("use_dora") and magnitudes != set(pairs):
             raise AdapterFormatError("not every module has a lora_magnitude_vector, which DoRA needs.")
+
+    def _scale(self, module: str, unit: float) -> float:
+        """alpha / r, or alpha / sqrt(r) with rsLoRA, over `unit`; exactly 1.0 if they are equal."""
+        r, alpha = self.ranks[module], self._alphas[module]
+        if self.config.get("use_rslora"):
+            return alpha / math.sqrt(r) / unit
+        return 1.0 if alpha == unit * r else alpha / r / unit  # in floats (s r) / r may differ from s
 
     def _shape(self, module: str) -> tuple[int, int]:
         if lost := [f"{module}.lora_{factor}.weight" for factor in "AB" if factor not in self._pairs[module]]:
@@ -188,7 +198,7 @@ class AdapterFile:
         """
         wide = self.dtype(module)
         B, A = (self.tensor(self._pairs[module][factor]).to(wide) for factor in "BA")
-        return LoRA(B, A), self._units[module]
+        return LoRA(B, A), self._scale(module, self.scaling)
 
     def lora(self, module: str) -> LoRA:
         """One module's pair in units of `scaling`: as stored, or in float32 if B must be scaled and is narrower."""
@@ -202,7 +212,8 @@ class AdapterFile:
         """The tensor stored under a key. Raises `AdapterFormatError` if it holds NaN or Inf."""
         tensor = self._file.tensor(key)
         with self._named():
-            return check_finite(key.removeprefix(PREFIX), tensor)
+            largest(key.removeprefix(PREFIX), tensor)
+        return tensor
 
     def check(self) -> bool:
         """Read every number once, some megabytes at a time; whether any module's update can be other than zero.
@@ -213,7 +224,7 @@ class AdapterFile:
         some: set[str] = set()
         for key, piece in self._file.pieces():
             with self._named():
-                if bool(check_finite(key.removeprefix(PREFIX), piece).any()):
+                if largest(key.removeprefix(PREFIX), piece):
                     some.add(key)
         return any(some.issuperset(pair.values()) for pair in self._pairs.values())
 
@@ -253,14 +264,22 @@ def _check_name(module: str) -> None:
         )
     if not is_name(module):
         raise AdapterFormatError(
-            f"{quoted(module, 120)} is no name of a module: up to 512 letters, digits, - and _, with dots between."
+            f"{quoted(module, 120)} is no name of a module: up to 16 words of letters, digits, - and _, with dots "
+            f"between, 256 in all."
         )
 
 
-def _pickled(file: AdapterFile) -> str:
-    if not os.path.lexists(file.directory / "adapter_model.bin"):
-        return ""
-    return (
-        " adapter_model.bin is a pickle, which can run code when read. If you trust it, load it with peft and save it "
-        "again."
-    )
+def _instead(folder: Path, name: str) -> str:
+    """What is there instead of this file, and what to do."""
+    if not os.path.lexists(folder):
+        return "there is no such folder"
+    if not folder.is_dir():
+        return f"it is no folder; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}"
+    if os.path.lexists(folder / "adapter_model.bin"):
+        return (
+            f"it has no {name}. adapter_model.bin is a pickle, which can run code when read; if you trust it, load it "
+            f"with peft and save it again"
+        )
+    with os.scandir(folder) as entries:
+        there = sorted(entry.name for entry in itertools.islice(entries, _LISTED))
+    return f"it has no {name}, {f'only {quoted(there, 200)}' if there else 'and is empty'}"

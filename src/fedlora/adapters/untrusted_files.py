@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
@@ -20,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fedlora.adapters.config import WAY_OUT
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted, shown
 from fedlora.errors import AdapterFormatError
@@ -27,8 +30,9 @@ from fedlora.given_files import opened, parse_json, read_given
 
 _MAX_BYTES = 64 * 2**30  # of a weights file; --max-bytes
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# The largest mixtures of experts have 90,000 factors, which take 13 MB of header; a config that names them, 2 MB.
-_HEADER, _TENSORS = 16 * 2**20, 100_000
+# A dense model of 405B parameters has 1,764 factors; Qwen3-30B-A3B with each of its experts 37,248, in a header of 6 MB
+# and, with patterns, a config of 3 MB. These bounds keep a refusal within a second and a hundred megabytes.
+_HEADER, _TENSORS = 8 * 2**20, 40_000
 _ENTRY = b'"data_offsets"'  # once for each tensor
 _JSON = 3 * 2**20
 _PIECE = 8 * 2**20  # bytes of a large tensor to look at together
@@ -63,18 +67,25 @@ class TensorFile:
                         f"--max-bytes {self.size} allows it."
                     )
                 file.seek(0)
-                length = int.from_bytes(file.read(8), "little") if self.size >= 8 else 0
-                if not 2 <= length <= min(_HEADER, self.size - 8):
+                length = int.from_bytes(file.read(8), "little")
+                if not 2 <= length <= self.size - 8:
                     raise AdapterFormatError(
-                        f"{path} is damaged or no safetensors file: its header would have {length:,} bytes, of "
-                        f"{self.size:,} in the file and {_HEADER:,} that a header may have."
+                        f"{path} is damaged or no safetensors file: it has {self.size:,} bytes, and its header would "
+                        f"have {length:,}. Copy it again; `git lfs pull` replaces a pointer of git-lfs."
                     )
-                raw = file.read(length)
-                _check_header(path, raw)
+                raw = file.read(min(length, _HEADER))
+                count = raw.count(_ENTRY)
+                if length > _HEADER or count > _TENSORS:
+                    raise AdapterFormatError(
+                        f"{path} has a header of {length:,} bytes, with {count:,} tensors or more; up to {_HEADER:,} "
+                        f"and {_TENSORS:,} are read. {WAY_OUT}."
+                    )
+                if raw.count(b",") > 10 * count + 1000:
+                    raise ValueError("it has more values than its tensors need")
                 safe_open(f"/dev/fd/{file.fileno()}", framework="pt")  # checks form, types, shapes, overlaps and gaps
             header = json.loads(raw, object_hook=lambda entry: _stored(entry, 8 + length))
             header.pop("__metadata__", None)
-            if len(header) != raw.count(_ENTRY):
+            if len(header) != count:
                 raise ValueError("a tensor occurs twice")
             self.tensors: Mapping[str, Stored] = ReadOnly(header)
         except AdapterFormatError:
@@ -124,7 +135,9 @@ def json_object(path: Path, most: int = _JSON) -> dict[str, Any]:
         AdapterFormatError: too large, not JSON, a key twice, no object.
     """
     try:
-        found = parse_json(read_given(_real(path), most))
+        if not (raw := read_given(_real(path), most)):
+            raise AdapterFormatError(f"{path} is not JSON: it is empty. Copy it again.")
+        found = parse_json(raw)
     except OSError as error:
         raise AdapterFormatError(f"{path} cannot be read: {error.strerror or error}.") from error
     except AdapterFormatError:
@@ -136,20 +149,12 @@ def json_object(path: Path, most: int = _JSON) -> dict[str, Any]:
     return found
 
 
-def check_finite(name: str, numbers: Tensor) -> Tensor:
-    """The tensor. Raises `AdapterFormatError` if it holds NaN or Inf."""
-    if not bool(torch.isfinite(numbers).all()):
+def largest(name: str, numbers: Tensor) -> float:
+    """The largest magnitude. Raises `AdapterFormatError` if one is NaN or Inf."""
+    ends = [abs(float(end)) for end in torch.aminmax(numbers)] if numbers.numel() else [0.0]
+    if not all(map(math.isfinite, ends)):
         raise AdapterFormatError(f"{quoted(name)} holds NaN or Inf.")
-    return numbers
-
-
-def _check_header(path: Path, raw: bytes) -> None:
-    """Bound what parsing would take."""
-    count = raw.count(_ENTRY)
-    if count > _TENSORS:
-        raise AdapterFormatError(f"{path} names {count:,} tensors; adapters have up to {_TENSORS:,}.")
-    if raw.count(b",") > 10 * count + 1000:
-        raise ValueError("it has more values than its tensors need")
+    return max(ends)
 
 
 def _stored(entry: dict[str, Any], data: int) -> Any:
@@ -157,7 +162,7 @@ def _stored(entry: dict[str, Any], data: int) -> Any:
     if "data_offsets" not in entry:
         return entry
     begin, end = entry["data_offsets"]
-    return Stored(str(entry["dtype"]), tuple(entry["shape"]), data + begin, end - begin)
+    return Stored(sys.intern(entry["dtype"]), tuple(entry["shape"]), data + begin, end - begin)
 
 
 def _real(path: Path) -> Path:

@@ -33,11 +33,10 @@ _MOST_EXAMPLES = 1e15  # keeps sums over any number of clients finite and accura
 @dataclass(frozen=True)
 class Facts:
     """The contents of an adapter's upload.json. client, examples: without the file, the adapter's own path and 1, and
-    `there` is False. round: from 1; None if it is not said."""
+    `there` is False."""
 
     client: str
     examples: float = 1
-    round: int | None = None
     there: bool = True
 
 
@@ -46,13 +45,13 @@ def read_facts(directory: Path) -> Facts:
     ignored.
 
     Raises:
-        AdapterFormatError: upload.json lacks client or num_examples, or has a field in another form.
+        AdapterFormatError: upload.json lacks client or num_examples, or has one in another form.
     """
     path = directory / FILE
     if not os.path.lexists(path):
         return Facts(str(directory), there=False)
     said = json_object(path)
-    client, examples, number = said.get("client"), said.get("num_examples"), said.get("round")
+    client, examples = said.get("client"), said.get("num_examples")
     if not (isinstance(client, str) and 0 < len(client) <= _LONGEST_NAME and client.isprintable()):
         raise AdapterFormatError(
             f"{path}: client is a name of up to {_LONGEST_NAME} letters on one line; got {quoted(client)}."
@@ -61,9 +60,7 @@ def read_facts(directory: Path) -> Facts:
         raise AdapterFormatError(
             f"{path}: num_examples is a number from 0 to {_MOST_EXAMPLES:g}; got {quoted(examples)}."
         )
-    if not (number is None or (type(number) is int and 1 <= number < 2**31)):
-        raise AdapterFormatError(f"{path}: round is a whole number from 1; got {quoted(number)}.")
-    return Facts(client, examples, number)
+    return Facts(client, examples)
 
 
 def write_upload(

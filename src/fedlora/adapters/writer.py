@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fedlora.adapters.card import plain_card
+from fedlora.adapters.base_names import is_path
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterFile, check_scaling
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, replacing_folder
 from fedlora.core.lora import Adapter, LoRA, named_tensors
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.text import MOST, yaml_string
 from fedlora.errors import AdapterFormatError, escaped
 
 # The fields that a copy keeps. All others follow from the numbers, or have no effect once modules are named in full.
@@ -108,14 +109,26 @@ def fill_adapter(folder: Path, adapter: Adapter, spec: AdapterSpec, card: str = 
         raise AdapterFormatError(f"the result could not be loaded, so nothing was written: {why}") from error
 
 
+def plain_card(base: str | None) -> str:
+    front = f"---\nlibrary_name: peft\n{base_line(base)}tags:\n- lora\n- fedlora\n---\n"
+    return f"{front}\nA LoRA adapter written by fedlora.\n"
+
+
+def base_line(base: str | None) -> str:
+    """A card's line `base_model: ...`; "" if the base is not named, or is a path on this machine."""
+    if not base or len(base) > MOST or is_path(base) or not base.isprintable() or os.path.lexists(base):
+        return ""
+    return f"base_model: {yaml_string(base)}\n"
+
+
 def _check(adapter: Adapter) -> None:
     """Raise `AdapterFormatError` for what no file can hold, before anything is written."""
     if not adapter.modules:
         raise AdapterFormatError("the adapter has no modules; nothing was written.")
     for name, lora in adapter.modules.items():
-        if lora.rank == 0:
+        B, _ = lora.factors
+        if not B.shape[1]:
             raise AdapterFormatError(f"module {name!r} has rank 0, which PEFT cannot represent; pad it with pad_rank.")
-        lora.factors  # noqa: B018 - raises if one did not travel
     odd = next((what for what, tensor in named_tensors(adapter) if not bool(torch.isfinite(tensor).all())), None)
     if odd is not None:
         raise AdapterFormatError(f"{odd} holds NaN or Inf; nothing was written.")

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlora.adapters.card import base_line
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import TYPES, name_of, narrowed_pair
+from fedlora.adapters.writer import base_line
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
@@ -38,7 +38,7 @@ _ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi3": "phi3",
 }  # fmt: skip
-_REORDERED = ("llama",)  # architectures whose q and k are stored with each head's even rows before its odd ones
+_REORDERED = ("llama",)  # architectures whose q and k have the two halves of each head's rows interleaved
 _WAY = "`fedlora export --format merged` writes the full model, which llama.cpp's converter takes"
 
 
@@ -84,67 +84,48 @@ def write_gguf(
             f"{len(file.heads)}, such as {file.heads[0]!r}. {_WAY}; `fedlora merge ADAPTER --heads drop` leaves them "
             f"out, but the result is then another model."
         )
-    served = _base_of(check(file, base).config, base)
-    names = {path: served.tensor(path, file) for path in file.modules}
+    config = check(file, base).config
+    if config.model_type not in _ARCHITECTURES:
+        raise ConfigError(
+            f"the base model {base} is of type {quoted(str(config.model_type), 60)}; fedlora writes GGUF adapters for "
+            f"{', '.join(_ARCHITECTURES)}. {_WAY}."
+        )
+    arch = _ARCHITECTURES[config.model_type]
+    names = _names(file, arch, config.num_hidden_layers)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if arch in _REORDERED else {}
     alpha, folded = _alpha(file)
     wide = file.dtype()
     wide = torch.float32 if folded or wide == torch.float64 else wide
     stored = GGUF_TYPES[dtype] if dtype else wide
-    tensors, rounding = _tensors(file, served, names, alpha, folded, stored)
+    tensors, rounding = _tensors(file, names, heads, alpha, folded, stored)
     with replacing_folder(out, **place) as building:
-        _write(building / NAME, served.arch, alpha, tensors)
-        files.write(building / CARD, _card(file, served.arch, len(names)))
-    return WrittenGGUF(served.arch, names, alpha, folded, name_of(stored), rounding)
+        _write(building / NAME, arch, alpha, tensors)
+        files.write(building / CARD, _card(file, arch, len(names)))
+    return WrittenGGUF(arch, names, alpha, folded, name_of(stored), rounding)
 
 
 # -------------------------------------------------------------------------------------------------------------- inside
 
 
-@dataclass(frozen=True)
-class _Base:
-    """A base model as llama.cpp holds it. arch: llama.cpp's name. heads: of queries and of keys."""
+def _names(file: AdapterFile, arch: str, blocks: int) -> dict[str, str]:
+    """Module -> the tensor of llama.cpp's base that its pair updates.
 
-    arch: str
-    blocks: int
-    heads: tuple[int, int]
+    Raises:
+        AdapterFormatError: llama.cpp has no such tensor. ConfigError: the package gguf is too old.
+    """
+    import gguf
 
-    def tensor(self, path: str, file: AdapterFile) -> str:
-        """The base's tensor that a pair at `path` updates.
-
-        Raises:
-            AdapterFormatError: llama.cpp has no such tensor.
-        """
-        import gguf
-
-        arch = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch), None)
-        if arch is None:
-            raise ConfigError(f"the installed gguf does not know architecture {self.arch}: pip install --upgrade gguf.")
-        found = gguf.get_tensor_name_map(arch, self.blocks).get_name(path)
-        if found is None:
-            raise AdapterFormatError(
-                f"{file.directory}: llama.cpp has no tensor for {quoted(path)} in a model of architecture "
-                f"{self.arch} with {self.blocks} blocks. {_WAY}."
-            )
-        return f"{found}.weight"
-
-    def ordered(self, name: str, B: Tensor) -> Tensor:
-        """B (d_out, r) with its rows as llama.cpp orders those of the tensor `name`."""
-        which = {"attn_q": 0, "attn_k": 1}.get(name.split(".")[-2])
-        if which is None or self.arch not in _REORDERED:
-            return B
-        return B[torch.arange(len(B)).reshape(self.heads[which], 2, -1).transpose(1, 2).reshape(-1)]
-
-
-def _base_of(config: Any, base: Path) -> _Base:
-    """Raises `ConfigError` if the base is of none of the types listed here."""
-    arch = _ARCHITECTURES.get(config.model_type)
-    if arch is None:
-        raise ConfigError(
-            f"the base model {base} is of type {quoted(str(config.model_type), 60)}; fedlora writes GGUF adapters for "
-            f"{', '.join(_ARCHITECTURES)}. {_WAY}."
+    key = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), None)
+    if key is None:
+        raise ConfigError(f"the installed gguf does not know architecture {arch}: pip install --upgrade gguf.")
+    table = gguf.get_tensor_name_map(key, blocks)
+    found = {path: table.get_name(path) for path in file.modules}
+    if lost := [path for path, name in found.items() if name is None]:
+        raise AdapterFormatError(
+            f"{file.directory}: llama.cpp has no tensor for {quoted(lost[0])} in a model of architecture {arch} with "
+            f"{blocks} blocks. {_WAY}."
         )
-    heads = (config.num_attention_heads, config.num_key_value_heads)
-    return _Base(arch, config.num_hidden_layers, heads)
+    return {path: f"{name}.weight" for path, name in found.items()}
 
 
 def _alpha(file: AdapterFile) -> tuple[float, tuple[str, ...]]:
@@ -157,13 +138,14 @@ def _alpha(file: AdapterFile) -> tuple[float, tuple[str, ...]]:
 
 def _tensors(
     file: AdapterFile,
-    base: _Base,
     names: Mapping[str, str],
+    heads: Mapping[str, int],
     alpha: float,
     folded: tuple[str, ...],
     dtype: torch.dtype,
 ) -> tuple[dict[str, Tensor], float]:
-    """Name -> tensor of the GGUF file, and the relative rounding over all modules."""
+    """Name -> tensor of the GGUF file, and the relative rounding over all modules. heads: of the tensors whose rows
+    llama.cpp reorders."""
     found, sizes, moves = {}, [], []
     for path, name in names.items():
         pair, scale = file.unscaled(path)
@@ -175,7 +157,9 @@ def _tensors(
         sizes.append(pair.norm())
         moves.append(moved)
         found[f"{name}.lora_a"] = A
-        found[f"{name}.lora_b"] = base.ordered(name, B)
+        count = heads.get(name.split(".")[-2])  # rows 0, h/2, 1, h/2 + 1, ... of each head of h rows
+        order = torch.arange(len(B)).reshape(count, 2, -1).transpose(1, 2).reshape(-1) if count else slice(None)
+        found[f"{name}.lora_b"] = B[order]
     whole = math.hypot(*sizes)
     return found, math.hypot(*moves) / whole if whole else 0.0
 

@@ -25,8 +25,8 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import set_peft_model_state_dict
 from torch import Tensor
 
-from fedlora.adapters.card import base_line
 from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
+from fedlora.adapters.writer import base_line
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.text import quoted
