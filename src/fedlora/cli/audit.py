@@ -46,7 +46,7 @@ def audit(
     """Rewrite adapters with random Q: which methods' results change, and which equal the true mean?"""
     from fedlora.analysis.audit import MOST
     from fedlora.analysis.audit import audit as audit_method
-    from fedlora.cli.method_names import parse_methods
+    from fedlora.cli.typed import parse_methods
 
     if plot is not None or from_run is None:
         check_picture(plot or Path("audit.png"))

@@ -72,7 +72,7 @@ def merge(
     from fedlora.adapters import merging
     from fedlora.adapters.collection import collected
     from fedlora.cli.merge_method import merge_round
-    from fedlora.cli.method_names import parse_defence
+    from fedlora.cli.typed import parse_defence
 
     target = _target(out, dry_run)
     counts = numbers(weights, "--weights") if weights is not None else None
@@ -139,7 +139,7 @@ def _of_what(method: str, *, ruled: bool) -> str:
 
 
 def _method(text: str) -> tuple[Method[Any], str]:
-    from fedlora.cli.method_names import parse_methods
+    from fedlora.cli.typed import parse_methods
 
     sections = parse_methods("svd energy=1.0" if text == "svd" else text)
     if len(sections) != 1:

@@ -48,7 +48,7 @@ def check(
     json: AsJson = False,
 ) -> None:
     """Run every contract on a method: its claim and the measurement. Exit code 1 if something does not hold."""
-    from fedlora.cli.method_names import parse_method
+    from fedlora.cli.typed import parse_method
     from fedlora.testing import check as checked
     from fedlora.testing import sound
 

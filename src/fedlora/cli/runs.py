@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedlora.cli.options import AsJson, Config, DataRoot, Sets
+from fedlora.cli.options import AsJson, Config, DataRoot, Resume, Sets
 from fedlora.cli.run_words import show_run, tell_attack, tell_data
 from fedlora.cli.screen import bar, complain, import_plots, notes, plotted, print_json, tell_gone
 from fedlora.doing import doing
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from fedlora.simulation import RoundRecord
 
 Out = Annotated[Path | None, typer.Option(help="the run folder (default: runs/<config name>)")]
-WorkersHelp = typer.Option(
-    metavar="N|auto", help="number of processes, each with one run at a time; auto: one for each core, or for each GPU"
-)
-Resume = Annotated[bool, typer.Option("--resume", help="continue the run in the folder")]
 
 
 def run(

@@ -64,11 +64,8 @@ class Store:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Be the only driver; at the end the results are sorted. Raises `ConfigError` if another one is at work."""
-        for place, option in ((self.results.parent, "--results"), (self.work.folder, "--work")):
-            try:
-                place.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"{option} {place} cannot be written: {error.strerror or error}.") from error
+        for place in (self.results.parent, self.work.folder):
+            place.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self.work.folder / f".{self.results.stem}.lock", timeout=0):
                 try:
@@ -89,7 +86,7 @@ def drive(
     others (`slurm` with a command that follows), no further stage begins.
 
     Args:
-        start: makes runs (`here`, `slurm`, `ray_tasks`). watch: called with a stage's runs before it starts, after each
+        start: makes runs (`here`, `clusters`). watch: called with a stage's runs before it starts, after each
             look, and with each run that has ended.
     """
     failed: dict[str, str] = {}
@@ -100,7 +97,7 @@ def drive(
             continue
         watch(todo, None)
         left = len(todo)
-        with closing(start(todo)) as ended:  # type: ignore[type-var]
+        with closing(start(todo)) as ended:
             for one in ended:
                 if one is not None:
                     run, why = one
