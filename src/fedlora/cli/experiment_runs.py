@@ -17,7 +17,7 @@ import typer
 from fedlora.cli.batches import watched
 from fedlora.cli.experiment import Machines, Place
 from fedlora.cli.formats import Format, show
-from fedlora.cli.screen import NOT_WHOLE, Table, can_write, complain, console, notes, plotted, print_json
+from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, plotted, print_json
 from fedlora.cli.typed import parse_only, parse_seeds
 from fedlora.errors import ConfigError, counted
 from fedlora.experiments import cost
@@ -168,7 +168,7 @@ def _tell(progress: Progress, tables: Sequence[Shown], remarks: Sequence[str], f
 def draw(grid: Grid, results: Path, out: Path | None) -> None:
     """Draw the finished runs."""
     progress = progress_of(grid, results)
-    plotted(lambda: _pictures(progress, out or results / "plots" / f"{grid.name}.png"))
+    plotted(lambda _: _pictures(progress, out or results / "plots" / f"{grid.name}.png"))
     if not progress.used:
         raise typer.Exit(NOT_WHOLE)
 
@@ -194,7 +194,6 @@ def run_comparison(
     reference = experiment.reference if experiment.reference in able else able[0]
     grid = Grid(experiment.model_copy(update={"reference": reference}), PROFILE, {experiment.rows: able})
     store, picture = Store(folder / "results.jsonl", Work(folder, data_root)), folder / "comparison.png"
-    can_write(folder)
     check_picture(picture)
     if not resume and (store.results.exists() or (folder / "runs").exists()):
         raise ConfigError(f"{folder} already holds a run; add --resume to continue it, or choose another --out.")
@@ -206,5 +205,5 @@ def run_comparison(
     progress = store.progress(grid)
     if not any("failed" not in line for _, line in progress.used):
         raise typer.Exit(complain(f"no method could run: {'; '.join([*refused, *failed.values()])}"))
-    plotted(lambda: _pictures(progress, picture))
+    plotted(lambda _: _pictures(progress, picture))
     _tell(progress, tables_of(progress), [*refused, *progress.notes(), *one_seed], form)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedlora.cli.measures import byte_size
 from fedlora.cli.options import (
     Adapters,
     AsJson,
@@ -20,7 +19,7 @@ from fedlora.cli.options import (
     OneAdapter,
     numbers,
 )
-from fedlora.cli.screen import Table, cell, console, print_json, tell_remarks, tracked
+from fedlora.cli.screen import Table, byte_size, cell, console, print_json, tell_remarks, tracked
 from fedlora.core.text import shown
 from fedlora.errors import ConfigError, counted
 from fedlora.runs.folder import plain
