@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 
 from fedlora.runs.folder import RunFolder
-from support.command_line import Said, process
+from support.command_line import Said, process  # first, for it expects what typer's import warns of
+
+# isort: split
+from fedlora.cli.screen import byte_size
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import FEDSA, Finished, same_run
 
@@ -185,3 +188,17 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once(
     wrong = ["evaluate.metric=rouge-l", "method.name=fedit", "attack.kind=sign-flip", "attack.clients=['site-9']"]
     said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in wrong for a in ("--set", s)))
     assert all(words in said.error() for words in ["rouge-l", "'site-9'"]), said.err
+
+
+def test_a_run_shows_its_classes_by_name_and_its_bytes_in_a_unit(finished: Finished) -> None:
+    """Screen, summary and card agree; the counts stand in the order of the column's title."""
+    s = finished.folder.read_json("summary.json")
+    data = finished.folder.read_json("manifest.json")["data"]
+    assert s["classes"] == ["blue", "green", "red"] and "macro f1" in finished.out
+    assert "blue / green / red" in finished.out and " / ".join(map(str, data["label_counts"]["site-1"])) in finished.out
+    trained = [sum(row[k] for row in data["label_counts"].values()) for k in range(3)]
+    card = (finished.folder.path / "adapter" / "README.md").read_text()
+    assert f"macro_f1 {s['test']['last']['macro_f1']:.4f}" in card
+    assert f"| training examples by class | blue {trained[0]}, green {trained[1]}, red {trained[2]} |" in card
+    shown = [byte_size(n) for n in (0, 999, 30_161, 999_940, 1_500_000)]
+    assert shown == ["0 bytes", "999 bytes", "30.2 KB", "999.9 KB", "1.5 MB"]

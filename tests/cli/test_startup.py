@@ -118,25 +118,6 @@ def test_a_mistyped_command_is_answered_once(typed: str, main: Callable[..., Sai
     assert main(*typed.split()).err.count("Did you mean") == 1
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("run x.toml --rounds 3", "key of the config: --set run.rounds=VALUE"),
-        ("demo --method svd", "key of the config: --set method.name=VALUE"),
-        ("run x.toml --rank 4", "clients.ranks, privacy.rank: --set KEY=VALUE"),
-        ("run x.toml --resum", "Did you mean '--resume'?"),  # an option of the command, and no key
-        ("merge a --rounds 3", "No such option '--rounds'."),  # a command without --set has no keys
-    ],
-)
-def test_a_key_of_the_config_that_was_typed_as_an_option_is_found(
-    typed: str, said: str, main: Callable[..., Said], wide: None
-) -> None:
-    told = main(*typed.split())
-    answer = told.err
-    assert told.code == 2 and "Traceback" not in answer
-    assert said in answer and ("--set" in said) == ("--set" in answer)
-
-
 def test_the_core_alone_tells_its_versions_and_what_a_command_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

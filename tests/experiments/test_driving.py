@@ -202,12 +202,12 @@ def test_private_runs_are_simulations_that_tell_no_traffic_and_no_data(world: Pa
 
 
 def test_gpus_are_dealt_to_workers(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: equal parts, or one that is shared; nothing to runs for the CPU."""
+    """By hand: dealt as cards are, or one that is shared; nothing to runs for the CPU."""
     monkeypatch.setattr("fedlora.experiments.here.torch.cuda.device_count", lambda: 4)
     runs = grid.searches
-    assert dealt(2, runs) == ["0,1", "2,3"] and dealt(5, runs) == ["0", "1", "2", "3", "0"]
+    assert dealt(2, runs) == ["0,2", "1,3"] and dealt(5, runs) == ["0", "1", "2", "3", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,8,9")
-    assert dealt(3, runs) == ["5", "7", "8"] and worker_count("auto", runs) == 4
+    assert dealt(3, runs) == ["5,9", "7", "8"] and worker_count("auto", runs) == 4
     on_cpu = Grid(
         grid.experiment.model_copy(update={"run": {**grid.experiment.run, "model": {"path": "demo", "device": "cpu"}}}),
         "mini",
@@ -247,7 +247,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (place / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    monkeypatch.setattr("fedlora.experiments.slurm._LOOK", 0.0)
+    monkeypatch.setattr("fedlora.experiments.clusters._LOOK", 0.0)
     yield place
 
 

@@ -22,7 +22,7 @@ def compare(
     tune: Annotated[
         str | None, typer.Option(metavar="KEY=VALUES", help="search for each method first: train.lr=1e-3,3e-3,1e-2")
     ] = None,
-    tune_seeds: Annotated[str, typer.Option(help="seeds of the search; none may be a compared seed")] = "1000",
+    tune_seeds: Annotated[str | None, typer.Option(help="seeds of the search, none a compared one (1000)")] = None,
     reference: Annotated[
         str | None, typer.Option(help="what the others are compared with (default: the first)")
     ] = None,
@@ -51,8 +51,10 @@ def compare(
         key, _, values = tune.partition("=")
         tried = numbers(values, f"--tune {key.strip() or 'KEY'}=NUMBERS (as train.lr=1e-3,3e-3,1e-2)")
         search = Tune.read(
-            {"key": key.strip(), "values": tried, "seeds": parse_seeds(tune_seeds, "--tune-seeds")}, "--tune"
+            {"key": key.strip(), "values": tried, "seeds": parse_seeds(tune_seeds or "1000", "--tune-seeds")}, "--tune"
         )
+    elif tune_seeds is not None:
+        raise ConfigError(f"--tune-seeds {tune_seeds} sets the seeds of a search; add --tune KEY=VALUES.")
     both = [] if seeds is None else ["run.seed"]
     for key in [*both, *([search.key] if search is not None else [])]:
         if key in said:

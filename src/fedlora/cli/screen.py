@@ -24,6 +24,7 @@ from rich.text import Text
 
 from fedlora.core.text import escaped, shown
 from fedlora.doing import heard, stepped
+from fedlora.errors import ConfigError
 
 T = TypeVar("T")
 _WIDE = 10_000  # characters: wider than any of our tables
@@ -146,3 +147,5 @@ def plotted(draw: Callable[[Any], Iterable[Path]]) -> None:
             notes.print(f"plot: {path}")
     except ImportError:
         notes.print("no plots: matplotlib is missing (pip install 'fedlora[plot]')")
+    except ValueError as error:  # matplotlib's, of an ending that it does not know
+        raise ConfigError(str(error)) from error
