@@ -20,8 +20,8 @@ import support.command_line  # noqa: F401 - first, for it expects what typer's i
 import fedlora.cli.formats
 from fedlora.cli.flower import doctor, typed
 from fedlora.cli.formats import Format, show
-from fedlora.cli.typed import parse_methods, plain_label
 from fedlora.cli.screen import Screen, console
+from fedlora.cli.typed import parse_methods, plain_label
 from fedlora.errors import ConfigError
 from fedlora.experiments.tables import Table
 

@@ -111,9 +111,9 @@ def slurm(runs: Sequence[Planned], work: Work, name: str, asked: Asked, follow: 
 
 def forget(work: Work, name: str) -> None:
     """Forget how often the experiment's runs were submitted, but for arrays of which something is still queued."""
-    living = set(_queued(work, name))
-    for path, digests in _batches(work, name).items():
-        if not living & {*digests}:
+    living = {job for job, _ in _tasks(name)}
+    for path in _batches(work, name):
+        if path.stem not in living:
             path.unlink()
 
 
@@ -141,11 +141,16 @@ def _call(words: Sequence[str], text: str = "") -> str:
     return done.stdout
 
 
-def _queued(work: Work, name: str) -> dict[str, str]:
-    """Digest -> task of what waits or runs. By squeue, because sacct needs a database."""
-    batches = {path.stem: digests for path, digests in _batches(work, name).items()}
+def _tasks(name: str) -> list[list[str]]:
+    """[the array's name, the task] of what waits or runs. By squeue, because sacct needs a database."""
     lines = _call(["squeue", "--me", "-h", "-r", "-o", "%j|%i"]).splitlines()
-    tasks = [line.split("|") for line in lines if line.partition("|")[0] in batches]
+    return [line.split("|") for line in lines if line.startswith(f"{name}-")]
+
+
+def _queued(work: Work, name: str) -> dict[str, str]:
+    """Digest -> task of what waits or runs."""
+    batches = {path.stem: digests for path, digests in _batches(work, name).items()}
+    tasks = [(job, task) for job, task in _tasks(name) if job in batches]
     return {batches[job][int(task.partition("_")[2] or 0)]: task for job, task in tasks}
 
 
