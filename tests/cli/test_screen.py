@@ -63,13 +63,3 @@ def test_a_narrow_terminal_cuts_no_word() -> None:
         said = file.getvalue()
     assert "…" not in said
     assert all(said.count(letter) == 1 for letter in "ghijklopqrsuvwxyz0123456789")
-
-
-def test_commands_make_their_tables_of_this_class() -> None:
-    """Structural: rich's own class would be one import away."""
-    sources = Path(fedlora.__file__).parent.rglob("*.py")
-    assert [path.name for path in sources if "rich.table" in path.read_text(encoding="utf-8")] == ["screen.py"]
-
-
-def test_one_thing_is_not_counted_in_the_plural() -> None:
-    assert [fedlora.errors.counted(n, "round") for n in (0, 1, 2)] == ["0 rounds", "1 round", "2 rounds"]

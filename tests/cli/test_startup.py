@@ -103,15 +103,6 @@ def test_every_command_says_what_it_does_in_a_line() -> None:
     assert not {path: words for path, words in first.items() if not 10 < len(words) < 121 or "\n" in words}
 
 
-def test_a_called_command_is_the_whole_one() -> None:
-    """What a parent resolves has the options of its function."""
-    assert isinstance(ROOT, click.Group)
-    with click.Context(ROOT) as context:
-        _, command, rest = ROOT.resolve_command(context, ["merge", "a"])
-    assert command is not None and rest == ["a"]
-    assert {"--out", "--rank"} <= {option for param in command.params for option in param.opts}
-
-
 @pytest.mark.parametrize("typed", ["merg", "flower sttus"])
 def test_a_mistyped_command_is_answered_once(typed: str, main: Callable[..., Said]) -> None:
     """typer 0.20 and click 8.4 both know what may be meant, and both would say it."""
