@@ -77,13 +77,13 @@ def run(
         refuse_idle(context, dict.fromkeys(("seeds", "plan", "measure", "price"), "is of `fedlora experiment run`"))
     from fedlora.cli.experiment_runs import grids, run_missing, show_plan
 
-    chosen = grids(names, profile, only, seeds)
+    found = grids(names, profile, only, seeds)
     if plan or measure or price is not None:
-        show_plan(chosen, results, data_root, measure=measure or price is not None, price=price)
+        show_plan(found, results, data_root, measure=measure or price is not None, price=price)
     else:
         place = Place(on, workers, gpus, memory, time, option or [], no_wait)
         run_missing(
-            chosen, results, work, data_root, place, again=again, stages=("search",) if search else ("search", "run")
+            found, results, work, data_root, place, again=again, stages=("search",) if search else ("search", "run")
         )
 
 

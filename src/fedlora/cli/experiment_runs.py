@@ -22,7 +22,7 @@ from fedlora.cli.typed import parse_only, parse_seeds
 from fedlora.errors import ConfigError, counted
 from fedlora.experiments import cost
 from fedlora.experiments.clusters import Asked, forget, ray_tasks, slurm
-from fedlora.experiments.drive import Start, Store, drive
+from fedlora.experiments.drive import Start, Store, drive, progress_of
 from fedlora.experiments.grid import Grid, Stage
 from fedlora.experiments.here import here, worker_count
 from fedlora.experiments.paper import paper_of, paper_tables
@@ -50,13 +50,9 @@ def grids(names: Sequence[str], profile: str, only: str | None = None, seeds: st
     return found
 
 
-def kept(grid: Grid, results: Path, work: Path, data_root: Path | None = None) -> Store:
-    """Where the experiment's runs and results are."""
-    return Store(results / f"{grid.experiment.name}.jsonl", Work(work, data_root))
-
-
-def progress_of(grid: Grid, results: Path) -> Progress:
-    return kept(grid, results, results).progress(grid)
+def place_of(grid: Grid, results: Path) -> Path:
+    """The experiment's file of results."""
+    return results / f"{grid.experiment.name}.jsonl"
 
 
 def run_missing(
@@ -67,7 +63,7 @@ def run_missing(
     _check(chosen)
     failed = 0
     for grid in chosen:
-        store = kept(grid, results, work, data_root)
+        store = Store(place_of(grid, results), Work(work, data_root))
         start = starter(place, store.work, grid)
         with store.held(), watched(grid.experiment.name, store.work) as watch:
             if again:
@@ -123,7 +119,7 @@ def show_status(chosen: Sequence[Grid], results: Path, work: Path, as_json: bool
     shown = Table("experiment", "profile", "search", "runs", "failed", "to do")
     found: dict[str, Any] = {}
     for grid in chosen:
-        store = kept(grid, results, work)
+        store = Store(place_of(grid, results), Work(work))
         progress = store.progress(grid)
         searched = [sum(run.digest in progress.lines for run in grid.searches), len(grid.searches)]
         failures = [(run, why) for run in [*grid.searches, *progress.runs] if (why := store.work.why(run)) is not None]
@@ -142,7 +138,7 @@ def show_plan(
     _check(chosen)
     rows = []
     for grid in chosen:
-        progress = progress_of(grid, results)
+        progress = progress_of(grid, place_of(grid, results))
         todo = cost.to_do(progress) if measure else []
         trials = cost.tried(todo, data_root, lambda run: notes.print(f"two trial rounds of {run.label}"))
         rows.append(cost.row_of(grid, progress, trials, price))
@@ -153,7 +149,7 @@ def show_plan(
 
 def show_table(grid: Grid, results: Path, metric: str | None, margin: float | None, form: Format) -> None:
     """Show the paper's table, scores, differences and costs, with the notes that a reader needs below."""
-    progress = progress_of(grid, results)
+    progress = progress_of(grid, place_of(grid, results))
     paper = paper_of(grid.experiment)
     printed = [] if paper is None or form is Format.csv else paper_tables(progress, paper, metric)
     _tell(progress, [*printed, *tables_of(progress, metric, margin)], progress.notes(), form)
@@ -167,7 +163,7 @@ def _tell(progress: Progress, tables: Sequence[Shown], remarks: Sequence[str], f
 
 def draw(grid: Grid, results: Path, out: Path | None) -> None:
     """Draw the finished runs."""
-    progress = progress_of(grid, results)
+    progress = progress_of(grid, place_of(grid, results))
     plotted(lambda _: _pictures(progress, out or results / "plots" / f"{grid.name}.png"))
     if not progress.used:
         raise typer.Exit(NOT_WHOLE)

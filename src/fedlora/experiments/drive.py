@@ -24,6 +24,15 @@ Start = Callable[[Sequence[Planned]], Ended]
 Watch = Callable[[Sequence[Planned], tuple[Planned, str | None] | None], None]
 
 
+def progress_of(grid: Grid, place: Path) -> Progress:
+    """What there is of an experiment in its file of results, and under other names in the same folder, because
+    experiments may share runs."""
+    found: dict[str, Line] = {}
+    for path in [*sorted(place.parent.glob("*.jsonl")), place]:
+        found |= results.read(path)
+    return Progress(grid, found)
+
+
 @dataclass(frozen=True)
 class Store:
     """Where an experiment is kept. results: its file of lines. work: run folders and failures."""
@@ -32,12 +41,8 @@ class Store:
     work: Work
 
     def progress(self, grid: Grid) -> Progress:
-        """What there is of the experiment: its lines, also under other experiments' names in the same folder, because
-        experiments may share runs."""
-        found: dict[str, Line] = {}
-        for path in [*sorted(self.results.parent.glob("*.jsonl")), self.results]:
-            found |= results.read(path)
-        return Progress(grid, found)
+        """What there is of the experiment."""
+        return progress_of(grid, self.results)
 
     def gathered(self, grid: Grid, stage: Stage) -> Progress:
         """`progress`, with a line for each run of the stage that has ended and has none."""
