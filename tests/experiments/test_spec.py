@@ -9,8 +9,9 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid, as_text, from_text
-from fedlora.experiments.spec import Experiment, load_experiment, names_in
+from fedlora.experiments.spec import Experiment, comparison, load_experiment, names_in
 from fedlora.methods import build
+from fedlora.runs.config import parse_config
 
 ROOT = Path(__file__).parents[2]
 TABLES = sorted((ROOT / "experiments").glob("table*.toml"))
@@ -130,6 +131,17 @@ def test_a_configuration_is_tried_on_a_toy_before_anything_runs(tmp_path: Path) 
     assert set(grid.faults()) == {("skewed", "FedIT"), ("even", "FedIT")}
     odd = Grid(written(tmp_path, FILE.replace('method.name" = "fedit', 'method.nam" = "fedit')), "mini")
     assert all("method.nam" in why or "'nam'" in why for why in odd.faults().values()) and len(odd.faults()) == 2
+
+
+def test_a_comparison_is_by_the_best_round_of_the_test_set_as_far_as_there_is_one() -> None:
+    def metric(**data: float) -> str:
+        raw = {"model": {"path": "demo"}, "data": {"train": "demo", **data}, "clients": {"count": 2, "ranks": [2]}}
+        base = parse_config(raw)
+        return comparison(base, {base.method.name: base.method}, [0], name="x").metric
+
+    assert [metric(), metric(validation=0), metric(test=0)] == ["test, best", "test, last", "validation, best"]
+    with pytest.raises(ConfigError, match="nothing to search or to compare"):
+        metric(validation=0, test=0)
 
 
 WRONG: list[tuple[str, str, str]] = [

@@ -187,7 +187,7 @@ def _wrong_in(experiment: Experiment) -> Iterator[str]:
         named += [("tune.at", axis, [label]) for axis, label in tune.at.items()]
         taken[tune.key] = "the search sets it"
         for p, one in profiles.items():
-            if len(one.tune or tune.values) > 1 and (shared := sorted({*one.seeds} & {*tune.seeds})):
+            if shared := sorted({*one.seeds} & {*tune.seeds}):
                 yield f"seed {shared[0]} is both searched on and of profile {p}; keep the two apart."
     for whose, axis, labels in named:
         if axis not in axes:
@@ -250,8 +250,6 @@ def comparison(
         label: {"method": {"name": section.name, **section.model_dump(mode="json", exclude_defaults=True)}}
         for label, section in methods.items()
     }
-    if tune is not None and base.method.name in axis:  # a search starts from the configuration's own value
-        axis[base.method.name]["method"].pop(tune.key.removeprefix("method."), None)
     best = "test, best" if validated else "test, last"
     return Experiment.read(
         {
