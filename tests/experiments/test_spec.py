@@ -129,6 +129,9 @@ def test_a_configuration_is_tried_on_a_toy_before_anything_runs(tmp_path: Path) 
     """FedIT needs one rank: only handing a download to a client of another shows it."""
     grid = Grid(written(tmp_path, FILE.replace("ranks = [2]", "ranks = [2, 4]")), "mini")
     assert set(grid.faults()) == {("skewed", "FedIT"), ("even", "FedIT")}
+    text = FILE.replace('"clients.alpha" = 0.5', '"clients.alpha" = -1.0')
+    text = text.replace("seeds = [0, 1]", 'seeds = [0, 1]\naxes = { split = ["even"] }')
+    assert len(Grid(written(tmp_path, text), "mini").faults()) == 2, "the search is at a split that no run has"
     odd = Grid(written(tmp_path, FILE.replace('method.name" = "fedit', 'method.nam" = "fedit')), "mini")
     assert all("method.nam" in why or "'nam'" in why for why in odd.faults().values()) and len(odd.faults()) == 2
 
@@ -171,6 +174,13 @@ def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, old: str, new: str
 def test_a_search_is_over_a_number_that_there_is(tmp_path: Path, key: str) -> None:
     with pytest.raises(ConfigError, match=key.split(".")[0]):
         _ = Grid(written(tmp_path, FILE.replace("[tune]", f'[tune]\nkey = "{key}"')), "mini").searches
+
+
+def test_a_searched_whole_number_stays_one(tmp_path: Path) -> None:
+    """TOML's list is of numbers; svd takes a rank of 4, not of 4.0."""
+    text = FILE.replace('"fedit"', '"svd"').replace('"glora"', '"svd"').replace("[1e-3, 1e-2]", "[2, 4]")
+    runs = Grid(written(tmp_path, text.replace("[tune]", '[tune]\nkey = "method.rank"')), "mini").searches
+    assert [repr(run.config.method.build()) for run in runs[:2]] == [repr(build("svd", rank=rank)) for rank in (2, 4)]
 
 
 # ---- the files of this repository --------------------------------------------------------------------------------

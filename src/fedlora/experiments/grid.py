@@ -128,7 +128,7 @@ class Grid:
             return {}
         wanted = {self.key({**cell, **tune.at}) for cell in self.cells}
         moved = [{**cell, **tune.at} for cell in self.experiment.cells(self.profile)]
-        cells = {tuple(cell.items()): cell for cell in moved if not self.experiment.skips(cell)}.values()
+        cells = {tuple(cell.items()): cell for cell in moved}.values()
         found: dict[tuple[str, ...], dict[float, list[Planned]]] = {}
         for cell in (cell for cell in cells if self.key(cell) in wanted):
             for value in self.values:

@@ -149,12 +149,8 @@ class Experiment(Part):
         """Every combination of labels that the profile runs, and that `skip` does not name."""
         for labels in itertools.product(*(self.labels(profile, axis) for axis in self.axes)):
             cell = dict(zip(self.axes, labels, strict=True))
-            if not self.skips(cell):
+            if not any(skipped.items() <= cell.items() for skipped in self.skip):
                 yield cell
-
-    def skips(self, cell: Cell) -> bool:
-        """Whether that combination of labels is skipped."""
-        return any(skipped.items() <= cell.items() for skipped in self.skip)
 
 
 def load_experiment(path: Path) -> Experiment:
