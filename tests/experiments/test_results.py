@@ -26,7 +26,7 @@ def searched(**more: Any) -> Experiment:
         "method": {"FedIT": {"method.name": "fedit"}, "GLoRA": {"method.name": "glora"}},
         "split": {"a": {"clients.alpha": 0.1}, "b": {"clients.alpha": 0.5}},
     }
-    tune = {"values": [1e-3, 1e-2, 1e-1], "seeds": [7]}
+    tune = {"values": [1e-2, 1e-1, 1e-3], "seeds": [7]}
     return Experiment.model_validate(
         {"name": "made", "title": "M", "run": run, "axes": axes, "tune": tune, "profiles": {"mini": {"seeds": [0, 1]}},
          **more}
