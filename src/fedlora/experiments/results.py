@@ -216,7 +216,7 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
     differing = [key for key in keys if len({repr(each.get(key)) for each in settings.values()}) > 1]
     return DataFrame([
         {"file": file, **line["cell"], **{name: column(line) for name, column in COLUMNS.items()},
-         **{key: settings[digest].get(key) for key in differing if key not in ("run.seed", "method.name")},
+         **{key: settings[digest].get(key) for key in differing},
          **{f"test {name}": value for name, value in line["test"]["last"].items()},
          **{f"own readout of {client}": scores.get(line["metric"])
             for client, scores in line["clients_at_end"].items()}}
