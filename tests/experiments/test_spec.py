@@ -93,6 +93,10 @@ def test_an_empty_table_takes_a_table_away_and_private_clients_are_simulated(tmp
     runs = Grid(written(tmp_path, text), "one").runs({("FedIT",): 1.0, ("GLoRA",): 1.0})
     private = {run.cell["method"]: run.config.privacy for run in runs}
     assert private["GLoRA"] is None and private["FedIT"] is not None and "SIMULATED" in private["FedIT"].population
+    with pytest.raises(ConfigError, match="data of one's own"):
+        Grid(written(tmp_path, text.replace('"demo"\n[run.clients', '"my.csv"\n[run.clients')), "one").runs(
+            {("FedIT",): 1.0}
+        )
     with pytest.raises(ConfigError, match=r"privacy\.ledger"):
         grid = Grid(written(tmp_path, text.replace('"privacy.clip"', '"privacy.ledger" = "x", "privacy.clip"')), "one")
         grid.runs({("FedIT",): 1.0, ("GLoRA",): 1.0})
