@@ -121,6 +121,7 @@ def test_a_run_without_a_number_takes_mean_and_difference_away(experiment: Exper
     assert not progress_of(experiment, lambda run: results.failed(run, "x") if run.seed else of(run)).whole
     gaps = differences(progress, LAST)
     assert gaps.frame["split"].tolist() == ["b"] and gaps.frame["n"].tolist() == [2]
+    assert gaps.frame["seeds needed"].isna().all(), "two seeds do not tell a spread"
     assert any("new, a" in note for note in gaps.notes)
     assert any("seed 1 failed" in note for note in progress.notes()) and "10 of 12" in progress.notes()[-1]
 
