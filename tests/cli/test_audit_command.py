@@ -227,17 +227,6 @@ def consensus(pairs: Pairs, p: Sequence[float], rho: float) -> dict[str, Tensor]
     return made
 
 
-def energetic(pairs: Pairs, p: Sequence[float], energy: float) -> dict[str, Tensor]:
-    """SVD: the fewest leading components of the mean whose squares make up that share."""
-    made = {}
-    for m, true in mean(pairs, p).items():
-        U, s, Vh = torch.linalg.svd(true, full_matrices=False)
-        share = s.square().cumsum(0) / s.square().sum()
-        k = int((share < energy).sum()) + 1
-        made[m] = U[:, :k] * s[:k] @ Vh[:k]
-    return made
-
-
 def moved(pairs: Pairs, condition: float, draw: int, names: Sequence[str]) -> Pairs:
     """The same updates in the audit's own coordinates of that draw (`audit.regauge`, tested in test_audit.py)."""
     made = []
@@ -320,39 +309,13 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Sites:
 
 # ---- the numbers -----------------------------------------------------------------------------------------------------
 
-EXACT = ("fedex-lora", "flexlora", "flora", "glora")
-
-
-def test_errors_of_one_rank_are_the_dense_ones(equal: Sites, undrawn: None) -> None:
-    """Each against dense float64: factor averaging, HetLoRA's weights, GLoRA at half its budget, SVD at 90 and 50 %;
-    zero for those that average updates. Three of rank 4 and rho = 0.5: R = 6."""
-    p = relative(WEIGHTS)
-    true = mean(equal.pairs, p)
-    given = ("--weights", ",".join(map(str, WEIGHTS)))
-    methods = [*EXACT, "fedit", "padded-average", "hetlora", "glora rho=0.5", "svd", "svd energy=0.5"]
-    found = audited(*equal.paths, *given, "--methods", ", ".join(methods), "--conditions", "10", "--draws", 1)
-    assert sorted(found) == sorted(methods) and all(a["refused"] is None for a in found.values())
-    for name in EXACT:
-        assert found[name]["error"] < 1e-12
-    wanted = {
-        "fedit": factor_average(equal.pairs, p),
-        "padded-average": factor_average(equal.pairs, p),
-        "hetlora": factor_average(equal.pairs, None),
-        "glora rho=0.5": consensus(equal.pairs, p, 0.5),
-        "svd": energetic(equal.pairs, p, 0.9),
-        "svd energy=0.5": energetic(equal.pairs, p, 0.5),
-    }
-    for name, model in wanted.items():
-        assert found[name]["error"] == pytest.approx(off(model, true), rel=1e-9), name
-        assert found[name]["error"] > 0.01, "the case says something"
-
 
 def test_errors_of_mixed_ranks_are_the_dense_ones(mixed: Sites, undrawn: None) -> None:
-    """As above, from peft's own tensors and scalings, in the units of the whole update: alpha / r differs by client."""
+    """Against dense float64, from peft's own tensors and scalings, in the units of the whole update: alpha / r differs by client."""
     p = relative(WEIGHTS)
     true = mean(mixed.pairs, p)
     methods = ["fedit", "glora", "glora gamma=1", "glora rho=0.5", "flora", "hetlora",
-               "padded-average", "svd energy=0.9"]  # fmt: skip
+               "padded-average"]  # fmt: skip
     args = (
         "--weights",
         ",".join(map(str, WEIGHTS)),
@@ -370,7 +333,6 @@ def test_errors_of_mixed_ranks_are_the_dense_ones(mixed: Sites, undrawn: None) -
         "glora rho=0.5": consensus(mixed.pairs, p, 0.5),  # R = ceil(4.5)
         "hetlora": factor_average(mixed.pairs, None),
         "padded-average": factor_average(mixed.pairs, p),
-        "svd energy=0.9": energetic(mixed.pairs, p, 0.9),
     }
     for name, model in wanted.items():
         assert found[name]["error"] == pytest.approx(off(model, true), rel=1e-9), name
