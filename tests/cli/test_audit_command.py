@@ -74,7 +74,7 @@ def kept(project: Path, out: Path, *sets: str) -> Kept:
     return Kept(RunFolder(out), calls)
 
 
-@pytest.fixture(scope="module", params=["glora", "ffa-lora", "rolora", "fedex-lora"])
+@pytest.fixture(scope="module", params=["glora", "ffa-lora", "fedex-lora"])
 def run(request: pytest.FixtureRequest, project: Path, tmp_path_factory: pytest.TempPathFactory) -> Kept:
     """keep_uploads = "all"; ranks 2, 4, 4 where the method serves them. Tests read it and change nothing."""
     ranks = EQUAL if request.param == "fedex-lora" else ()
@@ -311,7 +311,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Sites:
 
 
 def test_errors_of_mixed_ranks_are_the_dense_ones(mixed: Sites, undrawn: None) -> None:
-    """Against dense float64, from peft's own tensors and scalings, in the units of the whole update: alpha / r differs by client."""
+    """Against dense float64, from peft's own tensors, in the units of the whole update: alpha / r differs by client."""
     p = relative(WEIGHTS)
     true = mean(mixed.pairs, p)
     methods = ["fedit", "glora", "glora gamma=1", "glora rho=0.5", "flora", "hetlora",
