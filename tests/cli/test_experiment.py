@@ -50,6 +50,7 @@ def test_a_grid_is_planned_searched_run_shown_and_drawn(place: Path) -> None:
 def test_a_table_of_what_is_not_whole_has_another_exit_code(place: Path, main: Callable[..., Said]) -> None:
     said = main("experiment", "table", "two.toml")
     assert said.code == 1 and "0 of 6" in said.out
+    assert "0 of 6" in main("experiment", "table", "two.toml", "--format", "csv").err
     (place / "mine.png").write_bytes(b"of a paper")
     assert main("experiment", "plot", "two.toml", "--out", "mine.png").code == 1
     assert (place / "mine.png").read_bytes() == b"of a paper"
