@@ -30,10 +30,10 @@ ODD = "[red]m[/red] :fire: [/nothing]"  # markup, the name of a picture, and a c
 
 def test_commas_and_spaces_in_quotes_and_brackets_are_of_the_value() -> None:
     """Values as TOML has them; the label keeps the quotes, and one space stands between its words."""
-    found = parse_methods("""glora  tie='error' , own:Mean name2="a, b  c" weights=[1, 2.5],svd energy=0.9""")
+    found = parse_methods("""glora  tie='error' , own:Mean name2="a, [b  c" weights=[1, 2.5],svd energy=0.9""")
     assert {label: (s.name, s.model_extra) for label, s in found.items()} == {
         "glora tie='error'": ("glora", {"tie": "error"}),
-        """own:Mean name2="a, b  c" weights=[1, 2.5]""": ("own:Mean", {"name2": "a, b  c", "weights": [1, 2.5]}),
+        """own:Mean name2="a, [b  c" weights=[1, 2.5]""": ("own:Mean", {"name2": "a, [b  c", "weights": [1, 2.5]}),
         "svd energy=0.9": ("svd", {"energy": 0.9}),
     }
     assert plain_label("glora   tie='a  b'  ") == "glora tie='a  b'"
@@ -44,6 +44,7 @@ def test_commas_and_spaces_in_quotes_and_brackets_are_of_the_value() -> None:
     [
         ("glora rho=0.5, tie='error'", r"\"tie='error'\" names no method.*as \"glora rho=0.5 tie='error'\""),
         ("rho=0.5", "'rho=0.5' names no method"),
+        ("glora name='fedit'", "NAME .KEY=VALUE"),
         ("glora tie='error", "a closing '.*\"glora tie='error\""),
         ("own:Mean weights=[1, 2", "a closing ] is missing"),
     ],
