@@ -66,6 +66,15 @@ def test_names_are_text_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [file.getvalue().count(f"{where} {ODD}") for where in ("title", "to", "cell", "remark")] == [1, 1, 1, 1]
 
 
+def test_cells_in_a_document(capsys: pytest.CaptureFixture[str]) -> None:
+    """What ends a cell is escaped; p has two digits, and what is never reached is a word."""
+    sheet = Table(pd.DataFrame([{"method": "a|b_c", "median": float("inf"), "p": 0.01234}]), 1, ["T."])
+    show([sheet], [], Format.markdown)
+    assert r"| a\|b_c | never | 0.012 |" in capsys.readouterr().out
+    show([sheet], [], Format.latex)
+    assert r"a|b\_c & never & 0.012 \\" in capsys.readouterr().out
+
+
 def test_a_runs_names_are_text(
     monkeypatch: pytest.MonkeyPatch, finished: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
