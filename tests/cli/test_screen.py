@@ -63,3 +63,14 @@ def test_a_narrow_terminal_cuts_no_word() -> None:
         said = file.getvalue()
     assert "…" not in said
     assert all(said.count(letter) == 1 for letter in "ghijklopqrsuvwxyz0123456789")
+
+
+def test_no_control_sequence_reaches_a_terminal() -> None:
+    """Whoever wrote the text, in a line and in a table; lines stay lines."""
+    table = Table("name")
+    table.add_row("b\x1b[31mc")
+    with io.StringIO() as file:
+        Screen(file=file, no_color=True).print("a\x1b[2J\nsecond")
+        Screen(file=file, no_color=True).print(table)
+        said = file.getvalue()
+    assert "\x1b" not in said and r"a\x1b[2J" in said and r"b\x1b[31mc" in said and "second" in said.splitlines()

@@ -147,7 +147,7 @@ def test_a_comparison_is_by_the_best_round_of_the_test_set_as_far_as_there_is_on
         return comparison(base, {base.method.name: base.method}, [0], name="x").metric
 
     assert [metric(), metric(validation=0), metric(test=0)] == ["test, best", "test, last", "validation, best"]
-    with pytest.raises(ConfigError, match="data.validation = 0"):
+    with pytest.raises(ConfigError, match=r"data\.validation = 0"):
         metric(validation=0, test=0)
 
 

@@ -95,6 +95,6 @@ def _counts(profile: str, ranks: str, clients: int) -> dict[RankType, int]:
     found = numbers(ranks, "--ranks", least=1)
     if odd := [rank for rank in found if rank % 1]:
         raise ConfigError(f"--ranks takes whole numbers; got {odd[0]:g}.")
-    types = [RankType(int(rank), int(rank)) for rank in sorted({*found})]
+    types = [RankType(int(rank), int(rank)) for rank in {*found}]
     assigned = assign_types([str(k) for k in range(clients)], types, known[profile], seed=0)
     return dict(sorted(Counter(assigned.values()).items()))
