@@ -54,17 +54,10 @@ class Store:
 
     def forget(self, grid: Grid) -> None:
         """Forget the failures of its runs, so that they are tried again."""
-        progress = self.progress(grid)
-        gone = [
-            run for run in [*grid.searches, *progress.runs]
-            if "failed" in progress.lines.get(run.digest, ()) or self.work.failure(run).exists()
-        ]  # fmt: skip
-        for run in gone:
+        for run in [*grid.searches, *self.progress(grid).runs]:
             self.work.failure(run).unlink(missing_ok=True)
-        lines, digests = results.read(self.results), {run.digest for run in gone}
-        results.rewrite(
-            self.results, [line for line in lines.values() if "failed" not in line or line["digest"] not in digests]
-        )
+        lines = results.read(self.results).values()
+        results.rewrite(self.results, [line for line in lines if "failed" not in line])
 
     @contextmanager
     def held(self) -> Iterator[None]:
