@@ -25,6 +25,7 @@ from fedlora.experiments.grid import Grid, Planned
 from fedlora.experiments.here import KILLED, dealt, here, worker_count
 from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.work import Work
+from fedlora.workers.processes import available
 from support.benchmark_files import write_glue
 from support.command_line import Said, invoke
 from support.grids import COMMAND, GRID, environment, told, write_grid
@@ -171,6 +172,9 @@ def test_what_a_grid_costs_is_counted_before_it_runs(world: Path, grid: Grid) ->
         assert cost.examples(run.config) == 6 * 2 * 1 * 4 and len(examples) == 6
     todo = cost.to_do(Store(world / "nothing" / "two.jsonl", Work(world / "none")).progress(grid))
     assert len(todo) == 6 and {run.value for run in todo if run.stage == "run"} == {1e-2}
+    evaluate = todo[0].config.evaluate.model_copy(update={"every": 4})
+    hours = cost.Trial(1.0, 2.0, 3.0, 0.0, 0.0).hours(todo[0].config.model_copy(update={"evaluate": evaluate}))
+    assert hours * 3600 == pytest.approx(1 + 6 * 2 + 2 * 3)
     trials = cost.tried(todo[:1], None, lambda run: None)
     trial = trials[todo[0].digest]
     assert isinstance(trial, cost.Trial) and trial.round > 0 and 0.05 < trial.memory < 50
@@ -213,6 +217,7 @@ def test_gpus_are_dealt_to_workers(grid: Grid, monkeypatch: pytest.MonkeyPatch) 
         "mini",
     )
     assert dealt(2, on_cpu.searches) == ["", ""]
+    assert worker_count("auto", on_cpu.searches) == min(4, available())
 
 
 # ---- Slurm, played by two programs -------------------------------------------------------------------------------
