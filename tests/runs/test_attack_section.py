@@ -19,10 +19,10 @@ from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, ran, same_run
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
-FLIP = ("attack.kind=sign-flip", "attack.share=0.4", "run.rounds=2")
+FLIP = ("attack.kind=sign-flip", "attack.fraction=0.4", "run.rounds=2")
 NAMES = ["site-1", "site-2", "site-3"]
-LIAR = choose_attackers(NAMES, 0.4, seed=0)
-WORDS = f"sign-flip (s = 1) by 1 of 3 clients ({LIAR[0]})"
+ATTACKER = choose_attackers(NAMES, 0.4, seed=0)
+WORDS = f"sign-flip (s = 1) by 1 of 3 clients ({ATTACKER[0]})"
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,12 @@ def test_every_line_of_metrics_names_the_liars_and_their_numbers(attacked: tuple
     assert len(lines) == 2
     for line in lines:
         assert line["attack"]["what"] == "sign-flip (s = 1)"
-        assert list(line["attack"]["clients"]) == list(LIAR)
-        assert set(line["attack"]["clients"][LIAR[0]]) == {"change", "honest", "left_out"}
+        assert list(line["attack"]["clients"]) == list(ATTACKER)
+        assert set(line["attack"]["clients"][ATTACKER[0]]) == {"change", "honest", "left_out"}
 
 
 def test_manifest_and_summary_name_it(attacked: tuple[RunFolder, str, str]) -> None:
-    folder, facts = attacked[0], {"what": "sign-flip (s = 1)", "kind": "sign-flip", "clients": list(LIAR)}
+    folder, facts = attacked[0], {"what": "sign-flip (s = 1)", "kind": "sign-flip", "clients": list(ATTACKER)}
     assert folder.read_json("manifest.json")["attack"] == folder.read_json("summary.json")["attack"] == facts
 
 
@@ -80,7 +80,7 @@ def test_every_exported_card_says_it_first(attacked: tuple[RunFolder, str, str])
 def test_every_stored_upload_says_whether_it_is_a_lie(attacked: tuple[RunFolder, str, str]) -> None:
     for name in NAMES:
         facts = json.loads((attacked[0].uploads(2) / name / "upload.json").read_text(encoding="utf-8"))
-        assert facts["attack"] == "sign-flip (s = 1)" and facts["lies"] is (name in LIAR)
+        assert facts["attack"] == "sign-flip (s = 1)" and facts["byzantine"] is (name in ATTACKER)
 
 
 def test_every_picture_of_it_says_so(attacked: tuple[RunFolder, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,18 +135,18 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
     ("sets", "words"),
     [
         (["attack.kind=nonsense"], "attack.kind"),
-        (["attack.kind=sign-flip"], "attack.share (of all clients) or attack.clients"),
+        (["attack.kind=sign-flip"], "attack.fraction (of all clients) or attack.clients"),
         (
-            ["attack.kind=sign-flip", "attack.share=0.4", "attack.clients=['site-1']"],
-            "attack.share (of all clients) or attack.clients",
+            ["attack.kind=sign-flip", "attack.fraction=0.4", "attack.clients=['site-1']"],
+            "attack.fraction (of all clients) or attack.clients",
         ),
-        (["attack.kind=sign-flip", "attack.share=0.2"], "less than one client"),
+        (["attack.kind=sign-flip", "attack.fraction=0.2"], "less than one client"),
         (["attack.kind=sign-flip", "attack.clients=['site-9']"], "'site-9'"),
-        (["attack.kind=sign-flip", "attack.clients=['site-1','site-2','site-3']"], "all 3 clients lie"),
-        (["attack.kind=label-flip", "attack.share=0.4", "attack.strength=2"], "has no strength"),
-        (["attack.kind=gauge", "attack.share=0.4", "attack.strength=0.5"], ">= 1"),
-        (["attack.kind=gauge", "attack.share=0.4", "method.name=ffa-lora"], "needs both factors shared"),
-        (["attack.kind=sign-flip", "attack.share=0.4", "attack.noise=true"], "noise is for a free-rider"),
+        (["attack.kind=sign-flip", "attack.clients=['site-1','site-2','site-3']"], "all 3 clients are byzantine"),
+        (["attack.kind=label-flip", "attack.fraction=0.4", "attack.strength=2"], "has no strength"),
+        (["attack.kind=gauge", "attack.fraction=0.4", "attack.strength=0.5"], ">= 1"),
+        (["attack.kind=gauge", "attack.fraction=0.4", "method.name=ffa-lora"], "needs both factors shared"),
+        (["attack.kind=sign-flip", "attack.fraction=0.4", "attack.noise=true"], "noise is for a free-rider"),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -164,10 +164,10 @@ def test_a_federation_refuses_it(tmp_path: Path) -> None:
     from fedlora.flower.terms.settings import FederationSettings
 
     with pytest.raises(ConfigError, match="attack"):
-        FederationSettings.of({"id": "f", "attack": {"kind": "sign-flip", "share": 0.4}}, tmp_path)
+        FederationSettings.of({"id": "f", "attack": {"kind": "sign-flip", "fraction": 0.4}}, tmp_path)
 
 
 def test_a_comparison_under_attack_says_so(project: Path, tmp_path: Path) -> None:
-    sets = [a for s in ("attack.kind=sign-flip", "attack.share=0.4", "run.rounds=1") for a in ("--set", s)]
+    sets = [a for s in ("attack.kind=sign-flip", "attack.fraction=0.4", "run.rounds=1") for a in ("--set", s)]
     said = invoke("compare", project / "config.toml", "--methods", "glora", "--out", tmp_path / "c", *sets)
     assert "UNDER ATTACK, on purpose: sign-flip by 40% " in said.stdout + said.stderr

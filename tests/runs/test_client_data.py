@@ -23,8 +23,10 @@ from support.benchmark_files import glue_rows, one_line, task_file, write_glue, 
 from support.stand_in_hub import Hub, HubRows
 
 
-def config_of(data: Mapping[str, Any], *, task: str = "classification", seed: int = 0, **tables: Any) -> RunConfig:
-    raw = {"model": {"path": "m", "task": task}, "data": dict(data), "run": {"seed": seed}}
+def config_of(
+    data: Mapping[str, Any], *, task: str = "sequence-classification", seed: int = 0, **tables: Any
+) -> RunConfig:
+    raw = {"model": {"name": "m", "task": task}, "data": dict(data), "run": {"seed": seed}}
     return parse_config({**raw, **{name: dict(table) for name, table in tables.items()}})
 
 
@@ -32,7 +34,7 @@ def everything(parts: Mapping[str, TextData]) -> list[str]:
     return sorted(text for part in parts.values() for text in part.text)
 
 
-CLIENTS = {"count": 3, "min_size": 2}
+CLIENTS = {"count": 3, "min_examples": 2}
 
 
 class TestDealGlue:
@@ -101,11 +103,11 @@ class TestDealGlue:
     @pytest.mark.parametrize(
         ("data", "model", "says"),
         [
-            ({"validation": 0}, "classification", "its own test set"),
-            ({"validation": "held_out.jsonl"}, "classification", "a share of train"),
-            ({"test": 0.2}, "classification", "leave data.test out"),
-            ({"test": 0}, "classification", "leave data.test out"),
-            ({"test": "test.jsonl"}, "classification", "leave data.test out"),
+            ({"validation": 0}, "sequence-classification", "its own test set"),
+            ({"validation": "held_out.jsonl"}, "sequence-classification", "a share of train"),
+            ({"test": 0.2}, "sequence-classification", "leave data.test out"),
+            ({"test": 0}, "sequence-classification", "leave data.test out"),
+            ({"test": "test.jsonl"}, "sequence-classification", "leave data.test out"),
             ({}, "causal-lm", "is a classification task; model.task is 'causal-lm'"),
         ],
     )
@@ -148,11 +150,11 @@ class TestDealFiles:
         rows = "".join(json.dumps({"text": f"t {k}", "label": k % 2}) + "\n" for k in range(60))
         (tmp_path / "d.jsonl").write_text(rows)
         sources = {
-            "train": 'train = "d.jsonl"\n[clients]\nranks = [2]\ncount = 1\nmin_size = 1\n',
+            "train": 'train = "d.jsonl"\n[clients]\nranks = [2]\ncount = 1\nmin_examples = 1\n',
             "clients": 'clients = {a = "d.jsonl"}\n[clients]\nranks = [2]\n',
         }
         path = tmp_path / "config.toml"
-        path.write_text(f'[model]\npath = "m"\n[data]\nmax_train = 20\nmax_test = 3\n{sources[source]}')
+        path.write_text(f'[model]\nname = "m"\n[data]\nmax_train = 20\nmax_test = 3\n{sources[source]}')
         dealt = deal(load_config(path), None)
         assert sum(map(len, dealt.parts.values())) == 20
         assert len(dealt.test[""]) == 3
@@ -164,7 +166,7 @@ def clients_of(folder: Path, files: Mapping[str, list[dict[str, Any]]], data: st
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = ", ".join(f'{name} = "{name}.jsonl"' for name in files if not name.startswith("_"))
     path = folder / "config.toml"
-    path.write_text(f'[model]\npath = "m"\n[data]\nclients = {{{sources}}}\n{data}[clients]\nranks = [2]\n')
+    path.write_text(f'[model]\nname = "m"\n[data]\nclients = {{{sources}}}\n{data}[clients]\nranks = [2]\n')
     return load_config(path)
 
 
@@ -201,7 +203,7 @@ def labelled(*names: str) -> list[dict[str, Any]]:
 def test_with_labels_named_a_file_may_lack_a_class(tmp_path: Path) -> None:
     """Numbers are the places in the list, in every file and every split; by hand."""
     files = {"a": labelled("no", "yes", "maybe"), "b": labelled("yes"), "c": labelled("maybe", "no")}
-    config = clients_of(tmp_path, files, 'labels = ["yes", "no", "maybe"]\nvalidation = 0.1\ntest = 0.2\n')
+    config = clients_of(tmp_path, files, 'label_names = ["yes", "no", "maybe"]\nvalidation = 0.1\ntest = 0.2\n')
     dealt = deal(config, None)
     sets = [*dealt.parts.values(), *dealt.validation.values(), *dealt.own_test.values(), *dealt.test.values()]
     for part in sets:
@@ -212,9 +214,9 @@ def test_with_labels_named_a_file_may_lack_a_class(tmp_path: Path) -> None:
 
 def test_a_client_whose_file_is_of_one_class_takes_part_alone(tmp_path: Path) -> None:
     """What a site of a federation reads: its own file only, of which the others know nothing."""
-    dealt = deal(clients_of(tmp_path, {"a": labelled("yes")}, 'labels = ["no", "yes"]\n'), None)
+    dealt = deal(clients_of(tmp_path, {"a": labelled("yes")}, 'label_names = ["no", "yes"]\n'), None)
     assert set(dealt.parts["a"].labels or ()) == {1}
-    one = clients_of(tmp_path, {"a": labelled("yes")[:1]}, 'labels = ["no", "yes"]\nvalidation = 0\ntest = 0\n')
+    one = clients_of(tmp_path, {"a": labelled("yes")[:1]}, 'label_names = ["no", "yes"]\nvalidation = 0\ntest = 0\n')
     assert len(deal(one, None).parts["a"]) == 1
 
 
@@ -222,9 +224,9 @@ def test_a_client_whose_file_is_of_one_class_takes_part_alone(tmp_path: Path) ->
 def test_a_class_that_nobody_named_is_an_error_with_its_row(tmp_path: Path, value: Any) -> None:
     """Also a number: by itself it does not say whose numbering it is of."""
     rows = [*labelled("no", "yes"), {"text": "t", "label": value}]
-    config = clients_of(tmp_path, {"a": rows}, 'labels = ["no", "yes"]\n')
+    config = clients_of(tmp_path, {"a": rows}, 'label_names = ["no", "yes"]\n')
     with pytest.raises(
-        DataError, match=r"a\.jsonl, row 21, line 21: label .* 2 classes .*data\.labels, \['no', 'yes'\]"
+        DataError, match=r"a\.jsonl, row 21, line 21: label .* 2 classes .*data\.label_names, \['no', 'yes'\]"
     ) as error:
         deal(config, None)
     one_line(error)
@@ -232,7 +234,7 @@ def test_a_class_that_nobody_named_is_an_error_with_its_row(tmp_path: Path, valu
 
 def test_classes_that_are_called_by_numbers(tmp_path: Path) -> None:
     rows = [{"text": f"t {k}", "label": 1 + k % 2} for k in range(20)]
-    dealt = deal(clients_of(tmp_path, {"a": rows}, 'labels = ["2", "1", "0"]\n'), None)
+    dealt = deal(clients_of(tmp_path, {"a": rows}, 'label_names = ["2", "1", "0"]\n'), None)
     assert sorted(set(dealt.parts["a"].labels or ())) == [0, 1]
 
 
@@ -274,7 +276,7 @@ def test_files_without_a_class_in_common_are_told_with_the_way_out(
     said = one_line(error)
     for file, labels in (("a.jsonl", a), ("b.jsonl", b)):
         assert f"{file} has {sorted(map(str, labels), key=names.index)}" in said
-    line = re.search(r"set (data\.labels = \[.*\])\.", said)
+    line = re.search(r"set (data\.label_names = \[.*\])\.", said)
     assert line is not None
     dealt = deal(clients_of(tmp_path, files, line[1].removeprefix("data.") + "\n"), None)
     assert dealt.parts["a"].label_names == tuple(names)
@@ -284,18 +286,18 @@ def test_one_number_in_two_spellings_in_two_files(tmp_path: Path) -> None:
     config = clients_of(tmp_path, {"a": numbers("0", "1"), "b": numbers("0", "+1")})
     with pytest.raises(ConfigError, match=r"b\.jsonl .*'\+1', .*a\.jsonl .*'1'") as error:
         deal(config, None)
-    assert 'data.labels = ["0", "+1", "1"]' in one_line(error)
+    assert 'data.label_names = ["0", "+1", "1"]' in one_line(error)
 
 
 @pytest.mark.parametrize(
     ("labels", "cure"),
     [
-        (("-1", "1"), 'give data.labels = ["-1", "1"].'),
-        (("+1", "-1"), 'give data.labels = ["-1", "+1"].'),
-        (("1", "+1", "0"), 'give data.labels = ["0", "+1", "1"].'),
-        (("a", "1"), "give data.labels = ["),
-        (("0.5", "1"), "give data.labels = ["),
-        (tuple(f"c{k}" for k in range(10_001)), "every class in data.labels."),
+        (("-1", "1"), 'give data.label_names = ["-1", "1"].'),
+        (("+1", "-1"), 'give data.label_names = ["-1", "+1"].'),
+        (("1", "+1", "0"), 'give data.label_names = ["0", "+1", "1"].'),
+        (("a", "1"), "give data.label_names = ["),
+        (("0.5", "1"), "give data.label_names = ["),
+        (tuple(f"c{k}" for k in range(10_001)), "every class in data.label_names."),
     ],
 )
 def test_an_error_of_labels_says_what_to_type_in_a_run(tmp_path: Path, labels: tuple[str, ...], cure: str) -> None:
@@ -317,18 +319,18 @@ def test_a_run_that_was_begun_with_other_classes_keeps_them(tmp_path: Path) -> N
     assert deal(old, None, ("+1", "0", "1")).parts["c"].label_names == ("+1", "0", "1")
     with pytest.raises(DataError, match=r"row 2, line 2: label '2' .* 2 classes"):
         deal(config, None, ("0", "1"))
-    named = clients_of(tmp_path, {"a": numbers(0, 2), "b": numbers(2)}, 'labels = ["2", "0"]\n')
+    named = clients_of(tmp_path, {"a": numbers(0, 2), "b": numbers(2)}, 'label_names = ["2", "0"]\n')
     assert deal(named, None, ("2", "0")).parts["b"].label_names == ("2", "0")
 
 
 def test_the_demo_has_classes_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(json.dumps({"text": "t", "label": "no"}) + "\n")
-    data = {"train": "demo", "test": str(tmp_path / "t.jsonl"), "labels": ["no", "yes"]}
+    data = {"train": "demo", "test": str(tmp_path / "t.jsonl"), "label_names": ["no", "yes"]}
     with pytest.raises(ConfigError, match="the demo's classes are"):
         deal(config_of(data, clients=CLIENTS), None)
 
 
-SUPERNI = {"task": "superni", "tasks": 3, "unseen": 2}
+SUPERNI = {"task": "superni", "tasks": 3, "unseen_tasks": 2}
 
 
 def superni_root(root: Path, instances: int = 100) -> Path:
@@ -412,8 +414,8 @@ class TestDealSuperni:
         assert len({tuple(superni({}, root, seed).parts) for seed in range(10)}) > 3
 
     def test_nothing_unseen_is_no_probe(self, tmp_path: Path) -> None:
-        """data.unseen = 0."""
-        dealt = superni({"unseen": 0}, superni_root(tmp_path))
+        """data.unseen_tasks = 0."""
+        dealt = superni({"unseen_tasks": 0}, superni_root(tmp_path))
         assert dealt.probes == {} and set(dealt.categories) == set(dealt.parts)
 
     def test_task_lists_name_the_tasks(self, tmp_path: Path) -> None:
@@ -423,11 +425,11 @@ class TestDealSuperni:
         (root / "train.txt").write_text("task5_x\ntask9_x\ntask0_x\ntask1_x\n")
         (root / "unseen.txt").write_text("task8_x\ntask7_x\n")
         lists = {"task_lists": ["train.txt", "unseen.txt"]}
-        dealt = superni({**lists, "unseen": 1}, root)
+        dealt = superni({**lists, "unseen_tasks": 1}, root)
         assert list(dealt.parts) == ["task5_x", "task9_x", "task0_x"]
         assert [len(part) for part in dealt.parts.values()] == [80, 16, 80]
         assert list(dealt.probes["unseen"]) == ["task8_x"]
-        assert superni({**lists, "unseen": 0}, root).probes == {}
+        assert superni({**lists, "unseen_tasks": 0}, root).probes == {}
 
     def test_no_root(self) -> None:
         """The tasks are files; the hub is not asked."""
@@ -444,7 +446,7 @@ class TestDealSuperni:
     @pytest.mark.parametrize(
         ("data", "says"),
         [
-            ({"tasks": 9, "unseen": 1}, "9 tasks .*6 categories .*9 clients .*1 unseen"),
+            ({"tasks": 9, "unseen_tasks": 1}, "9 tasks .*6 categories .*9 clients .*1 unseen"),
             ({"task_lists": ["none", "none"]}, "the task list"),
             ({"task_lists": ["gone.txt", "unseen.txt"]}, r"task99_x\.json cannot be read"),
         ],

@@ -76,7 +76,7 @@ def test_while_it_is_being_extended_it_is_not_finished_and_its_adapter_stays(pro
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_schedule_over_rounds_cannot_be_extended(project: Path, tmp_path: Path, schedule: str) -> None:
-    sets = (f"train.schedule={schedule}", "run.rounds=2")
+    sets = (f"train.lr_scheduler_type={schedule}", "run.rounds=2")
     folder = ran(configured(project, *sets), tmp_path / "run", 1)
     before = contents(folder.path)
     with pytest.raises(CheckpointError, match=r"run\.rounds .*2.*4.* constant"):
@@ -94,9 +94,9 @@ def test_what_is_stored_or_measured_on_the_way_may_differ(project: Path, tmp_pat
 
 
 def test_what_is_stored_of_a_round_holds_for_rounds_from_then_on(project: Path, tmp_path: Path) -> None:
-    folder = ran(configured(project, "run.rounds=1", "train.steps=1"), tmp_path / "run")
+    folder = ran(configured(project, "run.rounds=1", "train.max_steps=1"), tmp_path / "run")
     late = ("run.keep_uploads=last", "run.checkpoint_every=2", "run.keep_checkpoints=1", "evaluate.every=2")
-    ran(configured(project, "run.rounds=2", "train.steps=1", *late), folder.path, resume=True)
+    ran(configured(project, "run.rounds=2", "train.max_steps=1", *late), folder.path, resume=True)
     found = folder.newest_uploads()
     assert found is not None and (found.round, len(found.folders)) == (2, 3)
 
@@ -124,8 +124,8 @@ def test_a_missing_tracker_leaves_no_folder_behind(
     """Before: the folder was there, and blocked the next run without the tracker."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     arguments = ("run", project / "config.toml", "--out", tmp_path / "run", "--set", "run.rounds=1")
-    said = main(*arguments, "--set", 'run.track=["wandb"]')
-    assert re.search("run.track names wandb, .*not installed", said.complaint())
+    said = main(*arguments, "--set", 'run.report_to=["wandb"]')
+    assert re.search("run.report_to names wandb, .*not installed", said.complaint())
     assert not (tmp_path / "run").exists()
     assert main(*arguments).code == 0
 

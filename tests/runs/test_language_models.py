@@ -28,7 +28,7 @@ pytestmark = [FUTURE_NAMES, CONV1D, NOT_ON_THE_HUB]
 CHAT = "{% for m in messages %}{{ m.content }} [EOS] {% endfor %}"
 CONFIG = """
 [model]
-path = "model"
+name = "model"
 task = "causal-lm"
 [data]
 train = "train.jsonl"
@@ -36,7 +36,7 @@ max_length = 12
 validation = 0.2
 test = 0.2
 [lora]
-targets = ["q_proj", "v_proj"]
+target_modules = ["q_proj", "v_proj"]
 [clients]
 count = 2
 ranks = [2, 4]
@@ -45,8 +45,8 @@ partition = "iid"
 rounds = 2
 threads = 1
 [train]
-lr = 1e-2
-steps = 3
+learning_rate = 1e-2
+max_steps = 3
 batch_size = 6
 [evaluate]
 max_new_tokens = 4
@@ -90,24 +90,24 @@ def done(place: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 class TestTemplate:
     def test_it_is_in_the_manifest(self, done: RunFolder) -> None:
-        assert done.read_json("manifest.json")["data"]["template"].startswith("chat, sha256 ")
+        assert done.read_json("manifest.json")["data"]["chat_template"].startswith("chat, sha256 ")
 
     def test_superni_keeps_its_own_prompts(self, place: Path) -> None:
-        raw = {"model": {"path": "m", "task": "causal-lm"}, "data": {"task": "superni"}}
+        raw = {"model": {"name": "m", "task": "causal-lm"}, "data": {"task": "superni"}}
         config = RunConfig.model_validate(raw)
         assert config.data.prompting() == "{prompt}"
-        raw["data"]["template"] = "chat"
+        raw["data"]["chat_template"] = "chat"
         assert RunConfig.model_validate(raw).data.prompting() == "chat"
 
     def test_a_run_is_not_resumed_with_other_prompts(self, place: Path, tmp_path: Path) -> None:
         folder = ran(config_of(place, "run.rounds=1"), tmp_path / "run")
         with pytest.raises(CheckpointError, match="the prompt template"):
-            ran(config_of(place, "run.rounds=1", "data.template={prompt}"), folder.path, resume=True)
+            ran(config_of(place, "run.rounds=1", "data.chat_template={prompt}"), folder.path, resume=True)
 
     @pytest.mark.parametrize(
         ("sets", "said"),
         [
-            (("data.template=raw",), "data.template is 'chat'"),
+            (("data.chat_template=raw",), "data.chat_template is 'chat'"),
             (("data.messages=talk", "data.prompt=q"), "data.messages = 'talk' .* data.prompt"),
         ],
     )
@@ -187,7 +187,9 @@ class TestSamples:
 
 def test_the_best_round_is_that_of_the_lowest_perplexity(place: Path, tmp_path: Path) -> None:
     """At a rate that ruins the model, the first round is better than the last: lower is better."""
-    config = config_of(place, "evaluate.metric=perplexity", "train.lr=0.3", "train.optimizer=sgd", "run.rounds=3")
+    config = config_of(
+        place, "evaluate.metric=perplexity", "train.learning_rate=0.3", "train.optimizer=sgd", "run.rounds=3"
+    )
     folder = ran(config, tmp_path / "run")
     seen = [line["metrics"]["perplexity"] for line in folder.metrics()]
     summary = folder.read_json("summary.json")

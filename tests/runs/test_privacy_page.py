@@ -33,7 +33,7 @@ def test_the_code_runs_and_prints_what_it_says(
 def test_the_configuration_is_one() -> None:
     block, _ = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
     config = parse_config(
-        {"model": {"path": "m"}, "data": {"train": "t", "labels": ["no", "yes"]}, **tomllib.loads(block)}
+        {"model": {"name": "m"}, "data": {"train": "t", "label_names": ["no", "yes"]}, **tomllib.loads(block)}
     )
     assert config.privacy is not None
     check_private(config, config.server.build(config.method.build(), 0))
@@ -78,9 +78,9 @@ def test_what_six_clients_can_expect_follows_from_z() -> None:
 
     experiment = Path(__file__).parents[2] / "experiments" / "privacy.toml"
     file = tomllib.loads(experiment.read_text(encoding="utf-8"))
-    clip, rounds = file["axes"]["epsilon"]["8"]["privacy.clip"], file["run"]["run"]["rounds"]
+    clip, rounds = file["axes"]["epsilon"]["8"]["privacy.clipping_norm"], file["run"]["run"]["rounds"]
     delta, (rank,) = file["axes"]["clients"]["6"]["privacy.delta"], file["run"]["clients"]["ranks"]
-    parts = len(file["run"]["lora"]["targets"]) + 2  # and the head's weight and bias
+    parts = len(file["run"]["lora"]["target_modules"]) + 2  # and the head's weight and bias
     said = re.search(r"a\s+signal of ([\d.]+) .*?below ([\d.]+) .*?below ([\d.]+) at epsilon 3", COSTS, re.S)
     assert said is not None
     signal, *drowns = (float(x) for x in said.groups())

@@ -37,7 +37,7 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 PRIVACY = """
 [privacy]
-clip = 1.0
+clipping_norm = 1.0
 noise_multiplier = 1.0
 delta = 1e-3
 population = "three toy sites"
@@ -56,7 +56,7 @@ def libraries() -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_project(tmp_path_factory.mktemp("private"))
     config = folder / "config.toml"
-    text = config.read_text().replace("[data]", '[data]\nlabels = ["blue", "green", "red"]')
+    text = config.read_text().replace("[data]", '[data]\nlabel_names = ["blue", "green", "red"]')
     config.write_text(text + PRIVACY)
     return folder
 
@@ -141,9 +141,9 @@ def test_the_names_of_clients_files_do_not_leave(place: Path, tmp_path: Path) ->
     (tmp_path / "public.jsonl").write_text("".join(rows[:9]))
     text = (place / "config.toml").read_text().replace('"model"', f'"{place / "model"}"')
     files = "".join(f'{client} = "{name}"\n' for client, name in names.items())
-    text = text.replace('train = "train.jsonl"\n', "").replace("min_size = 4\n", "") + f"\n[data.clients]\n{files}"
+    text = text.replace('train = "train.jsonl"\n', "").replace("min_examples = 4\n", "") + f"\n[data.clients]\n{files}"
     (tmp_path / "config.toml").write_text(text)
-    tracked = ["--set", "run.track=['tensorboard']"] if importlib.util.find_spec("tensorboard") else []
+    tracked = ["--set", "run.report_to=['tensorboard']"] if importlib.util.find_spec("tensorboard") else []
     own = ["--set", "run.rounds=1", "--set", "data.validation=public.jsonl", "--set", "data.test=0.0", *tracked]
     command = ("run", tmp_path / "config.toml", *own, "--out", tmp_path / "run")
     told = [invoke(*command), invoke(*command, "--set", "run.workers=2", "--resume")]
@@ -347,15 +347,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"privacy__dims": 4}, "privacy.dims"),
     ({"privacy__shape": "two-sided"}, "privacy.dims"),
     ({"privacy__delta": 0.0}, "privacy.delta"),
-    ({"privacy__clip": 0.0}, "privacy.clip"),
+    ({"privacy__clipping_norm": 0.0}, "privacy.clipping_norm"),
     ({"run__participation": 0.5}, "sampling = 'poisson'"),
     ({"privacy__sampling": "poisson"}, "set it below 1"),
     ({"run__keep_uploads": "last"}, "run.keep_uploads"),
     ({"run__readouts": True}, "run.readouts"),
     ({"evaluate__clients_at_end": True}, "clients_at_end"),
     ({"evaluate__target": "clients"}, "evaluate.target"),
-    ({"clients__own_test": 0.2}, "own_test"),
-    ({"data__labels": None}, "data.labels is missing"),
+    ({"clients__test_fraction": 0.2}, "test_fraction"),
+    ({"data__label_names": None}, "data.label_names is missing"),
     ({"server__gauge_stress": 10.0}, "gauge_stress"),
     ({"server__quorum": 2}, "quorum"),
     ({"server__weighting": "examples"}, "most_examples"),
@@ -377,7 +377,9 @@ def test_clients_files_need_public_data_to_measure_on(place: Path) -> None:
     raw["data"] = {"clients": {"one": "train.jsonl", "two": "train.jsonl"}}
     raw["clients"] = {"ranks": [2]}
     config = parse_config(raw)
-    with pytest.raises(ConfigError, match=r"data\.labels is missing.*; data\.validation = 0\.1 .*; data\.test = 0\.1 "):
+    with pytest.raises(
+        ConfigError, match=r"data\.label_names is missing.*; data\.validation = 0\.1 .*; data\.test = 0\.1 "
+    ):
         check_private(config, config.server.build(config.method.build(), 0))
 
 
@@ -404,7 +406,8 @@ def test_the_digest_sees_every_key_of_the_table(place: Path) -> None:
     """A run cannot be resumed as another one by mistake."""
     base = configured(place)
     other = {
-        "clip": 2.0, "noise_multiplier": 2.0, "epsilon": 3.0, "delta": 1e-4, "population": "others", "ledger": "else",
+        "clipping_norm": 2.0, "noise_multiplier": 2.0, "epsilon": 3.0, "delta": 1e-4, "population": "others",
+        "ledger": "else",
         "budget": 50.0, "sampling": "poisson", "shape": "two-sided", "dims": 3, "rank": 3, "most_examples": 9,
     }  # fmt: skip
     assert base.privacy is not None and set(other) == set(type(base.privacy).model_fields)

@@ -47,7 +47,7 @@ FEED_FORWARD = {
     "bert.pooler.dense": (32, 32),
 }
 SHAPES = ATTENTION | FEED_FORWARD
-ALL_LINEAR = "lora.targets=all-linear"
+ALL_LINEAR = "lora.target_modules=all-linear"
 TYPES = "clients.ranks=[{attention = 2, feed_forward = 3}, 4, {attention = 5, feed_forward = 2}]"
 RANKS = {"site-1": (2, 3), "site-2": (4, 4), "site-3": (5, 2)}  # attention, feed-forward
 
@@ -224,7 +224,14 @@ def profiled(project: Path, profile: str, count: int, *sets: str) -> RunConfig:
     """The project's config without `ranks`, which these profiles refuse."""
     file = project / f"{profile}-{count}.toml"
     file.write_text(CONFIG.replace("ranks = [2, 4, 4]", f'profile = "{profile}"\ncount = {count}'))
-    small = (ALL_LINEAR, "run.rounds=2", "run.keep_uploads=last", "run.readouts=true", "train.steps=2", "train.lr=1e-3")
+    small = (
+        ALL_LINEAR,
+        "run.rounds=2",
+        "run.keep_uploads=last",
+        "run.readouts=true",
+        "train.max_steps=2",
+        "train.learning_rate=1e-3",
+    )
     return load_config(file, [*small, *sets])
 
 
@@ -321,7 +328,7 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     pairs = zip(data.text, data.responses or (), strict=True)
     (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": q, "response": a}) + "\n" for q, a in pairs))
     (folder / "config.toml").write_text(
-        CONFIG.replace("dropout = 0.0", 'task = "causal-lm"').replace("min_size = 4", "")
+        CONFIG.replace("dropout = 0.0", 'task = "causal-lm"').replace("min_examples = 4", "")
     )
     config = configured(
         folder,
@@ -330,7 +337,7 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         "run.rounds=1",
         "run.keep_uploads=last",
         "data.max_length=16",
-        "data.template={prompt}",
+        "data.chat_template={prompt}",
     )
     return ran(config, folder / "run")
 

@@ -33,7 +33,7 @@ from support.training_data import classification, rows, save_model
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
-LONG = ("run.rounds=8", "train.steps=3", "evaluate.clients_at_end=true")
+LONG = ("run.rounds=8", "train.max_steps=3", "evaluate.clients_at_end=true")
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +83,7 @@ def test_an_interrupt_stops_with_a_hint_and_the_run_goes_on_later(
     assert "--resume" in log, "as `cli.main` means to say"
 
 
-SPARSE = ("run.rounds=5", "run.checkpoint_every=2", "train.steps=2")
+SPARSE = ("run.rounds=5", "run.checkpoint_every=2", "train.max_steps=2")
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +190,10 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["--set", "train.lr=0.5"], "train.lr is 0.02 there and 0.5 here. "),
+        (["--set", "train.learning_rate=0.5"], "train.learning_rate is 0.02 there and 0.5 here. "),
         (["--set", "run.seed=9", "--set", "method.name=svd"], "9 here; method.name is 'glora'"),
         (["--set", "run.rounds=1"], "you ask for run.rounds = 1"),
-        (["--set", "train.schedule=linear"], "train.schedule is 'constant' there"),
+        (["--set", "train.lr_scheduler_type=linear"], "train.lr_scheduler_type is 'constant' there"),
         ([], "the data of 'site-1' ("),
     ],
 )
@@ -234,10 +234,10 @@ def test_a_finished_run_is_not_shown_as_the_result_of_another_configuration(
     before = contents(finished.folder.path)
     said = main(
         "run", project / "config.toml", "--out", finished.folder.path, "--resume", "--json",
-        "--set", "train.lr=0.1", "--set", "run.rounds=6",
+        "--set", "train.learning_rate=0.1", "--set", "run.rounds=6",
     )  # fmt: skip
     assert contents(finished.folder.path) == before
-    assert "train.lr is 0.02 there and 0.1 here" in said.complaint()
+    assert "train.learning_rate is 0.02 there and 0.1 here" in said.complaint()
 
 
 def test_two_processes_do_not_write_one_run(project: Path, tmp_path: Path) -> None:
@@ -271,5 +271,5 @@ def test_a_run_of_classes_that_do_not_occur_is_resumed_as_it_was_begun(
     options = [part for key in sets for part in ("--set", key)]
     assert main("run", project / "config.toml", *options, "--out", stopped.path, "--resume").code == 0
     same_run(stopped, whole)
-    assert stopped.read_json("manifest.json")["data"]["labels"] == list(classes)
-    assert prepare(config).manifest["data"]["labels"] == ["0", "2"]
+    assert stopped.read_json("manifest.json")["data"]["label_names"] == list(classes)
+    assert prepare(config).manifest["data"]["label_names"] == ["0", "2"]

@@ -111,7 +111,7 @@ def test_manifest_json_says_what_ran_on_what(finished: Finished, project: Path) 
     assert data["validation"] == {"examples": len(validation), "sha256": validation.digest()}
     assert data["test"] == {"examples": len(test), "sha256": test.digest()}
     assert sum(part["examples"] for part in data["train"].values()) + len(validation) + len(test) == 150
-    assert data["labels"] == list(LABELS)
+    assert data["label_names"] == list(LABELS)
     counts = data["label_counts"]
     assert {client: sum(row) for client, row in counts.items()} == {
         client: part["examples"] for client, part in data["train"].items()
@@ -261,7 +261,7 @@ def test_the_best_round_is_chosen_on_validation_only(tmp_path: Path) -> None:
     (project / "right.jsonl").write_text(rows(right))
     rounds = 4
     config = configured(
-        project, "data.validation=wrong.jsonl", "data.test=right.jsonl", f"run.rounds={rounds}", "train.steps=8",
+        project, "data.validation=wrong.jsonl", "data.test=right.jsonl", f"run.rounds={rounds}", "train.max_steps=8",
         f"run.keep_checkpoints={rounds}",
     )  # fmt: skip
     folder = ran(config, tmp_path / "run")
@@ -291,7 +291,7 @@ def test_the_best_round_is_chosen_on_validation_only(tmp_path: Path) -> None:
 
 def test_of_equal_rounds_the_first_is_best_and_no_validation_means_no_best(project: Path, tmp_path: Path) -> None:
     """A learning rate of nearly zero changes no answer, so all rounds are alike."""
-    folder = ran(configured(project, "train.lr=1e-12"), tmp_path / "flat")
+    folder = ran(configured(project, "train.learning_rate=1e-12"), tmp_path / "flat")
     assert len({line["metrics"]["accuracy"] for line in folder.metrics()}) == 1
     assert folder.read_json("summary.json")["best_round"] == 1
 
@@ -331,7 +331,9 @@ def test_a_method_that_changes_the_base_weight_leaves_client_models_that_include
     answer as that client's model was measured, W0 + base_delta + readout; here, where all have one rank, that is the
     server's model too."""
     sets = ("method.name=fedex-lora", "clients.ranks=[4]", "clients.count=3", "run.readouts=true", "run.rounds=2")
-    config = configured(project, *sets, "train.steps=8", "clients.alpha=0.3", "evaluate.clients_at_end=true")
+    config = configured(
+        project, *sets, "train.max_steps=8", "clients.dirichlet_alpha=0.3", "evaluate.clients_at_end=true"
+    )
     folder = ran(config, tmp_path / "run")
     _, test = held_out(config)
     server = peft_model(project, folder.path / "adapter").eval()
@@ -349,7 +351,7 @@ def test_one_file_for_each_client(tmp_path: Path) -> None:
         (project / f"{name}.csv").write_text(csv_rows(classification(size, 50 + k, skew=k)))
     table = "".join(f'{name} = "{name}.csv"\n' for name in sizes)
     (project / "own.toml").write_text(
-        CONFIG.replace('train = "train.jsonl"', 'text = "sentence"\nlabel = "class"').replace("min_size = 4", "")
+        CONFIG.replace('train = "train.jsonl"', 'text = "sentence"\nlabel = "class"').replace("min_examples = 4", "")
         + f'\n[data.clients]\n{table}\n[evaluate]\ntarget = "clients"\nclients_at_end = true\n'
     )
     config = load_config(project / "own.toml", ["run.rounds=2"])
@@ -379,7 +381,7 @@ def test_client_files_of_different_labels_are_refused(tmp_path: Path) -> None:
         data = replace(classification(30, 1).select(range(20)), labels=(0, 1) * 10, label_names=labels)
         (project / f"{name}.jsonl").write_text(rows(data))
     (project / "own.toml").write_text(
-        CONFIG.replace('train = "train.jsonl"\n', "").replace("min_size = 4", "")
+        CONFIG.replace('train = "train.jsonl"\n', "").replace("min_examples = 4", "")
         + '\n[data.clients]\na = "a.jsonl"\nb = "b.jsonl"\n'
     )
     with pytest.raises(ConfigError, match="different label names"):
@@ -424,14 +426,14 @@ def test_a_language_model_on_instructions(tmp_path: Path) -> None:
         CONFIG.replace("dropout = 0.0", 'task = "causal-lm"')
         .replace(
             "[clients]",
-            'prompt = "ask"\nresponse = "say"\nmax_length = 16\ntemplate = "{prompt}"\n'
-            '[lora]\ntargets = ["q_proj"]\n[clients]',
+            'prompt = "ask"\nresponse = "say"\nmax_length = 16\nchat_template = "{prompt}"\n'
+            '[lora]\ntarget_modules = ["q_proj"]\n[clients]',
         )
-        .replace("min_size = 4", "")
+        .replace("min_examples = 4", "")
     )
     folder = ran(configured(tmp_path, "train.batch_size=8"), tmp_path / "run")
     manifest, s = folder.read_json("manifest.json"), folder.read_json("summary.json")
-    assert manifest["data"]["labels"] == [] and manifest["data"]["label_counts"] is None
+    assert manifest["data"]["label_names"] == [] and manifest["data"]["label_counts"] is None
     losses = [line["metrics"]["loss"] for line in folder.metrics()]
     assert losses[-1] < losses[0] and 0 <= s["test"]["last"]["accuracy"] <= 1
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -442,7 +444,7 @@ def test_a_language_model_on_instructions(tmp_path: Path) -> None:
     ids = list(range(5, 13))
     torch.testing.assert_close(logits(adapted, ids), logits(plain, ids), rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match="use partition = 'iid'"):
-        prepare(configured(tmp_path, "clients.alpha=0.5"))
+        prepare(configured(tmp_path, "clients.dirichlet_alpha=0.5"))
 
 
 FACTOR_AVERAGES = ("fedit", "fedrot-lora", "hetlora", "lora-fair", "padded-average")
@@ -453,7 +455,7 @@ def test_every_method_runs_from_a_config(project: Path, tmp_path: Path, method: 
     """One rank for all, which every method serves; two thirds of the clients; uploads as the config says."""
     config = configured(
         project, f"method.name={method}", "clients.ranks=[4]", "clients.count=3", "run.rounds=2", "evaluate.every=2",
-        "run.participation=0.67", "train.steps=2",
+        "run.participation=0.67", "train.max_steps=2",
     )  # fmt: skip
     folder = ran(config, tmp_path / "run")
     first, second = folder.metrics()

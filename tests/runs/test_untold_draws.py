@@ -30,7 +30,7 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 PRIVACY = """
 [privacy]
-clip = 1.0
+clipping_norm = 1.0
 noise_multiplier = 1.0
 delta = 1e-3
 population = "three toy sites"
@@ -48,7 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("opendp")
     pytest.importorskip("dp_accounting")
     folder = make_project(tmp_path_factory.mktemp("drawn"))
-    text = (folder / "config.toml").read_text().replace("[data]", '[data]\nlabels = ["blue", "green", "red"]')
+    text = (folder / "config.toml").read_text().replace("[data]", '[data]\nlabel_names = ["blue", "green", "red"]')
     (folder / "config.toml").write_text(text.replace("[run]", "[run]\nparticipation = 0.5") + PRIVACY)
     return folder
 
@@ -146,10 +146,10 @@ def test_a_tracker_tells_when_each_round_was(place: Path, tracker: str) -> None:
     """Event files hold the time of every number, and services show them as they come. With all clients there is no draw
     to tell."""
     for sets, refused in (([], True), (["privacy.sampling=all", "run.participation=1.0"], False)):
-        config = configured(place, f"run.track=['{tracker}']", *sets)
+        config = configured(place, f"run.report_to=['{tracker}']", *sets)
         server = config.server.build(config.method.build(), 0)
         if refused:
-            with pytest.raises(ConfigError, match=r"run\.track .* when each round"):
+            with pytest.raises(ConfigError, match=r"run\.report_to .* when each round"):
                 check_private(config, server)
         else:
             check_private(config, server)

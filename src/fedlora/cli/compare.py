@@ -20,7 +20,8 @@ def compare(
     seeds: Annotated[str | None, typer.Option(help="0:8 (eight of them), 0,3,5 or 7 (default: the config's)")] = None,
     workers: Workers = "1",
     tune: Annotated[
-        str | None, typer.Option(metavar="KEY=VALUES", help="search for each method first: train.lr=1e-3,3e-3,1e-2")
+        str | None,
+        typer.Option(metavar="KEY=VALUES", help="search for each method first: train.learning_rate=1e-3,3e-3,1e-2"),
     ] = None,
     tune_seeds: Annotated[str | None, typer.Option(help="seeds of the search, none a compared one (1000)")] = None,
     reference: Annotated[
@@ -49,7 +50,7 @@ def compare(
     search = None
     if tune is not None:
         key, _, values = tune.partition("=")
-        tried = numbers(values, f"--tune {key.strip() or 'KEY'}=NUMBERS (as train.lr=1e-3,3e-3,1e-2)")
+        tried = numbers(values, f"--tune {key.strip() or 'KEY'}=NUMBERS (as train.learning_rate=1e-3,3e-3,1e-2)")
         search = Tune.read(
             {"key": key.strip(), "values": tried, "seeds": parse_seeds(tune_seeds or "1000", "--tune-seeds")}, "--tune"
         )

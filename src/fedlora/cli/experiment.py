@@ -25,8 +25,10 @@ Name = Annotated[str, typer.Argument(help="experiments/NAME.toml, or a path", sh
 Names = Annotated[list[str], typer.Argument(help="experiments/NAME.toml, or paths", show_default=False)]
 ProfileName = Annotated[str, typer.Option("--profile", help="a profile of the file: mini, paper or another")]
 Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
-WorkFolder = Annotated[Path, typer.Option("--work", help="where run folders and failures go")]
-Only = Annotated[str | None, typer.Option(help='only these labels of axes: "task=SST-2,method=GLoRA,method=FedIT"')]
+WorkFolder = Annotated[Path, typer.Option("--work-dir", help="where run folders and failures go")]
+Only = Annotated[
+    str | None, typer.Option("--filter", help='only these labels of axes: "task=SST-2,method=GLoRA,method=FedIT"')
+]
 RESULTS, WORK = Path("results"), Path("runs/experiments")
 
 
@@ -34,7 +36,7 @@ RESULTS, WORK = Path("results"), Path("runs/experiments")
 class Place:
     """Where runs go on, as typed."""
 
-    on: Machines
+    backend: Machines
     workers: str
     gpus: int | None
     memory: str | None
@@ -54,7 +56,7 @@ def run(
     profile: ProfileName = "mini",
     seeds: Annotated[str | None, typer.Option(help="only these seeds: 0:8 (eight of them), 0,3,5 or 7")] = None,
     only: Only = None,
-    again: Annotated[bool, typer.Option("--again", help="first forget failures, and try these runs again")] = False,
+    again: Annotated[bool, typer.Option("--force", help="first forget failures, and try these runs again")] = False,
     workers: Workers = "1",
     data_root: DataRoot = None,
     plan: Annotated[bool, typer.Option("--plan", help="show what would run, and run nothing")] = False,
@@ -81,7 +83,7 @@ def run(
     if plan or measure or price is not None:
         show_plan(found, results, data_root, measure=measure or price is not None, price=price)
     else:
-        place = Place(on, workers, gpus, memory, time, option or [], no_wait)
+        place = Place(backend, workers, gpus, memory, time, option or [], no_wait)
         run_missing(
             found, results, work, data_root, place, again=again, stages=("search",) if search else ("search", "run")
         )

@@ -68,7 +68,7 @@ def run_missing(
         with store.held(), watched(grid.experiment.name, store.work) as watch:
             if again:
                 store.forget(grid)
-                if place.on == Machines.slurm:
+                if place.backend == Machines.slurm:
                     forget(store.work, grid.name)
             ended = drive(grid, store, start, watch, stages)
         progress = store.progress(grid)
@@ -85,19 +85,21 @@ def starter(place: Place, work: Work, grid: Grid) -> Start:
     """What makes the runs. Raises `ConfigError` for options of another place."""
     of = {"gpus": "slurm or ray", **dict.fromkeys(("memory", "time", "options", "no_wait"), "slurm")}
     for name, where in of.items():
-        if getattr(place, name) and place.on not in where.split(" or "):
-            raise ConfigError(f"--{name.rstrip('s').replace('_', '-')} is for --on {where}; leave it out.")
-    if place.on == Machines.here:
+        if getattr(place, name) and place.backend not in where.split(" or "):
+            raise ConfigError(f"--{name.rstrip('s').replace('_', '-')} is for --backend {where}; leave it out.")
+    if place.backend == Machines.here:
         return lambda runs: here(runs, work, worker_count(place.workers, runs))
     if place.workers != "1":
         raise ConfigError("--workers are processes of this machine; a cluster runs as many as it has room for.")
-    if place.on == Machines.ray:
+    if place.backend == Machines.ray:
         return partial(ray_tasks, work=work, gpus=place.gpus)
     if place.time is None:
-        raise ConfigError("--on slurm needs --time, the limit of a run: 04:00:00. A run that meets it is queued again.")
+        raise ConfigError(
+            "--backend slurm needs --time, the limit of a run: 04:00:00. A run that meets it is queued again."
+        )
     asked = Asked(place.time, place.gpus or 0, place.memory, place.options)
     follow = [sys.executable, "-m", "fedlora", *sys.argv[1:]] if place.no_wait else []
-    return partial(slurm, work=work, name=grid.name, asked=asked, follow=[word for word in follow if word != "--again"])
+    return partial(slurm, work=work, name=grid.name, asked=asked, follow=[word for word in follow if word != "--force"])
 
 
 def _check(chosen: Sequence[Grid]) -> None:

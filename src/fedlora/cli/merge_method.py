@@ -1,4 +1,4 @@
-"""`fedlora merge --method` and `--defence`: one round of a federated method, on adapters that arrive as files."""
+"""`fedlora merge --method` and `--robust`: one round of a federated method, on adapters that arrive as files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def merge_round(
     Args:
         given: with missing = "zero", a module that an adapter lacks counts as a pair of zeros. label: the method as
             typed. rule: a robust rule, which weighs the clients' changes; the report's remarks say what it did, and its
-            error is relative to the rule's exact weighted mean, not to the plain one that includes liars.
+            error is relative to the rule's exact weighted mean, not to the plain one that includes byzantine clients.
 
     Raises:
         ConfigError: the method's clients keep a part, or its base weights move, so an adapter alone is not its result;
@@ -97,9 +97,9 @@ def _check_heads(given: Collection, heads: str) -> None:
     beside = sorted({name for file in given.files for name in file.heads})
     if beside and heads == "average":
         raise ConfigError(
-            f"--defence looks only at pairs, but {counted(len(beside), 'tensor')} beside them (such as "
-            f"{shown(beside[0])}) would be averaged with the plain weights, liars included. Add --heads drop, or "
-            f"--heads first to take those of the first adapter; rounds of a server (fedlora run, fedlora "
+            f"--robust looks only at pairs, but {counted(len(beside), 'tensor')} beside them (such as "
+            f"{shown(beside[0])}) would be averaged with the plain weights, byzantine clients included. Add --heads "
+            f"drop, or --heads first to take those of the first adapter; rounds of a server (fedlora run, fedlora "
             f"flower) judge heads with the pairs."
         )
 

@@ -19,7 +19,7 @@ _NAMED_CLASSES = 8  # with more, a client's examples are not told by class
 
 
 def tell_attack(manifest: Mapping[str, Any]) -> None:
-    """Print a warning if clients of a run lie on purpose."""
+    """Print a warning if clients of a run are byzantine on purpose."""
     if attack := manifest.get("attack"):
         notes.print(
             f"UNDER ATTACK, on purpose: {in_words(attack, len(manifest['clients']))}. Do not use its results.",
@@ -76,8 +76,8 @@ def show_run(folder: RunFolder) -> None:
     for row in _rows(s):
         table.add_row(*row)
     console.print(table)
-    if s.get("defence"):
-        console.print(_weighed(s["defence"], folder.read_json("config.json")["defence"]["rule"]))
+    if s.get("robust"):
+        console.print(_weighed(s["robust"], folder.read_json("config.json")["robust"]["rule"]))
     if s["gauge_drift"]:
         console.print(
             "gauge check: the same updates in coordinates of condition number 10; the model should stay the same"
@@ -116,7 +116,7 @@ def _rows(s: Mapping[str, Any]) -> Rows:
     if s["server_rank"] is not None:
         yield "rank of the server's update", f"{s['server_rank']:.1f} (mean over modules)"
     if s["padded_error"] is not None:
-        of = "plain mean, which this server does not compute" if s.get("defence") else "true mean"
+        of = "plain mean, which this server does not compute" if s.get("robust") else "true mean"
         yield "zero-padded factor averaging would be off by", f"{s['padded_error']:.1%} of the {of}"
     for method, drift in (s["gauge_drift"] or {}).items():
         yield f"gauge check: {method} moves by", Text(f"{drift:.1e}") if drift < 1e-3 else red(f"{drift:.1%}")

@@ -12,8 +12,8 @@ from typing import Any
 from fedlora.errors import ConfigError, repeated
 from fedlora.methods.registry import METHODS
 from fedlora.runs.config import typed
-from fedlora.runs.defence import DefenceSection
 from fedlora.runs.reading import checked
+from fedlora.runs.robust import RobustSection
 from fedlora.runs.sections import MethodSection
 from fedlora.server.rules import Rule
 
@@ -59,14 +59,16 @@ def parse_method(name: str, settings: Sequence[str]) -> MethodSection:
         raise ConfigError(f"the method {text!r} cannot be read: {_sentence(error)}") from error
 
 
-def parse_defence(text: str) -> Rule | None:
-    """A robust rule as typed: "krum liars=1", "geometric-median". Raises `ConfigError`."""
+def parse_robust(text: str) -> Rule | None:
+    """A robust rule as typed: "krum byzantine=1", "geometric-median". Raises `ConfigError`."""
     name, *settings = _cut(" ".join(text.split()), _SPACES)
-    values = _values(settings, f"a robust rule is NAME [KEY=VALUE ...], such as 'krum liars=1'; got {text!r}.", "rule")
+    values = _values(
+        settings, f"a robust rule is NAME [KEY=VALUE ...], such as 'krum byzantine=1'; got {text!r}.", "rule"
+    )
     try:
-        section = checked(DefenceSection, {"rule": name, **values})
+        section = checked(RobustSection, {"rule": name, **values})
     except ConfigError as error:
-        raise ConfigError(f"--defence {text!r} cannot be read: {_sentence(error)}") from error
+        raise ConfigError(f"--robust {text!r} cannot be read: {_sentence(error)}") from error
     return section.build()
 
 
@@ -130,6 +132,6 @@ def parse_only(text: str, axes: Mapping[str, object]) -> dict[str, list[str]]:
     for part in re.split(rf",(?=\s*(?:{'|'.join(map(re.escape, axes))})\s*=)", text):
         axis, equals, label = (word.strip() for word in part.partition("="))
         if not (axis and equals and label):
-            raise ConfigError(f"--only takes AXIS=LABEL,AXIS=LABEL; got {text!r}. The axes are {', '.join(axes)}.")
+            raise ConfigError(f"--filter takes AXIS=LABEL,AXIS=LABEL; got {text!r}. The axes are {', '.join(axes)}.")
         found.setdefault(axis, []).append(label)
     return found

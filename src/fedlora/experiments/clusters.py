@@ -90,7 +90,7 @@ def slurm(runs: Sequence[Planned], work: Work, name: str, asked: Asked, follow: 
             if work.line(run) is not None or (why is not None and (run.digest in ours or spent)):
                 yield left.pop(run.digest), why
             elif spent:
-                yield left.pop(run.digest), f"{KILLED}; --again forgets that, and gives it new tries"
+                yield left.pop(run.digest), f"{KILLED}; --force forgets that, and gives it new tries"
         new = [run for run in left.values() if run.digest not in queue]
         for start in range(0, len(new), _ARRAY):
             _submit(new[start : start + _ARRAY], work, name, asked)
@@ -176,7 +176,7 @@ def ray_tasks(runs: Sequence[Planned], work: Work, gpus: int | None) -> Ended:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("--on ray needs Ray: pip install 'fedlora[ray]'.") from error
+        raise ConfigError("--backend ray needs Ray: pip install 'fedlora[ray]'.") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of what Ray will do one day

@@ -73,7 +73,7 @@ class Store:
         except Timeout as error:
             raise ConfigError(
                 f"another process drives {self.results.stem} in {self.work.folder}: wait for it, or end it. One driver "
-                f"starts all runs; it takes --workers, --on slurm or --on ray."
+                f"starts all runs; it takes --workers, --backend slurm or --backend ray."
             ) from error
 
 

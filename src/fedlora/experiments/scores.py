@@ -86,7 +86,7 @@ def own_data(config: RunConfig) -> list[str]:
     data = config.data
     apart = data.task == "superni" or bool(data.clients)
     found = [part for part in ("validation", "test") if apart and not isinstance(getattr(data, part), str)]
-    return sorted({*found, *(["test"] if config.clients.own_test is not None else [])})
+    return sorted({*found, *(["test"] if config.clients.test_fraction is not None else [])})
 
 
 def _number(value: float | None) -> float:

@@ -2,7 +2,7 @@
 
 title, question                 words
 [run.*]                         tables of a run's configuration, common to all; relative paths start at this file
-[axes.NAME]                     label -> changes, as { "clients.alpha" = 0.1 }; a cell is one label of each axis
+[axes.NAME]                     label -> changes, as { "clients.dirichlet_alpha" = 0.1 }; a cell is a label of each axis
 [tune]                          a key, its values, and over which axes the best one is chosen, on seeds of its own
 [profiles.mini], .paper         seeds, further changes, and which labels of an axis are run
 """
@@ -74,7 +74,7 @@ class Tune(Part):
     the best value is chosen. at: labels of other axes, to which the search is confined. seeds: for the search alone.
     """
 
-    key: Annotated[str, AfterValidator(_searchable)] = "train.lr"
+    key: Annotated[str, AfterValidator(_searchable)] = "train.learning_rate"
     values: Annotated[Once[float], Field(min_length=1)]
     over: Once[str] = ["method"]
     at: dict[str, str] = {}
@@ -105,8 +105,9 @@ class Experiment(Part):
     compared, a row of a table each. reference: one of these labels, with which the others are compared. margin: a
     difference of the metric that does not matter, in its unit; differences then get a verdict. paper: its key in
     paper_numbers.toml. run: the tables of a run's configuration, common to all; relative paths start at this file.
-    axes: axis -> label -> changes, as { "clients.alpha" = 0.1 }; of two axes that set one key the later wins, and an
-    empty table removes a table. tune: the search for the best value of a key. profiles: scales to run at, by name.
+    axes: axis -> label -> changes, as { "clients.dirichlet_alpha" = 0.1 }; of two axes that set one key the later wins,
+    and an empty table removes a table. tune: the search for the best value of a key. profiles: scales to run at, by
+    name.
     skip: combinations of labels that are not cells.
     """
 
@@ -234,7 +235,7 @@ def comparison(
             "table; then fedlora run."
         )
     validated = base.data.validation != 0
-    tested = base.data.task is not None or base.data.test != 0 or base.clients.own_test is not None
+    tested = base.data.task is not None or base.data.test != 0 or base.clients.test_fraction is not None
     if not validated and (tune is not None or not tested):
         raise ConfigError("data.validation = 0 leaves nothing to search or to compare methods by.")
     methods = {label: base.method if label == base.method.name else section for label, section in methods.items()}

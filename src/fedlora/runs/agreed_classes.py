@@ -11,7 +11,7 @@ from fedlora.runs.config import RunConfig
 
 
 def read_agreed(config: RunConfig, paths: Sequence[str], begun_with: Sequence[str] = ()) -> dict[str, TextData]:
-    """Path -> its examples. All files use the same classes: data.labels, otherwise those that the run began with,
+    """Path -> its examples. All files use the same classes: data.label_names, otherwise those that the run began with,
     otherwise all that occur in any file."""
 
     d = config.data
@@ -20,13 +20,15 @@ def read_agreed(config: RunConfig, paths: Sequence[str], begun_with: Sequence[st
         if path == "demo":
             demo = demo_data()
             if d.labels and tuple(d.labels) != demo.label_names:
-                raise ConfigError(f"data.labels = {d.labels}, but the demo's classes are {list(demo.label_names)}.")
+                raise ConfigError(
+                    f"data.label_names = {d.labels}, but the demo's classes are {list(demo.label_names)}."
+                )
             return demo
-        if config.model.task == "classification":
+        if config.model.task == "sequence-classification":
             try:
                 return read_classification(
-                    path, text=d.text, label=d.label, pair=d.pair, label_names=d.labels or names, agreed=True,
-                    key="data.labels",
+                    path, text=d.text, label=d.label, text_pair=d.pair, label_names=d.labels or names, agreed=True,
+                    key="data.label_names",
                 )  # fmt: skip
             except LabelError as error:
                 if d.labels or not begun_with:

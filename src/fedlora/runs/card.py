@@ -108,10 +108,10 @@ def model_card(
     guarantee, in words; example counts are then omitted. judged: what a robust rule did (`server.judged.over_rounds`).
     validation: the round's scores there, if the metrics are of the test set.
     """
-    base = base or base_name(config.model.path, manifest["model"]["sha256"])
+    base = base or base_name(config.model.name, manifest["model"]["sha256"])
     train, commit = manifest["data"]["train"], manifest["commit"]
     attack = _cell(in_words(manifest["attack"], len(train))) if manifest.get("attack") else None
-    ranks, rule = sorted(set(adapter.ranks.values())), config.defence.build()
+    ranks, rule = sorted(set(adapter.ranks.values())), config.robust.build()
     span = " to ".join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))
     programs = "" if config.train.command is None else ", given to their programs"
     version = manifest["versions"].get("fedlora", "not installed by pip")
@@ -178,7 +178,7 @@ def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _classes(manifest: Mapping[str, Any], given: str) -> dict[str, str]:
     """A row by class: training examples, or the names alone."""
-    names = [_cell(name) for name in manifest["data"]["labels"]]
+    names = [_cell(name) for name in manifest["data"]["label_names"]]
     counts = (manifest["data"]["label_counts"] or {}).values()
     if not 0 < len(names) <= _MOST_CLASSES:
         return {}
@@ -241,7 +241,7 @@ def _snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:
         code = _LANGUAGE_MODEL.replace("ASK", _IN_CHAT if template == CHAT else bare)
         code = code.replace("ENDS", repr(list(ends)) if ends else "tokenizer.eos_token_id")
     else:
-        paired = config.data.pair is not None or config.data.task in ("qqp", "qnli", "mnli")
+        paired = config.data.text_pair is not None or config.data.task in ("qqp", "qnli", "mnli")
         pairs = '\npairs = ["its second sentence", "the other\'s"]' if paired else ""
         code = _CLASSIFIER.replace("PAIRS", pairs).replace("SECOND", " pairs," if paired else "")
         code = code.replace("LENGTH", str(config.data.max_length))

@@ -15,10 +15,10 @@ from fedlora.core.method import Roles
 from fedlora.errors import ConfigError, said_by
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
-from fedlora.runs.defence import check_rule
 from fedlora.runs.inputs import own_paths
 from fedlora.runs.privacy_section import PrivacySection
 from fedlora.runs.private_releases import Planned
+from fedlora.runs.robust import check_rule
 from fedlora.runs.tracking import check_trackers
 from fedlora.server.private import Private
 from fedlora.server.sampling import sample_clients
@@ -37,7 +37,7 @@ def of_settings(config: RunConfig) -> Iterator[str]:
     yield from of_metric(config)
     yield from said_by(
         lambda: check_private(config, built(config)),
-        *([] if "model.path" in gone else [lambda: config.model.check_targets(config.lora.targets)]),
+        *([] if "model.name" in gone else [lambda: config.model.check_targets(config.lora.target_modules)]),
     )
 
 
@@ -56,23 +56,23 @@ def missing(config: RunConfig) -> dict[str, str]:
 
 def built(config: RunConfig) -> Server:
     """The server of that configuration. Raises `HyperparameterError`."""
-    return config.server.build(config.method.build(), config.run.seed, config.defence.build())
+    return config.server.build(config.method.build(), config.run.seed, config.robust.build())
 
 
 def of_machine(config: RunConfig) -> Iterator[str]:
     """What this machine lacks for the run: a GPU, a library, the clients' program."""
     device, program = config.model.chosen_device(), config.train.program()
     yield from said_by(
-        lambda: check_device(device, config.model.four_bit),
-        lambda: check_trackers(config.run.track),
+        lambda: check_device(device, config.model.load_in_4bit),
+        lambda: check_trackers(config.run.report_to),
         *([] if program is None else [lambda: check_program(program)]),
     )
 
 
 def of_processes(config: RunConfig, processes: int) -> Iterator[str]:
     """Settings that do not work with several processes."""
-    if processes > 1 and config.model.four_bit:
-        yield f"run.workers = {config.run.workers!r} cannot share model.four_bit; leave one of them out."
+    if processes > 1 and config.model.load_in_4bit:
+        yield f"run.workers = {config.run.workers!r} cannot share model.load_in_4bit; leave one of them out."
 
 
 def of_measuring(config: RunConfig, data: Dealt) -> Iterator[str]:
@@ -80,8 +80,9 @@ def of_measuring(config: RunConfig, data: Dealt) -> Iterator[str]:
     e = config.evaluate
     if e.patience is not None and not any(len(part) for part in data.validation.values()):
         yield (
-            f"evaluate.patience = {e.patience} needs the validation metric, but there are no validation data: "
-            f"data.validation = {config.data.validation!r}. Give it a share or a file, or leave patience out."
+            f"evaluate.early_stopping_patience = {e.patience} needs the validation metric, but there are no validation "
+            f"data: data.validation = {config.data.validation!r}. Give it a share or a file, or leave "
+            f"early_stopping_patience out."
         )
     if e.test_along and not (any(map(len, data.validation.values())) and any(map(len, data.test.values()))):
         yield (
@@ -93,7 +94,7 @@ def of_measuring(config: RunConfig, data: Dealt) -> Iterator[str]:
         there = "a common one only" if not data.own_test else "each client's own only"
         yield (
             f"evaluate.clients_at_end = 'both' needs the clients' own test sets and the common one; there is {there}. "
-            f"Give clients.own_test and data.test, or set it to true."
+            f"Give clients.test_fraction and data.test, or set it to true."
         )
 
 
@@ -141,7 +142,7 @@ def _of_roles(config: RunConfig, name: str, roles: Roles) -> Iterator[str]:
         yield f"run.keep_uploads cannot store what never leaves a client, but {name} shares {roles}."
 
 
-def check_liars(config: RunConfig, server: Server, clients: Sequence[str]) -> None:
+def check_byzantine(config: RunConfig, server: Server, clients: Sequence[str]) -> None:
     """Raise `ConfigError` if a round is too small for the robust rule."""
     if server.round.rule is not None:
         check_rule(server.round.rule, len(sample_clients(clients, config.run.participation, seed=0, round=0)))
@@ -201,16 +202,16 @@ def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
         yield "privacy.sampling = 'poisson' draws each client with chance run.participation, now 1: set it below 1"
     yield from section.excludes(config.server)
     told = {
-        "run.track": (poisson and run.track, "stores when each round ended, which tells who was drawn in secret"),
+        "run.report_to": (poisson and run.track, "stores when each round ended, which tells who was drawn in secret"),
         "run.keep_uploads": (run.keep_uploads != "none", "stores what clients sent"),
         "run.readouts": (run.readouts, "reports on single clients"),
         "evaluate.clients_at_end": (evaluate.clients_at_end, "reports on single clients"),
         "evaluate.target": (evaluate.target == "clients", "scores single clients"),
         "evaluate.test_along": (evaluate.test_along, "would release scores on the test set after each round"),
-        "clients.own_test": (config.clients.own_test, "would release scores on clients' own data"),
-        "attack.kind": (config.attack.on, "reports who lied and how"),
+        "clients.test_fraction": (config.clients.test_fraction, "would release scores on clients' own data"),
+        "attack.kind": (config.attack.on, "reports which clients were byzantine"),
         "server.gauge_stress": (config.server.gauge_stress, "is an experiment with uploads"),
-        "defence.rule": (config.defence.rule != "none", "weighs each client by the others' uploads, without a bound"),
+        "robust.rule": (config.robust.rule != "none", "weighs each client by the others' uploads, without a bound"),
         "train.command": (config.train.command, "leaves logs and adapters of single clients in the run's folder"),
         "model.adapter": (config.model.adapter, "is a trained start, and the first download releases what it learned"),
         "data.task": (data.task == "superni" and data.task, "takes validation and test data from clients"),
@@ -218,10 +219,14 @@ def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
     for key, (there, why) in told.items():
         if there:
             yield f"{key} {why}, but [privacy] lets nothing but noised sums leave: leave it out"
-    if (data.clients or data.train not in (None, "demo")) and config.model.task == "classification" and not data.labels:
+    if (
+        (data.clients or data.train not in (None, "demo"))
+        and config.model.task == "sequence-classification"
+        and not data.labels
+    ):
         yield (
-            "data.labels is missing: without it the head's shape would reveal which classes occur in clients' rows. "
-            "Name the classes"
+            "data.label_names is missing: without it the head's shape would reveal which classes occur in clients' "
+            "rows. Name the classes"
         )
     for part in ("validation", "test") if data.clients else ():
         share = getattr(data, part)

@@ -66,18 +66,18 @@ def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] =
     """The run's data.
 
     Args:
-        label_names: the classes that a run was begun with, in order; by default data.labels, or all that occur.
+        label_names: the classes that a run was begun with, in order; by default data.label_names, or all that occur.
         keep: what is to be held out of each file, where a draw before has decided that.
 
     Raises:
         ConfigError, DataError: data cannot be read, or not be distributed as configured.
     """
-    share = config.clients.own_test
+    share = config.clients.test_fraction
     if share is not None and (config.data.clients or config.data.task == "superni"):
         own = "data.clients" if config.data.clients else "data.task = 'superni'"
         raise ConfigError(
-            f"clients.own_test = {share:g} is for one file that is dealt out; with {own} each client already has its "
-            f"own test set, by data.test. Leave clients.own_test out."
+            f"clients.test_fraction = {share:g} is for one file that is dealt out; with {own} each client already has "
+            f"its own test set, by data.test. Leave clients.test_fraction out."
         )
     if config.data.task == "superni":
         return _superni(config, data_root)
@@ -89,7 +89,7 @@ def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] =
 def _check_classes(config: RunConfig, dealt: Dealt) -> None:
     """Raise `DataError` for a classification with a single class."""
     names = dealt.classes
-    if config.model.task == "classification" and len(names) < 2:
+    if config.model.task == "sequence-classification" and len(names) < 2:
         d = config.data
         files = dict.fromkeys(f for f in (d.train, *d.clients.values(), d.validation, d.test) if isinstance(f, str))
         raise DataError(
@@ -122,10 +122,10 @@ def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
             )
         except DataError as error:
             raise ConfigError(
-                f"clients.own_test = {share:g} gives {client!r} no test set: it was dealt {len(part)} examples, "
+                f"clients.test_fraction = {share:g} gives {client!r} no test set: it was dealt {len(part)} examples, "
                 f"{len(alone)} of which only this client has ({error}). A client needs {math.ceil(1 / share)} "
-                f"or more: raise clients.min_size to that (for a Dirichlet partition), deal to fewer clients, or raise "
-                f"clients.own_test."
+                f"or more: raise clients.min_examples to that (for a Dirichlet partition), deal to fewer clients, or "
+                f"raise clients.test_fraction."
             ) from error
         parts[client] = TextData.concat([train, part.select(common)]) if common else train
     common_test = dealt.test if any(map(len, dealt.test.values())) else {"": TextData.concat(list(tests.values()))}
@@ -139,7 +139,7 @@ def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
         raise ConfigError(
             f"data.task = {d.task!r} brings its own test set, and validation is a share of train; leave data.test out."
         )
-    if config.model.task != "classification":
+    if config.model.task != "sequence-classification":
         raise ConfigError(f"data.task = {d.task!r} is a classification task; model.task is {config.model.task!r}.")
     train, tests = read_glue(d.task, data_root, d.revision)
     train, validation, _ = split(train, validation=d.validation, test=0, seed=seed)
@@ -173,7 +173,7 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
     if len(chosen.train) < d.tasks or len(chosen.unseen) < d.unseen:
         raise ConfigError(
             f"data.task_lists name {len(chosen.train)} and {len(chosen.unseen)} tasks, fewer than data.tasks = "
-            f"{d.tasks} and data.unseen = {d.unseen}."
+            f"{d.tasks} and data.unseen_tasks = {d.unseen}."
         )
     pieces = {name: split(tasks[name].data, validation=d.validation, test=d.test, seed=seed) for name in chosen.train}
 

@@ -28,19 +28,20 @@ class ClientsSection(Section):
 
     count: the number of clients, named site-1, site-2, ... ranks: one for each client in that order, or one for all; an
     entry is a rank or {attention = r, feed_forward = r}. With `profile`, the values that it distributes. Default: 8;
-    with a profile 4, 8, 16, 32 and 64. profile: see `fedlora ranks`; flexlora-* have their own ranks. partition:
-    "dirichlet" label skew with `alpha`, or "iid". alpha: of the label skew, default 1; smaller means more skewed.
-    min_size: fewest examples per client. own_test: a share of each client's data that it never trains on and is
-    measured on (evaluate.clients_at_end); with data.test = 0 all own sets together form the common one.
+    with a profile 4, 8, 16, 32 and 64. profile: see `fedlora experiment ranks`; flexlora-* have their own ranks.
+    partition: "dirichlet" label skew with `dirichlet_alpha`, or "iid". dirichlet_alpha: of the label skew, default 1;
+    smaller means more skewed. min_examples: fewest examples per client. test_fraction: a share of each client's data
+    that it never trains on and is measured on (evaluate.clients_at_end); with data.test = 0 all own sets together form
+    the common one.
     """
 
     count: Positive | None = None
     ranks: list[Positive | RankEntry] | None = None
     profile: RankProfile | None = None
     partition: Literal["dirichlet", "iid"] = "dirichlet"
-    alpha: Annotated[float, Field(gt=0)] | None = None
-    min_size: Positive = 8
-    own_test: Annotated[float, Field(gt=0, lt=1)] | None = None
+    dirichlet_alpha: Annotated[float, Field(gt=0)] | None = None
+    min_examples: Positive = 8
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @field_validator("ranks", mode="before")
     @classmethod
@@ -106,17 +107,17 @@ class DataSection(Section):
     Give one of three sources; each may also be a Parquet file or "hf://owner/name?config=...&split=...&revision=...".
     train: one file, dealt out to the clients ("demo" is built in). clients: id -> that client's own file. task: a
     benchmark below --data-root: GLUE (from the hub without a root), or "superni", where each task is a client.
-    revision: the commit of the hub's GLUE. text: the column of the text. pair: of a second text. label: of the class.
-    labels: the class names in the order of their numbers; a row with another class is an error; default: all that
-    occur. prompt: the column of an instruction. response: of its answer. messages: of conversations, in place of the
-    two; default: "messages", if the rows have it and not the others. validation: a share of each file to hold out, or a
-    file; only this chooses the best state. test: likewise; for GLUE the official validation files. max_train: the most
-    training examples (for superni, per client), drawn by the seed. max_test: the most test examples (for superni, per
-    task), drawn by the seed. tasks: for superni, how many are clients. unseen: for superni, how many nobody trains on.
-    task_lists: two files that name these tasks, instead of a draw by the seed. template: what surrounds prompts:
-    "chat", the model's own (the default), or a text with {prompt} in it, followed by the response; for superni
-    "{prompt}". max_length: tokens per example. Longer prompts are cut, and a response that alone fills it keeps half;
-    the manifest counts both.
+    revision: the commit of the hub's GLUE. text: the column of the text. text_pair: of a second text. label: of the
+    class. label_names: the class names in the order of their numbers; a row with another class is an error; default:
+    all that occur. prompt: the column of an instruction. response: of its answer. messages: of conversations, in place
+    of the two; default: "messages", if the rows have it and not the others. validation: a share of each file to hold
+    out, or a file; only this chooses the best state. test: likewise; for GLUE the official validation files. max_train:
+    the most training examples (for superni, per client), drawn by the seed. max_test: the most test examples (for
+    superni, per task), drawn by the seed. tasks: for superni, how many are clients. unseen_tasks: for superni, how many
+    nobody trains on. task_lists: two files that name these tasks, instead of a draw by the seed. chat_template: what
+    surrounds prompts: "chat", the model's own (the default), or a text with {prompt} in it, followed by the response;
+    for superni "{prompt}". max_length: tokens per example. Longer prompts are cut, and a response that alone fills it
+    keeps half; the manifest counts both.
     """
 
     train: str | None = None
@@ -124,25 +125,25 @@ class DataSection(Section):
     task: DataTask | None = None
     revision: str | None = None
     tasks: Positive = 50
-    unseen: Annotated[int, Field(ge=0)] = 20
+    unseen_tasks: Annotated[int, Field(ge=0)] = 20
     task_lists: list[str] = []  # noqa: RUF012 - pydantic copies it
     max_train: Positive | None = None
     max_test: Positive | None = None
     text: str = "text"
-    pair: str | None = None
+    text_pair: str | None = None
     label: str = "label"
-    labels: ClassNames | None = None
+    label_names: ClassNames | None = None
     prompt: str = "prompt"
     response: str = "response"
     messages: str | None = None
-    template: str | None = None
+    chat_template: str | None = None
     validation: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     test: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     max_length: Positive = 128
 
     def prompting(self) -> str:
-        """The effective `template` for a language model: by default "chat", for superni "{prompt}"."""
-        return self.template or (BARE if self.task == "superni" else CHAT)
+        """The effective `chat_template` for a language model: by default "chat", for superni "{prompt}"."""
+        return self.chat_template or (BARE if self.task == "superni" else CHAT)
 
     @model_validator(mode="after")
     def _one_kind_of_rows(self) -> DataSection:
@@ -152,7 +153,7 @@ class DataSection(Section):
                 f"data.messages = {self.messages!r} reads conversations, but data.{given[0]} is for prompts: leave "
                 f"one of them out"
             )
-        check_template(self.template)
+        check_template(self.chat_template)
         return self
 
     @model_validator(mode="after")

@@ -61,7 +61,7 @@ def finish(
     judged = over_rounds(lines)
     spent = None if private is None else private.spent(state.round)
     exports = Exports(
-        prepared.manifest, prepared.config, prepared.spec, prepared.tokenizer, prepared.manifest["data"]["labels"],
+        prepared.manifest, prepared.config, prepared.spec, prepared.tokenizer, prepared.manifest["data"]["label_names"],
         privacy=None if spent is None else told(spent), judged=judged,
     )  # fmt: skip
     tested = {"last": _Tested.of(prepared, state)}
@@ -92,7 +92,7 @@ def finish(
     summary = {
         **results(
             server, state, prepared.metric, lines, best, {name: one.scores for name, one in tested.items()},
-            prepared.manifest["data"]["labels"], stopped, judged,
+            prepared.manifest["data"]["label_names"], stopped, judged,
         ),
         **_own_results(prepared, lines, tested),
         "clients_at_end": each,
@@ -112,7 +112,7 @@ def results(
     """What the summaries of a run and of a federation have in common.
 
     validation, test: scores of the "last" round and the "best" one. classes: none for a language model.
-    stopped_early: where and why; None if all rounds were played. defence: what a robust rule did to each client
+    stopped_early: where and why; None if all rounds were played. robust: what a robust rule did to each client
     (`server.judged.over_rounds`), only with one.
 
     Args:
@@ -130,7 +130,7 @@ def results(
         "test": {name: tested.get(name, {}) for name in FOLDERS},
         "classes": list(classes),
         "diagnostics": server.diagnostics(state.server),
-        **({"defence": judged} if judged else {}),
+        **({"robust": judged} if judged else {}),
     }
 
 

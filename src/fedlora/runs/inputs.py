@@ -31,7 +31,7 @@ def facts_of(config: RunConfig, data: Dealt) -> dict[str, Any]:
     commit = model_commit(place)
     return {
         "model": {
-            "path": config.model.path,
+            "name": config.model.name,
             "sha256": model_content(place),
             **({"commit": commit} if commit is not None else {}),
             **({"adapter": model_content(config.model.adapter)} if config.model.adapter is not None else {}),
@@ -41,8 +41,8 @@ def facts_of(config: RunConfig, data: Dealt) -> dict[str, Any]:
             "validation": _size(TextData.concat(list(data.validation.values()))),
             "test": _size(TextData.concat(list(data.test.values()))),
             "probes": {name: _size(TextData.concat(list(sets.values()))) for name, sets in data.probes.items()},
-            "own_test": {c: _size(p) for c, p in data.own_test.items()} if config.clients.own_test else {},
-            "labels": list(data.classes),
+            "own_test": {c: _size(p) for c, p in data.own_test.items()} if config.clients.test_fraction else {},
+            "label_names": list(data.classes),
         },
     }
 
@@ -54,8 +54,8 @@ def _size(data: TextData) -> dict[str, Any]:
 def dealt_out(
     config: RunConfig, data_root: Path | None, label_names: Sequence[str] = (), keep: Keep | None = None
 ) -> tuple[Dealt, Adversary | None]:
-    """The data as clients train on them, labels flipped where one lies so; and who lies. Raises as `deal`, and
-    `ConfigError` if nobody or everybody would lie, or cannot."""
+    """The data as clients train on them, labels flipped where one lies so; and who is byzantine. Raises as `deal`, and
+    `ConfigError` if nobody or everybody would be byzantine, or cannot."""
     data = deal(config, data_root, label_names, keep)
     adversary = config.attack.adversary(list(data.parts), config.run.seed)
     return replace(data, parts=with_flipped_labels(data.parts, adversary)), adversary
@@ -77,8 +77,8 @@ def _named(facts: Mapping[str, Any]) -> dict[str, Any]:
     each = {"sha256": "the model's {}", "adapter": "the adapter's {}", "train": "the data of {!r}"}
     each |= {"probes": "the data of {!r}", "own_test": "the own test set of {!r}"}
     found = {words.format(name): one for part, words in each.items() for name, one in (facts.get(part) or {}).items()}
-    whole = {"validation": "the validation data", "test": "the test data", "labels": "the names of the labels"}
-    return found | {words: facts[part] for part, words in (whole | {"template": "the prompt template"}).items()
+    whole = {"validation": "the validation data", "test": "the test data", "label_names": "the names of the labels"}
+    return found | {words: facts[part] for part, words in (whole | {"chat_template": "the prompt template"}).items()
                     if part in facts}  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def own_paths(config: RunConfig) -> dict[str, str]:
         "data.validation": data.validation,
         "data.test": data.test,
         **{f"data.task_lists.{k}": path for k, path in enumerate(data.task_lists)},
-        "model.path": config.model.path,
+        "model.name": config.model.name,
         "model.adapter": config.model.adapter,
     }
     return {key: path for key, path in told.items() if isinstance(path, str) and os.path.isabs(path)}
@@ -112,7 +112,7 @@ def with_paths(config: RunConfig, new: Mapping[str, str]) -> RunConfig:
     parts = {part: new[f"data.{part}"] for part in ("train", "validation", "test") if f"data.{part}" in new}
     clients = {client: new.get(f"data.clients.{client}", path) for client, path in data.clients.items()}
     lists = [new.get(f"data.task_lists.{k}", path) for k, path in enumerate(data.task_lists)]
-    there = {key: new.get(f"model.{key}", getattr(model, key)) for key in ("path", "adapter")}
+    there = {key: new.get(f"model.{key}", getattr(model, key)) for key in ("name", "adapter")}
     return config.model_copy(
         update={
             "data": data.model_copy(update={**parts, "clients": clients, "task_lists": lists}),

@@ -68,7 +68,7 @@ def _template(config: RunConfig, model: AdaptedModel) -> dict[str, str]:
     """The template around a language model's prompts; empty for a classifier."""
     if config.model.task != "causal-lm":
         return {}
-    return {"template": find_template(config.data.prompting(), model.tokenizer).name}
+    return {"chat_template": find_template(config.data.prompting(), model.tokenizer).name}
 
 
 def shown_rank(client: Client) -> int | str:

@@ -21,7 +21,7 @@ from fedlora.runs.attack_section import attack_facts
 from fedlora.runs.base_names import base_name
 from fedlora.runs.checks import (
     built,
-    check_liars,
+    check_byzantine,
     missing,
     of_fit,
     of_measuring,
@@ -56,10 +56,10 @@ class Prepared:
     """All parts of a run, loaded and checked.
 
     parts: client -> its training data. workers: train the clients, one or several at a time. processes: how many do the
-    work, see `crew`. adversary: the lying clients, or None. manifest: the run's public record; for a private run, facts
-    about clients' data are in `secrets` instead. test: on the test data; probes: further test sets by name ("unseen",
-    "validation_mismatched"), measured only at the end. samples: held-out prompts whose answers by a language model are
-    kept, before and after.
+    work, see `crew`. adversary: the byzantine clients, or None. manifest: the run's public record; for a private run,
+    facts about clients' data are in `secrets` instead. test: on the test data; probes: further test sets by name
+    ("unseen", "validation_mismatched"), measured only at the end. samples: held-out prompts whose answers by a language
+    model are kept, before and after.
 
     Example:
         >>> prepared = prepare(load_config(Path("config.toml")))
@@ -107,8 +107,8 @@ def prepare(
 
     Args:
         data_root: where the files of `data.task` are. Not part of the configuration: it says where, not what.
-        label_names: the classes of a run that is gone on with, `stored_classes` of its folder. By default data.labels,
-            or all that occur. keep: as `deal` has it. programs: the folder for the rounds
+        label_names: the classes of a run that is gone on with, `stored_classes` of its folder. By default
+            data.label_names, or all that occur. keep: as `deal` has it. programs: the folder for the rounds
             of train.command; by default in the run's folder.
 
     Raises:
@@ -168,7 +168,7 @@ def prepare(
         target=target,
         metric=score_name(config.evaluate.metric),
         seed_adapter=seed_adapter,
-        spec=named(spec, base_name(config.model.path, facts["model"]["sha256"]).name),
+        spec=named(spec, base_name(config.model.name, facts["model"]["sha256"]).name),
         tokenizer=model.tokenizer,
         manifest=facts if config.privacy is None else public_manifest(facts),
         secrets=None if config.privacy is None else facts,
@@ -228,8 +228,8 @@ def target_of(
     target = config.evaluate.target
     if target == "auto":
         target = "server" if server.has_global_model(initial) else "clients"
-    liars = said_by(lambda: check_liars(config, server, list(sizes)))
-    return target, [*of_fit(config, server, initial, target, clients), *liars]
+    byzantine = said_by(lambda: check_byzantine(config, server, list(sizes)))
+    return target, [*of_fit(config, server, initial, target, clients), *byzantine]
 
 
 def _trainer(
@@ -239,8 +239,8 @@ def _trainer(
     program = config.train.program()
     if program is None:
         settings = TrainSettings(
-            **config.train.model_dump(exclude={"command", "time_limit"}), rounds=config.run.rounds,
-            max_length=config.data.max_length, bf16=config.model.bf16, template=_template(config),
+            **config.train.model_dump(exclude={"command", "timeout"}), rounds=config.run.rounds,
+            max_length=config.data.max_length, bf16=config.model.bf16, chat_template=_template(config),
         )  # fmt: skip
         return LocalTrainer(model, parts, settings, seed=config.run.seed)
     return ProgramTrainer(

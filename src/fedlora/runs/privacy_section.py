@@ -24,20 +24,20 @@ class PrivacySection(Section):
 
     docs/how-to/privacy.md explains the guarantee.
 
-    clip: C, the largest norm of one client's change in a round, over all modules and heads together; larger changes are
-    scaled down to it. noise_multiplier: z, the noise relative to one client's largest effect; set this or `epsilon`.
-    epsilon: the cost of all run.rounds together at `delta`, from which fedlora computes z. delta: the probability that
-    the guarantee fails. sampling: "all" clients in every round, or "poisson": each with chance run.participation, drawn
-    secretly. shape: sum changes whole ("full"), or in `dims` directions of each side of a module ("two-sided"). dims:
-    the number of these directions, if the shape is "two-sided". rank: R of the server's update (default: the clients'
-    largest). most_examples: a client counts min(n_i, most_examples) / most_examples; without it all count equally.
-    population: a name for these clients. ledger: the file that charges all runs on these clients; keep it. budget: the
-    most epsilon that all these runs together may ever spend at `delta`. The ledger's first run writes it there
-    (default: what that run alone needs), and later runs are held to it: `fedlora privacy LEDGER --budget` sets another.
-    In later runs it is a limit for that run only, below the ledger's.
+    clipping_norm: C, the largest norm of one client's change in a round, over all modules and heads together; larger
+    changes are scaled down to it. noise_multiplier: z, the noise relative to one client's largest effect; set this or
+    `epsilon`. epsilon: the cost of all run.rounds together at `delta`, from which fedlora computes z. delta: the
+    probability that the guarantee fails. sampling: "all" clients in every round, or "poisson": each with chance
+    run.participation, drawn secretly. shape: sum changes whole ("full"), or in `dims` directions of each side of a
+    module ("two-sided"). dims: the number of these directions, if the shape is "two-sided". rank: R of the server's
+    update (default: the clients' largest). most_examples: a client counts min(n_i, most_examples) / most_examples;
+    without it all count equally. population: a name for these clients. ledger: the file that charges all runs on these
+    clients; keep it. budget: the most epsilon that all these runs together may ever spend at `delta`. The ledger's
+    first run writes it there (default: what that run alone needs), and later runs are held to it: `fedlora privacy
+    LEDGER --budget` sets another. In later runs it is a limit for that run only, below the ledger's.
     """
 
-    clip: Above
+    clipping_norm: Above
     noise_multiplier: Above | None = None
     epsilon: Annotated[float, Field(ge=LEAST_EPSILON, le=MOST_EPSILON)] | None = None
     delta: Annotated[float, Field(ge=LEAST_DELTA, lt=1)]
@@ -124,7 +124,7 @@ class PrivacySection(Section):
     ) -> Private:
         """The privacy parameters for these clients. largest: their largest rank. seed: for the public directions."""
         return Private(
-            clip=self.clip, noise_multiplier=self.multiplier(rounds, participation),
+            clipping_norm=self.clipping_norm, noise_multiplier=self.multiplier(rounds, participation),
             clients=tuple(clients), rank=self.rank or largest, releases=releases, dims=self.dims,
             sampling=self.chance(participation), most_examples=self.most_examples, seed=seed,
         )  # fmt: skip

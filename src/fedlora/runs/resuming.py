@@ -92,7 +92,7 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
 
 def stored_classes(folder: RunFolder) -> tuple[str, ...]:
     """The classes that a folder's run began with, in order; empty if there is no run, or it has none."""
-    return tuple(folder.read_json("manifest.json")["data"]["labels"]) if folder.exists() else ()
+    return tuple(folder.read_json("manifest.json")["data"]["label_names"]) if folder.exists() else ()
 
 
 def check_content(folder: RunFolder, manifest: Mapping[str, Any], of: str = "") -> None:

@@ -49,8 +49,8 @@ class RunSection(Section):
     each with one thread or GPU; "auto" is the machine's number, at most the clients per round. Any number gives the
     same bits on a CPU. checkpoint_every: rounds from one stored state to the next. keep_checkpoints: how many of the
     newest; the best by validation stays too. readouts: write each client's readout at the end. keep_uploads: store what
-    clients trained, for the last round or all, as PEFT directories for `fedlora audit`. track: also log to tensorboard,
-    trackio, wandb or mlflow.
+    clients trained, for the last round or all, as PEFT directories for `fedlora audit`. report_to: also log to
+    tensorboard, trackio, wandb or mlflow.
     """
 
     rounds: Positive = 10
@@ -62,7 +62,7 @@ class RunSection(Section):
     keep_checkpoints: Positive = 2
     readouts: bool = False
     keep_uploads: Literal["none", "last", "all"] = "none"
-    track: list[TrackerName] = []  # noqa: RUF012 - pydantic copies it
+    report_to: list[TrackerName] = []  # noqa: RUF012 - pydantic copies it
 
     @model_validator(mode="after")
     def _one_thread_each(self) -> RunSection:
@@ -87,38 +87,38 @@ class RunSection(Section):
 class ModelSection(Section):
     """The base model, which nobody changes.
 
-    path: a local directory or GGUF file, a hub id, which may be "owner/name@revision", or a packaged model, "demo"
-    (MiniLM) or "smollm2". task: "classification", or "causal-lm" for a language model. device: of torch; "auto" is a
-    GPU if there is one. adapter: a PEFT folder to start from, or "owner/name@revision" on the hub, instead of a fresh
-    adapter. revision: the commit, tag or branch of a hub id; not set: the newest. dtype: of the base weights in memory;
-    "bfloat16" halves them and needs bf16; adapters and heads stay float32. bf16: compute in bfloat16; slow on a CPU
-    without instructions for it. checkpointing: recompute activations in the backward pass: less memory, more time.
-    dropout: instead of the model's own. four_bit: load the base in 4 bits (QLoRA; needs a GPU and bitsandbytes), on
-    which fedex-lora and flora cannot run.
+    name: a local directory or GGUF file, a hub id, which may be "owner/name@revision", or a packaged model, "demo"
+    (MiniLM) or "smollm2". task: "sequence-classification", or "causal-lm" for a language model. device: of torch;
+    "auto" is a GPU if there is one. adapter: a PEFT folder to start from, or "owner/name@revision" on the hub, instead
+    of a fresh adapter. revision: the commit, tag or branch of a hub id; not set: the newest. dtype: of the base weights
+    in memory; "bfloat16" halves them and needs bf16; adapters and heads stay float32. bf16: compute in bfloat16; slow
+    on a CPU without instructions for it. gradient_checkpointing: recompute activations in the backward pass: less
+    memory, more time. dropout: instead of the model's own. load_in_4bit: load the base in 4 bits (QLoRA; needs a GPU
+    and bitsandbytes), on which fedex-lora and flora cannot run.
     """
 
-    path: str
-    task: Task = "classification"
+    name: str
+    task: Task = "sequence-classification"
     device: str = "auto"
     adapter: str | None = None
     revision: str | None = None
     dtype: DType = "float32"
     bf16: bool = False
-    four_bit: bool = False
-    checkpointing: bool = False
+    load_in_4bit: bool = False
+    gradient_checkpointing: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _named_on_the_hub(cls, given: Any) -> Any:
         """owner/name@revision as its two parts."""
-        path = given.get("path") if isinstance(given, dict) else None
+        path = given.get("name") if isinstance(given, dict) else None
         named = repository_and_revision(path) if isinstance(path, str) and not os.path.lexists(path) else None
         if named is None:
             return given
         if given.get("revision") is not None:
-            raise ValueError(f"model.path = {path!r} names a revision, so leave out model.revision")
-        return given | {"path": named[0], "revision": named[1]}
+            raise ValueError(f"model.name = {path!r} names a revision, so leave out model.revision")
+        return given | {"name": named[0], "revision": named[1]}
 
     @model_validator(mode="after")
     def _bfloat16_computes(self) -> ModelSection:
@@ -129,7 +129,7 @@ class ModelSection(Section):
     def location(self) -> Path | str:
         """Where the model is; packaged models are files of installed packages, and a hub id stays as it is, or is its
         snapshot on this machine if the revision is given."""
-        return model_location(self.path) if self.revision is None else _snapshot(self.path, self.revision)
+        return model_location(self.name) if self.revision is None else _snapshot(self.name, self.revision)
 
     def check_targets(self, targets: Targets) -> None:
         """Raise `ConfigError` if LoRA cannot go there, before weights are read."""
@@ -144,7 +144,7 @@ class ModelSection(Section):
         device = device or self.chosen_device()
         return AdaptedModel.load(
             self.location(), self.task, lora, labels=tuple(labels), seed=seed, device=device, dropout=self.dropout,
-            four_bit=self.four_bit, checkpointing=self.checkpointing, dtype=self.dtype,
+            load_in_4bit=self.load_in_4bit, gradient_checkpointing=self.gradient_checkpointing, dtype=self.dtype,
         )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ class MethodSection(Section):
 class ServerSection(Section):
     """The arguments of `fedlora.Server`, and an experiment with uploads.
 
-    weighting: p_i by the number of "examples", or "uniform"; not set: "uniform" with [defence], otherwise "examples".
+    weighting: p_i by the number of "examples", or "uniform"; not set: "uniform" with [robust], otherwise "examples".
     heads: "average" the fully trained parts, keep them "local", or "frozen"; not set: the method's choice. quorum: bad
     uploads and failed clients are left out as long as this many good ones remain; not set: the first one stops the run
     (on Flower, one good upload is then enough). stream: add uploads up in float64 as they come and forget them, for any
@@ -184,7 +184,7 @@ class ServerSection(Section):
     gauge_stress: Annotated[float, Field(ge=1, le=MOST)] | None = None
 
     def build(self, method: Method[Any], seed: int, rule: Rule | None = None) -> Server:
-        """The server with that method. rule: from [defence]. Raises `HyperparameterError`."""
+        """The server with that method. rule: from [robust]. Raises `HyperparameterError`."""
         if not self.stream:
             return Server(method, self.heads, seed, Kept(rule, self.weighting, self.quorum))
         if rule is not None:
@@ -206,10 +206,11 @@ class EvaluateSection(Section):
     "auto" is the server if it has a model. metric: reported, and used to choose the best; docs/how-to/measuring.md
     explains each. max_new_tokens: the longest generated answer. batch_size: examples at a time. clients_at_end: also
     measure each client's own readout, once: on its own test set if it has one, otherwise on the common one; "both": on
-    both. patience: stop after this many evaluations in a row whose validation metric does not improve on the best
-    before by more than min_delta. min_delta: the smallest improvement that counts. samples: how many held-out prompts
-    to ask a language model, before and after training (samples.jsonl, samples.md). test_along: also score the test set
-    at each evaluation, as test/NAME in metrics.jsonl, for curves; nothing is chosen by it.
+    both. early_stopping_patience: stop after this many evaluations in a row whose validation metric does not improve on
+    the best before by more than early_stopping_threshold. early_stopping_threshold: the smallest improvement that
+    counts. samples: how many held-out prompts to ask a language model, before and after training (samples.jsonl,
+    samples.md). test_along: also score the test set at each evaluation, as test/NAME in metrics.jsonl, for curves;
+    nothing is chosen by it.
     """
 
     every: Positive = 1
@@ -218,25 +219,25 @@ class EvaluateSection(Section):
     max_new_tokens: Positive = 64
     clients_at_end: bool | Literal["both"] = False
     batch_size: Positive = 64
-    patience: Positive | None = None
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    early_stopping_patience: Positive | None = None
+    early_stopping_threshold: Annotated[float, Field(ge=0)] = 0.0
     samples: Annotated[int, Field(ge=0)] = 5
     test_along: bool = False
 
     @model_validator(mode="after")
     def _delta_of_patience(self) -> EvaluateSection:
-        if self.min_delta and self.patience is None:
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
             raise ValueError(
-                f"evaluate.min_delta = {self.min_delta} needs evaluate.patience, which is not set; set it too, "
-                f"or leave min_delta out"
+                f"evaluate.early_stopping_threshold = {self.early_stopping_threshold} needs "
+                f"evaluate.early_stopping_patience, which is not set; set it too, or leave early_stopping_threshold out"
             )
         return self
 
     def stopping(self) -> Patience | None:
         """When to stop early."""
-        if self.patience is None:
+        if self.early_stopping_patience is None:
             return None
-        return Patience(self.patience, self.min_delta, self.every)
+        return Patience(self.early_stopping_patience, self.early_stopping_threshold, self.every)
 
     def evaluator(
         self,

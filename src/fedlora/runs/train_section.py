@@ -19,15 +19,15 @@ class TrainTable(TrainSection):
 
     command: a program and its arguments, such as ["python", "my_train.py"], started once for each client and round; it
     finds a PEFT folder and leaves one, and all other keys here have no effect. {data} in it is the client's file of
-    training examples. time_limit: seconds after which the program is ended and its client fails; not set: none.
+    training examples. timeout: seconds after which the program is ended and its client fails; not set: none.
     """
 
     command: Command | None = None
-    time_limit: Seconds | None = None
+    timeout: Seconds | None = None
 
     def program(self) -> Program | None:
         """The clients' program, if they have one."""
-        return None if self.command is None else Program(tuple(self.command), self.time_limit)
+        return None if self.command is None else Program(tuple(self.command), self.timeout)
 
 
 __all__ = ["Command", "Seconds", "TrainTable"]
