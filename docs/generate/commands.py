@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 import click
@@ -22,14 +23,26 @@ def commands() -> Iterator[tuple[str, click.Command]]:
 
 
 def page() -> str:
-    """As Markdown. An argument that needs no words stands in the line of usage alone."""
-    parts: list[str] = []
-    for path, command in commands():
+    """As Markdown. An argument that needs no words stands in the line of usage alone, what several commands have
+    at the head, and a command's options that are another's in one line."""
+    of = {path: command for path, command in commands()}
+    told = {path: [_parameter(p) for p in parameters(c) if getattr(p, "help", None)] for path, c in of.items()}
+    many = Counter(entry for entries in told.values() for entry in entries)
+    common = sorted(entry for entry, count in many.items() if count > 1)
+    parts, seen = ["## Options of several commands", *common], dict[str, str]()
+    for path, command in of.items():
         depth = "#" * min(2 + (path.count(" ") > 1), 3)
         pieces = command.collect_usage_pieces(click.Context(command, info_name=path))
         parts += [f"{depth} `{path}`", "\n\n".join(_paragraphs(command.help or ""))]
-        parts += [f"```text\n{path} {' '.join(pieces)}\n```"]
-        parts += [_parameter(parameter) for parameter in parameters(command) if getattr(parameter, "help", None)]
+        if pieces != ["[OPTIONS]"]:
+            parts.append(f"```text\n{path} {' '.join(pieces)}\n```")
+        first = seen.setdefault(repr(told[path]), path)
+        if first != path and told[path]:
+            parts.append(f"Arguments and options are those of `{first}`.")
+            continue
+        parts += [entry for entry in told[path] if entry not in common]
+        if also := [entry.partition(" · ")[0].partition("\n")[0] for entry in told[path] if entry in common]:
+            parts.append(f"And {', '.join(also)}.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedlora.core.messages import Client, Download, Upload
     from fedlora.core.method import Method, Roles, Update
     from fedlora.errors import FedLoRAError
-    from fedlora.experiments.frames import results
+    from fedlora.experiments.results import results
     from fedlora.methods.registry import METHODS, build
     from fedlora.server.kept import Kept
     from fedlora.server.private import Private
@@ -31,7 +31,7 @@ __getattr__ = face(
         "client": ("keep", "receive", "send"),
         "core": ("Adapter", "Client", "Download", "LoRA", "Method", "Roles", "Update", "Upload"),
         "errors": ("FedLoRAError",),
-        "experiments.frames": ("results",),
+        "experiments.results": ("results",),
         "methods": ("METHODS", "build"),
         "adapters": ("AdapterSpec", "read_adapter", "write_adapter"),
         "server": ("Kept", "Private", "Server", "ServerState", "Streamed"),

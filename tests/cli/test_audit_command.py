@@ -7,7 +7,6 @@ hand), *end-to-end* (real runs that keep uploads, directories that peft wrote, p
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -28,7 +27,7 @@ import fedlora.training.loop
 from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Upload, read_adapter, write_adapter
 from fedlora.adapters.uploads import read_uploads, write_upload
 from fedlora.analysis.audit import regauge
-from fedlora.errors import AdapterFormatError, FedLoRAError
+from fedlora.errors import FedLoRAError
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, cells, invoke, options
 from support.federations import SHAPES, noise
@@ -75,7 +74,7 @@ def kept(project: Path, out: Path, *sets: str) -> Kept:
     return Kept(RunFolder(out), calls)
 
 
-@pytest.fixture(scope="module", params=["glora", "ffa-lora", "rolora", "fedex-lora"])
+@pytest.fixture(scope="module", params=["glora", "ffa-lora", "fedex-lora"])
 def run(request: pytest.FixtureRequest, project: Path, tmp_path_factory: pytest.TempPathFactory) -> Kept:
     """keep_uploads = "all"; ranks 2, 4, 4 where the method serves them. Tests read it and change nothing."""
     ranks = EQUAL if request.param == "fedex-lora" else ()
@@ -102,26 +101,6 @@ def test_a_kept_upload_is_what_the_client_trained_bit_for_bit(run: Kept) -> None
     assert len(directories) == 2 + 6
 
 
-@pytest.mark.parametrize("run", ["ffa-lora", "rolora"], indirect=True)
-def test_the_factor_that_completes_an_upload_is_the_frozen_one(run: Kept) -> None:
-    """By the methods' definition: A of round 1 is the common start's, so each client's are the first rows of another's;
-    in round 2 ffa-lora's A is still that one, and rolora's B is the one that all received."""
-    first, second = ({c.client: c for c in run.calls if c.round == t} for t in (1, 2))
-    sent = {(t, c): read_adapter(run.folder.uploads(t) / c, scaling=2.0)[0] for t in (1, 2) for c in first}
-    method = run.folder.read_json("summary.json")["method"]
-    for module in sent[1, "site-1"].modules:
-        widest = sent[1, "site-2"].modules[module].factors[1]
-        for client in first:
-            (B, A), (B1, A1) = (sent[t, client].modules[module].factors for t in (2, 1))
-            assert torch.equal(A1, widest[: len(A1)]) and B1.any()
-            frozen, moved = (A, B) if method == "ffa-lora" else (B, A)
-            received = second[client].received.modules[module].factors
-            assert torch.equal(frozen, received[1 if method == "ffa-lora" else 0])
-            assert not torch.equal(moved, received[0 if method == "ffa-lora" else 1])
-            if method == "ffa-lora":
-                assert torch.equal(A, A1)
-
-
 def test_peft_loads_kept_uploads_as_the_models_that_were_trained(run: Kept, project: Path) -> None:
     """peft's own loader, against W0 + scaling B A dense in a plain model, with the trained head; peft's rank is r_i.
     fedex-lora's base change is no part of an upload (audit.md): its directory is relative to that round's base."""
@@ -141,14 +120,6 @@ def test_last_keeps_the_last_round_alone_and_none_keeps_nothing(project: Path, t
         adapter, _ = read_adapter(last.folder.uploads(2) / call.client, scaling=2.0)
         assert bits(adapter) == bits(call.trained.adapter)
     assert not (kept(project, tmp_path / "none").folder.path / "uploads").exists()
-
-
-def test_a_zero_update_is_kept_too(project: Path, tmp_path: Path) -> None:
-    """Decision 0008 allows zero updates, and without keep_uploads the run goes on: storing them must not end it. A
-    learning rate that underflows in float32 leaves B at zero."""
-    zero = ("train.optimizer=sgd", "train.learning_rate=1e-60", "run.rounds=1")
-    assert ran(configured(project, *zero), tmp_path / "without").finished()
-    assert ran(configured(project, *zero, "run.keep_uploads=last"), tmp_path / "run").finished()
 
 
 def test_a_refused_upload_is_not_kept(project: Path, tmp_path: Path, undrawn: None) -> None:
@@ -206,12 +177,6 @@ def test_local_factors_are_refused(project: Path, tmp_path: Path, main: Callable
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unknown_way_to_keep_is_one_line(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
-    """none, last, all; anything else names the key."""
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", "--set", "run.keep_uploads=best")
-    assert "run.keep_uploads" in said.complaint()
-
-
 # ---- dense oracles ---------------------------------------------------------------------------------------------------
 
 
@@ -262,17 +227,6 @@ def consensus(pairs: Pairs, p: Sequence[float], rho: float) -> dict[str, Tensor]
     return made
 
 
-def energetic(pairs: Pairs, p: Sequence[float], energy: float) -> dict[str, Tensor]:
-    """SVD: the fewest leading components of the mean whose squares make up that share."""
-    made = {}
-    for m, true in mean(pairs, p).items():
-        U, s, Vh = torch.linalg.svd(true, full_matrices=False)
-        share = s.square().cumsum(0) / s.square().sum()
-        k = int((share < energy).sum()) + 1
-        made[m] = U[:, :k] * s[:k] @ Vh[:k]
-    return made
-
-
 def moved(pairs: Pairs, condition: float, draw: int, names: Sequence[str]) -> Pairs:
     """The same updates in the audit's own coordinates of that draw (`audit.regauge`, tested in test_audit.py)."""
     made = []
@@ -290,10 +244,6 @@ def relative(weights: Sequence[float]) -> list[float]:
 
 SPEC = AdapterSpec({"base_model_name_or_path": "some/base", "target_modules": ["q", "v"]}, scaling=2.0)
 WEIGHTS = (900.0, 300.0, 50.0)
-ALIKE_AND_WEIGHTED = pytest.mark.parametrize(
-    "weights",
-    [pytest.param((1.0, 1.0, 1.0), id="alike", marks=pytest.mark.exhaustive), pytest.param(WEIGHTS, id="weighted")],
-)
 
 
 def random_adapter(seed: str, rank: int, only: Sequence[str] = tuple(SHAPES)) -> Adapter:
@@ -359,44 +309,16 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Sites:
 
 # ---- the numbers -----------------------------------------------------------------------------------------------------
 
-EXACT = ("fedex-lora", "flexlora", "flora", "glora")
 
-
-@ALIKE_AND_WEIGHTED
-def test_errors_of_one_rank_are_the_dense_ones(equal: Sites, undrawn: None, weights: Sequence[float]) -> None:
-    """Each against dense float64: factor averaging, HetLoRA's weights, GLoRA at half its budget, SVD at 90 and 50 %;
-    zero for those that average updates. Three of rank 4 and rho = 0.5: R = 6."""
-    p = relative(weights)
-    true = mean(equal.pairs, p)
-    given = () if set(weights) == {1.0} else ("--weights", ",".join(str(w) for w in weights))
-    methods = [*EXACT, "fedit", "padded-average", "hetlora", "glora rho=0.5", "svd", "svd energy=0.5"]
-    found = audited(*equal.paths, *given, "--methods", ", ".join(methods), "--conditions", "10", "--draws", 1)
-    assert sorted(found) == sorted(methods) and all(a["refused"] is None for a in found.values())
-    for name in EXACT:
-        assert found[name]["error"] < 1e-12
-    wanted = {
-        "fedit": factor_average(equal.pairs, p),
-        "padded-average": factor_average(equal.pairs, p),
-        "hetlora": factor_average(equal.pairs, None),
-        "glora rho=0.5": consensus(equal.pairs, p, 0.5),
-        "svd": energetic(equal.pairs, p, 0.9),
-        "svd energy=0.5": energetic(equal.pairs, p, 0.5),
-    }
-    for name, model in wanted.items():
-        assert found[name]["error"] == pytest.approx(off(model, true), rel=1e-9), name
-        assert found[name]["error"] > 0.01, "the case says something"
-
-
-@ALIKE_AND_WEIGHTED
-def test_errors_of_mixed_ranks_are_the_dense_ones(mixed: Sites, undrawn: None, weights: Sequence[float]) -> None:
-    """As above, from peft's own tensors and scalings, in the units of the whole update: alpha / r differs by client."""
-    p = relative(weights)
+def test_errors_of_mixed_ranks_are_the_dense_ones(mixed: Sites, undrawn: None) -> None:
+    """Against dense float64, from peft's own tensors, in the units of the whole update: alpha / r differs by client."""
+    p = relative(WEIGHTS)
     true = mean(mixed.pairs, p)
     methods = ["fedit", "glora", "glora gamma=1", "glora rho=0.5", "flora", "hetlora",
-               "padded-average", "svd energy=0.9"]  # fmt: skip
+               "padded-average"]  # fmt: skip
     args = (
         "--weights",
-        ",".join(map(str, weights)),
+        ",".join(map(str, WEIGHTS)),
         "--methods",
         ",".join(methods),
         "--conditions",
@@ -411,20 +333,11 @@ def test_errors_of_mixed_ranks_are_the_dense_ones(mixed: Sites, undrawn: None, w
         "glora rho=0.5": consensus(mixed.pairs, p, 0.5),  # R = ceil(4.5)
         "hetlora": factor_average(mixed.pairs, None),
         "padded-average": factor_average(mixed.pairs, p),
-        "svd energy=0.9": energetic(mixed.pairs, p, 0.9),
     }
     for name, model in wanted.items():
         assert found[name]["error"] == pytest.approx(off(model, true), rel=1e-9), name
     assert "entry by entry" in found["fedit"]["refused"] and found["fedit"]["error"] is None
     assert {facts["server_rank"] for facts in found["glora rho=0.5"]["modules"].values()} == {5}
-
-
-def test_a_weight_of_zero_leaves_an_adapter_out(equal: Sites, undrawn: None) -> None:
-    """0 examples abstain: the mean and the average are those of the other two."""
-    found = audited(*equal.paths, "--weights", "3,0,1", "--methods", "fedit,glora", "--conditions", "10")
-    two, p = [equal.pairs[0], equal.pairs[2]], [0.75, 0.25]
-    assert found["fedit"]["error"] == pytest.approx(off(factor_average(two, p), mean(two, p)), rel=1e-9)
-    assert found["glora"]["error"] < 1e-12
 
 
 def test_fedits_drift_is_the_dense_one_at_each_condition(equal: Sites, undrawn: None) -> None:
@@ -439,16 +352,6 @@ def test_fedits_drift_is_the_dense_one_at_each_condition(equal: Sites, undrawn: 
         assert found["drift"][str(condition)] == pytest.approx(max(drawn), rel=1e-9)
         assert found["readout_drift"][str(condition)] == pytest.approx(max(drawn), rel=1e-9)
         assert min(drawn) > 0.3
-
-
-def test_drift_of_methods_of_updates_is_round_off(mixed: Sites, undrawn: None) -> None:
-    """Theory: functions of B_i A_i. At the default conditions, 1 to 1000, for the server's model and for what each of
-    the clients of ranks 2, 4, 3 reads out."""
-    methods = "glora, glora gamma=1, glora rho=0.5, flexlora, svd"
-    methods += ", padded-average coordinates=subspace"
-    for name, found in audited(*mixed.paths, "--methods", methods, "--draws", 1).items():
-        assert list(found["drift"]) == ["1.0", "10.0", "100.0", "1000.0"] == list(found["readout_drift"])
-        assert max(*found["drift"].values(), *found["readout_drift"].values()) < 1e-9, name
 
 
 def test_who_moves_with_the_coordinates_and_who_only_hands_out_what_moved(equal: Sites, undrawn: None) -> None:
@@ -473,16 +376,6 @@ def test_all_is_every_method_and_says_why_not(equal: Sites, undrawn: None) -> No
     assert "A at one common value" in refused["ffa-lora"] and refused["ffa-lora"] == refused["rolora"]
     for name in refused:
         assert (found[name]["error"], found[name]["drift"], found[name]["modules"]) == (None, None, {})
-
-
-def test_the_same_question_gets_the_same_answer(equal: Sites, undrawn: None) -> None:
-    """All draws are seeded; --adapters is another way to name directories, and their order makes no difference to those
-    that sort clients by name."""
-    a, b, c = equal.paths
-    args = ("--methods", "fedit,glora rho=0.5", "--conditions", "10")
-    first = audited(a, b, c, *args)
-    assert audited(a, b, c, *args) == audited(a, "--adapters", b, "--adapters", c, *args) == first
-    assert audited(c, a, b, *args)["fedit"] == first["fedit"]
 
 
 # ---- --from-run ------------------------------------------------------------------------------------------------------
@@ -520,17 +413,6 @@ def test_it_says_which_round_and_loudly_where_the_run_went_on(project: Path, tmp
     assert f"uploads of round 1 of {folder.path}" in said.stderr and "NOT THE LAST" not in said.stderr
     ran(configured(project, *short[1:2], "run.rounds=2"), folder.path, resume=True)
     assert re.search(f"NOT THE LAST ROUND: .*round 1.* {folder.path} .*2", invoke(*arguments).stderr)
-
-
-@pytest.mark.parametrize("run", ["ffa-lora"], indirect=True)
-def test_uploads_of_one_common_a_are_exact_for_methods_of_one_factor(run: Kept, undrawn: None) -> None:
-    """sum p_i B_i A_0 = (sum p_i B_i) A_0, for ffa-lora and for rolora, whose first round freezes A. One factor
-    travels, so there is no drift to speak of; padded averaging of the same uploads moves with the coordinates."""
-    found = audited("--from-run", run.folder.path, "--methods", "ffa-lora,rolora,padded-average", "--conditions", "10")
-    for name in ("ffa-lora", "rolora"):
-        assert found[name]["error"] < 1e-9 and found[name]["refused"] is None
-        assert found[name]["drift"] is None and found[name]["readout_drift"] is None
-    assert found["padded-average"]["drift"]["10.0"] > 0.1
 
 
 def test_adapters_whose_a_differs_are_refused_wherever_the_first_one_lacks_the_module(
@@ -574,39 +456,15 @@ def row_words(row: Sequence[str]) -> str:
     return row[4]
 
 
-def test_the_table_without_condition_ten_is_of_the_last_one(equal: Sites, undrawn: None, wide: None) -> None:
-    """audit.md: "Two columns are at condition 10 where that is in the list, else at the last one"."""
-    args = (*equal.paths, "--methods", "fedit", "--conditions", "2,50")
-    said = invoke("audit", *args).stdout
-    assert "(condition 50)" in said
-    assert f"{audited(*args)['fedit']['drift']['50.0']:.1%}" in said
-
-
-def is_a_picture(path: Path) -> str:
-    """Readable, with many colours; its digest."""
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    picture = pixels(path)
-    assert min(picture.shape[:2]) > 300
-    assert len({tuple(p) for p in picture.reshape(-1, picture.shape[-1])[::7]}) > 20
-    assert picture[..., :3].std() > 0.05
-    return hashlib.sha256(picture.tobytes()).hexdigest()
-
-
-def test_the_picture_is_of_the_numbers(
-    equal: Sites, mixed: Sites, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three bars and curves of whole parts (orange) or none (blue, of round-off): other methods and other adapters draw
-    other pictures. audit.png in the working directory unless --plot says where, folders included."""
-    monkeypatch.chdir(tmp_path)
-    said = invoke("audit", *equal.paths, "--methods", "fedit,glora", "--draws", 1, "--json")
-    assert json.loads(said.stdout)["fedit"]["error"] > 0.1 and "plot: audit.png" in said.stderr
-    calm = Path("some/where/calm.png")
-    invoke("audit", *mixed.paths, "--methods", "glora,flexlora", "--plot", calm, "--conditions", "10", "--draws", 1)
-    assert sorted(Path().rglob("*.png")) == [Path("audit.png"), calm]
-    assert len({is_a_picture(path) for path in (Path("audit.png"), calm)}) == 2
-    orange, blue = (0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)
-    assert min(colours(Path("audit.png"), rgb) for rgb in (orange, blue)) > 1000 < colours(calm, blue)
-    assert colours(calm, orange) < 1000, "but for the one curve of the second method"
+def test_a_picture_is_drawn_where_it_is_asked_for(mixed: Sites, tmp_path: Path) -> None:
+    """Folders included; other methods draw another one."""
+    places = [tmp_path / "some" / f"{name}.png" for name in ("glora", "hetlora")]
+    for place in places:
+        said = invoke("audit", *mixed.paths, "--methods", place.stem, "--plot", place, "--conditions", "10")
+        assert f"plot: {place}" in said.stderr
+    one, other = map(pixels, places)
+    assert min(one.shape[:2]) > 300 and one[..., :3].std() > 0.05
+    assert one.shape != other.shape or (one != other).any()
 
 
 @pytest.mark.quick(1)
@@ -630,33 +488,6 @@ def test_a_picture_replaces_pictures_of_fedlora_alone(
     assert "folder.png is a directory" in main("inspect", *mixed.paths, "--plot", "folder.png").complaint()
 
 
-def colours(path: Path, rgb: tuple[int, int, int]) -> int:
-    """How many points are of that colour."""
-    picture = (pixels(path)[..., :3] * 255).round().astype(int)
-    return int((picture == rgb).all(axis=-1).sum())
-
-
-@pytest.mark.parametrize("run", ["ffa-lora"], indirect=True)
-def test_the_picture_of_a_run_is_among_its_plots(
-    run: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: None
-) -> None:
-    """audit.md: with --from-run the run's plots/audit.png. A method without a gauge is named and has no bar."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(run.folder.path / "uploads", tmp_path / "run" / "uploads")
-    said = invoke("audit", "--from-run", tmp_path / "run", "--methods", "ffa-lora,padded-average")
-    assert "one factor travels" in said.stdout
-    is_a_picture(tmp_path / "run" / "plots" / "audit.png")
-    assert not (tmp_path / "audit.png").exists()
-
-
-def test_an_audit_without_any_curve_says_nothing_of_legends(
-    equal: Sites, tmp_path: Path, main: Callable[..., Said]
-) -> None:
-    """All methods not run is an answer like any other: exit code 0, and on stderr no more than where the picture is."""
-    said = main("audit", *equal.paths, "--methods", "fedsa-lora", "--plot", tmp_path / "audit.png")
-    assert said.code == 0 and "Warning" not in said.err
-
-
 def test_without_matplotlib_there_is_a_hint_and_the_numbers(
     equal: Sites, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -673,46 +504,16 @@ def test_without_matplotlib_there_is_a_hint_and_the_numbers(
 
 REFUSED: dict[str, Any] = {
     "nothing to audit": ([], "adapter directories or --from-run RUN"),
-    "both": (["a", "b", "--from-run", "run"], "adapter directories or --from-run RUN"),
     "one adapter": (["a"], "at least two adapters; got 1"),
-    "no such directory": (["a", "nowhere"], "nowhere is not a PEFT adapter"),
-    "no adapter": (["a", "run"], "run is not a PEFT adapter"),
     "other base": (["a", "other-base"], "different base models"),
-    "twice by its path": (["a", "b", "a"], "two of the adapters belong to client 'a'"),
     "twice by its name": (["me", "me-too"], "two of the adapters belong to client 'berlin'"),
     "too few weights": (["a", "b", "c", "--weights", "1,2"], "--weights has 2 numbers for 3 adapters"),
-    "weights in words": (
-        ["a", "b", "--weights", "1,many"],
-        "--weights takes numbers separated by commas; got '1,many'",
-    ),
-    "no weights": (["a", "b", "--weights", ""], "--weights takes numbers separated by commas; got ''"),
     "negative weight": (["a", "b", "--weights=-1,2"], "--weights takes finite numbers of at least 0"),
-    "infinite weight": (["a", "b", "--weights", "inf,2"], "--weights takes finite numbers of at least 0"),
-    "weight that is none": (["a", "b", "--weights", "nan,2"], "--weights takes finite numbers of at least 0"),
-    "condition below 1": (["a", "b", "--conditions", "10,0.5"], "--conditions takes finite numbers of at least 1"),
-    "condition in words": (["a", "b", "--conditions", "ten"], "--conditions takes numbers separated by commas"),
-    "infinite condition": (["a", "b", "--conditions", "1e999"], "--conditions takes finite numbers of at least 1"),
     "unknown method": (["a", "b", "--methods", "fedit,glroa"], "no method is called 'glroa'; did you mean 'glora'?"),
-    "unknown setting": (["a", "b", "--methods", "glora gama=1"], "no hyper-parameter 'gama'; did you mean 'gamma'?"),
-    "impossible setting": (["a", "b", "--methods", "glora gamma=2"], "gamma is the core ratio, in [0, 1]; got 2"),
-    "wrong type": (["a", "b", "--methods", "glora gamma=much"], "glora: a hyper-parameter has a wrong type"),
-    "no setting": (["a", "b", "--methods", "glora gamma"], "a method is NAME [KEY=VALUE ...], such as 'glora gamma=1'"),
-    "setting of nothing": (
-        ["a", "b", "--methods", "glora =1"],
-        "a method is NAME [KEY=VALUE ...], such as 'glora gamma=1'",
-    ),
     "named twice": (["a", "b", "--methods", "glora gamma=1, fedit, glora  gamma=1"], "'glora gamma=1' is named twice"),
-    "named twice in all": (["a", "b", "--methods", "all,glora"], "the method 'glora' is named twice"),
-    "no method": (["a", "b", "--methods", " , "], "no method is named"),
     "no such class": (["a", "b", "--methods", "nowhere:Method"], "the method 'nowhere:Method' cannot be made"),
-    "no uploads": (["--from-run", "run"], "run holds no uploads; run it with --set run.keep_uploads=last"),
-    "no such run": (["--from-run", "nowhere"], "nowhere holds no uploads"),
-    "a comparison": (["--from-run", "compared"], "compared holds a comparison; name one of its 2 runs:"),
-    "a round of one": (["--from-run", "lonely"], "at least two adapters; got 1"),
+    "no uploads": (["--from-run", "run"], "run holds no uploads; name the folder of one run"),
     "damaged upload.json": (["a", "damaged"], "upload.json is not JSON"),
-    "cut off": (["a", "cut"], "is damaged"),
-    "class without module": (["a", "b", "--methods", ":Method"], "':Method' cannot be made"),
-    "class that is no method": (["a", "b", "--methods", "os:getcwd"], "os:getcwd"),
     "hopeless condition": (["a", "b", "--methods", "fedit", "--conditions", "1e300"], "condition"),
     "unknown kind of picture": (["a", "b", "--methods", "glora", "--plot", "audit.xyz"], "xyz"),
     "picture below a file": (["a", "b", "--methods", "glora", "--plot", "a/README.md/a.png"], "a/README.md"),
@@ -761,19 +562,6 @@ def test_what_cannot_be_audited_is_one_line_and_code_2(
     assert contents(shelf) == before
 
 
-def test_usage_errors_are_typers_and_code_2(shelf: Path, main: Callable[..., Said]) -> None:
-    """--draws is a whole number of at least 1."""
-    for draws in ("0", "-1", "x"):
-        said = main("audit", shelf / "a", shelf / "b", "--draws", draws)
-        assert said.code == 2 and "Traceback" not in said.err
-
-
-def test_a_setting_cannot_rename_the_method(equal: Sites, undrawn: None, main: Callable[..., Said]) -> None:
-    """`name` is no hyper-parameter of any method: 'glora name=fedit' must not audit FedIT under that label."""
-    said = main("audit", *equal.paths, "--methods", "glora name=fedit", "--conditions", "10")
-    assert "name" in said.complaint()
-
-
 # ---- uploads as folders ----------------------------------------------------------------------------------------------
 
 
@@ -797,56 +585,14 @@ def test_uploads_come_back_as_they_were_written(tmp_path: Path) -> None:
         assert bits(one.adapter) == bits(Adapter(doubled, other.adapter.heads))
 
 
-def test_an_upload_can_have_a_rank_for_each_module(tmp_path: Path) -> None:
-    """As with two kinds of modules: the client declares what it holds."""
-    modules = {m: random_adapter("a", r).modules[m] for m, r in zip(SHAPES, (2, 5), strict=True)}
-    upload = Upload(Client("a", {"attn.q": 2, "attn.v": 5}), 3, Adapter(modules))
-    write_upload(tmp_path / "a", upload, SPEC, round=1)
-    write_upload(
-        tmp_path / "b", uploaded("b", 4, 1), AdapterSpec({**SPEC.config, "modules_to_save": ["classifier"]}), round=1
-    )
-    (got, _), _ = read_uploads([tmp_path / "a", tmp_path / "b"])
-    assert got.client.ranks(SHAPES) == {"attn.q": 2, "attn.v": 5} == got.adapter.ranks
-
-
-def test_an_adapter_without_the_file_is_one_example_named_by_its_path(equal: Sites, tmp_path: Path) -> None:
-    """As the docstring of `read_uploads` promises, beside one that has the file."""
-    write_upload(tmp_path / "x", Upload(Client("x", 4), 30, random_adapter("x", 4)), SPEC, round=1)
-    got, _ = read_uploads([equal.paths[0], tmp_path / "x", str(equal.paths[1])])
-    assert [(u.client.id, u.num_examples) for u in got] == [
-        (str(equal.paths[0]), 1), ("x", 30), (str(equal.paths[1]), 1),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        (b"", AdapterFormatError),
-        (b"[1, 2]", AdapterFormatError),
-        (b"7", AdapterFormatError),
-        (b"null", AdapterFormatError),
-        (b'{"client": "a"}', AdapterFormatError),
-        (b'{"num_examples": 3}', AdapterFormatError),
-        (b'{"client": "a", "num_examples": 3', AdapterFormatError),
-        (b'\xff\xfe{"client": "a", "num_examples": 3}', AdapterFormatError),
-        (b'{"client": "a", "num_examples": "3"}', AdapterFormatError),
-        (b'{"client": "a", "num_examples": -3}', AdapterFormatError),
-        (b'{"client": "a", "num_examples": NaN}', AdapterFormatError),
-        (b'{"client": "a", "num_examples": Infinity}', AdapterFormatError),
-        (b'{"client": "a", "num_examples": true}', AdapterFormatError),
-        (b'{"client": "a", "num_examples": null}', AdapterFormatError),
-        (b'{"client": "a", "num_examples": [3]}', AdapterFormatError),
-        (b'{"client": "", "num_examples": 3}', FedLoRAError),
-        pytest.param(
-            b'{"client": null, "num_examples": 3}', FedLoRAError,
-        ),
-    ],
+    "content",
+    [b"[1, 2]", b'{"client": "a"}', b'{"client": "a", "num_examples": 3', b'{"client": "a", "num_examples": -3}',
+     b'{"client": "a", "num_examples": NaN}', b'{"client": "", "num_examples": 3}'],
 )  # fmt: skip
-def test_a_damaged_upload_json_is_an_error_of_ours(
-    equal: Sites, tmp_path: Path, content: bytes, error: type[FedLoRAError]
-) -> None:
+def test_a_damaged_upload_json_is_an_error_of_ours(equal: Sites, tmp_path: Path, content: bytes) -> None:
     """Never a default in its place: the weights of the audit would be wrong without a word."""
     shutil.copytree(equal.paths[0], tmp_path / "a")
     (tmp_path / "a" / "upload.json").write_bytes(content)
-    with pytest.raises(error):
+    with pytest.raises(FedLoRAError):
         read_uploads([tmp_path / "a", equal.paths[1]])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedlora.experiments.results import read
-from support.command_line import Said, invoke
+from support.command_line import Said, drawing, invoke
 from support.grids import GRID, write_grid
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 
@@ -42,15 +42,17 @@ def test_a_grid_is_planned_searched_run_shown_and_drawn(place: Path) -> None:
     found = {row["method"]: row["mean"] for row in scores["rows"]}
     assert list(found) == ["FedIT", "GLoRA", "same"] and found["GLoRA"] == found["same"]
     assert "\\begin{tabular}" in invoke("experiment", "table", "two.toml", "--format", "latex").stdout
-    invoke("experiment", "plot", "two.toml")
+    with drawing():
+        invoke("experiment", "plot", "two.toml")
     assert (place / "results" / "plots" / "two-mini.png").stat().st_size > 5000
 
 
 def test_a_table_of_what_is_not_whole_has_another_exit_code(place: Path, main: Callable[..., Said]) -> None:
     said = main("experiment", "table", "two.toml")
     assert said.code == 1 and "0 of 6" in said.out
+    assert "0 of 6" in main("experiment", "table", "two.toml", "--format", "csv").err
     (place / "mine.png").write_bytes(b"of a paper")
-    assert "no result" in main("experiment", "plot", "two.toml", "--out", "mine.png").error()
+    assert main("experiment", "plot", "two.toml", "--out", "mine.png").code == 1
     assert (place / "mine.png").read_bytes() == b"of a paper"
 
 
@@ -65,7 +67,7 @@ def test_a_table_of_what_is_not_whole_has_another_exit_code(place: Path, main: C
         (("run", "two.toml", "--time", "10"), "--time is for --backend slurm"),
         (("run", "two.toml", "--backend", "ray", "--workers", "2"), "--workers"),
         (("run", "two.toml", "--backend", "slurm", "--time", "10", "--option", "partition=x"), "--partition=gpu"),
-        (("run", "two.toml", "--price", "2"), "--measure"),
+        (("tune", "two.toml", "--seeds", "0"), "--seeds is of"),
         (("table", "two.toml", "--metric", "nonsense"), "'nonsense'; there are: test, best"),
     ],
 )

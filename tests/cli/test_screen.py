@@ -65,11 +65,12 @@ def test_a_narrow_terminal_cuts_no_word() -> None:
     assert all(said.count(letter) == 1 for letter in "ghijklopqrsuvwxyz0123456789")
 
 
-def test_commands_make_their_tables_of_this_class() -> None:
-    """Structural: rich's own class would be one import away."""
-    sources = Path(fedlora.__file__).parent.rglob("*.py")
-    assert [path.name for path in sources if "rich.table" in path.read_text(encoding="utf-8")] == ["screen.py"]
-
-
-def test_one_thing_is_not_counted_in_the_plural() -> None:
-    assert [fedlora.errors.counted(n, "round") for n in (0, 1, 2)] == ["0 rounds", "1 round", "2 rounds"]
+def test_no_control_sequence_reaches_a_terminal() -> None:
+    """Whoever wrote the text, in a line and in a table; lines stay lines."""
+    table = Table("name")
+    table.add_row("b\x1b[31mc")
+    with io.StringIO() as file:
+        Screen(file=file, no_color=True).print("a\x1b[2J\nsecond")
+        Screen(file=file, no_color=True).print(table)
+        said = file.getvalue()
+    assert "\x1b" not in said and r"a\x1b[2J" in said and r"b\x1b[31mc" in said and "second" in said.splitlines()

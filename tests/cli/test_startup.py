@@ -104,38 +104,10 @@ def test_every_command_says_what_it_does_in_a_line() -> None:
     assert not {path: words for path, words in first.items() if not 10 < len(words) < 121 or "\n" in words}
 
 
-def test_a_called_command_is_the_whole_one() -> None:
-    """What a parent resolves has the options of its function."""
-    assert isinstance(ROOT, click.Group)
-    with click.Context(ROOT) as context:
-        _, command, rest = ROOT.resolve_command(context, ["merge", "a"])
-    assert command is not None and rest == ["a"]
-    assert {"--out", "--rank"} <= {option for param in command.params for option in param.opts}
-
-
 @pytest.mark.parametrize("typed", ["merg", "flower sttus"])
 def test_a_mistyped_command_is_answered_once(typed: str, main: Callable[..., Said]) -> None:
     """typer 0.20 and click 8.4 both know what may be meant, and both would say it."""
     assert main(*typed.split()).err.count("Did you mean") == 1
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("run x.toml --rounds 3", "key of the config: --set run.rounds=VALUE"),
-        ("demo --method svd", "key of the config: --set method.name=VALUE"),
-        ("run x.toml --rank 4", "clients.ranks, privacy.rank: --set KEY=VALUE"),
-        ("run x.toml --resum", "Did you mean '--resume'?"),  # an option of the command, and no key
-        ("merge a --rounds 3", "No such option '--rounds'."),  # a command without --set has no keys
-    ],
-)
-def test_a_key_of_the_config_that_was_typed_as_an_option_is_found(
-    typed: str, said: str, main: Callable[..., Said], wide: None
-) -> None:
-    told = main(*typed.split())
-    answer = told.err
-    assert told.code == 2 and "Traceback" not in answer
-    assert said in answer and ("--set" in said) == ("--set" in answer)
 
 
 def test_the_core_alone_tells_its_versions_and_what_a_command_needs(

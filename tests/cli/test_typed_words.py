@@ -20,8 +20,8 @@ import support.command_line  # noqa: F401 - first, for it expects what typer's i
 import fedlora.cli.formats
 from fedlora.cli.flower import doctor, typed
 from fedlora.cli.formats import Format, show
-from fedlora.cli.method_names import parse_methods, plain_label
 from fedlora.cli.screen import Screen, console
+from fedlora.cli.typed import parse_methods, plain_label
 from fedlora.errors import ConfigError
 from fedlora.experiments.tables import Table
 
@@ -30,10 +30,10 @@ ODD = "[red]m[/red] :fire: [/nothing]"  # markup, the name of a picture, and a c
 
 def test_commas_and_spaces_in_quotes_and_brackets_are_of_the_value() -> None:
     """Values as TOML has them; the label keeps the quotes, and one space stands between its words."""
-    found = parse_methods("""glora  tie='error' , own:Mean name2="a, b  c" weights=[1, 2.5],svd energy=0.9""")
+    found = parse_methods("""glora  tie='error' , own:Mean name2="a, [b  c" weights=[1, 2.5],svd energy=0.9""")
     assert {label: (s.name, s.model_extra) for label, s in found.items()} == {
         "glora tie='error'": ("glora", {"tie": "error"}),
-        """own:Mean name2="a, b  c" weights=[1, 2.5]""": ("own:Mean", {"name2": "a, b  c", "weights": [1, 2.5]}),
+        """own:Mean name2="a, [b  c" weights=[1, 2.5]""": ("own:Mean", {"name2": "a, [b  c", "weights": [1, 2.5]}),
         "svd energy=0.9": ("svd", {"energy": 0.9}),
     }
     assert plain_label("glora   tie='a  b'  ") == "glora tie='a  b'"
@@ -44,6 +44,7 @@ def test_commas_and_spaces_in_quotes_and_brackets_are_of_the_value() -> None:
     [
         ("glora rho=0.5, tie='error'", r"\"tie='error'\" names no method.*as \"glora rho=0.5 tie='error'\""),
         ("rho=0.5", "'rho=0.5' names no method"),
+        ("glora name='fedit'", "NAME .KEY=VALUE"),
         ("glora tie='error", "a closing '.*\"glora tie='error\""),
         ("own:Mean weights=[1, 2", "a closing ] is missing"),
     ],
@@ -63,6 +64,15 @@ def test_names_are_text_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     sheet = Table(pd.DataFrame([{"method": f"cell {ODD}", f"to {ODD}": 1}]), 1, [f"title {ODD}"])
     show([sheet], [f"remark {ODD}"], Format.table)
     assert [file.getvalue().count(f"{where} {ODD}") for where in ("title", "to", "cell", "remark")] == [1, 1, 1, 1]
+
+
+def test_cells_in_a_document(capsys: pytest.CaptureFixture[str]) -> None:
+    """What ends a cell is escaped; p has two digits, and what is never reached is a word."""
+    sheet = Table(pd.DataFrame([{"method": "a|b_c", "median": float("inf"), "p": 0.01234}]), 1, ["T."])
+    show([sheet], [], Format.markdown)
+    assert r"| a\|b_c | never | 0.012 |" in capsys.readouterr().out
+    show([sheet], [], Format.latex)
+    assert r"a|b\_c & never & 0.012 \\" in capsys.readouterr().out
 
 
 def test_a_runs_names_are_text(

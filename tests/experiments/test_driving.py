@@ -25,6 +25,7 @@ from fedlora.experiments.grid import Grid, Planned
 from fedlora.experiments.here import KILLED, dealt, here, worker_count
 from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.work import Work
+from fedlora.workers.processes import available
 from support.benchmark_files import write_glue
 from support.command_line import Said, invoke
 from support.grids import COMMAND, GRID, environment, told, write_grid
@@ -171,6 +172,9 @@ def test_what_a_grid_costs_is_counted_before_it_runs(world: Path, grid: Grid) ->
         assert cost.examples(run.config) == 6 * 2 * 1 * 4 and len(examples) == 6
     todo = cost.to_do(Store(world / "nothing" / "two.jsonl", Work(world / "none")).progress(grid))
     assert len(todo) == 6 and {run.value for run in todo if run.stage == "run"} == {1e-2}
+    evaluate = todo[0].config.evaluate.model_copy(update={"every": 4})
+    hours = cost.Trial(1.0, 2.0, 3.0, 0.0, 0.0).hours(todo[0].config.model_copy(update={"evaluate": evaluate}))
+    assert hours * 3600 == pytest.approx(1 + 6 * 2 + 2 * 3)
     trials = cost.tried(todo[:1], None, lambda run: None)
     trial = trials[todo[0].digest]
     assert isinstance(trial, cost.Trial) and trial.round > 0 and 0.05 < trial.memory < 50
@@ -202,17 +206,18 @@ def test_private_runs_are_simulations_that_tell_no_traffic_and_no_data(world: Pa
 
 
 def test_gpus_are_dealt_to_workers(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: equal parts, or one that is shared; nothing to runs for the CPU."""
+    """By hand: dealt as cards are, or one that is shared; nothing to runs for the CPU."""
     monkeypatch.setattr("fedlora.experiments.here.torch.cuda.device_count", lambda: 4)
     runs = grid.searches
-    assert dealt(2, runs) == ["0,1", "2,3"] and dealt(5, runs) == ["0", "1", "2", "3", "0"]
+    assert dealt(2, runs) == ["0,2", "1,3"] and dealt(5, runs) == ["0", "1", "2", "3", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,8,9")
-    assert dealt(3, runs) == ["5", "7", "8"] and worker_count("auto", runs) == 4
+    assert dealt(3, runs) == ["5,9", "7", "8"] and worker_count("auto", runs) == 4
     on_cpu = Grid(
         grid.experiment.model_copy(update={"run": {**grid.experiment.run, "model": {"name": "demo", "device": "cpu"}}}),
         "mini",
     )
     assert dealt(2, on_cpu.searches) == ["", ""]
+    assert worker_count("auto", on_cpu.searches) == min(4, available())
 
 
 # ---- Slurm, played by two programs -------------------------------------------------------------------------------
@@ -247,7 +252,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (place / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    monkeypatch.setattr("fedlora.experiments.slurm._LOOK", 0.0)
+    monkeypatch.setattr("fedlora.experiments.clusters._LOOK", 0.0)
     yield place
 
 

@@ -26,7 +26,7 @@ def searched(**more: Any) -> Experiment:
         "method": {"FedIT": {"method.name": "fedit"}, "GLoRA": {"method.name": "glora"}},
         "split": {"a": {"clients.dirichlet_alpha": 0.1}, "b": {"clients.dirichlet_alpha": 0.5}},
     }
-    tune = {"values": [1e-3, 1e-2, 1e-1], "seeds": [7]}
+    tune = {"values": [1e-2, 1e-1, 1e-3], "seeds": [7]}
     return Experiment.model_validate(
         {"name": "made", "title": "M", "run": run, "axes": axes, "tune": tune, "profiles": {"mini": {"seeds": [0, 1]}},
          **more}
@@ -121,6 +121,11 @@ def test_what_has_no_score_is_the_worst_and_nothing_is_chosen_too_early() -> Non
     assert "Incomplete: 4 of 8" in progress.notes()[-1]
     one = progress.grid.searches[0].digest
     early = Progress(progress.grid, {digest: x for digest, x in progress.lines.items() if digest != one})
+    seeds = [
+        run.seed
+        for run in Progress(progress.grid, {run.digest: made(run) for run in progress.grid.searches}).missing("run")
+    ]
+    assert seeds == [0, 0, 1, 1], "seed by seed"
     assert {*early.choices} == {("GLoRA",)} and [run.digest for run in early.missing("search")] == [one]
 
 

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     from typer.testing import CliRunner
 
     import fedlora.cli.audit
-    import fedlora.cli.compare_runs
+    import fedlora.cli.experiment_runs
     import fedlora.cli.formats
     import fedlora.cli.methods
     import fedlora.cli.run_words
@@ -35,7 +35,7 @@ with warnings.catch_warnings():
     import fedlora.runs.manifest
 
 
-DRAWING = (fedlora.cli.compare_runs, fedlora.cli.runs)
+DRAWING = (fedlora.cli.experiment_runs, fedlora.cli.runs)
 for _module in DRAWING:  # pictures cost more than most runs of tiny models: they are drawn where a test asks for them
     _module.plotted = lambda draw: None
 

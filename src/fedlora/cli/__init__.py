@@ -92,11 +92,6 @@ def main() -> None:
             )
         )
     except click.ClickException as error:  # a wrong option or argument
-        if isinstance(error, click.NoSuchOption):
-            from fedlora.cli.options import meant
-
-            if line := meant(error):
-                error = click.UsageError(f"{error.message} {line}", error.ctx)
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.measures import byte_size
 from fedlora.cli.options import Adapters, AsJson, MaxBytes, OneAdapter
-from fedlora.cli.screen import Table, cell, console, import_plots, plotted, print_json
+from fedlora.cli.screen import Table, byte_size, cell, console, plotted, print_json
 from fedlora.core.text import shown
 from fedlora.errors import AdapterFormatError
 from fedlora.runs.drawing import check_picture
@@ -37,7 +36,7 @@ def inspect(
         if len(files) < 2:
             raise AdapterFormatError("--plot draws how adapters overlap: give at least two.")
         names = [shown(file.directory.name) for file in files]
-        plotted(lambda: [import_plots().plot_overlaps(names, overlaps(files), plot)])
+        plotted(lambda plots: [plots.plot_overlaps(names, overlaps(files), plot)])
     if json:
         each = {
             str(file.directory): {

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fedlora.cli.options import AsJson, MaxBytes, fetched, numbers
 from fedlora.cli.run_words import tell_attack
-from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red, tracked
+from fedlora.cli.screen import Table, cell, console, notes, plotted, print_json, red, tracked
 from fedlora.errors import ConfigError
 from fedlora.runs.drawing import check_picture
 from fedlora.runs.folder import RunFolder, plain
@@ -30,10 +30,6 @@ def audit(
         list[Path] | None,
         typer.Argument(help="PEFT adapter directories of one base model, or owner/name@revision", callback=fetched),
     ] = None,
-    more: Annotated[
-        list[Path] | None,
-        typer.Option("--adapters", help="one more directory; may be repeated", callback=fetched),
-    ] = None,
     from_run: Annotated[Path | None, typer.Option(help="a run with run.keep_uploads: its newest uploads")] = None,
     methods: Annotated[str, typer.Option(help="names, separated by commas, as 'fedit, glora gamma=1'")] = "all",
     weights: Annotated[str | None, typer.Option(help="one weight for each adapter, separated by commas")] = None,
@@ -46,14 +42,11 @@ def audit(
     """Rewrite adapters with random Q: which methods' results change, and which equal the true mean?"""
     from fedlora.analysis.audit import MOST
     from fedlora.analysis.audit import audit as audit_method
-    from fedlora.cli.method_names import parse_methods
+    from fedlora.cli.typed import parse_methods
 
     if plot is not None or from_run is None:
         check_picture(plot or Path("audit.png"))
-    uploads = _uploads([*(adapters or []), *(more or [])], from_run, weights, max_bytes)
-    if from_run is not None and (run := RunFolder(from_run)).exists():
-        tell_attack(run.read_json("manifest.json"))
-        _tell_round(run)
+    uploads = _uploads(adapters or [], from_run, weights, max_bytes)
     grid = numbers(conditions, "--conditions", least=1.0, most=MOST)
     chosen = {label: s.build() for label, s in parse_methods(methods).items()}
     found = [
@@ -65,7 +58,7 @@ def audit(
     else:
         _show(found, uploads, grid)
     target = plot or (from_run / "plots" / "audit.png" if from_run else Path("audit.png"))
-    plotted(lambda: [import_plots().plot_audit(found, target)])
+    plotted(lambda plots: [plots.plot_audit(found, target)])
 
 
 def _uploads(
@@ -77,17 +70,17 @@ def _uploads(
     if bool(adapters) == (from_run is not None):
         raise ConfigError("give either adapter directories or --from-run RUN.")
     if from_run is not None:
-        folder = RunFolder(from_run)
-        found = folder.newest_uploads()
-        adapters = [] if found is None else found.folders
-        if not adapters:
-            inside = sorted(path.parent for path in from_run.glob("*/*/manifest.json"))
-            if inside and not folder.exists():  # a comparison's: METHOD/seed-K
-                raise ConfigError(f"{from_run} holds a comparison; name one of its {len(inside)} runs: {inside[0]} ...")
+        run = RunFolder(from_run)
+        found = run.newest_uploads()
+        if found is None or not found.folders:
             raise ConfigError(
-                f"{from_run} holds no uploads; run it with --set run.keep_uploads=last to store those of the last "
-                f"round."
+                f"{from_run} holds no uploads; name the folder of one run, made with --set run.keep_uploads=last to "
+                f"store those of the last round."
             )
+        adapters = found.folders
+        if run.exists():
+            tell_attack(run.read_json("manifest.json"))
+            _tell_round(found.round, run)
     uploads, _ = read_uploads(adapters, max_bytes=max_bytes)
     if weights is None:
         return uploads
@@ -99,19 +92,17 @@ def _uploads(
     return [Upload(u.client, w, u.adapter) for u, w in zip(uploads, given, strict=True)]
 
 
-def _tell_round(run: RunFolder) -> None:
+def _tell_round(round: int, run: RunFolder) -> None:
     """Print the uploads' round in one line; print a warning if the run has played more rounds."""
-    found, played = run.newest_uploads(), len(run.metrics())
-    if found is None:
-        return
-    if found.round >= played:  # greater if the run stopped before it recorded the round
-        notes.print(f"uploads of round {found.round} of {run.path}")
-        return
-    notes.print(
-        f"NOT THE LAST ROUND: these uploads are of round {found.round}, but {run.path} has played {played}; later "
-        f"ones were not kept. All figures here are of round {found.round}.",
-        style="bold red",
-    )
+    played = len(run.metrics())
+    if round >= played:  # greater if the run stopped before it recorded the round
+        notes.print(f"uploads of round {round} of {run.path}")
+    else:
+        notes.print(
+            f"NOT THE LAST ROUND: these uploads are of round {round}, but {run.path} has played {played}; later ones "
+            f"were not kept. All figures here are of round {round}.",
+            style="bold red",
+        )
 
 
 def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequence[float]) -> None:
@@ -119,12 +110,15 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
     ranks = sorted({r for u in uploads for r in u.adapter.ranks.values()})
     modules = len({name for u in uploads for name in u.adapter.modules})
     table = Table(title=f"{len(uploads)} adapters, {modules} modules, ranks {', '.join(map(str, ranks))}")
+    zero = "the mean of these adapters is zero, so no relative error is defined"
+    notes_below = [zero] if any(audit.zero_mean for audit in found) else []
     table.add_column("method", no_wrap=True)
     for title in ("off the true mean by", f"moves in other coordinates\n(condition {at:g})", "what clients get\nmoves"):
         table.add_column(title, justify="right")
     table.add_column("")
     for audit in found:
         if audit.refused is not None:
+            notes_below.append(f"{audit.method} not run: {audit.refused}")
             continue
         none = "mean is 0" if audit.zero_mean else "one factor travels"
         error = "mean is 0" if audit.error is None else _size(audit.error)
@@ -132,11 +126,8 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
         readouts = "" if audit.readout_drift is None else _size(audit.readout_drift[at])
         table.add_row(cell(audit.method), error, model, readouts, _consensus(audit))
     console.print(table)
-    if any(a.zero_mean for a in found):
-        console.print("the mean of these adapters is zero, so no relative error is defined", style="yellow")
-    for audit in found:
-        if audit.refused is not None:
-            console.print(f"{audit.method} not run: {audit.refused}", style="yellow")
+    for line in notes_below:
+        console.print(line, style="yellow")
     console.print(
         "relative, in the Frobenius norm over all modules; a result that moves depends on arbitrary coordinates"
     )

@@ -1,4 +1,4 @@
-"""`fedlora compare`: several methods on one config, as an experiment of one axis. Its work is in compare_runs.py."""
+"""`fedlora compare`: several methods on one config, as an experiment of one axis (`experiment_runs.run_comparison`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, chosen
-from fedlora.cli.options import Config, DataRoot, Sets
-from fedlora.cli.runs import WorkersHelp
+from fedlora.cli.options import Config, DataRoot, Margin, Resume, Sets, Workers, numbers
+from fedlora.errors import ConfigError
 
 
 def compare(
@@ -17,35 +17,56 @@ def compare(
     methods: Annotated[
         str, typer.Option(help="names or 'all', separated by commas, such as 'glora, glora gamma=1'")
     ] = "glora,flexlora,padded-average",
-    seeds: Annotated[
-        str | None, typer.Option(help="such as 0:8 (eight seeds), 0,3,5 or 7 (default: the config's)")
-    ] = None,
-    workers: Annotated[str, WorkersHelp] = "1",
+    seeds: Annotated[str | None, typer.Option(help="0:8 (eight of them), 0,3,5 or 7 (default: the config's)")] = None,
+    workers: Workers = "1",
     tune: Annotated[
         str | None,
         typer.Option(metavar="KEY=VALUES", help="search for each method first: train.learning_rate=1e-3,3e-3,1e-2"),
     ] = None,
-    tune_seeds: Annotated[
-        str | None, typer.Option(help="seeds of the search; none may be a compared seed (default: 1000)")
-    ] = None,
+    tune_seeds: Annotated[str | None, typer.Option(help="seeds of the search, none a compared one (1000)")] = None,
     reference: Annotated[
-        str | None, typer.Option(help="the method to compare the others with (default: the first)")
+        str | None, typer.Option(help="what the others are compared with (default: the first)")
     ] = None,
-    metric: Annotated[
-        str | None, typer.Option(help="the score to compare (default: 'test, best', at the best validation round)")
-    ] = None,
-    margin: Annotated[
-        float | None, typer.Option(help="a difference that does not matter: then each difference gets a verdict")
-    ] = None,
+    metric: Annotated[str | None, typer.Option(help="the score to compare (default: 'test, best')")] = None,
+    margin: Margin = None,
     set: Sets = None,
     out: Annotated[Path | None, typer.Option(help="folder of the runs (default: runs/<config name>-compare)")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="continue the comparison in the folder")] = False,
+    resume: Resume = False,
     data_root: DataRoot = None,
     format: FormatOption = Format.table,
     json: JsonAlias = False,
 ) -> None:
     """Run several methods on the same clients, data and seeds: means and paired intervals."""
-    from fedlora.cli.compare_runs import Asked, compare_all  # imports torch, which `--help` does not need
+    from fedlora.cli.experiment_runs import run_comparison
+    from fedlora.cli.typed import parse_methods, parse_seeds, plain_label
+    from fedlora.experiments.here import worker_count
+    from fedlora.experiments.spec import Tune, comparison
+    from fedlora.runs.config import load_config, overridden
+    from fedlora.runs.reading import flat
 
-    asked = Asked(methods, seeds, tune, tune_seeds, reference, metric, margin)
-    compare_all(config, set or [], asked, workers, out, resume, data_root, chosen(format, json))
+    form, sets, name = chosen(format, json), set or [], f"{config.stem}-compare"
+    worker_count(workers, [])  # first of all, reject what is not a number
+    base, labels, said = load_config(config, sets), parse_methods(methods), flat(overridden(sets))
+    search = None
+    if tune is not None:
+        key, _, values = tune.partition("=")
+        tried = numbers(values, f"--tune {key.strip() or 'KEY'}=NUMBERS (as train.learning_rate=1e-3,3e-3,1e-2)")
+        search = Tune.read(
+            {"key": key.strip(), "values": tried, "seeds": parse_seeds(tune_seeds or "1000", "--tune-seeds")}, "--tune"
+        )
+    elif tune_seeds is not None:
+        raise ConfigError(f"--tune-seeds {tune_seeds} sets the seeds of a search; add --tune KEY=VALUES.")
+    both = [] if seeds is None else ["run.seed"]
+    for key in [*both, *([search.key] if search is not None else [])]:
+        if key in said:
+            raise ConfigError(f"{key} is set twice: by --set, and by --seeds or --tune; give one.")
+    if any(key.startswith("method.") for key in said) and base.method.name not in labels:
+        raise ConfigError(
+            f"--set method.... changes the config's method, {base.method.name}, which is not among --methods "
+            f"{', '.join(labels)}; write settings after a name, such as 'svd energy=0.9'."
+        )
+    experiment = comparison(
+        base, labels, [base.run.seed] if seeds is None else parse_seeds(seeds, "--seeds"), name=name, metric=metric,
+        reference=None if reference is None else plain_label(reference), margin=margin, tune=search,
+    )  # fmt: skip
+    run_comparison(experiment, out or Path("runs") / name, data_root, workers, resume, form)

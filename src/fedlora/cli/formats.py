@@ -18,6 +18,8 @@ from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from fedlora.experiments.tables import Table  # imports torch
 
 
@@ -64,15 +66,17 @@ def show(tables: Sequence[Table], remarks: Sequence[str], format: Format) -> Non
     elif format is Format.json:
         told = [{"about": table.notes[0], "notes": table.notes[1:], "rows": _records(table)} for table in tables]
         print(json.dumps({"tables": told, "notes": list(remarks)}, indent=2))
-    elif tables:
-        names = list(tables[0].frame.columns[: tables[0].names])
-        beside = [t.frame for t in tables[1:2] if list(t.frame.columns[: t.names]) == names and t.names == len(names)]
-        frame = (
-            tables[0].frame.merge(beside[0], "left", names, suffixes=("", " of pairs")) if beside else tables[0].frame
-        )
-        print(frame.to_csv(index=False), end="")
+    else:
+        if tables:
+            names = list(tables[0].frame.columns[: tables[0].names])
+            beside = [t.frame for t in tables[1:2] if list(t.frame.columns[: t.names]) == names]
+            print(_beside(tables[0].frame, names, *beside).to_csv(index=False), end="")
         for note in dict.fromkeys([*(note for table in tables[:2] for note in table.notes), *remarks]):
             print(note, file=sys.stderr)
+
+
+def _beside(frame: DataFrame, names: list[str], other: DataFrame | None = None) -> DataFrame:
+    return frame if other is None else frame.merge(other, "left", names, suffixes=("", " of pairs"))
 
 
 def in_words(value: Any, column: str = "") -> str:

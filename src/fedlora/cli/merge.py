@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedlora.cli.measures import byte_size
 from fedlora.cli.options import (
     Adapters,
     AsJson,
@@ -20,7 +19,7 @@ from fedlora.cli.options import (
     OneAdapter,
     numbers,
 )
-from fedlora.cli.screen import Table, cell, console, print_json, tell_remarks, tracked
+from fedlora.cli.screen import Table, byte_size, cell, console, print_json, tell_remarks, tracked
 from fedlora.core.text import shown
 from fedlora.errors import ConfigError, counted
 from fedlora.runs.folder import plain
@@ -74,7 +73,7 @@ def merge(
     from fedlora.adapters import merging
     from fedlora.adapters.collection import collected
     from fedlora.cli.merge_method import merge_round
-    from fedlora.cli.method_names import parse_robust
+    from fedlora.cli.typed import parse_robust
 
     target = _target(out, dry_run)
     counts = numbers(weights, "--weights") if weights is not None else None
@@ -141,7 +140,7 @@ def _of_what(method: str, *, ruled: bool) -> str:
 
 
 def _method(text: str) -> tuple[Method[Any], str]:
-    from fedlora.cli.method_names import parse_methods
+    from fedlora.cli.typed import parse_methods
 
     sections = parse_methods("svd energy=1.0" if text == "svd" else text)
     if len(sections) != 1:

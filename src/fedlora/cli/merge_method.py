@@ -24,8 +24,6 @@ from fedlora.server.kept import Kept
 from fedlora.server.rules import Rule
 from fedlora.server.server import Server
 
-Against = Callable[[str], Part]
-
 
 def merge_round(
     given: Collection,
@@ -40,7 +38,8 @@ def merge_round(
 
     Args:
         given: with missing = "zero", a module that an adapter lacks counts as a pair of zeros. label: the method as
-            typed. rule: a robust rule, which weighs the clients' changes; the report's remarks say what it did.
+            typed. rule: a robust rule, which weighs the clients' changes; the report's remarks say what it did, and its
+            error is relative to the rule's exact weighted mean, not to the plain one that includes byzantine clients.
 
     Raises:
         ConfigError: the method's clients keep a part, or its base weights move, so an adapter alone is not its result;
@@ -53,19 +52,32 @@ def merge_round(
         _check_heads(given, wanted.heads)
     clients = [read_facts(file.directory).client for file in given.files]
     updates, judged = _played(given, clients, method, rule)
+    wide, dtype = wanted.type_for(given, wide=True), wanted.type_for(given)
+
+    def plain(module: str) -> Part:
+        return given.combined(module, wide).cut()
+
+    against, of, weighed = plain, "the mean of the adapters", None
     notes: list[str] = []
     if judged is not None:
+        exact = build("svd", energy=1.0)
+        robust = updates if method == exact else _played(given, clients, exact, rule)[0]
+        of_each = [judged.clients.get(name) for name in clients]  # an adapter of weight 0 abstains
+        counts = tuple(one.coefficient if one else 0.0 for one in of_each)
+        why = tuple(one.reason if one else "weight 0" for one in of_each)
+        weighed = Weighed(judged.rule, counts, why, _apart(robust, plain))
         notes = [in_words(judged.plain()) or f"{judged.rule}: all changes count in full"]
-        label = f"{label}, weighed by {judged.rule}"
-    wide, dtype = wanted.type_for(given, wide=True), wanted.type_for(given)
-    of, against, weighed = _measure(given, clients, method, rule, judged, updates, wide)
+        label, of = f"{label}, weighed by {judged.rule}", f"the mean that {judged.rule} weighs"
+
+        def against(module: str) -> Part:
+            return combine(module, [robust[module]], [1.0], wide).cut()
+
     modules = [*(m for m in given.modules if m in updates), *(m for m in updates if m not in set(given.modules))]
     parts = {}
     for module in progress(modules, "merging") if progress else modules:
         cut = combine(module, [updates[module]], [1.0], wide).cut(wanted.rule)
         parts[module] = in_type(against_mean(*cut, against(module)), dtype)
-    made = f"The server update of {label}"
-    return write_result(given, wanted, parts, made, of, weighed=weighed, notes=notes)
+    return write_result(given, wanted, parts, f"The server update of {label}", of, weighed=weighed, notes=notes)
 
 
 def _check_method(method: Method[Any]) -> None:
@@ -118,42 +130,15 @@ def _played(
 
 def _zero_start(adapters: Sequence[Mapping[str, LoRA]]) -> Adapter:
     """An adapter that changes nothing, with every module at its largest rank: B = 0, A from the largest one."""
-    largest: dict[str, LoRA] = {}
-    for pairs in adapters:
-        for name, lora in pairs.items():
-            if name not in largest or lora.rank > largest[name].rank:
-                largest[name] = lora
-    start = {}
-    for name, lora in largest.items():
-        B, A = lora.factors
-        start[name] = LoRA(torch.zeros_like(B), A)
+    start: dict[str, LoRA] = {}
+    for name, lora in (item for pairs in adapters for item in pairs.items()):
+        if name not in start or lora.rank > start[name].rank:
+            B, A = lora.factors
+            start[name] = LoRA(torch.zeros_like(B), A)
     return Adapter(start)
 
 
-def _measure(
-    given: Collection, clients: Sequence[str], method: Method[Any], rule: Rule | None,
-    judged: Judged | None, updates: Mapping[str, LoRA], wide: torch.dtype,
-) -> tuple[str, Against, Weighed | None]:  # fmt: skip
-    """(what the result's error is relative to, in words; that reference; what the rule did). With a rule, the reference
-    is the rule's exact weighted mean, not the plain one that includes byzantine clients."""
-
-    def plain(module: str) -> Part:
-        return given.combined(module, wide).cut()
-
-    if judged is None or rule is None:
-        return "the mean of the adapters", plain, None
-    robust, exact = updates, build("svd", energy=1.0)
-    if method != exact:
-        robust, _ = _played(given, clients, exact, rule)
-    of_each = [judged.clients.get(name) for name in clients]  # an adapter of weight 0 abstains
-    counts = tuple(one.coefficient if one else 0.0 for one in of_each)
-    why = tuple(one.reason if one else "weight 0" for one in of_each)
-    weighed = Weighed(judged.rule, counts, why, _apart(robust, plain))
-    of = f"the mean that {weighed.rule} weighs"
-    return of, lambda module: combine(module, [robust[module]], [1.0], wide).cut(), weighed
-
-
-def _apart(updates: Mapping[str, LoRA], plain: Against) -> float:
+def _apart(updates: Mapping[str, LoRA], plain: Callable[[str], Part]) -> float:
     """The relative distance of these updates from the plain mean, over all modules."""
     off, size = [], []
     for module, lora in updates.items():

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, get_args
 
 import typer
 
-from fedlora.cli.options import AsJson
+from fedlora.cli.options import AsJson, numbers
 from fedlora.cli.screen import Table, console, print_json, red
 from fedlora.errors import ConfigError, counted
-from fedlora.runs.rank_profiles import FLEXLORA_TYPES, RankProfile, RankType, brings_types, rank_counts, total_rank
-
-if TYPE_CHECKING:
-    from fedlora.methods.registry import Listed
+from fedlora.runs.rank_profiles import RankProfile, RankType, assign_types, total_rank
 
 app = typer.Typer(help="List the methods, built in and installed, or check one.", invoke_without_command=True)
 
@@ -26,19 +24,14 @@ def methods(context: typer.Context, json: AsJson = False) -> None:
         return
     from fedlora.methods.registry import listed
 
-    rows = listed()
-    if json:
-        print_json({row.name: _facts(row) for row in rows})
-        return
-    table = Table("method", "paper", "hyper-parameters", title="Methods")
-    for row in rows:
-        name = row.name if row.package is None else f"{row.name} ({row.package})"
-        if row.error is not None:
-            table.add_row(name, "", red(row.error))
-            continue
-        shown = ", ".join(f"{k}={v}" for k, v in row.defaults.items())
-        table.add_row(name, row.paper, shown or "none")
-    console.print(table)
+    table, found = Table("method", "paper", "hyper-parameters", title="Methods"), {}
+    for row in listed():
+        known = ", ".join(f"{k}={v}" for k, v in row.defaults.items()) or "none"
+        told = ("", red(row.error)) if row.error is not None else (row.paper, known)
+        table.add_row(row.name if row.package is None else f"{row.name} ({row.package})", *told)
+        facts = {"paper": row.paper, "hyper-parameters": row.defaults} if row.error is None else {"error": row.error}
+        found[row.name] = facts if row.package is None else {**facts, "package": row.package}
+    print_json(found) if json else console.print(table)
 
 
 @app.command()
@@ -49,7 +42,7 @@ def check(
     json: AsJson = False,
 ) -> None:
     """Run every contract on a method: its claim and the measurement. Exit code 1 if something does not hold."""
-    from fedlora.cli.method_names import parse_method
+    from fedlora.cli.typed import parse_method
     from fedlora.testing import check as checked
     from fedlora.testing import sound
 
@@ -60,15 +53,15 @@ def check(
     if json or context.obj:
         contracts = [vars(finding) for finding in findings]
         print_json({"method": label, "claims": sorted(method.claims), "sound": good, "contracts": contracts})
-        raise typer.Exit(0 if good else 1)
-    table = Table("contract", "claimed", "measured", "holds", title=f"Contracts of {label}")
-    for finding in findings:
-        holds = red("no") if finding.holds is False else "yes" if finding.holds else "-"
-        table.add_row(finding.contract, finding.claimed, finding.measured, holds)
-    console.print(table)
-    for finding in findings:
-        if finding.why is not None:
-            console.print(finding.why, style="red")
+    else:
+        table = Table("contract", "claimed", "measured", "holds", title=f"Contracts of {label}")
+        for finding in findings:
+            holds = red("no") if finding.holds is False else "yes" if finding.holds else "-"
+            table.add_row(finding.contract, finding.claimed, finding.measured, holds)
+        console.print(table)
+        for finding in findings:
+            if finding.why is not None:
+                console.print(finding.why, style="red")
     raise typer.Exit(0 if good else 1)
 
 
@@ -90,22 +83,13 @@ def show_ranks(profile: Sequence[str], ranks: str, clients: int, participation: 
         console.print("sums over attention modules, mean over rounds", style="dim")
 
 
-def _facts(row: Listed) -> dict[str, Any]:
-    """A method's row for programs; with its package if it is not fedlora's, and the error if it cannot be used."""
-    facts: dict[str, Any] = {"paper": row.paper, "hyper-parameters": row.defaults}
-    if row.error is not None:
-        facts = {"error": row.error}
-    return facts if row.package is None else {**facts, "package": row.package}
-
-
 def _counts(profile: str, ranks: str, clients: int) -> dict[RankType, int]:
-    if profile not in get_args(RankProfile):
-        raise ConfigError(f"unknown rank profile {profile!r}; known: {', '.join(get_args(RankProfile))}.")
-    try:
-        typed = sorted({int(part) for part in ranks.split(",")})
-    except ValueError as error:
-        raise ConfigError(f"--ranks takes whole numbers separated by commas; got {ranks!r}.") from error
-    if typed[0] < 1:
-        raise ConfigError(f"ranks must be at least 1; got {typed[0]}.")
-    types = FLEXLORA_TYPES if brings_types(profile) else tuple(RankType(r, r) for r in typed)  # type: ignore[arg-type]
-    return dict(zip(types, rank_counts(profile, len(types), clients), strict=True))  # type: ignore[arg-type]
+    known: dict[str, RankProfile] = {name: name for name in get_args(RankProfile)}
+    if profile not in known:
+        raise ConfigError(f"unknown rank profile {profile!r}; known: {', '.join(known)}.")
+    found = numbers(ranks, "--ranks", least=1)
+    if odd := [rank for rank in found if rank % 1]:
+        raise ConfigError(f"--ranks takes whole numbers; got {odd[0]:g}.")
+    types = [RankType(int(rank), int(rank)) for rank in {*found}]
+    assigned = assign_types([str(k) for k in range(clients)], types, known[profile], seed=0)
+    return dict(sorted(Counter(assigned.values()).items()))

@@ -1,4 +1,4 @@
-"""Options that several commands share, with one text each; errors for idle options and for keys typed as options."""
+"""Options that several commands share, with one text each; errors for idle options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 from click.core import ParameterSource
 
@@ -22,6 +21,12 @@ DataRoot = Annotated[
     Path | None,
     typer.Option(envvar="FEDLORA_DATA_ROOT", help="where the files of data.task are (folders glue, superni)"),
 ]
+
+Workers = Annotated[
+    str, typer.Option(metavar="N|auto", help="processes, each with one run at a time; auto: one for each core or GPU")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="continue what is in the folder")]
+Margin = Annotated[float | None, typer.Option(help="a difference that does not matter: then there are verdicts")]
 
 
 # For commands that read adapters.
@@ -98,24 +103,3 @@ def refuse_idle(context: typer.Context, idle: Mapping[str, str]) -> None:
     for name, why in idle.items():
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise ConfigError(f"{flags[name]} {why}. Leave it out.")
-
-
-def meant(error: click.NoSuchOption) -> str | None:
-    """A hint for a key typed as an option; None if the command or the config has no such key.
-
-    Example: `--rounds` of `fedlora run` -> "run.rounds is a key of the config: --set run.rounds=VALUE"
-    """
-    takes_keys = error.ctx is not None and any("--set" in option.opts for option in error.ctx.command.params)
-    found = _keys(error.option_name.lstrip("-").replace("-", "_")) if takes_keys else []
-    if not found:
-        return None
-    if len(found) == 1:
-        return f"{found[0]} is a key of the config: --set {found[0]}=VALUE"
-    return f"Keys of the config are {', '.join(found)}: --set KEY=VALUE"
-
-
-def _keys(name: str) -> list[str]:
-    """All keys called `name` or its plural, and `name` of the table with that name: `method.name`."""
-    from fedlora.runs.config import KEYS  # imports pydantic and torch, so only after a typing error
-
-    return [key for key in KEYS if key.partition(".")[2] in (name, f"{name}s") or key == f"{name}.name"]

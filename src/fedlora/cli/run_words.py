@@ -8,20 +8,14 @@ from typing import Any
 
 from rich.text import Text
 
-from fedlora.cli.measures import (
-    byte_size,
-    label_cell,
-    label_title,
-    number,
-    other_scores,
-    worst_client,
-)
-from fedlora.cli.screen import Table, console, notes, red
+from fedlora.cli.screen import Table, byte_size, console, notes, red
 from fedlora.errors import counted
 from fedlora.runs.attack_words import in_words
 from fedlora.runs.folder import RunFolder
+from fedlora.training.metrics import worst_of
 
 Rows = Iterator[tuple[str | Text, str | Text]]
+_NAMED_CLASSES = 8  # with more, a client's examples are not told by class
 
 
 def tell_attack(manifest: Mapping[str, Any]) -> None:
@@ -114,13 +108,15 @@ def _rows(s: Mapping[str, Any]) -> Rows:
             told = [f"validation {number(score[metric])}"] if score else []
             told += [f"test [bold]{number(test[metric])}[/]"] if test else []
             yield f"{metric}, {name} ({when})", Text.from_markup(", ".join(told))
-    if others := other_scores(s["test"]["last"], metric):
-        yield "also on test, last", others
+    others = {name: x for name, x in s["test"]["last"].items() if "/" not in name and name not in (metric, "worst")}
+    if others:
+        yield "also on test, last", ", ".join(f"{name.replace('_', ' ')} {number(x)}" for name, x in others.items())
     if s.get("stopped_early"):
         yield "stopped early", f"after round {s['rounds']} of {s['stopped_early']['of']}"
         yield "because of", s["stopped_early"]["why"]
-    if s["clients_at_end"]:
-        yield "worst client's own readout", worst_client(s["clients_at_end"], metric)
+    own = {client: scores[metric] for client, scores in s["clients_at_end"].items()}
+    if (worst := worst_of(metric, list(own), own.get)) is not None:
+        yield "worst client's own readout", f"{worst}, {number(own[worst])}"
     if s["bytes"]:  # a private run does not report it
         up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
         yield "sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}"
@@ -157,36 +153,25 @@ def _privacy_rows(spent: Mapping[str, Any]) -> Rows:
 
 
 def _clients(s: dict[str, Any], manifest: dict[str, Any], lines: Sequence[dict[str, Any]]) -> Table:
-    """A row for each client."""
-    metric, names = s["metric"], manifest["data"]["label_names"]
-    common, own_test = s.get("clients_at_end_common") or {}, manifest["data"].get("own_test") or {}
+    """A row for each client. A column without values is left out."""
+    metric, data = s["metric"], manifest["data"]
+    common, own_test, names = s.get("clients_at_end_common") or {}, data.get("own_test") or {}, data["labels"] or []
+    named = 0 < len(names) <= _NAMED_CLASSES
     readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
-    readouts = readouts if s["clients_at_end"] else []  # leave out a column without values
-    labelled = [label_title(names)] if names else []
-    clients = Table("client", "rank", "examples", *labelled, "last loss", *readouts, title="Clients")
-    counts = manifest["data"]["label_counts"] or {}
-    said = [line.get("examples", {}) for line in lines]  # older runs have none
+    heads = [*([" / ".join(names)] if named else []), "last loss", *(readouts if s["clients_at_end"] else [])]
+    clients = Table("client", "rank", "examples", *heads, title="Clients")
     for client, rank in manifest["clients"].items():
-        at_end = s["clients_at_end"].get(client)
-        loss = lines[-1]["losses"].get(client)
-        clients.add_row(
-            client,
-            str(rank),
-            _examples(manifest["data"]["train"][client]["examples"], [e[client] for e in said if client in e]),
-            *([label_cell(counts.get(client, []), names)] if names else []),
-            "" if loss is None else f"{loss:.3f}",
-            *([f"{number(at_end[metric])}{_of(own_test.get(client))}" if at_end else ""] if readouts else []),
-            *([number(common[client][metric])] if common else []),
-        )
+        row = [client, str(rank), str(data["train"][client]["examples"])]
+        if named:
+            counts = (data["label_counts"] or {}).get(client, [])
+            row.append(" / ".join(map(str, [*counts, *[0] * (len(names) - len(counts))])))
+        loss, at_end = lines[-1]["losses"].get(client), s["clients_at_end"].get(client)
+        row.append("" if loss is None else f"{loss:.3f}")
+        if s["clients_at_end"]:
+            of = f" of {own_test[client]['examples']}" if own_test.get(client) else ""
+            row.append(f"{number(at_end[metric])}{of}" if at_end else "")
+        clients.add_row(*row, *([number(common[client][metric])] if common else []))
     return clients
-
-
-def _examples(rows: int, said: Sequence[float]) -> str:
-    """A client's rows; and what its own program said instead, as far as it differs."""
-    told = sorted({round(count) for count in said} - {0, rows})
-    many = f"; it said {told[0]:,}{f' to {told[-1]:,}' if told[1:] else ''}" if told else ""
-    idle = sum(not count for count in said)
-    return f"{rows}{many}" + (f"; abstained in {counted(idle, 'round')}" if idle else "")
 
 
 def _weighed(clients: Mapping[str, Mapping[str, float]], rule: str, most: int = 12) -> Table:
@@ -201,9 +186,8 @@ def _weighed(clients: Mapping[str, Mapping[str, float]], rule: str, most: int = 
 def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:
     """Print a language model's first answers, each on one line; samples.md has all of them."""
     path = folder.path / "samples.jsonl"
-    if not path.is_file():
-        return
-    for row in [json_of(line) for line in path.read_text(encoding="utf-8").splitlines()[:most]]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for row in map(json_of, lines[:most]):
         for name in ("prompt", "wanted", "before", "after"):
             said = " ".join(row[name].split())
             shown = said if len(said) <= width else said[: width - 3] + "..."
@@ -211,5 +195,6 @@ def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:
         console.print()
 
 
-def _of(part: dict[str, Any] | None) -> str:
-    return f" of {part['examples']}" if part else ""
+def number(score: float | None) -> str:
+    """A score in three digits; "no number" for None (null in a file)."""
+    return "no number" if score is None else f"{score:.3f}"

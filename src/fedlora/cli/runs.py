@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedlora.cli.options import AsJson, Config, DataRoot, Sets
+from fedlora.cli.options import AsJson, Config, DataRoot, Resume, Sets
 from fedlora.cli.run_words import show_run, tell_attack, tell_data
-from fedlora.cli.screen import bar, complain, import_plots, notes, plotted, print_json, tell_gone
+from fedlora.cli.screen import bar, notes, plotted, print_json
 from fedlora.doing import doing
-from fedlora.errors import counted
+from fedlora.errors import ConfigError, counted
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.quiet import quiet_libraries
 from fedlora.server.judged import in_words
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from fedlora.simulation import RoundRecord
 
 Out = Annotated[Path | None, typer.Option(help="the run folder (default: runs/<config name>)")]
-WorkersHelp = typer.Option(
-    metavar="N|auto", help="number of processes, each with one run at a time; auto: one for each core, or for each GPU"
-)
-Resume = Annotated[bool, typer.Option("--resume", help="continue the run in the folder")]
 
 
 def run(
@@ -54,12 +50,13 @@ def _run(
 
     config = load_config(file, sets)
     if resume and folder.exists() and not changes(folder, config) and folder.finished():
-        tell_gone(check_finished(folder, config))
+        if gone := dict.fromkeys(check_finished(folder, config)):
+            notes.warn(f"{', '.join(gone)}: missing, so whether it changed since the run is not known")
         notes.warn(_nothing_left(folder, config))
     else:
         _rounds(config, folder, resume, data_root)
     if not (folder.plots / "metric.png").exists():  # also if the run was killed between the summary and the plots
-        plotted(lambda: import_plots().plot_run(folder))
+        plotted(lambda plots: plots.plot_run(folder))
     if as_json:
         print_json(folder.read_json("summary.json"))
     else:
@@ -84,9 +81,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path 
     from fedlora.runs.resuming import stored_classes
 
     if folder.exists() and not resume:
-        raise typer.Exit(
-            complain(f"{folder.path} already holds a run; add --resume to continue it, or choose another --out.")
-        )
+        raise ConfigError(f"{folder.path} already holds a run; add --resume to continue it, or choose another --out.")
     folder.check_place()
     if resume and not folder.exists():
         notes.warn(f"{folder.path} holds no run yet: it begins with round 1.")

@@ -89,6 +89,13 @@ def red(text: object) -> Text:
     return Text(_printable(str(text)), style="red")
 
 
+def byte_size(count: float) -> str:
+    """Bytes in a readable unit: 999 bytes, 30.2 KB, 1.5 MB."""
+    if count < 1e3:
+        return f"{count:.0f} bytes"
+    return f"{count / 1e3:.1f} KB" if count < 1e6 else f"{count / 1e6:.1f} MB"
+
+
 console = Screen()
 notes = Screen(stderr=True)
 
@@ -119,28 +126,9 @@ def bar(*words: str) -> Progress:
     return Progress(*columns, console=notes, refresh_per_second=2, disable=not notes.is_terminal)
 
 
-def can_write(out: Path) -> None:
-    """Raises `ConfigError`, before any work, if a directory cannot be made at `out`."""
-    try:
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror or error}.") from error
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file; name a directory.")
-
-
 def tell_remarks(remarks: Sequence[str]) -> None:
     """Print each assumption about sound adapters on its own line."""
     notes.warn(*(f"note: {remark}" for remark in remarks))
-
-
-def tell_gone(gone: Sequence[str]) -> None:
-    """Print one line if files that a finished run read are gone. gone: in words."""
-    if gone:
-        notes.warn(
-            f"{', '.join(dict.fromkeys(gone))}: missing, so fedlora cannot check whether it changed since the run; the "
-            f"result is shown as it is."
-        )
 
 
 def complain(message: str) -> int:
@@ -150,21 +138,14 @@ def complain(message: str) -> int:
     return 2
 
 
-def plotted(draw: Callable[[], Iterable[Path]]) -> None:
-    """Draw and name the pictures; print a note if matplotlib is missing."""
+def plotted(draw: Callable[[Any], Iterable[Path]]) -> None:
+    """Draw and name the pictures; print a note if matplotlib is missing. draw: is given `fedlora.runs.plots`."""
     try:
-        for path in draw():
+        from fedlora.runs import plots
+
+        for path in draw(plots):
             notes.print(f"plot: {path}")
     except ImportError:
         notes.print("no plots: matplotlib is missing (pip install 'fedlora[plot]')")
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the picture cannot be written: {error}.") from error
-
-
-def import_plots() -> Any:
-    """`fedlora.runs.plots`, for use inside `plotted`. Raises `ImportError` if matplotlib is missing."""
-    from fedlora.runs import plots
-
-    return plots
+    except ValueError as error:  # matplotlib's, of an ending that it does not know
+        raise ConfigError(str(error)) from error

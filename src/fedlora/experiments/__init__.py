@@ -6,20 +6,17 @@ count. Processes, Slurm or Ray make the runs; the launcher alone writes results.
 Each file uses those above it, and none below (a contract of import-linter):
 
 scores.py       a run's numbers by name
-spec.py         an experiment's file
+spec.py         an experiment's file; a comparison as an experiment (`fedlora compare`)
 grid.py         its cells x seeds: runs, each with its configuration and digest
-results.py      a line for each run
+results.py      a line for each run; as pandas frames (`fedlora.results`)
 tune.py         the search's choice from these lines, and what is missing
 stats.py        paired intervals, Holm, equivalence
 work.py         one run in its folder
 here.py         runs in this process, or in several
-slurm.py        runs as array jobs
-ray_tasks.py    runs as tasks of a Ray cluster
+clusters.py     runs as array jobs on Slurm, or as tasks on Ray
 drive.py        both stages, gathered
 cost.py         what runs will cost
-frames.py       results as pandas frames (`fedlora.results`)
 tables.py       scores, differences, costs, clients, categories: frames with notes
 paper.py        the paper's tables, with our numbers
 pictures.py     curves, differences, scores by an axis of numbers, categories
-comparison.py   methods on one configuration, as an experiment of one axis (`fedlora compare`)
 """

@@ -24,6 +24,15 @@ Start = Callable[[Sequence[Planned]], Ended]
 Watch = Callable[[Sequence[Planned], tuple[Planned, str | None] | None], None]
 
 
+def progress_of(grid: Grid, place: Path) -> Progress:
+    """What there is of an experiment in its file of results, and under other names in the same folder, because
+    experiments may share runs."""
+    found: dict[str, Line] = {}
+    for path in [*sorted(place.parent.glob("*.jsonl")), place]:
+        found |= results.read(path)
+    return Progress(grid, found)
+
+
 @dataclass(frozen=True)
 class Store:
     """Where an experiment is kept. results: its file of lines. work: run folders and failures."""
@@ -32,12 +41,8 @@ class Store:
     work: Work
 
     def progress(self, grid: Grid) -> Progress:
-        """What there is of the experiment: its lines, also under other experiments' names in the same folder, because
-        experiments may share runs."""
-        found: dict[str, Line] = {}
-        for path in [*sorted(self.results.parent.glob("*.jsonl")), self.results]:
-            found |= results.read(path)
-        return Progress(grid, found)
+        """What there is of the experiment."""
+        return progress_of(grid, self.results)
 
     def gathered(self, grid: Grid, stage: Stage) -> Progress:
         """`progress`, with a line for each run of the stage that has ended and has none."""
@@ -49,26 +54,16 @@ class Store:
 
     def forget(self, grid: Grid) -> None:
         """Forget the failures of its runs, so that they are tried again."""
-        progress = self.progress(grid)
-        gone = [
-            run for run in [*grid.searches, *progress.runs]
-            if "failed" in progress.lines.get(run.digest, ()) or self.work.failure(run).exists()
-        ]  # fmt: skip
-        for run in gone:
+        for run in [*grid.searches, *self.progress(grid).runs]:
             self.work.failure(run).unlink(missing_ok=True)
-        lines, digests = results.read(self.results), {run.digest for run in gone}
-        results.rewrite(
-            self.results, [line for line in lines.values() if "failed" not in line or line["digest"] not in digests]
-        )
+        lines = results.read(self.results).values()
+        results.rewrite(self.results, [line for line in lines if "failed" not in line])
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Be the only driver; at the end the results are sorted. Raises `ConfigError` if another one is at work."""
-        for place, option in ((self.results.parent, "--results"), (self.work.folder, "--work-dir")):
-            try:
-                place.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"{option} {place} cannot be written: {error.strerror or error}.") from error
+        for place in (self.results.parent, self.work.folder):
+            place.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self.work.folder / f".{self.results.stem}.lock", timeout=0):
                 try:
@@ -89,7 +84,7 @@ def drive(
     others (`slurm` with a command that follows), no further stage begins.
 
     Args:
-        start: makes runs (`here`, `slurm`, `ray_tasks`). watch: called with a stage's runs before it starts, after each
+        start: makes runs (`here`, `clusters`). watch: called with a stage's runs before it starts, after each
             look, and with each run that has ended.
     """
     failed: dict[str, str] = {}
@@ -100,7 +95,7 @@ def drive(
             continue
         watch(todo, None)
         left = len(todo)
-        with closing(start(todo)) as ended:  # type: ignore[type-var]
+        with closing(start(todo)) as ended:
             for one in ended:
                 if one is not None:
                     run, why = one

@@ -66,18 +66,17 @@ class Grid:
     wanted_seeds: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        name, seeds = f"experiment {self.experiment.name}, profile {self.profile}", self.all_seeds
+        name, seeds = (
+            f"experiment {self.experiment.name}, profile {self.profile}",
+            self.experiment.profile(self.profile).seeds,
+        )
         for axis, labels in self.only.items():
-            if axis not in self.experiment.axes:
-                raise ConfigError(f"{name} has no axis {axis!r}; it has {', '.join(self.experiment.axes)}.")
-            known = self.experiment.labels(self.profile, axis)
+            known = self.experiment.labels(self.profile, axis) if axis in self.experiment.axes else []
             if unknown := [label for label in labels if label not in known]:
-                raise ConfigError(f"{axis} of {name} has no {unknown[0]!r}; it has {', '.join(map(repr, known))}.")
+                said = ", ".join(map(repr, known)) or f"only the axes {', '.join(self.experiment.axes)}"
+                raise ConfigError(f"{axis} of {name} has no {unknown[0]!r}; it has {said}.")
         if unknown_seeds := sorted({*(self.wanted_seeds or [])} - {*seeds}):
-            raise ConfigError(
-                f"{unknown_seeds[0]} is not a seed of {name}: it has {', '.join(map(str, seeds))}. Other seeds need "
-                f"another profile."
-            )
+            raise ConfigError(f"{unknown_seeds[0]} is not a seed of {name}: it has {', '.join(map(str, seeds))}.")
         if not self.cells:
             raise ConfigError(f"{name} skips all cells" + (f" of {dict(self.only)}." if self.only else "."))
 
@@ -91,12 +90,8 @@ class Grid:
         return f"{self.experiment.name}-{self.profile}"
 
     @property
-    def all_seeds(self) -> Sequence[int]:
-        return self.experiment.profile(self.profile).seeds
-
-    @property
     def seeds(self) -> Sequence[int]:
-        return self.all_seeds if self.wanted_seeds is None else self.wanted_seeds
+        return self.experiment.profile(self.profile).seeds if self.wanted_seeds is None else self.wanted_seeds
 
     @property
     def values(self) -> Sequence[float]:
@@ -133,7 +128,7 @@ class Grid:
             return {}
         wanted = {self.key({**cell, **tune.at}) for cell in self.cells}
         moved = [{**cell, **tune.at} for cell in self.experiment.cells(self.profile)]
-        cells = {tuple(cell.items()): cell for cell in moved if not self.experiment.skips(cell)}.values()
+        cells = {tuple(cell.items()): cell for cell in moved}.values()
         found: dict[tuple[str, ...], dict[float, list[Planned]]] = {}
         for cell in (cell for cell in cells if self.key(cell) in wanted):
             for value in self.values:
@@ -176,7 +171,6 @@ class Grid:
             config = parse_config(_simulated(raw))
             if experiment.folder is not None:
                 config = with_ledger(located(config, experiment.folder), LEDGER)
-            _check_public(config)
             return Planned(cell, seed, value, stage, config, digest(config), experiment.name)
         except ConfigError as error:
             raise ConfigError(f"experiment {experiment.name}, {dict(cell)}: {error}") from error
@@ -185,30 +179,21 @@ class Grid:
         """Labels of a cell -> why it cannot be run, as far as its configuration shows, without data and model."""
         found: dict[tuple[str, ...], str] = {}
         seen: set[str] = set()  # data and models are many, servers and clients few
-        tune = self.experiment.tune
         for cell in self.cells:
-            searched = [{**cell, **tune.at}] if tune is not None and len(self.values) > 1 else []
+            moved = self.experiment.tune.at if self.experiment.tune is not None and len(self.values) > 1 else {}
             try:
-                for one in (cell, *searched):
+                for one in (cell, {**cell, **moved}):
                     config = self.planned(one, self.seeds[0], self.values[0] if self.values else None, "run").config
                     apart = (
                         bool(config.data.clients) or config.data.task == "superni"
                     )  # then the data count the clients
-                    tables = {"method", "server", "robust", "clients", "data" if apart else "method"}
+                    tables = {"method", "server", "robust", "clients", *(["data"] if apart else [])}
                     if (key := config.model_dump_json(include=tables)) not in seen:
                         try_out(config)
                     seen.add(key)
             except FedLoRAError as error:
                 found[tuple(cell.values())] = str(error).partition(f"{dict(cell)}: ")[2] or str(error)
         return found
-
-    def check_number(self) -> None:
-        """Raises `ConfigError` for a compared number that no run of the profile can have."""
-        value = self.values[0] if self.values else None
-        each = [self.planned(cell, self.seeds[0], value, "run").config for cell in self.cells]
-        whys = [self.number().lacks(config) for config in each]
-        if all(whys):
-            raise ConfigError(f"no run can have the number {self.number().name!r}: {whys[0]}.")
 
 
 def try_out(config: RunConfig) -> None:
@@ -260,23 +245,18 @@ def _apply(raw: dict[str, Any], changes: Changes) -> None:
 
 def _simulated(raw: dict[str, Any]) -> dict[str, Any]:
     """The tables of a run: if it has [privacy], its clients are simulated. Each such run is a population of its own,
-    with a ledger in its folder, so that a grid spends nobody's budget. Raises `ConfigError` if it names others."""
-    privacy = raw.get("privacy")
+    with a ledger in its folder, so that a grid spends nobody's budget. Raises `ConfigError` if it names others, or data
+    of one's own, whose digest results would tell."""
+    privacy, data = raw.get("privacy"), raw.get("data")
     if not isinstance(privacy, dict):
         return raw
-    if own := [f"privacy.{key}" for key in ("population", "ledger", "budget") if key in privacy]:
+    wrong = [f"privacy.{key}" for key in ("population", "ledger", "budget") if key in privacy]
+    if isinstance(data, dict) and (data.get("clients") or data.get("train") not in (None, "demo")):
+        wrong.append("data of one's own")
+    if wrong:
         raise ConfigError(
-            f"{', '.join(own)}: an experiment's clients are simulated on public data, each run is its own population, "
-            f"and its ledger lies in its folder. Leave it out; to train on real clients and charge them, use "
-            f"fedlora run."
+            f"{', '.join(wrong)}: an experiment simulates [privacy], on data that everybody has (data.task, "
+            f"data.train = 'demo'), each run with a population and a ledger of its own. To train on real clients and "
+            f"charge them, use fedlora run."
         )
     return {**raw, "privacy": {**privacy, "population": SIMULATED, "ledger": LEDGER}}
-
-
-def _check_public(config: RunConfig) -> None:
-    data = config.data
-    if config.privacy is not None and (data.clients or data.train not in (None, "demo")):
-        raise ConfigError(
-            "an experiment's results name data files by their digests, which say something about every client in "
-            "them, and [privacy] promises otherwise: use fedlora run, or data that everybody has (data.task)."
-        )

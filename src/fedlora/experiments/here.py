@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
@@ -21,7 +21,7 @@ from fedlora.experiments.work import Work, begin
 from fedlora.workers.processes import available, end, one_process
 
 log = logging.getLogger(__name__)
-Ended = Iterator[tuple[Planned, str | None] | None]
+Ended = Generator[tuple[Planned, str | None] | None, None, None]
 TRIES = 2  # of a run whose process is killed
 KILLED = "its process was killed twice, perhaps for want of memory"
 LOOK = 0.3  # seconds
@@ -89,10 +89,9 @@ def visible() -> list[str]:
 
 
 def dealt(workers: int, runs: Sequence[Planned]) -> list[str]:
-    """What each worker sees: an equal part of the GPUs, or one that it shares, if there are more workers than GPUs. ""
+    """What each worker sees: its share of the GPUs, or one that it shares, if there are more workers than GPUs. ""
     leaves it what its parent sees: for runs on the CPU, or without a GPU."""
     gpus = visible()
     if not gpus or all(run.config.model.device == "cpu" for run in runs):
         return [""] * workers
-    each = max(1, len(gpus) // workers)
-    return [",".join(gpus[k * each % len(gpus) :][:each]) for k in range(workers)]
+    return [",".join(gpus[k::workers] or [gpus[k % len(gpus)]]) for k in range(workers)]

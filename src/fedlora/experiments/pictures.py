@@ -93,11 +93,11 @@ def curves_figure(progress: Progress, on: str = "") -> Figure | None:
         for label, lines in each.items():
             _draw_curve(axis, [_curve(line, on) for line in lines], label, labels.index(label), len(each) <= _BANDS)
         line = next(iter(each.values()))[0]
-        at = by_guessing(line["metric"], line["classes"])
-        axis.set(
-            xlabel=f"round{_chance(axis, at)}",
-            ylabel=f"{on.rstrip('/') or 'validation'} {metric_words(line['metric'])}",
-        )
+        guessing = by_guessing(line["metric"], line["classes"])
+        if guessing is not None:
+            axis.axhline(guessing, color=MUTED, linestyle=":", linewidth=1.2)
+        axis.set_xlabel("round" if guessing is None else f"round (dotted: guessing, {guessing:.3g})")
+        axis.set_ylabel(f"{on.rstrip('/') or 'validation'} {metric_words(line['metric'])}")
         axis.set_title(where, loc="left", fontweight="bold")
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.grid(alpha=0.6)
@@ -125,17 +125,6 @@ def _draw_curve(axis: Any, curves: Sequence[Mapping[int, float]], label: str, k:
         half = [stdev(values) / math.sqrt(len(values)) for values in each]
         ends = [[m - h for m, h in zip(means, half, strict=True)], [m + h for m, h in zip(means, half, strict=True)]]
         axis.fill_between(rounds, *ends, color=colour, alpha=0.16, linewidth=0)
-
-
-def _chance(axis: Any, at: float | None) -> str:
-    """Draw a line at the score of guessing, unless that would flatten the curves. Returns words for an axis's label."""
-    if at is None:
-        return ""
-    low, high = axis.get_ylim()
-    if low - 0.8 * (high - low) <= at <= high + 0.8 * (high - low):
-        axis.axhline(at, color=MUTED, linestyle=(0, (2, 2)), linewidth=1.2)
-        return f" (dotted: chance {at:.3g})"
-    return f" (chance {at:.3g} lies {'above' if at > high else 'below'})"
 
 
 # ---- differences -------------------------------------------------------------------------------------------------

@@ -67,22 +67,6 @@ class Number:
         with."""
         return line.get("target") == "clients" and self.where in line.get("own_data", ())
 
-    def lacks(self, config: RunConfig) -> str | None:
-        """Why a run of this configuration cannot have the number; None if it can."""
-        data, task = config.data, config.data.task
-        no_test = data.test == 0 and task in (None, "superni") and config.clients.test_fraction is None
-        if (self.where in ("validation", "rounds") or self.what == "best") and data.validation == 0:
-            return "it is of validation data, and data.validation = 0 leaves none"
-        if self.where in ("test", "clients") and no_test:
-            return "it is of the test set, and data.test = 0 leaves none"
-        if self.where == "clients" and not config.evaluate.clients_at_end:
-            return "clients' own readouts are measured only with evaluate.clients_at_end = true"
-        if self.where == "unseen" and (task != "superni" or data.unseen_tasks == 0):
-            return "only data.task = 'superni' with data.unseen_tasks > 0 has tasks that nobody trains on"
-        if self.where == "validation_mismatched" and task != "mnli":
-            return "only data.task = 'mnli' has that test set"
-        return None
-
 
 def parse_number(name: str) -> Number:
     """The number with this name. Raises `ConfigError`, which lists all names, for an unknown one."""

@@ -12,20 +12,44 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from fedlora.errors import ConfigError, refuse, repeated, said_by
 from fedlora.experiments.scores import parse_number
 from fedlora.given_files import read_toml
+from fedlora.runs.config import RunConfig
 from fedlora.runs.reading import flat
+from fedlora.runs.sections import MethodSection
 
 _PAPER = "paper_numbers"  # a file that may lie beside experiments
+T = TypeVar("T")
 Changes = dict[str, Any]  # "table.key" -> value
 Cell = Mapping[str, str]  # axis -> label
 # Keys that change no score, and keys that a search would be judged by.
 NOT_TO_SEARCH = ("run.seed", "run.threads", "run.workers", "data.validation", "data.test", "data.max_test")
+
+
+def _once(values: list[T]) -> list[T]:
+    if twice := repeated(map(str, values)):
+        raise ValueError(f"names {twice[0]} twice; leave it out once.")
+    return values
+
+
+def _known(name: str) -> str:
+    return parse_number(name).name
+
+
+def _searchable(key: str) -> str:
+    if key in NOT_TO_SEARCH:
+        raise ValueError(f"{key!r} cannot be searched.")
+    return key
+
+
+Once = Annotated[list[T], AfterValidator(_once)]
+Seeds = Annotated[Once[int], Field(min_length=1)]
+Metric = Annotated[str, AfterValidator(_known)]
 
 
 class Part(BaseModel):
@@ -39,8 +63,8 @@ class Part(BaseModel):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            each = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise ConfigError(f"{wrong}: {each}.") from error
+            found = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
+            raise ConfigError(f"{wrong}: {'; '.join(': '.join(filter(None, one)) for one in found)}") from error
 
 
 class Tune(Part):
@@ -50,11 +74,11 @@ class Tune(Part):
     the best value is chosen. at: labels of other axes, to which the search is confined. seeds: for the search alone.
     """
 
-    key: str = "train.learning_rate"
-    values: Annotated[list[float], Field(min_length=1)]
-    over: list[str] = ["method"]
+    key: Annotated[str, AfterValidator(_searchable)] = "train.learning_rate"
+    values: Annotated[Once[float], Field(min_length=1)]
+    over: Once[str] = ["method"]
     at: dict[str, str] = {}
-    seeds: Annotated[list[int], Field(min_length=1)] = [1000]
+    seeds: Seeds = [1000]
 
 
 class Profile(Part):
@@ -65,11 +89,11 @@ class Profile(Part):
     the number to compare, instead of the experiment's. note: a note for readers of the file.
     """
 
-    seeds: Annotated[list[int], Field(min_length=1)]
+    seeds: Seeds
     set: Changes = {}
-    axes: dict[str, list[str]] = {}
-    tune: list[float] = []
-    metric: str | None = None
+    axes: dict[str, Once[str]] = {}
+    tune: Once[float] = []
+    metric: Metric | None = None
     note: str = ""
 
 
@@ -90,7 +114,7 @@ class Experiment(Part):
     name: str
     title: str
     question: str = ""
-    metric: str = "test, last"
+    metric: Metric = "test, last"
     rows: str = "method"
     reference: str | None = None
     margin: Annotated[float, Field(gt=0)] | None = None
@@ -101,6 +125,11 @@ class Experiment(Part):
     profiles: dict[str, Profile]
     skip: list[dict[str, str]] = []
     _folder: Path | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        refuse(_wrong_in(self))
+        return self
 
     @property
     def folder(self) -> Path | None:
@@ -119,31 +148,20 @@ class Experiment(Part):
 
     def cells(self, profile: str) -> Iterator[Cell]:
         """Every combination of labels that the profile runs, and that `skip` does not name."""
-        each = [[(axis, label) for label in self.labels(profile, axis)] for axis in self.axes]
-        for combination in itertools.product(*each):
-            cell = dict(combination)
-            if not self.skips(cell):
+        for labels in itertools.product(*(self.labels(profile, axis) for axis in self.axes)):
+            cell = dict(zip(self.axes, labels, strict=True))
+            if not any(skipped.items() <= cell.items() for skipped in self.skip):
                 yield cell
-
-    def skips(self, cell: Cell) -> bool:
-        """Whether that combination of labels is skipped."""
-        return any(skipped.items() <= cell.items() for skipped in self.skip)
-
-    def without(self, cells: Sequence[Cell]) -> Experiment:
-        """The experiment without these cells."""
-        return self.model_copy(update={"skip": [*self.skip, *map(dict, cells)]})
 
 
 def load_experiment(path: Path) -> Experiment:
     """An experiment from its file.
 
     Raises:
-        ConfigError: no such file, no TOML, or not an experiment, with a line for each error.
+        ConfigError: no such file, no TOML, or not an experiment; each error is named.
     """
-    experiment = Experiment.read(
-        {"name": path.stem, **read_toml(path, "the experiment")}, f"{path} is not an experiment"
-    )
-    refuse(wrong_in(experiment), f"{path}: ")
+    raw = {"name": path.stem, **read_toml(path, "the experiment")}
+    experiment = Experiment.read(raw, f"{path} is not an experiment")
     experiment._folder = path.parent
     return experiment
 
@@ -153,39 +171,88 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.toml") if path.stem != _PAPER)
 
 
-def wrong_in(experiment: Experiment) -> Iterator[str]:
-    """A sentence for each name that the file does not have, each value that it names twice, and each label or profile
-    that sets what the seeds or the search set: its runs would differ from their name."""
+def _wrong_in(experiment: Experiment) -> Iterator[str]:
+    """A sentence for each axis or label that the file does not have, and for each label or profile that sets what the
+    seeds or the search set: its runs would differ from their name."""
     axes, tune, profiles = experiment.axes, experiment.tune, experiment.profiles
     named = [("rows", experiment.rows, [] if experiment.reference is None else [experiment.reference])]
     named += [("skip", axis, [label]) for skipped in experiment.skip for axis, label in skipped.items()]
     named += [(f"profile {p}", axis, labels) for p, one in profiles.items() for axis, labels in one.axes.items()]
-    listed: list[tuple[str, Sequence[object]]] = [(f"profile {p}, seeds,", one.seeds) for p, one in profiles.items()]
-    listed += [(f"profile {p}, {axis},", labels) for p, one in profiles.items() for axis, labels in one.axes.items()]
     taken = {"run.seed": "the seeds of a profile set it"}
     if tune is not None:
         named += [("tune.over", axis, []) for axis in tune.over]
         named += [("tune.at", axis, [label]) for axis, label in tune.at.items()]
-        listed += [("tune.values", tune.values), ("tune.over", tune.over), ("tune.seeds", tune.seeds)]
         taken[tune.key] = "the search sets it"
-        if tune.key in NOT_TO_SEARCH:
-            yield f"tune.key = {tune.key!r} cannot be searched."
         for p, one in profiles.items():
-            if len(one.tune or tune.values) > 1 and (shared := sorted({*one.seeds} & {*tune.seeds})):
+            if shared := sorted({*one.seeds} & {*tune.seeds}):
                 yield f"seed {shared[0]} is both searched on and of profile {p}; keep the two apart."
     for whose, axis, labels in named:
         if axis not in axes:
             yield f"{whose}: {axis!r} is not an axis; there are {', '.join(axes)}."
         elif unknown := [label for label in labels if label not in axes[axis]]:
             yield f"{whose}: {axis} has no label {unknown[0]!r}; it has {', '.join(axes[axis])}."
-    for whose, values in listed:
-        if twice := repeated(map(str, values)):
-            yield f"{whose} names {twice[0]} twice; leave it out once."
     changes = [(f"profile {p}", one.set) for p, one in profiles.items()]
     changes += [(f"{axis} = {label!r}", change) for axis, each in axes.items() for label, change in each.items()]
     for whose, change in [("[run]", experiment.run), *changes]:
         for key in taken.keys() & flat(change).keys():
             if whose != "[run]" or key == "run.seed":
                 yield f"{whose} sets {key}, and {taken[key]}."
-    for metric in [experiment.metric, *(one.metric for one in profiles.values() if one.metric is not None)]:
-        yield from said_by(lambda metric=metric: parse_number(metric))  # type: ignore[misc]
+
+
+# ---- a comparison: methods on one configuration, as an experiment of one axis (`fedlora compare`) -------------------
+
+PROFILE = "comparison"  # its only profile
+
+
+def comparison(
+    base: RunConfig,
+    methods: Mapping[str, MethodSection],
+    seeds: Sequence[int],
+    *,
+    name: str,
+    metric: str | None = None,
+    reference: str | None = None,
+    margin: float | None = None,
+    tune: Tune | None = None,
+) -> Experiment:
+    """The methods by label, on the configuration. Each run has one process and one thread, so that parallel runs change
+    no bit and do not slow each other down.
+
+    Args:
+        methods: label -> its section. The bare name of the configuration's own method means the configuration's.
+        metric: the compared number; by default the test set at the best validation round, or at the last one without
+            validation data; without a test set validation. reference: the label that the others are compared with; by
+            default the first. margin: a difference that does not matter. tune: the search for each method.
+
+    Raises:
+        ConfigError: unknown methods or settings, all in one line; a reference that is not a label; a search on compared
+            seeds, or without validation data; no held-out data; [privacy].
+    """
+    if base.privacy is not None:
+        raise ConfigError(
+            "[privacy] and compare do not go together: every run of it, searches included, would be charged to the "
+            "clients' ledger, and the first would leave nothing for the others. Compare on public data without the "
+            "table; then fedlora run."
+        )
+    validated = base.data.validation != 0
+    tested = base.data.task is not None or base.data.test != 0 or base.clients.test_fraction is not None
+    if not validated and (tune is not None or not tested):
+        raise ConfigError("data.validation = 0 leaves nothing to search or to compare methods by.")
+    methods = {label: base.method if label == base.method.name else section for label, section in methods.items()}
+    refuse(f"{label}: {why}" for label, section in methods.items() for why in said_by(section.build))
+    one_thread = base.model_copy(update={"run": base.run.model_copy(update={"threads": 1, "workers": None})})
+    run = one_thread.model_dump(mode="json", exclude_defaults=True, exclude={"method"})  # the axis has it
+    run.setdefault("run", {}).pop("seed", None)
+    axis = {
+        label: {"method": {"name": section.name, **section.model_dump(mode="json", exclude_defaults=True)}}
+        for label, section in methods.items()
+    }
+    best = "test, best" if validated else "test, last"
+    return Experiment.read(
+        {
+            "name": name, "title": name, "metric": metric or (best if tested else "validation, best"), "run": run,
+            "reference": reference or next(iter(axis)), "margin": margin, "axes": {"method": axis}, "tune": tune,
+            "profiles": {PROFILE: {"seeds": list(seeds)}},
+        },
+        "the comparison",
+    )  # fmt: skip

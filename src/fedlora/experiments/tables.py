@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from fedlora.experiments import stats
-from fedlora.experiments.frames import megabytes
 from fedlora.experiments.grid import Planned
+from fedlora.experiments.results import megabytes
 from fedlora.experiments.scores import SCALES, Line, Number
 from fedlora.experiments.spec import Cell
 from fedlora.experiments.tune import Progress
@@ -72,7 +72,9 @@ def scores(progress: Progress, number: Number) -> Table:
         rows += [{**row, "n": len(have), "planned": len(grid.seeds)}] if runs else []
     over = "median over seeds; n: runs that reach it" if number.of_rounds else "mean over seeds"
     notes = [f"{in_its_unit(progress, number)}, {over}.", *_whose(progress, number), *_mixtures(progress)]
-    notes += ["A run without the number failed or diverged: then there is no mean."] if lacking else []
+    notes += (
+        ["A run without the number failed, diverged or did not measure it: then there is no mean."] if lacking else []
+    )
     return Table(pd.DataFrame(rows), len(grid.axes), notes)
 
 

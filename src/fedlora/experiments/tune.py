@@ -92,6 +92,12 @@ class Progress:
             found.setdefault(run.digest, run)
         return sorted(found.values(), key=lambda run: run.seed)
 
+    def chosen(self) -> list[str]:
+        """What the search chose, a line for each of its labels."""
+        tune, each = self.grid.experiment.tune, self.choices.items()
+        key = "" if tune is None else tune.key
+        return [f"{', '.join(over) or 'all'}: {key} = {one.value}" for over, one in each] or ["No choice yet."]
+
     def notes(self) -> list[str]:
         """What is missing and why, and what a search does not tell apart."""
         tune, found = self.grid.experiment.tune, []

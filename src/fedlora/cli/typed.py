@@ -1,11 +1,12 @@
-"""Methods as typed: "glora", "glora gamma=1", "glora rho=0.5", or several separated by commas.
+"""What is typed: methods ("glora", "glora gamma=1", or several separated by commas), a robust rule, seeds, labels.
 
 Commas and spaces inside quotes or brackets belong to a value: "own:Mean label='a, b', own:Mean weights=[1, 2]".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.errors import ConfigError, repeated
@@ -18,6 +19,7 @@ from fedlora.server.rules import Rule
 
 _CLOSED_BY = {'"': '"', "'": "'", "[": "]"}
 _SPACES = " \t\r\n"
+_MOST = 10_000  # more is a typing error, and would not fit in memory
 
 
 def parse_methods(text: str) -> dict[str, MethodSection]:
@@ -103,3 +105,33 @@ def _cut(text: str, at: str) -> list[str]:
     if closing:
         raise ConfigError(f"a closing {closing} is missing after {pieces[-1].strip()!r}.")
     return pieces
+
+
+def parse_seeds(text: str, option: str) -> list[int]:
+    """Seeds from "0:8" (half-open, as in Python), "0,3,5" or "7". Raises `ConfigError`."""
+    found: Sequence[int]
+    try:
+        if ":" in text:
+            first, end = (int(part) for part in text.split(":"))
+            found = range(first, end)
+        else:
+            found = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} takes seeds as 0:8, 0,3,5 or 7; got {text!r}.") from error
+    if len(found) > _MOST:
+        raise ConfigError(f"{option} {text} names {len(found):,} seeds; at most {_MOST:,} are allowed.")
+    if not found or len({*found}) < len(found):
+        what = "names no seed" if not found else "names a seed twice"
+        raise ConfigError(f"{option} {text} {what}; it takes seeds as 0:8 (0 to 7), 0,3,5 or 7.")
+    return list(found)
+
+
+def parse_only(text: str, axes: Mapping[str, object]) -> dict[str, list[str]]:
+    """Axis -> labels from "task=SST-2,method=GLoRA,method=FedIT". A label may have commas. Raises `ConfigError`."""
+    found: dict[str, list[str]] = {}
+    for part in re.split(rf",(?=\s*(?:{'|'.join(map(re.escape, axes))})\s*=)", text):
+        axis, equals, label = (word.strip() for word in part.partition("="))
+        if not (axis and equals and label):
+            raise ConfigError(f"--filter takes AXIS=LABEL,AXIS=LABEL; got {text!r}. The axes are {', '.join(axes)}.")
+        found.setdefault(axis, []).append(label)
+    return found
