@@ -23,8 +23,8 @@ from fedlora.flower.server.federation import ending
 from fedlora.flower.server.journal import read_now
 from fedlora.flower.site.trainer import keeping
 from fedlora.runs import preparation
+from fedlora.runs.client_data import deal
 from fedlora.runs.config import load_config
-from fedlora.runs.inputs import dealt_out
 from support.federation_folders import RANKS, FederationOnDisk
 from support.flower_grid import LocalGrid
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
@@ -68,7 +68,7 @@ def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path, monkeyp
     run is given the sites' way to hold rows out."""
     fed = FederationOnDisk(tmp_path)
     keep = keeping(fed.settings())
-    monkeypatch.setattr(preparation, "dealt_out", lambda config, root, names, _: dealt_out(config, root, names, keep))
+    monkeypatch.setattr(preparation, "deal", lambda config, root, names, _: deal(config, root, names, keep))
     summary = fed.play()
     said = fed.settings()
     lines = ["[model]", f'path = "{fed.model}"', "dropout = 0.0", "[data]", "validation = 0.25", "test = 0.25"]

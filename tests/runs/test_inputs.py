@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import load_config
-from fedlora.runs.inputs import contents, digest_of
+from fedlora.runs.identity import contents, digest_of
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import classification, rows, save_encoder

@@ -25,7 +25,7 @@ from fedlora.runs.config import RunConfig, load_config, parse_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared, prepare
-from fedlora.runs.private_outputs import shown_config
+from fedlora.runs.private_releases import shown_config
 from fedlora.runs.private_run import check_affordable, plan
 from fedlora.training import LocalTrainer
 from support.command_line import Said, invoke

@@ -32,8 +32,8 @@ from fedlora.errors import CheckpointError, ConfigError, FedLoRAError
 from fedlora.runs.config import load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.inputs import contents as inputs
-from fedlora.runs.inputs import digest_of
+from fedlora.runs.identity import contents as inputs
+from fedlora.runs.identity import digest_of
 from fedlora.runs.preparation import prepare
 from fedlora.server.state import RunState
 from fedlora.training.encode import encode

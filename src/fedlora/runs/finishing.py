@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError
+from fedlora.privacy.releases import filtered
 from fedlora.runs.exported import FOLDERS, Exports, clear_exports, client_adapter, global_adapter
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.private_outputs import private_summary
 from fedlora.runs.private_run import PrivateRun, told
 from fedlora.runs.samples import write_samples
 from fedlora.runs.stopping import Line, Ranking
@@ -100,7 +100,7 @@ def finish(
         "exports": sorted({place.relative_to(folder.path).parts[0] for place in exports.made}),
     }  # fmt: skip
     if spent is not None:
-        summary = private_summary(summary, spent, "summary.json")
+        summary = filtered("summary.json", {**summary, "privacy": spent})
     folder.write_json("summary.json", summary)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from fedlora.data.splits import inputs
 from fedlora.methods.registry import package_of, plugins
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
-from fedlora.runs.inputs import contents, digest_of, facts_of
-from fedlora.runs.private_outputs import shown_config
+from fedlora.runs.identity import contents, digest_of
+from fedlora.runs.private_releases import shown_config
 from fedlora.runs.rank_profiles import is_attention
+from fedlora.training.digests import model_commit, model_content
 from fedlora.training.models import AdaptedModel
 from fedlora.training.templates import find_template
 from fedlora.versions import installed
@@ -32,8 +33,10 @@ def manifest(
     model: AdaptedModel,
     method: Method[Any],
 ) -> dict[str, Any]:
-    read, own, classes = facts_of(config, data), contents(config), range(len(data.classes))
+    """A run's record. "model" and "data", with "threads", are what its identity includes of what it read."""
+    own, classes, place = contents(config), range(len(data.classes)), config.model.location()
     counts = {client: [list(part.labels or ()).count(k) for k in classes] for client, part in data.parts.items()}
+    commit, adapter, asked = model_commit(place), config.model.adapter, config.model.task == "causal-lm"
     return {
         "config_digest": digest_of(config, own) if config.privacy is None else shown_config(config).digest(),
         **code_facts([package_of(point) for point in plugins() if point.name == config.method.name]),
@@ -41,16 +44,34 @@ def manifest(
         "threads": torch.get_num_threads(),
         "seed": config.run.seed,
         "files": own,
-        "model": read["model"],
+        "model": {
+            "path": config.model.path,
+            "sha256": model_content(place),
+            **({"commit": commit} if commit is not None else {}),
+            **({"adapter": model_content(adapter)} if adapter is not None else {}),
+        },
         "data": {
-            **read["data"],
+            "train": _sizes(data.parts),
+            "validation": _size(data.validation),
+            "test": _size(data.test),
+            "probes": {name: _size(sets) for name, sets in data.probes.items()},
+            "own_test": _sizes(data.own_test) if config.clients.own_test else {},
+            "labels": list(data.classes),
             "categories": dict(data.categories),
             "label_counts": counts if classes else None,
-            **_template(config, model),
+            **({"template": find_template(config.data.prompting(), model.tokenizer).name} if asked else {}),
         },
         "clients": {c.id: shown_rank(c) for c in clients},
         "method": repr(method),
     }
+
+
+def _sizes(parts: Mapping[str, TextData]) -> dict[str, Any]:
+    return {name: {"examples": len(part), "sha256": part.digest()} for name, part in parts.items()}
+
+
+def _size(sets: Mapping[str, TextData]) -> dict[str, Any]:
+    return dict(_sizes({"": TextData.concat(list(sets.values()))})[""])
 
 
 def code_facts(packages: Iterable[str] = ()) -> dict[str, Any]:
@@ -62,13 +83,6 @@ def code_facts(packages: Iterable[str] = ()) -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": commit_of_code(),
     }
-
-
-def _template(config: RunConfig, model: AdaptedModel) -> dict[str, str]:
-    """The template around a language model's prompts; empty for a classifier."""
-    if config.model.task != "causal-lm":
-        return {}
-    return {"template": find_template(config.data.prompting(), model.tokenizer).name}
 
 
 def shown_rank(client: Client) -> int | str:

@@ -21,12 +21,12 @@ from fedlora.flower.server.opening import Opening
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import RECORDS, parse_json, read_given
+from fedlora.privacy.releases import filtered
 from fedlora.runs.base_names import BaseName, base_name
 from fedlora.runs.exported import FOLDERS, Exports, global_adapter, named
 from fedlora.runs.finishing import results
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts, shown_rank
-from fedlora.runs.private_outputs import private_summary
 from fedlora.runs.private_run import told
 from fedlora.runs.stopping import Line
 from fedlora.server.judged import over_rounds
@@ -61,7 +61,7 @@ def finish(grid: BoundedGrid, federation: Federation) -> dict[str, Any]:
         stopped = {"round": state.round, "of": settings.run.rounds, "best_round": None, "best": None, "why": why}
     summary = _summary(federation, best, at_sites, tested, judged, stopped)
     if spent is not None:
-        summary = private_summary(summary, spent, "server/summary.json")
+        summary = filtered("server/summary.json", {**summary, "privacy": spent})
     files.write(home.summary, json.dumps(plain(summary), indent=2, sort_keys=True) + "\n")
     return dict(plain(summary))
 
@@ -95,7 +95,7 @@ def _summary(
     federation: Federation, best: Line | None, at_sites: SiteRound, tested: Mapping[str, Mapping[str, float]],
     judged: Mapping[str, Any], stopped: Mapping[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Any federation's summary; `private_summary` removes what a private one may not release."""
+    """Any federation's summary; `privacy.releases` removes what a private one may not release."""
     settings, choosing, lines = federation.opening.settings, federation.opening.choosing, federation.lines()
     return {
         **results(
