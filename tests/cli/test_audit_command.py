@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import fedlora.runs.storing
 import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
 
+import fedlora.runs.storing
 import fedlora.training.loop
 from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Upload, read_adapter, write_adapter
 from fedlora.adapters.uploads import read_uploads, write_upload

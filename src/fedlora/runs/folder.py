@@ -3,7 +3,7 @@
 config.json        the resolved configuration          metrics.jsonl     one line per round
 manifest.json      versions, commit, device, hashes    checkpoints/      the newest states; best/ the best one's
 summary.json       the result; written last            adapter/          the final server model, a PEFT directory
-samples.jsonl, samples.md  a language model's answers to held-out prompts, before and after
+samples.jsonl      a language model's answers to held-out prompts, before and after
 plots/*.png                                            best/             the best one by validation, likewise
 private/           of a private run: for the server only (`private_releases`)
 uploads/           what clients sent, if requested (run.keep_uploads)

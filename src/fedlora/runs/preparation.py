@@ -18,11 +18,10 @@ from fedlora.core.trainer import OneByOne, Workers
 from fedlora.data import TextData
 from fedlora.errors import FedLoRAError, refuse
 from fedlora.runs.attack_section import attack_facts, with_flipped_labels
-from fedlora.runs.base_names import base_name
 from fedlora.runs.checks import built, of_data, of_settings, on_a_toy, per_round, planned_privacy
 from fedlora.runs.client_data import Dealt, Keep, deal, training_rows
 from fedlora.runs.config import RunConfig
-from fedlora.runs.exported import named
+from fedlora.runs.exported import base_name, named
 from fedlora.runs.identity import own_files
 from fedlora.runs.manifest import manifest, straddling
 from fedlora.runs.private_releases import public_manifest

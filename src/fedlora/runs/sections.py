@@ -34,11 +34,14 @@ from fedlora.training.load import model_place
 from fedlora.training.measure import ModelEvaluator, Target
 from fedlora.training.metrics import MetricName
 from fedlora.training.models import AdaptedModel
-from fedlora.training.settings import DType, LoRASettings, Positive, Section, Targets, Task
+from fedlora.training.programs import Program
+from fedlora.training.settings import DType, LoRASettings, Positive, Section, Targets, Task, TrainSection
 from fedlora.training.skeleton import check_targets
 from fedlora.workers.processes import available
 
 Share = Annotated[float, Field(gt=0, le=1)]
+Command = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+Seconds = Annotated[float, Field(gt=0)]
 
 
 class RunSection(Section):
@@ -199,6 +202,23 @@ class ServerSection(Section):
         return [] if self.gauge_stress is None else [GaugeStress(self.gauge_stress, seed)]
 
 
+class TrainTable(TrainSection):
+    """One client's round: by fedlora's own loop, whose optimiser is new each round as in all reference codes, or by a
+    program of the client's.
+
+    command: a program and its arguments, such as ["python", "my_train.py"], started once for each client and round; it
+    finds a PEFT folder and leaves one, and all other keys here have no effect. {data} in it is the client's file of
+    training examples. time_limit: seconds after which the program is ended and its client fails; not set: none.
+    """
+
+    command: Command | None = None
+    time_limit: Seconds | None = None
+
+    def program(self) -> Program | None:
+        """The clients' program, if they have one."""
+        return None if self.command is None else Program(tuple(self.command), self.time_limit)
+
+
 class EvaluateSection(Section):
     """What is measured, and when to stop.
 
@@ -208,7 +228,7 @@ class EvaluateSection(Section):
     measure each client's own readout, once: on its own test set if it has one, otherwise on the common one; "both": on
     both. patience: stop after this many evaluations in a row whose validation metric does not improve on the best
     before by more than min_delta. min_delta: the smallest improvement that counts. samples: how many held-out prompts
-    to ask a language model, before and after training (samples.jsonl, samples.md). test_along: also score the test set
+    to ask a language model, before and after training (samples.jsonl). test_along: also score the test set
     at each evaluation, as test/NAME in metrics.jsonl, for curves; nothing is chosen by it.
     """
 

@@ -22,8 +22,7 @@ from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import RECORDS, parse_json, read_given
 from fedlora.privacy.releases import filtered
-from fedlora.runs.base_names import BaseName, base_name
-from fedlora.runs.exported import FOLDERS, Exports, global_adapter, named
+from fedlora.runs.exported import FOLDERS, BaseName, Exports, base_name, global_adapter, named
 from fedlora.runs.finishing import results
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts, shown_rank
@@ -46,7 +45,7 @@ def finish(grid: BoundedGrid, federation: Federation) -> dict[str, Any]:
     at_sites = federation.measure(grid, "test") if sites_test(settings) else SiteRound()
     judged = over_rounds(lines)
     spent = None if private is None else private.spent(state.round)
-    exports = _exports(federation, judged, None if spent is None else told(spent))
+    exports = _exports(federation, None if spent is None else told(spent))
     tested = _tested(opening, chosen)
     for name, measured in tested.items():
         scores, by = measured, "server"
@@ -116,16 +115,15 @@ def _summary(
     }  # fmt: skip
 
 
-def _exports(federation: Federation, judged: Mapping[str, Any], privacy: str | None) -> Exports:
-    """Writes adapters of the federation's states. judged: a robust rule's effect in all rounds. privacy: the guarantee
-    of a private federation, in words."""
+def _exports(federation: Federation, privacy: str | None) -> Exports:
+    """Writes adapters of the federation's states. privacy: the guarantee of a private federation, in words."""
     opening = federation.opening
     settings, base = opening.settings, _base(opening)
     config = settings.as_run(base.name or "model")
     model = settings.at_server.model or opening.spec.base_model
     return Exports(
         _facts(federation), config, named(opening.spec, base.name or (PurePath(model).name if model else None)),
-        opening.at_server.tokenizer, settings.data.labels or (), base=base, privacy=privacy, judged=judged,
+        opening.at_server.tokenizer, settings.data.labels or (), base=base, privacy=privacy,
     )  # fmt: skip
 
 
