@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from fedlora.errors import ConfigError
 from fedlora.runs.rank_profiles import (
     FLEXLORA_TYPES,
     PAPER_TYPES,
@@ -155,8 +154,3 @@ def test_which_client_has_which_rank_is_the_seeds_alone() -> None:
     assert other != got
     assert Counter(other.values()) == Counter(got.values())
     assert list(got.values()) != sorted(got.values())
-
-
-def test_an_unknown_profile_is_named() -> None:
-    with pytest.raises(ConfigError, match="'pareto'; known: uniform, normal, heavy-tail"):
-        assign_ranks(FIFTY, RANKS, "pareto", seed=0)  # type: ignore[arg-type]

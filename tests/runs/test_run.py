@@ -194,7 +194,7 @@ def test_the_model_card_names_the_run(finished: Finished) -> None:
     s = finished.folder.read_json("summary.json")
     assert card.startswith("---\nlibrary_name: peft\n")
     assert f"digest {digest_of(finished.config, inputs(finished.config))}" in card
-    assert "| rounds | 3 of 3 planned, seed 0 |" in card and "| data dealt out | label skew, Dirichlet 1 |" in card
+    assert "| rounds | 3 of 3 planned, seed 0 |" in card and "| dealt out by | partition dirichlet |" in card
     assert "(glora, round 3)" in card and "site-1: 2, site-2: 4, site-3: 4" in card
     assert f"accuracy {s['test']['last']['accuracy']:.4f}" in card
     best = (finished.folder.path / "best" / "README.md").read_text()

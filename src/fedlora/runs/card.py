@@ -9,6 +9,7 @@ from fedlora.core.lora import Adapter
 from fedlora.errors import counted
 from fedlora.runs.attack_words import in_words
 from fedlora.runs.config import RunConfig
+from fedlora.training.settings import Section
 from fedlora.training.templates import BARE, CHAT
 
 if TYPE_CHECKING:
@@ -110,17 +111,21 @@ def model_card(
     attack = _cell(in_words(manifest["attack"], len(train))) if manifest.get("attack") else None
     ranks = sorted(adapter.ranks.values())
     span = " to ".join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))
-    programs = "" if config.train.command is None else ", given to their programs"
+    own = config.train.command is not None
+    programs, local = ", given to their programs" * own, "by a program of the client's own"
+    local = local if own else _settings(config.train)
+    apart = config.data.clients or config.data.task == "superni"  # each client has data of its own
     rows = {
         "attack": attack,
         "base model": base.shown,
         "adapted modules": f"{len(adapter.modules)}, rank {span}",
         "client ranks": ", ".join(f"{name}: {rank}" for name, rank in manifest["clients"].items()),
         "training examples": _examples(train) + programs if privacy is None else "withheld, a private run",
-        "data dealt out": _dealt(config),
-        "local round": _local(config) + manifest.get("local_round_unless", ""),
+        "data": _settings(config.data, "task", "max_train", "max_length", "template"),
+        "dealt out by": "" if apart else _settings(config.clients, "partition", "alpha", "profile"),
+        "LoRA": _settings(config.lora),
+        "local round": local + manifest.get("local_round_unless", ""),
         "rounds": f"{round} of {config.run.rounds} planned, seed {config.run.seed}",
-        "prompts": _prompts(config),
         "validation": _scores(validation or {}),
         f"held-out {on} ({client or by or manifest['evaluation_target']})": _scores(metrics) or "none",
         **_classes(manifest, programs),
@@ -172,36 +177,10 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
 
 
-def _dealt(config: RunConfig) -> str:
-    """How the data were distributed: each client's own, or one set dealt out."""
-    if config.data.clients:
-        return "each client has a file of its own"
-    if config.data.task == "superni":
-        return "a task for each client"
-    return "iid" if config.clients.partition == "iid" else f"label skew, Dirichlet {config.clients.alpha or 1.0:g}"
-
-
-def _local(config: RunConfig) -> str:
-    """A client's round in words, including settings that are not at their defaults."""
-    t, lora = config.train, config.lora
-    if t.command is not None:
-        return "by a program of the client's own"
-    said = [f"{t.steps} steps" if t.steps else f"{t.epochs:g} epochs"]
-    said[0] += f" of {t.batch_size}"
-    said += [t.optimizer, f"learning rate {t.lr:g}", f"texts of up to {config.data.max_length} tokens"]
-    said += [f"class weights {t.class_weights}"] if t.class_weights is not None else []
-    if lora.alpha is not None:
-        said.append(f"alpha {lora.alpha:g}, {'alpha / sqrt(r)' if lora.rslora else 'alpha / r'} for each rank")
-    return ", ".join(said)
-
-
-def _prompts(config: RunConfig) -> str:
-    """How prompts were formatted for a language model."""
-    template = config.data.prompting()
-    if config.model.task != "causal-lm":
-        return ""
-    said = {BARE: "unchanged", CHAT: "in the tokenizer's chat template, saved here"}
-    return said.get(template, f"in the text {_cell(repr(template))}")
+def _settings(table: Section, *keys: str) -> str:
+    """The table's settings of these keys (default: all) that have a value, by their names."""
+    told = table.model_dump(include=set(keys) or None)
+    return _cell(", ".join(f"{key} {value}" for key, value in told.items() if value not in (None, False, [])))
 
 
 def snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:

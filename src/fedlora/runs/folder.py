@@ -82,15 +82,6 @@ class RunFolder:
 
         Raises:
             ConfigError: the folder holds other files, cannot be created, or cannot be written.
-
-        Example:
-            >>> Path("mine").mkdir()
-            >>> _ = Path("mine/config.json").write_text("{}")
-            >>> try:
-            ...     RunFolder(Path("mine")).check_place()
-            ... except ConfigError as error:
-            ...     print(str(error).partition(".")[0])
-            mine is not empty and holds no run: 1 entry, the first is 'config
         """
         if self.exists():
             return

@@ -115,12 +115,9 @@ def straddling(dealt: Dealt) -> dict[str, dict[str, int]]:
 
     Shares drawn from one file have none; several files, and a benchmark's official splits, may have some.
     """
-    trained, chosen_by = _texts(dealt.parts.values()), _texts(dealt.validation.values())
-    held = {"validation": dealt.validation, "test": dealt.test, **dealt.probes}
-    if dealt.own_test and not any(len(part) for part in dealt.test.values()):
-        held["test"] = dealt.own_test
+    trained, chosen_by = _texts(dealt.parts), _texts(dealt.validation)
     found = {}
-    for name, sets in held.items():
+    for name, sets in {"validation": dealt.validation, "test": dealt.test, **dealt.probes}.items():
         texts = [one for part in sets.values() for one in inputs(part)]
         counts = {"in training": sum(one in trained for one in texts)}
         if name != "validation":
@@ -130,5 +127,5 @@ def straddling(dealt: Dealt) -> dict[str, dict[str, int]]:
     return found
 
 
-def _texts(parts: Iterable[TextData]) -> set[tuple[str, str]]:
-    return {one for part in parts for one in inputs(part)}
+def _texts(sets: Mapping[str, TextData]) -> set[tuple[str, str]]:
+    return {one for part in sets.values() for one in inputs(part)}

@@ -120,7 +120,12 @@ def prepare(
     except FedLoRAError as error:  # told with all that is wrong
         refuse([*wrong, str(error)] if wrong else ())
         raise
-    _warn_of(config, data, data_root)
+    if config.data.task == "mnli" and not data.probes:
+        log.warning(
+            "data.task = 'mnli' from --data-root has one test set, the one in glue/mnli/validation.jsonl. This run "
+            "will not have 'validation_mismatched': put validation_mismatched.jsonl beside that file, or leave "
+            "--data-root out."
+        )
     parts, labels, names = data.parts, data.classes, list(data.parts)
     processes = config.run.processes(config.model.chosen_device(), per_round(config, names))
     target, misfits = on_a_toy(config, names)
@@ -167,20 +172,6 @@ def prepare(
         manifest=facts if config.privacy is None else public_manifest(facts),
         secrets=None if config.privacy is None else facts,
     )
-
-
-def _warn_of(config: RunConfig, data: Dealt, data_root: Path | None) -> None:
-    if config.data.task == "mnli" and not data.probes:
-        log.warning(
-            "data.task = 'mnli' from --data-root has one test set, the one in glue/mnli/validation.jsonl. This run "
-            "will not have 'validation_mismatched': put validation_mismatched.jsonl beside that file, or leave "
-            "--data-root out."
-        )
-    if config.data.revision is not None and data_root is not None:
-        log.warning(
-            f"data.revision = {config.data.revision!r} names the hub's files, and --data-root has others: the "
-            f"manifest has their digests."
-        )
 
 
 def _start(
