@@ -142,17 +142,6 @@ def test_a_merge_takes_a_rule_too(tmp_path: Path, main: Callable[..., Said]) -> 
     }.items():
         wrong = main(*given, text, "-o", tmp_path / "other")
         assert wrong.code == 2 and why in " ".join(wrong.err.split()), (text, wrong.err)
+    bare = main("merge", *folders, *given[-3:], "multi-krum liars=1", "-o", tmp_path / "other")
+    assert bare.code == 2 and "tensors beside them" in " ".join(bare.err.split()), "heads are in no pair of factors"
     assert not (tmp_path / "other").exists()
-
-
-def test_in_a_merge_heads_are_not_averaged_behind_a_rules_back(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """A merge under a rule looks at pairs: a classifier of a million would be averaged in with the plain weights."""
-    from support.adapter_folders import saved
-
-    folders = [saved(tmp_path, name, 2) for name in "abcde"]
-    command = ("merge", *folders, "--method", "glora", "--defence", "multi-krum liars=1", "-o", tmp_path / "out")
-    wrong = main(*command)
-    assert wrong.code == 2 and "tensors beside them" in " ".join(wrong.err.split()), wrong.err
-    assert not (tmp_path / "out").exists()
-    done = main(*command, "--heads", "drop")
-    assert done.code == 0, done.err

@@ -19,7 +19,7 @@ from fedlora.runs.card import model_card, snippet
 from fedlora.runs.config import load_config, parse_config
 from fedlora.runs.exported import LABELS_FILE, base_name, named
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import FEDSA, Finished, configured, held_out, ran
+from support.projects import Finished, configured, held_out, ran
 from support.tiny_models import llama
 from support.training_data import LABELS, encode_prompts, instructions, save_model
 
@@ -195,25 +195,9 @@ def test_packaged_models_have_their_public_names_and_no_path(finished: Finished)
         assert f"base_model: {name}\n" in card and source in card and "/" not in card.replace(name, "").split("##")[0]
 
 
-def test_a_run_of_a_checkout_that_pip_has_not_installed_has_a_card(finished: Finished) -> None:
-    """Its manifest has no version of fedlora (`code_facts`), and the run ended in a KeyError after its training."""
-    adapter, manifest = read_adapter(finished.folder.path / "adapter")[0], finished.folder.read_json("manifest.json")
-    del manifest["versions"]["fedlora"]
-    config = parse_config({"model": {"path": "demo"}, "data": {"train": "demo"}})
-    assert "not installed by pip, commit" in model_card(manifest, config, base_name("demo", {}), adapter, 3, {})
-
-
 def test_a_model_from_the_hub_or_its_cache_has_the_hubs_name() -> None:
     assert base_name("FacebookAI/roberta-base", {}).name == "FacebookAI/roberta-base"
     cached = f"/home/x/.cache/huggingface/hub/models--FacebookAI--roberta-base/snapshots/{'0a' * 20}"
     assert base_name(cached, {"model.safetensors": "ab"}).name == "FacebookAI/roberta-base"
     local = base_name("/home/x/models/mine", {"model.safetensors": "ab"})
     assert local.name is None and "/home" not in local.source + local.shown and "SHA-256 `ab`" in local.source
-
-
-def test_a_client_without_a_server_model_has_a_whole_folder_too(project: Path, tmp_path: Path) -> None:
-    folder = ran(configured(project, "run.rounds=1", *FEDSA), tmp_path / "run")
-    assert not (folder.path / "adapter").exists()
-    for client in (folder.path / "clients").iterdir():
-        held = {path.name for path in client.iterdir()}
-        assert held >= {"adapter_config.json", "tokenizer.json", LABELS_FILE, "README.md"}

@@ -84,9 +84,9 @@ def own_test_alone(file: Path) -> None:
 INPUTS: Mapping[str, tuple[str, Callable[[Path], None], str]] = {
     "training data, a row more": ("train.jsonl", one_more, "site-"),
     "training data, order of rows": ("train.jsonl", reversed_rows, "site-"),
-    "clients' own test sets alone": ("train.jsonl", own_test_alone, "own test set of 'site-"),
-    "validation data": ("valid.jsonl", one_more, "validation"),
-    "test data": ("test.jsonl", one_more, "test data"),
+    "clients' own test sets alone": ("train.jsonl", own_test_alone, "data.own_test.site-"),
+    "validation data": ("valid.jsonl", one_more, "data.validation.examples (20 there, 21 here)"),
+    "test data": ("test.jsonl", one_more, "data.test"),
     "weights": ("model/model.safetensors", scaled, "model.safetensors"),
     "model's configuration": ("model/config.json", text(" "), "config.json"),
     "tokenizer": ("model/tokenizer.json", text(" "), "tokenizer.json"),

@@ -89,19 +89,9 @@ def done(place: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 class TestTemplate:
-    def test_it_is_in_the_manifest(self, done: RunFolder) -> None:
-        assert done.read_json("manifest.json")["data"]["template"].startswith("chat, sha256 ")
-
-    def test_superni_keeps_its_own_prompts(self, place: Path) -> None:
-        raw = {"model": {"path": "m", "task": "causal-lm"}, "data": {"task": "superni"}}
-        config = RunConfig.model_validate(raw)
-        assert config.data.prompting() == "{prompt}"
-        raw["data"]["template"] = "chat"
-        assert RunConfig.model_validate(raw).data.prompting() == "chat"
-
     def test_a_run_is_not_resumed_with_other_prompts(self, place: Path, tmp_path: Path) -> None:
         folder = ran(config_of(place, "run.rounds=1"), tmp_path / "run")
-        with pytest.raises(CheckpointError, match="the prompt template"):
+        with pytest.raises(CheckpointError, match=r"data\.template"):
             ran(config_of(place, "run.rounds=1", "data.template={prompt}"), folder.path, resume=True)
 
     @pytest.mark.parametrize(
@@ -119,6 +109,7 @@ class TestTemplate:
 def test_what_was_cut_is_in_the_manifest(place: Path, done: RunFolder) -> None:
     """Of all examples one is too long: 20 words, an end, and an answer with its end, in 12 places."""
     cut = done.read_json("manifest.json")["cut"]
+    assert done.read_json("manifest.json")["data"]["template"].startswith("chat, sha256 ")
     prepared = prepare(config_of(place))
     texts = {c: part.text for c, part in prepared.parts.items()}
     holder = [c for c, text in texts.items() if any(len(t.split()) == 20 for t in text)]
@@ -159,10 +150,6 @@ class TestSamples:
                     made.append(token)
                 assert row[name] == tokenizer(classifies=False).decode(made, skip_special_tokens=True), name
         assert any(row["before"] != row["after"] for row in rows)
-
-    def test_they_are_held_out(self, place: Path, done: RunFolder) -> None:
-        trained = {text for part in prepare(config_of(place)).parts.values() for text in part.text}
-        assert not trained & {row["prompt"] for row in self.rows(done)}
 
     def test_a_resumed_run_has_the_same(self, place: Path, done: RunFolder, tmp_path: Path) -> None:
         """Stopped after a round and gone on with: the model before is the common start still."""

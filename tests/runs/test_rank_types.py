@@ -7,30 +7,25 @@ server's update and its best approximations by dense float64 matrices).
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedlora import read_adapter
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.preparation import prepare
-from support.command_line import Said, invoke
+from support.command_line import invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.peft_models import peft_layers, peft_updates
 from support.projects import CONFIG, configured, peft_model, ran, same_run
 from support.recorded import Call, recording
-from support.tiny_models import bert, llama
-from support.training_data import instructions, save_model
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
@@ -93,13 +88,6 @@ def typed(request: pytest.FixtureRequest, project: Path, tmp_path_factory: pytes
     )
     config = configured(project, *sets, f"method.name={request.param}", "train.optimizer=sgd")
     return played(config, tmp_path_factory.mktemp("typed") / "run")
-
-
-def test_the_lists_of_modules_above_are_the_models_linear_layers() -> None:
-    """`nn.Linear` in the plain model, less the head: what "all-linear" has to mean."""
-    network = bert()
-    linear = {name: tuple(m.weight.shape) for name, m in network.named_modules() if isinstance(m, nn.Linear)}
-    assert {name: shape for name, shape in linear.items() if name != "classifier"} == SHAPES
 
 
 def test_every_module_is_trained_and_uploaded_at_its_clients_own_rank(typed: Finished) -> None:
@@ -267,89 +255,4 @@ def test_flexloras_profiles_run_to_their_end(
     assert {name: layer.r["default"] for name, layer in peft_layers(model).items()} == by_module(*seen[widest])
 
 
-def test_the_draw_of_types_is_the_seeds(project: Path) -> None:
-    """Another run.seed deals the same types to other clients; the counts, one of each, stay."""
-    dealt = []
-    for seed in (0, 1, 2):
-        manifest = prepare(profiled(project, "flexlora-uniform", 4, f"run.seed={seed}")).manifest
-        dealt.append(tuple(manifest["clients"].items()))
-    assert len(set(dealt)) > 1
-    assert all(Counter(dict(clients).values()) == {8: 1, 30: 1, "30/200": 1, 200: 1} for clients in dealt)
-
-
-def test_flexloras_profiles_refuse_ranks(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
-    """mixed-ranks.md: they have types of their own and refuse `clients.ranks`. One line, nothing written."""
-    sets = ("clients.profile=flexlora-uniform", "clients.count=4")
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
-    assert re.search("flexlora-uniform .*clients.ranks", said.complaint())
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "says"),
-    [
-        ("[{attention = 0, feed_forward = 2}]", "clients.ranks"),
-        ("[{attention = 2}]", "clients.ranks"),
-        pytest.param(
-            "[{attention = 2, feed_forward = 2, other = 1}]",
-            "unknown key",
-            id="unknown key",
-        ),
-        ("[{attention = 2, feed_forward = 2.5}]", "clients.ranks"),
-        ("[{attention = 2, feed_forward = 3}, 4]", "clients.ranks has 2 entries"),
-    ],
-)
-def test_impossible_types_are_one_line(
-    project: Path, tmp_path: Path, main: Callable[..., Said], ranks: str, says: str
-) -> None:
-    """Exit code 2 and one line that names the key, as for every bad configuration; nothing is written."""
-    sets = (f"clients.ranks={ranks}", "clients.count=3")
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
-    assert says in said.complaint()
-    assert not (tmp_path / "run").exists()
-
-
 # ---- a language model ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def language(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """One round of a LLaMA on all linear layers, with types. Tests read it and change nothing."""
-    folder = tmp_path_factory.mktemp("language")
-    save_model(folder / "model", llama(), classifies=False)
-    data = instructions(60, 0)
-    pairs = zip(data.text, data.responses or (), strict=True)
-    (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": q, "response": a}) + "\n" for q, a in pairs))
-    (folder / "config.toml").write_text(
-        CONFIG.replace("dropout = 0.0", 'task = "causal-lm"').replace("min_size = 4", "")
-    )
-    config = configured(
-        folder,
-        ALL_LINEAR,
-        TYPES,
-        "run.rounds=1",
-        "run.keep_uploads=last",
-        "data.max_length=16",
-        "data.template={prompt}",
-    )
-    return ran(config, folder / "run")
-
-
-def test_a_language_models_attention_and_mlp_have_their_ranks(language: RunFolder) -> None:
-    """Seven linear layers a block: q, k, v, o have attention's rank, gate, up and down the other; no lm_head."""
-    for client, (attention, other) in RANKS.items():
-        adapter, _ = read_adapter(language.uploads(1) / client)
-        want = {
-            f"model.layers.{layer}.{m}": attention if "attn" in m else other
-            for layer in (0, 1)
-            for m in (
-                "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-                "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-            )
-        }  # fmt: skip
-        assert adapter.ranks == want and adapter.heads == {}
-
-
-def test_a_language_models_types_are_shown_attention_first(language: RunFolder) -> None:
-    """As everywhere else, attention/feed-forward: site-1 has 2 in attention and 3 elsewhere."""
-    assert language.read_json("manifest.json")["clients"] == {"site-1": "2/3", "site-2": 4, "site-3": "5/2"}

@@ -7,7 +7,6 @@ reference is the one that was never stopped).
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from fedlora.runs.preparation import prepare
 from fedlora.runs.stopping import Patience, Ranking
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.processes import lines_in, started, wait_for
 from support.projects import configured, contents, ran, same_run
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
@@ -113,24 +111,6 @@ def test_stopped_by_hand_before_it_stops_by_itself_it_is_the_same_run(
     folder = ran(configured(project, *FLAT), tmp_path / "run", rounds)
     assert not folder.finished()
     same_run(ran(configured(project, *FLAT), folder.path, resume=True), stopped)
-
-
-@pytest.mark.exhaustive  # of kills, `test_resuming` has one for `make test`
-def test_killed_and_resumed_it_is_the_same_run(stopped: RunFolder, project: Path, tmp_path: Path, forked: Any) -> None:
-    """SIGKILL before, in and behind the round that it stops with; with a checkpoint each round."""
-    sets = [s for s in FLAT if "checkpoint_every" not in s]
-    want = ran(configured(project, *sets), tmp_path / "whole")
-    out = tmp_path / "run"
-    for at_least in (1, 3):
-        child = started(forked, project, out, sets)
-        wait_for(child, lambda wanted=at_least: lines_in(out) >= wanted)
-        child.kill()
-        child.join(30)
-        assert child.exitcode in (-signal.SIGKILL, 0), (tmp_path / "log.txt").read_text()
-    child = started(forked, project, out, sets)
-    child.join(60)
-    assert child.exitcode == 0, (tmp_path / "log.txt").read_text()
-    same_run(RunFolder(out), want)
 
 
 def test_patience_asks_for_validation_data_and_min_delta_for_patience(project: Path) -> None:
