@@ -18,9 +18,8 @@ from fedlora.training.settings import Section
 class AttackSection(Section):
     """Lying clients, for experiments; never in a federation. Every output of such a run says so.
 
-    kind: what they do, see docs/how-to/attacks.md. share: the share of all clients that lie, rounded down, drawn by
-    run.seed. clients: the names of the liars, instead of a share. strength: its meaning and default depend on the kind.
-    noise: a free rider hides behind noise.
+    kind: what they do, see docs/how-to/attacks.md. share: of all clients, rounded down, drawn by run.seed. clients: the
+    liars' names, instead of a share. strength: depends on the kind. noise: a free rider hides behind noise.
     """
 
     kind: Kind | Literal["none"] = "none"

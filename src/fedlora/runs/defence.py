@@ -28,12 +28,10 @@ class DefenceSection(Section):
 
     docs/how-to/robust-rules.md has the theory.
 
-    rule: the rule's name, or "none". liars: how many clients per round it must tolerate, as a number or a share (below
-    0.5); krum, multi-krum and mixing need it; with the other rules it is optional, and they then refuse rounds of too
-    few clients. mixing: first replace each change by the mean of its nearest ones. threshold: for clip, a norm or
-    "median" (the default). tau: for centred-clipping, a norm or "median" (the default). iterations: for
-    centred-clipping their number (default 3), for geometric-median the most (default 1000). tolerance: for
-    geometric-median, the largest change of a coefficient at which it stops (default 1e-10).
+    rule: its name. liars: how many clients per round it must tolerate, a number or a share below 0.5; krum, multi-krum
+    and mixing need it. mixing: first replace each change by the mean of its nearest ones. threshold: of clip, a norm or
+    "median" (the default). tau: likewise of centred-clipping. iterations: of centred-clipping (default 3); the most of
+    geometric-median (default 1000). tolerance: of geometric-median, where it stops (default 1e-10).
     """
 
     rule: RuleName = "none"
