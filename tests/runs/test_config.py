@@ -265,6 +265,9 @@ def test_every_key_is_of_the_digest_and_the_identity_or_in_a_named_set() -> None
         assert (config.digest() == base.digest()) == (name in NO_NUMBER), name
         assert (identity(config, facts) == identity(base, facts)) == (name in later(config)), name
         assert [one[0] for one in differing(base, config)] == [name]
+    read = [{**facts, "threads": 2}, {**facts, "data": {"a": 1}}, {**facts, "model": {"sha256": {"a": "1"}}}]
+    read.append({**facts, "model": {"sha256": {}, "adapter": {"a": "1"}}})
+    assert len({identity(base, facts), identity(base, facts, "s"), *(identity(base, one) for one in read)}) == 6
     assert parsed(method={"rho": 0.5}).digest() != parsed(method={"rho": 0.25}).digest()
     own = [parse_config({"model": {"path": "m"}, "data": {"clients": {"a": name}}}).digest() for name in ("x", "y")]
     assert own[0] != own[1]
