@@ -63,6 +63,21 @@ def test_by_the_command_line_and_the_result_is_shown_and_drawn_again(
     assert (tmp_path / "run" / "plots" / "bytes.png").read_bytes() != before
 
 
+def test_a_run_that_is_being_extended_is_unfinished_and_keeps_its_adapter_and_needs_its_states(
+    project: Path, tmp_path: Path
+) -> None:
+    """Without a state of the finished run all its rounds would be trained again, over its result."""
+    folder = ran(configured(project, "run.rounds=1"), tmp_path / "run")
+    lost = RunFolder(shutil.copytree(folder.path, tmp_path / "lost"))
+    shutil.rmtree(lost.checkpoints)
+    before = contents(lost.path)
+    with pytest.raises(CheckpointError, match="no state of it"):
+        ran(configured(project, "run.rounds=3"), lost.path, resume=True)
+    assert contents(lost.path) == before
+    ran(configured(project, "run.rounds=3"), folder.path, 1, resume=True)
+    assert not folder.finished() and "round 1)" in (folder.path / "adapter" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_schedule_over_rounds_cannot_be_extended(project: Path, tmp_path: Path, schedule: str) -> None:
     sets = (f"train.schedule={schedule}", "run.rounds=2")

@@ -162,3 +162,6 @@ def test_what_is_gone_is_said_once_and_the_result_is_shown(restored: Path, main:
 def test_the_place_of_the_files_does_not_matter(restored: Path) -> None:
     elsewhere = shutil.copytree(restored, restored.with_name("elsewhere"))
     assert digest(elsewhere) == digest(restored)
+    (elsewhere / "config.toml").write_text(CONFIG.replace("valid.jsonl", "valid.csv"))
+    (elsewhere / "valid.jsonl").rename(elsewhere / "valid.csv")
+    assert digest(elsewhere) != digest(restored), "a file is read by its suffix"

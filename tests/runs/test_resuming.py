@@ -177,6 +177,7 @@ def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".config.json.0123456789ab.part").write_text('{"clie')
     assert ran(configured(project, "run.rounds=1"), tmp_path / "run").finished()
+    assert not list((tmp_path / "run").rglob("*.part"))
 
 
 @pytest.fixture(scope="module")
