@@ -68,7 +68,7 @@ def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path, monkeyp
     run is given the sites' way to hold rows out."""
     fed = FederationOnDisk(tmp_path)
     keep = keeping(fed.settings())
-    monkeypatch.setattr(preparation, "deal", lambda config, root, names, _: deal(config, root, names, keep))
+    monkeypatch.setattr(preparation, "deal", lambda config, root, _: deal(config, root, keep))
     summary = fed.play()
     said = fed.settings()
     lines = ["[model]", f'path = "{fed.model}"', "dropout = 0.0", "[data]", "validation = 0.25", "test = 0.25"]

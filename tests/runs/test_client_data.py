@@ -218,20 +218,6 @@ def test_one_number_in_two_spellings_in_two_files(tmp_path: Path) -> None:
     assert 'data.labels = ["0", "+1", "1"]' in one_line(error)
 
 
-def test_a_run_that_was_begun_with_other_classes_keeps_them(tmp_path: Path) -> None:
-    """A run of a time when labels 0 and 2 made three classes, and "1" beside "+1" two: as it was."""
-    config = clients_of(tmp_path, {"a": numbers(0, 2), "b": numbers(2)})
-    dealt = deal(config, None, ("0", "1", "2"))
-    assert all(part.label_names == ("0", "1", "2") for part in dealt.parts.values())
-    assert set(dealt.parts["a"].labels or ()) == {0, 2} and set(dealt.parts["b"].labels or ()) == {2}
-    old = clients_of(tmp_path, {"c": numbers("1", "+1", "0")})
-    assert deal(old, None, ("+1", "0", "1")).parts["c"].label_names == ("+1", "0", "1")
-    with pytest.raises(DataError, match=r"row 2, line 2: label '2' .* 2 classes"):
-        deal(config, None, ("0", "1"))
-    named = clients_of(tmp_path, {"a": numbers(0, 2), "b": numbers(2)}, 'labels = ["2", "0"]\n')
-    assert deal(named, None, ("2", "0")).parts["b"].label_names == ("2", "0")
-
-
 def superni_root(root: Path, instances: int = 100) -> Path:
     """Six categories, of one or two tasks; every question says which task it is of."""
     tasks = {}

@@ -6,7 +6,6 @@ never stopped), *contract* (what is no part of this run is refused, and nothing 
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -247,27 +246,3 @@ def test_two_processes_do_not_write_one_run(project: Path, tmp_path: Path) -> No
         list(execute(prepare(config), RunFolder(tmp_path / "run"), resume=True))
     first.close()  # type: ignore[attr-defined]
     assert [record.round for record in execute(prepare(config), RunFolder(tmp_path / "run"), resume=True)] == [2]
-
-
-def test_a_run_of_classes_that_do_not_occur_is_resumed_as_it_was_begun(
-    project: Path, tmp_path: Path, main: Callable[..., Said]
-) -> None:
-    """Labels 0 and 2 made the classes 0, 1, 2 once. The run's manifest names them, and they hold for `run --resume`;
-    a new run has two."""
-    lines = [json.loads(line) for line in (project / "train.jsonl").read_text().splitlines()]
-    number = {name: 2 * k for k, name in enumerate(sorted({line["label"] for line in lines})[:2])}
-    data = tmp_path / "numbers.jsonl"
-    kept = [{**line, "label": number[line["label"]]} for line in lines if line["label"] in number]
-    data.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    sets = (f"data.train={data}", "run.rounds=2", "run.threads=1")
-    config, classes = configured(project, *sets), ("0", "1", "2")
-    whole, stopped = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
-    list(execute(prepare(config, None, classes), whole))
-    playing = execute(prepare(config, None, classes), stopped)
-    next(playing)
-    playing.close()  # type: ignore[attr-defined]
-    options = [part for key in sets for part in ("--set", key)]
-    assert main("run", project / "config.toml", *options, "--out", stopped.path, "--resume").code == 0
-    same_run(stopped, whole)
-    assert stopped.read_json("manifest.json")["data"]["labels"] == list(classes)
-    assert prepare(config).manifest["data"]["labels"] == ["0", "2"]

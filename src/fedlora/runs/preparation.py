@@ -88,7 +88,6 @@ class Prepared:
 def prepare(
     config: RunConfig,
     data_root: Path | None = None,
-    label_names: Sequence[str] = (),
     keep: Keep | None = None,
     programs: Path | None = None,
 ) -> Prepared:
@@ -96,9 +95,7 @@ def prepare(
 
     Args:
         data_root: where the files of `data.task` are. Not part of the configuration: it says where, not what.
-        label_names: the classes of a run that is gone on with, `stored_classes` of its folder. By default data.labels,
-            or all that occur. keep: as `deal` has it. programs: the folder for the rounds
-            of train.command; by default in the run's folder.
+        keep: as `deal` has it. programs: the folder for the rounds of train.command; by default in the run's folder.
 
     Raises:
         ConfigError, DataError, HyperparameterError: the configuration cannot be run as written.
@@ -114,7 +111,7 @@ def prepare(
     if threads := config.run.torch_threads():
         torch.set_num_threads(threads)
     try:
-        data = deal(config, data_root, label_names, keep)
+        data = deal(config, data_root, keep)
         adversary = config.attack.adversary(list(data.parts), config.run.seed)
         data = replace(data, parts=with_flipped_labels(data.parts, adversary))
     except FedLoRAError as error:  # told with all that is wrong

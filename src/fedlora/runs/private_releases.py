@@ -3,7 +3,6 @@ read again after a kill; and of its other files the parts that `fedlora.privacy.
 
 RUN/private/    for the server only (mode 700): none of it may be handed out
     run.json        the run's id in the ledger, and a secret for its files' identity
-    config.json     the configuration with the paths of clients' data, which RUN/config.json lacks
     journal/        the noised sums
 
 Held-out examples are public in a private run: `checks` refuses others.
@@ -118,17 +117,13 @@ def begin(folder: RunFolder) -> None:
         files.write(home / "run.json", json.dumps({"run": secrets.token_hex(8), "secret": secrets.token_hex(16)}))
 
 
-def keep_config(folder: RunFolder, config: str) -> None:
-    """Store the complete configuration, of which the run's folder shows a part."""
-    files.write(private_folder(folder) / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
-
-
-def read_private(folder: RunFolder, name: str) -> Any:
-    """One of the private JSON files. Raises `CheckpointError`."""
-    path = folder.path / "private" / name
+def read_private(folder: RunFolder) -> tuple[str, str]:
+    """The run's id, and its secret. Raises `CheckpointError`."""
+    path = folder.path / "private" / "run.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return str(found["run"]), str(found["secret"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}), and a private run cannot continue without it. Choose another --out: the "
             f"ledger keeps what this one has spent."

@@ -155,7 +155,7 @@ def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) ->
     privacy = prepared.server.privacy
     if privacy is None:
         return None
-    run = str(read_private(folder, "run.json")["run"])
+    run, _ = read_private(folder)
     releases = _releases(prepared.config, private_folder(folder), run)
     return going_on(prepared.server, privacy, releases, plan(prepared), state.round)
 

@@ -17,7 +17,7 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.identity import MISSING, contents, differing, identity, later
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.private_releases import begin, keep_config, read_private, shown_config
+from fedlora.runs.private_releases import begin, read_private, shown_config
 from fedlora.runs.reading import flat
 from fedlora.server.server import start
 from fedlora.server.state import RunState
@@ -53,8 +53,6 @@ def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunStat
             )
         folder.reopen()
     if changed:
-        if prepared.secrets is not None:
-            keep_config(folder, config.canonical())
         folder.create(shown_config(config).canonical(), {**prepared.manifest, "run": of})
     folder.sweep()
     state = loaded[1] if loaded else fresh
@@ -70,7 +68,7 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
     Raises:
         CheckpointError: it cannot; the message names each such key with both values.
     """
-    stored = _stored(folder)
+    stored, config = _stored(folder), shown_config(config)
     wrong = {key: (there, here) for key, there, here in differing(stored, config) if key not in later(config)}
     if wrong:
         named = "; ".join(f"{key} is {theirs!r} there and {ours!r} here" for key, (theirs, ours) in wrong.items())
@@ -85,11 +83,6 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
             f"undone. Choose another --out."
         )
     return stored.canonical() != config.canonical()
-
-
-def stored_classes(folder: RunFolder) -> tuple[str, ...]:
-    """The classes that a folder's run began with, in order; empty if there is no run, or it has none."""
-    return tuple(folder.read_json("manifest.json")["data"]["labels"]) if folder.exists() else ()
 
 
 def check_finished(folder: RunFolder, config: RunConfig) -> list[str]:
@@ -124,14 +117,12 @@ def _other(folder: RunFolder, what: list[str]) -> str:
 def _identity(prepared: Prepared, folder: RunFolder) -> str:
     if prepared.secrets is None:
         return identity(prepared.config, prepared.manifest)
-    return identity(prepared.config, prepared.secrets, str(read_private(folder, "run.json")["secret"]))
+    return identity(prepared.config, prepared.secrets, read_private(folder)[1])
 
 
 def _stored(folder: RunFolder) -> RunConfig:
-    whole = (folder.path / "private" / "config.json").is_file()  # a private run's
-    found = read_private(folder, "config.json") if whole else folder.read_json("config.json")
     try:
-        return RunConfig.model_validate(found)
+        return RunConfig.model_validate(folder.read_json("config.json"))
     except ValidationError as error:
         wrong = "; ".join(".".join(map(str, e["loc"])) for e in error.errors())
         raise CheckpointError(
