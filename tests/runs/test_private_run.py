@@ -251,6 +251,22 @@ def test_it_stops_before_the_budget_is_passed_and_leaves_what_it_has(place: Path
     assert not list(execute(prepare(own), folder, resume=True)), "privacy.budget is free to differ"
 
 
+def test_a_budget_that_others_spent_before_the_first_round_ends_it_without_a_result(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    config, folder = configured(place, f"privacy.ledger={tmp_path / 'ledger.jsonl'}"), RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(LocalTrainer, "train", killed)
+        list(execute(prepare(config), folder))
+    Ledger(tmp_path / "ledger.jsonl", "three toy sites").charge_earlier(Spending(0.5, 1))
+    with pytest.raises(BudgetSpent):
+        list(execute(prepare(config), folder, resume=True))
+    assert not folder.finished() and folder.metrics() == []
+
+
 @pytest.mark.parametrize("stride", [9, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_killed_at_its_steps_it_releases_each_sum_once(
     tmp_path: Path, program: Callable[..., Program], stride: int

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.runs.config import parse_config
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.runs.stopping import Patience, Ranking
@@ -113,11 +112,9 @@ def test_stopped_by_hand_before_it_stops_by_itself_it_is_the_same_run(
     same_run(ran(configured(project, *FLAT), folder.path, resume=True), stopped)
 
 
-def test_patience_asks_for_validation_data_and_min_delta_for_patience(project: Path) -> None:
+def test_patience_asks_for_validation_data(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"evaluate\.patience = 2 .*no validation data: data\.validation = 0"):
         prepare(configured(project, "evaluate.patience=2", "data.validation=0"))
-    with pytest.raises(ConfigError, match=r"evaluate\.min_delta = 0\.1 .*evaluate\.patience"):
-        parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "evaluate": {"min_delta": 0.1}})
 
 
 def test_a_metric_of_the_other_task_is_refused_with_those_that_there_are(project: Path) -> None:

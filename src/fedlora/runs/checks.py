@@ -65,9 +65,8 @@ def per_round(config: RunConfig, names: Sequence[str]) -> int:
 
 def of_data(config: RunConfig, data: Dealt, processes: int) -> Iterator[str]:
     """Settings that need data that are missing, or that cannot be shared by so many processes."""
-    e, validation, test = (
-        config.evaluate, any(map(len, data.validation.values())), any(map(len, data.test.values())),
-    )  # fmt: skip
+    validation, test = (any(map(len, sets.values())) for sets in (data.validation, data.test))
+    e = config.evaluate
     if processes > 1 and config.model.four_bit:
         yield f"run.workers = {config.run.workers!r} cannot share model.four_bit; leave one of them out."
     if e.patience is not None and not validation:

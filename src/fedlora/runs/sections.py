@@ -235,15 +235,6 @@ class EvaluateSection(Section):
     samples: Annotated[int, Field(ge=0)] = 5
     test_along: bool = False
 
-    @model_validator(mode="after")
-    def _delta_of_patience(self) -> EvaluateSection:
-        if self.min_delta and self.patience is None:
-            raise ValueError(
-                f"evaluate.min_delta = {self.min_delta} needs evaluate.patience, which is not set; set it too, "
-                f"or leave min_delta out"
-            )
-        return self
-
     def stopping(self) -> Patience | None:
         """When to stop early."""
         if self.patience is None:
