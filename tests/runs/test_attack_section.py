@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from fedlora.attacks import choose_attackers
-from fedlora.errors import CheckpointError
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import configured, ran, same_run
+from support.projects import configured
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 FLIP = ("attack.kind=sign-flip", "attack.share=0.4", "run.rounds=2")
@@ -87,23 +86,6 @@ def test_every_picture_of_it_says_so(attacked: tuple[RunFolder, str, str], monke
     assert {"metric.png", "bytes.png", "spectrum.png"} <= set(said)
     for name, text in said.items():
         assert f"UNDER ATTACK, on purpose: {WORDS}." in " ".join(text.split()), name
-
-
-def test_an_honest_run_says_nothing_of_it(project: Path, tmp_path: Path) -> None:
-    folder = ran(configured(project, "run.rounds=1"), tmp_path / "run")
-    assert all("attack" not in line for line in folder.metrics())
-    assert "attack" not in folder.read_json("manifest.json") and "attack" not in folder.read_json("summary.json")
-    assert "attack" not in (folder.path / "adapter" / "README.md").read_text(encoding="utf-8")
-
-
-def test_a_stopped_attack_goes_on_with_the_same_bits_and_no_other_attack_does(project: Path, tmp_path: Path) -> None:
-    config = configured(project, *FLIP[:2], "attack.kind=alie", "attack.strength=1.5")
-    whole = ran(config, tmp_path / "whole")
-    stopped = ran(config, tmp_path / "stopped", 1)
-    ran(config, stopped.path, resume=True)
-    same_run(stopped, whole)
-    with pytest.raises(CheckpointError, match=r"attack\.kind"):
-        ran(configured(project, *FLIP[:2]), whole.path, resume=True)
 
 
 def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:

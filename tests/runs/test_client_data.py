@@ -83,22 +83,6 @@ class TestDealGlue:
         assert all(text.startswith("validation_mismatched ") for text in mismatched.text)
         assert all(text.startswith("train ") for text in (*everything(dealt.parts), *dealt.validation[""].text))
 
-    def test_without_a_root_it_is_the_hub_that_is_asked(self, hub: Hub) -> None:
-        """And what the hub's transport says arrives in one line."""
-        hub(ConnectionError("offline"))
-        with pytest.raises(DataError, match="nyu-mll/glue/sst2, split 'train' cannot be loaded") as error:
-            deal(config_of({"task": "sst2"}, clients=CLIENTS), None)
-        one_line(error)
-
-    def test_an_unlabelled_file_is_told_without_an_argument_of_the_reader(self, tmp_path: Path) -> None:
-        """GLUE's test.jsonl in the place of its validation.jsonl; the classes of a benchmark are nobody's to name."""
-        root = write_glue(tmp_path, "sst2")
-        rows = [row | {"label": -1} for row in glue_rows("sst2", 3)]
-        (root / "glue" / "sst2" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with pytest.raises(DataError, match=r"row 1, line 1: label '-1' .*data\.task = 'sst2'") as error:
-            deal(config_of({"task": "sst2"}, clients=CLIENTS), root)
-        assert "label_names" not in one_line(error)
-
 
 SUPERNI = {"task": "superni", "tasks": 3, "unseen": 2}
 

@@ -90,8 +90,6 @@ INPUTS: Mapping[str, tuple[str, Callable[[Path], None], str]] = {
     "weights": ("model/model.safetensors", scaled, "model.safetensors"),
     "model's configuration": ("model/config.json", text(" "), "config.json"),
     "tokenizer": ("model/tokenizer.json", text(" "), "tokenizer.json"),
-    "slow tokenizer": ("model/source.spm", text("x"), "source.spm"),
-    "chat template": ("model/chat_template.jinja", text("x"), "chat_template.jinja"),
     "generation settings": ("model/generation_config.json", text("{}"), "generation_config.json"),
     "code of the model": ("model/modeling.py", text("x = 1"), "modeling.py"),
 }

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fedlora.adapters.io import read_adapter
-from fedlora.errors import CheckpointError, ConfigError
+from fedlora.errors import CheckpointError
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
@@ -94,17 +94,6 @@ class TestTemplate:
         with pytest.raises(CheckpointError, match=r"data\.template"):
             ran(config_of(place, "run.rounds=1", "data.template={prompt}"), folder.path, resume=True)
 
-    @pytest.mark.parametrize(
-        ("sets", "said"),
-        [
-            (("data.template=raw",), "data.template is 'chat'"),
-            (("data.messages=talk", "data.prompt=q"), "data.messages = 'talk' .* data.prompt"),
-        ],
-    )
-    def test_what_cannot_work_is_said_at_once(self, place: Path, sets: tuple[str, ...], said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
-            config_of(place, *sets)
-
 
 def test_what_was_cut_is_in_the_manifest(place: Path, done: RunFolder) -> None:
     """Of all examples one is too long: 20 words, an end, and an answer with its end, in 12 places."""
@@ -169,13 +158,3 @@ class TestSamples:
             config_of(place, "run.rounds=1", "evaluate.samples=0", "evaluate.max_new_tokens=64"), tmp_path / "run"
         )
         assert not (folder.path / "samples.jsonl").exists() and folder.finished()
-
-
-def test_the_best_round_is_that_of_the_lowest_perplexity(place: Path, tmp_path: Path) -> None:
-    """At a rate that ruins the model, the first round is better than the last: lower is better."""
-    config = config_of(place, "evaluate.metric=perplexity", "train.lr=0.3", "train.optimizer=sgd", "run.rounds=3")
-    folder = ran(config, tmp_path / "run")
-    seen = [line["metrics"]["perplexity"] for line in folder.metrics()]
-    summary = folder.read_json("summary.json")
-    assert summary["best_round"] == 1 + seen.index(min(seen))
-    assert len(set(seen)) == 3

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -350,6 +349,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"privacy__clip": 0.0}, "privacy.clip"),
     ({"run__participation": 0.5}, "sampling = 'poisson'"),
     ({"privacy__sampling": "poisson"}, "set it below 1"),
+    ({"privacy__sampling": "poisson", "run__participation": 0.5, "run__track": ["wandb"]}, "when each round ended"),
     ({"run__keep_uploads": "last"}, "run.keep_uploads"),
     ({"run__readouts": True}, "run.readouts"),
     ({"evaluate__clients_at_end": True}, "clients_at_end"),
@@ -384,16 +384,3 @@ def test_clients_files_need_public_data_to_measure_on(place: Path) -> None:
 def test_a_delta_of_one_in_n_is_no_promise(place: Path) -> None:
     with pytest.raises(ConfigError, match="promises nothing"):
         prepare(configured(place, "privacy.delta=0.4"))
-
-
-def test_the_library_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
-    """Without dp-accounting nothing runs: one sentence says what to install."""
-    section = configured(place).privacy
-    assert section is not None
-    accounting._composed.cache_clear()
-    monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    monkeypatch.setitem(sys.modules, "dp_accounting.pld", None)
-    with pytest.raises(HyperparameterError, match="pip install"):
-        section.cost(7, 1.0)
-    with pytest.raises((BudgetSpent, HyperparameterError)):
-        raise BudgetSpent("errors of privacy are fedlora's own")

@@ -26,7 +26,7 @@ from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.processes import lines_in, started, wait_for
-from support.projects import Finished, configured, contents, make_project, ran, same_run
+from support.projects import configured, contents, make_project, ran, same_run
 from support.tiny_models import bert
 from support.training_data import classification, rows, save_model
 
@@ -167,11 +167,6 @@ def test_a_run_that_was_killed_while_its_plots_were_drawn_gets_them_when_resumed
     assert {path.name for path in (tmp_path / "run" / "plots").glob("*")} == {"metric.png", "bytes.png", "spectrum.png"}
 
 
-def test_resuming_what_was_never_started_starts_it(project: Path, tmp_path: Path) -> None:
-    folder = ran(configured(project, "run.rounds=1"), tmp_path / "run", resume=True)
-    assert folder.finished()
-
-
 def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".config.json.0123456789ab.part").write_text('{"clie')
@@ -222,19 +217,6 @@ def test_a_run_is_not_gone_on_with_on_another_model_or_thread_count(tmp_path: Pa
     save_model(project / "model", network, classifies=True)
     with pytest.raises(CheckpointError, match=r"other content of: model\.sha256\.model\.safetensors\. "):
         ran(config, folder.path, resume=True)
-
-
-def test_a_finished_run_is_not_shown_as_the_result_of_another_configuration(
-    finished: Finished, project: Path, main: Callable[..., Said]
-) -> None:
-    """Five times the learning rate and twice the rounds: the stored summary is no answer to that."""
-    before = contents(finished.folder.path)
-    said = main(
-        "run", project / "config.toml", "--out", finished.folder.path, "--resume", "--json",
-        "--set", "train.lr=0.1", "--set", "run.rounds=6",
-    )  # fmt: skip
-    assert contents(finished.folder.path) == before
-    assert "train.lr is 0.02 there and 0.1 here" in said.complaint()
 
 
 def test_two_processes_do_not_write_one_run(project: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ reference is the one that was never stopped).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.runs.stopping import Patience, Ranking
-from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import configured, contents, ran, same_run
+from support.projects import configured, ran, same_run
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
@@ -87,18 +85,6 @@ def test_the_round_that_it_stops_with_is_the_last_in_every_respect(stopped: RunF
     assert [line["gauge_drift"] is None for line in lines] == [True, True, False]
     assert [p.name[:11] for p in stopped.checkpoints.glob("*.safetensors")] == ["round-00003"]
     assert (stopped.path / "adapter").exists() and s["test"]["last"]["accuracy"] > 0
-
-
-def test_it_is_finished_and_resuming_shows_the_result_again(
-    stopped: RunFolder, project: Path, main: Callable[..., Said], wide: None
-) -> None:
-    sets = [a for s in FLAT for a in ("--set", s)]
-    main("run", project / "config.toml", "--out", stopped.path, "--resume", *sets)  # draws the plots
-    before = contents(stopped.path)
-    said = main("run", project / "config.toml", "--out", stopped.path, "--resume", *sets)
-    assert said.code == 0 and contents(stopped.path) == before
-    assert "stopped early" in said.out and "after round 3 of 8" in said.out
-    assert "accuracy than round 1's" in said.out
 
 
 @pytest.mark.quick(1)
