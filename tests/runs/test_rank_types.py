@@ -90,6 +90,9 @@ def test_every_module_is_trained_and_uploaded_at_its_clients_own_rank(typed: Fin
     for call in typed.calls:
         want = by_module(*RANKS[call.client])
         assert call.received.ranks == call.trained.adapter.ranks == want
+        stored = typed.uploads(call.round)[call.client].heads
+        heads = call.trained.adapter.heads
+        assert heads and all(torch.equal(stored[name], head) for name, head in heads.items()), "as they were trained"
     for round in (1, 2):
         uploads = typed.uploads(round)
         assert {client: adapter.ranks for client, adapter in uploads.items()} == {

@@ -274,6 +274,8 @@ def test_of_equal_rounds_the_first_is_best_and_no_validation_means_no_best(proje
     assert len({line["metrics"]["accuracy"] for line in folder.metrics()}) == 1
     assert folder.read_json("summary.json")["best_round"] == 1
 
+    folder = ran(configured(project, "data.test=0", "run.rounds=1"), tmp_path / "untested")
+    assert "| held-out validation (server) | accuracy 0." in (folder.path / "adapter" / "README.md").read_text()
     folder = ran(configured(project, "data.validation=0", "run.rounds=1"), tmp_path / "none")
     s = folder.read_json("summary.json")
     assert s["best_round"] is None and s["validation"] == {"last": {}, "best": {}} and s["test"]["best"] == {}
