@@ -70,6 +70,11 @@ def test_keys_that_make_no_rule_are_refused(keys: dict[str, Any], why: str) -> N
     [
         (("defence.rule=krum", "defence.liars=1"), r"krum \(f = 1\) needs 5 clients, but a round has 3"),
         (("defence.rule=clip", "method.name=fedit"), "averages B and A"),
+        (
+            ("run.keep_uploads=last", "method.name=fedsa-lora", "clients.ranks=4", "clients.count=3"),
+            "never leaves a client",
+        ),
+        (("run.keep_uploads=last", "server.stream=true"), "server.stream keeps none"),
         (("server.quorum=3", "run.participation=0.6"), "can never be met: 2 of 3 clients take part"),
         (("defence.rule=clip", "method.rho=0.5"), "svd with that rank"),
         (("defence.rule=clip", "method.name=hetlora"), "HetLoRA.*weights or votes"),
