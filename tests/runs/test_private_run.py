@@ -323,6 +323,7 @@ def test_epsilon_gives_its_noise(place: Path) -> None:
     asked = section.model_copy(update={"noise_multiplier": None, "epsilon": 8.0})
     assert asked.multiplier(20, 1.0) == pytest.approx(2.147, abs=2e-3), "trust.md: q = 1, T = 20, delta = 1e-3"
     assert asked.cost(20, 1.0) <= 8.0
+    assert asked.model_copy(update={"budget": 20.0}).most(20, 1.0) == Budget(20.0, 1e-3), "what was given, not the cost"
 
 
 # ---- what a private run refuses --------------------------------------------------------------------------------------
