@@ -147,6 +147,7 @@ def test_the_names_of_clients_files_do_not_leave(place: Path, tmp_path: Path) ->
     told = [invoke(*command), invoke(*command, "--set", "run.workers=2", "--resume")]
     run = RunFolder(tmp_path / "run")
     assert run.read_json("config.json")["data"]["clients"] == dict.fromkeys(names, "withheld")
+    assert shown_config(configured(place)).data.train == "withheld"
     assert run.read_json("config.json")["run"]["workers"] == 2
     assert not [p for p in run.path.rglob("*") if p.is_file() and b"oncology" in p.read_bytes()]
     assert not any("oncology" in said.stdout + said.stderr for said in told)
@@ -214,8 +215,10 @@ def test_a_second_run_on_the_same_clients_has_to_ask_for_more(done: Finished, pl
 
 def test_a_run_does_not_go_on_with_another_ledger_or_length(done: Finished, place: Path) -> None:
     done.folder.reopen()
-    prepared = prepare(configured(place, "run.rounds=2", "privacy.ledger=empty.jsonl"))
-    with pytest.raises(CheckpointError, match="missing from the ledger"):
+    *lines, _ = done.ledger.read_text().splitlines(keepends=True)
+    (place / "old.jsonl").write_text("".join(lines))  # a copy from before the last round
+    prepared = prepare(configured(place, "run.rounds=2", f"privacy.ledger={place / 'old.jsonl'}"))
+    with pytest.raises(CheckpointError, match=r"1 released rounds .*round 2.* missing from the ledger"):
         next(execute(prepared, done.folder, resume=True))
     with pytest.raises(CheckpointError, match=r"run\.rounds .*2.*5"):
         next(execute(prepare(configured(place, "run.rounds=5")), done.folder, resume=True))
