@@ -64,6 +64,8 @@ def test_rounds_without_evaluation_do_not_count_and_the_last_round_is_no_early_o
     assert (found["round"], found["of"], found["best_round"], found["best"]) == (6, 8, 2, 0.5)
     assert re.search("2 evaluations on validation .*accuracy than round 2's", found["why"])
     assert Ranking("accuracy").stop(lines, 6, Patience(2)) is None
+    between = rounds_of(0.5, 0.4, 0.6, 0.55)  # every second round counts; the others were a shorter run's last
+    assert Ranking("accuracy").stop(between, 100, Patience(1, every=2)) is None
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------
