@@ -95,6 +95,8 @@ def test_what_is_stored_or_measured_on_the_way_may_differ(project: Path, tmp_pat
     ran(configured(project, "run.rounds=2", *more), folder.path, resume=True)
     assert {path.name for path in (folder.path / "clients").iterdir()} == {"site-1", "site-2", "site-3"}
     assert set(folder.read_json("summary.json")["clients_at_end"]) == {"site-1", "site-2", "site-3"}
+    ran(configured(project, "run.rounds=3"), folder.path, resume=True)
+    assert not (folder.path / "clients").exists(), "readouts of the shorter run do not stay"
 
 
 def test_a_project_that_was_moved_goes_on_and_one_with_other_data_does_not(tmp_path: Path) -> None:

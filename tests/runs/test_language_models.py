@@ -153,6 +153,11 @@ class TestSamples:
         folder = ran(config_of(place, "run.rounds=1", "method.name=fedsa-lora", "clients.ranks=[2]"), tmp_path / "run")
         assert {row["of"] for row in self.rows(folder)} == {"the model of site-1"}
 
+    def test_an_answer_leaves_half_of_the_model_s_positions_to_its_prompt(self, place: Path, tmp_path: Path) -> None:
+        sets = ("run.rounds=1", "evaluate.samples=1", "evaluate.max_new_tokens=9999")
+        (row,) = self.rows(ran(config_of(place, *sets), tmp_path / "run"))
+        assert row["prompt"] and row["cut"] == 0
+
     def test_none_are_kept_where_none_are_asked_for(self, place: Path, tmp_path: Path) -> None:
         folder = ran(
             config_of(place, "run.rounds=1", "evaluate.samples=0", "evaluate.max_new_tokens=64"), tmp_path / "run"
