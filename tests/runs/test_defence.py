@@ -74,6 +74,7 @@ def test_keys_that_make_no_rule_are_refused(keys: dict[str, Any], why: str) -> N
             ("run.keep_uploads=last", "method.name=fedsa-lora", "clients.ranks=4", "clients.count=3"),
             "never leaves a client",
         ),
+        (("server.gauge_stress=10", "method.name=ffa-lora"), "gauge_stress needs both factors shared"),
         (("run.keep_uploads=last", "server.stream=true"), "server.stream keeps none"),
         (("server.quorum=3", "run.participation=0.6"), "can never be met: 2 of 3 clients take part"),
         (("defence.rule=clip", "method.rho=0.5"), "svd with that rank"),
