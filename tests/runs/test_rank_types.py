@@ -19,6 +19,7 @@ from torch import Tensor
 from fedlora import read_adapter
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.peft_models import peft_layers, peft_updates
 from support.projects import configured, peft_model, ran
@@ -103,6 +104,7 @@ def test_every_module_is_trained_and_uploaded_at_its_clients_own_rank(typed: Fin
 def test_the_start_is_common_slot_by_slot(typed: Finished) -> None:
     """mixed-ranks.md: for each module the largest rank that any client has there. A client of fewer slots has its
     first ones, bit for bit; attention's widest client is site-3, the others' site-2."""
+    assert prepare(typed.config).seed_adapter.ranks == by_module(5, 4)
     first = {call.client: call.received for call in typed.calls if call.round == 1}
     for name in SHAPES:
         widest = first["site-3" if name in ATTENTION else "site-2"].modules[name].factors[1]
