@@ -307,11 +307,11 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
         def close(self) -> None:
             self.closed = True
 
-    def tensorboard(library: Any, called: Any, config: Any, folder: Any, anew: bool) -> tuple[Any, Any]:
+    def begun(name: str, called: Any, config: Any, folder: Any, anew: bool) -> tuple[Any, Any]:
         tracker = Tracker(called=called, anew=anew)
         return tracker.log, tracker.close
 
-    monkeypatch.setattr("fedlora.runs.tracking._tensorboard", tensorboard)
+    monkeypatch.setattr("fedlora.runs.tracking._begun", begun)
     monkeypatch.setattr("fedlora.flower.server.measuring.check_trackers", lambda names: None)
     fed = FederationOnDisk(tmp_path, run={"rounds": 3, "track": ["tensorboard"]})
     grid = fed.grid()
