@@ -96,7 +96,7 @@ def peak_memory(clients: int) -> float:
 
 def _one_round_and_peak(clients: int) -> None:
     ranks = [(2, 8, 16)[k % 3] for k in range(clients)]
-    sets = [*QUICK, "run.rounds=1", "train.steps=1", f"clients.ranks={ranks}", "clients.alpha=100"]
+    sets = [*QUICK, "run.rounds=1", "train.max_steps=1", f"clients.ranks={ranks}", "clients.dirichlet_alpha=100"]
     prepared = prepare(load_config(DEMO, sets))
     for _ in simulate(
         prepared.server, prepared.clients, prepared.trainer, start(prepared.server, prepared.seed_adapter), rounds=1
@@ -107,8 +107,8 @@ def _one_round_and_peak(clients: int) -> None:
 
 def worker_rounds(clients: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of rounds of the demo's model, `clients` clients of four steps each; without the first of each."""
-    sets = [*QUICK, "train.steps=4", f"clients.ranks={[(2, 4, 8)[k % 3] for k in range(clients)]}"]
-    sets += ["clients.alpha=100", f"run.rounds={repeats + 1}"]
+    sets = [*QUICK, "train.max_steps=4", f"clients.ranks={[(2, 4, 8)[k % 3] for k in range(clients)]}"]
+    sets += ["clients.dirichlet_alpha=100", f"run.rounds={repeats + 1}"]
     one = prepare(load_config(DEMO, [*sets, "run.threads=1"]))
     with crewed(prepare(load_config(DEMO, [*sets, "run.threads=0", "run.workers=2"]))) as two:
         crews = {
@@ -148,7 +148,7 @@ def _memory(workers: int) -> None:
                 total += process.memory_full_info().pss / 1e6
         return total
 
-    sets = [*QUICK, "run.rounds=1", "train.steps=4", "clients.ranks=[8,8,8,8]", "clients.alpha=100"]
+    sets = [*QUICK, "run.rounds=1", "train.max_steps=4", "clients.ranks=[8,8,8,8]", "clients.dirichlet_alpha=100"]
     prepared = prepare(load_config(DEMO, [*sets, "run.threads=0", f"run.workers={workers}"]))
     before, peak, over = together(), 0.0, threading.Event()
 

@@ -257,9 +257,10 @@ def _verdict(
 # ----------------------------------------------------------------------------------------------------- trained uploads
 
 TRAINED: dict[str, tuple[str, ...]] = {
-    "demo": ("train.steps=3", "train.batch_size=8"),
-    "smollm2": ("model.path=smollm2", 'lora.targets=["q_proj", "v_proj"]', "train.steps=1", "train.batch_size=4",
-                "train.lr=5e-4"),
+    "demo": ("train.max_steps=3", "train.batch_size=8"),
+    "smollm2": ("model.name=smollm2", 'lora.target_modules=["q_proj", "v_proj"]', "train.max_steps=1",
+    "train.batch_size=4",
+                "train.learning_rate=5e-4"),
 }  # fmt: skip
 
 

@@ -49,7 +49,7 @@ DEMO = Path(__file__).parent.parent / "src" / "fedlora" / "demo.toml"
 
 
 def prepared_for(rounds: int) -> Prepared:
-    sets = ["clients.count=3", "clients.ranks=[2,4,8]", "train.steps=2", "run.threads=1", "server.quorum=2"]
+    sets = ["clients.count=3", "clients.ranks=[2,4,8]", "train.max_steps=2", "run.threads=1", "server.quorum=2"]
     sets += [f"run.rounds={rounds}", "data.validation=0.01", "data.test=0.01", "evaluate.clients_at_end=false"]
     return prepare(load_config(DEMO, sets))
 

@@ -35,7 +35,7 @@ BENCHMARKS = {
     "dense": "dense.py",
     "exactness": "exactness.py --quick --every 5",
     "rank_tolerance": "rank_tolerance.py --draws 30",
-    "defences": "defences.py",
+    "robust_rules": "robust_rules.py",
     "many_clients": "many_clients.py --d 768 --clients 1000,5000",
     "merging": "merging.py",
     "engine": "engine.py",

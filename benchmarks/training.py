@@ -130,8 +130,8 @@ def _learned(example: Mapping[str, Any]) -> list[int]:
 
 def classes(steps: int) -> tuple[Work, dict[str, Callable[[], object]]]:
     data = demo_data().select(range(4000, 5000))
-    lora = LoRASettings(targets=["query", "value"])
-    model = AdaptedModel.load(demo_model(), "classification", lora, labels=data.label_names, dropout=0.0)
+    lora = LoRASettings(target_modules=["query", "value"])
+    model = AdaptedModel.load(demo_model(), "sequence-classification", lora, labels=data.label_names, dropout=0.0)
     work = Work(model, data, 16, steps)
     return work, work.contestants() | {"Trainer": work.trainer}
 
@@ -142,7 +142,10 @@ def language(steps: int) -> tuple[Work, dict[str, Callable[[], object]]]:
     prompts, answers = zip(*((" ".join(t[: len(t) // 3]), " ".join(t[len(t) // 3 :])) for t in texts), strict=True)
     data = TextData("instruction", tuple(f"Go on with this review: {p}" for p in prompts), responses=answers)
     work = Work(
-        AdaptedModel.load(smollm2_model(), "causal-lm", LoRASettings(targets=["q_proj", "v_proj"])), data, 8, steps
+        AdaptedModel.load(smollm2_model(), "causal-lm", LoRASettings(target_modules=["q_proj", "v_proj"])),
+        data,
+        8,
+        steps,
     )
     others: dict[str, Callable[[], object]] = {}
     if find_spec("trl") is not None:

@@ -31,19 +31,19 @@ from measure import machine
 
 DELTA, EPSILONS, CLIP = 1e-3, (100.0, 30.0, 8.0, 3.0, 1.0), 0.25
 CONFIG = {
-    "model": {"path": "demo", "dropout": 0.0},
-    "lora": {"targets": [f"layer.{k}.attention.self.{part}" for k in (4, 5) for part in ("query", "value")]},
-    "clients": {"count": 15, "ranks": [8], "alpha": 0.5},
+    "model": {"name": "demo", "dropout": 0.0},
+    "lora": {"target_modules": [f"layer.{k}.attention.self.{part}" for k in (4, 5) for part in ("query", "value")]},
+    "clients": {"count": 15, "ranks": [8], "dirichlet_alpha": 0.5},
     "data": {"train": "demo", "max_length": 32, "validation": 0.02, "test": 0.02},
     "method": {"name": "glora"},
-    "train": {"lr": 1e-2, "steps": 8, "batch_size": 16},
+    "train": {"learning_rate": 1e-2, "max_steps": 8, "batch_size": 16},
     "run": {"rounds": 1, "threads": 1, "seed": 0},
 }
 
 
 def one_round(quick: bool) -> tuple[Prepared, RoundRecord]:
     """The federation, and its first round with every upload."""
-    train = {**CONFIG["train"], "steps": 1} if quick else CONFIG["train"]
+    train = {**CONFIG["train"], "max_steps": 1} if quick else CONFIG["train"]
     prepared = prepare(RunConfig.model_validate({**CONFIG, "train": train}))
     begun = start(prepared.server, prepared.seed_adapter)
     events = play(prepared.server, prepared.clients, prepared.workers, begun, rounds=1)

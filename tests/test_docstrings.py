@@ -89,7 +89,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_glue(folder / "root", "sst2")
     write_tasks(folder / "root", {"task1": task_file(), "task2": task_file(category="Logic")})
     config = {"peft_type": "LORA", "target_modules": ["q", "v"], "base_model_name_or_path": "model"}
-    run = {"model": {"path": "demo"}, "data": {"train": "demo"}}
+    run = {"model": {"name": "demo"}, "data": {"train": "demo"}}
     axes = {"method": {"GLoRA": {"method.name": "glora"}}}
     mine = Experiment(name="mine", title="Mine", run=run, axes=axes, profiles={"mini": {"seeds": [0]}})
     append(folder / "results" / "mine.jsonl", line(Grid(mine, "mini").runs({})[0], {"accuracy": 0.5}))

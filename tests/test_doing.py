@@ -108,7 +108,7 @@ def test_a_silent_run_says_what_is_done_and_what_is_left(
 ) -> None:
     """Two rounds of three clients with two steps each, every step slowed, and so the test at the end."""
     monkeypatch.setattr(LocalTrainer, "_losses", slowed(LocalTrainer._losses))
-    sets = [a for s in ("run.rounds=2", "train.steps=2") for a in ("--set", s)]
+    sets = [a for s in ("run.rounds=2", "train.max_steps=2") for a in ("--set", s)]
     lines = told("run", project / "config.toml", "--out", tmp_path / "run", *sets)
     assert any("rounds: 1 of 2 done; clients: 2 of 3 done; training: 1 of 2 done" in line for line in lines), lines
 

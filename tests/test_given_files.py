@@ -15,7 +15,7 @@ from fedlora.given_files import SETTINGS, parse_toml, read_given, read_toml
 from support.adapter_folders import bare
 from support.command_line import Said
 
-RUN = '[model]\npath = "demo"\n[method]\nname = "svd"\n[data]\ntrain = "{}"\n'
+RUN = '[model]\nname = "demo"\n[method]\nname = "svd"\n[data]\ntrain = "{}"\n'
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "{}"),
     "compare": ("compare", "{}", "--methods", "svd"),

@@ -124,10 +124,10 @@ def test_three_rounds_of_a_trainer_have_the_losses_of_our_own_loop(
     ranks = {"a": 2, "b": 4} if method == "glora" else {"a": 4, "b": 4}
     server, clients = Server(build(method)), [Client(name, rank) for name, rank in ranks.items()]
     ours = AdaptedModel.load(
-        base, "classification", LoRASettings(targets=["query", "value"]), labels=LABELS, dropout=0.0
+        base, "sequence-classification", LoRASettings(target_modules=["query", "value"]), labels=LABELS, dropout=0.0
     )  # fmt: skip
     seed_adapter, spec = ours.seed_adapter(4, seed=0)
-    settings = TrainSettings(lr=LR, steps=STEPS, batch_size=SIZE, accumulation=1, max_length=16)
+    settings = TrainSettings(learning_rate=LR, max_steps=STEPS, batch_size=SIZE, accumulation=1, max_length=16)
     local = LocalTrainer(ours, data, settings, seed=0)
     theirs = InThisProcess(lambda name: trainer_of(model_of(base), data[name], tmp_path), spec, tmp_path)
     expected = [dict(r.losses) for r in simulate(server, clients, local, start(server, seed_adapter), rounds=ROUNDS)]
@@ -149,7 +149,7 @@ class Site:
 
     def __init__(self, folder: Path, script: str) -> None:
         self.folder, self.script = folder, script
-        self.task = "classification" if script == "classify" else "causal-lm"
+        self.task = "sequence-classification" if script == "classify" else "causal-lm"
         words = [f"w{k} w{k + 1} w{k + 2}" for k in range(12)]
         if script == "classify":
             save_encoder(folder / "base")
@@ -166,7 +166,7 @@ class Site:
         (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         labels = ("calm", "urgent") if script == "classify" else ()
         self.model = AdaptedModel.load(
-            folder / "base", self.task, LoRASettings(targets=TARGETS[script], scaling=1.0), labels=labels
+            folder / "base", self.task, LoRASettings(target_modules=TARGETS[script], scaling=1.0), labels=labels
         )
 
     def round(
@@ -487,9 +487,9 @@ def test_each_script_has_its_line_and_a_config_that_loads(script: str, tmp_path:
     assert [x for x in lines if "fedlora" in x or "federate" in x or "hand_back" in x] == own
     config = load_config(EXAMPLES / f"{script}.toml")
     assert config.train.command == ["python", str(EXAMPLES / f"{script}.py"), "--data", "{data}"]
-    assert f"target_modules={json.dumps(config.lora.targets)}" in "\n".join(lines)
+    assert f"target_modules={json.dumps(config.lora.target_modules)}" in "\n".join(lines)
     assert config.lora.scaling == 2 and "r=8, lora_alpha=16" in "\n".join(lines)
-    assert f'default="{config.model.path}"' in "\n".join(lines)
+    assert f'default="{config.model.name}"' in "\n".join(lines)
 
 
 @pytest.mark.exhaustive
@@ -504,7 +504,7 @@ def test_a_run_of_a_posted_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = (EXAMPLES / "classify.toml").read_text().replace('"{data}"]', '"{data}", "--model", "./base"]')
     (tmp_path / "classify.toml").write_text(text)
     config = load_config(tmp_path / "classify.toml", [
-        "model.path=base", "model.device=cpu", "run.rounds=2", "clients.ranks=[2, 4]", "data.validation=0",
+        "model.name=base", "model.device=cpu", "run.rounds=2", "clients.ranks=[2, 4]", "data.validation=0",
         'data.clients={acme="acme.jsonl", berlin="berlin.jsonl"}',
     ])  # fmt: skip
     (_, last) = execute(prepare(config), RunFolder(tmp_path / "out"))

@@ -61,10 +61,12 @@ class SameBatches(LocalTrainer):
 )
 def test_the_tutorials_loop_gives_the_bits_of_the_engine(page: dict[str, Any], method: str) -> None:
     """Expected: `simulate` with a trainer of the library, on the same examples, in a model of its own."""
-    model = AdaptedModel(page["Reader"](), LoRASettings(targets=["first", "second"], saved=["head"], scaling=2.0))
+    model = AdaptedModel(
+        page["Reader"](), LoRASettings(target_modules=["first", "second"], modules_to_save=["head"], scaling=2.0)
+    )
     model.network.load_state_dict(page["base"].state_dict())
     sets = {name: list(zip(*pair, strict=True)) for name, pair in page["data"].items()}
-    settings = TrainSettings(lr=1e-2, steps=20, batch_size=32, clip=0)
+    settings = TrainSettings(learning_rate=1e-2, max_steps=20, batch_size=32, max_grad_norm=0)
     trainer = SameBatches(
         model, sets, settings, loss=lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]), seed=0
     )

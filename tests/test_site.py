@@ -59,13 +59,13 @@ class TestConfiguration:
     def test_types_and_defaults_are_the_fields(self) -> None:
         keys = {f"{table.name}.{key.name}": key for table in config_keys.tables() for key in table.keys}
         assert keys["run.rounds"].kind == "integer ≥1" and keys["run.rounds"].default == "`10`"
-        assert keys["model.path"].default == "**required**"
+        assert keys["model.name"].default == "**required**"
         assert keys["data.validation"].kind == "text or number ≥0, <1"
         assert keys["clients.partition"].kind == '`"dirichlet"`/`"iid"`'
 
     def test_the_page_s_own_file_loads(self) -> None:
         block = re.findall(r"```toml\n(.*?)```", (DOCS / "reference" / "config.md").read_text(), flags=re.S)[0]
-        assert RunConfig.model_validate(tomllib.loads(block)).model.path == "demo"
+        assert RunConfig.model_validate(tomllib.loads(block)).model.name == "demo"
 
 
 class TestExperiments:
@@ -183,7 +183,7 @@ class TestMethods:
     def test_the_example_runs(self) -> None:
         page = METHODS_PAGE.read_text(encoding="utf-8")
         (file,), (lines,) = (re.findall(f"```{kind}\n(.*?)```", page, flags=re.S) for kind in ("toml", "python"))
-        run = RunConfig.model_validate(tomllib.loads(f'[model]\npath = "demo"\n[data]\ntrain = "demo"\n{file}'))
+        run = RunConfig.model_validate(tomllib.loads(f'[model]\nname = "demo"\n[data]\ntrain = "demo"\n{file}'))
         made: dict[str, Any] = {}
         exec(compile(lines, "methods.md", "exec"), made)
         assert made["server"].method == run.method.build() == fedlora.build("svd", energy=0.95)

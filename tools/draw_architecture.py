@@ -27,7 +27,7 @@ SAID = {
     "simulation": "the engine", "hf": "a script's trainer",
     "analysis": "audits", "workers": "processes", "server": "one round", "methods": "one paper a file",
     "adapters": "PEFT files", "export": "adapter into base", "client": "a client's round",
-    "attacks": "clients that lie",
+    "attacks": "byzantine clients",
     "privacy": "noise and ledger",
     "core": "what travels", "linalg": "thin matrices", "data": "text, dealt out", "seeds": "random streams",
     "errors": "errors that teach", "doing": "what is under way", "given_files": "what people name",

@@ -22,7 +22,7 @@ MODULES = {  # module -> what a reader looks there for
     "fedlora.data": "Text and tables, and how they are dealt out.",
     "fedlora.privacy": "Differential privacy of what is released (`fedlora[privacy]`).",
     "fedlora.hf": "Scripts with a trainer of their own.",
-    "fedlora.attacks": "Clients that lie, for experiments.",
+    "fedlora.attacks": "Byzantine clients, for experiments.",
     "fedlora.testing": "The contracts that a method keeps, to run on one of your own.",
     "fedlora.workers": "Several processes that train a round's clients.",
 }

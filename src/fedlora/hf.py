@@ -233,7 +233,8 @@ def _install(model: Any, adapter: Adapter, scaling: float, trains: list[Part]) -
         raise ConfigError(
             f"the script's model and the federation's adapter differ in {odd[0]!r} ({len(odd)} such). The script "
             f"adapts {in_words(now.modules)}, the federation {in_words(adapter.modules)}: give target_modules and "
-            f"modules_to_save of LoraConfig the same names as lora.targets and lora.saved of the federation."
+            f"modules_to_save of LoraConfig the same names as lora.target_modules and lora.modules_to_save of the "
+            f"federation."
         )
     scales = {float(m.scaling[name]) for m in model.modules() if name in getattr(m, "lora_A", {})}
     rebuilt = now.ranks != adapter.ranks or scales != {scaling}

@@ -249,7 +249,8 @@ def test_one_limit_and_its_option(good: Path, main: Callable[..., Said]) -> None
     assert main("validate", good, "--max-bytes", size).code == 0
     for words in (["validate", good], ["inspect", good], ["merge", good, good, "-o", good.parent / "m"],
                   ["resize", good, "--rank", 1, "-o", good.parent / "m"], ["diff", good, good],
-                  ["audit", good, good], ["export", good, "--for", "merged", "--base", "x", "-o", "y"]):  # fmt: skip
+                  ["audit", good, good],
+                  ["export", good, "--format", "merged", "--model", "x", "-o", "y"]):  # fmt: skip
         assert f"--max-bytes {size} allows it" in main(*words, "--max-bytes", size - 1).complaint()
     with (good / WEIGHTS_FILE).open("r+b") as file:
         file.truncate(65 * 2**30)

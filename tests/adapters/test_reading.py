@@ -193,7 +193,7 @@ def built(build: Callable[[], nn.Module] = llama, **fields):
 
 # what -> (the field or key that the refusal names, a model that peft built)
 REFUSED = {
-    "DoRA": ("use_dora = True.*export --for merged", built(use_dora=True)),
+    "DoRA": ("use_dora = True.*export --format merged", built(use_dora=True)),
     "PiSSA": ("init_lora_weights = 'pissa'", built(init_lora_weights="pissa")),
     "LoHa": ("peft_type = 'LOHA'", lambda: trained(llama, LoHaConfig(r=4, target_modules=["q_proj"], **CAUSAL))),
     "AdaLoRA": (

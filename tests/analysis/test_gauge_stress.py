@@ -232,7 +232,7 @@ def test_a_diverged_client_is_refused_as_without() -> None:
 
 # SGD: Adam would turn a rounding error into a whole step where a gradient is zero.
 SGD = (
-    "train.optimizer=sgd", "train.lr=0.05", "train.steps=4", "train.batch_size=8", "clients.ranks=[4]",
+    "train.optimizer=sgd", "train.learning_rate=0.05", "train.max_steps=4", "train.batch_size=8", "clients.ranks=[4]",
     "clients.count=3", "run.rounds=3", "evaluate.every=3",
 )  # fmt: skip
 Runs = dict[float | None, RunFolder]

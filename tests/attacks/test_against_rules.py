@@ -21,7 +21,7 @@ from fedlora.server.rules import GeometricMedian, MultiKrum
 from fedlora.simulation import simulate, start
 
 CLIENTS = [Client(f"site-{k}", 3) for k in range(9)]
-LIARS = ("site-1", "site-4")
+BYZANTINE = ("site-1", "site-4")
 SEED = Adapter({"q": LoRA(torch.zeros(20, 3, dtype=torch.float64),
                           torch.linalg.qr(torch.eye(14, 3, dtype=torch.float64)).Q.mT.contiguous())})  # fmt: skip
 
@@ -53,12 +53,12 @@ def model(rule: Any, adversary: Adversary | None, clients: list[Client] = CLIENT
 )
 def test_a_rule_undoes_what_stands_out(rule: Any, attack: Attack) -> None:
     """Distance to the mean of the honest alone, against the plain mean's under the same attack."""
-    honest = model(None, None, [c for c in CLIENTS if c.id not in LIARS])
-    plain, robust = (relative_difference(model(r, Adversary(attack, LIARS)), honest) for r in (None, rule))
+    honest = model(None, None, [c for c in CLIENTS if c.id not in BYZANTINE])
+    plain, robust = (relative_difference(model(r, Adversary(attack, BYZANTINE)), honest) for r in (None, rule))
     assert plain > 0.3 and robust < plain / 4
 
 
 @pytest.mark.parametrize("rule", [GeometricMedian(), MultiKrum(2)], ids=lambda rule: rule.name)
 def test_a_gauge_attack_is_nothing_to_a_rule_of_products(rule: Any) -> None:
-    """Each liar's update is what it would have been, so that weights and model are too."""
-    assert relative_difference(model(rule, Adversary(Attack("gauge"), LIARS)), model(rule, None)) < 1e-8
+    """Each byzantine client's update is what it would have been, so that weights and model are too."""
+    assert relative_difference(model(rule, Adversary(Attack("gauge"), BYZANTINE)), model(rule, None)) < 1e-8

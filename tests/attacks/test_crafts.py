@@ -28,7 +28,7 @@ from fedlora.server.kept import Kept
 from support.federations import EQUAL, MIXED, SHAPES
 from support.toy_trainer import run
 
-LIARS, HONEST = ("b", "d"), ("a", "c")
+BYZANTINE, HONEST = ("b", "d"), ("a", "c")
 
 
 class Watching:
@@ -96,7 +96,7 @@ FORMULAS = [("sign-flip", 1.0), ("sign-flip", 2.5), ("scale", 10.0), ("alie", 1.
 def test_an_attack_on_products_is_its_formula_cut_to_the_rank(kind: Any, strength: float) -> None:
     """And the number `left_out` is what that cut left out of the change, over all modules and heads together."""
     sent = seen()
-    tampered = Adversary(Attack(kind, strength), LIARS)(list(sent.values()), 2)
+    tampered = Adversary(Attack(kind, strength), BYZANTINE)(list(sent.values()), 2)
     for upload in tampered.uploads:
         name = upload.client.id
         if name in HONEST:
@@ -126,7 +126,7 @@ def test_every_kind_sends_something_of_its_own() -> None:
     found = {}
     for kind, about in KINDS.items():
         attack = Attack(kind, 3.0 if about.strength else None)
-        (lie,) = (u for u in Adversary(attack, LIARS)(list(sent.values()), 2).uploads if u.client.id == "b")
+        (lie,) = (u for u in Adversary(attack, BYZANTINE)(list(sent.values()), 2).uploads if u.client.id == "b")
         found[kind] = [t for module in SHAPES for t in lie.adapter.modules[module].factors]
     same = [
         (one, other)
@@ -146,7 +146,7 @@ def test_in_a_round_of_a_it_is_on_the_rows_of_a(method: str) -> None:
     watching = Watching()
     list(run(method, ranks, rounds=2, adversary=watching, dtype=torch.float64))
     sent = {s.upload.client.id: s for s in watching.sent}
-    tampered = Adversary(Attack("inner-product", 3.0), LIARS)(list(sent.values()), 1)
+    tampered = Adversary(Attack("inner-product", 3.0), BYZANTINE)(list(sent.values()), 1)
     for upload in tampered.uploads:
         for module, lora in upload.adapter.modules.items():
             assert lora.B is None and lora.A is not None
@@ -160,7 +160,7 @@ def test_in_a_round_of_a_it_is_on_the_rows_of_a(method: str) -> None:
             own = sent[upload.client.id]
             A_0 = own.begun.modules[module].A
             assert A_0 is not None
-            if upload.client.id in LIARS:
+            if upload.client.id in BYZANTINE:
                 asked = -3.0 * torch.stack([moved(h) for h in HONEST]).mean(0)
                 torch.testing.assert_close(lora.A, A_0 + asked[: len(A_0)], rtol=1e-12, atol=1e-12)
 
@@ -169,23 +169,24 @@ def test_in_a_round_of_a_it_is_on_the_rows_of_a(method: str) -> None:
 def test_where_one_factor_travels_the_attack_is_on_its_entries(method: str) -> None:
     """B - B_0 beside the common A_0: the product's change is linear in it, and nothing is cut."""
     sent = seen(method, rounds=1)
-    tampered = Adversary(Attack("sign-flip", 2.0), LIARS)(list(sent.values()), 0)
+    tampered = Adversary(Attack("sign-flip", 2.0), BYZANTINE)(list(sent.values()), 0)
     for upload in tampered.uploads:
         for module, lora in upload.adapter.modules.items():
             one = sent[upload.client.id]
             B, B_0 = one.upload.adapter.modules[module].B, one.begun.modules[module].B
             assert lora.A is None and lora.B is not None and B is not None and B_0 is not None
-            expected = B_0 - 2 * (B - B_0) if upload.client.id in LIARS else B
+            expected = B_0 - 2 * (B - B_0) if upload.client.id in BYZANTINE else B
             torch.testing.assert_close(lora.B, expected, rtol=1e-12, atol=1e-12)
     assert all(told["left_out"] == 0 for told in tampered.attacked.clients.values())
 
 
 @pytest.mark.parametrize("kind", ["sign-flip", "alie", "inner-product"])
 def test_attacks_on_products_know_no_coordinates(kind: Any) -> None:
-    """The honest uploads and the liars' own in random coordinates of condition 100: the same hostile products."""
+    """The honest uploads and the byzantine clients' own in random coordinates of condition 100: the same hostile
+    products."""
     sent = list(seen().values())
     moved = [replace(s, upload=regauge(s.upload, 100.0, seed=5)) for s in sent]
-    attack = Adversary(Attack(kind, 1.5), LIARS)
+    attack = Adversary(Attack(kind, 1.5), BYZANTINE)
     for one, other in zip(attack(sent, 2).uploads, attack(moved, 2).uploads, strict=True):
         for module in SHAPES:
             torch.testing.assert_close(dense(one.adapter, module), dense(other.adapter, module), rtol=1e-8, atol=1e-8)
@@ -201,7 +202,7 @@ def test_the_largest_z_is_the_papers() -> None:
 
 
 def test_a_federation_too_small_for_alie_gives_zero() -> None:
-    """phi(z) < 1/3 would be a negative z, and a majority of liars an infinite one."""
+    """phi(z) < 1/3 would be a negative z, and a majority of byzantine clients an infinite one."""
     for n, m in ((4, 1), (3, 1), (2, 1), (5, 4), (3, 3)):
         assert 0 <= largest_z(n, m) < 3
 
@@ -216,9 +217,9 @@ def test_alie_tells_its_z() -> None:
 
 def test_a_free_rider_sends_its_readout_bit_for_bit() -> None:
     sent = seen(dtype=torch.float32)
-    tampered = Adversary(Attack("free-rider"), LIARS)(list(sent.values()), 2)
+    tampered = Adversary(Attack("free-rider"), BYZANTINE)(list(sent.values()), 2)
     for upload in tampered.uploads:
-        if upload.client.id in LIARS:
+        if upload.client.id in BYZANTINE:
             begun = sent[upload.client.id].begun
             for module, lora in upload.adapter.modules.items():
                 assert all(torch.equal(a, b) for a, b in zip(lora.factors, begun.modules[module].factors, strict=True))
@@ -227,13 +228,14 @@ def test_a_free_rider_sends_its_readout_bit_for_bit() -> None:
 
 
 def test_a_free_riders_noise_is_as_large_as_an_honest_change() -> None:
-    """Module by module and head by head: the median of the honest norms. Two liars and two rounds have other noise."""
+    """Module by module and head by head: the median of the honest norms. Two byzantine clients and two rounds have
+    other noise."""
     sent = seen()
-    attack = Adversary(Attack("free-rider", noise=True), LIARS)
+    attack = Adversary(Attack("free-rider", noise=True), BYZANTINE)
     made = {u.client.id: u for u in attack(list(sent.values()), 2).uploads}
     for module in SHAPES:
         size = median(float(change(sent[h], module).norm()) for h in HONEST)
-        for name in LIARS:
+        for name in BYZANTINE:
             noise = dense(made[name].adapter, module) - dense(sent[name].begun, module)
             assert float(noise.norm()) == pytest.approx(size, rel=1e-9)
             cosine = float((noise * change(sent[name], module)).sum()) / size / float(change(sent[name], module).norm())
@@ -254,18 +256,18 @@ def test_inserted_directions_are_new_tiny_and_the_same_for_all_liars() -> None:
     every column of every upload."""
     sent = seen(rounds=1)
     made = {
-        u.client.id: u for u in Adversary(Attack("subspace-insertion", 0.01), LIARS)(list(sent.values()), 0).uploads
+        u.client.id: u for u in Adversary(Attack("subspace-insertion", 0.01), BYZANTINE)(list(sent.values()), 0).uploads
     }
     for module in SHAPES:
         size = 0.01 * median(float(change(sent[h], module).norm()) for h in HONEST)
-        new = {name: dense(made[name].adapter, module) - dense(sent[name].begun, module) for name in LIARS}
-        for name in LIARS:
+        new = {name: dense(made[name].adapter, module) - dense(sent[name].begun, module) for name in BYZANTINE}
+        for name in BYZANTINE:
             got = float(new[name].norm())
             assert 0.2 * size < got <= size
             assert float((spanned(sent, module).T @ new[name]).norm()) < 1e-9 * got * float(
                 spanned(sent, module).norm()
             )
-        U_b, U_d = (torch.linalg.svd(new[name]).U[:, : min(MIXED[name], _room(module, sent))] for name in LIARS)
+        U_b, U_d = (torch.linalg.svd(new[name]).U[:, : min(MIXED[name], _room(module, sent))] for name in BYZANTINE)
         assert float((U_b - U_d @ (U_d.T @ U_b)).norm()) < 1e-6, "what b inserts is among what d inserts"
 
 
@@ -287,8 +289,8 @@ def test_inserted_directions_take_the_place_of_the_weakest_slots() -> None:
 
 
 def test_inserted_directions_buy_a_basis_that_is_too_small() -> None:
-    """GLoRA of 4 directions for 16 ranks, clients alike. The liars' three common directions have two votes each and
-    everybody else's one: whatever their size, they take three of the four, and the mean's energy is lost."""
+    """GLoRA of 4 directions for 16 ranks, clients alike. The byzantine clients' three common directions have two votes
+    each and everybody else's one: whatever their size, they take three of the four, and the mean's energy is lost."""
 
     def captured(adversary: Any) -> float:
         server = Server(build("glora", rho=0.25), round=Kept(weighting="uniform"))
@@ -296,16 +298,16 @@ def test_inserted_directions_buy_a_basis_that_is_too_small() -> None:
         record = next(run("glora", MIXED, adversary=adversary, dtype=torch.float64, rounds=1, **options))  # type: ignore[arg-type]
         return min(float(f["captured"]) for f in server.diagnostics(record.state.server).values())  # type: ignore[arg-type]
 
-    silent = Adversary(Attack("free-rider"), LIARS)  # the same clients without a say: their readouts are zero
-    assert captured(Adversary(Attack("subspace-insertion", 1e-3), LIARS)) < 0.6 < 0.7 < captured(silent)
+    silent = Adversary(Attack("free-rider"), BYZANTINE)  # the same clients without a say: their readouts are zero
+    assert captured(Adversary(Attack("subspace-insertion", 1e-3), BYZANTINE)) < 0.6 < 0.7 < captured(silent)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
 def test_a_gauge_attack_changes_the_factors_and_not_the_product(dtype: torch.dtype, tolerance: float) -> None:
     """Condition 1e6 would cost float32 six of its seven digits, were Q not an orthogonal matrix and powers of two."""
     sent = seen("padded-average", dtype=dtype)
-    for upload in Adversary(Attack("gauge", 1e6), LIARS)(list(sent.values()), 2).uploads:
-        if upload.client.id not in LIARS:
+    for upload in Adversary(Attack("gauge", 1e6), BYZANTINE)(list(sent.values()), 2).uploads:
+        if upload.client.id not in BYZANTINE:
             continue
         before = sent[upload.client.id].upload.adapter
         for module, lora in upload.adapter.modules.items():
@@ -323,7 +325,7 @@ def test_a_gauge_attack_hurts_averages_of_factors_only() -> None:
         server = Server(build(method))
         plain, attacked = (
             list(run(method, MIXED, dtype=torch.float64, rounds=1, adversary=a))[-1].state.server
-            for a in (None, Adversary(Attack("gauge"), LIARS))
+            for a in (None, Adversary(Attack("gauge"), BYZANTINE))
         )
         moved = relative_difference(server.global_update(attacked), server.global_update(plain))
         assert moved < 1e-8 if same else moved > 1, method
@@ -334,17 +336,18 @@ def test_a_gauge_attack_hurts_averages_of_factors_only() -> None:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_what_diverged_or_abstains_teaches_nobody_and_stays_as_it_is(kind: Any) -> None:
-    """NaN of an honest client reaches no liar; a liar's own NaN and its abstention arrive as they were."""
+    """NaN of an honest client reaches no byzantine client; a byzantine client's own NaN and its abstention arrive as
+    they were."""
     sent = seen()
     broken = replace(
         sent["c"], upload=replace(sent["c"].upload, adapter=sent["c"].upload.adapter.map(lambda t: t * math.nan))
     )
     silent = replace(sent["d"], upload=replace(sent["d"].upload, num_examples=0))
-    tampered = Adversary(Attack(kind), LIARS)([sent["a"], sent["b"], broken, silent], 2)
+    tampered = Adversary(Attack(kind), BYZANTINE)([sent["a"], sent["b"], broken, silent], 2)
     assert tampered.uploads[2] is broken.upload and tampered.uploads[3] is silent.upload
     assert list(tampered.attacked.clients) == ["b"]
     assert all(bool(torch.isfinite(t).all()) for x in tampered.uploads[1].adapter.modules.values() for t in x.factors)
-    alone = Adversary(Attack(kind), LIARS)([replace(sent["b"], upload=broken_of(sent["b"].upload))], 2)
+    alone = Adversary(Attack(kind), BYZANTINE)([replace(sent["b"], upload=broken_of(sent["b"].upload))], 2)
     assert alone.attacked.clients == {}
 
 
@@ -355,7 +358,7 @@ def broken_of(upload: Upload) -> Upload:
 def test_a_round_of_liars_alone_is_an_attack_too() -> None:
     for kind in KINDS:
         sent = seen()
-        tampered = Adversary(Attack(kind), LIARS)([sent["b"], sent["d"]], 2)
+        tampered = Adversary(Attack(kind), BYZANTINE)([sent["b"], sent["d"]], 2)
         assert sorted(tampered.attacked.clients) == ["b", "d"]
         assert all(
             bool(torch.isfinite(t).all())
@@ -404,7 +407,7 @@ def test_attacks_on_pairs_refuse_rounds_of_one_factor() -> None:
     sent = list(seen("ffa-lora", rounds=1).values())
     for kind in ("gauge", "subspace-insertion"):
         with pytest.raises(HyperparameterError, match="only one factor travels"):
-            Adversary(Attack(kind), LIARS)(sent, 0)
+            Adversary(Attack(kind), BYZANTINE)(sent, 0)
     with pytest.raises(HyperparameterError, match="without clients"):
         Adversary(Attack("gauge"), ())
 
@@ -416,7 +419,7 @@ def test_a_lora_is_what_it_was() -> None:
         name: [t.clone() for x in s.upload.adapter.modules.values() for t in x.factors] for name, s in sent.items()
     }
     for kind in KINDS:
-        Adversary(Attack(kind), LIARS)(list(sent.values()), 2)
+        Adversary(Attack(kind), BYZANTINE)(list(sent.values()), 2)
     for name, s in sent.items():
         now = [t for x in s.upload.adapter.modules.values() for t in x.factors]
         assert all(torch.equal(a, b) for a, b in zip(copies[name], now, strict=True))
@@ -427,7 +430,7 @@ def test_a_lora_is_what_it_was() -> None:
 def test_methods_take_what_liars_send(method: str) -> None:
     """Every kind, two rounds with a quorum of all, so that a refused upload would end them."""
     for kind in KINDS:
-        attack = Adversary(Attack(kind), LIARS)
+        attack = Adversary(Attack(kind), BYZANTINE)
         for record in run(method, EQUAL, rounds=2, adversary=attack, round=Kept(quorum=4)):
             assert not record.refused and record.attacked is not None, kind
             assert all(math.isfinite(x) for told in record.attacked.clients.values() for x in told.values()), kind

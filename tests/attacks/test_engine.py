@@ -1,4 +1,4 @@
-"""Clients that lie in the in-process engine: who sees what, the same bits again, what is refused. Kind: property."""
+"""Byzantine clients in the in-process engine: who sees what, the same bits again, what is refused. Kind: property."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedlora.simulation import RoundRecord
 from support.federations import EQUAL, MIXED
 from support.toy_trainer import Toy, diverging, run
 
-LIARS = Adversary(Attack("sign-flip"), ("b", "d"))
+BYZANTINE = Adversary(Attack("sign-flip"), ("b", "d"))
 
 
 def same(one: RoundRecord, other: RoundRecord) -> bool:
@@ -79,7 +79,7 @@ def test_the_liars_know_all_uploads_and_what_everybody_began_from() -> None:
 
 def test_who_lies_is_told_round_by_round() -> None:
     """Of those only who take part, with the same seed of the sampling."""
-    for record in run("glora", EQUAL, adversary=LIARS, participation=0.5, seed=3, rounds=4):
+    for record in run("glora", EQUAL, adversary=BYZANTINE, participation=0.5, seed=3, rounds=4):
         assert record.attacked is not None and record.attacked.what == "sign-flip (s = 1)"
         assert sorted(record.attacked.clients) == sorted({"b", "d"} & set(record.losses))
 
@@ -92,7 +92,9 @@ def test_a_lie_that_no_upload_can_hold_is_refused_by_the_server() -> None:
 
 
 def test_a_diverged_liar_is_refused_as_anybody() -> None:
-    records = list(run("glora", EQUAL, diverging("b", 1), adversary=LIARS, round=Kept(quorum=2), dtype=torch.float64))
+    records = list(
+        run("glora", EQUAL, diverging("b", 1), adversary=BYZANTINE, round=Kept(quorum=2), dtype=torch.float64)
+    )
     assert [list(r.refused) for r in records] == [[], ["b"], []]
     assert [sorted(r.attacked.clients) for r in records if r.attacked] == [["b", "d"], ["d"], ["b", "d"]]
 
@@ -114,8 +116,8 @@ def test_an_adversary_gives_one_upload_for_each(wrong: str) -> None:
 
 def test_a_library_user_is_told_once_a_run(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fedlora.simulation"):
-        list(run("glora", EQUAL, adversary=LIARS))
-    told = [r.getMessage() for r in caplog.records if "lie on purpose" in r.getMessage()]
+        list(run("glora", EQUAL, adversary=BYZANTINE))
+    told = [r.getMessage() for r in caplog.records if "are byzantine on purpose" in r.getMessage()]
     assert len(told) == 1 and "sign-flip (s = 1) by b" in told[0] and "Adversary(" not in told[0]
 
 

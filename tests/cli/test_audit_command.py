@@ -69,7 +69,7 @@ class Kept:
 
 def kept(project: Path, out: Path, *sets: str) -> Kept:
     """`fedlora run` on a tiny model, two rounds, with what each client trained."""
-    few = ("run.rounds=2", "train.steps=2", "evaluate.every=2")
+    few = ("run.rounds=2", "train.max_steps=2", "evaluate.every=2")
     with recording() as calls:
         invoke("run", project / "config.toml", "--out", out, *options([*few, *sets]))
     return Kept(RunFolder(out), calls)
@@ -146,7 +146,7 @@ def test_last_keeps_the_last_round_alone_and_none_keeps_nothing(project: Path, t
 def test_a_zero_update_is_kept_too(project: Path, tmp_path: Path) -> None:
     """Decision 0008 allows zero updates, and without keep_uploads the run goes on: storing them must not end it. A
     learning rate that underflows in float32 leaves B at zero."""
-    zero = ("train.optimizer=sgd", "train.lr=1e-60", "run.rounds=1")
+    zero = ("train.optimizer=sgd", "train.learning_rate=1e-60", "run.rounds=1")
     assert ran(configured(project, *zero), tmp_path / "without").finished()
     assert ran(configured(project, *zero, "run.keep_uploads=last"), tmp_path / "run").finished()
 
@@ -170,7 +170,7 @@ def test_a_refused_upload_is_not_kept(project: Path, tmp_path: Path, undrawn: No
 
 def test_a_resumed_run_keeps_the_same_uploads(project: Path, tmp_path: Path) -> None:
     """Stopped after one round and gone on with: byte for byte the files of the run that was never stopped."""
-    config = configured(project, "run.rounds=2", "run.keep_uploads=all", "train.steps=2")
+    config = configured(project, "run.rounds=2", "run.keep_uploads=all", "train.max_steps=2")
     whole, stopped = ran(config, tmp_path / "whole"), ran(config, tmp_path / "stopped", 1)
     ran(config, stopped.path, resume=True)
     files = [{k: digest for k, (digest, _) in contents(f.path / "uploads").items()} for f in (whole, stopped)]
@@ -191,7 +191,7 @@ def test_a_half_stored_round_is_not_taken_for_a_whole_one(project: Path, tmp_pat
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(fedlora.runs.storing, "write_upload", killed)
         with pytest.raises(KeyboardInterrupt):
-            ran(configured(project, "run.rounds=3", "run.keep_uploads=all", "train.steps=1"), tmp_path / "run")
+            ran(configured(project, "run.rounds=3", "run.keep_uploads=all", "train.max_steps=1"), tmp_path / "run")
     found = RunFolder(tmp_path / "run").newest_uploads()
     assert found is not None and (found.round, len(found.folders)) == (1, 3)
 
@@ -513,7 +513,7 @@ def test_an_audit_of_a_run_is_of_its_newest_uploads(run: Kept, undrawn: None) ->
 
 def test_it_says_which_round_and_loudly_where_the_run_went_on(project: Path, tmp_path: Path, undrawn: None) -> None:
     """Kept at the end of a short run, which was then made longer without keeping."""
-    short = ("run.rounds=1", "train.steps=1", "run.keep_uploads=last")
+    short = ("run.rounds=1", "train.max_steps=1", "run.keep_uploads=last")
     folder = ran(configured(project, *short), tmp_path / "run")
     arguments = ("audit", "--from-run", folder.path, "--methods", "glora", "--conditions", "10", "--draws", 1)
     said = invoke(*arguments)

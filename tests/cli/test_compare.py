@@ -34,7 +34,7 @@ METHODS = ("glora", "svd", "glora rho=0.5")
 
 
 def compare(project: Path, out: Path, *more: object, methods: str = ",".join(METHODS), code: int = 0) -> Any:
-    sets = ("--set", "run.rounds=2", "--set", "train.steps=2")
+    sets = ("--set", "run.rounds=2", "--set", "train.max_steps=2")
     return invoke("compare", project / "config.toml", "--methods", methods, "--out", out, *sets, *more, code=code)
 
 
@@ -141,8 +141,8 @@ def test_csv_parses_and_a_verdict_needs_a_margin(compared: tuple[Path, Any], pro
 
 
 def test_a_search_chooses_on_validation_and_on_a_seed_of_its_own(project: Path, tmp_path: Path) -> None:
-    """lr = 1e30 diverges: its uploads are refused, and it is never chosen. The chosen value is a column."""
-    more = ("--tune", "train.lr=1e-2,2e-2,1e30", "--seeds", "0", "--json")
+    """A rate of 1e30 diverges: its uploads are refused, and it is never chosen. The chosen value is a column."""
+    more = ("--tune", "train.learning_rate=1e-2,2e-2,1e30", "--seeds", "0", "--json")
     said = compare(project, tmp_path / "runs", *more, methods="glora,svd")
     lines = read(tmp_path / "runs" / "results.jsonl").values()
     assert {(line["seed"], line["stage"]) for line in lines} == {(1000, "search"), (0, "run")}
@@ -153,7 +153,7 @@ def test_a_search_chooses_on_validation_and_on_a_seed_of_its_own(project: Path, 
             if line["stage"] == "search" and line["cell"]["method"] == method and "failed" not in line
         }
         best = max(found, key=lambda value: (found[value], -value))
-        assert len(found) == 2 and table(said, "mean over seeds")[method]["train.lr"] == best
+        assert len(found) == 2 and table(said, "mean over seeds")[method]["train.learning_rate"] == best
     assert "failed: " in said.stdout, "it is said that the third value failed"
 
 
@@ -173,11 +173,14 @@ def test_nothing_that_can_run_is_an_error(project: Path, tmp_path: Path, main: C
         (("--seeds", "0:2", "--set", "run={seed=1}"), "run.seed"),
         (("--workers", "0"), "at least 1, or auto; got '0'"),
         (("--reference", "svd"), "method has no label 'svd'; it has glora, flexlora"),
-        (("--tune", "train.rl=1,2"), "unknown key 'train.rl'; known: lr"),
-        (("--tune", "train.lr=1e-3,1e-2", "--tune-seeds", "0"), "seed 0 is both"),
-        (("--tune", "train.lr=1e-3,1e-2", "--set", "data.validation=0"), "data.validation = 0 leaves none"),
-        (("--tune", "train.lr=1e-3,1e-2", "--set", "train.lr=1"), "--tune and --set train.lr=... both"),
-        (("--tune", "train.lr=1e-3,0.001"), "names a value twice"),
+        (("--tune", "train.rl=1,2"), "unknown key 'train.rl'; known: learning_rate"),
+        (("--tune", "train.learning_rate=1e-3,1e-2", "--tune-seeds", "0"), "seed 0 is both"),
+        (("--tune", "train.learning_rate=1e-3,1e-2", "--set", "data.validation=0"), "data.validation = 0 leaves none"),
+        (
+            ("--tune", "train.learning_rate=1e-3,1e-2", "--set", "train.learning_rate=1"),
+            "--tune and --set train.learning_rate=... both",
+        ),
+        (("--tune", "train.learning_rate=1e-3,0.001"), "names a value twice"),
         (("--tune", "data.validation=0.1,0.2"), "data.validation is not"),
         (("--tune-seeds", "77"), "--tune KEY=VALUES"),
         (("--json", "--format", "csv"), "two formats"),

@@ -32,8 +32,8 @@ def test_a_grid_is_planned_searched_run_shown_and_drawn(place: Path) -> None:
     assert not (place / "runs").exists() and not (place / "results").exists(), "nothing is written"
     said = invoke("experiment", "tune", "two.toml")
     assert {line["stage"] for line in read(place / "results" / "two.jsonl").values()} == {"search"}
-    assert "GLoRA: train.lr = " in said.stderr
-    invoke("experiment", "run", "two.toml", "--only", "method=FedIT")
+    assert "GLoRA: train.learning_rate = " in said.stderr
+    invoke("experiment", "run", "two.toml", "--filter", "method=FedIT")
     status = invoke("experiment", "status", "two.toml", "--json").stdout
     assert json.loads(status)["two"] == {"search": [4, 4], "runs": [2, 6], "failed": 0, "to_do": 4}
     invoke("experiment", "run", "two.toml")
@@ -60,11 +60,11 @@ def test_a_table_of_what_is_not_whole_has_another_exit_code(place: Path, main: C
         (("run", "three.toml"), "there is no experiment three.toml"),
         (("run", "two.toml", "--profile", "paper"), "it has mini"),
         (("run", "two.toml", "--seeds", "7"), "7 is not a seed"),
-        (("run", "two.toml", "--only", "method=svd"), "no 'svd'"),
-        (("run", "two.toml", "--on", "slurm"), "--time"),
-        (("run", "two.toml", "--time", "10"), "--time is for --on slurm"),
-        (("run", "two.toml", "--on", "ray", "--workers", "2"), "--workers"),
-        (("run", "two.toml", "--on", "slurm", "--time", "10", "--option", "partition=x"), "--partition=gpu"),
+        (("run", "two.toml", "--filter", "method=svd"), "no 'svd'"),
+        (("run", "two.toml", "--backend", "slurm"), "--time"),
+        (("run", "two.toml", "--time", "10"), "--time is for --backend slurm"),
+        (("run", "two.toml", "--backend", "ray", "--workers", "2"), "--workers"),
+        (("run", "two.toml", "--backend", "slurm", "--time", "10", "--option", "partition=x"), "--partition=gpu"),
         (("run", "two.toml", "--price", "2"), "--measure"),
         (("table", "two.toml", "--metric", "nonsense"), "'nonsense'; there are: test, best"),
     ],

@@ -53,7 +53,7 @@ def test_merge(tmp_path: Path, main: Main) -> None:
 def test_apply(tmp_path: Path, main: Main) -> None:
     save_model(tmp_path / "base", llama(), classifies=False)
     get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")  # type: ignore[arg-type]
-    command = ["export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base"]
+    command = ["export", "--format", "merged", tmp_path / "adapter", "--model", tmp_path / "base"]
     forced(main, command, tmp_path / "m" / "full", "sub/notes.txt")
     before = contents(tmp_path)
     for place in ("base", "adapter", "base/new", "adapter/new"):
@@ -71,8 +71,8 @@ def test_a_folder_of_another_kind_is_not_replaced(tmp_path: Path, main: Main) ->
     a, b = (saved(tmp_path / "in", name, 2) for name in "ab")
     outs = {
         "merge": ["merge", a, b],
-        "merged": ["export", trained, "--for", "merged", "--base", base],
-        "gguf": ["export", trained, "--for", "gguf", "--base", base],
+        "merged": ["export", trained, "--format", "merged", "--model", base],
+        "gguf": ["export", trained, "--format", "gguf", "--model", base],
     }
     for name, command in outs.items():
         assert main(*command, "-o", tmp_path / name).code == 0

@@ -33,10 +33,10 @@ def test_every_command_takes_them(tmp_path: Path, main: Main, monkeypatch: pytes
         for command in (
             ["inspect", "me/adapter@main"],
             ["diff", "me/adapter@main", adapter],
-            ["validate", f"me/adapter@{COMMIT}", "--base", "me/base@main"],
+            ["validate", f"me/adapter@{COMMIT}", "--model", "me/base@main"],
             ["merge", "me/adapter@main", adapter, "-o", "merged"],
             ["resize", "me/adapter@main", "--rank", "1", "-o", "small"],
-            ["export", "me/adapter@main", "--for", "merged", "--base", f"me/base@{COMMIT}", "-o", "full"],
+            ["export", "me/adapter@main", "--format", "merged", "--model", f"me/base@{COMMIT}", "-o", "full"],
             ["audit", "me/adapter@main", adapter, "--methods", "fedit", "--plot", tmp_path / "a.png"],
         ):
             done = main(*command)
@@ -44,7 +44,7 @@ def test_every_command_takes_them(tmp_path: Path, main: Main, monkeypatch: pytes
     got = [path.split("/resolve/")[1].partition("/")[2] for how, path in asked if how == "GET" and "resolve" in path]
     of_base = {path.name for path in base.iterdir() if path.is_file()}
     assert sorted(got) == sorted({"adapter_config.json", "adapter_model.safetensors", *of_base})
-    assert main("export", adapter, "--for", "merged", "--base", base, "-o", "same").code == 0
+    assert main("export", adapter, "--format", "merged", "--model", base, "-o", "same").code == 0
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("full", "same"))
     assert one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
 
@@ -64,14 +64,14 @@ def test_the_cache_serves_without_a_network(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_run_s_base_and_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """model.path is as repository and revision given apart."""
+    """model.name is as repository and revision given apart."""
     adapter, base = small(tmp_path)
     (tmp_path / "run.toml").write_text('model = {path = "me/base@main", adapter = "me/up@main"}\ndata.train = "a.csv"')
     with serving({"me/up": adapter, "me/base": base}, tmp_path / "cache", monkeypatch):
         config = load_config(tmp_path / "run.toml")
-        assert (config.model.path, config.model.revision) == ("me/base", "main")
+        assert (config.model.name, config.model.revision) == ("me/base", "main")
         assert (Path(config.model.location()) / "config.json").is_file()
-        assert ModelSection(path=f"me/base@{COMMIT}").location() == config.model.location()
+        assert ModelSection(name=f"me/base@{COMMIT}").location() == config.model.location()
         assert config.model.adapter == str(local_folder("me/up@main", ADAPTER_FILES))
         with pytest.raises(ConfigError, match=r"names a revision, so leave out model\.revision"):
             load_config(tmp_path / "run.toml", ["model.revision=v1"])
@@ -89,7 +89,7 @@ def test_what_the_hub_lacks_is_named(tmp_path: Path, main: Main, monkeypatch: py
             ("me/empty@main", "me/empty .* adapter_config.json, "),
         ):
             assert re.search(why, main("validate", name).error())
-        assert "RepositoryNotFound" in main("validate", adapter, "--base", "me/none@main").error()
+        assert "RepositoryNotFound" in main("validate", adapter, "--model", "me/none@main").error()
 
 
 def test_a_folder_of_that_name_wins_and_a_plain_name_asks_nobody(
@@ -102,7 +102,7 @@ def test_a_folder_of_that_name_wins_and_a_plain_name_asks_nobody(
     with serving({"me/adapter": base}, tmp_path / "cache", monkeypatch) as asked:
         assert main("validate", "me/adapter@main").code == 0
         assert "me/adapter is not a PEFT adapter" in main("inspect", "me/adapter").error()
-        assert "owner/name@main" in main("validate", "me/adapter@main", "--base", "me/base").error()
+        assert "owner/name@main" in main("validate", "me/adapter@main", "--model", "me/base").error()
         assert not asked
 
 

@@ -1,4 +1,4 @@
-"""`fedlora merge --method` and `--defence`. Expected values: those of a `Server` in memory; dense sums in float64 of
+"""`fedlora merge --method` and `--robust`. Expected values: those of a `Server` in memory; dense sums in float64 of
 the adapters as written, with the weights that the rule gave."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from support.command_line import Said
 from support.federations import noise
 
 NAMES = [f"site-{k}" for k in range(6)]
-LIAR = 4
+ATTACKER = 4
 
 
 @pytest.mark.parametrize("method", ["glora", "glora rho=0.5", "flexlora", "hetlora", "lora-fair"])
@@ -67,7 +67,7 @@ def sites(tmp_path: Path) -> list[str]:
         pairs = {}
         for module in ("a.q", "a.v"):
             B = noise((32, 4), module, dtype=torch.float32) + 0.2 * noise((32, 4), k, module, dtype=torch.float32)
-            pairs[module] = LoRA(B * (-20 if k == LIAR else 1), A)
+            pairs[module] = LoRA(B * (-20 if k == ATTACKER else 1), A)
         config = {"base_model_name_or_path": "tiny", "target_modules": list(pairs), "peft_type": "LORA"}
         write_adapter(tmp_path / name, Adapter(pairs), AdapterSpec(config, 8.0))
     return [str(tmp_path / name) for name in NAMES]
@@ -90,7 +90,7 @@ def test_the_error_and_the_weights_are_those_of_what_the_rule_made(
     tmp_path: Path, sites: list[str], main: Callable[..., Said], method: str, rank: str
 ) -> None:
     out = tmp_path / "merged"
-    words = ["merge", *sites, "-o", str(out), "--defence", "multi-krum liars=1", "--rank", rank]
+    words = ["merge", *sites, "-o", str(out), "--robust", "multi-krum byzantine=1", "--rank", rank]
     refused = main(*words, "--method", "fedit")
     assert refused.code == 2 and "fedit averages B and A" in refused.err
     words += ["--method", method]
@@ -98,7 +98,7 @@ def test_the_error_and_the_weights_are_those_of_what_the_rule_made(
     assert said.code == 0, said.err
     report = json.loads(main(*words, "--json", "--force").out)
     counts = report["weighed"]["counts"]
-    assert counts[LIAR] == 0 and sum(counts) == pytest.approx(1)
+    assert counts[ATTACKER] == 0 and sum(counts) == pytest.approx(1)
     assert report["weights"] == pytest.approx([1 / 6] * 6)
     robust, plain = dense(sites, counts), dense(sites, [1 / 6] * 6)
     assert report["error"] == pytest.approx(off(updates(out), robust), rel=1e-3, abs=1e-6)
@@ -111,8 +111,9 @@ def test_the_error_and_the_weights_are_those_of_what_the_rule_made(
 
 
 def test_a_bound_is_of_the_robust_mean(tmp_path: Path, sites: list[str], main: Callable[..., Said]) -> None:
-    """A perfect robust merge passes, and a cut one is refused with its own error: before, the liar's size was it."""
-    words = ["merge", *sites, "-o", str(tmp_path / "m"), "--defence", "multi-krum liars=1", "--max-error", "0.01"]
+    """A perfect robust merge passes, and a cut one is refused with its own error: before, the byzantine client's size
+    was it."""
+    words = ["merge", *sites, "-o", str(tmp_path / "m"), "--robust", "multi-krum byzantine=1", "--max-error", "0.01"]
     assert main(*words).code == 0
     refused = main(*words, "--force", "--rank", "2").complaint()
     assert re.search(r"multi-krum \(f = 1\) .*by 0\.", refused)
@@ -122,7 +123,7 @@ def test_an_adapter_of_weight_zero_is_told_beside_a_rule(
     tmp_path: Path, sites: list[str], main: Callable[..., Said]
 ) -> None:
     """It takes no part in the round, so the rule has no verdict on it."""
-    words = ["merge", *sites, "--weights", "1,1,1,1,1,0", "--defence", "geometric-median", "--method", "glora"]
+    words = ["merge", *sites, "--weights", "1,1,1,1,1,0", "--robust", "geometric-median", "--method", "glora"]
     done = main(*words, "-o", str(tmp_path / "m"), "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["weighed"]["counts"][5] == 0
@@ -135,7 +136,7 @@ def test_who_cannot_be_counted_ends_a_merge(tmp_path: Path, sites: list[str], ma
     config = {"base_model_name_or_path": "tiny", "target_modules": ["a.q", "a.v"], "peft_type": "LORA"}
     bad = LoRA(big + noise((32, 4), "x", dtype=torch.float32) * torch.tensor([0, 0, 1, 1]), A)
     write_adapter(tmp_path / "bad", Adapter({"a.q": bad, "a.v": bad}), AdapterSpec(config, 8.0))
-    for more in (["--method", "glora"], ["--defence", "clip"]):
+    for more in (["--method", "glora"], ["--robust", "norm-clipping"]):
         said = main("merge", *sites, str(tmp_path / "bad"), "-o", str(tmp_path / "m"), *more)
         assert "cannot be measured" in said.complaint() and "bad" in said.complaint()
     assert not (tmp_path / "m").exists()
@@ -144,15 +145,15 @@ def test_who_cannot_be_counted_ends_a_merge(tmp_path: Path, sites: list[str], ma
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("multi-krum liar=1", "'liar'; did you mean 'liars'?"),
-        ("multi-krum", "needs defence.liars: how many clients"),
-        ("clip threshold=-1", "or 'median'; got -1."),
-        ("clip threshold=true", "a norm above 0, or 'median'"),
-        ("clip liars=maybe", "liars: how many clients"),
+        ("multi-krum byzantin=1", "'byzantin'; did you mean 'byzantine'?"),
+        ("multi-krum", "needs robust.byzantine: how many clients"),
+        ("norm-clipping threshold=-1", "or 'median'; got -1."),
+        ("norm-clipping threshold=true", "a norm above 0, or 'median'"),
+        ("norm-clipping byzantine=maybe", "byzantine: how many clients"),
     ],
 )
 def test_a_slip_in_a_rule_is_told_in_our_words(
     tmp_path: Path, sites: list[str], main: Callable[..., Said], typed: str, said: str
 ) -> None:
-    line = main("merge", *sites, "-o", str(tmp_path / "m"), "--defence", typed).complaint()
+    line = main("merge", *sites, "-o", str(tmp_path / "m"), "--robust", typed).complaint()
     assert said in line and "Value error" not in line and "Extra inputs" not in line and not line.endswith("?.")

@@ -1,4 +1,5 @@
-"""`fedlora methods` and `fedlora ranks`: lists, tables, pictures. Kinds of evidence: oracle (by hand), contract."""
+"""`fedlora methods` and `fedlora experiment ranks`: lists, tables, pictures. Kinds of evidence: oracle (by hand),
+contract."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_ranks_shows_counts_and_sums(wide: None) -> None:
     17.5. flexlora-uniform 2.5 each, the two left to the smallest: 3 of 8, 3 of 30, 2 of 30/200, 2 of 200: 574, where
     attention counts."""
     args = ("--ranks", "8,2,4", "--clients", 10, "--participation", 0.25)
-    said = invoke("ranks", "heavy-tail", "heavy-tail-strong", "flexlora-uniform", *args).stdout
+    said = invoke("experiment", "ranks", "heavy-tail", "heavy-tail-strong", "flexlora-uniform", *args).stdout
     rows = [cells(line) for line in said.splitlines() if line.startswith("│")]
     assert rows == [
         ["heavy-tail", "8 of 2, 1 of 4, 1 of 8", "28", "7"],
@@ -55,7 +56,7 @@ def test_ranks_shows_counts_and_sums(wide: None) -> None:
 
 def test_ranks_without_arguments_shows_all_profiles_as_documented() -> None:
     """The table of docs/how-to/mixed-ranks.md, row by row: counts of 50 clients."""
-    found = json.loads(invoke("ranks", "--json").stdout)
+    found = json.loads(invoke("experiment", "ranks", "--json").stdout)
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "mixed-ranks.md").read_text(encoding="utf-8")
     rows = [cells(line.replace("|", "│")) for line in page.splitlines() if line.startswith("|") and " of " in line]
     documented = {
@@ -84,7 +85,7 @@ def test_what_is_no_profile_or_rank_is_one_line(
 ) -> None:
     """Exit code 2, nothing on stdout, nothing written."""
     monkeypatch.chdir(tmp_path)
-    said = main("ranks", *args)
+    said = main("experiment", "ranks", *args)
     assert says in said.complaint() and not list(tmp_path.iterdir())
     assert said.out == ""
 
@@ -92,5 +93,5 @@ def test_what_is_no_profile_or_rank_is_one_line(
 def test_ranks_of_no_clients_is_a_usage_error(main: Callable[..., Said]) -> None:
     """typer's own: exit code 2, no traceback."""
     for args in (["--clients", "0"], ["--participation", "1.5"]):
-        said = main("ranks", *args)
+        said = main("experiment", "ranks", *args)
         assert said.code == 2 and "Traceback" not in said.err

@@ -57,7 +57,7 @@ def test_as_a_process_it_gives_the_same_bits_without_a_warning_and_bad_input_is_
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "no such model": (["model.path=nowhere"], "model 'nowhere'"),
+    "no such model": (["model.name=nowhere"], "model 'nowhere'"),
     "no such data": (["data.train=nowhere.jsonl"], "nowhere.jsonl does not exist"),
     "unknown suffix": (["data.train=config.toml"], "suffix '.toml' is not known"),
     "no such column": (["data.text=txt"], "no column 'txt'"),
@@ -72,7 +72,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "ranks and clients": (["clients.count=5"], "clients.ranks has 3 entries"),
     "too many clients": (["clients.count=90", "clients.ranks=[2]"], "90 clients"),
     "mixed ranks": (["method.name=fedit"], "entry by entry"),
-    "no such target module": (['lora.targets=["q_proj"]'], "'q_proj' (lora.targets of a run) matches no module"),
+    "no such target module": (
+        ['lora.target_modules=["q_proj"]'],
+        "'q_proj' (lora.target_modules of a run) matches no module",
+    ),
     "nothing to train on": (["data.validation=0.6", "data.test=0.5"], "sum is below 1"),
 }
 
@@ -138,7 +141,7 @@ def test_one_of_two_held_out_sets_is_shown_alone(
 
 def test_resuming_where_no_run_is_says_that_it_begins(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
     """A slip in --out would train again what stands elsewhere; said before the model is loaded, which fails here."""
-    done = main("run", project / "config.toml", "--out", tmp_path / "rnu", "--resume", "--set", "model.path=nowhere")
+    done = main("run", project / "config.toml", "--out", tmp_path / "rnu", "--resume", "--set", "model.name=nowhere")
     assert done.code == 2 and "rnu" in done.err.splitlines()[0] and "round 1" in done.err
 
 
@@ -169,10 +172,17 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once(
 ) -> None:
     """Of each kind one: a misspelt key, a wrong value, two keys that contradict each other, a method that cannot be
     made, a file that is missing. And of a file whose keys are right: files, metric, ranks that do not fit."""
-    wrong = ["run.round=3", "train.lr=fast", "lora.alpha=8.0", "lora.scaling=2.0", "method.rho=2", "data.test=no.csv"]
+    wrong = [
+        "run.round=3",
+        "train.learning_rate=fast",
+        "lora.lora_alpha=8.0",
+        "lora.scaling=2.0",
+        "method.rho=2",
+        "data.test=no.csv",
+    ]
     says = [
         "'rounds'",
-        "train.lr: must be a number; got 'fast'",
+        "train.learning_rate: must be a number; got 'fast'",
         "contradict",
         "rho is a share",
         "no.csv does not exist",

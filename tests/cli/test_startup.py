@@ -77,8 +77,9 @@ def test_what_is_asked_of_any_command_imports_nothing_heavy() -> None:
     pages = [[*path, "--help"] for path, _ in reversed([*walk(ROOT)])]
     assert len(pages) > 30 and ["--help"] in pages and ["flower", "serve", "--help"] in pages
     found = asked(
-        ([], completion("fedlora m", 1)), ([], completion("fedlora ranks --pa", 2)), *((page, {}) for page in pages),
-        (["--version"], {}), (["ranks", "uniform", "--json"], {}),
+        ([], completion("fedlora m", 1)), ([], completion("fedlora experiment ranks --pa", 2)),
+        *((page, {}) for page in pages),
+        (["--version"], {}), (["experiment", "ranks", "uniform", "--json"], {}),
     )  # fmt: skip
     assert "uniform" in found.pop()[1]  # a command that works, warnings being errors
     assert [out.split() for _, out, _ in found[:2]] == [["merge", "methods"], ["--participation"]]

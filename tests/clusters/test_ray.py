@@ -37,15 +37,15 @@ def test_nothing_is_lost_if_a_node_dies(tmp_path: Path, cluster: Any) -> None:
     """Four runs of a search and two that it decides. While two runs are in the middle, one on each node, a node is
     killed; its run goes on, on the other one. All end with the bits of a calm run."""
     write_grid(tmp_path)
-    words = [*COMMAND, "run", "two.toml", "--on", "ray", "--address", cluster.address, "--results", "results"]
-    words += ["--work", "work"]
+    words = [*COMMAND, "run", "two.toml", "--backend", "ray", "--address", cluster.address, "--results", "results"]
+    words += ["--work-dir", "work"]
     with (tmp_path / "said").open("w") as said:
         driver = subprocess.Popen(words, cwd=tmp_path, stderr=said)
         two = until(lambda: driver.poll() is None and in_the_middle(tmp_path / "work"), 300, "two runs in the middle")
         cluster.remove_node(cluster.nodes[0], allow_graceful=False)
         assert driver.wait(600) == 0, (tmp_path / "said").read_text()
     assert len(two) == 2
-    fedlora(tmp_path, "run", "two.toml", "--results", "alone", "--work", "calm")
+    fedlora(tmp_path, "run", "two.toml", "--results", "alone", "--work-dir", "calm")
     calm, after = told(tmp_path / "alone", tmp_path / "calm"), told(tmp_path / "results", tmp_path / "work")
     assert len(calm) == 6 and after == calm
 
@@ -53,5 +53,7 @@ def test_nothing_is_lost_if_a_node_dies(tmp_path: Path, cluster: Any) -> None:
 def test_a_run_that_fits_on_no_node_is_refused_with_what_it_asks(tmp_path: Path, cluster: Any) -> None:
     """Instead of waiting for ever."""
     write_grid(tmp_path, GRID.replace("threads = 1", "threads = 3"))
-    why = fedlora(tmp_path, "run", "two.toml", "--on", "ray", "--address", cluster.address, "--memory", "1G", code=2)
+    why = fedlora(
+        tmp_path, "run", "two.toml", "--backend", "ray", "--address", cluster.address, "--memory", "1G", code=2
+    )
     assert "3 cores, 0 GPUs and 1 GB of memory" in why and "3 nodes" in why

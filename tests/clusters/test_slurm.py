@@ -12,7 +12,7 @@ from support.grids import COMMAND, environment, fedlora, in_the_middle, told, wr
 from support.slurm_cluster import Slurm, slurm, slurm_needed, until
 
 pytestmark = [pytest.mark.cluster, slurm_needed, pytest.mark.timeout(1500)]
-PLACES = ("--results", "results", "--work", "work")
+PLACES = ("--results", "results", "--work-dir", "work")
 
 
 def running(cluster: Slurm, work: Path) -> list[dict[str, str]]:
@@ -22,7 +22,7 @@ def running(cluster: Slurm, work: Path) -> list[dict[str, str]]:
 
 def check_calm(folder: Path) -> None:
     """Six runs ended as they do without a cluster."""
-    fedlora(folder, "run", "two.toml", "--results", "alone", "--work", "calm")
+    fedlora(folder, "run", "two.toml", "--results", "alone", "--work-dir", "calm")
     calm, after = told(folder / "alone", folder / "calm"), told(folder / "results", folder / "work")
     assert len(calm) == 6 and after == calm
 
@@ -31,7 +31,7 @@ def test_a_grid_ends_with_the_same_bits_though_its_driver_and_a_node_die_and_a_l
     """Four runs of a search and two that it decides. In the search the driver is killed, one node loses its power, and
     the other task is told that its time is over. Both are queued again; a second driver finds them in the queue."""
     write_grid(tmp_path)
-    words = ["run", "two.toml", "--on", "slurm", "--time", "20", *PLACES]
+    words = ["run", "two.toml", "--backend", "slurm", "--time", "20", *PLACES]
     with tempfile.TemporaryDirectory() as short, slurm(Path(short)) as cluster:
         conf = str(Path(short) / "slurm.conf")
         driver = subprocess.Popen([*COMMAND, *words], cwd=tmp_path, env={**environment(), "SLURM_CONF": conf})
@@ -54,7 +54,9 @@ def test_a_driver_that_does_not_wait_is_followed_by_jobs_that_call_it_again(tmp_
     write_grid(tmp_path)
     with tempfile.TemporaryDirectory() as short, slurm(Path(short)) as cluster:
         conf = str(Path(short) / "slurm.conf")
-        fedlora(tmp_path, "run", "two.toml", "--on", "slurm", "--time", "20", "--no-wait", *PLACES, SLURM_CONF=conf)
+        fedlora(
+            tmp_path, "run", "two.toml", "--backend", "slurm", "--time", "20", "--no-wait", *PLACES, SLURM_CONF=conf
+        )
         results = tmp_path / "results" / "two.jsonl"
         until(lambda: results.exists() and results.read_text().count("\n") == 6, 600, "all six have a line")
         until(lambda: not cluster.call("squeue", "--me", "-h").strip(), 120, "the last driver ended")

@@ -173,4 +173,4 @@ def test_rows_are_read_again_as_they_were(suffix: str, tmp_path: Path) -> None:
             assert read_instructions(file) == data
         else:
             pair = None if data.pair is None else "pair"
-            assert read_classification(file, text="text", label="label", pair=pair, label_names=names) == data
+            assert read_classification(file, text="text", label="label", text_pair=pair, label_names=names) == data

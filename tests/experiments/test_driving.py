@@ -32,7 +32,7 @@ from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 PRIVATE = (
-    '"server.weighting" = "uniform", "privacy.clip" = 1.0, "privacy.epsilon" = 8.0, "privacy.delta" = 1e-2, '
+    '"server.weighting" = "uniform", "privacy.clipping_norm" = 1.0, "privacy.epsilon" = 8.0, "privacy.delta" = 1e-2, '
     '"privacy.sampling" = "all"'
 )
 SHORT = GRID.replace("rounds = 150", "rounds = 6")
@@ -45,7 +45,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_grid(folder, SHORT)
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
-        invoke("experiment", "run", "two.toml", "--results", "alone", "--work", "calm")
+        invoke("experiment", "run", "two.toml", "--results", "alone", "--work-dir", "calm")
     return folder
 
 
@@ -73,7 +73,7 @@ def test_a_line_is_what_the_runs_own_files_say(world: Path, grid: Grid) -> None:
         assert line["history"]["evaluated"] == [one["round"] for one in rounds] == [1, 2, 3, 4, 5, 6]
         assert line["history"]["scores"]["loss"] == [one["metrics"]["loss"] for one in rounds]
         assert line["history"]["losses"]["site-1"] == [one["losses"]["site-1"] for one in rounds]
-        assert line["config"]["model"]["path"] == "model", "no path of this machine"
+        assert line["config"]["model"]["name"] == "model", "no path of this machine"
     searched = [line for line in lines.values() if line["stage"] == "search"]
     assert {line["seed"] for line in searched} == {7} and len(searched) == 4
 
@@ -103,7 +103,7 @@ def test_two_workers_make_the_same_bits_though_one_is_killed(world: Path, tmp_pa
 def test_a_killed_driver_is_called_again_and_ends_with_the_same_bits(world: Path, tmp_path: Path, grid: Grid) -> None:
     """In the middle of a run, with a line half written. A second driver beside it is refused."""
     store = Store(tmp_path / "results" / "two.jsonl", Work(tmp_path / "work"))
-    words = [*COMMAND, "run", "two.toml", "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    words = [*COMMAND, "run", "two.toml", "--results", str(tmp_path / "results"), "--work-dir", str(tmp_path / "work")]
     child = subprocess.Popen(words, cwd=world, env=environment(), stderr=subprocess.DEVNULL)
     end = time.monotonic() + 120
     while not any(path.read_bytes().count(b"\n") > 1 for path in tmp_path.glob("work/runs/*/metrics.jsonl")):
@@ -125,11 +125,11 @@ def test_a_failure_is_kept_apart_and_tried_again(
     world: Path, tmp_path: Path, grid: Grid, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said]
 ) -> None:
     """A full disk says nothing of a run: the next call does it, and until then the search waits. A run that diverged
-    has a line of its own, which the search takes for the worst; --again forgets it."""
+    has a line of its own, which the search takes for the worst; --force forgets it."""
     real, store = fedlora.runs.preparation.prepare, Store(tmp_path / "results" / "two.jsonl", Work(tmp_path / "work"))
 
     def prepare(config: Any, *rest: Any) -> Any:
-        if config.run.seed == 7 and config.train.lr == 1e-2:
+        if config.run.seed == 7 and config.train.learning_rate == 1e-2:
             raise QuorumNotMet("no upload is left") if config.method.name == "fedit" else OSError(28, "No space left")
         return real(config, *rest)
 
@@ -141,13 +141,13 @@ def test_a_failure_is_kept_apart_and_tried_again(
     progress = store.progress(grid)
     assert {over: choice.value for over, choice in progress.choices.items()} == {("FedIT",): 1e-3}
     assert len(progress.used) == 1 and len(progress.missing("search")) == 1
-    places = ("--results", tmp_path / "results", "--work", tmp_path / "work")
+    places = ("--results", tmp_path / "results", "--work-dir", tmp_path / "work")
     monkeypatch.chdir(world)
     said = invoke("experiment", "status", "two.toml", *places)
     assert "No space left" in said.stderr and "3 of 4" in said.stdout
     invoke("experiment", "run", "two.toml", *places)
     assert not store.progress(grid).missing("search")
-    assert main("experiment", "run", "two.toml", *places, "--again").code == 0
+    assert main("experiment", "run", "two.toml", *places, "--force").code == 0
     after = told(tmp_path / "results", tmp_path / "work")
     calm = told(world / "alone", world / "calm")
     assert {digest: after[digest] for digest in calm} == calm
@@ -209,7 +209,7 @@ def test_gpus_are_dealt_to_workers(grid: Grid, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,8,9")
     assert dealt(3, runs) == ["5", "7", "8"] and worker_count("auto", runs) == 4
     on_cpu = Grid(
-        grid.experiment.model_copy(update={"run": {**grid.experiment.run, "model": {"path": "demo", "device": "cpu"}}}),
+        grid.experiment.model_copy(update={"run": {**grid.experiment.run, "model": {"name": "demo", "device": "cpu"}}}),
         "mini",
     )
     assert dealt(2, on_cpu.searches) == ["", ""]
@@ -257,9 +257,9 @@ def test_tasks_of_an_array_make_the_same_bits(
 ) -> None:
     """Two arrays, of the search and of what it decides; the script asks for what was asked."""
     monkeypatch.chdir(world)
-    places = ("--results", tmp_path / "results", "--work", tmp_path / "work")
+    places = ("--results", tmp_path / "results", "--work-dir", tmp_path / "work")
     more = ("--time", "04:00:00", "--gpus", "1", "--memory", "16G", "--option", "--partition=gpu")
-    invoke("experiment", "run", "two.toml", "--on", "slurm", *more, *places)
+    invoke("experiment", "run", "two.toml", "--backend", "slurm", *more, *places)
     assert told(tmp_path / "results", tmp_path / "work") == told(world / "alone", world / "calm")
     first, second = ((cluster / f"script-{k}").read_text() for k in (1, 2))
     assert "--array=0-3 " in first and "--array=0-1 " in second
@@ -277,24 +277,24 @@ def test_tasks_of_an_array_make_the_same_bits(
 def test_a_task_that_is_gone_twice_has_failed_and_one_in_the_queue_is_waited_for(
     world: Path, tmp_path: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said]
 ) -> None:
-    """Two arrays, and no third one until --again. With --no-wait one more job calls the same command."""
+    """Two arrays, and no third one until --force. With --no-wait one more job calls the same command."""
     monkeypatch.chdir(world)
     (cluster / "dead").touch()
-    words = ("experiment", "run", "two.toml", "--on", "slurm", "--time", "10", "--results", tmp_path / "results")
-    words = (*words, "--work", tmp_path / "work")
+    words = ("experiment", "run", "two.toml", "--backend", "slurm", "--time", "10", "--results", tmp_path / "results")
+    words = (*words, "--work-dir", tmp_path / "work")
     for _ in range(2):
         assert main(*words).code == 1
         assert len(list(cluster.glob("script-*"))) == 2
-    assert KILLED in (said := main(*words).err) and "--again" in said
+    assert KILLED in (said := main(*words).err) and "--force" in said
     tasks = next((tmp_path / "work" / "slurm").glob("*.json"))
     (cluster / "queue").write_text(f"{tasks.stem}|7_1\n")
-    assert main(*words, "--again", "--no-wait").code == 0 and len(list(cluster.glob("script-*"))) == 3
+    assert main(*words, "--force", "--no-wait").code == 0 and len(list(cluster.glob("script-*"))) == 3
     batch = json.loads(
         max((tmp_path / "work" / "slurm").glob("*.json"), key=lambda path: path.stat().st_mtime_ns).read_text()
     )
     assert len(batch["digests"]) == 3, "the fourth is in the queue"
     wrapped = (cluster / "wrapped").read_text()
-    assert "--dependency=afterany:7" in wrapped and "--no-wait" in wrapped and "--again" not in wrapped
+    assert "--dependency=afterany:7" in wrapped and "--no-wait" in wrapped and "--force" not in wrapped
 
 
 # ---- processes ---------------------------------------------------------------------------------------------------

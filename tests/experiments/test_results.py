@@ -21,10 +21,10 @@ from support.made_results import line, progress_of
 
 
 def searched(**more: Any) -> Experiment:
-    run = {"model": {"path": "demo"}, "data": {"train": "demo"}}
+    run = {"model": {"name": "demo"}, "data": {"train": "demo"}}
     axes = {
         "method": {"FedIT": {"method.name": "fedit"}, "GLoRA": {"method.name": "glora"}},
-        "split": {"a": {"clients.alpha": 0.1}, "b": {"clients.alpha": 0.5}},
+        "split": {"a": {"clients.dirichlet_alpha": 0.1}, "b": {"clients.dirichlet_alpha": 0.5}},
     }
     tune = {"values": [1e-3, 1e-2, 1e-1], "seeds": [7]}
     return Experiment.model_validate(
@@ -139,7 +139,7 @@ def test_the_frame_has_a_row_for_each_run_and_what_differs(tmp_path: Path) -> No
     )
     runs = fedlora.results(tmp_path)
     assert len(runs) == 8 + 12 and runs.groupby("stage").size().to_dict() == {"run": 8, "search": 12}
-    assert {*runs["train.lr"]} == {1e-3, 1e-2, 1e-1} and {*runs["split"]} == {"a", "b"}
+    assert {*runs["train.learning_rate"]} == {1e-3, 1e-2, 1e-1} and {*runs["split"]} == {"a", "b"}
     row = runs[runs.stage == "run"].iloc[0]
     assert (row["test, last"], row["MB up"], row["MB down"], row["seconds"]) == (0.5, 4.0, 2.0, 3.5)
     rounds = fedlora.results(tmp_path / "made.jsonl", by_round=True)

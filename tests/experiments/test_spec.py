@@ -20,7 +20,7 @@ title = "Tiny"
 rows = "method"
 reference = "FedIT"
 [run.model]
-path = "demo"
+name = "demo"
 [run.data]
 train = "demo"
 [run.clients]
@@ -29,11 +29,11 @@ ranks = [2]
 [run.run]
 rounds = 4
 [axes.split]
-skewed = { "clients.alpha" = 0.5 }
-even = { "clients.partition" = "iid", "train.steps" = 3 }
+skewed = { "clients.dirichlet_alpha" = 0.5 }
+even = { "clients.partition" = "iid", "train.max_steps" = 3 }
 [axes.method]
 FedIT = { "method.name" = "fedit" }
-GLoRA = { "method.name" = "glora", "train.steps" = 7 }
+GLoRA = { "method.name" = "glora", "train.max_steps" = 7 }
 [tune]
 values = [1e-3, 1e-2]
 over = ["method"]
@@ -41,7 +41,7 @@ at = { split = "skewed" }
 seeds = [7]
 [profiles.mini]
 seeds = [0, 1]
-set = { "train.steps" = 2 }
+set = { "train.max_steps" = 2 }
 [profiles.one]
 seeds = [0]
 tune = [1e-2]
@@ -68,16 +68,18 @@ def test_a_plan_is_the_product_of_its_axes_and_seeds_and_a_search_is_apart(tmp_p
     assert grid.runs({}) == []
     runs = grid.runs({("FedIT",): 1e-3, ("GLoRA",): 1e-2})
     assert len({run.digest for run in runs}) == 8 and [run.seed for run in runs] == [0, 1] * 4
-    assert {(run.cell["method"], run.config.train.lr) for run in runs} == {("FedIT", 1e-3), ("GLoRA", 1e-2)}
+    assert {(run.cell["method"], run.config.train.learning_rate) for run in runs} == {("FedIT", 1e-3), ("GLoRA", 1e-2)}
     assert all(run.config.run.seed == run.seed for run in runs)
     one = Grid(written(tmp_path), "one")
-    assert one.searches == [] and [run.config.train.lr for run in one.runs({("FedIT",): 1e-2})] == [1e-2]
+    assert one.searches == [] and [run.config.train.learning_rate for run in one.runs({("FedIT",): 1e-2})] == [1e-2]
 
 
 def test_the_later_wins_and_a_run_has_one_thread_unless_it_says_more(tmp_path: Path) -> None:
     """[run] < the profile's set < the axes in their order: the method's steps beat the split's."""
     grid = Grid(written(tmp_path), "mini")
-    steps = {tuple(run.cell.values()): run.config.train.steps for run in grid.runs({("FedIT",): 1.0, ("GLoRA",): 1.0})}
+    steps = {
+        tuple(run.cell.values()): run.config.train.max_steps for run in grid.runs({("FedIT",): 1.0, ("GLoRA",): 1.0})
+    }
     assert steps == {("skewed", "FedIT"): 2, ("skewed", "GLoRA"): 7, ("even", "FedIT"): 3, ("even", "GLoRA"): 7}
     assert {run.config.run.threads for run in grid.searches} == {1}
     more = Grid(written(tmp_path, FILE.replace("rounds = 4", "rounds = 4\nthreads = 3")), "mini")
@@ -86,15 +88,21 @@ def test_the_later_wins_and_a_run_has_one_thread_unless_it_says_more(tmp_path: P
 
 def test_an_empty_table_takes_a_table_away_and_private_clients_are_simulated(tmp_path: Path) -> None:
     privacy = (
-        '{ "privacy.clip" = 1.0, "privacy.epsilon" = 8.0, "privacy.delta" = 1e-2, "server.weighting" = "uniform" }'
+        '{ "privacy.clipping_norm" = 1.0, "privacy.epsilon" = 8.0, "privacy.delta" = 1e-2, "server.weighting" = '
+        '"uniform" }'
     )
-    text = FILE.replace('skewed = { "clients.alpha" = 0.5 }', f"skewed = {privacy}")
+    text = FILE.replace('skewed = { "clients.dirichlet_alpha" = 0.5 }', f"skewed = {privacy}")
     text = text.replace("GLoRA = {", 'GLoRA = { "privacy" = {},').replace('"fedit"', '"ffa-lora"')
     runs = Grid(written(tmp_path, text), "one").runs({("FedIT",): 1.0, ("GLoRA",): 1.0})
     private = {run.cell["method"]: run.config.privacy for run in runs}
     assert private["GLoRA"] is None and private["FedIT"] is not None and "SIMULATED" in private["FedIT"].population
     with pytest.raises(ConfigError, match=r"privacy\.ledger"):
-        grid = Grid(written(tmp_path, text.replace('"privacy.clip"', '"privacy.ledger" = "x", "privacy.clip"')), "one")
+        grid = Grid(
+            written(
+                tmp_path, text.replace('"privacy.clipping_norm"', '"privacy.ledger" = "x", "privacy.clipping_norm"')
+            ),
+            "one",
+        )
         grid.runs({("FedIT",): 1.0, ("GLoRA",): 1.0})
 
 
@@ -149,8 +157,8 @@ WRONG: list[tuple[str, str, str]] = [
     ('title = "Tiny"', 'title = "Tiny"\nskip = [{ split = "odd" }]', "skip: split has no label 'odd'"),
     ('title = "Tiny"', 'title = "Tiny"\nmetric = "test last"', "called 'test last'"),
     ("values = [1e-3, 1e-2]", 'key = "run.seed"\nvalues = [1, 2]', "tune.key = "),
-    ('"train.steps" = 2', '"train.lr" = 0.1', "profile mini sets train.lr, and the search"),
-    ('"train.steps" = 7', '"run.seed" = 3', "method = 'GLoRA' sets run.seed"),
+    ('"train.max_steps" = 2', '"train.learning_rate" = 0.1', "profile mini sets train.learning_rate, and the search"),
+    ('"train.max_steps" = 7', '"run.seed" = 3', "method = 'GLoRA' sets run.seed"),
     ("rounds = 4", "rounds = 4\nseed = 5", r"\[run\] sets run.seed"),
 ]  # fmt: skip
 
@@ -162,7 +170,9 @@ def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, old: str, new: str
         written(tmp_path, FILE.replace(old, new))
 
 
-@pytest.mark.parametrize("key", ["train.lr.x", "model.checkpointing", "train.optimizer", "nothing.at_all"])
+@pytest.mark.parametrize(
+    "key", ["train.learning_rate.x", "model.gradient_checkpointing", "train.optimizer", "nothing.at_all"]
+)
 def test_a_search_is_over_a_number_that_there_is(tmp_path: Path, key: str) -> None:
     with pytest.raises(ConfigError, match=key.split(".")[0]):
         _ = Grid(written(tmp_path, FILE.replace("[tune]", f'[tune]\nkey = "{key}"')), "mini").searches

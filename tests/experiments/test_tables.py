@@ -29,12 +29,12 @@ reference = "old"
 margin = 0.05
 paper = "one"
 [run.model]
-path = "demo"
+name = "demo"
 [run.data]
 train = "demo"
 [axes.split]
-a = { "clients.alpha" = 0.1 }
-b = { "clients.alpha" = 0.5 }
+a = { "clients.dirichlet_alpha" = 0.1 }
+b = { "clients.dirichlet_alpha" = 0.5 }
 [axes.method]
 old = { "method.name" = "fedit" }
 new = { "method.name" = "glora" }
@@ -148,7 +148,7 @@ def test_mixtures_attacks_and_simulated_privacy_are_told(experiment: Experiment)
     def made(run: Planned) -> Any:
         found = of(run, commit="ab" if run.seed else "cd+dirty", privacy={"epsilon_planned": 3.0})
         found["read"] = {"model": f"m{run.seed}", "data": f"{run.cell['method']}{run.seed}"}
-        found["config"]["attack"] = {"kind": "sign-flip", "share": 0.2, "clients": []}
+        found["config"]["attack"] = {"kind": "sign-flip", "fraction": 0.2, "clients": []}
         return found
 
     progress = progress_of(experiment, made)
@@ -222,7 +222,7 @@ def test_each_kind_of_picture_is_drawn(experiment: Experiment, tmp_path: Path) -
     assert drawn(Progress(progress.grid, {}), tmp_path / "none.png") == []
     numbers = {
         "method": {"0.1": {"method.name": "fedit"}, "1": {"method.name": "glora"}},
-        "split": {"2": {"train.steps": 2}, "3": {"train.steps": 3}},
+        "split": {"2": {"train.max_steps": 2}, "3": {"train.max_steps": 3}},
     }
     for axes in (numbers, {**numbers, "split": {"a": {}}}):
         other = experiment.model_copy(update={"axes": axes, "reference": "1"})

@@ -1,4 +1,4 @@
-"""Adapters for llama.cpp (`fedlora export --for gguf`). Kinds of evidence: oracle (peft's own update of each layer).
+"""Adapters for llama.cpp (`fedlora export --format gguf`). Kinds of evidence: oracle (peft's own update of each layer).
 
 The reader here shares no code with the writer: names by a table written by hand, rows put back one by one, and
 B A alpha / r in float64. That llama.cpp itself answers so: tests/release/test_llama_cpp.py.
@@ -46,7 +46,7 @@ def updates(file: Path, heads: dict[str, int] = HEADS) -> dict[str, np.ndarray[A
         return bytes(reader.fields[key].parts[-1]).decode()
 
     assert text("general.type") == "adapter" and text("adapter.type") == "lora"
-    alpha = float(reader.fields["adapter.lora.alpha"].parts[-1][0])
+    alpha = float(reader.fields["adapter.lora.lora_alpha"].parts[-1][0])
     stored = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type).astype("f8") for tensor in reader.tensors}
     found = {}
     for name in sorted(key.removesuffix(".weight.lora_a") for key in stored if key.endswith(".lora_a")):
@@ -98,7 +98,7 @@ def test_llama_cpp_computes_pefts_update(name: str, tmp_path: Path, main: Main) 
     case = CASES[name]
     adapter = saved(case, 0, tmp_path / "adapter")
     case.build().save_pretrained(tmp_path / "base")
-    done = main("export", adapter, "--for", "gguf", "--base", tmp_path / "base", "-o", tmp_path / "g")
+    done = main("export", adapter, "--format", "gguf", "--model", tmp_path / "base", "-o", tmp_path / "g")
     assert done.code == 0, done.err
     same(updates(tmp_path / "g" / "adapter.gguf"), of_peft(loaded(case, adapter)), KINDS[name])
 
@@ -109,7 +109,7 @@ def test_narrow_types_are_written_and_their_rounding_is_told(tmp_path: Path, mai
     model = loaded(CASES["linear"], adapter)
     for dtype, most in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
         out = tmp_path / dtype
-        done = main("export", adapter, "--for", "gguf", "--base", base, "-o", out, "--dtype", dtype, "--json")
+        done = main("export", adapter, "--format", "gguf", "--model", base, "-o", out, "--dtype", dtype, "--json")
         assert done.code == 0, done.err
         got, want = updates(out / "adapter.gguf"), of_peft(model)
         off = np.sqrt(
@@ -136,7 +136,7 @@ def test_rows_of_other_architectures_stay(tmp_path: Path, main: Main) -> None:
     """Qwen 2: the same names, no order of q and k of its own."""
 
     adapter, base = small(tmp_path, build=qwen, target_modules=["q_proj", "k_proj", "down_proj"])
-    done = main("export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g")
+    done = main("export", adapter, "--format", "gguf", "--model", base, "-o", tmp_path / "g")
     assert done.code == 0 and "architecture qwen2" in done.out, done.err
     from peft import PeftModel
 
@@ -146,7 +146,7 @@ def test_rows_of_other_architectures_stay(tmp_path: Path, main: Main) -> None:
 def test_what_llama_cpp_would_leave_out_is_named_before(tmp_path: Path, main: Main) -> None:
     """Saved modules, with the way to leave them out."""
     adapter, base = small(tmp_path, modules_to_save=["lm_head"])
-    asked = ["export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g"]
+    asked = ["export", adapter, "--format", "gguf", "--model", base, "-o", tmp_path / "g"]
     said = main(*asked).error()
     assert "has 1, such as 'lm_head.weight'" in said and "--heads drop" in said
     assert not (tmp_path / "g").exists()
@@ -171,7 +171,7 @@ def test_pairs_that_it_cannot_add(
     fields: dict[str, Any], build: Callable[[], Any], why: str, tmp_path: Path, main: Main
 ) -> None:
     adapter, base = small(tmp_path, build=build, **fields)
-    said = main("export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g").error()
+    said = main("export", adapter, "--format", "gguf", "--model", base, "-o", tmp_path / "g").error()
     assert why in said and "merge" in said and not (tmp_path / "g").exists()
 
 
@@ -180,9 +180,9 @@ def test_other_models_are_refused(tmp_path: Path, main: Main) -> None:
     other, of_other = small(tmp_path / "gpt2", build=gpt2, target_modules=["c_attn"])
     to = ["-o", tmp_path / "out"]
     for command, why in (
-        ([other, "--for", "gguf", "--base", of_other], "is of type 'gpt2'; .* llama, mistral"),
-        ([adapter, "--for", "tgi", "--base", base], "merged, gguf"),
-        ([adapter, "--for", "gguf", "--base", base, "--dtype", "float64"], "float16, bfloat16, float32"),
+        ([other, "--format", "gguf", "--model", of_other], "is of type 'gpt2'; .* llama, mistral"),
+        ([adapter, "--format", "tgi", "--model", base], "merged, gguf"),
+        ([adapter, "--format", "gguf", "--model", base, "--dtype", "float64"], "float16, bfloat16, float32"),
     ):
         assert re.search(why, main("export", *command, *to).error())
     assert not (tmp_path / "out").exists()

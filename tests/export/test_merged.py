@@ -1,7 +1,7 @@
-"""Adapters merged into full models (`fedlora export --for merged`). Kinds of evidence: oracle (peft) and end to end.
+"""Adapters merged into full models (`fedlora export --format merged`). Kinds of evidence: oracle (peft) and end to end.
 
 peft puts the adapter beside a fresh model and answers; the written model, loaded as anybody would load it, must answer
-the same. What peft would pass over in silence is refused, here and by `validate --base`, in one line.
+the same. What peft would pass over in silence is refused, here and by `validate --model`, in one line.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def test_the_written_model_answers_as_peft_with_the_adapter_beside_it(name: str,
     case = CASES[name]
     adapter, base = saved(case, 0, tmp_path / "adapter"), tmp_path / "base"
     case.build().save_pretrained(base)
-    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
-    assert done.code == 0 and main("validate", adapter, "--base", base).code == 0, done.err
+    done = main("export", "--format", "merged", adapter, "--model", base, "-o", tmp_path / "full")
+    assert done.code == 0 and main("validate", adapter, "--model", base).code == 0, done.err
     want = said(loaded(case, adapter), case.inputs)
     model: Any = case.build()
     got = said(type(model).from_pretrained(tmp_path / "full").eval(), case.inputs)
@@ -57,7 +57,7 @@ def test_dora_is_merged_with_its_base(build: str, tmp_path: Path, main: Main) ->
         fields |= {"target_modules": ["c_attn"], "fan_in_fan_out": True}
     how: dict[str, Any] = {"build": gpt2} if build == "gpt2" else {}
     adapter, base = small(tmp_path, **how, **fields)
-    done = main("export", adapter, "--for", "merged", "--base", base, "-o", tmp_path / "full")
+    done = main("export", adapter, "--format", "merged", "--model", base, "-o", tmp_path / "full")
     assert done.code == 0, done.err
     kind: Any = type(gpt2()) if build == "gpt2" else LlamaForCausalLM
     want = said(PeftModel.from_pretrained(kind.from_pretrained(base), adapter).eval(), {"input_ids": TOKENS})
@@ -71,14 +71,14 @@ def test_a_classifier_brings_its_head_and_its_classes(tmp_path: Path, main: Main
     (adapter / "labels.json").write_text(json.dumps({"num_labels": 3, "id2label": {"0": "a", "1": "b", "2": "c"}}))
     rewrite_base(base, lambda t: [t.pop(key) for key in list(t) if key.startswith("classifier")])
     reconfigure(base, id2label={"0": "x", "1": "y"}, label2id={"x": 0, "y": 1})
-    done = main("export", adapter, "--for", "merged", "--base", base, "-o", tmp_path / "full")
+    done = main("export", adapter, "--format", "merged", "--model", base, "-o", tmp_path / "full")
     assert done.code == 0 and "2 added" in done.out, done.err
     full = AutoModelForSequenceClassification.from_pretrained(tmp_path / "full").eval()
     want = said(PeftModel.from_pretrained(bert(), adapter).eval(), {"input_ids": TOKENS})
     torch.testing.assert_close(said(full, {"input_ids": TOKENS}), want, rtol=0, atol=1e-5)
     assert full.config.id2label == {0: "a", 1: "b", 2: "c"}
     (adapter / "labels.json").write_text(json.dumps({"num_labels": 2, "id2label": {"0": "a", "1": "b"}}))
-    assert main("validate", adapter, "--base", base).code == 0  # the head's rows count, not the names
+    assert main("validate", adapter, "--model", base).code == 0  # the head's rows count, not the names
 
 
 def rewrite_base(base: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
@@ -95,7 +95,7 @@ def test_what_rounding_loses_is_measured(dtype: torch.dtype, scale: float, tmp_p
     """bfloat16 has 8 bits, float32 24: what the written weights lack of W + s B A is recomputed here in float64."""
     adapter, base = small(tmp_path, dtype)
     rewrite(adapter, lambda t: t.update({key: t[key] * scale for key in t}))
-    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full", "--json")
+    done = main("export", "--format", "merged", adapter, "--model", base, "-o", tmp_path / "full", "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)["rounding"]
     before, after = (safetensors.torch.load_file(tmp_path / k / "model.safetensors") for k in ("base", "full"))
@@ -112,9 +112,9 @@ def test_what_rounding_loses_is_measured(dtype: torch.dtype, scale: float, tmp_p
 def test_an_update_that_rounding_swallows_is_told(tmp_path: Path, main: Main) -> None:
     adapter, base = small(tmp_path, torch.bfloat16)
     rewrite(adapter, lambda t: t.update({key: t[key] * 1e-3 for key in t}))
-    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "narrow")
+    done = main("export", "--format", "merged", adapter, "--model", base, "-o", tmp_path / "narrow")
     assert done.code == 0 and "in 2 layers" in done.err, done.err
-    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "wide", "--dtype", "float32")
+    done = main("export", "--format", "merged", adapter, "--model", base, "-o", tmp_path / "wide", "--dtype", "float32")
     assert done.code == 0 and "2 layers" not in done.err, done.err
 
 
@@ -125,7 +125,7 @@ def test_a_number_beyond_float16_is_refused_by_name(tmp_path: Path, main: Main) 
     rewrite(
         adapter, lambda t: t.update({key.format("A"): torch.ones(2, 32), key.format("B"): torch.full((32, 2), 25e3)})
     )
-    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
+    done = main("export", "--format", "merged", adapter, "--model", base, "-o", tmp_path / "full")
     assert done.code == 2 and re.search(r"layers.1.self_attn.q_proj.weight.* 65504.*--dtype float32", done.err)
     assert not (tmp_path / "full").exists()
 
@@ -135,10 +135,10 @@ def test_another_base_than_the_adapter_names_is_told(tmp_path: Path, main: Main)
     adapter, base = small(tmp_path)
     for named, notes in (("org/other", 1), (str(tmp_path), 1), ("org/base", 0), (str(base), 0)):
         reconfigure(adapter, base_model_name_or_path=named)
-        done = main("validate", adapter, "--base", base, "--json")
+        done = main("validate", adapter, "--model", base, "--json")
         assert done.code == 0 and len(json.loads(done.out)[str(adapter)]["notes"]) == notes
         for kind in ("merged", "gguf"):
-            done = main("export", adapter, "--for", kind, "--base", base, "-o", tmp_path / kind, "--force")
+            done = main("export", adapter, "--format", kind, "--model", base, "-o", tmp_path / kind, "--force")
             assert done.code == 0 and (named in done.err) == bool(notes) and done.err.count("\n") == notes, done.err
 
 
@@ -164,7 +164,7 @@ def test_a_base_that_lacks_numbers_is_refused(tmp_path: Path, main: Main) -> Non
     """transformers would make them up, with a warning that nobody reads."""
     adapter, base = small(tmp_path)
     rewrite_base(base, lambda t: t.pop("model.layers.0.mlp.down_proj.weight"))
-    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
+    done = main("export", "--format", "merged", adapter, "--model", base, "-o", tmp_path / "full")
     assert done.code == 2 and "needs 'model.layers.0.mlp.down_proj.weight'" in done.err
     assert done.err.count("\n") == 1 and not (tmp_path / "full").exists()
 
@@ -173,12 +173,12 @@ def test_a_damaged_base_is_refused_as_such(tmp_path: Path, main: Main) -> None:
     """A NaN in it is not the adapter's; a file cut to half is named."""
     adapter, base = small(tmp_path)
     rewrite_base(base, lambda t: t["model.norm.weight"].fill_(torch.nan))
-    done = main("export", adapter, "--for", "merged", "--base", base, "-o", tmp_path / "full")
+    done = main("export", adapter, "--format", "merged", "--model", base, "-o", tmp_path / "full")
     assert f"{base} holds NaN" in done.error() and "model.norm.weight" in done.error() and str(adapter) not in done.err
     weights = base / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     refused(main, adapter, base, f"{re.escape(str(weights))} is damaged")
-    done = main("export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "full")
+    done = main("export", adapter, "--format", "gguf", "--model", base, "-o", tmp_path / "full")
     assert f"{weights} is damaged" in done.complaint() and not (tmp_path / "full").exists()
 
 
@@ -203,7 +203,7 @@ def test_a_wrong_merge_is_never_written(tmp_path: Path, main: Main, monkeypatch:
             right(self, **how)
 
     monkeypatch.setattr(next(k for k in LoraLayer.__subclasses__() if k.__name__ == "Linear"), "merge", broken)
-    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
+    done = main("export", "--format", "merged", adapter, "--model", base, "-o", tmp_path / "full")
     assert done.code == 2 and "answers to random tokens" in done.err and len(calls) == 2
     assert not (tmp_path / "full").exists()
 
@@ -213,11 +213,11 @@ def test_the_folder_is_complete_and_replaced_only_with_force(tmp_path: Path, mai
     adapter, base = small(tmp_path)
     (base / "tokenizer.json").write_text("{}")
     (base / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
-    to = ["--base", base, "-o", tmp_path / "full"]
-    assert main("export", adapter, "--for", "merged", *to).code == 0
+    to = ["--model", base, "-o", tmp_path / "full"]
+    assert main("export", adapter, "--format", "merged", *to).code == 0
     assert (tmp_path / "full" / "tokenizer.json").read_text() == "{}"
     assert "license: mit" in (tmp_path / "full" / "README.md").read_text()
-    assert "--force" in main("export", adapter, "--for", "merged", *to).error()
-    assert main("export", adapter, "--for", "merged", *to, "--force").code == 0
+    assert "--force" in main("export", adapter, "--format", "merged", *to).error()
+    assert main("export", adapter, "--format", "merged", *to, "--force").code == 0
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    assert "notes.txt" in main("export", adapter, "--for", "merged", *to, "--force").error()
+    assert "notes.txt" in main("export", adapter, "--format", "merged", *to, "--force").error()

@@ -36,8 +36,8 @@ class Place:
         self.base = save_model(folder / "base", bert(), classifies=True)
         self.data = folder / "notes.csv"
         self.data.write_text(ROWS)
-        tables: dict[str, Any] = {"data": {"labels": ["no", "yes", "maybe"], "max_length": 16}}
-        self.settings = FederationSettings(id="fed-1", lora={"targets": ["query"]}, **tables)  # type: ignore[arg-type]
+        tables: dict[str, Any] = {"data": {"label_names": ["no", "yes", "maybe"], "max_length": 16}}
+        self.settings = FederationSettings(id="fed-1", lora={"target_modules": ["query"]}, **tables)  # type: ignore[arg-type]
         self.facts = Facts()
 
     def join(self, port: int = 9) -> JoinFile:
@@ -73,7 +73,7 @@ def test_a_site_is_made_from_the_join_file_and_says_what_comes_next(place: Place
     [
         (ROWS.replace("w4 w5,yes", "w4 w5,perhaps"), [], "'perhaps'"),
         (ROWS, ["--set", "data.text=note"], "no column 'note'"),
-        (ROWS, ["--set", "train.lr=1"], "train.lr"),
+        (ROWS, ["--set", "train.learning_rate=1"], "train.learning_rate"),
         ("text,label\n", [], "no rows"),
     ],
 )

@@ -71,9 +71,16 @@ def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path, monkeyp
     monkeypatch.setattr(preparation, "deal", lambda config, root, _: deal(config, root, keep))
     summary = fed.play()
     said = fed.settings()
-    lines = ["[model]", f'path = "{fed.model}"', "dropout = 0.0", "[data]", "validation = 0.25", "test = 0.25"]
+    lines = ["[model]", f'name = "{fed.model}"', "dropout = 0.0", "[data]", "validation = 0.25", "test = 0.25"]
     lines += ["max_length = 16", "[data.clients]", *(f'{name} = "{tmp_path}/{name}.jsonl"' for name in RANKS)]
-    lines += ["[clients]", f"ranks = {list(RANKS.values())}", "[train]", "lr = 0.02", "steps = 3", "batch_size = 8"]
+    lines += [
+        "[clients]",
+        f"ranks = {list(RANKS.values())}",
+        "[train]",
+        "learning_rate = 0.02",
+        "max_steps = 3",
+        "batch_size = 8",
+    ]
     lines += ["[run]", "rounds = 3", "threads = 1", "[evaluate]", 'target = "clients"', "clients_at_end = true"]
     (tmp_path / "run.toml").write_text("\n".join(lines))
     folder = ran(load_config(tmp_path / "run.toml"), tmp_path / "run")
@@ -142,7 +149,11 @@ def test_without_a_model_at_the_server_the_folder_still_loads(tmp_path: Path, ca
 @pytest.mark.parametrize("by", ["server", "sites"])
 def test_killed_anywhere_it_measures_chooses_and_stops_the_same(tmp_path: Path, by: str) -> None:
     """Killed in training, while sites measure a round that is stored, and while they measure at the end."""
-    evaluate = {"patience": 2, "metric": "macro-f1", "min_delta": 0.01 if by == "server" else 0.2}
+    evaluate = {
+        "early_stopping_patience": 2,
+        "metric": "macro-f1",
+        "early_stopping_threshold": 0.01 if by == "server" else 0.2,
+    }
     tables: dict[str, Any] = {"run": {"rounds": 5}, "evaluate": evaluate}
 
     def made(folder: Path) -> FederationOnDisk:
@@ -170,7 +181,12 @@ def test_killed_anywhere_it_measures_chooses_and_stops_the_same(tmp_path: Path, 
 
 def test_it_stops_when_nothing_gets_better_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the first of equals is best."""
-    fed = FederationOnDisk(tmp_path, train={"lr": 1e-9, "steps": 1}, evaluate={"patience": 2}, run={"rounds": 6})
+    fed = FederationOnDisk(
+        tmp_path,
+        train={"learning_rate": 1e-9, "max_steps": 1},
+        evaluate={"early_stopping_patience": 2},
+        run={"rounds": 6},
+    )
     summary = fed.play()
     assert summary["stopped_early"]["round"] == summary["rounds"] == 3 and summary["best_round"] == 1
     assert read_now(fed.home / "server" / "now.json")["ended"]["kind"] == "stopped"
@@ -260,12 +276,12 @@ CANNOT: dict[str, tuple[dict[str, Any], str]] = {
     "server without files": ({"evaluate": {"target": "server"}}, r"target = 'server'.*data\.validation"),
     "both at the end": ({"evaluate": {"clients_at_end": "both"}}, "'both' needs a common"),
     "patience without a score": (
-        {"evaluate": {"patience": 2, "target": "server"}, "data": {"test": "TEST"}},
-        "patience = 2 looks at a score.*no file",
+        {"evaluate": {"early_stopping_patience": 2, "target": "server"}, "data": {"test": "TEST"}},
+        "early_stopping_patience = 2 looks at a score.*no file",
     ),
     "a model that the start does not fit": (
-        {"lora": {"targets": ["query"]}, "data": {"test": "TEST"}},
-        r"start/.* model\.path .*lora\.targets .*\.value'",
+        {"lora": {"target_modules": ["query"]}, "data": {"test": "TEST"}},
+        r"start/.* model\.name .*lora\.target_modules .*\.value'",
     ),
 }
 
@@ -313,7 +329,7 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
 
     monkeypatch.setattr("fedlora.runs.tracking._begun", begun)
     monkeypatch.setattr("fedlora.flower.server.measuring.check_trackers", lambda names: None)
-    fed = FederationOnDisk(tmp_path, run={"rounds": 3, "track": ["tensorboard"]})
+    fed = FederationOnDisk(tmp_path, run={"rounds": 3, "report_to": ["tensorboard"]})
     grid = fed.grid()
     kill_at(grid, 7, "train")
     with pytest.raises(Killed):

@@ -31,7 +31,7 @@ SERVER = Facts({
 
 
 def settings(**data: Any) -> FederationSettings:
-    return FederationSettings(id="f", data={"labels": ["0", "1"], "max_length": 16, **data})  # type: ignore[arg-type]
+    return FederationSettings(id="f", data={"label_names": ["0", "1"], "max_length": 16, **data})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fact", [fact for fact in SERVER.values if fact != "torch"])

@@ -18,7 +18,7 @@ from fedlora.flower.terms.joining import JoinFile, site_key
 from fedlora.flower.terms.settings import FederationSettings
 from support.shown_certificates import authority, server_files
 
-SETTINGS = FederationSettings(id="fed-1", data={"labels": ["no", "yes"]}).travelling()  # type: ignore[arg-type]
+SETTINGS = FederationSettings(id="fed-1", data={"label_names": ["no", "yes"]}).travelling()  # type: ignore[arg-type]
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

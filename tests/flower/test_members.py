@@ -25,12 +25,12 @@ pytestmark = [FUTURE_NAMES, LORA_BIAS]
 RUN = """\
 # our study
 [model]
-path = "base"
+name = "base"
 [data]
-labels = ["no", "yes"]      # in this order
+label_names = ["no", "yes"]      # in this order
 max_length = 16
 [lora]
-targets = ["query"]
+target_modules = ["query"]
 """
 
 
@@ -53,7 +53,7 @@ def test_init_keeps_the_runs_file_and_makes_all_the_rest(tmp_path: Path, main: C
     fed = FederationFolder(tmp_path / "fed")
     text, settings = fed.settings.read_text(), FederationSettings.load(fed.settings)
     assert "# our study" in text and "# in this order" in text and "[network]" in text
-    assert settings.model.path == str(tmp_path / "base") and settings.run.rounds == 7
+    assert settings.model.name == str(tmp_path / "base") and settings.run.rounds == 7
     assert (settings.network.name, settings.network.port, settings.server.quorum) == ("fl.example.org", 443, 2)
     join = JoinFile.read(fed.join)
     assert (
@@ -75,7 +75,7 @@ def test_init_keeps_the_runs_file_and_makes_all_the_rest(tmp_path: Path, main: C
         (["data.train=x.csv"], "site.toml"),
         (["server.quorum=3"], "can never be met"),
         (["data.max_length=4096"], "positions"),
-        (["model.path=/nowhere/base"], "nowhere"),
+        (["model.name=/nowhere/base"], "nowhere"),
     ],
 )
 def test_what_no_round_could_play_is_refused_before_anything_is_made(

@@ -267,9 +267,9 @@ def test_a_row_stays_on_its_side_whatever_becomes_of_the_file() -> None:
 
 def test_no_server_changes_what_is_held_out(tmp_path: Path) -> None:
     """By another seed or share in its messages than in the site's join.toml: nothing is loaded or trained."""
-    tables: dict[str, Any] = {"id": "f", "data": {"labels": ["no", "yes"]}, "lora": {"targets": ["q"]}}
+    tables: dict[str, Any] = {"id": "f", "data": {"label_names": ["no", "yes"]}, "lora": {"target_modules": ["q"]}}
     site, settings = site_folder(tmp_path / "s", federation_folder(tmp_path / "fed")), FederationSettings(**tables)
-    for other in ({"run": {"seed": 1}}, {"data": {"labels": ["no", "yes"], "validation": 0.0}}):
+    for other in ({"run": {"seed": 1}}, {"data": {"label_names": ["no", "yes"], "validation": 0.0}}):
         asked = question()
         enclose(asked, Envelope(FederationSettings(**{**tables, **other}).travelling()))
         with pytest.raises(ConfigError, match=r"join\.toml"):

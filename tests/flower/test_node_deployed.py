@@ -36,11 +36,11 @@ def made(tmp_path: Path) -> tuple[SuperLink, SiteFolder]:
     """A server's folder, and a site of it."""
     link, here = small_link(tmp_path / "fed"), SiteFolder(tmp_path / "site")
     host, _, port = link.address.rpartition(":")
-    settings = FederationSettings.from_travelling('{"id": "fed-1", "data": {"labels": ["no", "yes"]}}')
+    settings = FederationSettings.from_travelling('{"id": "fed-1", "data": {"label_names": ["no", "yes"]}}')
     ca = (link.folder.certificates / "ca.crt").read_text()
     join = JoinFile("fed-1", host, int(port), ca, settings.travelling(), Facts())
     here.path.mkdir()
-    fill_site(here.path, join, Site("acme", {"data": {"train": "notes.csv"}, "model": {"path": "base"}}))
+    fill_site(here.path, join, Site("acme", {"data": {"train": "notes.csv"}, "model": {"name": "base"}}))
     return link, here
 
 

@@ -37,7 +37,7 @@ def test_no_name_is_a_path_or_an_option(name: str, tmp_path: Path) -> None:
     for entrance in (
         lambda: Policy.read(tmp_path / "policy.toml"),
         lambda: sites(f"{name}=4") if name.strip() else sites("=4"),
-        lambda: Site.of({"name": name, "data": {"train": "d"}, "model": {"path": "m"}}, tmp_path),
+        lambda: Site.of({"name": name, "data": {"train": "d"}, "model": {"name": "m"}}, tmp_path),
     ):
         with pytest.raises(ConfigError):
             entrance()

@@ -40,15 +40,15 @@ from support.training_data import LABELS
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
 PRIVATE: dict[str, Any] = {
-    "clip": 1.0, "noise_multiplier": 0.05, "delta": 1e-3, "population": "three sites", "ledger": "sites.jsonl",
+    "clipping_norm": 1.0, "noise_multiplier": 0.05, "delta": 1e-3, "population": "three sites", "ledger": "sites.jsonl",
     "members": list(RANKS), "shape": "two-sided", "dims": 4,
 }  # fmt: skip
 TABLES: dict[str, Any] = {
-    "id": "f", "data": {"labels": ["no", "yes"]}, "lora": {"targets": ["query"]}, "privacy": PRIVATE,
+    "id": "f", "data": {"label_names": ["no", "yes"]}, "lora": {"target_modules": ["query"]}, "privacy": PRIVATE,
 }  # fmt: skip
 
 
-SITE: dict[str, Any] = {"data": {"train": "a.csv"}, "model": {"path": "m"}}
+SITE: dict[str, Any] = {"data": {"train": "a.csv"}, "model": {"name": "m"}}
 NETWORK = NetworkSection(name="fl.example.org")
 
 
@@ -82,7 +82,7 @@ def test_the_table_sets_what_nobody_set_and_the_ledger_stays_at_the_server(tmp_p
         ({"privacy": {"sampling": "poisson"}}, "traffic and timing"),
         ({"run": {"participation": 0.5}}, "all of them .*every round"),
         ({"server": {"quorum": 2}}, "server.quorum = 2 "),
-        ({"defence": {"rule": "clip"}}, "no bound"),
+        ({"robust": {"rule": "norm-clipping"}}, "no bound"),
         ({"data": {"validation": 0.1}}, r"data\.validation = 0\.1 .*at the sites"),
         ({"data": {"test": 0.1}}, r"data\.test = 0\.1 .*at the sites"),
         ({"evaluate": {"target": "clients"}}, "scores without noise"),
@@ -108,8 +108,8 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     """`fedlora flower init` with [privacy] and no word of a quorum; who is no member is not admitted."""
     fed = FederationOnDisk(tmp_path, data={"validation": 0.0, "test": 0.0})
     run = {
-        "model": {"path": str(fed.model)}, "lora": {"targets": ["query", "value"]}, "run": {"rounds": 3},
-        "data": {"labels": list(LABELS), "max_length": 16},
+        "model": {"name": str(fed.model)}, "lora": {"target_modules": ["query", "value"]}, "run": {"rounds": 3},
+        "data": {"label_names": list(LABELS), "max_length": 16},
         "privacy": {k: v for k, v in PRIVATE.items() if k != "members"} | {"ledger": "ledgers/ledger.jsonl"},
     }  # fmt: skip
     (tmp_path / "ledgers").mkdir()  # what charges it writes beside it, so that nothing else may lie there
@@ -129,7 +129,7 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
         admit(home, "dublin", 4, tmp_path / "key.pub")
 
     join = JoinFile.read(home / "join.toml")
-    site = Site("acme", {"data": {"train": str(tmp_path / "acme.jsonl")}, "model": {"path": str(fed.model)}})
+    site = Site("acme", {"data": {"train": str(tmp_path / "acme.jsonl")}, "model": {"name": str(fed.model)}})
     (row,) = [row for row in checked_work(join, site) if row[0] == "privacy"]
     assert row[1] == rows[0][1] and "one site" in row[1] and "server is trusted" in row[1]
 
@@ -183,12 +183,12 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     fed.write(run={"rounds": 3})
     with pytest.raises(ConfigError, match=r"run\.rounds was 2 and is 3"):
         fed.play()
-    fed.write(run={"rounds": 2}, privacy={"clip": 2.0})
-    with pytest.raises(ConfigError, match=r"privacy\.clip was 1\.0 and is 2\.0"):
+    fed.write(run={"rounds": 2}, privacy={"clipping_norm": 2.0})
+    with pytest.raises(ConfigError, match=r"privacy\.clipping_norm was 1\.0 and is 2\.0"):
         fed.play()
 
 
 def test_a_federation_is_no_simulated_population() -> None:
     """A card made of such a ledger would say that it is no account of anybody's data."""
     with pytest.raises(ValueError, match=r"privacy\.population = .*real"):
-        FederationPrivacy(clip=1.0, epsilon=8.0, delta=1e-3, population=SIMULATED, ledger="l.jsonl")
+        FederationPrivacy(clipping_norm=1.0, epsilon=8.0, delta=1e-3, population=SIMULATED, ledger="l.jsonl")

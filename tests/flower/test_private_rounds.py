@@ -342,7 +342,7 @@ def test_round_1_waits_for_all_members_however_long_it_takes(tmp_path: Path, cap
 
 def test_a_policy_with_somebody_who_is_no_member_is_refused() -> None:
     terms = FederationPrivacy(
-        clip=1.0, noise_multiplier=1.0, delta=DELTA, population="toys", ledger="l.jsonl", members=list(RANKS)
+        clipping_norm=1.0, noise_multiplier=1.0, delta=DELTA, population="toys", ledger="l.jsonl", members=list(RANKS)
     )
     with pytest.raises(ConfigError, match=r"'four' .* 3 members"):
         check_policy(Policy({**RANKS, "four": 2}), terms)

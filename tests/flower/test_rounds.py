@@ -193,7 +193,7 @@ def test_what_a_reply_may_take_follows_from_ranks_and_heads(tmp_path: Path) -> N
         (3, None, 1.0, 3),
         (3, Krum(f=1), 1.0, 5),  # 2 f + 3
         (6, Krum(f=1), 1.0, 6),
-        (3, Krum(f=1), 4 / 6, 0),  # four are drawn, too few for a liar among them
+        (3, Krum(f=1), 4 / 6, 0),  # four are drawn, too few for a byzantine client among them
     ],
 )
 def test_what_a_round_needs(quorum: Any, rule: Any, participation: float, want: int) -> None:

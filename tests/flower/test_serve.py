@@ -115,7 +115,9 @@ def test_an_early_stop_is_an_end(tmp_path: Path) -> None:
     now, _, _ = served(home, [rounds(1, 2), completes(2, "stopped early")])
     assert (now.done, now.why) == (2, "stopped early")
     settings = home / "federation.toml"
-    settings.write_text(settings.read_text() + "[train]\nlr = 0.5\n")  # another patience, say: it looks again
+    settings.write_text(
+        settings.read_text() + "[train]\nlearning_rate = 0.5\n"
+    )  # another patience, say: it looks again
     assert served(home, [rounds(3), completes(3)])[0].done == 3
 
 
@@ -169,8 +171,8 @@ def test_a_failure_ends_it_with_the_cause_and_nothing_is_left(tmp_path: Path) ->
 def test_wrong_settings_are_told_as_such(tmp_path: Path) -> None:
     """A ConfigError is exit code 2, after which no unit starts it again: `test_what_ends_for_good`."""
     home = federation_folder(tmp_path / "f")
-    with pytest.raises(ConfigError, match=r"^lora\.alpha was 8 and is 16\.$"):
-        served(home, [fails("lora.alpha was 8 and is 16.", ended="refused")])
+    with pytest.raises(ConfigError, match=r"^lora\.lora_alpha was 8 and is 16\.$"):
+        served(home, [fails("lora.lora_alpha was 8 and is 16.", ended="refused")])
     (home / "policy.toml").write_text("nonsense")
     with pytest.raises(ConfigError, match="policy"):
         served(home)
@@ -221,10 +223,11 @@ def test_too_few_answers_are_waited_for_and_never_given_up(tmp_path: Path) -> No
 
 
 def test_a_round_is_not_begun_for_fewer_than_its_rule_needs(tmp_path: Path) -> None:
-    """The quorum is 2 of 3, and Krum without liars needs all three (2 f + 3). Before, two trained in vain, for ever."""
+    """The quorum is 2 of 3, and Krum without byzantine clients needs all three (2 f + 3). Before, two trained in vain,
+    for ever."""
     home = federation_folder(tmp_path / "f")
     with (home / "federation.toml").open("a") as file:
-        file.write('[defence]\nrule = "krum"\nliars = 0\n')
+        file.write('[robust]\nrule = "krum"\nbyzantine = 0\n')
     looks, (away, *there) = 0, CLIENTS
 
     def thin(link: FakeLink) -> None:

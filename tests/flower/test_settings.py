@@ -15,10 +15,11 @@ from fedlora.errors import ConfigError
 from fedlora.flower.terms.settings import FederationSettings, Site
 
 TABLES: dict[str, Any] = {
-    "id": "fed-1", "model": {"path": "demo", "dtype": "float32"}, "data": {"labels": ["no", "yes"]},
-    "lora": {"targets": ["query"]}, "train": {"lr": 0.5, "steps": 3}, "run": {"rounds": 6, "threads": 1},
+    "id": "fed-1", "model": {"name": "demo", "dtype": "float32"}, "data": {"label_names": ["no", "yes"]},
+    "lora": {"target_modules": ["query"]}, "train": {"learning_rate": 0.5, "max_steps": 3},
+    "run": {"rounds": 6, "threads": 1},
 }  # fmt: skip
-OWN: dict[str, Any] = {"data": {"train": "notes.csv"}, "model": {"path": "/models/bert"}}
+OWN: dict[str, Any] = {"data": {"train": "notes.csv"}, "model": {"name": "/models/bert"}}
 
 
 def of(folder: Path = Path("/fed"), **tables: Any) -> FederationSettings:
@@ -27,32 +28,32 @@ def of(folder: Path = Path("/fed"), **tables: Any) -> FederationSettings:
 
 def test_what_a_site_gets_is_all_but_what_is_the_servers(tmp_path: Path) -> None:
     """The server's model, files, address and ledger stay; a site's settings are otherwise the same."""
-    here = of(data={"labels": ["no", "yes"], "validation": "held.csv"}, network={"name": "fl.example.org"})
+    here = of(data={"label_names": ["no", "yes"], "validation": "held.csv"}, network={"name": "fl.example.org"})
     text = here.travelling()
     assert not any(word in text for word in ("/fed", "held.csv", "fl.example.org", '"demo"'))
     there = FederationSettings.from_travelling(text)
-    assert there.travelling() == text and there.run == here.run and there.data.labels == ["no", "yes"]
+    assert there.travelling() == text and there.run == here.run and there.data.label_names == ["no", "yes"]
     assert (here.at_server.validation, here.data.validation, there.data.validation) == ("/fed/held.csv", 0.0, 0.0)
     assert here.data.test == 0.1  # a share is each site's
     measured = here.for_server()
     assert measured is not None and (measured.data.validation, measured.data.test) == ("/fed/held.csv", 0.0)
-    assert measured.model.path == "demo" and of().for_server() is None
+    assert measured.model.name == "demo" and of().for_server() is None
 
 
 def test_a_site_lays_its_own_keys_over(tmp_path: Path) -> None:
-    raw = {"name": "acme", "model": {"path": "base", "device": "cpu"}, "run": {"threads": 4},
+    raw = {"name": "acme", "model": {"name": "base", "device": "cpu"}, "run": {"threads": 4},
            "data": {"train": "n.csv", "text": "note"}}  # fmt: skip
     (tmp_path / "base").mkdir()
     site = Site.of(raw, tmp_path)
     config = of().for_site(site, rank=4)
     assert config.data.clients == {"acme": str(tmp_path / "n.csv")} and config.data.text == "note"
-    assert (config.model.path, config.model.device) == (str(tmp_path / "base"), "cpu")
-    assert (config.run.threads, config.run.rounds, config.train.steps) == (4, 6, 3)
-    assert config.data.labels == ["no", "yes"] and config.clients.ranks == [4]
+    assert (config.model.name, config.model.device) == (str(tmp_path / "base"), "cpu")
+    assert (config.run.threads, config.run.rounds, config.train.max_steps) == (4, 6, 3)
+    assert config.data.label_names == ["no", "yes"] and config.clients.ranks == [4]
 
 
 def test_one_form_of_rows_stands_in_place_of_the_other() -> None:
-    chats = of(model={"path": "demo", "task": "causal-lm"}, data={"messages": "talk"})
+    chats = of(model={"name": "demo", "task": "causal-lm"}, data={"messages": "talk"})
     pairs = Site("a", {**OWN, "data": {"train": "n.csv", "prompt": "q", "response": "a"}})
     config = chats.for_site(pairs)
     assert (config.data.prompt, config.data.response, config.data.messages) == ("q", "a", None)
@@ -60,15 +61,15 @@ def test_one_form_of_rows_stands_in_place_of_the_other() -> None:
 
 def test_a_sites_own_program_takes_the_place_of_the_servers_training(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
-    site = Site.of({"name": "a", **OWN, "train": {"command": ["python", "mine.py"], "time_limit": 60.0}}, tmp_path)
+    site = Site.of({"name": "a", **OWN, "train": {"command": ["python", "mine.py"], "timeout": 60.0}}, tmp_path)
     train = of().for_site(site).train
-    assert (train.command, train.time_limit, train.steps) == (["python", str(tmp_path / "mine.py")], 60.0, 10)
+    assert (train.command, train.timeout, train.steps) == (["python", str(tmp_path / "mine.py")], 60.0, 10)
 
 
 @pytest.mark.parametrize(
     ("table", "keys"),
     [
-        ("train", {"command": ["rm", "-r", "/"]}), ("model", {"path": "/etc"}), ("data", {"clients": {"a": "/etc"}}),
+        ("train", {"command": ["rm", "-r", "/"]}), ("model", {"name": "/etc"}), ("data", {"clients": {"a": "/etc"}}),
         ("data", {"train": "/etc/passwd"}), ("network", {"port": 1}), ("privacy", {"ledger": "/etc/x"}),
     ],
 )  # fmt: skip
@@ -98,8 +99,8 @@ def test_what_is_no_settings_is_refused(text: str) -> None:
         ({"data": {"train": "x.csv"}}, "data.train .*site.toml"),
         ({"clients": {"ranks": [4]}}, "policy.toml"),
         ({"train": {"command": ["x"]}}, "train.command .*site.toml"),
-        ({"data": {}}, "data.labels is missing"),
-        ({"data": {"labels": ["a", "b"], "validation": 0.6, "test": 0.5}}, "nothing to train on"),
+        ({"data": {}}, "data.label_names is missing"),
+        ({"data": {"label_names": ["a", "b"], "validation": 0.6, "test": 0.5}}, "nothing to train on"),
         ({"train": {"learnig": 1}}, "unknown key"),
         ({"id": "a/b"}, "64 letters"),
     ],
@@ -112,8 +113,8 @@ def test_what_a_federation_does_not_have_is_said(tables: dict[str, Any], words: 
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"data": {"train": "a", "labels": ["x", "y"]}}, "data.labels"),
-        ({"train": {"lr": 1.0}}, "train.lr"),
+        ({"data": {"train": "a", "label_names": ["x", "y"]}}, "data.label_names"),
+        ({"train": {"learning_rate": 1.0}}, "train.learning_rate"),
         ({"server": {"quorum": 1}}, "server.quorum"),
         ({"colour": "red"}, "colour"),
         ({"data": {}}, r"\[data\] train is missing"),

@@ -103,7 +103,7 @@ def test_sites_are_bit_for_bit_the_engine_on_the_same_files(tmp_path: Path) -> N
     config = parse_config({
         **tables,
         "run": {"rounds": 2, "threads": 1},
-        "model": {**SETTINGS["model"], "path": str(made.model), "device": "cpu"},
+        "model": {**SETTINGS["model"], "name": str(made.model), "device": "cpu"},
         "data": {**SETTINGS["data"], "clients": {name: str(tmp_path / f"{name}.jsonl") for name in RANKS}},
         "clients": {"ranks": list(RANKS.values())},
     })  # fmt: skip
@@ -151,7 +151,7 @@ def test_a_site_with_another_model_is_named_and_costs_nobody_the_round(
     other = tmp_path / "other"
     shutil.copytree(made.model, other)
     change(other)
-    rewrite(made, "berlin", model={"path": str(other)})
+    rewrite(made, "berlin", model={"name": str(other)})
     made.play()
     (line,) = made.lines()
     assert said in line["fates"]["berlin"]["why"] and set(line["losses"]) == {"acme", "cork"}, line["fates"]

@@ -45,7 +45,7 @@ def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found = {}
     for method in METHODS:
         strategy, grid = measuring(
-            tmp_path_factory.mktemp(method), method, data={"labels": ["a", "b"], "validation": 0.0}
+            tmp_path_factory.mktemp(method), method, data={"label_names": ["a", "b"], "validation": 0.0}
         )
         play(strategy, grid, 3)
         found[method] = bits(strategy.state.server), sizes(grid, "train")

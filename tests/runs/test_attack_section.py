@@ -18,10 +18,10 @@ from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
-FLIP = ("attack.kind=sign-flip", "attack.share=0.4", "run.rounds=2")
+FLIP = ("attack.kind=sign-flip", "attack.fraction=0.4", "run.rounds=2")
 NAMES = ["site-1", "site-2", "site-3"]
-LIAR = choose_attackers(NAMES, 0.4, seed=0)
-WORDS = f"sign-flip (s = 1) by 1 of 3 clients ({LIAR[0]})"
+ATTACKER = choose_attackers(NAMES, 0.4, seed=0)
+WORDS = f"sign-flip (s = 1) by 1 of 3 clients ({ATTACKER[0]})"
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +47,12 @@ def test_an_audit_of_its_uploads_says_so(attacked: tuple[RunFolder, str, str], t
 
 
 def test_every_line_of_metrics_names_the_liars_and_their_numbers(attacked: tuple[RunFolder, str, str]) -> None:
-    lines, facts = attacked[0].metrics(), {"what": "sign-flip (s = 1)", "kind": "sign-flip", "clients": list(LIAR)}
+    lines, facts = attacked[0].metrics(), {"what": "sign-flip (s = 1)", "kind": "sign-flip", "clients": list(ATTACKER)}
     assert attacked[0].read_json("manifest.json")["attack"] == attacked[0].read_json("summary.json")["attack"] == facts
     for line in lines:
         assert line["attack"]["what"] == "sign-flip (s = 1)"
-        assert list(line["attack"]["clients"]) == list(LIAR)
-        assert set(line["attack"]["clients"][LIAR[0]]) == {"change", "honest", "left_out"}
+        assert list(line["attack"]["clients"]) == list(ATTACKER)
+        assert set(line["attack"]["clients"][ATTACKER[0]]) == {"change", "honest", "left_out"}
 
 
 def test_every_exported_card_says_it_first(attacked: tuple[RunFolder, str, str]) -> None:
@@ -68,7 +68,7 @@ def test_every_exported_card_says_it_first(attacked: tuple[RunFolder, str, str])
 def test_every_stored_upload_says_whether_it_is_a_lie(attacked: tuple[RunFolder, str, str]) -> None:
     for name in NAMES:
         facts = json.loads((attacked[0].uploads(2) / name / "upload.json").read_text(encoding="utf-8"))
-        assert facts["attack"] == "sign-flip (s = 1)" and facts["lies"] is (name in LIAR)
+        assert facts["attack"] == "sign-flip (s = 1)" and facts["byzantine"] is (name in ATTACKER)
 
 
 def test_every_picture_of_it_says_so(attacked: tuple[RunFolder, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,12 +105,12 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (["attack.kind=sign-flip"], "attack.share (of all clients) or attack.clients"),
-        (["attack.kind=sign-flip", "attack.share=0.2"], "less than one client"),
+        (["attack.kind=sign-flip"], "attack.fraction (of all clients) or attack.clients"),
+        (["attack.kind=sign-flip", "attack.fraction=0.2"], "less than one client"),
         (["attack.kind=sign-flip", "attack.clients=['site-9']"], "'site-9'"),
-        (["attack.kind=sign-flip", "attack.clients=['site-1','site-2','site-3']"], "all 3 clients lie"),
-        (["attack.kind=label-flip", "attack.share=0.4", "attack.strength=2"], "has no strength"),
-        (["attack.kind=gauge", "attack.share=0.4", "method.name=ffa-lora"], "needs both factors shared"),
+        (["attack.kind=sign-flip", "attack.clients=['site-1','site-2','site-3']"], "all 3 clients are byzantine"),
+        (["attack.kind=label-flip", "attack.fraction=0.4", "attack.strength=2"], "has no strength"),
+        (["attack.kind=gauge", "attack.fraction=0.4", "method.name=ffa-lora"], "needs both factors shared"),
     ],
 )
 def test_what_cannot_be_is_one_line(

@@ -23,8 +23,10 @@ from support.benchmark_files import glue_rows, one_line, task_file, write_glue, 
 from support.stand_in_hub import Hub, HubRows
 
 
-def config_of(data: Mapping[str, Any], *, task: str = "classification", seed: int = 0, **tables: Any) -> RunConfig:
-    raw = {"model": {"path": "m", "task": task}, "data": dict(data), "run": {"seed": seed}}
+def config_of(
+    data: Mapping[str, Any], *, task: str = "sequence-classification", seed: int = 0, **tables: Any
+) -> RunConfig:
+    raw = {"model": {"name": "m", "task": task}, "data": dict(data), "run": {"seed": seed}}
     return parse_config({**raw, **{name: dict(table) for name, table in tables.items()}})
 
 
@@ -32,7 +34,7 @@ def everything(parts: Mapping[str, TextData]) -> list[str]:
     return sorted(text for part in parts.values() for text in part.text)
 
 
-CLIENTS = {"count": 3, "min_size": 2}
+CLIENTS = {"count": 3, "min_examples": 2}
 
 
 class TestDealGlue:
@@ -84,20 +86,20 @@ class TestDealGlue:
         assert all(text.startswith("train ") for text in (*everything(dealt.parts), *dealt.validation[""].text))
 
 
-SUPERNI = {"task": "superni", "tasks": 3, "unseen": 2}
+SUPERNI = {"task": "superni", "tasks": 3, "unseen_tasks": 2}
 
 
 @pytest.mark.parametrize(
     ("data", "task", "says"),
     [
-        ({"task": "sst2", "validation": 0}, "classification", "its own test set"),
-        ({"task": "sst2", "test": 0.2}, "classification", "leave data.test out"),
+        ({"task": "sst2", "validation": 0}, "sequence-classification", "its own test set"),
+        ({"task": "sst2", "test": 0.2}, "sequence-classification", "leave data.test out"),
         ({"task": "sst2"}, "causal-lm", "is a classification task; model.task is 'causal-lm'"),
-        ({"task": "sst2", "max_train": 9}, "classification", "8 examples"),  # too few for 3 clients of 8 each
+        ({"task": "sst2", "max_train": 9}, "sequence-classification", "8 examples"),  # too few for 3 clients of 8 each
         ({**SUPERNI, "test": "t.jsonl"}, "causal-lm", "must be shares"),
         (SUPERNI, "classification", "set model.task = 'causal-lm'"),
         (SUPERNI, "causal-lm", "no task files"),
-        ({"train": "demo", "labels": ["no", "yes"]}, "classification", "the demo's classes are"),
+        ({"train": "demo", "label_names": ["no", "yes"]}, "sequence-classification", "the demo's classes are"),
     ],
 )
 def test_what_cannot_be_dealt_is_one_line(tmp_path: Path, data: dict[str, Any], task: str, says: str) -> None:
@@ -113,7 +115,7 @@ def clients_of(folder: Path, files: Mapping[str, list[dict[str, Any]]], data: st
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = ", ".join(f'{name} = "{name}.jsonl"' for name in files if not name.startswith("_"))
     path = folder / "config.toml"
-    path.write_text(f'[model]\npath = "m"\n[data]\nclients = {{{sources}}}\n{data}[clients]\nranks = [2]\n')
+    path.write_text(f'[model]\nname = "m"\n[data]\nclients = {{{sources}}}\n{data}[clients]\nranks = [2]\n')
     return load_config(path)
 
 
@@ -150,7 +152,7 @@ def labelled(*names: str) -> list[dict[str, Any]]:
 def test_with_labels_named_a_file_may_lack_a_class(tmp_path: Path) -> None:
     """Numbers are the places in the list, in every file and every split; by hand."""
     files = {"a": labelled("no", "yes", "maybe"), "b": labelled("yes"), "c": labelled("maybe", "no")}
-    config = clients_of(tmp_path, files, 'labels = ["yes", "no", "maybe"]\nvalidation = 0.1\ntest = 0.2\n')
+    config = clients_of(tmp_path, files, 'label_names = ["yes", "no", "maybe"]\nvalidation = 0.1\ntest = 0.2\n')
     dealt = deal(config, None)
     sets = [*dealt.parts.values(), *dealt.validation.values(), *dealt.own_test.values(), *dealt.test.values()]
     for part in sets:
@@ -179,7 +181,7 @@ def test_files_without_a_class_in_common_are_told_with_the_way_out(tmp_path: Pat
     files = {"a": numbers(10, 2), "b": numbers(3)}
     with pytest.raises(ConfigError, match=r"a\.jsonl has \['2', '10'\], .*b\.jsonl|b\.jsonl has .*a\.jsonl") as error:
         deal(clients_of(tmp_path, files), None)
-    line = re.search(r"set (data\.labels = \[.*\])\.", one_line(error))
+    line = re.search(r"set (data\.label_names = \[.*\])\.", one_line(error))
     assert line is not None
     dealt = deal(clients_of(tmp_path, files, line[1].removeprefix("data.") + "\n"), None)
     assert dealt.parts["a"].label_names == ("2", "3", "10")
@@ -189,9 +191,9 @@ def test_files_without_a_class_in_common_are_told_with_the_way_out(tmp_path: Pat
 def test_a_class_that_nobody_named_is_an_error_with_its_row(tmp_path: Path, value: Any) -> None:
     """Also a number: by itself it does not say whose numbering it is of."""
     rows = [*labelled("no", "yes"), {"text": "t", "label": value}]
-    says = r"a\.jsonl, row 21, line 21: label .* 2 classes .*data\.labels, \['no', 'yes'\]"
+    says = r"a\.jsonl, row 21, line 21: label .* 2 classes .*data\.label_names, \['no', 'yes'\]"
     with pytest.raises(DataError, match=says) as error:
-        deal(clients_of(tmp_path, {"a": rows}, 'labels = ["no", "yes"]\n'), None)
+        deal(clients_of(tmp_path, {"a": rows}, 'label_names = ["no", "yes"]\n'), None)
     assert "label_names" not in one_line(error), "the reader's own argument is nothing that a config has"
 
 
@@ -199,7 +201,7 @@ def test_one_number_in_two_spellings_in_two_files(tmp_path: Path) -> None:
     config = clients_of(tmp_path, {"a": numbers("0", "1"), "b": numbers("0", "+1")})
     with pytest.raises(ConfigError, match=r"b\.jsonl .*'\+1', .*a\.jsonl .*'1'") as error:
         deal(config, None)
-    assert 'data.labels = ["0", "+1", "1"]' in one_line(error)
+    assert 'data.label_names = ["0", "+1", "1"]' in one_line(error)
 
 
 def superni_root(root: Path, instances: int = 100) -> Path:
@@ -284,11 +286,11 @@ class TestDealSuperni:
         (root / "train.txt").write_text("task5_x\ntask9_x\ntask0_x\ntask1_x\n")
         (root / "unseen.txt").write_text("task8_x\ntask7_x\n")
         lists = {"task_lists": ["train.txt", "unseen.txt"]}
-        dealt = superni({**lists, "unseen": 1}, root)
+        dealt = superni({**lists, "unseen_tasks": 1}, root)
         assert list(dealt.parts) == ["task5_x", "task9_x", "task0_x"]
         assert [len(part) for part in dealt.parts.values()] == [80, 16, 80]
         assert list(dealt.probes["unseen"]) == ["task8_x"]
-        assert superni({**lists, "unseen": 0}, root).probes == {}
+        assert superni({**lists, "unseen_tasks": 0}, root).probes == {}
 
     @pytest.mark.parametrize(
         ("clients", "unseen"), [("task5_x task0_x", "task0_x"), ("", "task0_x"), ("task5_x task5_x task1_x", "task8_x")]
@@ -300,4 +302,6 @@ class TestDealSuperni:
             (root / name).write_text("".join(f"{task}\n" for task in tasks.split()))
         with pytest.raises(FedLoRAError):
             superni({"task_lists": ["train.txt", "unseen.txt"]}, root)
-        assert superni({"unseen": 0}, root).probes == {}, "without lists the seed draws, and nothing unseen is no probe"
+        assert superni({"unseen_tasks": 0}, root).probes == {}, (
+            "without lists the seed draws, and nothing unseen is no probe"
+        )

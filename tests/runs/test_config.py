@@ -20,7 +20,7 @@ from fedlora.methods.glora import GLoRA
 from fedlora.runs.config import KEYS, RunConfig, load_config, parse_config
 from fedlora.runs.identity import NO_NUMBER, differing, identity, later
 
-MINIMAL = '[model]\npath = "hub/model"\n[data]\ntrain = "train.jsonl"\n'
+MINIMAL = '[model]\nname = "hub/model"\n[data]\ntrain = "train.jsonl"\n'
 
 
 def written(folder: Path, text: str = MINIMAL) -> Path:
@@ -31,7 +31,7 @@ def written(folder: Path, text: str = MINIMAL) -> Path:
 
 def parsed(**tables: Mapping[str, Any]) -> RunConfig:
     """The smallest configuration, with tables merged over it."""
-    raw: dict[str, Any] = {"model": {"path": "hub/model"}, "data": {"train": "train.jsonl"}}
+    raw: dict[str, Any] = {"model": {"name": "hub/model"}, "data": {"train": "train.jsonl"}}
     for name, table in tables.items():
         raw[name] = {**raw.get(name, {}), **table}
     return parse_config(raw)
@@ -53,16 +53,16 @@ def parsed(**tables: Mapping[str, Any]) -> RunConfig:
         ({"clients": {"ranks": "8"}}, r"clients\.ranks: .*list.*'8'"),
         ({"clients": {"ranks": [4, 0]}}, r"clients\.ranks\.1: .* at least 1; got 0"),
         ({"clients": {"profile": "flexlora-uniform", "ranks": 4}}, r".*flexlora-uniform.*clients\.ranks out"),
-        ({"train": {"lr": float("nan")}}, r"train\.lr: .*finite; got nan"),
+        ({"train": {"learning_rate": float("nan")}}, r"train\.learning_rate: .*finite; got nan"),
         ({"data": {"clients": {"a": 3}, "train": None}}, r"data\.clients\.a: .*text.*3"),
         ({"data": {"test": 1.5}}, r"data\.test: .*; got 1\.5"),  # of two types, the number's complaint alone
         ({"data": {"task": "sst2"}}, r"give one of data\.train .*"),
         ({"data": {"task": "superni", "train": None, "task_lists": ["a"]}}, r"data\.task_lists names two files.*"),
-        ({"data": {"template": "raw"}}, r"data\.template is 'chat'.*"),
+        ({"data": {"chat_template": "raw"}}, r"data\.chat_template is 'chat'.*"),
         ({"data": {"messages": "talk", "prompt": "q"}}, r"data\.messages = 'talk' .* data\.prompt .*"),
         ({"model": {"dtype": "bfloat16"}}, r"model\.dtype .* model\.bf16 = true.*"),
-        ({"model": {"path": "a/b@main", "revision": "x"}}, r"model\.path .* leave out model\.revision"),
-        ({"data": {"labels": ["a", "a "]}}, r"data\.labels: .*'a '.* twice.*"),
+        ({"model": {"name": "a/b@main", "revision": "x"}}, r"model\.name .* leave out model\.revision"),
+        ({"data": {"label_names": ["a", "a "]}}, r"data\.label_names: .*'a '.* twice.*"),
     ],
 )
 def test_what_is_wrong_is_one_complaint_by_the_key_of_the_file(tables: dict[str, Any], says: str) -> None:
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_one_complaint_by_the_key_of_the_file(tables: dict[str,
          "clients.ranks.0: .*whole number or .*table; got True"),
         ("run", "workers", 0, "run.workers: .* 1; got 0"),
         ("run", "workers", "all", "run.workers: .*whole number or 'auto'; got 'all'"),
-        ("lora", "targets", ["q", 3], "lora.targets.1: .*text.*; got 3"),
+        ("lora", "target_modules", ["q", 3], "lora.target_modules.1: .*text.*; got 3"),
         ("evaluate", "clients_at_end", "b",
          "evaluate.clients_at_end: .*true or false or 'both'; got 'b'"),
     ],
@@ -100,7 +100,7 @@ def test_of_several_types_the_one_that_was_given_says_what_is_wrong(
 
 
 def test_a_missing_key_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^key 'model\.path' is missing$"):
+    with pytest.raises(ConfigError, match=r"^key 'model\.name' is missing$"):
         parse_config({"model": {}, "data": {"train": "t.csv"}})
     with pytest.raises(ConfigError, match=r"^key 'model' .*; key 'data' [^;]*$"):
         parse_config({})
@@ -108,16 +108,16 @@ def test_a_missing_key_is_named() -> None:
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        parsed(run={"rounds": 0, "sed": 1}, train={"lr": -1.0})
+        parsed(run={"rounds": 0, "sed": 1}, train={"learning_rate": -1.0})
     message = str(caught.value)
-    assert "run.rounds" in message and "'run.sed'" in message and "train.lr" in message
+    assert "run.rounds" in message and "'run.sed'" in message and "train.learning_rate" in message
     assert "\n" not in message
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [b"[model\npath = 1", b"[model]\npath = \xff\n", b"a = 1\na = 2\n"])
+@pytest.mark.parametrize("content", [b"[model\nname = 1", b"[model]\nname = \xff\n", b"a = 1\na = 2\n"])
 def test_what_is_no_toml_is_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "config.toml"
     path.write_bytes(content)
@@ -134,23 +134,23 @@ def test_data_paths_are_made_absolute_from_the_file_not_from_here(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    text = '[model]\npath = "model"\n[data]\ntrain = "../t.csv"\nvalidation = "v.csv"\ntest = 0.2\n'
+    text = '[model]\nname = "model"\n[data]\ntrain = "../t.csv"\nvalidation = "v.csv"\ntest = 0.2\n'
     config = load_config(written(folder, text))
-    assert config.model.path == str(folder / "model")
+    assert config.model.name == str(folder / "model")
     assert config.data.train == str(tmp_path / "t.csv")
     assert config.data.validation == str(folder / "v.csv")
     assert config.data.test == 0.2
 
-    text = f'[model]\npath = "hub/model"\n[data.clients]\na = "a.csv"\nb = "{elsewhere}/b.csv"\n'
+    text = f'[model]\nname = "hub/model"\n[data.clients]\na = "a.csv"\nb = "{elsewhere}/b.csv"\n'
     config = load_config(written(folder, text))
     assert config.data.clients == {"a": str(folder / "a.csv"), "b": str(elsewhere / "b.csv")}
-    assert config.model.path == "hub/model", "no such directory: a hub id stays as it is"
+    assert config.model.name == "hub/model", "no such directory: a hub id stays as it is"
 
 
 def test_demo_stays_a_word_and_no_path() -> None:
     """The demo's config is as good as any other, and names what is built in."""
     config = load_config(Path(str(files("fedlora") / "demo.toml")))
-    assert (config.model.path, config.data.train) == ("demo", "demo")
+    assert (config.model.name, config.data.train) == ("demo", "demo")
     assert config.clients.ranks == [2, 4, 4, 8, 8, 16]
     assert config.method.build() == GLoRA(rho=1.0, gamma=0.5)
 
@@ -162,11 +162,11 @@ def test_demo_stays_a_word_and_no_path() -> None:
     ("override", "table", "key", "value"),
     [
         ("run.rounds = 7", "run", "rounds", 7),
-        ("train.lr=5e-4", "train", "lr", 5e-4),
+        ("train.learning_rate=5e-4", "train", "learning_rate", 5e-4),
         ("run.readouts=true", "run", "readouts", True),
         ("train.optimizer=sgd", "train", "optimizer", "sgd"),
         ("clients.ranks=4", "clients", "ranks", [4]),
-        ('lora.targets=["q", "v"]', "lora", "targets", ["q", "v"]),
+        ('lora.target_modules=["q", "v"]', "lora", "target_modules", ["q", "v"]),
         ("data.text=a=b", "data", "text", "a=b"),
     ],
 )
@@ -177,7 +177,7 @@ def test_set_reads_numbers_words_lists_and_truth_values(
 
 
 def test_set_reaches_nested_tables_and_later_ones_win(tmp_path: Path) -> None:
-    text = '[model]\npath = "m"\n[data.clients]\na = "a.csv"\n'
+    text = '[model]\nname = "m"\n[data.clients]\na = "a.csv"\n'
     config = load_config(written(tmp_path, text), ["data.clients.b=b.csv", "run.seed=1", "run.seed=2"])
     assert list(config.data.clients) == ["a", "b"]
     assert config.data.clients["b"] == str(tmp_path / "b.csv"), "a path given by --set is relative to the file as well"
@@ -194,13 +194,15 @@ def test_set_without_key_or_value_is_refused(tmp_path: Path, override: str) -> N
 def test_set_of_several_lines_loses_none_of_them(tmp_path: Path, more: str) -> None:
     with pytest.raises(ConfigError, match=r"--set 'run\.rounds=2.*more than one value"):
         load_config(written(tmp_path), [f"run.rounds=2\n{more}"])
-    said = ["model.task=causal-lm", 'data.template="""Q: {prompt}\nA:"""']
-    assert load_config(written(tmp_path), said).data.template == "Q: {prompt}\nA:", "one text of two lines is one value"
+    said = ["model.task=causal-lm", 'data.chat_template="""Q: {prompt}\nA:"""']
+    assert load_config(written(tmp_path), said).data.chat_template == "Q: {prompt}\nA:", (
+        "one text of two lines is one value"
+    )
 
 
 def test_a_table_is_not_set_in_place_of_one_with_other_keys(tmp_path: Path) -> None:
     """What the file says there would be lost."""
-    with pytest.raises(ConfigError, match=r"without path.*model\.dropout"):
+    with pytest.raises(ConfigError, match=r"without name.*model\.dropout"):
         load_config(written(tmp_path), ["model={dropout = 0.0}"])
 
 
@@ -209,9 +211,11 @@ def test_a_table_is_not_set_in_place_of_one_with_other_keys(tmp_path: Path) -> N
 
 def test_the_digest_is_the_same_for_the_same_run_however_it_was_written(tmp_path: Path) -> None:
     """Order of tables, defaults written out, and --set instead of the file make no difference."""
-    a = load_config(written(tmp_path, MINIMAL + "[train]\nlr = 0.002\nsteps = 3\n"))
-    b = load_config(written(tmp_path, "[train]\nsteps = 3\nlr = 2e-3\n" + MINIMAL + "[run]\nrounds = 10\n"))
-    c = load_config(written(tmp_path), ["train.lr=0.002", "train.steps=3"])
+    a = load_config(written(tmp_path, MINIMAL + "[train]\nlearning_rate = 0.002\nmax_steps = 3\n"))
+    b = load_config(
+        written(tmp_path, "[train]\nmax_steps = 3\nlearning_rate = 2e-3\n" + MINIMAL + "[run]\nrounds = 10\n")
+    )
+    c = load_config(written(tmp_path), ["train.learning_rate=0.002", "train.max_steps=3"])
     assert a.digest() == b.digest() == c.digest()
     assert a.canonical() == b.canonical()
     assert len(a.digest()) == 16
@@ -228,9 +232,9 @@ def other(key: str, value: Any) -> Any:
         "labels": ["no", "yes"], "messages": "talk", "revision": "abc",
         "dtype": "bfloat16", "adapter": "a", "template": "Q: {prompt} A:",
         "kind": "sign-flip", "share": 0.2, "clients": ("a",), "strength": 2.0,  # of [attack]
-        "liars": 1, "threshold": 0.5, "tau": 0.5, "tolerance": 0.25, "iterations": 2,
+        "byzantine": 1, "threshold": 0.5, "tau": 0.5, "tolerance": 0.25, "iterations": 2,
         "quorum": 2, "workers": 2, "count": 3, "pair": "second", "dropout": 0.25,
-        "command": ["program"], "time_limit": 60.0,
+        "command": ["program"], "timeout": 60.0,
         "epsilon": 3.0, "budget": 50.0, "sampling": "poisson", "shape": "two-sided", "dims": 3, "rank": 3,  # [privacy]
         "most_examples": 9,
     }  # fmt: skip
@@ -251,7 +255,7 @@ def other(key: str, value: Any) -> Any:
 
 def test_every_key_is_of_the_digest_and_the_identity_or_in_a_named_set() -> None:
     """Each field of each table, changed alone: no run is taken for another, nor made twice for nothing."""
-    private = {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-3, "population": "p", "ledger": "l"}
+    private = {"clipping_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-3, "population": "p", "ledger": "l"}
     base, facts = parsed(privacy=private), {"model": {"sha256": {}}, "data": {}, "threads": 1}
     apart = {"data.clients", "data.task"}  # in place of data.train
     for name in {*KEYS} - apart:
@@ -266,12 +270,12 @@ def test_every_key_is_of_the_digest_and_the_identity_or_in_a_named_set() -> None
     read.append({**facts, "model": {"sha256": {}, "adapter": {"a": "1"}}})
     assert len({identity(base, facts), identity(base, facts, "s"), *(identity(base, one) for one in read)}) == 6
     assert parsed(method={"rho": 0.5}).digest() != parsed(method={"rho": 0.25}).digest()
-    own = [parse_config({"model": {"path": "m"}, "data": {"clients": {"a": name}}}).digest() for name in ("x", "y")]
+    own = [parse_config({"model": {"name": "m"}, "data": {"clients": {"a": name}}}).digest() for name in ("x", "y")]
     assert own[0] != own[1]
 
 
 def test_rounds_are_of_the_run_where_each_round_depends_on_their_number() -> None:
-    assert "run.rounds" in later(parsed()) and "run.rounds" not in later(parsed(train={"schedule": "linear"}))
+    assert "run.rounds" in later(parsed()) and "run.rounds" not in later(parsed(train={"lr_scheduler_type": "linear"}))
 
 
 def test_one_rank_for_all_is_a_list_of_it() -> None:
@@ -287,7 +291,7 @@ def test_one_rank_for_all_is_a_list_of_it() -> None:
         {"profile": "normal"},
         {"profile": "flexlora-heavy-tail"},
         {"ranks": [2, {"attention": 4, "feed_forward": 8}]},
-        {"alpha": 0.1},
+        {"dirichlet_alpha": 0.1},
     ],
 )
 def test_the_canonical_form_read_back_is_the_same_run(clients: dict[str, Any]) -> None:
@@ -302,7 +306,7 @@ def test_the_canonical_form_read_back_is_the_same_run(clients: dict[str, Any]) -
 def test_the_digest_sees_which_client_gets_which_rank() -> None:
     """`clients.ranks` is "one for each client in that order", so the order of data.clients is part of the run."""
     there, back = (
-        parse_config({"model": {"path": "m"}, "data": {"clients": clients}, "clients": {"ranks": [2, 8]}})
+        parse_config({"model": {"name": "m"}, "data": {"clients": clients}, "clients": {"ranks": [2, 8]}})
         for clients in ({"a": "a.csv", "b": "b.csv"}, {"b": "b.csv", "a": "a.csv"})
     )
     assert there.digest() != back.digest()

@@ -46,8 +46,8 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         (),
         ("method.name=fedex-lora", "clients.ranks=[4,4,4]", "evaluate.clients_at_end=true"),
         ("method.name=fedsa-lora", "clients.ranks=[4]", "clients.count=3", "evaluate.batch_size=4"),
-        ("run.rounds=2", "lora.dropout=0.1"),
-        ("model.checkpointing=true", "model.bf16=true", "run.rounds=1"),
+        ("run.rounds=2", "lora.lora_dropout=0.1"),
+        ("model.gradient_checkpointing=true", "model.bf16=true", "run.rounds=1"),
     ],
     ids=["glora", "base-changes", "clients-are-measured", "dropout", "checkpointing"],
 )
@@ -104,5 +104,5 @@ def test_settings_that_contradict_each_other_are_refused(project: Path) -> None:
         configured(project, "run.workers=2", "run.threads=2")
     with pytest.raises(ConfigError, match=r"run.workers"):
         configured(project, "run.workers=0")
-    with pytest.raises(ConfigError, match=r"run\.workers = 2 .*four_bit"):
-        prepare(configured(project, "run.workers=2", "model.four_bit=true"))
+    with pytest.raises(ConfigError, match=r"run\.workers = 2 .*load_in_4bit"):
+        prepare(configured(project, "run.workers=2", "model.load_in_4bit=true"))

@@ -70,7 +70,7 @@ def test_with_one_alpha_for_mixed_ranks_the_folders_are_the_models_that_were_mea
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks 2, 4, 4 at alpha = 8 with rsLoRA: three scales in training, one function for stock peft."""
-    more = ("lora.alpha=8", "lora.rslora=true", "run.readouts=true", "evaluate.clients_at_end=true")
+    more = ("lora.lora_alpha=8", "lora.use_rslora=true", "run.readouts=true", "evaluate.clients_at_end=true")
     config = configured(project, *more)
     folder = ran(config, tmp_path / "run").path
     for which in ("adapter", "clients/site-1", "clients/site-3"):
@@ -90,9 +90,9 @@ def test_a_base_without_a_padding_token_and_a_class_name_of_two_lines(
     rows = [json.dumps({"text": f"w{k % 5} w{k % 3}" * (1 + k % 2), "label": names[k % 2]}) for k in range(40)]
     (tmp_path / "t.jsonl").write_text("\n".join(rows))
     (tmp_path / "c.toml").write_text(
-        '[model]\npath = "model"\n[data]\ntrain = "t.jsonl"\nmax_length = 16\n'
-        '[lora]\ntargets = ["q_proj"]\nalpha = 8\n[clients]\ncount = 2\npartition = "iid"\nranks = [2]\n'
-        '[train]\nsteps = 1\nclass_weights = "balanced"\n[run]\nrounds = 1\nthreads = 1\n'
+        '[model]\nname = "model"\n[data]\ntrain = "t.jsonl"\nmax_length = 16\n'
+        '[lora]\ntarget_modules = ["q_proj"]\nlora_alpha = 8\n[clients]\ncount = 2\npartition = "iid"\nranks = [2]\n'
+        '[train]\nmax_steps = 1\nclass_weights = "balanced"\n[run]\nrounds = 1\nthreads = 1\n'
     )
     folder = ran(load_config(tmp_path / "c.toml"), tmp_path / "run").path / "adapter"
     found = executed(folder, monkeypatch, capsys)
@@ -126,10 +126,10 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
     lines = [f"{p},{r}\n" for p, r in zip(data.text, data.responses or (), strict=True)]
     (tmp_path / "t.csv").write_text(CSV + "".join(lines))
     (tmp_path / "c.toml").write_text(
-        '[model]\npath = "model"\ntask = "causal-lm"\n[data]\ntrain = "t.csv"\nvalidation = 0.2\ntest = 0.3\n'
-        'max_length = 16\ntemplate = "{prompt}"\n[lora]\ntargets = "all-linear"\n'
+        '[model]\nname = "model"\ntask = "causal-lm"\n[data]\ntrain = "t.csv"\nvalidation = 0.2\ntest = 0.3\n'
+        'max_length = 16\nchat_template = "{prompt}"\n[lora]\ntarget_modules = "all-linear"\n'
         '[clients]\ncount = 2\npartition = "iid"\nranks = [2, 4]\n'
-        "[train]\nlr = 2e-2\nsteps = 6\n[run]\nrounds = 2\nthreads = 1\n"
+        "[train]\nlearning_rate = 2e-2\nmax_steps = 6\n[run]\nrounds = 2\nthreads = 1\n"
     )
     folder = ran(load_config(tmp_path / "c.toml"), tmp_path / "run").path / "adapter"
     names = executed(folder, monkeypatch, capsys)
@@ -151,7 +151,7 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
 
 def test_a_snippet_whose_ends_nobody_knows_ends_at_the_tokenizers() -> None:
     """As in a federation whose server has no base model. eos_token_id=[] would never stop."""
-    config = parse_config({"model": {"path": "m", "task": "causal-lm"}, "data": {"train": "t"}})
+    config = parse_config({"model": {"name": "m", "task": "causal-lm"}, "data": {"train": "t"}})
     assert "eos_token_id=tokenizer.eos_token_id)" in snippet(config, (), tokenizer=False)
     assert "eos_token_id=[2])" in snippet(config, (2,), tokenizer=False)
 
@@ -165,9 +165,10 @@ def test_a_language_models_snippet_asks_as_the_model_was_taught(
     rows = [json.dumps({"prompt": f"w{k % 5} w{k % 3}", "response": f"w{k % 5}"}) for k in range(30)]
     (tmp_path / "t.jsonl").write_text("\n".join(rows) + "\n")
     (tmp_path / "c.toml").write_text(
-        f'[model]\npath = "model"\ntask = "causal-lm"\n[data]\ntrain = "t.jsonl"\ntemplate = "{template}"\n'
-        'max_length = 24\n[lora]\ntargets = "all-linear"\n[clients]\ncount = 2\npartition = "iid"\nranks = [2, 4]\n'
-        "[train]\nsteps = 1\n[run]\nrounds = 1\nthreads = 1\n[evaluate]\nsamples = 1\nmax_new_tokens = 2\n"
+        f'[model]\nname = "model"\ntask = "causal-lm"\n[data]\ntrain = "t.jsonl"\nchat_template = "{template}"\n'
+        'max_length = 24\n[lora]\ntarget_modules = "all-linear"\n[clients]\ncount = 2\npartition = "iid"\nranks = [2, '
+        "4]\n"
+        "[train]\nmax_steps = 1\n[run]\nrounds = 1\nthreads = 1\n[evaluate]\nsamples = 1\nmax_new_tokens = 2\n"
     )
     folder = ran(load_config(tmp_path / "c.toml"), tmp_path / "run").path / "adapter"
     names = executed(folder, monkeypatch, capsys)
@@ -190,7 +191,7 @@ def test_packaged_models_have_their_public_names_and_no_path(finished: Finished)
         base = base_name(path, {"model.safetensors": "ab"})
         assert base.name == name and source in base.source
         assert named(spec, base.name).base_model == name
-        config = parse_config({"model": {"path": path}, "data": {"train": "demo"}})
+        config = parse_config({"model": {"name": path}, "data": {"train": "demo"}})
         card = model_card(manifest, config, base, adapter, 3, {})
         assert f"base_model: {name}\n" in card and source in card and "/" not in card.replace(name, "").split("##")[0]
 

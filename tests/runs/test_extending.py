@@ -80,7 +80,7 @@ def test_a_run_that_is_being_extended_is_unfinished_and_keeps_its_adapter_and_ne
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_schedule_over_rounds_cannot_be_extended(project: Path, tmp_path: Path, schedule: str) -> None:
-    sets = (f"train.schedule={schedule}", "run.rounds=2")
+    sets = (f"train.lr_scheduler_type={schedule}", "run.rounds=2")
     folder = ran(configured(project, *sets), tmp_path / "run", 1)
     before = contents(folder.path)
     with pytest.raises(CheckpointError, match=r"run\.rounds .*2.*4.* constant"):
@@ -122,7 +122,7 @@ def test_a_missing_tracker_leaves_no_folder_behind(
     """Before: the folder was there, and blocked the next run without the tracker."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     arguments = ("run", project / "config.toml", "--out", tmp_path / "run", "--set", "run.rounds=1")
-    said = main(*arguments, "--set", 'run.track=["wandb"]')
-    assert re.search("run.track names wandb, .*not installed", said.complaint())
+    said = main(*arguments, "--set", 'run.report_to=["wandb"]')
+    assert re.search("run.report_to names wandb, .*not installed", said.complaint())
     assert not (tmp_path / "run").exists()
     assert main(*arguments).code == 0

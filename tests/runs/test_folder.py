@@ -17,7 +17,7 @@ from support.projects import contents
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
-MANIFEST = json.dumps({"config_digest": "", "data": {"labels": []}})
+MANIFEST = json.dumps({"config_digest": "", "data": {"label_names": []}})
 FOREIGN: dict[str, Mapping[str, str]] = {
     "a model": {"config.json": '{"model_type": "bert"}'},
     "a summary": {"summary.json": "{}"},

@@ -27,7 +27,7 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 CONFIG = """
 [model]
-path = "model"
+name = "model"
 dropout = 0.0
 [data]
 train = "train.jsonl"
@@ -35,11 +35,11 @@ validation = "valid.jsonl"
 test = "test.jsonl"
 [clients]
 ranks = [2, 2]
-own_test = 0.2
+test_fraction = 0.2
 [lora]
-targets = ["query"]
+target_modules = ["query"]
 [train]
-steps = 1
+max_steps = 1
 batch_size = 8
 [evaluate]
 clients_at_end = true
@@ -139,7 +139,7 @@ def test_a_changed_input_is_named_by_what_goes_on(restored: Path, main: Callable
     before = digest(restored)
     change(restored / file)
     assert digest(restored) != before
-    assert ("model.path" if "/" in file else "data.") in main(*RESUME["finished"]).error()
+    assert ("model.name" if "/" in file else "data.") in main(*RESUME["finished"]).error()
     assert name in main(*RESUME["stopped"]).error()
 
 

@@ -28,7 +28,7 @@ pytestmark = [FUTURE_NAMES, CONV1D, NOT_ON_THE_HUB]
 CHAT = "{% for m in messages %}{{ m.content }} [EOS] {% endfor %}"
 CONFIG = """
 [model]
-path = "model"
+name = "model"
 task = "causal-lm"
 [data]
 train = "train.jsonl"
@@ -36,7 +36,7 @@ max_length = 12
 validation = 0.2
 test = 0.2
 [lora]
-targets = ["q_proj", "v_proj"]
+target_modules = ["q_proj", "v_proj"]
 [clients]
 count = 2
 ranks = [2, 4]
@@ -45,8 +45,8 @@ partition = "iid"
 rounds = 2
 threads = 1
 [train]
-lr = 1e-2
-steps = 3
+learning_rate = 1e-2
+max_steps = 3
 batch_size = 6
 [evaluate]
 max_new_tokens = 4
@@ -91,14 +91,14 @@ def done(place: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 class TestTemplate:
     def test_a_run_is_not_resumed_with_other_prompts(self, place: Path, tmp_path: Path) -> None:
         folder = ran(config_of(place, "run.rounds=1"), tmp_path / "run")
-        with pytest.raises(CheckpointError, match=r"data\.template"):
-            ran(config_of(place, "run.rounds=1", "data.template={prompt}"), folder.path, resume=True)
+        with pytest.raises(CheckpointError, match=r"data\.chat_template"):
+            ran(config_of(place, "run.rounds=1", "data.chat_template={prompt}"), folder.path, resume=True)
 
 
 def test_what_was_cut_is_in_the_manifest(place: Path, done: RunFolder) -> None:
     """Of all examples one is too long: 20 words, an end, and an answer with its end, in 12 places."""
     cut = done.read_json("manifest.json")["cut"]
-    assert done.read_json("manifest.json")["data"]["template"].startswith("chat, sha256 ")
+    assert done.read_json("manifest.json")["data"]["chat_template"].startswith("chat, sha256 ")
     prepared = prepare(config_of(place))
     texts = {c: part.text for c, part in prepared.parts.items()}
     holder = [c for c, text in texts.items() if any(len(t.split()) == 20 for t in text)]

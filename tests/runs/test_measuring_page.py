@@ -16,14 +16,18 @@ def test_every_configuration_of_the_page_is_one() -> None:
     blocks = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:
-        parse_config({"model": {"path": "m"}, "data": {"train": "t"}, **tomllib.loads(block)})
+        parse_config({"model": {"name": "m"}, "data": {"train": "t"}, **tomllib.loads(block)})
 
 
 def test_the_table_of_scores_is_the_one_of_the_code() -> None:
     """Every metric, its name in files, which way is better, and of which task."""
     lines = [line for line in PAGE.splitlines() if line.startswith("| `")]
     rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in lines if line.count("|") == 6]
-    tasks = {("classification", "causal-lm"): "both", ("classification",): "classes", ("causal-lm",): "text"}
+    tasks = {
+        ("sequence-classification", "causal-lm"): "both",
+        ("sequence-classification",): "classes",
+        ("causal-lm",): "text",
+    }
     assert rows[1:] == [
         [f"`{name}`", f"`{score_name(name)}`", "larger" if m.larger_is_better else "smaller", tasks[m.tasks]]
         for name, m in METRICS.items()

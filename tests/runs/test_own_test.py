@@ -20,12 +20,12 @@ from support.training_data import classification, rows
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
-OWN = ("clients.own_test=0.25", "clients.min_size=12")
+OWN = ("clients.test_fraction=0.25", "clients.min_examples=12")
 
 
 def test_a_share_of_what_each_client_was_dealt_is_its_own_test(project: Path) -> None:
     """Beside the same parts without own tests: theirs are those, cut in two; nothing is lost, doubled or shared."""
-    plain = deal(configured(project, "clients.min_size=12"), None)
+    plain = deal(configured(project, "clients.min_examples=12"), None)
     own = deal(configured(project, *OWN), None)
     assert set(own.own_test) == set(own.parts) == {"site-1", "site-2", "site-3"}
     assert own.test[""].digest() == plain.test[""].digest(), "the common test set is as it was"
@@ -50,7 +50,7 @@ def test_what_two_clients_hold_copies_of_is_no_test_of_either(tmp_path: Path) ->
         label_names=data.label_names,
     )
     (project / "train.jsonl").write_text(rows(data) + rows(copies))
-    text = (project / "config.toml").read_text().replace("min_size = 4", 'partition = "iid"')
+    text = (project / "config.toml").read_text().replace("min_examples = 4", 'partition = "iid"')
     (project / "config.toml").write_text(text)
     dealt = deal(configured(project, OWN[0]), None)
     trained = {one for part in dealt.parts.values() for one in inputs(part)}
@@ -91,8 +91,8 @@ def test_a_client_with_too_few_examples_is_named_with_numbers(project: Path) -> 
     """At alpha = 0.2 some client has few; a hundredth of them is none."""
     with pytest.raises(ConfigError, match=r"'both' .*a common one only"):
         prepare(configured(project, "evaluate.clients_at_end=both"))
-    with pytest.raises(ConfigError, match=r"own_test = 0\.01 .*'site-\d' .* \d+ examples.* 100 or more"):
-        deal(configured(project, "clients.own_test=0.01"), None)
+    with pytest.raises(ConfigError, match=r"test_fraction = 0\.01 .*'site-\d' .* \d+ examples.* 100 or more"):
+        deal(configured(project, "clients.test_fraction=0.01"), None)
 
 
 def test_clients_with_files_of_their_own_have_test_sets_already(tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_clients_with_files_of_their_own_have_test_sets_already(tmp_path: Path) 
     raw = (
         (project / "config.toml")
         .read_text()
-        .replace("min_size = 4", "")
+        .replace("min_examples = 4", "")
         .replace('train = "train.jsonl"', 'clients = { a = "train.jsonl" }')
     )
     (project / "config.toml").write_text(raw.replace("ranks = [2, 4, 4]", "ranks = [2]"))
-    with pytest.raises(ConfigError, match=r"clients\.own_test = 0\.2 .*data\.clients"):
-        deal(configured(project, "clients.own_test=0.2"), None)
+    with pytest.raises(ConfigError, match=r"clients\.test_fraction = 0\.2 .*data\.clients"):
+        deal(configured(project, "clients.test_fraction=0.2"), None)

@@ -33,7 +33,7 @@ def test_the_code_runs_and_prints_what_it_says(
 def test_the_configuration_is_one() -> None:
     block, _ = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
     config = parse_config(
-        {"model": {"path": "m"}, "data": {"train": "t", "labels": ["no", "yes"]}, **tomllib.loads(block)}
+        {"model": {"name": "m"}, "data": {"train": "t", "label_names": ["no", "yes"]}, **tomllib.loads(block)}
     )
     assert config.privacy is not None
     check_private(config, config.server.build(config.method.build(), 0))

@@ -35,7 +35,7 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 PRIVACY = """
 [privacy]
-clip = 1.0
+clipping_norm = 1.0
 noise_multiplier = 1.0
 delta = 1e-3
 population = "three toy sites"
@@ -54,7 +54,7 @@ def libraries() -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_project(tmp_path_factory.mktemp("private"))
     config = folder / "config.toml"
-    text = config.read_text().replace("[data]", '[data]\nlabels = ["blue", "green", "red"]')
+    text = config.read_text().replace("[data]", '[data]\nlabel_names = ["blue", "green", "red"]')
     config.write_text(text + PRIVACY)
     return folder
 
@@ -139,9 +139,9 @@ def test_the_names_of_clients_files_do_not_leave(place: Path, tmp_path: Path) ->
     (tmp_path / "public.jsonl").write_text("".join(rows[:9]))
     text = (place / "config.toml").read_text().replace('"model"', f'"{place / "model"}"')
     files = "".join(f'{client} = "{name}"\n' for client, name in names.items())
-    text = text.replace('train = "train.jsonl"\n', "").replace("min_size = 4\n", "") + f"\n[data.clients]\n{files}"
+    text = text.replace('train = "train.jsonl"\n', "").replace("min_examples = 4\n", "") + f"\n[data.clients]\n{files}"
     (tmp_path / "config.toml").write_text(text)
-    tracked = ["--set", "run.track=['tensorboard']"] if importlib.util.find_spec("tensorboard") else []
+    tracked = ["--set", "run.report_to=['tensorboard']"] if importlib.util.find_spec("tensorboard") else []
     own = ["--set", "run.rounds=1", "--set", "data.validation=public.jsonl", "--set", "data.test=0.0", *tracked]
     command = ("run", tmp_path / "config.toml", *own, "--out", tmp_path / "run")
     told = [invoke(*command), invoke(*command, "--set", "run.workers=2", "--resume")]
@@ -350,16 +350,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"privacy__dims": 4}, "privacy.dims"),
     ({"privacy__shape": "two-sided"}, "privacy.dims"),
     ({"privacy__delta": 0.0}, "privacy.delta"),
-    ({"privacy__clip": 0.0}, "privacy.clip"),
+    ({"privacy__clipping_norm": 0.0}, "privacy.clipping_norm"),
     ({"run__participation": 0.5}, "sampling = 'poisson'"),
     ({"privacy__sampling": "poisson"}, "set it below 1"),
-    ({"privacy__sampling": "poisson", "run__participation": 0.5, "run__track": ["wandb"]}, "when each round ended"),
+    ({"privacy__sampling": "poisson", "run__participation": 0.5, "run__report_to": ["wandb"]}, "when each round ended"),
     ({"run__keep_uploads": "last"}, "run.keep_uploads"),
     ({"run__readouts": True}, "run.readouts"),
     ({"evaluate__clients_at_end": True}, "clients_at_end"),
     ({"evaluate__target": "clients"}, "evaluate.target"),
-    ({"clients__own_test": 0.2}, "own_test"),
-    ({"data__labels": None}, "data.labels is missing"),
+    ({"clients__test_fraction": 0.2}, "test_fraction"),
+    ({"data__label_names": None}, "data.label_names is missing"),
     ({"server__gauge_stress": 10.0}, "gauge_stress"),
     ({"server__quorum": 2}, "quorum"),
     ({"server__weighting": "examples"}, "most_examples"),
@@ -381,7 +381,9 @@ def test_clients_files_need_public_data_to_measure_on(place: Path) -> None:
     raw["data"] = {"clients": {"one": "train.jsonl", "two": "train.jsonl"}}
     raw["clients"] = {"ranks": [2]}
     config = parse_config(raw)
-    with pytest.raises(ConfigError, match=r"data\.labels is missing.*; data\.validation = 0\.1 .*; data\.test = 0\.1 "):
+    with pytest.raises(
+        ConfigError, match=r"data\.label_names is missing.*; data\.validation = 0\.1 .*; data\.test = 0\.1 "
+    ):
         check_private(config, config.server.build(config.method.build(), 0))
 
 

@@ -40,7 +40,7 @@ FEED_FORWARD = {
     "bert.pooler.dense": (32, 32),
 }
 SHAPES = ATTENTION | FEED_FORWARD
-ALL_LINEAR = "lora.targets=all-linear"
+ALL_LINEAR = "lora.target_modules=all-linear"
 TYPES = "clients.ranks=[{attention = 2, feed_forward = 3}, 4, {attention = 5, feed_forward = 2}]"
 RANKS = {"site-1": (2, 3), "site-2": (4, 4), "site-3": (5, 2)}  # attention, feed-forward
 

@@ -32,7 +32,7 @@ from support.training_data import classification, rows, save_model
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
-LONG = ("run.rounds=8", "train.steps=3", "evaluate.clients_at_end=true")
+LONG = ("run.rounds=8", "train.max_steps=3", "evaluate.clients_at_end=true")
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +82,7 @@ def test_an_interrupt_stops_with_a_hint_and_the_run_goes_on_later(
     assert "--resume" in log, "as `cli.main` means to say"
 
 
-SPARSE = ("run.rounds=5", "run.checkpoint_every=2", "train.steps=2")
+SPARSE = ("run.rounds=5", "run.checkpoint_every=2", "train.max_steps=2")
 
 
 @pytest.fixture(scope="module")
@@ -185,10 +185,10 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["--set", "train.lr=0.5"], "train.lr is 0.02 there and 0.5 here. "),
+        (["--set", "train.learning_rate=0.5"], "train.learning_rate is 0.02 there and 0.5 here. "),
         (["--set", "run.seed=9", "--set", "method.name=svd"], "9 here; method.name is 'glora'"),
         (["--set", "run.rounds=1"], "you ask for run.rounds = 1"),
-        (["--set", "train.schedule=linear"], "train.schedule is 'constant' there"),
+        (["--set", "train.lr_scheduler_type=linear"], "train.lr_scheduler_type is 'constant' there"),
         ([], "data.train.site-1"),
     ],
 )

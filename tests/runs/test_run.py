@@ -108,7 +108,7 @@ def test_manifest_json_says_what_ran_on_what(finished: Finished, project: Path) 
     assert data["validation"] == {"examples": len(validation), "sha256": validation.digest()}
     assert data["test"] == {"examples": len(test), "sha256": test.digest()}
     assert sum(part["examples"] for part in data["train"].values()) + len(validation) + len(test) == 150
-    assert data["labels"] == list(LABELS)
+    assert data["label_names"] == list(LABELS)
     counts = data["label_counts"]
     assert {client: sum(row) for client, row in counts.items()} == {
         client: part["examples"] for client, part in data["train"].items()
@@ -240,7 +240,7 @@ def test_the_best_round_is_chosen_on_validation_only(tmp_path: Path) -> None:
     (project / "right.jsonl").write_text(rows(right))
     rounds = 4
     config = configured(
-        project, "data.validation=wrong.jsonl", "data.test=right.jsonl", f"run.rounds={rounds}", "train.steps=8",
+        project, "data.validation=wrong.jsonl", "data.test=right.jsonl", f"run.rounds={rounds}", "train.max_steps=8",
         f"run.keep_checkpoints={rounds}",
     )  # fmt: skip
     folder = ran(config, tmp_path / "run")
@@ -270,7 +270,7 @@ def test_the_best_round_is_chosen_on_validation_only(tmp_path: Path) -> None:
 
 def test_of_equal_rounds_the_first_is_best_and_no_validation_means_no_best(project: Path, tmp_path: Path) -> None:
     """A learning rate of nearly zero changes no answer, so all rounds are alike."""
-    folder = ran(configured(project, "train.lr=1e-12"), tmp_path / "flat")
+    folder = ran(configured(project, "train.learning_rate=1e-12"), tmp_path / "flat")
     assert len({line["metrics"]["accuracy"] for line in folder.metrics()}) == 1
     assert folder.read_json("summary.json")["best_round"] == 1
 
@@ -312,7 +312,9 @@ def test_a_method_that_changes_the_base_weight_leaves_client_models_that_include
     answer as that client's model was measured, W0 + base_delta + readout; here, where all have one rank, that is the
     server's model too."""
     sets = ("method.name=fedex-lora", "clients.ranks=[4]", "clients.count=3", "run.readouts=true", "run.rounds=2")
-    config = configured(project, *sets, "train.steps=8", "clients.alpha=0.3", "evaluate.clients_at_end=true")
+    config = configured(
+        project, *sets, "train.max_steps=8", "clients.dirichlet_alpha=0.3", "evaluate.clients_at_end=true"
+    )
     folder = ran(config, tmp_path / "run")
     _, test = held_out(config)
     server = peft_model(project, folder.path / "adapter").eval()
@@ -330,7 +332,7 @@ def test_one_file_for_each_client(tmp_path: Path) -> None:
         (project / f"{name}.csv").write_text(csv_rows(classification(size, 50 + k, skew=k)))
     table = "".join(f'{name} = "{name}.csv"\n' for name in sizes)
     (project / "own.toml").write_text(
-        CONFIG.replace('train = "train.jsonl"', 'text = "sentence"\nlabel = "class"').replace("min_size = 4", "")
+        CONFIG.replace('train = "train.jsonl"', 'text = "sentence"\nlabel = "class"').replace("min_examples = 4", "")
         + f'\n[data.clients]\n{table}\n[evaluate]\ntarget = "clients"\nclients_at_end = true\n'
     )
     config = load_config(project / "own.toml", ["run.rounds=2"])
@@ -374,7 +376,7 @@ def test_every_method_runs_from_a_config(project: Path, tmp_path: Path, method: 
     """One rank for all, which every method serves; two thirds of the clients; uploads as the config says."""
     config = configured(
         project, f"method.name={method}", "clients.ranks=[4]", "clients.count=3", "run.rounds=2", "evaluate.every=2",
-        "run.participation=0.67", "train.steps=2",
+        "run.participation=0.67", "train.max_steps=2",
     )  # fmt: skip
     folder = ran(config, tmp_path / "run")
     first, second = folder.metrics()

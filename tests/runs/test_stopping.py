@@ -23,8 +23,9 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 # No answer changes at this rate: round 1 is best, and rounds 2 and 3 are the two that are not better.
 FLAT = (
-    "run.rounds=8", "train.lr=1e-12", "train.steps=2", "evaluate.patience=2", "run.keep_uploads=last",
-    "run.checkpoint_every=5", "run.track=['tensorboard']",
+    "run.rounds=8", "train.learning_rate=1e-12", "train.max_steps=2", "evaluate.early_stopping_patience=2",
+    "run.keep_uploads=last",
+    "run.checkpoint_every=5", "run.report_to=['tensorboard']",
 )  # fmt: skip
 
 
@@ -101,8 +102,10 @@ def test_stopped_by_hand_before_it_stops_by_itself_it_is_the_same_run(
 
 
 def test_patience_asks_for_validation_data(project: Path) -> None:
-    with pytest.raises(ConfigError, match=r"evaluate\.patience = 2 .*no validation data: data\.validation = 0"):
-        prepare(configured(project, "evaluate.patience=2", "data.validation=0"))
+    with pytest.raises(
+        ConfigError, match=r"evaluate\.early_stopping_patience = 2 .*no validation data: data\.validation = 0"
+    ):
+        prepare(configured(project, "evaluate.early_stopping_patience=2", "data.validation=0"))
 
 
 def test_a_metric_of_the_other_task_is_refused_with_those_that_there_are(project: Path) -> None:
@@ -113,7 +116,7 @@ def test_a_metric_of_the_other_task_is_refused_with_those_that_there_are(project
 def test_the_best_round_by_loss_is_the_one_of_the_least_loss(project: Path, tmp_path: Path) -> None:
     """A rate at which the loss falls first and rises later; the best is neither the first nor that of the largest loss.
     Stopped in between and resumed, the same."""
-    sets = ("evaluate.metric=loss", "run.rounds=6", "train.lr=0.05", "evaluate.clients_at_end=true")
+    sets = ("evaluate.metric=loss", "run.rounds=6", "train.learning_rate=0.05", "evaluate.clients_at_end=true")
     folder = ran(configured(project, *sets), tmp_path / "run")
     losses = [line["metrics"]["loss"] for line in folder.metrics()]
     s = folder.read_json("summary.json")

@@ -21,7 +21,7 @@ from support.projects import configured, ran
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
-SETS = ("run.rounds=3", "train.steps=2", "run.track=['tensorboard']")
+SETS = ("run.rounds=3", "train.max_steps=2", "run.report_to=['tensorboard']")
 
 
 def told(folder: RunFolder) -> tuple[dict[str, list[tuple[int, float]]], Any]:
@@ -116,8 +116,8 @@ def test_a_comparison_is_one_group_of_named_runs_at_each_tracker(
     libraries = {name: Library() for name in ("trackio", "wandb", "mlflow")}
     for name, library in libraries.items():
         monkeypatch.setitem(sys.modules, name, library)  # type: ignore[arg-type]
-    track = f"run.track={[*libraries]}"
-    less = ("run.rounds=1", "train.steps=1", "evaluate.metric=loss")
+    track = f"run.report_to={[*libraries]}"
+    less = ("run.rounds=1", "train.max_steps=1", "evaluate.metric=loss")
     assert configured(project, track, *less).digest() == configured(project, *less).digest()
     sets = [part for one in (track, *less) for part in ("--set", one)]
     invoke("compare", project / "config.toml", "--methods", "fedsvd,glora", *sets, "--out", tmp_path / "out")
@@ -128,12 +128,12 @@ def test_a_comparison_is_one_group_of_named_runs_at_each_tracker(
             names = {name for point in run["points"] for name in point}
             assert {"round", "metrics/loss", "loss", "loss/site-1", "test/loss", "test_best/loss"} <= names
             assert {point["round"] for point in run["points"]} == {1}
-    assert libraries["mlflow"].runs[0]["params"]["train.steps"] == "1"
+    assert libraries["mlflow"].runs[0]["params"]["train.max_steps"] == "1"
 
 
 def test_test_scores_along_the_curve(project: Path, tmp_path: Path) -> None:
     """Scored at each evaluation; the last one is the test score of the summary. Without the option there is none."""
-    folder = ran(configured(project, "run.rounds=2", "train.steps=2", "evaluate.test_along=true"), tmp_path / "run")
+    folder = ran(configured(project, "run.rounds=2", "train.max_steps=2", "evaluate.test_along=true"), tmp_path / "run")
     lines, test = folder.metrics(), folder.read_json("summary.json")["test"]["last"]
     assert all("test/accuracy" in line["metrics"] for line in lines)
     assert {name: lines[-1]["metrics"][f"test/{name}"] for name in ("accuracy", "loss")} == {

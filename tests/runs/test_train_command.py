@@ -33,7 +33,7 @@ def project(folder: Path, **train: Any) -> Path:
     more = "".join(f"{key} = {json.dumps(value)}\n" for key, value in train.items())
     (folder / "run.toml").write_text(f"""
 [model]
-path = "model"
+name = "model"
 device = "cpu"
 [data]
 clients = {{ acme = "acme.jsonl", berlin = "berlin.jsonl" }}
@@ -41,7 +41,7 @@ validation = 0
 test = 0.25
 max_length = 16
 [lora]
-targets = ["query"]
+target_modules = ["query"]
 [clients]
 ranks = [2, 4]
 [run]
@@ -97,9 +97,10 @@ def test_programs_run_in_several_processes(tmp_path: Path) -> None:
 def test_a_private_run_refuses_programs() -> None:
     """What a program leaves in the run's folder is in no list of releases."""
     raw = {
-        "model": {"path": "m"}, "data": {"train": "t.csv", "labels": ["no", "yes"], "validation": 0, "test": "t.csv"},
+        "model": {"name": "m"},
+        "data": {"train": "t.csv", "label_names": ["no", "yes"], "validation": 0, "test": "t.csv"},
         "clients": {"count": 100}, "train": {"command": ["x"]}, "run": {"participation": 0.5},
-        "privacy": {"epsilon": 1.0, "delta": 1e-6, "population": "people", "ledger": "l.jsonl", "clip": 1.0},
+        "privacy": {"epsilon": 1.0, "delta": 1e-6, "population": "people", "ledger": "l.jsonl", "clipping_norm": 1.0},
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"train.command leaves"):
         prepare(parse_config(raw))
@@ -111,6 +112,6 @@ def test_files_of_a_command_are_found_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     config = tmp_path / "run.toml"
     config.write_text(
-        '[model]\npath = "demo"\n[data]\ntrain = "demo"\n[train]\ncommand = ["python", "mine.py", "./base", "{data}"]'
+        '[model]\nname = "demo"\n[data]\ntrain = "demo"\n[train]\ncommand = ["python", "mine.py", "./base", "{data}"]'
     )
     assert load_config(config).train.command == ["python", str(tmp_path / "mine.py"), str(tmp_path / "base"), "{data}"]

@@ -28,7 +28,7 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 PRIVACY = """
 [privacy]
-clip = 1.0
+clipping_norm = 1.0
 noise_multiplier = 1.0
 delta = 1e-3
 population = "three toy sites"
@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("opendp")
     pytest.importorskip("dp_accounting")
     folder = make_project(tmp_path_factory.mktemp("drawn"))
-    text = (folder / "config.toml").read_text().replace("[data]", '[data]\nlabels = ["blue", "green", "red"]')
+    text = (folder / "config.toml").read_text().replace("[data]", '[data]\nlabel_names = ["blue", "green", "red"]')
     (folder / "config.toml").write_text(text.replace("[run]", "[run]\nparticipation = 0.5") + PRIVACY)
     return folder
 

@@ -26,7 +26,7 @@ pytestmark = FUTURE_NAMES
 
 CONFIG = """
 [model]
-path = "model"
+name = "model"
 [data]
 train = "train.jsonl"
 max_length = 8
@@ -35,9 +35,9 @@ count = 2
 ranks = [3]
 partition = "iid"
 [train]
-steps = 2
+max_steps = 2
 batch_size = 8
-lr = 0.05
+learning_rate = 0.05
 [run]
 rounds = 2
 threads = 1
@@ -92,10 +92,10 @@ def test_the_run_begins_where_the_other_one_ended(world: Path, tmp_path: Path) -
     ("change", "says"),
     [
         (
-            ["lora.targets=['query']"],
+            ["lora.target_modules=['query']"],
             r"in 1 module, .*value.* query, value \(2 modules\), the run query \(1 module\)",
         ),
-        (["data.labels=['red', 'green', 'blue']"], "trained for the classes"),
+        (["data.label_names=['red', 'green', 'blue']"], "trained for the classes"),
         (["method.name=fedit", "clients.ranks=[1]"], "fedit averages factors .* rank 2, not 1"),
     ],
 )

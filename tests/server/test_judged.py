@@ -25,7 +25,7 @@ def test_a_sentence_names_who_counts_for_less() -> None:
 
 def test_a_table_sums_up_the_rounds() -> None:
     """Means over the rounds in which a client counted; who lost most comes first; other lines have no rule."""
-    lines = [{"defence": line("krum", a=1.0, b=0.0)}, {"defence": line("krum", a=0.75, b=0.25)}, {}, {"defence": None}]
+    lines = [{"robust": line("krum", a=1.0, b=0.0)}, {"robust": line("krum", a=0.75, b=0.25)}, {}, {"robust": None}]
     assert over_rounds(lines) == {
         "b": {"rounds": 2, "left_out": 1, "weight": 0.5, "coefficient": 0.125},
         "a": {"rounds": 2, "left_out": 0, "weight": 0.5, "coefficient": 0.875},

@@ -161,7 +161,7 @@ def test_with_noise_every_module_and_head_gets_it_also_in_an_empty_round() -> No
     """z = 1, C = 1, n = 4: each entry's deviation is 1/4 in theory; over 792 entries of a module its estimate is off
     by 10 % (4 standard errors) once in 16,000 runs."""
     pytest.importorskip("opendp")
-    server = private("flexlora", noise_multiplier=1.0, clip=1.0, grid=None, rank=64)
+    server = private("flexlora", noise_multiplier=1.0, clipping_norm=1.0, grid=None, rank=64)
     state = server.init(seed_adapter(4))
     after = server.aggregate(state, [])
     for module in SHAPES:
@@ -215,7 +215,7 @@ HARD: dict[str, Callable[[Upload], Upload]] = {
 @pytest.mark.parametrize("hard", HARD)
 def test_neighbours_differ_by_no_more_than_the_ledger_says(name: str, shape: str, hard: str) -> None:
     """The sum with a client and with zero in its place, exact integers; K gamma is what an event is charged for."""
-    server = private(name, clip=0.5, dims=DIMS[shape], most_examples=40)
+    server = private(name, clipping_norm=0.5, dims=DIMS[shape], most_examples=40)
     state, uploads = played(server, 1)
     moved = HARD[hard](uploads[3])
     opened = server.open(state)
@@ -230,7 +230,7 @@ def test_neighbours_differ_by_no_more_than_the_ledger_says(name: str, shape: str
 
 
 def test_a_gauge_moves_nothing() -> None:
-    server = private(clip=0.5)
+    server = private(clipping_norm=0.5)
     state, uploads = played(server, 1)
     one = integers(server, state, uploads) * FINE
     other = integers(server, state, [regauge(u, 1e4) for u in uploads]) * FINE
@@ -238,7 +238,7 @@ def test_a_gauge_moves_nothing() -> None:
 
 
 def test_the_order_of_uploads_changes_no_bit() -> None:
-    server = private(clip=0.5)
+    server = private(clipping_norm=0.5)
     state, uploads = played(server, 1)
     assert torch.equal(integers(server, state, uploads), integers(server, state, uploads[::-1]))
 
@@ -249,7 +249,7 @@ def spoiled(upload: Upload, value: float) -> Upload:
 
 def test_a_client_counts_once_whatever_it_sends() -> None:
     """Also after a refusal: no second chance, for a retry would depend on what was sent."""
-    server = private(clip=0.5)
+    server = private(clipping_norm=0.5)
     state, uploads = played(server, 1)
     assert torch.equal(
         integers(server, state, [*uploads[:3], spoiled(uploads[3], math.nan)]), integers(server, state, uploads[:3])
@@ -266,13 +266,13 @@ def test_a_client_counts_once_whatever_it_sends() -> None:
 
 def test_strangers_and_who_was_not_drawn_count_as_zero() -> None:
     """The ledger counts on the draw; the oracle is the sum of those drawn, in a round that asks everybody."""
-    everybody = private(clip=0.5)
+    everybody = private(clipping_norm=0.5)
     state, uploads = played(everybody, 1)
     crowd = [replace(uploads[k % 2], client=Client(f"x{k}", uploads[k % 2].client.rank)) for k in range(9)]
     assert torch.equal(integers(everybody, state, [*crowd, *uploads, *crowd]), integers(everybody, state, uploads))
     with pytest.raises(UploadRefused, match="it was not asked"):
         everybody.open(state).add(crowd[0])
-    server = private(clip=0.5, sampling=0.5)
+    server = private(clipping_norm=0.5, sampling=0.5)
     round = server.open(state)
     theirs = [upload for upload in uploads if upload.client.id in (round.asked or ())]
     for upload in uploads:
@@ -302,7 +302,7 @@ def test_impossible_options_are_named() -> None:
     for clients in wrong:
         with pytest.raises(HyperparameterError, match="Private: "):
             private(clients=clients)
-    for key, value in (("most_examples", 0), ("clip", math.inf), ("noise_multiplier", -1.0), ("rank", 0),
+    for key, value in (("most_examples", 0), ("clipping_norm", math.inf), ("noise_multiplier", -1.0), ("rank", 0),
                        ("sampling", 1.5), ("most_examples", math.nan)):  # fmt: skip
         with pytest.raises(HyperparameterError, match=f"Private: {key}"):
             private(**{key: value})
@@ -313,7 +313,7 @@ def test_impossible_options_are_named() -> None:
 
 def test_a_round_that_was_released_gives_the_same_state_and_asks_nobody() -> None:
     pytest.importorskip("opendp")
-    server = private(noise_multiplier=1.0, clip=0.5, grid=None, rank=6)
+    server = private(noise_multiplier=1.0, clipping_norm=0.5, grid=None, rank=6)
     state, uploads = played(server, 1)
     first = server.aggregate(state, uploads)
     assert server.open(state).stored and server.open(state).asked == ()

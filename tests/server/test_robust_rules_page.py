@@ -13,7 +13,7 @@ from fedlora.errors import HyperparameterError
 from fedlora.given_files import read_toml
 from fedlora.methods import build
 from fedlora.runs.config import parse_config
-from fedlora.runs.defence import _RULES
+from fedlora.runs.robust import _RULES
 from fedlora.server.kept import Kept
 from fedlora.server.rules import Krum
 
@@ -34,13 +34,13 @@ def test_the_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_of_keys_is_read_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "page.toml").write_text(re.findall(r"```toml\n(.*?)```", TEXT, flags=re.DOTALL)[0])
     config = parse_config(
-        {"model": {"path": "m"}, "data": {"train": "t.csv"}, **read_toml(tmp_path / "page.toml", "the page")}
+        {"model": {"name": "m"}, "data": {"train": "t.csv"}, **read_toml(tmp_path / "page.toml", "the page")}
     )
-    assert str(config.defence.build()) == "multi-krum (f = 0.2) after mixing"
+    assert str(config.robust.build()) == "multi-krum (f = 0.2) after mixing"
 
 
 def test_every_rule_has_a_row_and_a_bound() -> None:
-    for head, last in (("| rule | use it if |", "mixing = true"), ("| rule | bound |", "mixing")):
+    for head, last in (("| rule | use it if |", "nnm = true"), ("| rule | bound |", "nnm")):
         table = TEXT.partition(head)[2].partition("\n\n")[0]
         assert {*re.findall(r"^\| `(.*?)`", table, flags=re.M)} == {*_RULES, last}
 

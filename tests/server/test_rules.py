@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import HyperparameterError
-from fedlora.runs.defence import DefenceSection
+from fedlora.runs.robust import RobustSection
 from fedlora.server.rules import NNM, CenteredClipping, GeometricMedian, Krum, MultiKrum, NormClipping, Rule, verdicts
 from fedlora.testing.federations import noise
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden" / "robust_rules.json").read_text())
 ALL: dict[str, Callable[[int], Rule]] = {
-    "clip": lambda f: NormClipping(),
-    "centred-clipping": lambda f: CenteredClipping(),
+    "norm-clipping": lambda f: NormClipping(),
+    "centered-clipping": lambda f: CenteredClipping(),
     "geometric-median": lambda f: GeometricMedian(),
     "krum": Krum,
     "multi-krum": MultiKrum,
@@ -149,7 +149,7 @@ def test_equal_scores_and_equal_changes_are_equal_beside_rounding() -> None:
 def test_results_are_those_of_byzfl_on_the_vectors(name: str) -> None:
     X = torch.tensor(GOLDEN[name]["changes"], dtype=torch.float64)
     for one in GOLDEN[name]["rules"]:
-        rule = DefenceSection.model_validate(one["keys"]).build()
+        rule = RobustSection.model_validate(one["keys"]).build()
         assert rule is not None
         want = torch.tensor(one["aggregate"], dtype=torch.float64)
         assert float((of(rule, X) @ X - want).norm() / want.norm()) < 1e-6, one["keys"]
@@ -174,7 +174,8 @@ def lies(S: Tensor, f: int, kind: str) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["far", "near", "inside", "minus", "copies", "apart"])
 def test_what_liars_do_stays_inside_the_bounds_of_the_docstrings(kind: str) -> None:
-    """||result - X_S||^2 against kappa V_S, over rounds of 5 to 19 clients with the most liars that a rule allows."""
+    """||result - X_S||^2 against kappa V_S, over rounds of 5 to 19 clients with the most byzantine clients that a rule
+    allows."""
     for seed in range(12):
         f = 1 + seed % 4
         n = 2 * f + 3 + 2 * (seed % 3)
@@ -191,10 +192,14 @@ def test_what_liars_do_stays_inside_the_bounds_of_the_docstrings(kind: str) -> N
 
 
 def test_clipping_bounds_what_one_client_moves() -> None:
-    """Whatever it sends: p_i threshold; for centred clipping p_i tau in each of the iterations, twice that apart."""
+    """Whatever it sends: p_i threshold; for centered clipping p_i tau in each of the iterations, twice that apart."""
     S = noise((6, 8), "honest")
     for rule, most in ((NormClipping(threshold=0.7), 0.7 / 7), (CenteredClipping(tau=0.7, iterations=4), 4 * 0.7 / 7)):
-        at = [(of(rule, X) @ X) for x in (0.0, 1.0, -50.0, 1e12) for X in [torch.cat([S, x * noise((1, 8), "liar")])]]
+        at = [
+            (of(rule, X) @ X)
+            for x in (0.0, 1.0, -50.0, 1e12)
+            for X in [torch.cat([S, x * noise((1, 8), "byzantine client")])]
+        ]
         assert max(float((a - at[0]).norm()) for a in at) <= 2 * most
 
 

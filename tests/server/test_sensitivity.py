@@ -52,7 +52,7 @@ def test_no_client_moves_the_sum_beyond_the_ledger_s_bound(name: str, method: st
     case = family(name, d_out=OUT, d_in=IN)
     largest = max(B.shape[1] for B, _ in case.uploads.values())
     dims = None if shape == "full" else 6
-    server = private(method, clip=CLIP, dims=dims, clients=tuple(case.uploads), rank=largest)
+    server = private(method, clipping_norm=CLIP, dims=dims, clients=tuple(case.uploads), rank=largest)
     start = {m: LoRA(torch.zeros(OUT, largest), torch.ones(largest, IN).tril(3) / IN) for m in ("first", "second")}
     state = server.init(Adapter(start, {"head": torch.zeros(5)}))
     state = server.aggregate(state, uploads_of(family("generic", seed=1, d_out=OUT, d_in=IN), server, state))

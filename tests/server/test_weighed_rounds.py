@@ -114,10 +114,11 @@ def test_a_rule_that_leaves_all_as_it_came_changes_no_bit(name: str) -> None:
         assert one[0] == other[0] and all(torch.equal(t, other[1][key]) for key, t in one[1].items())
 
 
-# ---- liars -----------------------------------------------------------------------------------------------------------
+# ---- byzantine clients
+# -----------------------------------------------------------------------------------------------------------
 
 RULES: dict[str, Rule] = {
-    "clip": NormClipping(), "centred-clipping": CenteredClipping(), "geometric-median": GeometricMedian(),
+    "clip": NormClipping(), "centered-clipping": CenteredClipping(), "geometric-median": GeometricMedian(),
     "krum": Krum(2), "multi-krum": MultiKrum(2), "mixing": NNM(GeometricMedian(), 2),
 }  # fmt: skip
 LIES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -1,4 +1,4 @@
-"""A tiny base model and an adapter of it in two folders, and ways to spoil them: for `apply` and `validate --base`."""
+"""A tiny base model and an adapter of it in two folders, and ways to spoil them: for `apply` and `validate --model`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def reconfigure(folder: Path, **more: Any) -> None:
 
 
 def refused(main: Callable[..., Said], adapter: Path, base: Path, why: str) -> None:
-    """By `apply` and by `validate --base`, in one line, with nothing written."""
-    for command in (["export", "--for", "merged", adapter, "-o", adapter.parent / "full"], ["validate", adapter]):
-        done = main(*command, "--base", base)
+    """By `apply` and by `validate --model`, in one line, with nothing written."""
+    for command in (["export", "--format", "merged", adapter, "-o", adapter.parent / "full"], ["validate", adapter]):
+        done = main(*command, "--model", base)
         assert done.code == 2 and done.err.count("\n") == 1 and re.search(why, done.err), done.err
     assert not (adapter.parent / "full").exists()
 

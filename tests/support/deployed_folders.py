@@ -17,14 +17,14 @@ from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings, Site
 
 SERVER_NAME = "fl.example.org"
-SITE: dict[str, Any] = {"data": {"train": "/nowhere/notes.csv"}, "model": {"path": "/nowhere/model"}}
+SITE: dict[str, Any] = {"data": {"train": "/nowhere/notes.csv"}, "model": {"name": "/nowhere/model"}}
 
 
 def federation_folder(path: Path, port: int = 443, **tables: object) -> FederationFolder:
     """Of two sites, one and two. tables: of federation.toml."""
-    said = {"id": "fed-1", "network": {"name": SERVER_NAME, "port": port}, "data": {"labels": ["no", "yes"]}}
-    text = tomli_w.dumps({**said, "lora": {"targets": ["q"]}, **tables})
-    settings = FederationSettings.model_validate({**said, "lora": {"targets": ["q"]}, **tables})
+    said = {"id": "fed-1", "network": {"name": SERVER_NAME, "port": port}, "data": {"label_names": ["no", "yes"]}}
+    text = tomli_w.dumps({**said, "lora": {"target_modules": ["q"]}, **tables})
+    settings = FederationSettings.model_validate({**said, "lora": {"target_modules": ["q"]}, **tables})
     adapter = Adapter({"q": LoRA(B=torch.zeros(8, 2), A=torch.ones(2, 6) / 7)})
     start = Start(adapter, AdapterSpec({"peft_type": "LORA", "target_modules": ["q"]}))
     make_federation(path, Federation(text, settings, {"one": 2, "two": 2}, start, Facts({"base": "b" * 64})))

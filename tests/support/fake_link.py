@@ -19,7 +19,7 @@ def federation_folder(home: Path, rounds: int = 3, quorum: int = 2) -> Path:
     """federation.toml, policy.toml and a key file for each client."""
     (home / "keys").mkdir(parents=True)
     (home / "federation.toml").write_text(
-        'id = "fed-1"\n[data]\nlabels = ["no", "yes"]\n[lora]\ntargets = ["query"]\n'
+        'id = "fed-1"\n[data]\nlabel_names = ["no", "yes"]\n[lora]\ntarget_modules = ["query"]\n'
         f"[run]\nrounds = {rounds}\n[server]\nquorum = {quorum}\n"
     )
     (home / "policy.toml").write_text("[clients]\n" + "".join(f"{n} = {r}\n" for n, r in CLIENTS.items()))
@@ -45,7 +45,7 @@ def play_round(
             name: {"weight": line["weights"][name], "coefficient": x, "norm": 1.0, "reason": ""}  # type: ignore[index]
             for name, x in after.items()
         }
-        line["defence"] = {"rule": "multi-krum (liars = 1)", "clients": judged}
+        line["robust"] = {"rule": "multi-krum (byzantine = 1)", "clients": judged}
     told = Journal(home / "server")
     told.asked(number, "train", list(fates))
     told.played(json.dumps(line))

@@ -28,9 +28,9 @@ RANKS = {"acme": 2, "berlin": 4, "cork": 4}
 SETTINGS: dict[str, Any] = {
     "id": "fed-test",
     "model": {"dropout": 0.0},
-    "data": {"labels": list(LABELS), "max_length": 16, "validation": 0.25, "test": 0.25},
-    "lora": {"targets": ["query", "value"]},
-    "train": {"lr": 0.02, "steps": 3, "batch_size": 8},
+    "data": {"label_names": list(LABELS), "max_length": 16, "validation": 0.25, "test": 0.25},
+    "lora": {"target_modules": ["query", "value"]},
+    "train": {"learning_rate": 0.02, "max_steps": 3, "batch_size": 8},
     "run": {"rounds": 3, "threads": 1},
 }
 
@@ -71,17 +71,17 @@ class FederationOnDisk:
         save_encoder(self.model, layers=2)  # tests ask which round is best and where scores stop moving
         for k, name in enumerate(RANKS):
             (root / f"{name}.jsonl").write_text(rows(classification(60, k, skew=k)))
-            site = {"model": {"path": str(self.model), "device": "cpu"}, "data": {"train": str(root / f"{name}.jsonl")}}
+            site = {"model": {"name": str(self.model), "device": "cpu"}, "data": {"train": str(root / f"{name}.jsonl")}}
             (root / "sites" / name).mkdir(parents=True)
             (root / "sites" / name / "site.toml").write_text(tomli_w.dumps({"name": name, **site}))
             write_join(root / "sites" / name, SETTINGS["id"])
         for k, name in enumerate(("validation", "test")):
             (root / f"{name}.jsonl").write_text(rows(classification(40, 10 + k)))
-        self.tables = merged(SETTINGS, {"model": {"path": str(self.model)}})
+        self.tables = merged(SETTINGS, {"model": {"name": str(self.model)}})
         self.home.mkdir(mode=0o700)
         self.write(**tables)
         settings = self.settings()
-        model = ModelSection(path=str(self.model), dropout=0.0)
+        model = ModelSection(name=str(self.model), dropout=0.0)
         adapter, spec = model.load(settings.lora, LABELS, 0, device="cpu").seed_adapter(4, seed=0)
         write_adapter(self.home / "start", adapter, spec)
         write_agreed(self.home / "agreement.json", Facts())

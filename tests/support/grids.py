@@ -14,7 +14,7 @@ GRID = """
 title = "Two"
 question = "?"
 [run.model]
-path = "model"
+name = "model"
 [run.data]
 train = "mine.jsonl"
 max_length = 16
@@ -23,7 +23,7 @@ count = 2
 ranks = [2]
 partition = "iid"
 [run.train]
-steps = 1
+max_steps = 1
 batch_size = 4
 [run.run]
 rounds = 150

@@ -23,8 +23,8 @@ def loader(classifier: Path) -> Loader:
     """A fresh copy of the classifier in memory, or of another model; without dropout unless asked for."""
 
     def load(path: Path = classifier, **options: Any) -> AdaptedModel:
-        lora = {"targets": ["query", "value"]} | options.pop("lora", {})
-        options = {"task": "classification", "labels": LABELS, "dropout": 0.0} | options
+        lora = {"target_modules": ["query", "value"]} | options.pop("lora", {})
+        options = {"task": "sequence-classification", "labels": LABELS, "dropout": 0.0} | options
         return AdaptedModel.load(path, options.pop("task"), LoRASettings(**lora), **options)
 
     return load

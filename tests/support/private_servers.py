@@ -23,7 +23,7 @@ class OnAGrid(Private):
     grid: float = FINE
 
     def mechanism(self, size: int) -> Mechanism:
-        return Mechanism(self.clip, self.noise_multiplier, self.grid)
+        return Mechanism(self.clipping_norm, self.noise_multiplier, self.grid)
 
 
 # Those whose result is a function of one sum.
@@ -59,7 +59,7 @@ def private(name: str = "glora", *, grid: float | None = FINE, heads: Heads | No
     """A server of that method without noise or clip to speak of, but for what `options` of `Private` say. grid: of
     `OnAGrid`; None: as the mechanism chooses."""
     settings = {
-        "clip": 64.0, "noise_multiplier": 0.0, "clients": ("a", "b", "c", "d"), "rank": 64,
+        "clipping_norm": 64.0, "noise_multiplier": 0.0, "clients": ("a", "b", "c", "d"), "rank": 64,
         "releases": InMemory(), **options,
     }  # fmt: skip
     made = Private(**settings) if grid is None else OnAGrid(**settings, grid=grid)

@@ -22,7 +22,7 @@ from support.training_data import classification, rows, save_encoder, tokenizer
 
 CONFIG = """
 [model]
-path = "model"
+name = "model"
 dropout = 0.0
 
 [data]
@@ -32,11 +32,11 @@ test = 0.2
 
 [clients]
 ranks = [2, 4, 4]
-min_size = 4
+min_examples = 4
 
 [train]
-lr = 2e-2
-steps = 2
+learning_rate = 2e-2
+max_steps = 2
 batch_size = 4
 
 [run]

@@ -72,7 +72,7 @@ def packed(version: str) -> bytes:
 
 def settings_with_port(home: Path, port: int) -> None:
     """A server's settings, of which its SuperLink reads the port alone."""
-    text = f'id = "f"\n[data]\nlabels = ["a", "b"]\n[network]\nsuperlink_port = {port}\n'
+    text = f'id = "f"\n[data]\nlabel_names = ["a", "b"]\n[network]\nsuperlink_port = {port}\n'
     (home / "federation.toml").write_text(text)
 
 

@@ -43,7 +43,12 @@ def toy_federation(
 ) -> tuple[Federation, LocalGrid]:
     """A federation that goes on in FOLDER. tables: of its settings; each round is measured if they do not say no."""
     home = FederationFolder(folder)
-    said: dict[str, Any] = {"id": "toys", "data": {"labels": ["no", "yes"]}, "lora": {"targets": ["q"]}, **tables}
+    said: dict[str, Any] = {
+        "id": "toys",
+        "data": {"label_names": ["no", "yes"]},
+        "lora": {"target_modules": ["q"]},
+        **tables,
+    }
     settings, seed = FederationSettings.model_validate(said), seed_adapter()
     if not home.policy.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -54,5 +54,5 @@ def load(classifier: Path) -> Loader:
 @pytest.fixture(scope="session")
 def load_language_model(load: Loader, language_model: Path) -> Loader:
     return functools.partial(
-        load, language_model, task="causal-lm", labels=(), lora={"targets": ["q_proj", "v_proj"], "scaling": 2.0}
+        load, language_model, task="causal-lm", labels=(), lora={"target_modules": ["q_proj", "v_proj"], "scaling": 2.0}
     )

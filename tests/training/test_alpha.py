@@ -36,7 +36,7 @@ PREFIX = "base_model.model."
 
 
 def fixed(rslora: bool = False) -> dict[str, Any]:
-    return {"lora": {"alpha": ALPHA, "rslora": rslora}}
+    return {"lora": {"lora_alpha": ALPHA, "use_rslora": rslora}}
 
 
 def scale(rank: int, rslora: bool) -> float:
@@ -81,7 +81,7 @@ def updates(network: Any) -> dict[str, Tensor]:
     }
 
 
-SETTINGS = TrainSettings(lr=1e-2, steps=5, batch_size=4)
+SETTINGS = TrainSettings(learning_rate=1e-2, max_steps=5, batch_size=4)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -128,14 +128,17 @@ def test_the_server_averages_effective_updates(load: Loader, classifier: Path) -
 
 
 def configured(**lora: Any) -> RunConfig:
-    return parse_config({"model": {"path": "m"}, "data": {"train": "demo"}, "lora": lora})
+    return parse_config({"model": {"name": "m"}, "data": {"train": "demo"}, "lora": lora})
 
 
 def test_the_unit_is_the_scaling_or_one_and_configs_read_back() -> None:
     """Of [lora] alone: a node that names its own rank must fold by the same unit as its server."""
-    assert (configured(scaling=0.5).lora.unit, configured(alpha=16).lora.unit) == (0.5, 1.0)
-    config = configured(alpha=16, rslora=True)
+    assert (configured(scaling=0.5).lora.unit, configured(lora_alpha=16).lora.unit) == (0.5, 1.0)
+    config = configured(lora_alpha=16, use_rslora=True)
     again = parse_config(json.loads(config.canonical()))
     assert again == config and again.digest() == config.digest()
-    digests = {configured(**lora).digest() for lora in ({}, {"alpha": 16}, {"alpha": 8}, {"alpha": 8, "rslora": True})}
+    digests = {
+        configured(**lora).digest()
+        for lora in ({}, {"lora_alpha": 16}, {"lora_alpha": 8}, {"lora_alpha": 8, "use_rslora": True})
+    }
     assert len(digests) == 4 and configured(scaling=2.0).digest() == configured().digest()

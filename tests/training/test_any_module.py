@@ -27,7 +27,7 @@ from fedlora.training import AdaptedModel, LocalTrainer, LoRASettings, ModelEval
 
 IDS = ("a", "b", "c")
 CLIENTS = [Client(name, 3) for name in IDS]
-SGD = TrainSettings(lr=0.1, optimizer="sgd", steps=1, batch_size=6, clip=0.0)
+SGD = TrainSettings(learning_rate=0.1, optimizer="sgd", max_steps=1, batch_size=6, max_grad_norm=0.0)
 Batch = tuple[Tensor, Tensor]
 
 
@@ -61,7 +61,9 @@ def loss(network: nn.Module, batch: Batch) -> Tensor:
 
 
 def tiny(dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> AdaptedModel:
-    return AdaptedModel(seeded(lambda: Tiny(dropout), dtype), LoRASettings(targets=["first"], saved=["head"]))
+    return AdaptedModel(
+        seeded(lambda: Tiny(dropout), dtype), LoRASettings(target_modules=["first"], modules_to_save=["head"])
+    )
 
 
 def trained(
@@ -121,7 +123,9 @@ def federation(name: str) -> tuple[Server, AdaptedModel, LocalTrainer, ModelEval
     adapter, _ = model.seed_adapter(3, seed=0)
     state = start(server, adapter)
     target: Any = "server" if server.has_global_model(state.server) else "clients"
-    trainer = LocalTrainer(model, examples(), TrainSettings(lr=0.01, steps=2, batch_size=4), loss=loss, seed=0)
+    trainer = LocalTrainer(
+        model, examples(), TrainSettings(learning_rate=0.01, max_steps=2, batch_size=4), loss=loss, seed=0
+    )
     everything = [row for part in examples().values() for row in part]
     held = torch.stack([x for x, _ in everything]), torch.stack([y for _, y in everything])
     evaluator = ModelEvaluator(
@@ -157,7 +161,7 @@ def test_every_method_runs_and_resumes_to_the_bit(name: str, tmp_path: Path) -> 
 def test_torchs_fused_encoder_does_not_go_past_lora() -> None:
     """In evaluation nn.TransformerEncoderLayer may call one kernel on the base weights; it must not."""
     layer = seeded(lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True))
-    model = AdaptedModel(layer, LoRASettings(targets="all-linear"))
+    model = AdaptedModel(layer, LoRASettings(target_modules="all-linear"))
     assert set(model.seed_adapter(2, seed=0)[0].modules) == {"linear1", "linear2"}
     model.activate(some_adapter(model))
     x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -171,7 +175,7 @@ def test_the_base_stays_as_it_is_whoever_trains() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
-    model = AdaptedModel(seeded(make), LoRASettings(targets=["0"], saved=["2"]))
+    model = AdaptedModel(seeded(make), LoRASettings(target_modules=["0"], modules_to_save=["2"]))
     before = {name: t.clone() for name, t in seeded(make).state_dict().items()}
     trained(model, model.seed_adapter(3, seed=0)[0])
     after = {name.replace("base_layer.", ""): t for name, t in model.network.state_dict().items()}
@@ -183,8 +187,10 @@ def test_a_layer_whose_weight_is_read_past_lora_is_no_target() -> None:
     """nn.MultiheadAttention reads out_proj.weight itself: its LoRA would never change."""
     network = nn.ModuleDict({"attention": nn.MultiheadAttention(5, 1), "head": nn.Linear(5, 2)})
     with pytest.raises(ConfigError, match=r"'attention.out_proj', a Non.* head"):
-        AdaptedModel(network, LoRASettings(targets=["out_proj", "head"]))
-    assert [*AdaptedModel(network, LoRASettings(targets="all-linear")).seed_adapter(1, seed=0)[0].modules] == ["head"]
+        AdaptedModel(network, LoRASettings(target_modules=["out_proj", "head"]))
+    assert [*AdaptedModel(network, LoRASettings(target_modules="all-linear")).seed_adapter(1, seed=0)[0].modules] == [
+        "head"
+    ]
 
 
 def test_what_a_loss_of_ones_own_cannot_be() -> None:
@@ -208,7 +214,7 @@ def test_what_a_loss_of_ones_own_cannot_be() -> None:
         (["first"], ["nothere"], "is not a module"), (["head"], ["head"], "LoRA, or trained in full, not both"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
-            AdaptedModel(seeded(Tiny), LoRASettings(targets=targets, saved=saved))
+            AdaptedModel(seeded(Tiny), LoRASettings(target_modules=targets, modules_to_save=saved))
 
 
 def test_batches_of_any_shape_reach_the_loss() -> None:

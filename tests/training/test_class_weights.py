@@ -24,7 +24,7 @@ from support.training_data import LABELS, classification, instructions, tokenize
 
 pytestmark = FUTURE_NAMES
 
-SETTINGS = TrainSettings(lr=0.1, optimizer="sgd", steps=2, batch_size=8, clip=0.0)
+SETTINGS = TrainSettings(learning_rate=0.1, optimizer="sgd", max_steps=2, batch_size=8, max_grad_norm=0.0)
 
 
 def of(labels: list[int]) -> TextData:
@@ -47,7 +47,7 @@ def test_a_language_model_has_no_classes_to_weigh(load_language_model: Loader) -
         LocalTrainer(
             load_language_model(),
             {"a": instructions(4, 0)},
-            SETTINGS.model_copy(update={"class_weights": "balanced", "template": "{prompt}"}),
+            SETTINGS.model_copy(update={"class_weights": "balanced", "chat_template": "{prompt}"}),
             seed=0,
         )
 
@@ -59,7 +59,7 @@ def test_one_step_is_torchs_weighted_cross_entropy(load: Loader, classifier: Pat
     assert sorted(counts)[0] != sorted(counts)[2], "weights matter"
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
-    settings = SETTINGS.model_copy(update={"steps": 1, "class_weights": "balanced"})
+    settings = SETTINGS.model_copy(update={"max_steps": 1, "class_weights": "balanced"})
     trained = LocalTrainer(model, {"a": data}, settings, seed=0).train(download(adapter), adapter, 0)
 
     plain = dense(classifier, bert, {}, {})

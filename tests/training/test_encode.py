@@ -143,7 +143,7 @@ def test_a_tokenizer_without_padding_pads_with_its_end_token_and_still_learns_to
     tok.pad_token = None
     tok.save_pretrained(folder)
     assert AutoTokenizer.from_pretrained(folder).pad_token is None
-    model = load(folder, task="causal-lm", labels=(), lora={"targets": ["q_proj"]})
+    model = load(folder, task="causal-lm", labels=(), lora={"target_modules": ["q_proj"]})
     assert model.tokenizer.pad_token_id == EOS
     data = TextData("instruction", ("w0", "w1 w2"), responses=("w3", "w4 w5"))
     batch = collate(encode(data, model.tokenizer, max_length=16, template="{prompt}"), model.tokenizer, model.device)

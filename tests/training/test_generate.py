@@ -92,7 +92,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(path: Path, *targets: str) -> AdaptedModel:
-    settings = LoRASettings(targets=targets or ["q_proj", "v_proj"], scaling=SCALING, dropout=0.1)
+    settings = LoRASettings(target_modules=targets or ["q_proj", "v_proj"], scaling=SCALING, lora_dropout=0.1)
     return AdaptedModel.load(path, "causal-lm", settings)
 
 

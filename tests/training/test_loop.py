@@ -37,7 +37,7 @@ pytestmark = [FUTURE_NAMES, CONV1D]
 
 # ---- a client's round is a function of its arguments -----------------------------------------------------------------
 
-DROPOUT = {"dropout": 0.2, "lora": {"dropout": 0.3}}
+DROPOUT = {"dropout": 0.2, "lora": {"lora_dropout": 0.3}}
 
 
 @pytest.mark.parametrize("method", ["glora", "fedex-lora"])
@@ -45,7 +45,7 @@ def test_one_client_alone_reproduces_its_round_bitwise(load: Loader, method: str
     """On a fresh copy of the model, in a process that has only that client's data, with dropout."""
     data = {name: classification(12, seed) for seed, name in enumerate(("a", "b", "c"))}
     ranks = {"a": 2, "b": 4, "c": 4} if method == "glora" else dict.fromkeys(data, 4)
-    settings = TrainSettings(lr=1e-2, steps=3, batch_size=5)
+    settings = TrainSettings(learning_rate=1e-2, max_steps=3, batch_size=5)
     model = load(**DROPOUT)
     recorder = Recorder(LocalTrainer(model, data, settings, seed=7))
     server = Server(build(method))
@@ -68,7 +68,7 @@ def test_training_with_dropout_is_seeded_by_round_and_client(load: Loader) -> No
     data = classification(8, 0)
     model = load(**DROPOUT)
     adapter, _ = model.seed_adapter(4, seed=0)
-    settings = TrainSettings(lr=1e-2, steps=2, batch_size=8)
+    settings = TrainSettings(learning_rate=1e-2, max_steps=2, batch_size=8)
     trainer = LocalTrainer(model, {"a": data, "b": data}, settings, seed=0)
     first = trainer.train(download(adapter), adapter, 0)
     assert bits(trainer.train(download(adapter), adapter, 0).adapter) == bits(first.adapter)
@@ -111,7 +111,7 @@ def test_the_data_go_on_across_rounds_and_no_epoch_repeats_an_example(load: Load
     assert len(set(everything)) == 10
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
-    trainer = LocalTrainer(model, data, TrainSettings(steps=2, batch_size=4), seed=0)
+    trainer = LocalTrainer(model, data, TrainSettings(max_steps=2, batch_size=4), seed=0)
     assert rounds_of(trainer, adapter, "a", range(5)) == [0, 8, 16, 24, 32, 40]
     epochs = [seen[k : k + 10] for k in range(0, 40, 10)]
     assert all(sorted(epoch) == everything for epoch in epochs), "each epoch takes every example once"
@@ -131,11 +131,11 @@ def test_steps_or_epochs_say_how_many_examples_a_round_takes(load: Loader, seen:
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
     for count, settings, examples in (
-        (10, {"steps": 3, "batch_size": 4}, 12),
-        (3, {"steps": 2, "batch_size": 8}, 6),  # fewer examples than a batch: all of them a step
-        (10, {"steps": 0, "epochs": 1.0, "batch_size": 4}, 12),  # ceil(10 / 4) = 3 steps
-        (10, {"steps": 0, "epochs": 2.0, "batch_size": 5}, 20),
-        (10, {"steps": 0, "epochs": 0.5, "batch_size": 4}, 8),  # ceil(5 / 4) = 2 steps
+        (10, {"max_steps": 3, "batch_size": 4}, 12),
+        (3, {"max_steps": 2, "batch_size": 8}, 6),  # fewer examples than a batch: all of them a step
+        (10, {"max_steps": -1, "num_train_epochs": 1.0, "batch_size": 4}, 12),  # ceil(10 / 4) = 3 steps
+        (10, {"max_steps": -1, "num_train_epochs": 2.0, "batch_size": 5}, 20),
+        (10, {"max_steps": -1, "num_train_epochs": 0.5, "batch_size": 4}, 8),  # ceil(5 / 4) = 2 steps
     ):
         seen.clear()
         trainer = LocalTrainer(model, {"a": classification(count, 0)}, TrainSettings(**settings), seed=0)  # type: ignore[arg-type]
@@ -153,7 +153,9 @@ def test_frozen_parts_keep_their_bits_and_all_others_train(load: Loader, roles: 
     seed_adapter, _ = model.seed_adapter(4, seed=0)
     adapter = drawn(seed_adapter, 4, 1)
     untouched = base_weights(model)
-    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(lr=1e-2, steps=3, batch_size=4), seed=0)
+    trainer = LocalTrainer(
+        model, {"a": classification(8, 0)}, TrainSettings(learning_rate=1e-2, max_steps=3, batch_size=4), seed=0
+    )
     after = trainer.train(download(adapter, roles=roles), adapter, 0).adapter
 
     for name, lora in adapter.modules.items():
@@ -180,7 +182,7 @@ def test_ranks_can_differ_by_module(load: Loader, classifier: Path) -> None:
     by_hand = dense(classifier, bert, {n: 2.0 * x.delta() for n, x in adapter.modules.items()}, adapter.heads)
     ids = [CLS, word(1), word(2), word(3), SEP]
     torch.testing.assert_close(logits(model.network, ids), logits(by_hand, ids), rtol=1e-4, atol=1e-5)
-    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(steps=1, batch_size=4), seed=0)
+    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(max_steps=1, batch_size=4), seed=0)
     assert trainer.train(download(adapter), adapter, 0).adapter.ranks == ranks
 
 
@@ -189,7 +191,9 @@ def test_adapters_that_take_turns_do_not_leak(load: Loader) -> None:
     model = load()
     seed_adapter, _ = model.seed_adapter(4, seed=0)
     adapters = [drawn(seed_adapter, rank, k) for k, rank in enumerate((4, 4, 2))]
-    trainer = LocalTrainer(model, {"a": classification(8, 0)}, TrainSettings(lr=0.1, steps=2, batch_size=4), seed=0)
+    trainer = LocalTrainer(
+        model, {"a": classification(8, 0)}, TrainSettings(learning_rate=0.1, max_steps=2, batch_size=4), seed=0
+    )
     ids = [CLS, word(1), word(2), SEP]
 
     def says(adapter: Adapter) -> Tensor:
@@ -251,7 +255,7 @@ def test_training_on_a_changed_base_trains_there_and_leaves_it_as_it_was(load: L
     adapter, delta = drawn(seed_adapter, 4, 1), drawn(seed_adapter, 2, 2).modules
     data = classification(6, 0)
     base = {name: BaseChange(lora, 1, ()) for name, lora in delta.items()}
-    trainer = LocalTrainer(model, {"a": data}, TrainSettings(lr=1e-2, steps=1, batch_size=6), seed=0)
+    trainer = LocalTrainer(model, {"a": data}, TrainSettings(learning_rate=1e-2, max_steps=1, batch_size=6), seed=0)
     on_base = download(adapter, base=base)
     with_base = trainer.train(on_base, receive(on_base, None), 0)
     updates = {n: 2.0 * (x.delta() + delta[n].delta()) for n, x in adapter.modules.items()}
@@ -273,7 +277,7 @@ def classification_loss(network: Any, data: TextData) -> float:
 def test_base_delta_on_conv1d_is_transposed(load: Loader, conv1d_model: Path) -> None:
     """GPT-2 stores (d_in, d_out). c_attn is not square; c_proj is, so there a wrong way round would not crash."""
     targets = ["c_attn", "attn.c_proj"]
-    model = load(conv1d_model, task="causal-lm", labels=(), lora={"targets": targets})
+    model = load(conv1d_model, task="causal-lm", labels=(), lora={"target_modules": targets})
     seed_adapter, _ = model.seed_adapter(4, seed=0)
     assert len(seed_adapter.modules) == 4
     shapes = {(x.factors[0].shape[0], x.factors[1].shape[1]) for x in seed_adapter.modules.values()}
@@ -300,7 +304,7 @@ def test_the_loss_of_a_language_model_is_on_the_responses_only(
     model = load_language_model()
     adapter, _ = model.seed_adapter(4, seed=0)
     trainer = LocalTrainer(
-        model, {"a": data}, TrainSettings(steps=1, batch_size=5, max_length=16, template="{prompt}"), seed=0
+        model, {"a": data}, TrainSettings(max_steps=1, batch_size=5, max_length=16, chat_template="{prompt}"), seed=0
     )
     loss = trainer.train(download(adapter), adapter, 0).loss
     plain, losses = dense(language_model, llama, {}, {}), []
@@ -322,7 +326,9 @@ def test_accumulation_equals_one_big_batch(load: Loader, accumulation: int, clip
         LocalTrainer(
             model,
             data,
-            TrainSettings(lr=0.1, optimizer="sgd", steps=2, batch_size=8, accumulation=k, clip=clip),
+            TrainSettings(
+                learning_rate=0.1, optimizer="sgd", max_steps=2, batch_size=8, accumulation=k, max_grad_norm=clip
+            ),
             seed=0,
         ).train(download(adapter), adapter, 0)
         for k in (1, accumulation)
@@ -346,7 +352,15 @@ def test_the_learning_rate_follows_its_schedule_over_the_rounds(
     """A step of plain SGD is lr * gradient; the same gradient in each round, so the steps are as the factors."""
     model = load()
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
-    settings = TrainSettings(lr=0.5, optimizer="sgd", steps=1, batch_size=8, clip=0.0, schedule=schedule, rounds=4)  # type: ignore[arg-type]
+    settings = TrainSettings(
+        learning_rate=0.5,
+        optimizer="sgd",
+        max_steps=1,
+        batch_size=8,
+        max_grad_norm=0.0,
+        lr_scheduler_type=schedule,
+        rounds=4,
+    )  # type: ignore[arg-type]
     trainer = LocalTrainer(model, {"a": classification(8, 0)}, settings, seed=0)
     name = "classifier.weight"
     steps = [
@@ -365,7 +379,9 @@ def test_optimisers_and_weight_decay_are_the_ones_named(load: Loader, optimizer:
     lr, decay = 0.01, 0.5
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
-    settings = TrainSettings(lr=lr, optimizer=optimizer, weight_decay=decay, steps=1, batch_size=8, clip=0.0)  # type: ignore[arg-type]
+    settings = TrainSettings(
+        learning_rate=lr, optimizer=optimizer, weight_decay=decay, max_steps=1, batch_size=8, max_grad_norm=0.0
+    )  # type: ignore[arg-type]
     after = LocalTrainer(model, {"a": classification(8, 0)}, settings, seed=0).train(download(adapter), adapter, 0)
     for name, lora in adapter.modules.items():
         B, A = lora.factors
@@ -380,7 +396,7 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient(load: Loader) -> None:
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
     lengths = []
     for clip in (0.0, 0.05):
-        settings = TrainSettings(lr=1.0, optimizer="sgd", steps=1, batch_size=8, clip=clip)
+        settings = TrainSettings(learning_rate=1.0, optimizer="sgd", max_steps=1, batch_size=8, max_grad_norm=clip)
         trainer = LocalTrainer(model, {"a": classification(8, 0)}, settings, seed=0)
         after = trainer.train(download(adapter), adapter, 0).adapter
         moved = [after.heads[n] - h for n, h in adapter.heads.items()]
@@ -399,9 +415,9 @@ def test_gradient_checkpointing_changes_memory_and_no_result(load: Loader) -> No
     data = {"a": classification(8, 0)}
     results = []
     for checkpointing in (False, True):
-        model = load(checkpointing=checkpointing, **DROPOUT)
+        model = load(gradient_checkpointing=checkpointing, **DROPOUT)
         adapter, _ = model.seed_adapter(4, seed=0)
-        trainer = LocalTrainer(model, data, TrainSettings(lr=1e-2, steps=2, batch_size=4), seed=0)
+        trainer = LocalTrainer(model, data, TrainSettings(learning_rate=1e-2, max_steps=2, batch_size=4), seed=0)
         results.append(trainer.train(download(adapter), adapter, 0))
     assert model.network.base_model.model.bert.encoder.layer[0].gradient_checkpointing  # type: ignore[union-attr]
     assert distance(results[0].adapter, results[1].adapter) < 1e-5
@@ -414,7 +430,9 @@ def test_bf16_autocast_computes_narrow_and_keeps_float32_factors(load: Loader) -
     for bf16 in (False, True):
         model = load()
         adapter, _ = model.seed_adapter(4, seed=0)
-        trainer = LocalTrainer(model, data, TrainSettings(lr=1e-2, steps=2, batch_size=4, bf16=bf16), seed=0)
+        trainer = LocalTrainer(
+            model, data, TrainSettings(learning_rate=1e-2, max_steps=2, batch_size=4, bf16=bf16), seed=0
+        )
         results.append(trainer.train(download(adapter), adapter, 0))
     exact, narrow = results
     assert narrow.loss != exact.loss
@@ -451,21 +469,28 @@ def test_settings_that_cannot_be_are_refused_where_they_are_made() -> None:
     for name, value in wrong.items():
         with pytest.raises(ConfigError, match=rf"^TrainSettings: {name}.*; got {value!r}"):
             TrainSettings(**{name: value})
-    with pytest.raises(ConfigError, match=r"^LoRASettings: .*lora\.alpha = 8 and lora\.scaling = 2 contradict"):
-        LoRASettings(targets=["query"], alpha=8.0, scaling=2.0)
+    with pytest.raises(ConfigError, match=r"^LoRASettings: .*lora\.lora_alpha = 8 and lora\.scaling = 2 contradict"):
+        LoRASettings(target_modules=["query"], lora_alpha=8.0, scaling=2.0)
 
 
 def test_what_a_model_cannot_do_is_said_before_training(classifier: Path) -> None:
     """The tiny BERT has 16 positions (tests/support/tiny_models.py); 20 words with [CLS] and [SEP] are 22 tokens."""
-    model = AdaptedModel.load(classifier, "classification", LoRASettings(targets=["query"]), labels=("a", "b", "c"))
+    model = AdaptedModel.load(
+        classifier, "sequence-classification", LoRASettings(target_modules=["query"]), labels=("a", "b", "c")
+    )
     assert model.longest == 16
     data = {"x": TextData("classification", (" ".join(["w1"] * 20),), labels=(0,), label_names=("a", "b", "c"))}
     with pytest.raises(ConfigError, match=r"22 tokens, .*16 positions"):
         LocalTrainer(model, data, TrainSettings(max_length=64), seed=0)
     LocalTrainer(model, data, TrainSettings(max_length=16), seed=0)
-    with pytest.raises(ConfigError, match=r"lora\.saved: 'nothere' is not a module"):
+    with pytest.raises(ConfigError, match=r"lora\.modules_to_save: 'nothere' is not a module"):
         AdaptedModel.load(
-            classifier, "classification", LoRASettings(targets=["query"], saved=["nothere"]), labels=("a", "b", "c")
+            classifier,
+            "sequence-classification",
+            LoRASettings(target_modules=["query"], modules_to_save=["nothere"]),
+            labels=("a", "b", "c"),
         )
     with pytest.raises(ConfigError, match=r"labels; got \['only'\]"):
-        AdaptedModel.load(classifier, "classification", LoRASettings(targets=["query"]), labels=("only",))
+        AdaptedModel.load(
+            classifier, "sequence-classification", LoRASettings(target_modules=["query"]), labels=("only",)
+        )

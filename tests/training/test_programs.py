@@ -39,7 +39,7 @@ def adapter(rank: int = 4, seed: int = 0) -> Adapter:
 
 
 def trainer_of(tmp_path: Path, text: str, *words: str, lora: LoRASettings | None = None, **more: Any) -> ProgramTrainer:
-    program = Program(command(tmp_path, text, *words), more.pop("time_limit", None))
+    program = Program(command(tmp_path, text, *words), more.pop("timeout", None))
     return ProgramTrainer(program, SPEC, lora or LoRASettings(), tmp_path / "work", **more)
 
 
@@ -166,8 +166,8 @@ open({str(tmp_path / "child")!r}, "w").write(" ".join(str(child.pid) for child i
 time.sleep(60)
 """
     began = time.monotonic()
-    with pytest.raises(ProgramFailed, match=r"time_limit of 0.5 s"):
-        played(trainer_of(tmp_path, text, time_limit=0.5))
+    with pytest.raises(ProgramFailed, match=r"timeout of 0.5 s"):
+        played(trainer_of(tmp_path, text, timeout=0.5))
     assert time.monotonic() - began < 20
     for child in (tmp_path / "child").read_text().split():
         for _ in range(100):
@@ -217,7 +217,7 @@ def test_what_a_program_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     download = server.download(server.init(adapter()), Client("acme", 4))
     mixed = Adapter({"q": adapter(2).modules["q"], "v": adapter(4).modules["v"]})
     with pytest.raises(ConfigError, match=r"several scales \(\[4.0, 8.0\]\)"):
-        trainer_of(tmp_path, DOUBLING, lora=LoRASettings(alpha=16.0)).train(download, mixed, 0)
+        trainer_of(tmp_path, DOUBLING, lora=LoRASettings(lora_alpha=16.0)).train(download, mixed, 0)
     missing = ProgramTrainer(Program(["no-such-program"]), SPEC, LoRASettings(), tmp_path / "work")
     with pytest.raises(ProgramFailed, match=r"'no-such-program': No such file"):
         played(missing)
@@ -237,7 +237,7 @@ def test_a_command_that_cannot_start_is_refused_before_any_round(tmp_path: Path)
 def test_a_fixed_alpha_reaches_the_program_as_its_scale(tmp_path: Path) -> None:
     """alpha 16 at rank 4 is a scale of 4, and the update 1 * B A travels; the program sees 4 * (B / 4) A."""
     text = f"import shutil, os; shutil.copytree(os.environ['FEDLORA_ROUND'] + '/start', '{tmp_path}/seen')" + DOUBLING
-    done = played(trainer_of(tmp_path, text, lora=LoRASettings(alpha=16.0)))
+    done = played(trainer_of(tmp_path, text, lora=LoRASettings(lora_alpha=16.0)))
     said = json.loads((tmp_path / "seen" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"]) == (4, 16)
     for name, lora in adapter().modules.items():

@@ -1,4 +1,4 @@
-"""lora.targets before anything heavy, and hub ids without a hub. Kind of evidence: contract; what peft adapts as
+"""lora.target_modules before anything heavy, and hub ids without a hub. Kind of evidence: contract; what peft adapts as
 the oracle of which modules are meant."""
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ def nothing_heavy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_broken_expression_is_refused_when_the_config_is_read() -> None:
-    with pytest.raises(ConfigError, match=r"^lora\.targets: .*unterminated subpattern at position 1.*got '\(\('"):
-        parse_config({"model": {"path": "m"}, "data": {"train": "demo"}, "lora": {"targets": "(("}})
+    with pytest.raises(
+        ConfigError, match=r"^lora\.target_modules: .*unterminated subpattern at position 1.*got '\(\('"
+    ):
+        parse_config({"model": {"name": "m"}, "data": {"train": "demo"}, "lora": {"target_modules": "(("}})
     for nothing in ([], "", [""]):
         with pytest.raises(ConfigError, match="at least one target"):
-            parse_config({"model": {"path": "m"}, "data": {"train": "demo"}, "lora": {"targets": nothing}})
+            parse_config({"model": {"name": "m"}, "data": {"train": "demo"}, "lora": {"target_modules": nothing}})
 
 
 @pytest.mark.usefixtures("nothing_heavy")
@@ -55,11 +57,11 @@ def test_a_broken_expression_is_refused_when_the_config_is_read() -> None:
 )
 def test_what_matches_nothing_is_refused_before_weights(project: Path, targets: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        prepare(configured(project, f"lora.targets={targets!r}"))
+        prepare(configured(project, f"lora.target_modules={targets!r}"))
 
 
 def test_an_expression_adapts_what_peft_says(project: Path) -> None:
-    config = configured(project, r"lora.targets='.*\.layer\.0\..*(query|key)'")
+    config = configured(project, r"lora.target_modules='.*\.layer\.0\..*(query|key)'")
     modules = prepare(config).seed_adapter.modules
     assert list(modules) == [f"bert.encoder.layer.0.attention.self.{name}" for name in ("key", "query")]
 
@@ -88,7 +90,7 @@ def test_a_hub_id_without_a_network_fails_at_once_with_the_way_out(
     monkeypatch.setattr(HfApi, "repo_info", unreachable)
     began = time.perf_counter()
     said = main(
-        "run", project / "config.toml", "--out", tmp_path / "run", "--set", "model.path=FacebookAI/roberta-base"
+        "run", project / "config.toml", "--out", tmp_path / "run", "--set", "model.name=FacebookAI/roberta-base"
     ).complaint()
     assert time.perf_counter() - began < 5
     for part in ("FacebookAI/roberta-base", "no directory here", "demo", "hf download"):
@@ -98,4 +100,4 @@ def test_a_hub_id_without_a_network_fails_at_once_with_the_way_out(
 
 def test_what_cannot_be_a_hub_id_is_a_missing_directory(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"'models/a/b' is no directory here"):
-        prepare(configured(project, "model.path=models/a/b"))
+        prepare(configured(project, "model.name=models/a/b"))

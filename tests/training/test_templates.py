@@ -110,7 +110,7 @@ def test_a_manifest_names_a_text_as_it_is_and_a_chat_template_by_its_digest() ->
 
 @pytest.mark.parametrize("wrong", ["none", "Q: {prompt} {prompt}", "### {{prompt}}", PLAIN])
 def test_what_is_no_template(wrong: str) -> None:
-    with pytest.raises(ConfigError, match=r"data.template is 'chat' .* \{prompt\} in it once") as error:
+    with pytest.raises(ConfigError, match=r"data.chat_template is 'chat' .* \{prompt\} in it once") as error:
         check_template(wrong)
     assert "\n" not in str(error.value)
 
@@ -118,7 +118,7 @@ def test_what_is_no_template(wrong: str) -> None:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (None, r"no chat template.*data\.template.*'\{prompt\}'"),
+        (None, r"no chat template.*data\.chat_template.*'\{prompt\}'"),
         (PLAIN.replace("'w7' }}", "'w7' if loop.last else 'w8' }}"), "first 4 of 5 messages"),
         (PLAIN.replace("{% if add_generation_prompt %}w9 {% endif %}", ""), "puts 'w9' before an answer"),
         ("{{ raise_exception('no system') if messages[0].role == 'system' }}" + PLAIN, "example 0: .* refuses .*no s"),

@@ -31,7 +31,7 @@ _TAKEN = frozenset((
 # fmt: on
 _WHY: Mapping[str, str] = {
     "use_dora": "DoRA rescales rows of the base's weights, so it is no update B A that could be averaged. `fedlora "
-    "export --for merged` writes the base model with it",
+    "export --format merged` writes the base model with it",
     "trainable_token_indices": "rows of an embedding were trained beside the update",
     "lora_bias": "it adds biases to the update",
     "target_parameters": "LoRA of bare parameters (experts) is not read",

@@ -43,7 +43,7 @@ class MergeReport:
     among the saved modules, each relative to its own size: these are whole weights, and how much training changed them
     is unknown here. modules: one by one. lacking: modules that some adapter lacks. dropped: heads that `--heads` left
     out. bytes, bytes_before: size of the result's tensors and of the adapters'. weighed: the robust rule's part
-    (`--defence`); `weights` are those before it, and `error` refers to the rule's mean.
+    (`--robust`); `weights` are those before it, and `error` refers to the rule's mean.
 
     Example:
         >>> report = resize("adapter", "of-rank-2", rank=2, dry_run=True)

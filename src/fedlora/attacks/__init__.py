@@ -1,7 +1,8 @@
-"""Lying clients, for experiments in one process: what they send, in update space. Never part of a federation.
+"""Byzantine clients, for experiments in one process: what they send, in update space. Never part of a federation.
 
-`kinds` lists the attacks; `changes` is the algebra of what clients add to their readouts; `adversary` is a run's liars;
-`directions` has the attacks on coordinates and subspaces; `who` chooses the liars. Needs only torch.
+`kinds` lists the attacks; `changes` is the algebra of what clients add to their readouts; `adversary` is a run's
+byzantine clients; `directions` has the attacks on coordinates and subspaces; `who` chooses the byzantine clients. Needs
+only torch.
 """
 
 from fedlora.attacks.adversary import Adversary, largest_z

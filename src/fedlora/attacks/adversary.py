@@ -1,4 +1,4 @@
-"""A run's liars: who they are, what they do to a round's uploads, and the numbers they report."""
+"""A run's byzantine clients: who they are, what they do to a round's uploads, and the numbers they report."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ class Adversary:
 
     Its actions are a function of the round's uploads, the round and `seed`. Its clients report their number of examples
     honestly, and abstain or diverge as they would. Uploads that are not finite are ignored. In a round without an
-    honest client the liars learn from each other. Pass it to `simulate(adversary=...)`.
+    honest client the byzantine clients learn from each other. Pass it to `simulate(adversary=...)`.
 
-    It reports for each liar's upload: "change", the norm of what it adds to its readout; "honest", the norm of what it
-    would have added; "left_out", the share of the wanted change that did not fit its rank, by norm; for alie also "z".
+    It reports for each byzantine client's upload: "change", the norm of what it adds to its readout; "honest", the norm
+    of what it would have added; "left_out", the share of the wanted change that did not fit its rank, by norm; for alie
+    also "z".
 
     Raises:
         HyperparameterError: no clients; or, in a round, an attack on both factors when only one travels.
 
     Example:
-        >>> liars = Adversary(Attack("sign-flip"), ("site-2",), seed=0)
-        >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1, adversary=liars))
+        >>> attack = Adversary(Attack("sign-flip"), ("site-2",), seed=0)
+        >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1, adversary=attack))
         >>> record.attacked.what, sorted(record.attacked.clients)
         ('sign-flip (s = 1)', ['site-2'])
     """
@@ -52,32 +53,32 @@ class Adversary:
 
     def __call__(self, sent: Sequence[Sent], round: int) -> Tampered:
         known = sorted((s for s in sent if _counts(s)), key=lambda s: s.upload.client.id)
-        liars = [s for s in known if s.upload.client.id in self.clients]
-        honest = [s for s in known if s.upload.client.id not in self.clients] or liars
-        if liars and self.attack.about.pairs and not liars[0].roles.both_shared:
-            roles = liars[0].roles
+        byzantine = [s for s in known if s.upload.client.id in self.clients]
+        honest = [s for s in known if s.upload.client.id not in self.clients] or byzantine
+        if byzantine and self.attack.about.pairs and not byzantine[0].roles.both_shared:
+            roles = byzantine[0].roles
             raise HyperparameterError(
                 f"the attack {self.attack.kind} is about products B A, but in this round only one factor travels (B "
                 f"{roles.B}, A {roles.A}): choose another attack, or a method that shares both."
             )
-        changes = [change(s) for s in honest] if liars and self.attack.about.colludes else []
+        changes = [change(s) for s in honest] if byzantine and self.attack.about.colludes else []
         made: dict[str, Upload] = {}
         found: dict[str, Mapping[str, float]] = {}
-        for own in liars:
+        for own in byzantine:
             client = own.upload.client.id
-            made[client], found[client] = self._one(own, known, changes, len(liars), round)
+            made[client], found[client] = self._one(own, known, changes, len(byzantine), round)
         uploads = [made.get(s.upload.client.id, s.upload) for s in sent]
         return Tampered(uploads, Attacked(self.attack.words, found))
 
     def _one(
-        self, own: Sent, known: Sequence[Sent], honest: Sequence[Change], liars: int, round: int
+        self, own: Sent, known: Sequence[Sent], honest: Sequence[Change], byzantine: int, round: int
     ) -> tuple[Upload, dict[str, float]]:
-        """One liar's upload, and its numbers."""
+        """One byzantine client's upload, and its numbers."""
         kind, trained, seed = self.attack.kind, change(own), (self.seed, round)
         facts = {"honest": norm(trained), "left_out": 0.0}
         strength = self.attack.about.default if self.attack.strength is None else self.attack.strength
         if kind == "alie":
-            strength = facts["z"] = largest_z(len(known), liars) if strength is None else strength
+            strength = facts["z"] = largest_z(len(known), byzantine) if strength is None else strength
         strength = 0.0 if strength is None else strength
         if kind == "label-flip":  # its data were hostile, but it sends what it trained
             lie = own.upload
@@ -98,7 +99,8 @@ class Adversary:
     def _wanted(
         self, own: Sent, trained: Change, honest: Sequence[Change], strength: float, seed: tuple[int, int]
     ) -> Change:
-        """The change this liar wants, before it is cut to its rank. mean and sd: over honest clients, entry by entry.
+        """The change this byzantine client wants, before it is cut to its rank. mean and sd: over honest clients, entry
+        by entry.
 
         Sources: scale: with s = n, one of n clients replaces the mean by its own change. alie: Baruch, Baruch and
         Goldberg, "A Little Is Enough", NeurIPS 2019, algorithm 3; sign as in the public code. inner-product: with m of
@@ -122,11 +124,13 @@ class Adversary:
 
 
 def largest_z(clients: int, attackers: int) -> float:
-    """z_max: the largest z at which enough honest clients lie farther out than the liars, if changes are normal.
+    """z_max: the largest z at which enough honest clients lie farther out than the byzantine clients, if changes are
+    normal.
 
-    The liars need s = floor(n / 2 + 1) - m supporters among the n - m honest clients, and z_max = max {z : phi(z) <
-    (n - m - s) / (n - m)}. At least 0, and finite even if the liars are so many that they need nobody (s < 1 counts as
-    1). Small federations with few liars leave almost nothing: n = 15 and m = 3 give 0.21.
+    The byzantine clients need s = floor(n / 2 + 1) - m supporters among the n - m honest clients, and z_max = max {z :
+    phi(z) < (n - m - s) / (n - m)}. At least 0, and finite even if the byzantine clients are so many that they need
+    nobody (s < 1 counts as 1). Small federations with few byzantine clients leave almost nothing: n = 15 and m = 3 give
+    0.21.
 
     Source: Baruch, Baruch and Goldberg, "A Little Is Enough", NeurIPS 2019, algorithm 3, lines 1 and 2.
 

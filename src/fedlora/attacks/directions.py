@@ -40,8 +40,8 @@ def with_insertion(
 ) -> Upload:
     """The client's upload with new directions in every module and its readout's heads.
 
-    known: all of the round's, including the liars. sizes: module -> the sizes of its honest changes; `strength` times
-    their median is the target size of that module's change.
+    known: all of the round's, including the byzantine clients. sizes: module -> the sizes of its honest changes;
+    `strength` times their median is the target size of that module's change.
     """
     modules = {}
     for name, lora in sent.upload.adapter.modules.items():

@@ -1,4 +1,4 @@
-"""Chooses the clients that lie, and flips labels."""
+"""Chooses the byzantine clients, and flips labels."""
 
 from __future__ import annotations
 

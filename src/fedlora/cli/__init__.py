@@ -21,7 +21,7 @@ from fedlora.errors import FedLoRAError
 # Command -> its function or its group. Its file is imported when the command is called or shown; no file imports torch
 # before the command does its work.
 COMMANDS = {
-    "run": "runs:run", "demo": "runs:demo", "compare": "compare:compare", "ranks": "methods:ranks",
+    "run": "runs:run", "demo": "runs:demo", "compare": "compare:compare",
     "audit": "audit:audit", "merge": "merge:merge", "resize": "merge:resize",
     "inspect": "adapters:inspect", "diff": "adapters:diff", "validate": "export:validate", "export": "export:export",
     "privacy": "privacy:privacy", "doctor": "flower.doctor:doctor",

@@ -22,7 +22,8 @@ def compare(
     ] = None,
     workers: Annotated[str, WorkersHelp] = "1",
     tune: Annotated[
-        str | None, typer.Option(metavar="KEY=VALUES", help="search for each method first: train.lr=1e-3,3e-3,1e-2")
+        str | None,
+        typer.Option(metavar="KEY=VALUES", help="search for each method first: train.learning_rate=1e-3,3e-3,1e-2"),
     ] = None,
     tune_seeds: Annotated[
         str | None, typer.Option(help="seeds of the search; none may be a compared seed (default: 1000)")

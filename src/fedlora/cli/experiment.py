@@ -22,11 +22,13 @@ ProfileName = Annotated[
 ]
 Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
 Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
-WorkFolder = Annotated[Path, typer.Option("--work", help="where run folders and failures go")]
+WorkFolder = Annotated[Path, typer.Option("--work-dir", help="where run folders and failures go")]
 Seeds = Annotated[str | None, typer.Option(help="only these seeds: 0:8 (eight of them), 0,3,5 or 7")]
 DataRoot = Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")]
-Only = Annotated[str | None, typer.Option(help='only these labels of axes: "task=SST-2,method=GLoRA,method=FedIT"')]
-Again = Annotated[bool, typer.Option("--again", help="first forget the failures of these runs, and try them again")]
+Only = Annotated[
+    str | None, typer.Option("--filter", help='only these labels of axes: "task=SST-2,method=GLoRA,method=FedIT"')
+]
+Again = Annotated[bool, typer.Option("--force", help="first forget the failures of these runs, and try them again")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 EXPERIMENTS, RESULTS, WORK = map(Path, ("experiments", "results", "runs/experiments"))
 
@@ -39,7 +41,9 @@ class Machines(StrEnum):
     ray = "ray"
 
 
-On = Annotated[Machines, typer.Option(help="this machine, an array job on Slurm, or a Ray cluster that runs already")]
+Backend = Annotated[
+    Machines, typer.Option("--backend", help="this machine, an array job on Slurm, or a Ray cluster that runs already")
+]
 Address = Annotated[str | None, typer.Option(help="of the Ray cluster (default: RAY_ADDRESS, or here)")]
 Gpus = Annotated[int | None, typer.Option(min=0, help="GPUs of a run on Slurm, or on Ray (default there: 1 if it has)")]
 Memory = Annotated[str | None, typer.Option(help="memory of a run on Slurm or Ray: 16G")]
@@ -64,7 +68,7 @@ class Project:
 class Place:
     """Where runs go on, as typed."""
 
-    on: Machines
+    backend: Machines
     workers: str
     address: str | None
     gpus: int | None
@@ -91,7 +95,7 @@ def run(
         bool, typer.Option("--measure", help="for --plan: two trial rounds of each kind of run give bytes and hours")
     ] = False,
     price: Annotated[float | None, typer.Option(min=0, help="of an hour of one process, for --measure")] = None,
-    on: On = Machines.here,
+    backend: Backend = Machines.here,
     address: Address = None,
     gpus: Gpus = None,
     memory: Memory = None,
@@ -109,7 +113,7 @@ def run(
     if plan or measure or price is not None:
         show_plan(project, names, profile, seeds, only, measure, price)
         return
-    place = Place(on, workers, address, gpus, memory, time, option or [], no_wait)
+    place = Place(backend, workers, address, gpus, memory, time, option or [], no_wait)
     run_missing(project, names, profile, seeds, only, again, place)
 
 
@@ -121,7 +125,7 @@ def tune(
     again: Again = False,
     workers: Annotated[str, WorkersHelp] = "1",
     data_root: DataRoot = None,
-    on: On = Machines.here,
+    backend: Backend = Machines.here,
     address: Address = None,
     gpus: Gpus = None,
     memory: Memory = None,
@@ -135,7 +139,7 @@ def tune(
     """The search alone, and what it chooses; `run` does the rest."""
     from fedlora.cli.experiment_runs import run_missing
 
-    place = Place(on, workers, address, gpus, memory, time, option or [], no_wait)
+    place = Place(backend, workers, address, gpus, memory, time, option or [], no_wait)
     run_missing(
         Project(experiments, results, work, data_root), names, profile, None, only, again, place, stages=("search",)
     )

@@ -85,19 +85,21 @@ def starter(place: Place, work: Work, grid: Grid) -> Start:
     of = {"address": "ray", "gpus": "slurm or ray", "memory": "slurm or ray", "time": "slurm", "options": "slurm",
           "no_wait": "slurm"}  # fmt: skip
     for name, where in of.items():
-        if getattr(place, name) and place.on not in where.split(" or "):
-            raise ConfigError(f"--{name.rstrip('s').replace('_', '-')} is for --on {where}; leave it out.")
-    if place.on == Machines.here:
+        if getattr(place, name) and place.backend not in where.split(" or "):
+            raise ConfigError(f"--{name.rstrip('s').replace('_', '-')} is for --backend {where}; leave it out.")
+    if place.backend == Machines.here:
         return lambda runs: here(runs, work, worker_count(place.workers, runs))
     if place.workers != "1":
         raise ConfigError("--workers are processes of this machine; a cluster runs as many as it has room for.")
-    if place.on == Machines.ray:
+    if place.backend == Machines.ray:
         return partial(ray_tasks, work=work, address=place.address, gpus=place.gpus, memory=place.memory)
     if place.time is None:
-        raise ConfigError("--on slurm needs --time, the limit of a run: 04:00:00. A run that meets it is queued again.")
+        raise ConfigError(
+            "--backend slurm needs --time, the limit of a run: 04:00:00. A run that meets it is queued again."
+        )
     asked = Asked(place.time, place.gpus or 0, place.memory, place.options)
     follow = [sys.executable, "-m", "fedlora", *sys.argv[1:]] if place.no_wait else []
-    return partial(slurm, work=work, name=grid.name, asked=asked, follow=[word for word in follow if word != "--again"])
+    return partial(slurm, work=work, name=grid.name, asked=asked, follow=[word for word in follow if word != "--force"])
 
 
 def _check(chosen: Sequence[Grid]) -> None:

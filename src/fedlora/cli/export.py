@@ -82,7 +82,7 @@ def export(
     serve: Annotated[
         str,
         typer.Option(
-            "--for",
+            "--format",
             help="merged: the full model with the adapter in it; gguf: an adapter for llama.cpp",
             show_default=False,
         ),
@@ -97,7 +97,7 @@ def export(
 
     What the program would refuse or leave out is named before anything is written."""
     if serve not in ("merged", "gguf"):
-        raise ConfigError(f"--for must be one of merged, gguf; got {serve[:40]!r}.")
+        raise ConfigError(f"--format must be one of merged, gguf; got {serve[:40]!r}.")
     from fedlora.adapters.reader import AdapterFile
 
     file = AdapterFile(adapter, max_bytes=max_bytes, dora=serve == "merged")
@@ -159,7 +159,7 @@ def _gguf(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: 
 
 
 def _base_folder(base: str) -> tuple[str, Path]:
-    """The base model named by `--base`, a directory or a packaged model: its name on the hub, or as typed; its place.
+    """The base model named by `--model`, a directory or a packaged model: its name on the hub, or as typed; its place.
 
     Raises:
         ConfigError: there is no directory of safetensors weights. DataError: the package is not installed.
@@ -169,7 +169,7 @@ def _base_folder(base: str) -> tuple[str, Path]:
     place = Path(model_location(base))
     if not place.exists():
         raise ConfigError(
-            f"there is no directory {quoted(base)}: --base names the base model's directory, demo, or a repository of "
+            f"there is no directory {quoted(base)}: --model names the base model's directory, demo, or a repository of "
             f"the hub with a revision, as owner/name@main."
         )
     if place.is_file():

@@ -1,4 +1,4 @@
-"""Parts of a grid as typed on the command line: `--seeds`, `--only` and `--tune`."""
+"""Parts of a grid as typed on the command line: `--seeds`, `--filter` and `--tune`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_only(text: str, axes: Mapping[str, object]) -> dict[str, list[str]]:
     for part in re.split(rf",(?=\s*(?:{'|'.join(map(re.escape, axes))})\s*=)", text):
         axis, equals, label = (word.strip() for word in part.partition("="))
         if not (axis and equals and label):
-            raise ConfigError(f"--only takes AXIS=LABEL,AXIS=LABEL; got {text!r}. The axes are {', '.join(axes)}.")
+            raise ConfigError(f"--filter takes AXIS=LABEL,AXIS=LABEL; got {text!r}. The axes are {', '.join(axes)}.")
         found.setdefault(axis, []).append(label)
     return found
 
@@ -45,7 +45,7 @@ def parse_only(text: str, axes: Mapping[str, object]) -> dict[str, list[str]]:
 def parse_tune(text: str, seeds: Sequence[int]) -> Tune:
     """A search from "KEY=VALUE,VALUE,...", for each method. Raises `ConfigError`."""
     key, _, values = text.partition("=")
-    found = numbers(values, f"--tune {key.strip() or 'KEY'}=NUMBERS (as train.lr=1e-3,3e-3,1e-2)")
+    found = numbers(values, f"--tune {key.strip() or 'KEY'}=NUMBERS (as train.learning_rate=1e-3,3e-3,1e-2)")
     if key.strip() in NOT_TO_SEARCH:
         raise ConfigError(f"--tune: {key.strip()} is not a setting that can be searched.")
     if len({*found}) < len(found):

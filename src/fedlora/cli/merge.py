@@ -59,9 +59,11 @@ def merge(
     same_base: Annotated[
         bool, typer.Option("--same-base", help="treat the adapters' base models as one, whatever their names")
     ] = False,
-    defence: Annotated[
+    robust: Annotated[
         str | None,
-        typer.Option(help="a robust rule with its keys, such as 'multi-krum liars=1' (docs/how-to/robust-rules.md)"),
+        typer.Option(
+            help="a robust rule with its keys, such as 'multi-krum byzantine=1' (docs/how-to/robust-rules.md)"
+        ),
     ] = None,
     dry_run: DryRun = False,
     force: Force = False,
@@ -72,11 +74,11 @@ def merge(
     from fedlora.adapters import merging
     from fedlora.adapters.collection import collected
     from fedlora.cli.merge_method import merge_round
-    from fedlora.cli.method_names import parse_defence
+    from fedlora.cli.method_names import parse_robust
 
     target = _target(out, dry_run)
     counts = numbers(weights, "--weights") if weights is not None else None
-    rule = parse_defence(defence) if defence is not None else None
+    rule = parse_robust(robust) if robust is not None else None
     if method == "svd" and rule is None:
         report = merging.merge(
             adapters, target, rank=rank, weights=counts, weights_from=cast("Any", weights_from), sum=sum,
@@ -85,7 +87,7 @@ def merge(
         )  # fmt: skip
     else:
         if sum:
-            raise ConfigError("--sum is for merges without --method and --defence.")
+            raise ConfigError("--sum is for merges without --method and --robust.")
         wanted = merging.Wanted(target, rank, heads, dtype, max_error, dry_run, force)
         wanted.check(adapters)
         given = collected(

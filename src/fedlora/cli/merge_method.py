@@ -1,4 +1,4 @@
-"""`fedlora merge --method` and `--defence`: one round of a federated method, on adapters that arrive as files."""
+"""`fedlora merge --method` and `--robust`: one round of a federated method, on adapters that arrive as files."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def _check_heads(given: Collection, heads: str) -> None:
     beside = sorted({name for file in given.files for name in file.heads})
     if beside and heads == "average":
         raise ConfigError(
-            f"--defence looks only at pairs, but {counted(len(beside), 'tensor')} beside them (such as "
-            f"{shown(beside[0])}) would be averaged with the plain weights, liars included. Add --heads drop, or "
-            f"--heads first to take those of the first adapter; rounds of a server (fedlora run, fedlora "
+            f"--robust looks only at pairs, but {counted(len(beside), 'tensor')} beside them (such as "
+            f"{shown(beside[0])}) would be averaged with the plain weights, byzantine clients included. Add --heads "
+            f"drop, or --heads first to take those of the first adapter; rounds of a server (fedlora run, fedlora "
             f"flower) judge heads with the pairs."
         )
 
@@ -135,7 +135,7 @@ def _measure(
     judged: Judged | None, updates: Mapping[str, LoRA], wide: torch.dtype,
 ) -> tuple[str, Against, Weighed | None]:  # fmt: skip
     """(what the result's error is relative to, in words; that reference; what the rule did). With a rule, the reference
-    is the rule's exact weighted mean, not the plain one that includes liars."""
+    is the rule's exact weighted mean, not the plain one that includes byzantine clients."""
 
     def plain(module: str) -> Part:
         return given.combined(module, wide).cut()

@@ -11,8 +11,8 @@ from typing import Any
 from fedlora.errors import ConfigError, repeated
 from fedlora.methods.registry import METHODS
 from fedlora.runs.config import typed
-from fedlora.runs.defence import DefenceSection
 from fedlora.runs.reading import checked
+from fedlora.runs.robust import RobustSection
 from fedlora.runs.sections import MethodSection
 from fedlora.server.rules import Rule
 
@@ -57,14 +57,16 @@ def parse_method(name: str, settings: Sequence[str]) -> MethodSection:
         raise ConfigError(f"the method {text!r} cannot be read: {_sentence(error)}") from error
 
 
-def parse_defence(text: str) -> Rule | None:
-    """A robust rule as typed: "krum liars=1", "geometric-median". Raises `ConfigError`."""
+def parse_robust(text: str) -> Rule | None:
+    """A robust rule as typed: "krum byzantine=1", "geometric-median". Raises `ConfigError`."""
     name, *settings = _cut(" ".join(text.split()), _SPACES)
-    values = _values(settings, f"a robust rule is NAME [KEY=VALUE ...], such as 'krum liars=1'; got {text!r}.", "rule")
+    values = _values(
+        settings, f"a robust rule is NAME [KEY=VALUE ...], such as 'krum byzantine=1'; got {text!r}.", "rule"
+    )
     try:
-        section = checked(DefenceSection, {"rule": name, **values})
+        section = checked(RobustSection, {"rule": name, **values})
     except ConfigError as error:
-        raise ConfigError(f"--defence {text!r} cannot be read: {_sentence(error)}") from error
+        raise ConfigError(f"--robust {text!r} cannot be read: {_sentence(error)}") from error
     return section.build()
 
 

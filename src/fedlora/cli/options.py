@@ -51,13 +51,13 @@ OneAdapter = Annotated[
 DType = Annotated[
     str | None,
     typer.Option(
-        help="float16, bfloat16, float32, float64 (default: the adapters' own; of export --for merged: the base's)",
+        help="float16, bfloat16, float32, float64 (default: the adapters' own; of export --format merged: the base's)",
         show_default=False,
     ),
 ]
 BaseModel = Annotated[
     str | None,
-    typer.Option(help="the base model: its directory, demo, or owner/name@revision"),
+    typer.Option("--model", help="the base model: its directory, demo, or owner/name@revision"),
 ]
 Force = Annotated[
     bool,

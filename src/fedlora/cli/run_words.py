@@ -25,7 +25,7 @@ Rows = Iterator[tuple[str | Text, str | Text]]
 
 
 def tell_attack(manifest: Mapping[str, Any]) -> None:
-    """Print a warning if clients of a run lie on purpose."""
+    """Print a warning if clients of a run are byzantine on purpose."""
     if attack := manifest.get("attack"):
         notes.print(
             f"UNDER ATTACK, on purpose: {in_words(attack, len(manifest['clients']))}. Do not use its results.",
@@ -82,8 +82,8 @@ def show_run(folder: RunFolder) -> None:
     for row in _rows(s):
         table.add_row(*row)
     console.print(table)
-    if s.get("defence"):
-        console.print(_weighed(s["defence"], folder.read_json("config.json")["defence"]["rule"]))
+    if s.get("robust"):
+        console.print(_weighed(s["robust"], folder.read_json("config.json")["robust"]["rule"]))
     if s["gauge_drift"]:
         console.print(
             "gauge check: the same updates in coordinates of condition number 10; the model should stay the same"
@@ -120,7 +120,7 @@ def _rows(s: Mapping[str, Any]) -> Rows:
     if s["server_rank"] is not None:
         yield "rank of the server's update", f"{s['server_rank']:.1f} (mean over modules)"
     if s["padded_error"] is not None:
-        of = "plain mean, which this server does not compute" if s.get("defence") else "true mean"
+        of = "plain mean, which this server does not compute" if s.get("robust") else "true mean"
         yield "zero-padded factor averaging would be off by", f"{s['padded_error']:.1%} of the {of}"
     for method, drift in (s["gauge_drift"] or {}).items():
         yield f"gauge check: {method} moves by", Text(f"{drift:.1e}") if drift < 1e-3 else red(f"{drift:.1%}")
@@ -149,7 +149,7 @@ def _privacy_rows(spent: Mapping[str, Any]) -> Rows:
 
 def _clients(s: dict[str, Any], manifest: dict[str, Any], lines: Sequence[dict[str, Any]]) -> Table:
     """A row for each client."""
-    metric, names = s["metric"], manifest["data"]["labels"]
+    metric, names = s["metric"], manifest["data"]["label_names"]
     common, own_test = s.get("clients_at_end_common") or {}, manifest["data"].get("own_test") or {}
     readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
     readouts = readouts if s["clients_at_end"] else []  # leave out a column without values

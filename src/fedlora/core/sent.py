@@ -1,4 +1,4 @@
-"""All uploads of a round, as an omniscient adversary sees them: for experiments with lying clients.
+"""All uploads of a round, as an omniscient adversary sees them: for experiments with byzantine clients.
 
 The engine takes a `Tamperer`. It sees a round's uploads before the server does, and replaces those of its own clients.
 Nothing else in the package takes one.
@@ -43,7 +43,7 @@ class Tampered:
 
 
 class Tamperer(Protocol):
-    """Clients that lie together, knowing everyone's uploads. A pure function of its arguments."""
+    """Byzantine clients together, knowing everyone's uploads. A pure function of its arguments."""
 
     def __call__(self, sent: Sequence[Sent], round: int) -> Tampered:
         """sent: every client of the round whose training succeeded, in order of arrival. round: from 0."""

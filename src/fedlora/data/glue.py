@@ -72,7 +72,7 @@ def read_glue(task: GlueTask, root: Path | None, revision: str | None = None) ->
         further = [name for name in columns.tests[1:] if (folder / f"{name}.jsonl").is_file()]
         sources = {name: str(folder / f"{name}.jsonl") for name in ("train", "validation", *further)}
     read = partial(
-        read_classification, text=columns.text, label="label", pair=columns.pair, label_names=columns.label_names
+        read_classification, text=columns.text, label="label", text_pair=columns.pair, label_names=columns.label_names
     )
     try:
         found = {name: read(source) for name, source in sources.items()}

@@ -71,8 +71,8 @@ def given(key: str, names: Sequence[str]) -> str:
     """What to type to declare these classes; only the first ones if there are very many.
 
     Example:
-        >>> given("data.labels", ["-1", "1"])
-        'data.labels = ["-1", "1"]'
+        >>> given("data.label_names", ["-1", "1"])
+        'data.label_names = ["-1", "1"]'
     """
     some, more = list(names[:_PASTED]), ", ..." * (len(names) > _PASTED)
     if key.startswith("--"):

@@ -19,7 +19,7 @@ CHAT = "messages"  # the default column for conversations
 
 
 def read_classification(
-    source: str | os.PathLike[str] | Dataset, *, text: str, label: str, pair: str | None = None,
+    source: str | os.PathLike[str] | Dataset, *, text: str, label: str, text_pair: str | None = None,
     label_names: Sequence[str] | None = None, agreed: bool = False, key: str = "label_names",
 ) -> TextData:  # fmt: skip
     """Read a classification task, one example per row. Give `label_names` whenever you read several files of one task:
@@ -35,11 +35,12 @@ def read_classification(
             separator that the header has); with the extra `hub` also a .parquet file, one split as a
             `datasets.Dataset` (no stream), or a data set of the hub,
             "hf://owner/name?config=...&split=...&revision=...".
-        text, label, pair: the columns of the sentence, of the class, and of the second sentence, if the task has one.
+        text, label, text_pair: the columns of the sentence, of the class, and of the second sentence, if the task has
+        one.
         label_names: the classes, by index.
         agreed: several parties agreed on label_names: each row must have one of these names; an index is refused,
             since it could follow another party's order.
-        key: the user's name for label_names in error messages: "label_names" or "data.labels".
+        key: the user's name for label_names in error messages: "label_names" or "data.label_names".
 
     Raises:
         DataError: no such file, unknown suffix, not UTF-8, malformed row, missing column, missing or empty value,
@@ -50,12 +51,12 @@ def read_classification(
         >>> data.label_names
         ('blue', 'green', 'red')
     """
-    columns = [text, label] if pair is None else [text, label, pair]
+    columns = [text, label] if text_pair is None else [text, label, text_pair]
     table = open_table(source, columns).having(columns)
     given = table.classes.get(label) if label_names is None else label_names
     labels, names = decode_labels(table.name, table.cells(label), given, agreed=agreed, key=key)
     return TextData(
-        "classification", table.texts(text), pair=None if pair is None else table.texts(pair), labels=labels,
+        "classification", table.texts(text), pair=None if text_pair is None else table.texts(text_pair), labels=labels,
         label_names=names,
     )  # fmt: skip
 

@@ -69,7 +69,7 @@ def default_metric(base: RunConfig) -> str:
     Raises `ConfigError` if there is neither."""
     if base.data.task is not None:
         return "test, best"
-    if base.data.test != 0 or base.clients.own_test is not None:
+    if base.data.test != 0 or base.clients.test_fraction is not None:
         return "test, best" if base.data.validation != 0 else "test, last"
     if base.data.validation == 0:
         raise ConfigError("data.validation and data.test are both 0: there is nothing to compare methods by.")

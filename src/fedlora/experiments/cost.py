@@ -25,7 +25,11 @@ from fedlora.experiments.work import Work, begin
 from fedlora.runs.config import RunConfig
 from fedlora.workers.processes import end, one_process
 
-_NO_COST = {"run": {"seed", "rounds"}, "train": {"lr"}, "clients": {"alpha"}}  # change no round's length, or hardly
+_NO_COST = {
+    "run": {"seed", "rounds"},
+    "train": {"learning_rate"},
+    "clients": {"dirichlet_alpha"},
+}  # change no round's length, or hardly
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,8 @@ def _trial(run: Planned, data_root: Path | None) -> Trial:
     config, began = run.config, time.perf_counter()
     short = config.model_copy(
         update={
-            "run": config.run.model_copy(update={"rounds": 2, "track": [], "checkpoint_every": 2}),
-            "evaluate": config.evaluate.model_copy(update={"every": 2, "patience": None}),
+            "run": config.run.model_copy(update={"rounds": 2, "report_to": [], "checkpoint_every": 2}),
+            "evaluate": config.evaluate.model_copy(update={"every": 2, "early_stopping_patience": None}),
         }
     )
     with TemporaryDirectory() as folder:

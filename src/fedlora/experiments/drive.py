@@ -64,7 +64,7 @@ class Store:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Be the only driver; at the end the results are sorted. Raises `ConfigError` if another one is at work."""
-        for place, option in ((self.results.parent, "--results"), (self.work.folder, "--work")):
+        for place, option in ((self.results.parent, "--results"), (self.work.folder, "--work-dir")):
             try:
                 place.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -78,7 +78,7 @@ class Store:
         except Timeout as error:
             raise ConfigError(
                 f"another process drives {self.results.stem} in {self.work.folder}: wait for it, or end it. One driver "
-                f"starts all runs; it takes --workers, --on slurm or --on ray."
+                f"starts all runs; it takes --workers, --backend slurm or --backend ray."
             ) from error
 
 

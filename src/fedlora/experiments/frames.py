@@ -46,8 +46,8 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
 
     Returns:
         By run: its file, its label on each axis of its experiment, `COLUMNS`, every setting in which the runs differ
-        ("train.lr"), every score on the test set after the last round ("test loss"), and every client's own readout
-        ("own readout of site-1"), if measured. By round: digest, method, seed, round, metric, client, value;
+        ("train.learning_rate"), every score on the test set after the last round ("test loss"), and every client's own
+        readout ("own readout of site-1"), if measured. By round: digest, method, seed, round, metric, client, value;
         "test/loss" is of runs with evaluate.test_along. Runs that failed are left out.
 
     Raises:

@@ -194,7 +194,7 @@ class Grid:
                     apart = (
                         bool(config.data.clients) or config.data.task == "superni"
                     )  # then the data count the clients
-                    tables = {"method", "server", "defence", "clients", "data" if apart else "method"}
+                    tables = {"method", "server", "robust", "clients", "data" if apart else "method"}
                     if (key := config.model_dump_json(include=tables)) not in seen:
                         try_out(config)
                     seen.add(key)
@@ -214,7 +214,7 @@ class Grid:
 def try_out(config: RunConfig) -> None:
     """Build the server, begin with a toy adapter of one square matrix, and hand it to a client of each rank: what a
     method cannot serve is told in milliseconds, and not after the model is loaded. Raises what it raises."""
-    server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
+    server = config.server.build(config.method.build(), config.run.seed, config.robust.build())
     count = client_count(config)
     assigned = config.clients.assigned([str(k) for k in range(count)], config.run.seed) if count else {}
     if ranks := sorted({kind.attention for kind in assigned.values()}):

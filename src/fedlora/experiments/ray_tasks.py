@@ -34,7 +34,7 @@ def ray_tasks(runs: Sequence[Planned], work: Work, address: str | None, gpus: in
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("--on ray needs Ray: pip install 'fedlora[ray]'.") from error
+        raise ConfigError("--backend ray needs Ray: pip install 'fedlora[ray]'.") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of what Ray will do one day

@@ -70,7 +70,7 @@ class Number:
     def lacks(self, config: RunConfig) -> str | None:
         """Why a run of this configuration cannot have the number; None if it can."""
         data, task = config.data, config.data.task
-        no_test = data.test == 0 and task in (None, "superni") and config.clients.own_test is None
+        no_test = data.test == 0 and task in (None, "superni") and config.clients.test_fraction is None
         if (self.where in ("validation", "rounds") or self.what == "best") and data.validation == 0:
             return "it is of validation data, and data.validation = 0 leaves none"
         if self.where in ("test", "clients") and no_test:
@@ -78,7 +78,7 @@ class Number:
         if self.where == "clients" and not config.evaluate.clients_at_end:
             return "clients' own readouts are measured only with evaluate.clients_at_end = true"
         if self.where == "unseen" and (task != "superni" or data.unseen == 0):
-            return "only data.task = 'superni' with data.unseen > 0 has tasks that nobody trains on"
+            return "only data.task = 'superni' with data.unseen_tasks > 0 has tasks that nobody trains on"
         if self.where == "validation_mismatched" and task != "mnli":
             return "only data.task = 'mnli' has that test set"
         return None
@@ -102,7 +102,7 @@ def own_data(config: RunConfig) -> list[str]:
     data = config.data
     apart = data.task == "superni" or bool(data.clients)
     found = [part for part in ("validation", "test") if apart and not isinstance(getattr(data, part), str)]
-    return sorted({*found, *(["test"] if config.clients.own_test is not None else [])})
+    return sorted({*found, *(["test"] if config.clients.test_fraction is not None else [])})
 
 
 def _number(value: float | None) -> float:

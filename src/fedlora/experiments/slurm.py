@@ -75,7 +75,7 @@ def slurm(runs: Sequence[Planned], work: Work, name: str, asked: Asked, follow: 
             elif (why := work.why(run)) and (run.digest in ours or tries[run.digest] >= TRIES):
                 yield left.pop(run.digest), why
             elif tries[run.digest] >= TRIES:
-                yield left.pop(run.digest), f"{KILLED}; --again forgets that, and gives it new tries"
+                yield left.pop(run.digest), f"{KILLED}; --force forgets that, and gives it new tries"
         new = [run for run in left.values() if run.digest not in queue]
         for start in range(0, len(new), _ARRAY):
             _submit(new[start : start + _ARRAY], work, name, asked)

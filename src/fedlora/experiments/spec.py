@@ -2,7 +2,7 @@
 
 title, question                 words
 [run.*]                         tables of a run's configuration, common to all; relative paths start at this file
-[axes.NAME]                     label -> changes, as { "clients.alpha" = 0.1 }; a cell is one label of each axis
+[axes.NAME]                     label -> changes, as { "clients.dirichlet_alpha" = 0.1 }; a cell is a label of each axis
 [tune]                          a key, its values, and over which axes the best one is chosen, on seeds of its own
 [profiles.mini], .paper         seeds, further changes, and which labels of an axis are run
 """
@@ -50,7 +50,7 @@ class Tune(Part):
     the best value is chosen. at: labels of other axes, to which the search is confined. seeds: for the search alone.
     """
 
-    key: str = "train.lr"
+    key: str = "train.learning_rate"
     values: Annotated[list[float], Field(min_length=1)]
     over: list[str] = ["method"]
     at: dict[str, str] = {}
@@ -81,8 +81,9 @@ class Experiment(Part):
     compared, a row of a table each. reference: one of these labels, with which the others are compared. margin: a
     difference of the metric that does not matter, in its unit; differences then get a verdict. paper: its key in
     paper_numbers.toml. run: the tables of a run's configuration, common to all; relative paths start at this file.
-    axes: axis -> label -> changes, as { "clients.alpha" = 0.1 }; of two axes that set one key the later wins, and an
-    empty table removes a table. tune: the search for the best value of a key. profiles: scales to run at, by name.
+    axes: axis -> label -> changes, as { "clients.dirichlet_alpha" = 0.1 }; of two axes that set one key the later wins,
+    and an empty table removes a table. tune: the search for the best value of a key. profiles: scales to run at, by
+    name.
     skip: combinations of labels that are not cells.
     """
 

@@ -252,7 +252,7 @@ def _mixtures(progress: Progress) -> list[str]:
     found = [f"Runs of {len(commits)} commits: {', '.join(commits)}."] if len(commits) > 1 else []
     models: dict[str, set[str]] = {}
     for line in lines:
-        models.setdefault(line["config"]["model"]["path"], set()).add(line["read"]["model"])
+        models.setdefault(line["config"]["model"]["name"], set()).add(line["read"]["model"])
     found += [f"The model {path!r} had {len(of)} different contents." for path, of in models.items() if len(of) > 1]
     return found
 

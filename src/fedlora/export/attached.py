@@ -1,4 +1,4 @@
-"""An adapter attached to its base model by peft: the judgement of `validate --base`, and the start of `export`.
+"""An adapter attached to its base model by peft: the judgement of `validate --model`, and the start of `export`.
 
 transformers builds the base, peft adds the layers. peft gets no pattern of the file: each module that the file has
 factors for is named in full, with its rank and alpha. What peft then asks for must be what the file holds, name by name
@@ -97,7 +97,7 @@ def other_base(file: AdapterFile, base: str, place: Path) -> list[str]:
     given = os.path.realpath(place) if place == Path(base) else base.partition("@")[0]
     if not os.path.isdir(named) and is_same_base(Base(Path(named).name), Base(Path(given).name)):
         return []
-    return [f"{file.directory} names {quoted(named, 120)}, and --base is {quoted(base, 120)}"]
+    return [f"{file.directory} names {quoted(named, 120)}, and --model is {quoted(base, 120)}"]
 
 
 def attach(model: Any, file: AdapterFile) -> PeftModel:

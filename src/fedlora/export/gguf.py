@@ -39,7 +39,7 @@ _ARCHITECTURES = {
     "gemma3_text": "gemma3", "phi3": "phi3",
 }  # fmt: skip
 _REORDERED = ("llama",)  # architectures whose q and k are stored with each head's even rows before its odd ones
-_WAY = "`fedlora export --for merged` writes the full model, which llama.cpp's converter takes"
+_WAY = "`fedlora export --format merged` writes the full model, which llama.cpp's converter takes"
 
 
 @dataclass(frozen=True)

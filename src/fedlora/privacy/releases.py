@@ -36,7 +36,7 @@ RELEASED: Mapping[str, Allowed] = MappingProxyType(
         "manifest.json": {
             **_all("config_digest", "run", "versions", "python", "commit", "device", "threads", "seed", "model"),
             **_all("clients", "method", "evaluation_target", "answer_ends", "cut_held_out", "privacy"),
-            "data": _all("labels", "template", "validation", "test", "probes"),
+            "data": _all("label_names", "chat_template", "validation", "test", "probes"),
         },
         "tracker": _all("server_rank", "privacy", "metrics", "test", "test_best"),
         # of a federation

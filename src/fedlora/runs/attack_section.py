@@ -1,4 +1,4 @@
-"""The table [attack] in a run's configuration: lying clients, for experiments in one process."""
+"""The table [attack] in a run's configuration: byzantine clients, for experiments in one process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from fedlora.training.settings import Section
 
 
 class AttackSection(Section):
-    """Lying clients, for experiments; never in a federation. Every output of such a run says so.
+    """Byzantine clients, for experiments; never in a federation. Every output of such a run says so.
 
-    kind: what they do, see docs/how-to/attacks.md. share: of all clients, rounded down, drawn by run.seed. clients: the
-    liars' names, instead of a share. strength: depends on the kind. noise: a free rider hides behind noise.
+    kind: what they do, see docs/how-to/attacks.md. fraction: of all clients, rounded down, drawn by run.seed. clients:
+    the byzantine clients' names, instead of a share. strength: depends on the kind. noise: a free rider hides behind
+    noise.
     """
 
     kind: Kind | Literal["none"] = "none"
-    share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     clients: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML has lists
     strength: Annotated[float, Field(gt=0)] | None = None
     noise: bool = False
@@ -32,8 +33,8 @@ class AttackSection(Section):
     def _who_and_how(self) -> AttackSection:
         if self.kind == "none":
             return self
-        if (self.share is None) == (not self.clients):
-            raise ValueError("give either attack.share (of all clients) or attack.clients (their names)")
+        if (self.fraction is None) == (not self.clients):
+            raise ValueError("give either attack.fraction (of all clients) or attack.clients (their names)")
         try:
             self._attack()
         except HyperparameterError as error:
@@ -50,7 +51,7 @@ class AttackSection(Section):
         return self.kind != "none" and KINDS[self.kind].pairs
 
     def adversary(self, names: Sequence[str], seed: int) -> Adversary | None:
-        """Which of these clients lie, and how; None if nobody does.
+        """Which of these clients are byzantine, and how; None if nobody does.
 
         Raises:
             ConfigError: the share rounds to nobody, a client is unknown, or nobody is honest.
@@ -58,15 +59,15 @@ class AttackSection(Section):
         if not self.on:
             return None
         try:
-            liars = self.clients if self.share is None else choose_attackers(names, self.share, seed=seed)
+            byzantine = self.clients if self.fraction is None else choose_attackers(names, self.fraction, seed=seed)
         except HyperparameterError as error:
-            raise ConfigError(f"attack.share: {error}") from error
-        unknown = [name for name in liars if name not in names]
+            raise ConfigError(f"attack.fraction: {error}") from error
+        unknown = [name for name in byzantine if name not in names]
         if unknown:
             raise ConfigError(f"attack.clients names {unknown[0]!r}, which is not among {', '.join(names)}.")
-        if not set(names) - set(liars):
-            raise ConfigError(f"all {len(names)} clients lie: an attack needs an honest client. Name fewer.")
-        return Adversary(self._attack(), tuple(dict.fromkeys(liars)), seed)
+        if not set(names) - set(byzantine):
+            raise ConfigError(f"all {len(names)} clients are byzantine: an attack needs an honest client. Name fewer.")
+        return Adversary(self._attack(), tuple(dict.fromkeys(byzantine)), seed)
 
     def _attack(self) -> Attack:
         assert self.kind != "none"  # both callers check
@@ -100,4 +101,4 @@ def attack_facts(adversary: Adversary | None) -> dict[str, Any] | None:
 
 def attack_note(adversary: Adversary | None, client: str) -> dict[str, object] | None:
     """An attack's entry in a stored upload of its round; None without an attack."""
-    return None if adversary is None else {"attack": adversary.attack.words, "lies": client in adversary.clients}
+    return None if adversary is None else {"attack": adversary.attack.words, "byzantine": client in adversary.clients}

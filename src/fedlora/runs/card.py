@@ -121,7 +121,7 @@ def model_card(
         "adapted modules": f"{len(adapter.modules)}, rank {span}",
         "client ranks": ", ".join(f"{name}: {rank}" for name, rank in manifest["clients"].items()),
         "training examples": _examples(train) + programs if privacy is None else "withheld, a private run",
-        "data": _settings(config.data, "task", "max_train", "max_length", "template"),
+        "data": _settings(config.data, "task", "max_train", "max_length", "chat_template"),
         "dealt out by": "" if apart else _settings(config.clients, "partition", "alpha", "profile"),
         "LoRA": _settings(config.lora),
         "local round": local + manifest.get("local_round_unless", ""),
@@ -129,7 +129,7 @@ def model_card(
         "validation": _scores(validation or {}),
         f"held-out {on} ({client or by or manifest['evaluation_target']})": _scores(metrics) or "none",
         **_classes(manifest, programs),
-        "robust rule": config.defence.build(),
+        "robust rule": config.robust.build(),
         "differential privacy": privacy,
         "configuration": f"digest {manifest['config_digest']}",
         "code": f"fedlora {manifest['versions'].get('fedlora', 'not installed by pip')}, commit "
@@ -163,7 +163,7 @@ def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _classes(manifest: Mapping[str, Any], given: str) -> dict[str, str]:
     """A row by class: training examples, or the names alone."""
-    names = [_cell(name) for name in manifest["data"]["labels"]]
+    names = [_cell(name) for name in manifest["data"]["label_names"]]
     if not 0 < len(names) <= _MOST_CLASSES:
         return {}
     if not (counts := manifest["data"]["label_counts"]):
@@ -192,7 +192,7 @@ def snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:
         code = _LANGUAGE_MODEL.replace("ASK", _IN_CHAT if template == CHAT else bare)
         code = code.replace("ENDS", repr(list(ends)) if ends else "tokenizer.eos_token_id")
     else:
-        paired = config.data.pair is not None or config.data.task in ("qqp", "qnli", "mnli")
+        paired = config.data.text_pair is not None or config.data.task in ("qqp", "qnli", "mnli")
         pairs = '\npairs = ["its second sentence", "the other\'s"]' if paired else ""
         code = _CLASSIFIER.replace("PAIRS", pairs).replace("SECOND", " pairs," if paired else "")
         code = code.replace("LENGTH", str(config.data.max_length))

@@ -15,10 +15,10 @@ from fedlora.core.messages import Client
 from fedlora.errors import ConfigError, FedLoRAError, said_by
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
-from fedlora.runs.defence import check_rule
 from fedlora.runs.identity import own_files
 from fedlora.runs.privacy_section import PrivacySection
 from fedlora.runs.private_releases import Planned
+from fedlora.runs.robust import check_rule
 from fedlora.runs.tracking import check_trackers
 from fedlora.server.private import Private
 from fedlora.server.sampling import sample_clients
@@ -38,8 +38,8 @@ def of_parts(config: RunConfig) -> Iterator[str]:
     device, program = config.model.chosen_device(), config.train.program()
     yield from said_by(
         config.method.build,
-        lambda: check_device(device, config.model.four_bit),
-        lambda: check_trackers(config.run.track),
+        lambda: check_device(device, config.model.load_in_4bit),
+        lambda: check_trackers(config.run.report_to),
         *([] if program is None else [lambda: check_program(program)]),
     )
 
@@ -49,13 +49,13 @@ def of_settings(config: RunConfig) -> Iterator[str]:
     yield from of_parts(config)
     yield from _of_metric(config)
     yield from said_by(lambda: check_private(config, built(config)))
-    if (path := own_files(config).get("model.path")) is None or path.exists():
-        yield from said_by(lambda: config.model.check_targets(config.lora.targets))
+    if (path := own_files(config).get("model.name")) is None or path.exists():
+        yield from said_by(lambda: config.model.check_targets(config.lora.target_modules))
 
 
 def built(config: RunConfig) -> Server:
     """The server of that configuration. Raises `HyperparameterError`."""
-    return config.server.build(config.method.build(), config.run.seed, config.defence.build())
+    return config.server.build(config.method.build(), config.run.seed, config.robust.build())
 
 
 def per_round(config: RunConfig, names: Sequence[str]) -> int:
@@ -67,12 +67,13 @@ def of_data(config: RunConfig, data: Dealt, processes: int) -> Iterator[str]:
     """Settings that need data that are missing, or that cannot be shared by so many processes."""
     validation, test = (any(map(len, sets.values())) for sets in (data.validation, data.test))
     e = config.evaluate
-    if processes > 1 and config.model.four_bit:
-        yield f"run.workers = {config.run.workers!r} cannot share model.four_bit; leave one of them out."
+    if processes > 1 and config.model.load_in_4bit:
+        yield f"run.workers = {config.run.workers!r} cannot share model.load_in_4bit; leave one of them out."
     if e.patience is not None and not validation:
         yield (
-            f"evaluate.patience = {e.patience} needs the validation metric, but there are no validation data: "
-            f"data.validation = {config.data.validation!r}. Give it a share or a file, or leave patience out."
+            f"evaluate.early_stopping_patience = {e.patience} needs the validation metric, but there are no validation "
+            f"data: data.validation = {config.data.validation!r}. Give it a share or a file, or leave "
+            f"early_stopping_patience out."
         )
     if e.test_along and not (validation and test):
         yield (
@@ -84,7 +85,7 @@ def of_data(config: RunConfig, data: Dealt, processes: int) -> Iterator[str]:
         there = "a common one only" if not data.own_test else "each client's own only"
         yield (
             f"evaluate.clients_at_end = 'both' needs the clients' own test sets and the common one; there is {there}. "
-            f"Give clients.own_test and data.test, or set it to true."
+            f"Give clients.test_fraction and data.test, or set it to true."
         )
 
 
@@ -192,16 +193,16 @@ def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
         yield "privacy.sampling = 'poisson' draws each client with chance run.participation, now 1: set it below 1"
     yield from section.excludes(config.server)
     told = {
-        "run.track": (poisson and run.track, "stores when each round ended, which tells who was drawn in secret"),
+        "run.report_to": (poisson and run.track, "stores when each round ended, which tells who was drawn in secret"),
         "run.keep_uploads": (run.keep_uploads != "none", "stores what clients sent"),
         "run.readouts": (run.readouts, "reports on single clients"),
         "evaluate.clients_at_end": (evaluate.clients_at_end, "reports on single clients"),
         "evaluate.target": (evaluate.target == "clients", "scores single clients"),
         "evaluate.test_along": (evaluate.test_along, "would release scores on the test set after each round"),
-        "clients.own_test": (config.clients.own_test, "would release scores on clients' own data"),
-        "attack.kind": (config.attack.on, "reports who lied and how"),
+        "clients.test_fraction": (config.clients.test_fraction, "would release scores on clients' own data"),
+        "attack.kind": (config.attack.on, "reports which clients were byzantine"),
         "server.gauge_stress": (config.server.gauge_stress, "is an experiment with uploads"),
-        "defence.rule": (config.defence.rule != "none", "weighs each client by the others' uploads, without a bound"),
+        "robust.rule": (config.robust.rule != "none", "weighs each client by the others' uploads, without a bound"),
         "train.command": (config.train.command, "leaves logs and adapters of single clients in the run's folder"),
         "model.adapter": (config.model.adapter, "is a trained start, and the first download releases what it learned"),
         "data.task": (data.task == "superni" and data.task, "takes validation and test data from clients"),
@@ -209,10 +210,14 @@ def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
     for key, (there, why) in told.items():
         if there:
             yield f"{key} {why}, but [privacy] lets nothing but noised sums leave: leave it out"
-    if (data.clients or data.train not in (None, "demo")) and config.model.task == "classification" and not data.labels:
+    if (
+        (data.clients or data.train not in (None, "demo"))
+        and config.model.task == "sequence-classification"
+        and not data.labels
+    ):
         yield (
-            "data.labels is missing: without it the head's shape would reveal which classes occur in clients' rows. "
-            "Name the classes"
+            "data.label_names is missing: without it the head's shape would reveal which classes occur in clients' "
+            "rows. Name the classes"
         )
     for part in ("validation", "test") if data.clients else ():
         share = getattr(data, part)

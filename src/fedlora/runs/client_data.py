@@ -69,12 +69,12 @@ def deal(config: RunConfig, data_root: Path | None, keep: Keep | None = None) ->
     Raises:
         ConfigError, DataError: data cannot be read, or not be distributed as configured.
     """
-    share = config.clients.own_test
+    share = config.clients.test_fraction
     if share is not None and (config.data.clients or config.data.task == "superni"):
         own = "data.clients" if config.data.clients else "data.task = 'superni'"
         raise ConfigError(
-            f"clients.own_test = {share:g} is for one file that is dealt out; with {own} each client already has its "
-            f"own test set, by data.test. Leave clients.own_test out."
+            f"clients.test_fraction = {share:g} is for one file that is dealt out; with {own} each client already has "
+            f"its own test set, by data.test. Leave clients.test_fraction out."
         )
     if config.data.task == "superni":
         return _superni(config, data_root)
@@ -86,7 +86,7 @@ def deal(config: RunConfig, data_root: Path | None, keep: Keep | None = None) ->
 def _check_classes(config: RunConfig, dealt: Dealt) -> None:
     """Raise `DataError` for a classification with a single class."""
     names = dealt.classes
-    if config.model.task == "classification" and len(names) < 2:
+    if config.model.task == "sequence-classification" and len(names) < 2:
         d = config.data
         files = dict.fromkeys(f for f in (d.train, *d.clients.values(), d.validation, d.test) if isinstance(f, str))
         raise DataError(
@@ -119,10 +119,10 @@ def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
             )
         except DataError as error:
             raise ConfigError(
-                f"clients.own_test = {share:g} gives {client!r} no test set: it was dealt {len(part)} examples, "
+                f"clients.test_fraction = {share:g} gives {client!r} no test set: it was dealt {len(part)} examples, "
                 f"{len(alone)} of which only this client has ({error}). A client needs {math.ceil(1 / share)} "
-                f"or more: raise clients.min_size to that (for a Dirichlet partition), deal to fewer clients, or raise "
-                f"clients.own_test."
+                f"or more: raise clients.min_examples to that (for a Dirichlet partition), deal to fewer clients, or "
+                f"raise clients.test_fraction."
             ) from error
         parts[client] = TextData.concat([train, part.select(common)]) if common else train
     common_test = dealt.test if any(map(len, dealt.test.values())) else {"": TextData.concat(list(tests.values()))}
@@ -136,7 +136,7 @@ def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
         raise ConfigError(
             f"data.task = {d.task!r} brings its own test set, and validation is a share of train; leave data.test out."
         )
-    if config.model.task != "classification":
+    if config.model.task != "sequence-classification":
         raise ConfigError(f"data.task = {d.task!r} is a classification task; model.task is {config.model.task!r}.")
     train, tests = read_glue(d.task, data_root, d.revision)
     train, validation, _ = split(train, validation=d.validation, test=0, seed=seed)
@@ -170,7 +170,7 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
     if len(chosen.train) < d.tasks or len(chosen.unseen) < d.unseen:
         raise ConfigError(
             f"data.task_lists name {len(chosen.train)} and {len(chosen.unseen)} tasks, fewer than data.tasks = "
-            f"{d.tasks} and data.unseen = {d.unseen}."
+            f"{d.tasks} and data.unseen_tasks = {d.unseen}."
         )
     pieces = {name: split(tasks[name].data, validation=d.validation, test=d.test, seed=seed) for name in chosen.train}
 
@@ -239,19 +239,27 @@ def _split(config: RunConfig, client: str, data: TextData) -> Parts:
 
 
 def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
-    """Path -> its examples. All files use the same classes: data.labels, otherwise all that occur in any file."""
+    """Path -> its examples. All files use the same classes: data.label_names, otherwise all that occur in any file."""
     d = config.data
 
     def read(path: str, names: Sequence[str] | None = None) -> TextData:
         if path == "demo":
             demo = demo_data()
             if d.labels and tuple(d.labels) != demo.label_names:
-                raise ConfigError(f"data.labels = {d.labels}, but the demo's classes are {list(demo.label_names)}.")
+                raise ConfigError(
+                    f"data.label_names = {d.labels}, but the demo's classes are {list(demo.label_names)}."
+                )
             return demo
-        if config.model.task != "classification":
+        if config.model.task != "sequence-classification":
             return read_instructions(path, prompt=d.prompt, response=d.response, messages=d.messages)
         return read_classification(
-            path, text=d.text, label=d.label, pair=d.pair, label_names=d.labels or names, agreed=True, key="data.labels"
+            path,
+            text=d.text,
+            label=d.label,
+            text_pair=d.pair,
+            label_names=d.labels or names,
+            agreed=True,
+            key="data.label_names",
         )
 
     found = {path: read(path) for path in paths}

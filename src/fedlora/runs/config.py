@@ -19,10 +19,10 @@ from fedlora.errors import ConfigError, refuse, said_by
 from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection
 from fedlora.runs.data_sections import ClientsSection, DataSection
-from fedlora.runs.defence import DefenceSection
 from fedlora.runs.identity import digest
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 from fedlora.runs.reading import checked, partly, set_in, tables_in
+from fedlora.runs.robust import RobustSection
 from fedlora.runs.sections import EvaluateSection, MethodSection, ModelSection, RunSection, ServerSection, TrainTable
 from fedlora.training.settings import LoRASettings, Section
 
@@ -42,7 +42,7 @@ class RunConfig(Section):
     lora: LoRASettings = LoRASettings()
     method: MethodSection = MethodSection()
     server: ServerSection = ServerSection()
-    defence: DefenceSection = DefenceSection()
+    robust: RobustSection = RobustSection()
     clients: ClientsSection = ClientsSection()
     train: TrainTable = TrainTable()
     evaluate: EvaluateSection = EvaluateSection()
@@ -145,7 +145,7 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
         there["path"] = absolute(model.path)
     elif model.path not in PACKAGED and Path(model.path).exists():  # transformers would use that one
         raise ConfigError(
-            f"model.path = {model.path!r} is relative to {folder.resolve()}, the folder of its file, but there is no "
+            f"model.name = {model.path!r} is relative to {folder.resolve()}, the folder of its file, but there is no "
             f"such model there; the working directory has one. If you mean that one, give its full path."
         )
     if adapter := model.adapter:

@@ -28,18 +28,19 @@ class ClientsSection(Section):
 
     count: the number of clients, named site-1, site-2, ... ranks: one for each client in that order, or one for all; an
     entry is a rank or {attention = r, feed_forward = r}; default 8. With `profile`, the values that it distributes.
-    profile: see `fedlora ranks`; flexlora-* have their own ranks. partition: label skew, or equal mixes. alpha: of the
-    skew, default 1; smaller is more skewed. min_size: the fewest examples of a client. own_test: a share of each
-    client's data to measure it on; with data.test = 0 these together are the common test set.
+    profile: see `fedlora experiment ranks`; flexlora-* have their own ranks. partition: label skew, or equal mixes.
+    dirichlet_alpha: of the skew, default 1; smaller is more skewed. min_examples: the fewest examples of a client.
+    test_fraction: a share of each client's data to measure it on; with data.test = 0 these together are the common test
+    set.
     """
 
     count: Positive | None = None
     ranks: list[Positive | RankEntry] | None = None
     profile: RankProfile | None = None
     partition: Literal["dirichlet", "iid"] = "dirichlet"
-    alpha: Annotated[float, Field(gt=0)] | None = None
-    min_size: Positive = 8
-    own_test: Annotated[float, Field(gt=0, lt=1)] | None = None
+    dirichlet_alpha: Annotated[float, Field(gt=0)] | None = None
+    min_examples: Positive = 8
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @field_validator("ranks", mode="before")
     @classmethod
@@ -105,14 +106,15 @@ class DataSection(Section):
     Give one of three sources; each may also be a Parquet file or "hf://owner/name?config=...&split=...&revision=...".
     train: one file, dealt out to the clients; "demo" is built in. clients: id -> that client's own file. task: GLUE,
     from --data-root or the hub, or "superni", where each task is a client. revision: of the hub's GLUE. text: the
-    column of the text. pair: of a second text. label: of the class. labels: the classes in the order of their numbers;
-    default: all that occur. prompt: the column of an instruction. response: of its answer. messages: of conversations;
-    default: "messages", if the rows have it. validation: a share of each file to hold out, or a file; it chooses the
-    best state. test: likewise; GLUE has its own. max_train: the most training examples (superni: per client), drawn by
-    the seed. max_test: the most test examples (superni: per task). tasks: how many are clients (superni). unseen: how
-    many nobody trains on (superni). task_lists: two files that name these tasks, instead of a draw. template: around
-    prompts: "chat", the model's own (the default), or a text with {prompt} in it (superni: "{prompt}"). max_length:
-    tokens per example. Longer prompts are cut, and a response that alone fills it keeps half; the manifest counts both.
+    column of the text. text_pair: of a second text. label: of the class. label_names: the classes in the order of their
+    numbers; default: all that occur. prompt: the column of an instruction. response: of its answer. messages: of
+    conversations; default: "messages", if the rows have it. validation: a share of each file to hold out, or a file; it
+    chooses the best state. test: likewise; GLUE has its own. max_train: the most training examples (superni: per
+    client), drawn by the seed. max_test: the most test examples (superni: per task). tasks: how many are clients
+    (superni). unseen_tasks: how many nobody trains on (superni). task_lists: two files that name these tasks, instead
+    of a draw. chat_template: around prompts: "chat", the model's own (the default), or a text with {prompt} in it
+    (superni: "{prompt}"). max_length: tokens per example. Longer prompts are cut, and a response that alone fills it
+    keeps half; the manifest counts both.
     """
 
     train: str | None = None
@@ -120,25 +122,25 @@ class DataSection(Section):
     task: DataTask | None = None
     revision: str | None = None
     tasks: Positive = 50
-    unseen: Annotated[int, Field(ge=0)] = 20
+    unseen_tasks: Annotated[int, Field(ge=0)] = 20
     task_lists: list[str] = []  # noqa: RUF012 - pydantic copies it
     max_train: Positive | None = None
     max_test: Positive | None = None
     text: str = "text"
-    pair: str | None = None
+    text_pair: str | None = None
     label: str = "label"
-    labels: ClassNames | None = None
+    label_names: ClassNames | None = None
     prompt: str = "prompt"
     response: str = "response"
     messages: str | None = None
-    template: str | None = None
+    chat_template: str | None = None
     validation: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     test: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     max_length: Positive = 128
 
     def prompting(self) -> str:
-        """The effective `template` for a language model: by default "chat", for superni "{prompt}"."""
-        return self.template or (BARE if self.task == "superni" else CHAT)
+        """The effective `chat_template` for a language model: by default "chat", for superni "{prompt}"."""
+        return self.chat_template or (BARE if self.task == "superni" else CHAT)
 
     @model_validator(mode="after")
     def _one_kind_of_rows(self) -> DataSection:
@@ -148,7 +150,7 @@ class DataSection(Section):
                 f"data.messages = {self.messages!r} reads conversations, but data.{given[0]} is for prompts: leave "
                 f"one of them out"
             )
-        check_template(self.template)
+        check_template(self.chat_template)
         return self
 
     @model_validator(mode="after")

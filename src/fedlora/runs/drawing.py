@@ -37,7 +37,7 @@ def gridded(figure: Figure, *axes: Any) -> Figure:
 
 
 def under_attack(figure: Figure, what: str) -> None:
-    """Add a title saying that the clients lied on purpose, below any existing one."""
+    """Add a title saying that the clients were byzantine on purpose, below any existing one."""
     title = figure.get_suptitle()
     said = textwrap.wrap(f"UNDER ATTACK, on purpose: {what}. Not for use.", int(13 * figure.get_figwidth()))
     more = said[:3] + (["..."] if len(said) > 3 else [])

@@ -35,8 +35,8 @@ def execute(
 ) -> Iterator[RoundRecord]:
     """Run all remaining rounds, storing each; then write the adapters, the test result and the summary.
 
-    If `evaluate.patience` ends the run early, its final round counts as the last in every respect. called: the run's
-    name and group at trackers (run.track); by default its folder's name.
+    If `evaluate.early_stopping_patience` ends the run early, its final round counts as the last in every respect.
+    called: the run's name and group at trackers (run.report_to); by default its folder's name.
 
     Raises:
         ConfigError: the folder holds files of something other than a run; nothing is written.
@@ -76,7 +76,7 @@ def _executed(
         prepared = replace(prepared, server=private.server)
     lines = folder.rewind(state.round)
     told = json.loads(shown_config(config).canonical())
-    trackers = Trackers(config.run.track, folder.path, told, lines, anew=resumed, called=called)
+    trackers = Trackers(config.run.report_to, folder.path, told, lines, anew=resumed, called=called)
     checkpoints = Checkpoints(prepared, folder, of, lines)
     ranking, patience, rounds = Ranking(prepared.metric), config.evaluate.stopping(), config.run.rounds
     stopped = ranking.stop(lines, rounds, patience)

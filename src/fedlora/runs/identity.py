@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 MEANING = 1  # raised when a default or the meaning of a key changes, so that old results do not stand for new runs
 NO_NUMBER = frozenset({  # keys that change no number of a result
-    "run.workers", "run.track", "run.checkpoint_every", "run.keep_checkpoints", "run.keep_uploads", "run.readouts",
-    "train.time_limit",
+    "run.workers", "run.report_to", "run.checkpoint_every", "run.keep_checkpoints", "run.keep_uploads", "run.readouts",
+    "train.timeout",
 })  # fmt: skip
 LATER = NO_NUMBER | {  # keys that may change on resume: they concern the end, or the rounds from then on
     "run.rounds",
-    "run.threads", "data.template",  # compared as they take effect, in the facts
+    "run.threads", "data.chat_template",  # compared as they take effect, in the facts
     "train.command", "evaluate.every", "evaluate.test_along", "evaluate.clients_at_end", "evaluate.samples",
     "privacy.budget",
 }  # fmt: skip
@@ -36,7 +36,7 @@ MISSING = "missing"
 
 def later(config: RunConfig) -> frozenset[str]:
     """`LATER`, without the number of rounds where each round depends on it: by the learning rate, or by the noise."""
-    fixed = config.train.schedule != "constant" or config.privacy is not None
+    fixed = config.train.lr_scheduler_type != "constant" or config.privacy is not None
     return LATER - {"run.rounds"} if fixed else LATER
 
 

@@ -45,10 +45,10 @@ class Prepared:
     """All parts of a run, loaded and checked.
 
     parts: client -> its training data. workers: train the clients, one or several at a time. processes: how many do the
-    work, see `crew`. adversary: the lying clients, or None. manifest: the run's public record; for a private run, facts
-    about clients' data are in `secrets` instead. test: on the test data; probes: further test sets by name ("unseen",
-    "validation_mismatched"), measured only at the end. samples: held-out prompts whose answers by a language model are
-    kept, before and after.
+    work, see `crew`. adversary: the byzantine clients, or None. manifest: the run's public record; for a private run,
+    facts about clients' data are in `secrets` instead. test: on the test data; probes: further test sets by name
+    ("unseen", "validation_mismatched"), measured only at the end. samples: held-out prompts whose answers by a language
+    model are kept, before and after.
 
     Example:
         >>> prepared = prepare(load_config(Path("config.toml")))
@@ -164,7 +164,7 @@ def prepare(
         target=target,
         metric=score_name(config.evaluate.metric),
         seed_adapter=seed_adapter,
-        spec=named(spec, base_name(config.model.path, facts["model"]["sha256"]).name),
+        spec=named(spec, base_name(config.model.name, facts["model"]["sha256"]).name),
         tokenizer=model.tokenizer,
         manifest=facts if config.privacy is None else public_manifest(facts),
         secrets=None if config.privacy is None else facts,
@@ -190,8 +190,8 @@ def _trainer(
     program = config.train.program()
     if program is None:
         settings = TrainSettings(
-            **config.train.model_dump(exclude={"command", "time_limit"}), rounds=config.run.rounds,
-            max_length=config.data.max_length, bf16=config.model.bf16, template=_template(config),
+            **config.train.model_dump(exclude={"command", "timeout"}), rounds=config.run.rounds,
+            max_length=config.data.max_length, bf16=config.model.bf16, chat_template=_template(config),
         )  # fmt: skip
         return LocalTrainer(model, parts, settings, seed=config.run.seed)
     return ProgramTrainer(

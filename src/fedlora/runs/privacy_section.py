@@ -24,18 +24,18 @@ class PrivacySection(Section):
 
     docs/how-to/privacy.md explains the guarantee.
 
-    clip: C, the largest norm of one client's change in a round; larger ones are scaled down to it. noise_multiplier: z,
-    the noise relative to one client's largest effect; set this or `epsilon`. epsilon: the cost of all run.rounds
-    together at `delta`. delta: the probability that the guarantee fails. sampling: all clients in every round, or
-    "poisson": each with chance run.participation, drawn secretly. shape: sum changes whole, or in `dims` directions of
-    each side of a module. dims: their number, if the shape is "two-sided". rank: R of the server's update (default: the
-    clients' largest). most_examples: a client counts min(n_i, most_examples) / most_examples; not set: all equally.
-    population: a name for these clients. ledger: the file that charges all runs on these clients; keep it. budget: the
-    most epsilon that these runs together may spend at `delta`; the first run writes it into the ledger (default: what
-    that run needs), and later it can only lower the ledger's.
+    clipping_norm: C, the largest norm of one client's change in a round; larger ones are scaled down to it.
+    noise_multiplier: z, the noise relative to one client's largest effect; set this or `epsilon`. epsilon: the cost of
+    all run.rounds together at `delta`. delta: the probability that the guarantee fails. sampling: all clients in every
+    round, or "poisson": each with chance run.participation, drawn secretly. shape: sum changes whole, or in `dims`
+    directions of each side of a module. dims: their number, if the shape is "two-sided". rank: R of the server's update
+    (default: the clients' largest). most_examples: a client counts min(n_i, most_examples) / most_examples; not set:
+    all equally. population: a name for these clients. ledger: the file that charges all runs on these clients; keep it.
+    budget: the most epsilon that these runs together may spend at `delta`; the first run writes it into the ledger
+    (default: what that run needs), and later it can only lower the ledger's.
     """
 
-    clip: Above
+    clipping_norm: Above
     noise_multiplier: Above | None = None
     epsilon: Annotated[float, Field(ge=LEAST_EPSILON, le=MOST_EPSILON)] | None = None
     delta: Annotated[float, Field(ge=LEAST_DELTA, lt=1)]
@@ -122,7 +122,7 @@ class PrivacySection(Section):
     ) -> Private:
         """The privacy parameters for these clients. largest: their largest rank. seed: for the public directions."""
         return Private(
-            clip=self.clip, noise_multiplier=self.multiplier(rounds, participation),
+            clipping_norm=self.clipping_norm, noise_multiplier=self.multiplier(rounds, participation),
             clients=tuple(clients), rank=self.rank or largest, releases=releases, dims=self.dims,
             sampling=self.chance(participation), most_examples=self.most_examples, seed=seed,
         )  # fmt: skip

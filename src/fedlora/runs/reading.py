@@ -157,7 +157,7 @@ def set_in(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def flat(table: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """The tables within it as dotted keys: of {"train": {"lr": 0.1}} {"train.lr": 0.1}."""
+    """The tables within it as dotted keys: of {"train": {"learning_rate": 0.1}} {"train.learning_rate": 0.1}."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         found |= flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}

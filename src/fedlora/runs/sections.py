@@ -51,7 +51,7 @@ class RunSection(Section):
     torch's (0: its own default); a fixed number gives the same bits. workers: processes that train and evaluate, with
     one thread or GPU each; "auto" is the machine's number. On a CPU they change no bit. checkpoint_every: rounds
     between stored states. keep_checkpoints: how many of the newest, beside the best. readouts: write each client's
-    readout at the end. keep_uploads: store uploads as PEFT folders for `fedlora audit`. track: trackers to log to.
+    readout at the end. keep_uploads: store uploads as PEFT folders for `fedlora audit`. report_to: trackers to log to.
     """
 
     rounds: Positive = 10
@@ -63,7 +63,7 @@ class RunSection(Section):
     keep_checkpoints: Positive = 2
     readouts: bool = False
     keep_uploads: Literal["none", "last", "all"] = "none"
-    track: list[TrackerName] = []  # noqa: RUF012 - pydantic copies it
+    report_to: list[TrackerName] = []  # noqa: RUF012 - pydantic copies it
 
     @model_validator(mode="after")
     def _one_thread_each(self) -> RunSection:
@@ -88,35 +88,36 @@ class RunSection(Section):
 class ModelSection(Section):
     """The base model, which nobody changes.
 
-    path: a folder, a GGUF file, a hub id or "owner/name@revision"; "demo" (MiniLM) and "smollm2" are packaged. task:
+    name: a folder, a GGUF file, a hub id or "owner/name@revision"; "demo" (MiniLM) and "smollm2" are packaged. task:
     what the model does. device: of torch; "auto" is a GPU if there is one. adapter: a PEFT folder to start from, or one
     on the hub. revision: of a hub id; not set: the newest. dtype: of the base weights in memory; adapters and heads
-    stay float32. bf16: compute in bfloat16. checkpointing: recompute activations: less memory, more time. dropout:
-    instead of the model's own. four_bit: load the base in 4 bits (a GPU and bitsandbytes; not fedex-lora and flora).
+    stay float32. bf16: compute in bfloat16. gradient_checkpointing: recompute activations: less memory, more time.
+    dropout: instead of the model's own. load_in_4bit: load the base in 4 bits (a GPU and bitsandbytes; not fedex-lora
+    and flora).
     """
 
-    path: str
-    task: Task = "classification"
+    name: str
+    task: Task = "sequence-classification"
     device: str = "auto"
     adapter: str | None = None
     revision: str | None = None
     dtype: DType = "float32"
     bf16: bool = False
-    four_bit: bool = False
-    checkpointing: bool = False
+    load_in_4bit: bool = False
+    gradient_checkpointing: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _named_on_the_hub(cls, given: Any) -> Any:
         """owner/name@revision as its two parts."""
-        path = given.get("path") if isinstance(given, dict) else None
+        path = given.get("name") if isinstance(given, dict) else None
         named = repository_and_revision(path) if isinstance(path, str) and not os.path.lexists(path) else None
         if named is None:
             return given
         if given.get("revision") is not None:
-            raise ValueError(f"model.path = {path!r} names a revision, so leave out model.revision")
-        return given | {"path": named[0], "revision": named[1]}
+            raise ValueError(f"model.name = {path!r} names a revision, so leave out model.revision")
+        return given | {"name": named[0], "revision": named[1]}
 
     @model_validator(mode="after")
     def _bfloat16_computes(self) -> ModelSection:
@@ -127,7 +128,7 @@ class ModelSection(Section):
     def location(self) -> Path | str:
         """Where the model is; packaged models are files of installed packages, and a hub id stays as it is, or is its
         snapshot on this machine if the revision is given."""
-        return model_location(self.path) if self.revision is None else _snapshot(self.path, self.revision)
+        return model_location(self.name) if self.revision is None else _snapshot(self.name, self.revision)
 
     def check_targets(self, targets: Targets) -> None:
         """Raise `ConfigError` if LoRA cannot go there, before weights are read."""
@@ -142,7 +143,7 @@ class ModelSection(Section):
         device = device or self.chosen_device()
         return AdaptedModel.load(
             self.location(), self.task, lora, labels=tuple(labels), seed=seed, device=device, dropout=self.dropout,
-            four_bit=self.four_bit, checkpointing=self.checkpointing, dtype=self.dtype,
+            load_in_4bit=self.load_in_4bit, gradient_checkpointing=self.gradient_checkpointing, dtype=self.dtype,
         )  # fmt: skip
 
 
@@ -167,7 +168,7 @@ class MethodSection(Section):
 class ServerSection(Section):
     """The arguments of `fedlora.Server`, and an experiment with uploads.
 
-    weighting: p_i; not set: "uniform" with [defence], otherwise "examples". heads: of fully trained parts; not set: the
+    weighting: p_i; not set: "uniform" with [robust], otherwise "examples". heads: of fully trained parts; not set: the
     method's choice. quorum: the good uploads that a round needs; not set: the first bad one stops the run (on Flower,
     one good upload is enough). stream: add uploads up as they come and forget them (methods that need only the sum).
     gauge_stress: re-express each upload in random coordinates of this condition number.
@@ -180,7 +181,7 @@ class ServerSection(Section):
     gauge_stress: Annotated[float, Field(ge=1, le=MOST)] | None = None
 
     def build(self, method: Method[Any], seed: int, rule: Rule | None = None) -> Server:
-        """The server with that method. rule: from [defence]. Raises `HyperparameterError`."""
+        """The server with that method. rule: from [robust]. Raises `HyperparameterError`."""
         if not self.stream:
             return Server(method, self.heads, seed, Kept(rule, self.weighting, self.quorum))
         if rule is not None:
@@ -200,16 +201,16 @@ class TrainTable(TrainSection):
     program of the client's.
 
     command: a program and its arguments, started for each client and round; it finds a PEFT folder and leaves one, and
-    other keys here have no effect. {data} in it is the client's file of training examples. time_limit: seconds after
-    which the program is ended and its client fails.
+    other keys here have no effect. {data} in it is the client's file of training examples. timeout: seconds after which
+    the program is ended and its client fails.
     """
 
     command: Command | None = None
-    time_limit: Seconds | None = None
+    timeout: Seconds | None = None
 
     def program(self) -> Program | None:
         """The clients' program, if they have one."""
-        return None if self.command is None else Program(tuple(self.command), self.time_limit)
+        return None if self.command is None else Program(tuple(self.command), self.timeout)
 
 
 class EvaluateSection(Section):
@@ -218,10 +219,10 @@ class EvaluateSection(Section):
     every: rounds between evaluations; the last is always measured. target: whose model; "auto" is the server's if it
     has one. metric: reported, and used to choose the best. max_new_tokens: the longest generated answer. batch_size:
     examples at a time. clients_at_end: also measure each client's own readout, on its own test set if it has one;
-    "both": and on the common one. patience: stop after so many evaluations in a row without a better validation metric.
-    min_delta: the smallest improvement that counts. samples: how many held-out prompts a language model answers, before
-    and after training (samples.jsonl). test_along: also score the test set at each evaluation, for curves; nothing is
-    chosen by it.
+    "both": and on the common one. early_stopping_patience: stop after so many evaluations in a row without a better
+    validation metric. early_stopping_threshold: the smallest improvement that counts. samples: how many held-out
+    prompts a language model answers, before and after training (samples.jsonl). test_along: also score the test set at
+    each evaluation, for curves; nothing is chosen by it.
     """
 
     every: Positive = 1
@@ -230,16 +231,16 @@ class EvaluateSection(Section):
     max_new_tokens: Positive = 64
     clients_at_end: bool | Literal["both"] = False
     batch_size: Positive = 64
-    patience: Positive | None = None
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    early_stopping_patience: Positive | None = None
+    early_stopping_threshold: Annotated[float, Field(ge=0)] = 0.0
     samples: Annotated[int, Field(ge=0)] = 5
     test_along: bool = False
 
     def stopping(self) -> Patience | None:
         """When to stop early."""
-        if self.patience is None:
+        if self.early_stopping_patience is None:
             return None
-        return Patience(self.patience, self.min_delta, self.every)
+        return Patience(self.early_stopping_patience, self.early_stopping_threshold, self.every)
 
     def evaluator(
         self,

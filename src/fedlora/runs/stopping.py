@@ -16,7 +16,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Patience:
-    """Stop after `evaluations` in a row that do not improve on the best one before them by more than `min_delta`.
+    """Stop after `evaluations` in a row that do not improve on the best one before them by more than `threshold`.
 
     every: rounds between evaluations. Measurements in between, such as the last round of a run that was then extended,
     do not count, so that the longer run stops where it would have stopped from the start. A score that is NaN (a
@@ -24,7 +24,7 @@ class Patience:
     """
 
     evaluations: int
-    min_delta: float = 0.0
+    threshold: float = 0.0
     every: int = 1
 
 

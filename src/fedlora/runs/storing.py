@@ -55,7 +55,7 @@ def describe(
         "padded_error": padded_error,
         "gauge_drift": dict(gauge) if gauge is not None else None,
         **({"attack": asdict(record.attacked)} if record.attacked is not None else {}),
-        **({"defence": judged.plain()} if judged is not None else {}),
+        **({"robust": judged.plain()} if judged is not None else {}),
     }
 
 

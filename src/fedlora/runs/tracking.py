@@ -1,7 +1,7 @@
 """Sends a run's numbers to TensorBoard, trackio, Weights & Biases or MLflow, besides metrics.jsonl, which is always
 written.
 
-Each is an optional library; if one named in `run.track` is not installed, the run is refused before it starts. A
+Each is an optional library; if one named in `run.report_to` is not installed, the run is refused before it starts. A
 resumed run is a new one of the same name there, and gets all rounds again; in TensorBoard it replaces the old one.
 """
 
@@ -44,8 +44,8 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
 class Trackers:
     """The trackers of one run. After a resume they get all earlier rounds again.
 
-    names: run.track. config: for each. anew: the run is resumed. called: by default the name of its folder. lines: of
-    the rounds before.
+    names: run.report_to. config: for each. anew: the run is resumed. called: by default the name of its folder. lines:
+    of the rounds before.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     tables |= {f"site/{site}": scores for site, scores in (line.get("site_metrics") or {}).items()}
     for word, table in tables.items():
         found |= {f"{word}/{name}": value for name, value in table.items()} if isinstance(table, Mapping) else {}
-    for client, one in ((line.get("defence") or {}).get("clients") or {}).items():
+    for client, one in ((line.get("robust") or {}).get("clients") or {}).items():
         found |= {f"change/{client}": one["norm"], f"weight_after/{client}": one["coefficient"]}
     spent = line.get("privacy")
     if spent is None:
@@ -148,5 +148,5 @@ def _library(name: TrackerName) -> Any:
         return importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
     except ImportError as error:
         raise ConfigError(
-            f"run.track names {name}, which is not installed: pip install {name}, or leave it out."
+            f"run.report_to names {name}, which is not installed: pip install {name}, or leave it out."
         ) from error

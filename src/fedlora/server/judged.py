@@ -31,7 +31,7 @@ class Judged:
         >>> server = Server(build("glora"), round=Kept(NormClipping(threshold=0.1)))
         >>> judged = server.aggregate(server.init(seed_adapter), uploads).tally.judged
         >>> judged.rule, [one.coefficient < one.weight for one in judged.clients.values()]
-        ('clip (threshold = 0.1)', [True, True])
+        ('norm-clipping (threshold = 0.1)', [True, True])
     """
 
     rule: str
@@ -68,7 +68,7 @@ def over_rounds(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
     left out, and its mean weight and coefficient. Those that lost most come first; {} without a rule."""
     seen: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
-        for name, one in ((line.get("defence") or {}).get("clients") or {}).items():
+        for name, one in ((line.get("robust") or {}).get("clients") or {}).items():
             seen.setdefault(name, []).append(one)
     found = {
         name: {

@@ -58,8 +58,9 @@ class Private(RoundKind):
     bound. So there is no quorum and no rule.
 
     Args:
-        clip: C, the largest norm of one client's change, over all modules and heads together. noise_multiplier: z, the
-            noise's standard deviation in units of one client's largest effect; 0 is for tests and audits.
+        clipping_norm: C, the largest norm of one client's change, over all modules and heads together.
+        noise_multiplier: z, the noise's standard deviation in units of one client's largest effect; 0 is for tests and
+            audits.
         clients: the ids of all clients, taking part or not: n public names. Uploads from anybody else are refused.
         rank: R of the next state; it cuts noised products. releases: stores and charges noised sums.
         dims: how many directions of each side of a module changes of products are summed in (`privacy.geometry`); None:
@@ -85,7 +86,7 @@ class Private(RoundKind):
         {}
     """
 
-    clip: float
+    clipping_norm: float
     noise_multiplier: float
     clients: tuple[str, ...]
     rank: int
@@ -103,8 +104,8 @@ class Private(RoundKind):
         for name, value in (("rank", self.rank), ("dims", 1 if self.dims is None else self.dims)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise HyperparameterError(f"Private: {name} is a whole number >= 1; got {value!r}.")
-        if not 0 < self.clip < math.inf:
-            raise HyperparameterError(f"Private: clip is a positive norm; got {self.clip!r}.")
+        if not 0 < self.clipping_norm < math.inf:
+            raise HyperparameterError(f"Private: clipping_norm is a positive norm; got {self.clipping_norm!r}.")
         if not 0 <= self.noise_multiplier < math.inf:
             raise HyperparameterError(f"Private: noise_multiplier is a number >= 0; got {self.noise_multiplier!r}.")
         if not 0 < self.sampling <= 1:
@@ -141,7 +142,7 @@ class Private(RoundKind):
 
     def mechanism(self, size: int) -> Mechanism:
         """The mechanism for vectors of `size` entries. Raises `HyperparameterError` if integers cannot hold sums."""
-        mechanism = Mechanism.of(self.clip, self.noise_multiplier, size)
+        mechanism = Mechanism.of(self.clipping_norm, self.noise_multiplier, size)
         mechanism.check_room(size, len(self.clients))
         return mechanism
 

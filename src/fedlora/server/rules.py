@@ -36,7 +36,7 @@ _NOTHING = 1e-12  # a coefficient below this share of the client's weight is zer
 
 
 class Rule(ABC):
-    """A robust rule: a frozen dataclass. f: how many clients of a round may be Byzantine. name: as in [defence].
+    """A robust rule: a frozen dataclass. f: how many clients of a round may be Byzantine. name: as in [robust].
 
     Example:
         >>> str(NNM(Krum(f=0.2), f=0.2)), Krum(f=0.2).least(10)
@@ -78,7 +78,7 @@ class NormClipping(Rule):
     Deviation: the median. Bound: client i moves the result by at most p_i threshold.
     """
 
-    name: ClassVar[str] = "clip"
+    name: ClassVar[str] = "norm-clipping"
 
     threshold: float | None = None
     f: Count = 0
@@ -97,7 +97,7 @@ class CenteredClipping(Rule):
     Bound: in each iteration client i moves v by at most p_i tau.
     """
 
-    name: ClassVar[str] = "centred-clipping"
+    name: ClassVar[str] = "centered-clipping"
 
     tau: float | None = None
     iterations: int = 3
@@ -197,7 +197,7 @@ class NNM(Rule):
     are weighted. Bound: 8 f / (n - f) (kappa + 1) instead of the rule's kappa; it needs n >= 2 f + 1.
     """
 
-    name: ClassVar[str] = "mixing"
+    name: ClassVar[str] = "nnm"
 
     rule: Rule
     f: Count

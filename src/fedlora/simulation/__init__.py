@@ -6,7 +6,7 @@
 
 It knows no model and no data: it reaches them through `Trainer` and `Evaluator`. The caller passes what varies: who
 works (`Workers`), what the server does with uploads (its round), what happens to an upload on its way (`hooks`),
-and, in experiments, who lies (`adversary`). `play` also yields events within a round.
+and, in experiments, who is byzantine (`adversary`). `play` also yields events within a round.
 """
 
 from fedlora.core.messages import ClientMemory

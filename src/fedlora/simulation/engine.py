@@ -44,8 +44,9 @@ def simulate(
         participation: share of clients per round, at least one client; must be 1 for a private server, which samples
             secretly itself. seed: for client sampling.
         evaluate_every: rounds between evaluations; the last round is always evaluated.
-        hooks: applied in order to each upload, for experiments such as `analysis.audit.GaugeStress`. adversary: lying
-            clients that know all uploads of a round, before any hook, for experiments such as `attacks.Adversary`.
+        hooks: applied in order to each upload, for experiments such as `analysis.audit.GaugeStress`. adversary:
+            byzantine clients that know all uploads of a round, before any hook, for experiments such as
+            `attacks.Adversary`.
 
     Raises:
         HyperparameterError: two clients have one id, or an evaluator does not return numbers by name.
@@ -114,7 +115,7 @@ def play(
         _check_private(server.privacy, by_id, participation, adversary)
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
     if adversary is not None:
-        log.warning("clients of this federation lie on purpose: do not use its results: %s", adversary)
+        log.warning("clients of this federation are byzantine on purpose: do not use its results: %s", adversary)
     with doing("rounds", rounds, closed=server.privacy is not None) as step:
         while state.round < rounds:
             step.done = state.round

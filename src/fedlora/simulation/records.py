@@ -32,7 +32,7 @@ class Evaluator(Protocol):
 @dataclass(frozen=True)
 class ClientDone:
     """One client of a round has finished. loss: its mean training loss, None if it failed. refused: why it does not
-    count; None: its own upload is fine, or it abstained. A defence judges later: see the record.
+    count; None: its own upload is fine, or it abstained. A robust rule judges later: see the record.
 
     Example:
         >>> played = play(server, clients, trainer, start(server, seed_adapter), rounds=1)

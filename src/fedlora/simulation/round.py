@@ -47,7 +47,7 @@ class Round:
         self._opened = server.open(before.server)
         self._memories = dict(before.clients)
         self._after: dict[str, ClientMemory] = {}  # for clients whose upload is on its way: theirs if it counts
-        self._given: dict[str, Adapter] = {}  # each client's start, kept only if somebody lies
+        self._given: dict[str, Adapter] = {}  # each client's start, kept only if somebody is byzantine
         self._attacked: Attacked | None = None
         self._losses: dict[str, float] = {}
         self._examples: dict[str, float] = {}  # for clients whose upload was accepted

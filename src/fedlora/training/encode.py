@@ -35,8 +35,8 @@ def encode(data: TextData, tokenizer: Any, *, max_length: int, template: str | N
     without an end token, and the example has the key "short".
 
     Args:
-        template: the key data.template: None or "chat" for the tokenizer's own chat template, or a text with {prompt}.
-            Unused for classes.
+        template: the key data.chat_template: None or "chat" for the tokenizer's own chat template, or a text with
+            {prompt}. Unused for classes.
 
     Raises:
         ConfigError: no such template, or special tokens alone fill `max_length` (classes). DataError: a conversation
@@ -138,7 +138,7 @@ def _asked(data: TextData, template: Template, k: int) -> _Asked:
         if len(messages) > 2:
             raise DataError(
                 "it is a conversation with a system message or earlier turns, and only a chat template can separate "
-                "these: set data.template = 'chat', with a model that has one."
+                "these: set data.chat_template = 'chat', with a model that has one."
             )
         head, _, tail = template.text.partition(BARE)
         text, begins = head + prompt + tail, len(head)

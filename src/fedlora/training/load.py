@@ -179,23 +179,25 @@ def config_of(
 @doing("loading the base model")
 def load_base(
     path: str | os.PathLike[str], task: Task, labels: Sequence[str], *, seed: int, device: str, dropout: float | None,
-    four_bit: bool, dtype: DType = "float32",
+    load_in_4bit: bool, dtype: DType = "float32",
 ) -> tuple[Any, Any]:  # fmt: skip
     """The model, on its device, and its tokenizer; arguments as in `AdaptedModel.load`. Raises `ConfigError`."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
-    if task == "classification" and len(labels) < 2:  # for one class, transformers would silently build a regression
+    if (
+        task == "sequence-classification" and len(labels) < 2
+    ):  # for one class, transformers would silently build a regression
         raise ConfigError(
             f"a classification needs the names of at least two classes, as labels; got {list(labels)}. With one class "
             f"there is nothing to learn."
         )
-    check_device(device, four_bit)
+    check_device(device, load_in_4bit)
     place = model_place(path)
     tokenizer = tokenizer_of(place)
-    config = config_of(place, classes=len(labels) if task == "classification" else 0, dropout=dropout)
+    config = config_of(place, classes=len(labels) if task == "sequence-classification" else 0, dropout=dropout)
     kind: Any = AutoModelForCausalLM if task == "causal-lm" else AutoModelForSequenceClassification
     more: dict[str, Any] = {}
-    if four_bit:
+    if load_in_4bit:
         from transformers import BitsAndBytesConfig
 
         more["quantization_config"] = BitsAndBytesConfig(
@@ -217,7 +219,7 @@ def load_base(
         raise ConfigError(
             f"{otherwise}: {name!r} has the shape {tuple(stored)} in its weights, but {tuple(wanted)} by its config"
             f"{f' with {len(labels)} classes' if labels else ''}. If it was fine-tuned to classify, name its classes "
-            f"in its order (data.labels), or take the pre-trained model that it was made from."
+            f"in its order (data.label_names), or take the pre-trained model that it was made from."
         )
     if task == "causal-lm":
         network.generation_config = GenerationConfig()  # greedy must stay greedy, whatever the model's own settings
@@ -230,17 +232,17 @@ def load_base(
         tokenizer.pad_token = tokenizer.eos_token
     if network.config.get_text_config().pad_token_id is None:
         network.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if not four_bit:
+    if not load_in_4bit:
         with readable(f"the model cannot be put on device {device!r}"):  # too little memory
             network.to(device)
     return network, tokenizer
 
 
-def check_device(device: str, four_bit: bool) -> None:
+def check_device(device: str, load_in_4bit: bool) -> None:
     """Raises `ConfigError` if this machine cannot hold a model there, or not in 4 bits. Leaves GPUs alone: workers
     begin to use them."""
-    if four_bit and (device.partition(":")[0] != "cuda" or find_spec("bitsandbytes") is None):
-        raise ConfigError(f"model.four_bit needs a GPU and the library bitsandbytes; the device is {device!r}.")
+    if load_in_4bit and (device.partition(":")[0] != "cuda" or find_spec("bitsandbytes") is None):
+        raise ConfigError(f"model.load_in_4bit needs a GPU and the library bitsandbytes; the device is {device!r}.")
     with readable(f"the model cannot be put on device {device!r}"):
         place = torch.device(device)
         if place.type != "cuda":

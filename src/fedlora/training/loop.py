@@ -47,9 +47,9 @@ class LocalTrainer:
 
     Example:
         >>> data = read_classification("train.jsonl", text="text", label="label")
-        >>> lora = LoRASettings(targets=["query"])
-        >>> model = AdaptedModel.load("model", "classification", lora, labels=data.label_names)
-        >>> trainer = LocalTrainer(model, {"site-1": data}, TrainSettings(steps=1), seed=0)
+        >>> lora = LoRASettings(target_modules=["query"])
+        >>> model = AdaptedModel.load("model", "sequence-classification", lora, labels=data.label_names)
+        >>> trainer = LocalTrainer(model, {"site-1": data}, TrainSettings(max_steps=1), seed=0)
         >>> server = Server(build("glora"))
         >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
         >>> next(simulate(server, [Client("site-1", 4)], trainer, begun, rounds=1)).round

@@ -81,8 +81,8 @@ class ModelEvaluator:
 
     Example:
         >>> data = read_classification("train.jsonl", text="text", label="label")
-        >>> lora = LoRASettings(targets=["query"])
-        >>> model = AdaptedModel.load("model", "classification", lora, labels=data.label_names)
+        >>> lora = LoRASettings(target_modules=["query"])
+        >>> model = AdaptedModel.load("model", "sequence-classification", lora, labels=data.label_names)
         >>> server = Server(build("glora"))
         >>> begun = start(server, model.seed_adapter(4, seed=0)[0])
         >>> 0 <= ModelEvaluator(model, data, [Client("site-1", 4)]).evaluate(server, begun)["accuracy"] <= 1
@@ -274,7 +274,7 @@ def scores_of(seen: Sequence[Batch], *, classes: bool) -> Scores:
         "labels": ([y for batch in seen for y in batch.labels], [y for batch in seen for y in batch.predicted]),
         "losses": ([batch.loss for batch in seen], [len(batch.labels) for batch in seen]),
     }
-    task = "classification" if classes else "causal-lm"
+    task = "sequence-classification" if classes else "causal-lm"
     return {
         score_name(name): found.measure(*taken[found.of])
         for name, found in METRICS.items()

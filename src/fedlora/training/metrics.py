@@ -40,7 +40,7 @@ class Metric:
 
     measure: Callable[..., float]
     of: Literal["labels", "losses", "texts"]
-    tasks: tuple[Task, ...] = ("classification", "causal-lm")
+    tasks: tuple[Task, ...] = ("sequence-classification", "causal-lm")
     larger_is_better: bool = True
 
 
@@ -119,7 +119,7 @@ def _scorer() -> Any:
     return RougeScorer(["rougeL"], use_stemmer=True)
 
 
-_CLASSES: tuple[Task, ...] = ("classification",)
+_CLASSES: tuple[Task, ...] = ("sequence-classification",)
 _LANGUAGE: tuple[Task, ...] = ("causal-lm",)
 METRICS: Mapping[str, Metric] = {
     "accuracy": Metric(accuracy, "labels"),  # of a language model: of the response's tokens

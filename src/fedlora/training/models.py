@@ -34,15 +34,17 @@ class AdaptedModel:
 
     Args:
         network: its parameters are the base, which no client trains.
-        settings: where LoRA goes, its scaling, and the modules to train in full and average (`saved`), such as a
-            classifier with a name of its own.
+        settings: where LoRA goes, its scaling, and the modules to train in full and average (`modules_to_save`), such
+            as a classifier with a name of its own.
         tokenizer, task: of a transformers model; `load` finds both.
 
     Raises:
         ConfigError: a target or a saved module that the network does not have, or that cannot take LoRA.
 
     Example:
-        >>> model = AdaptedModel.load("model", "classification", LoRASettings(targets=["query"]), labels=["no", "yes"])
+        >>> model = AdaptedModel.load(
+        ...     "model", "sequence-classification", LoRASettings(target_modules=["query"]), labels=["no", "yes"]
+        ... )
         >>> adapter, spec = model.seed_adapter(4, seed=0)
         >>> model.activate(adapter)
         >>> sorted({lora.rank for lora in model.read().modules.values()})
@@ -51,10 +53,10 @@ class AdaptedModel:
 
     def __init__(
         self, network: nn.Module, settings: LoRASettings, *, tokenizer: Any = None, task: Task | None = None,
-        checkpointing: bool = False,
+        gradient_checkpointing: bool = False,
     ) -> None:  # fmt: skip
         self.tokenizer, self.task, self.settings = tokenizer, task, settings
-        self._base, self._checkpointing = network, checkpointing
+        self._base, self._gradient_checkpointing = network, gradient_checkpointing
         self._model: Any = None
         self._names: dict[tuple[tuple[str, int], ...] | int, str] = {}
         self._active = ""
@@ -66,23 +68,24 @@ class AdaptedModel:
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], task: Task, settings: LoRASettings, *, labels: Sequence[str] = (),
-        seed: int = 0, device: str = "cpu", dropout: float | None = None, four_bit: bool = False,
-        checkpointing: bool = False, dtype: DType = "float32",
+        seed: int = 0, device: str = "cpu", dropout: float | None = None, load_in_4bit: bool = False,
+        gradient_checkpointing: bool = False, dtype: DType = "float32",
     ) -> AdaptedModel:  # fmt: skip
         """A model and its tokenizer from a local directory, a GGUF file or a hub id; files as in `load`.
 
         A new classification head is drawn from `seed`, so that it is the same everywhere. dropout: if given, replaces
-        every dropout rate in the model's configuration. four_bit: the base in NF4 (QLoRA), on a GPU with bitsandbytes.
-        checkpointing: gradient checkpointing, which trades time for memory. dtype: of the base weights; adapters and
-        heads are float32 in any case.
+        every dropout rate in the model's configuration. load_in_4bit: the base in NF4 (QLoRA), on a GPU with
+        bitsandbytes.
+        gradient_checkpointing: gradient checkpointing, which trades time for memory. dtype: of the base weights;
+        adapters and heads are float32 in any case.
 
         Raises:
             ConfigError: the model cannot be loaded, or LoRA cannot go where the settings say.
         """
         base, tokenizer = load_base(
-            path, task, labels, seed=seed, device=device, dropout=dropout, four_bit=four_bit, dtype=dtype
+            path, task, labels, seed=seed, device=device, dropout=dropout, load_in_4bit=load_in_4bit, dtype=dtype
         )
-        return cls(base, settings, tokenizer=tokenizer, task=task, checkpointing=checkpointing)
+        return cls(base, settings, tokenizer=tokenizer, task=task, gradient_checkpointing=gradient_checkpointing)
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +95,7 @@ class AdaptedModel:
         """Raise `ConfigError` if the data's k-th class is not the model's k-th: the head would silently learn and be
         scored on the wrong classes."""
         config: Any = getattr(self._base, "config", None)
-        own = list((getattr(config, "id2label", None) or {}).values()) if self.task == "classification" else []
+        own = list((getattr(config, "id2label", None) or {}).values()) if self.task == "sequence-classification" else []
         nameless = own == [f"LABEL_{k}" for k in range(len(own))]  # a model not created by `load`
         if own and names and list(names) != own and not nameless:
             raise ConfigError(
@@ -165,7 +168,7 @@ class AdaptedModel:
                 if self._model is None:
                     self._model = get_peft_model(self._base, self._config(rank), adapter_name=name)
                     self._active = name
-                    if self._checkpointing:  # after peft, which would add a hook that does not pickle
+                    if self._gradient_checkpointing:  # after peft, which would add a hook that does not pickle
                         _checkpoint(self._base)
                 else:
                     self._model.add_adapter(name, self._config(rank))
@@ -190,7 +193,7 @@ class AdaptedModel:
             lora_dropout=self.settings.dropout,
             target_modules=self._targets,
             modules_to_save=list(self.settings.saved) or None,
-            task_type={"classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM", None: None}[self.task],
+            task_type={"sequence-classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM", None: None}[self.task],
         )
 
     def to(self, device: str) -> None:

@@ -36,16 +36,16 @@ from fedlora.training.settings import LoRASettings
 class Program:
     """A command. {data}, {client}, {round}, {start} and {result} in its words are replaced.
 
-    time_limit: in seconds; None: none. "python" is this process's, unless it is given with its path, and so are other
+    timeout: in seconds; None: none. "python" is this process's, unless it is given with its path, and so are other
     programs of the same environment. It runs in its client's folder, where it may write.
 
     Example:
-        >>> Program(["python", "my_train.py", "--data", "{data}"], time_limit=3600).command[0]
+        >>> Program(["python", "my_train.py", "--data", "{data}"], timeout=3600).command[0]
         'python'
     """
 
     command: Sequence[str]
-    time_limit: float | None = None
+    timeout: float | None = None
 
 
 class ProgramTrainer:
@@ -60,7 +60,9 @@ class ProgramTrainer:
         ConfigError: a client that trains with several ranks at one fixed alpha, which a PEFT folder cannot say here.
 
     Example:
-        >>> model = AdaptedModel.load("model", "classification", LoRASettings(targets=["query"]), labels=["no", "yes"])
+        >>> model = AdaptedModel.load(
+        ...     "model", "sequence-classification", LoRASettings(target_modules=["query"]), labels=["no", "yes"]
+        ... )
         >>> adapter, spec = model.seed_adapter(4, seed=0)
         >>> trainer = ProgramTrainer(Program(["false"]), spec, model.settings, Path("work"))
         >>> try:
@@ -121,7 +123,7 @@ class ProgramTrainer:
         scales = {self._lora.scale(rank) for rank in adapter.ranks.values()}
         if len(scales) > 1:
             raise ConfigError(
-                f"lora.alpha gives this client several scales ({sorted(scales)}), since its ranks differ: with "
+                f"lora.lora_alpha gives this client several scales ({sorted(scales)}), since its ranks differ: with "
                 f"train.command, set lora.scaling instead, or one rank for all modules."
             )
         return scales.pop()
@@ -145,7 +147,7 @@ class ProgramTrainer:
         command = [re.sub(r"\{\w+\}", lambda m: words.get(m[0], m[0]), part) for part in self._program.command]
         env = {"HF_DATASETS_CACHE": str(log.parent / "datasets"), **os.environ}
         env |= {VARIABLE: str(round.path), "PATH": search_path()}
-        what, began, limit = f"the program of {client!r}", time.monotonic(), self._program.time_limit
+        what, began, limit = f"the program of {client!r}", time.monotonic(), self._program.timeout
         with log.open("wb") as file, doing(what):
             try:
                 process = subprocess.Popen(
@@ -158,7 +160,7 @@ class ProgramTrainer:
                 code = process.wait(limit)
             except subprocess.TimeoutExpired:
                 raise ProgramFailed(
-                    f"{what} ran longer than its time_limit of {limit:g} s and was ended. Its log: {log}"
+                    f"{what} ran longer than its timeout of {limit:g} s and was ended. Its log: {log}"
                 ) from None
             finally:
                 end(process)  # with those that it has started, as a launcher does

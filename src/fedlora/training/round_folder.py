@@ -179,7 +179,7 @@ def _fitting(begun: Adapter, made: Adapter, trains: list[Part]) -> Adapter:
         raise ProgramFailed(
             f"its result and the start differ in {odd[0]!r} ({len(odd)} such). The result adapts "
             f"{in_words(made.modules)}, the start {in_words(begun.modules)}: train the adapter in start/, with the "
-            f"same target_modules and modules_to_save (lora.targets and lora.saved of the federation)."
+            f"same target_modules and modules_to_save (lora.target_modules and lora.modules_to_save of the federation)."
         )
 
     def checked(part: Part, what: str, was: torch.Tensor, now: torch.Tensor) -> torch.Tensor:

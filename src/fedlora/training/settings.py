@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from fedlora.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
-Task = Literal["classification", "causal-lm"]
+Task = Literal["sequence-classification", "causal-lm"]
 Targets = Sequence[str] | str
 DType = Literal["float32", "bfloat16"]
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -75,22 +75,23 @@ def _scalars(annotation: Any) -> set[Any]:
 class LoRASettings(Section):
     """The LoRA settings that all clients share. A client of rank r trains W0 + s B A.
 
-    scaling: s for every rank, so alpha = scaling * r. alpha: instead of scaling, one alpha for all ranks, so s = alpha
-    / r. rslora: with alpha, s = alpha / sqrt(r). targets: names or ends of module paths; a string is one regular
-    expression that matches whole paths; "all-linear". dropout: dropout before A, in training. saved: modules that are
-    trained in full and travel beside the factors, such as a classifier with another name than the model's own.
+    scaling: s for every rank, so alpha = scaling * r. lora_alpha: instead of scaling, one alpha for all ranks, so s =
+    alpha / r. use_rslora: with alpha, s = alpha / sqrt(r). target_modules: names or ends of module paths; a string is
+    one regular expression that matches whole paths; "all-linear". lora_dropout: dropout before A, in training.
+    modules_to_save: modules that are trained in full and travel beside the factors, such as a classifier with another
+    name than the model's own.
 
     Example:
-        >>> LoRASettings(targets=["query", "value"], alpha=16.0).scale(4)
+        >>> LoRASettings(target_modules=["query", "value"], lora_alpha=16.0).scale(4)
         4.0
     """
 
-    targets: list[str] | str = ["query", "value"]
+    target_modules: list[str] | str = ["query", "value"]
     scaling: Annotated[float, Field(gt=0)] | None = 2.0
-    alpha: Annotated[float, Field(gt=0)] | None = None
-    rslora: bool = False
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    saved: list[str] = []
+    lora_alpha: Annotated[float, Field(gt=0)] | None = None
+    use_rslora: bool = False
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    modules_to_save: list[str] = []
 
     @property
     def unit(self) -> float:
@@ -99,11 +100,11 @@ class LoRASettings(Section):
 
     def scale(self, r: int) -> float:
         """The factor of B A when a client of rank r trains: alpha / r, or alpha / sqrt(r)."""
-        if self.alpha is None:
+        if self.lora_alpha is None:
             return self.unit
-        return self.alpha / math.sqrt(r) if self.rslora else self.alpha / r
+        return self.lora_alpha / math.sqrt(r) if self.use_rslora else self.lora_alpha / r
 
-    @field_validator("targets")
+    @field_validator("target_modules")
     @classmethod
     def _words(cls, targets: Targets) -> Targets:
         if not targets or not all(targets):
@@ -122,62 +123,66 @@ class LoRASettings(Section):
     @classmethod
     def _alpha_instead(cls, raw: Any) -> Any:
         """A given alpha replaces the default scaling."""
-        alone = isinstance(raw, dict) and raw.get("alpha") is not None and "scaling" not in raw
+        alone = isinstance(raw, dict) and raw.get("lora_alpha") is not None and "scaling" not in raw
         return {**raw, "scaling": None} if alone else raw
 
     @model_validator(mode="after")
     def _one_scale(self) -> LoRASettings:
-        if self.alpha is not None and self.scaling is not None:
+        if self.lora_alpha is not None and self.scaling is not None:
             raise ValueError(
-                f"lora.alpha = {self.alpha:g} and lora.scaling = {self.scaling:g} contradict each other: scaling is "
-                f"alpha / r for every rank. Keep one of them"
+                f"lora.lora_alpha = {self.lora_alpha:g} and lora.scaling = {self.scaling:g} contradict each other: "
+                f"scaling is alpha / r for every rank. Keep one of them"
             )
-        if self.alpha is None and self.scaling is None:
-            raise ValueError("give lora.scaling (alpha / r for every rank) or lora.alpha (the same for every rank)")
-        if self.rslora and self.alpha is None:
-            raise ValueError("lora.rslora divides lora.alpha by sqrt(r): give lora.alpha in place of lora.scaling")
+        if self.lora_alpha is None and self.scaling is None:
+            raise ValueError(
+                "give lora.scaling (alpha / r for every rank) or lora.lora_alpha (the same for every rank)"
+            )
+        if self.use_rslora and self.lora_alpha is None:
+            raise ValueError(
+                "lora.use_rslora divides lora.lora_alpha by sqrt(r): give lora.lora_alpha in place of lora.scaling"
+            )
         return self
 
 
 class TrainSection(Section):
     """One client's round. The optimiser is new each round, as in all reference codes.
 
-    lr: learning rate. optimizer: "adam", "adamw" or "sgd". weight_decay: weight decay of the optimiser. steps:
-    optimiser steps per round; 0: train `epochs` instead. epochs: passes over the client's data, if steps = 0.
-    batch_size: examples per step. accumulation: micro-batches per step, each of examples of similar length: the same
-    gradient, up to rounding, with less padding; "auto": on a CPU four, of at least four examples each; on a GPU one,
-    since many small ones leave it idle. clip: the largest gradient norm; 0 for none. schedule: how the learning rate
-    changes from round to round; it is constant within one. class_weights: an example's weight in the training loss, by
-    class: "balanced", from each client's own counts.
+    learning_rate: learning rate. optimizer: "adam", "adamw" or "sgd". weight_decay: weight decay of the optimiser.
+    steps: optimiser steps per round; 0: train `num_train_epochs` instead. num_train_epochs: passes over the client's
+    data, if steps = 0. batch_size: examples per step. accumulation: micro-batches per step, each of examples of similar
+    length: the same gradient, up to rounding, with less padding; "auto": on a CPU four, of at least four examples each;
+    on a GPU one, since many small ones leave it idle. max_grad_norm: the largest gradient norm; 0 for none.
+    lr_scheduler_type: how the learning rate changes from round to round; it is constant within one. class_weights: an
+    example's weight in the training loss, by class: "balanced", from each client's own counts.
     """
 
-    lr: Annotated[float, Field(gt=0)] = 3e-3
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    steps: Annotated[int, Field(ge=0)] = 10
-    epochs: Annotated[float, Field(gt=0)] = 1.0
+    max_steps: Annotated[int, Field(ge=0)] = 10
+    num_train_epochs: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Positive = 16
     accumulation: Positive | Literal["auto"] = "auto"
-    clip: Annotated[float, Field(ge=0)] = 1.0
-    schedule: Schedule = "constant"
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    lr_scheduler_type: Schedule = "constant"
     class_weights: ClassWeights | None = None
 
 
 class TrainSettings(TrainSection):
     """`TrainSection`, plus what other tables of a run say about one client's round.
 
-    rounds: in the whole run, for the schedule. max_length: tokens per example. bf16: compute in bfloat16. template: for
-    a language model's prompts, as in `encode.encode`.
+    rounds: in the whole run, for the schedule. max_length: tokens per example. bf16: compute in bfloat16.
+    chat_template: for a language model's prompts, as in `encode.encode`.
 
     Example:
-        >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer
+        >>> TrainSettings(learning_rate=1e-3, max_steps=20, batch_size=16).optimizer
         'adam'
     """
 
     rounds: Positive = 1
     max_length: Positive = 128
     bf16: bool = False
-    template: str | None = None
+    chat_template: str | None = None
 
 
 __all__ = [

@@ -20,7 +20,7 @@ def bare_network(path: str | os.PathLike[str], task: Task) -> nn.Module:
     """The model on the meta device. Raises `ConfigError` if there is none, or transformers cannot build it."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    kind: Any = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
+    kind: Any = AutoModelForSequenceClassification if task == "sequence-classification" else AutoModelForCausalLM
     config = config_of(path, None, classes=0, dropout=None)
     with readable(f"the model {os.fspath(path)!r} cannot be built"), torch.device("meta"):
         network: nn.Module = kind.from_config(config, dtype=torch.float32)

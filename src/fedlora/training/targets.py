@@ -30,8 +30,8 @@ def targeted(network: nn.Module, settings: LoRASettings, *, plain: bool) -> list
         found = [path for path in layers if f".{path}".endswith(f".{name}")]
         if not found:
             raise ConfigError(
-                f"lora.saved: {name!r} is not a module of the model, so nothing would be trained in full by that name. "
-                f"Its modules begin with {', '.join(list(layers)[1:8])}, ..."
+                f"lora.modules_to_save: {name!r} is not a module of the model, so nothing would be trained in full by "
+                f"that name. Its modules begin with {', '.join(list(layers)[1:8])}, ..."
             )
         heads += found
     chosen = adapted(network, targets)
@@ -39,7 +39,9 @@ def targeted(network: nn.Module, settings: LoRASettings, *, plain: bool) -> list
     if _is_all_linear(targets):
         return [path for path in chosen if path not in inside] if plain else targets
     if inside:
-        raise ConfigError(f"{inside[0]!r} is in lora.targets and in lora.saved: LoRA, or trained in full, not both.")
+        raise ConfigError(
+            f"{inside[0]!r} is in lora.target_modules and in lora.modules_to_save: LoRA, or trained in full, not both."
+        )
     return targets
 
 
@@ -68,14 +70,15 @@ def adapted(network: nn.Module, targets: Targets) -> list[str]:
         if not found:
             rule = " (one string is a regular expression for whole paths)" if isinstance(targets, str) else ""
             raise ConfigError(
-                f"the target {target!r} (lora.targets of a run) matches no module of the model{rule}. Its linear "
-                f"layers end in {', '.join(_ends(linear))}; a whole path is {next(iter(linear), None)!r}."
+                f"the target {target!r} (lora.target_modules of a run) matches no module of the model{rule}. Its "
+                f"linear layers end in {', '.join(_ends(linear))}; a whole path is {next(iter(linear), None)!r}."
             )
         odd = next((name for name in found if name not in linear), None)
         if odd is not None:
             raise ConfigError(
-                f"the target {target!r} (lora.targets of a run) matches {odd!r}, a {type(modules[odd]).__name__}, and "
-                f"fedlora trains LoRA only on linear layers that are called, which end in {', '.join(_ends(linear))}."
+                f"the target {target!r} (lora.target_modules of a run) matches {odd!r}, a "
+                f"{type(modules[odd]).__name__}, and fedlora trains LoRA only on linear layers that are called, which "
+                f"end in {', '.join(_ends(linear))}."
             )
         chosen.update(found)
     return [name for name in linear if name in chosen]

@@ -17,8 +17,8 @@ from typing import Any
 from fedlora.data.text import Message
 from fedlora.errors import ConfigError, DataError
 
-CHAT = "chat"  # data.template: the tokenizer's own
-BARE = "{prompt}"  # data.template: nothing around the prompt
+CHAT = "chat"  # data.chat_template: the tokenizer's own
+BARE = "{prompt}"  # data.chat_template: nothing around the prompt
 _DAY = datetime(2024, 7, 26)  # for templates that ask for the date: the same at every client, in every round
 # transformers' own function of this name says today's; a macro replaces it, since functions cannot be given.
 _CLOCK = (
@@ -51,18 +51,18 @@ class Template:
 
 
 def check_template(wanted: str | None) -> None:
-    """Raise `ConfigError` for a `data.template` that cannot work with any model."""
+    """Raise `ConfigError` for a `data.chat_template` that cannot work with any model."""
     if wanted is not None and wanted != CHAT and (wanted.count(BARE) != 1 or "{%" in wanted or "{{" in wanted):
         raise ConfigError(
-            f"data.template is 'chat' (the model's own), or a text with {{prompt}} in it once, such as '### Question:"
-            f"\\n{{prompt}}\\n\\n### Answer:\\n'; the response and the end token follow by themselves. Got "
+            f"data.chat_template is 'chat' (the model's own), or a text with {{prompt}} in it once, such as '### "
+            f"Question:\\n{{prompt}}\\n\\n### Answer:\\n'; the response and the end token follow by themselves. Got "
             f"{wanted[:80]!r}. For a Jinja template of your own, set tokenizer.chat_template and save the tokenizer "
             f"with the model, or keep your trainer (fedlora.hf.federate)."
         )
 
 
 def find_template(wanted: str | None, tokenizer: Any) -> Template:
-    """The template for this tokenizer that `data.template` means; None is the tokenizer's own chat template.
+    """The template for this tokenizer that `data.chat_template` means; None is the tokenizer's own chat template.
 
     Raises:
         ConfigError: the tokenizer has none and nothing else was given; or with it, a model could not learn to answer.
@@ -74,8 +74,8 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             "the model's tokenizer has no chat template, so fedlora cannot separate a prompt from its answer. Set "
-            "data.template to a text such as '### Question:\\n{prompt}\\n\\n### Answer:\\n', or to '{prompt}' for the "
-            "bare prompt directly followed by the response."
+            "data.chat_template to a text such as '### Question:\\n{prompt}\\n\\n### Answer:\\n', or to '{prompt}' for "
+            "the bare prompt directly followed by the response."
         )
     try:
         bare = Template(tokenizer.get_chat_template(), tokenizer)
@@ -104,8 +104,8 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
     if end is None and not lost:
         raise ConfigError(
             "the chat template ends the assistant's turns with no special token of the tokenizer, so a model trained "
-            "on it could not stop. Let its turns end with eos_token, or set data.template to a text with {prompt}, "
-            "where the end token follows the response by itself."
+            "on it could not stop. Let its turns end with eos_token, or set data.chat_template to a text with "
+            "{prompt}, where the end token follows the response by itself."
         )
     ends = tuple(sorted({tokenizer.eos_token_id, end} - {None}))
     return Template(bare.text, tokenizer, True, marks, lost, ends)

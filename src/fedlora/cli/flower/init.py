@@ -39,7 +39,7 @@ def init(
 ) -> None:  # fmt: skip
     """At the server: make FOLDER with settings, certificates and join.toml, which goes to every site.
 
-    FOLDER/federation.toml is the config with an id and [network]. model.path is the server's copy of the base model;
+    FOLDER/federation.toml is the config with an id and [network]. model.name is the server's copy of the base model;
     the sites' copies must be the same. To begin with another federation's adapter: --start FED/server/adapter.
     """
     needed()

@@ -150,7 +150,7 @@ def _tell_rule(found: Mapping[str, Any]) -> None:
 
 def _judged(found: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the robust rule did in the last round; {} without one."""
-    judged: Mapping[str, Any] = found["last_rounds"][-1].get("defence") or {} if found["last_rounds"] else {}
+    judged: Mapping[str, Any] = found["last_rounds"][-1].get("robust") or {} if found["last_rounds"] else {}
     return judged
 
 

@@ -51,7 +51,7 @@ def site(
     quiet_libraries()
     raw: dict[str, Any] = {"name": name, **overridden(set or [])}
     hub = None if Path(model).exists() else repository_and_revision(model)
-    own = {"path": model} if hub is None or hub[1] is None else {"path": hub[0], "revision": hub[1]}
+    own = {"name": model} if hub is None or hub[1] is None else {"name": hub[0], "revision": hub[1]}
     raw["model"] = {**raw.get("model", {}), **own}
     raw["data"] = {**raw.get("data", {}), "train": data}
     said, found = JoinFile.read(join), Site.of(raw, Path.cwd())

@@ -146,7 +146,7 @@ class Answers:
             **{key: self._in_order(table) for key, table in self._told.items()},
             "weights": dict(tally.weights),
             "fates": self._in_order({name: {"fate": fate, "why": why} for name, (fate, why) in self.fates.items()}),
-            **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
+            **({"robust": tally.judged.plain()} if tally.judged is not None else {}),
             **facts,
             **more(after.round),
         }
@@ -194,7 +194,7 @@ def _possible(reply: Reply) -> Reply:
         raise RecordError(f"its loss is {loss:.3g}; a measured loss is never below 0")
     most = f", above {_MOST_LOSS:,.0f}" if math.isfinite(loss) else ""
     raise RecordError(
-        f"its loss is {loss:.3g}{most}: training diverged (use a smaller train.lr, or check the site's data)"
+        f"its loss is {loss:.3g}{most}: training diverged (use a smaller train.learning_rate, or check the site's data)"
     )
 
 

@@ -76,7 +76,7 @@ class Federation(FedLoRA):
         b, owed = self.opening, self.opening.choosing.due(self.round) and not self.journal.measured(self.round)
         self._tracked = self.round - owed
         self.trackers = Trackers(
-            b.settings.run.track, b.home.server, {"federation": self.run, **json.loads(b.settings.travelling())},
+            b.settings.run.report_to, b.home.server, {"federation": self.run, **json.loads(b.settings.travelling())},
             self.lines(self._tracked), anew=self.round > 0, called=Called(self.run),
         )  # fmt: skip
 

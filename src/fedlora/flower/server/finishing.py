@@ -99,7 +99,8 @@ def _summary(
     return {
         **results(
             federation.server, federation.state, choosing.metric, lines, best, tested,
-            settings.data.labels or [], stopped, judged, scores="site_mean" if choosing.by == "sites" else "metrics",
+            settings.data.label_names or [], stopped, judged,
+            scores="site_mean" if choosing.by == "sites" else "metrics",
         ),
         "federation": settings.id,
         "of": settings.run.rounds,
@@ -123,7 +124,7 @@ def _exports(federation: Federation, privacy: str | None) -> Exports:
     model = settings.at_server.model or opening.spec.base_model
     return Exports(
         _facts(federation), config, named(opening.spec, base.name or (PurePath(model).name if model else None)),
-        opening.at_server.tokenizer, settings.data.labels or (), base=base, privacy=privacy,
+        opening.at_server.tokenizer, settings.data.label_names or (), base=base, privacy=privacy,
     )  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def _facts(federation: Federation) -> dict[str, Any]:
         "model": {"sha256": here.digests},
         "data": {
             "train": {name: {"examples": examples.get(name)} for name in clients},
-            "labels": settings.data.labels or [],
+            "label_names": settings.data.label_names or [],
             "label_counts": None,
         },
         "clients": clients,

@@ -79,10 +79,10 @@ def federation(
     for override in overrides:
         override_in(raw, override)
     if labels is not None:
-        put(raw, "data", "labels", list(labels))
+        put(raw, "data", "label_names", list(labels))
     text, settings = agreed_text(raw, config.parent, network, clients)
     if settings.at_server.model is None:
-        raise ConfigError(f"{config} has no model.path: the common start and the sites' copies are compared with it.")
+        raise ConfigError(f"{config} has no model.name: the common start and the sites' copies are compared with it.")
     if start is not None:
         begun = given_start(start, settings)
     else:
@@ -188,8 +188,8 @@ def made_start(settings: FederationSettings, rank: int) -> Start:
         ConfigError: the model cannot be loaded, or has no such targets.
     """
     section = settings.model.model_copy(update={"device": "cpu"})
-    section.check_targets(settings.lora.targets)
-    loaded = section.load(settings.lora, settings.data.labels or (), settings.run.seed)
+    section.check_targets(settings.lora.target_modules)
+    loaded = section.load(settings.lora, settings.data.label_names or (), settings.run.seed)
     adapter, spec = loaded.seed_adapter(rank, seed=settings.run.seed)
     return Start(adapter, named(spec, base_name(section.path, model_content(section.location())).name))
 
@@ -201,7 +201,7 @@ def given_start(folder: Path, settings: FederationSettings) -> Start:
         AdapterFormatError: it is not an adapter with W0 + s B A. ConfigError: its targets or classes differ from
             the settings.
     """
-    unit, targets, labels = settings.lora.unit, settings.lora.targets, settings.data.labels or ()
+    unit, targets, labels = settings.lora.unit, settings.lora.target_modules, settings.data.label_names or ()
     file = AdapterFile(folder, scaling=unit)
     file.check()
     outside: list[str] = []
@@ -213,13 +213,13 @@ def given_start(folder: Path, settings: FederationSettings) -> Start:
         ]  # fmt: skip
     if outside:
         raise ConfigError(
-            f"the start {folder} adapts {quoted(outside[0])}, but the federation has lora.targets = {quoted(targets)}: "
-            f"the sites would train other modules than the server has. Make the two agree."
+            f"the start {folder} adapts {quoted(outside[0])}, but the federation has lora.target_modules = "
+            f"{quoted(targets)}: the sites would train other modules than the server has. Make the two agree."
         )
     modules = {module: file.lora(module) for module in file.modules}
     heads = {path: file.head(path) for path in file.heads}
     rows = {len(head) for head in heads.values() if head.ndim}
-    if settings.model.task == "classification" and labels and rows and len(labels) not in rows:
+    if settings.model.task == "sequence-classification" and labels and rows and len(labels) not in rows:
         raise ConfigError(
             f"the start {folder} has a head of {min(rows)} rows, but there are {len(labels)} classes "
             f"({', '.join(map(str, labels))}): it was trained for others."
@@ -230,7 +230,7 @@ def given_start(folder: Path, settings: FederationSettings) -> Start:
 def _check_max_length(settings: FederationSettings, model: str) -> None:
     """Raises `ConfigError` if sites may train on longer texts than the base model reads: every round would fail at a
     site that has one. Says nothing of a model that is not on this machine."""
-    place, most = Path(ModelSection(path=model).location()), settings.data.max_length
+    place, most = Path(ModelSection(name=model).location()), settings.data.max_length
     if place.is_dir() and (longest := longest_of(place, settings.model.task)) is not None and most > longest:
         raise ConfigError(
             f"data.max_length = {most}, but the base model {model} has only {longest} positions: at a site with a "

@@ -196,7 +196,7 @@ def beside(line: Mapping[str, Any]) -> list[str]:
     """What people should know of a round beside its line: who lost it and why, and what a robust rule did."""
     lost = [(name, one) for name, one in line["fates"].items() if one["fate"] not in _QUIET]
     said = [f"round {line['round']}: {shown(name)}: {one['fate']}: {one['why']}" for name, one in lost]
-    rule = in_words(line["defence"]) if line.get("defence") else ""
+    rule = in_words(line["robust"]) if line.get("robust") else ""
     return said + ([f"round {line['round']}: {rule}"] if rule else [])
 
 

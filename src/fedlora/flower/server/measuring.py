@@ -83,7 +83,7 @@ def check(settings: FederationSettings) -> None:
     if evaluate.target == "server" and not files_here:
         raise ConfigError(
             "evaluate.target = 'server' measures the server's model on a file of the server's, and neither "
-            "data.validation nor data.test names one. Name one, with the base model in model.path, or set "
+            "data.validation nor data.test names one. Name one, with the base model in model.name, or set "
             "evaluate.target = 'clients'."
         )
     if evaluate.target == "clients" and not at_sites:
@@ -100,7 +100,7 @@ def check(settings: FederationSettings) -> None:
         raise ConfigError(
             "evaluate.clients_at_end = true measures on the test share of each site, and data.test = 0 holds none out."
         )
-    check_trackers(settings.run.track)
+    check_trackers(settings.run.report_to)
 
 
 def choosing_of(settings: FederationSettings, server_file: bool, global_model: bool) -> Choosing:
@@ -124,9 +124,9 @@ def choosing_of(settings: FederationSettings, server_file: bool, global_model: b
         return Choosing(metric, "sites", *when, at_sites=True)
     if evaluate.patience is not None:
         raise ConfigError(
-            f"evaluate.patience = {evaluate.patience} looks at a score of each round, and nothing is measured: "
-            f"data.validation = {settings.data.validation:g} at the sites, evaluate.target = {evaluate.target!r}, and "
-            f"{'a' if server_file else 'no'} file of the server's to measure on."
+            f"evaluate.early_stopping_patience = {evaluate.patience} looks at a score of each round, and nothing is "
+            f"measured: data.validation = {settings.data.validation:g} at the sites, evaluate.target = "
+            f"{evaluate.target!r}, and {'a' if server_file else 'no'} file of the server's to measure on."
         )
     log.info("no round is measured: data.validation names no file of the server's, and the sites hold nothing out")
     return Choosing(metric, None)

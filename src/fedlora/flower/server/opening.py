@@ -121,7 +121,7 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     rounds = found.state.round if found is not None else 0
     if rounds > settings.run.rounds:
         way = f"Set run.rounds = {rounds} to end here, or more to continue."
-        if settings.privacy is not None or settings.train.schedule != "constant":
+        if settings.privacy is not None or settings.train.lr_scheduler_type != "constant":
             way = "Set it back: with [privacy], or a schedule of the learning rate, the number of rounds is fixed."
         raise ConfigError(
             f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can "
@@ -170,7 +170,7 @@ def _check_unchanged(home: FederationFolder, settings: FederationSettings, round
             f"from a backup."
         ) from error
     after = flat({"held_out": now["held_out"], **now["settings"]})
-    free = () if settings.privacy is not None or settings.train.schedule != "constant" else ("run.rounds",)
+    free = () if settings.privacy is not None or settings.train.lr_scheduler_type != "constant" else ("run.rounds",)
     keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key) and key not in free]
     if keys:
         said = "; ".join(
@@ -192,7 +192,7 @@ def playable(
     Raises:
         FedLoRAError: settings that contradict each other, or a policy that cannot be played with them.
     """
-    server = settings.server.build(settings.method.build(), settings.run.seed, settings.defence.build())
+    server = settings.server.build(settings.method.build(), settings.run.seed, settings.robust.build())
     plan: PrivacyPlan | None = None
     if settings.privacy is not None:
         check_policy(policy, settings.privacy)
@@ -219,11 +219,11 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
     """
     files = {part: path for part in ("validation", "test") if isinstance(path := getattr(config.data, part), str)}
     text = read_files(config, list(dict.fromkeys(files.values()))) if files else {}
-    labels = config.data.labels or next((data.label_names for data in text.values()), ())
-    config.model.check_targets(config.lora.targets)
+    labels = config.data.label_names or next((data.label_names for data in text.values()), ())
+    config.model.check_targets(config.lora.target_modules)
     model = config.model.load(config.lora, labels, config.run.seed)
     mine, _ = model.seed_adapter(1, seed=config.run.seed)
-    check_fits(mine, start, f"start/, beside model.path = {config.model.path!r},")
+    check_fits(mine, start, f"start/, beside model.name = {config.model.name!r},")
     template = config.data.prompting() if config.model.task == "causal-lm" else None
     ends: tuple[int, ...] = ()
     if config.model.task == "causal-lm":

@@ -18,7 +18,7 @@ from fedlora.errors import ConfigError, HyperparameterError, RankMismatch
 from fedlora.flower.envelope import Receipt
 from fedlora.flower.inside import Limit
 from fedlora.flower.terms.policy import Policy
-from fedlora.runs.defence import check_rule
+from fedlora.runs.robust import check_rule
 from fedlora.server.checks import ranks_of
 from fedlora.server.rules import Rule
 from fedlora.server.sampling import sample_clients

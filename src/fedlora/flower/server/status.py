@@ -71,7 +71,7 @@ def standing(folder: FederationFolder) -> Standing:
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
     if why == "stopped early" and settings.privacy is not None and _charged_since(settings.privacy, folder):
         why = ""  # it ended for lack of budget, but the ledger may have changed since: ask it again
-    least = least_usable(policy, settings.server.quorum, settings.defence.build(), run.participation) or 1
+    least = least_usable(policy, settings.server.quorum, settings.robust.build(), run.participation) or 1
     if settings.privacy is not None:  # it begins when all were there, and later waits for nobody
         least = 0 if done or has_released(folder) else len(policy.clients)
     return Standing(settings.id, rounds, done, least, policy.clients, why, settings.privacy)
@@ -103,7 +103,7 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
     now, lines, playing = standing(folder), read_rounds(folder.rounds), read_now(folder.now)
     online, keys = _nodes(folder), keys_of(folder)
     last = lines[-1] if lines else {}
-    judged = (last.get("defence") or {}).get("clients") or {}
+    judged = (last.get("robust") or {}).get("clients") or {}
     sites = {}
     for name, rank in now.ranks.items():
         node, fated = (online or {}).get(name), (last.get("fates") or {}).get(name, {})

@@ -39,7 +39,7 @@ from fedlora.runs.preparation import prepare
 
 _COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")  # of `Rows.of` they have their defaults
 _DEALT = {"data": ("train", "clients", "task", "revision", "max_train", "max_test"), "model": ("device", "adapter"),
-          "train": ("command", "time_limit"), "run": ("workers",)}  # fmt: skip
+          "train": ("command", "timeout"), "run": ("workers",)}  # fmt: skip
 
 
 def make(folder: Path, config: RunConfig, port: int) -> None:
@@ -51,7 +51,7 @@ def make(folder: Path, config: RunConfig, port: int) -> None:
     if config.data.task == "superni":
         raise ConfigError("data.task = 'superni' scores answers that no file of a site can hold; fedlora run plays it.")
     if config.attack.kind != "none":
-        raise ConfigError("[attack] simulates lying clients, which only `fedlora run` does: leave it out.")
+        raise ConfigError("[attack] simulates byzantine clients, which only `fedlora run` does: leave it out.")
     prepared = prepare(config, None)
     clients: dict[str, Rank] = {c.id: c.rank if isinstance(c.rank, int) else dict(c.rank) for c in prepared.clients}
     with replacing_folder(folder) as building:
@@ -87,8 +87,8 @@ def _federation(
     for table, keys in _DEALT.items():
         raw[table] = {key: value for key, value in raw.get(table, {}).items() if key not in keys}
     first = next(iter(parts.values()))
-    if config.model.task == "classification":
-        raw["data"]["labels"] = list(first.label_names)
+    if config.model.task == "sequence-classification":
+        raw["data"]["label_names"] = list(first.label_names)
     if not config.data.clients:
         raw["data"] = {key: value for key, value in raw["data"].items() if key not in _COLUMNS}
         raw["data"] |= {"pair": "pair"} if first.pair is not None else {}

@@ -34,14 +34,17 @@ _OF_MODEL = ("base", "tokenizer", "template")  # and all that begin with "config
 
 # What to do about a difference, by the fact's name up to its first dot.
 _HINTS = {
-    "base": "adapters of one base model mean nothing on another. Point [model] path in site.toml at a copy of the "
+    "base": "adapters of one base model mean nothing on another. Point [model] name in site.toml at a copy of the "
             "server's files (another revision, precision or quantisation is another model)",
     "tokenizer": "the same text becomes other tokens. Copy tokenizer.json and tokenizer_config.json with the model",
-    "template": "prompts would stand in another frame. Copy the chat template with the tokenizer, or let data.template "
+    "template": "prompts would stand in another frame. Copy the chat template with the tokenizer, or let "
+    "data.chat_template "
                 "name one",
-    "labels": "class k must be the k-th name everywhere. They come from data.labels in the server's federation.toml",
+    "labels": "class k must be the k-th name everywhere. They come from data.label_names in the server's "
+    "federation.toml",
     "config": "copy the server's config.json with its weights",
-    "targets": "both sides take lora.targets of federation.toml, so their base models have different shapes, or the "
+    "targets": "both sides take lora.target_modules of federation.toml, so their base models have different shapes, or "
+    "the "
                "common start belongs to another model",
     "protocol": "install one version of fedlora on both sides",
 }  # fmt: skip
@@ -177,9 +180,9 @@ def model_facts(model: str, settings: FederationSettings, revision: str | None =
     from fedlora.training.load import tokenizer_of
     from fedlora.training.templates import CHAT
 
-    place = ModelSection(path=model, revision=revision).location()
+    place = ModelSection(name=model, revision=revision).location()
     tokenizer = tokenizer_of(place)
-    chats = settings.model.task == "causal-lm" and (settings.data.template or CHAT) == CHAT
+    chats = settings.model.task == "causal-lm" and (settings.data.chat_template or CHAT) == CHAT
     known: dict[str, Plain] = {"base": base_digest(place), "tokenizer": tokenizer_digest(tokenizer)}
     if chats:
         known["template"] = template_digest(tokenizer)
@@ -190,7 +193,7 @@ def server_facts(settings: FederationSettings, known: Facts, modules: Mapping[st
     """The facts of these settings. known: about the base model. modules: of the adapters."""
     of_model = {name: value for name, value in known.values.items() if name in _OF_MODEL or name.startswith("config.")}
     return Facts(of_model).and_these(
-        labels=json.dumps(list(settings.data.labels)) if settings.data.labels else "",
+        labels=json.dumps(list(settings.data.label_names)) if settings.data.label_names else "",
         scaling=settings.lora.unit,
         max_length=settings.data.max_length,
         targets="" if modules is None else targets_of(modules),

@@ -98,10 +98,10 @@ def refusals(settings: FederationSettings) -> Iterator[str]:
         )
     if settings.privacy is not None:
         yield from settings.privacy.excludes(server)
-    if settings.defence.rule != "none":
+    if settings.robust.rule != "none":
         yield (
-            f"defence.rule = {settings.defence.rule!r} weighs each site by the others' uploads, so one site's "
-            f"influence has no bound: leave out [defence] or [privacy]"
+            f"robust.rule = {settings.robust.rule!r} weighs each site by the others' uploads, so one site's "
+            f"influence has no bound: leave out [robust] or [privacy]"
         )
     measured = "at the sites, on their own data, and releases scores without noise: leave it out"
     for part, share in (("validation", settings.data.validation), ("test", settings.data.test)):

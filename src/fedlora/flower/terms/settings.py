@@ -2,15 +2,15 @@
 
     id = "fed-4f21c0"       made once; sites keep their state by it
     [network]               the server's address
-    [model] [data] [lora] [method] [server] [defence] [privacy] [train] [run] [evaluate]      as in a run's file
+    [model] [data] [lora] [method] [server] [robust] [privacy] [train] [run] [evaluate]      as in a run's file
 
-model.path is the server's copy of the base model, and a *file* in data.validation or data.test is the server's; a
+model.name is the server's copy of the base model, and a *file* in data.validation or data.test is the server's; a
 *share* there is what each site holds out of its own. Every message carries the settings to the sites, without what
 belongs to the server's machine. Keys that only `fedlora run` uses (workers, checkpoints, samples) have no effect here.
 
     name = "acme"           site.toml: the keys of `OWN`, over the server's
     [model]
-    path = "/models/bert"
+    name = "/models/bert"
     [data]
     train = "notes.csv"     relative paths start at the file's own folder
     text = "note"           a column with another name in this file
@@ -43,21 +43,21 @@ Held = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PARTS = ("validation", "test")
-UNNAMED = "each site's own"  # model.path and data.train where nobody has named one
+UNNAMED = "each site's own"  # model.name and data.train where nobody has named one
 
 OWN: Mapping[str, tuple[str, ...]] = {
-    "model": ("path", "revision", "device"),
-    "data": ("train", "text", "pair", "label", "prompt", "response", "messages"),
-    "train": ("command", "time_limit"), "run": ("threads",), "method": ("name",),
+    "model": ("name", "revision", "device"),
+    "data": ("train", "text", "text_pair", "label", "prompt", "response", "messages"),
+    "train": ("command", "timeout"), "run": ("threads",), "method": ("name",),
 }  # fmt: skip
 """The keys of site.toml beside `name`, by table."""
 
 # What never travels, by table; None: the whole table. A server that sends one of these is refused.
 _STAYS: dict[str, tuple[str, ...] | None] = {
     "network": None, "at_server": None, "clients": None, "attack": None,
-    "model": ("path", "revision", "device", "adapter"),
-    "data": ("train", "clients", "task", "revision", "tasks", "unseen", "task_lists", "max_test"),
-    "train": ("command", "time_limit"), "run": ("workers", "track"), "privacy": ("ledger",),
+    "model": ("name", "revision", "device", "adapter"),
+    "data": ("train", "clients", "task", "revision", "tasks", "unseen_tasks", "task_lists", "max_test"),
+    "train": ("command", "timeout"), "run": ("workers", "report_to"), "privacy": ("ledger",),
 }  # fmt: skip
 
 # What a site's trainer takes from the settings; quorum, participation and stopping are the server's.
@@ -69,7 +69,7 @@ _OF_SITES: dict[str, Any] = {
 # Keys of a run's file that would mean something else than a reader expects, and what a federation has instead.
 _ELSEWHERE = {
     **dict.fromkeys(("data.train", "data.clients"), "each site names its file in its site.toml"),
-    **dict.fromkeys(("train.command", "train.time_limit", "model.device"), "each site sets it in its site.toml"),
+    **dict.fromkeys(("train.command", "train.timeout", "model.device"), "each site sets it in its site.toml"),
     **dict.fromkeys(
         ("data.task", "attack", "server.gauge_stress", "run.readouts", "run.keep_uploads", "evaluate.test_along"),
         "it is for `fedlora run`",
@@ -105,7 +105,7 @@ class SitesData(DataSection):
 
 
 class AtServerSection(Section):
-    """The server's own base model, and its files to measure on: read out of model.path, data.validation, data.test."""
+    """The server's own base model, and its files to measure on: read out of model.name, data.validation, data.test."""
 
     model: str | None = None
     validation: str | None = None
@@ -116,8 +116,10 @@ class FederationSettings(RunConfig):
     """All settings that server and sites share, and the server's own.
 
     Example:
-        >>> settings = FederationSettings(id="fed-1", data={"labels": ["no", "yes"]}, lora={"targets": ["q_proj"]})
-        >>> FederationSettings.from_travelling(settings.travelling()).data.labels
+        >>> settings = FederationSettings(
+        ...     id="fed-1", data={"label_names": ["no", "yes"]}, lora={"target_modules": ["q_proj"]}
+        ... )
+        >>> FederationSettings.from_travelling(settings.travelling()).data.label_names
         ['no', 'yes']
     """
 
@@ -139,8 +141,8 @@ class FederationSettings(RunConfig):
         raw = with_private_defaults(raw)
         model, data = dict(raw.get("model", {})), dict(raw.get("data", {}))
         files = {part: data[part] for part in _PARTS if isinstance(data.get(part), str)}
-        here = {"model": model.get("path"), **files, **raw.get("at_server", {})}
-        model.setdefault("path", UNNAMED)
+        here = {"model": model.get("name"), **files, **raw.get("at_server", {})}
+        model.setdefault("name", UNNAMED)
         data = {"train": UNNAMED, **data, **dict.fromkeys(files, 0.0)}
         return {**raw, "model": model, "data": data, "at_server": here}
 
@@ -153,10 +155,10 @@ class FederationSettings(RunConfig):
 
     @model_validator(mode="after")
     def _whole(self) -> FederationSettings:
-        if self.model.task == "classification" and not self.data.labels:
+        if self.model.task == "sequence-classification" and not self.data.label_names:
             raise ValueError(
-                "data.labels is missing: the names of the classes, in the order of their numbers. They are needed here "
-                "because no site's file has to hold all classes (fedlora flower init --labels no,yes)"
+                "data.label_names is missing: the names of the classes, in the order of their numbers. They are needed "
+                "here because no site's file has to hold all classes (fedlora flower init --labels no,yes)"
             )
         return self
 
@@ -172,7 +174,7 @@ class FederationSettings(RunConfig):
             raise ConfigError(f"{said}. Leave it out.")
         found = checked(cls, absolute(raw, folder))
         if (found.at_server.validation or found.at_server.test) and found.at_server.model is None:
-            raise ConfigError("measuring on a file of the server's needs the base model: name it in model.path.")
+            raise ConfigError("measuring on a file of the server's needs the base model: name it in model.name.")
         if found.privacy is not None:
             if refused := list(refusals(found)):
                 raise ConfigError("; ".join(refused))
@@ -266,10 +268,10 @@ class FederationSettings(RunConfig):
     def as_run(self, model: str, **data: Any) -> RunConfig:
         """The federation as one run with that base model, as its adapters' cards and its measurements take it. data:
         further keys of [data]."""
-        config = self.for_site(Site("server", {"model": {"path": model}, "method": {"name": self.method.name}}))
+        config = self.for_site(Site("server", {"model": {"name": model}, "method": {"name": self.method.name}}))
         return config.model_copy(
             update={
-                "data": config.data.model_copy(update=data), "evaluate": self.evaluate, "defence": self.defence,
+                "data": config.data.model_copy(update=data), "evaluate": self.evaluate, "robust": self.robust,
             }
         )  # fmt: skip
 
@@ -279,7 +281,7 @@ class Site:
     """A site's own settings: its name, and the keys of `OWN` by table. Nothing of this travels.
 
     Example:
-        >>> Site("acme", {"data": {"train": "notes.csv", "text": "note"}, "model": {"path": "demo"}}).data
+        >>> Site("acme", {"data": {"train": "notes.csv", "text": "note"}, "model": {"name": "demo"}}).data
         'notes.csv'
     """
 
@@ -294,7 +296,7 @@ class Site:
     @property
     def model(self) -> str:
         """Its copy of the base model."""
-        return str(self.own["model"]["path"])
+        return str(self.own["model"]["name"])
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], folder: Path) -> Site:
@@ -314,7 +316,7 @@ class Site:
                 known = "; ".join(f"[{one}] {', '.join(keys)}" for one, keys in OWN.items())
                 raise ConfigError(f"{quoted(odd[0] if odd else table)} is no key of a site, which may set {known}. All "
                                   f"other settings come from the server")  # fmt: skip
-        for table, key in (("data", "train"), ("model", "path")):
+        for table, key in (("data", "train"), ("model", "name")):
             if not isinstance(tables.get(table, {}).get(key), str) or not tables[table][key]:
                 raise ConfigError(f"[{table}] {key} is missing")
         return cls(name, absolute(tables, folder))
@@ -332,7 +334,7 @@ def absolute(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """A file's tables with the paths in them absolute; relative ones start at `folder`."""
     found = {name: dict(table) if isinstance(table, Mapping) else table for name, table in raw.items()}
 
-    for table, key in (*(("data", part) for part in ("train", *_PARTS)), ("privacy", "ledger"), ("model", "path")):
+    for table, key in (*(("data", part) for part in ("train", *_PARTS)), ("privacy", "ledger"), ("model", "name")):
         keys = found.get(table)
         path = keys.get(key) if isinstance(keys, dict) else None
         named = isinstance(path, str) and path and not is_hub(path) and path not in PACKAGED

@@ -17,21 +17,21 @@ from fedlora.server.kept import Kept
 from fedlora.server.rules import NNM, Krum, MultiKrum
 from support.flower_grid import federation, play
 
-SAID = 'id = "f"\n[data]\nlabels = ["no", "yes"]\n[lora]\ntargets = ["q"]\n'
+SAID = 'id = "f"\n[data]\nlabel_names = ["no", "yes"]\n[lora]\ntarget_modules = ["q"]\n'
 FIVE = dict.fromkeys("abcde", 4)
 
 
 def test_a_rule_is_of_the_servers_settings_and_travels(tmp_path: Path) -> None:
     path = tmp_path / "federation.toml"
-    path.write_text(SAID + '[defence]\nrule = "multi-krum"\nliars = 2\nmixing = true\n')
+    path.write_text(SAID + '[robust]\nrule = "multi-krum"\nbyzantine = 2\nnnm = true\n')
     settings = FederationSettings.load(path)
-    assert settings.defence.build() == NNM(MultiKrum(2), 2)
-    assert FederationSettings.from_travelling(settings.travelling()).defence == settings.defence
+    assert settings.robust.build() == NNM(MultiKrum(2), 2)
+    assert FederationSettings.from_travelling(settings.travelling()).robust == settings.robust
     assert (
-        settings.for_site(Site("a", {"data": {"train": "a.csv"}, "model": {"path": "m"}})).defence.build() is None
+        settings.for_site(Site("a", {"data": {"train": "a.csv"}, "model": {"name": "m"}})).robust.build() is None
     )  # it weighs nobody
-    path.write_text(SAID + '[defence]\nrule = "multi-krum"\nliars = 2\ntau = 1.0\n')
-    with pytest.raises(ConfigError, match=r"defence\.tau is for centred-clipping"):
+    path.write_text(SAID + '[robust]\nrule = "multi-krum"\nbyzantine = 2\ntau = 1.0\n')
+    with pytest.raises(ConfigError, match=r"robust\.tau is for centered-clipping"):
         FederationSettings.load(path)
 
 
@@ -41,8 +41,8 @@ def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureF
     strategy, grid = federation(tmp_path, Server(build("glora"), round=Kept(Krum(1))), FIVE)
     play(strategy, grid, 2)
     for line in strategy.journal.lines():
-        clients = line["defence"]["clients"]
-        assert set(clients) == set(FIVE) and line["defence"]["rule"] == "krum (f = 1)"
+        clients = line["robust"]["clients"]
+        assert set(clients) == set(FIVE) and line["robust"]["rule"] == "krum (f = 1)"
         assert [one["coefficient"] for one in clients.values()].count(0.0) == 4
         assert {said["fate"] for said in line["fates"].values()} == {"trained"}
     told = [receipt.why for receipt in strategy.kept.receipts.values() if receipt.why]

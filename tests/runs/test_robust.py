@@ -1,4 +1,4 @@
-"""[defence] from a run's file to all that the run leaves; what cannot be kept is refused before a round. Kind:
+"""[robust] from a run's file to all that the run leaves; what cannot be kept is refused before a round. Kind:
 end-to-end, contract."""
 
 from __future__ import annotations
@@ -13,63 +13,63 @@ import pytest
 
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.runs.config import parse_config
-from fedlora.runs.defence import _RULES, DefenceSection, RuleName
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
+from fedlora.runs.robust import _RULES, RobustSection, RuleName
 from fedlora.server.rules import NNM, CenteredClipping, GeometricMedian, Krum, MultiKrum, NormClipping
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, ran, same_run
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
-KRUM = ("defence.rule=krum", "defence.liars=0", "run.rounds=2")
+KRUM = ("robust.rule=krum", "robust.byzantine=0", "run.rounds=2")
 
 
 def test_keys_make_the_rules_that_they_name() -> None:
     for keys, rule in {
         (("rule", "none"),): None,
-        (("rule", "clip"),): NormClipping(),
-        (("rule", "clip"), ("threshold", 2.0), ("liars", 0.2)): NormClipping(2.0, 0.2),
+        (("rule", "norm-clipping"),): NormClipping(),
+        (("rule", "norm-clipping"), ("threshold", 2.0), ("byzantine", 0.2)): NormClipping(2.0, 0.2),
         (("rule", "geometric-median"), ("tolerance", 1e-6), ("iterations", 9)): GeometricMedian(1e-6, 9),
-        (("rule", "krum"), ("liars", 2)): Krum(2),
-        (("rule", "multi-krum"), ("liars", 0.25), ("mixing", True)): NNM(MultiKrum(0.25), 0.25),
-        (("rule", "centred-clipping"), ("tau", "median"), ("iterations", 1)): CenteredClipping(None, 1),
+        (("rule", "krum"), ("byzantine", 2)): Krum(2),
+        (("rule", "multi-krum"), ("byzantine", 0.25), ("nnm", True)): NNM(MultiKrum(0.25), 0.25),
+        (("rule", "centered-clipping"), ("tau", "median"), ("iterations", 1)): CenteredClipping(None, 1),
     }.items():
-        assert DefenceSection.model_validate(dict(keys)).build() == rule
+        assert RobustSection.model_validate(dict(keys)).build() == rule
 
 
 def test_every_rule_can_be_named_and_its_fields_are_keys() -> None:
-    """Expected: the fields of the rules, of which f is `liars`, and the keys of the section."""
+    """Expected: the fields of the rules, of which f is `byzantine`, and the keys of the section."""
     assert get_args(RuleName) == ("none", *_RULES)
     for name, (rule, keys) in _RULES.items():
-        assert {field.name for field in fields(rule)} == {*keys, "f"} and set(keys) <= set(DefenceSection.model_fields)
-        made = DefenceSection.model_validate({"rule": name, "liars": 1}).build()
+        assert {field.name for field in fields(rule)} == {*keys, "f"} and set(keys) <= set(RobustSection.model_fields)
+        made = RobustSection.model_validate({"rule": name, "byzantine": 1}).build()
         assert isinstance(made, rule) and made.name == name and made.f == 1
 
 
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"rule": "krum"}, "needs defence.liars"),
-        ({"rule": "clip", "mixing": True}, "mixing needs defence.liars"),
-        ({"rule": "krum", "liars": 0.5}, "below one half"),
-        ({"rule": "krum", "liars": -1}, "a number of clients"),
-        ({"rule": "krum", "liars": True}, "liars"),
-        ({"rule": "clip", "threshold": 0}, "threshold"),
-        ({"rule": "clip", "threshold": "mean"}, "threshold"),
+        ({"rule": "krum"}, "needs robust.byzantine"),
+        ({"rule": "norm-clipping", "nnm": True}, "nnm needs robust.byzantine"),
+        ({"rule": "krum", "byzantine": 0.5}, "below one half"),
+        ({"rule": "krum", "byzantine": -1}, "a number of clients"),
+        ({"rule": "krum", "byzantine": True}, "byzantine"),
+        ({"rule": "norm-clipping", "threshold": 0}, "threshold"),
+        ({"rule": "norm-clipping", "threshold": "mean"}, "threshold"),
         ({"rule": "median"}, "rule"),
     ],
 )
 def test_keys_that_make_no_rule_are_refused(keys: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        parse_config({"model": {"path": "m"}, "data": {"train": "t.csv"}, "defence": keys})
+        parse_config({"model": {"name": "m"}, "data": {"train": "t.csv"}, "robust": keys})
 
 
 @pytest.mark.parametrize(
     ("sets", "why"),
     [
-        (("defence.rule=krum", "defence.liars=1"), r"krum \(f = 1\) needs 5 clients, but a round has 3"),
-        (("defence.rule=clip", "method.name=fedit"), "averages B and A"),
+        (("robust.rule=krum", "robust.byzantine=1"), r"krum \(f = 1\) needs 5 clients, but a round has 3"),
+        (("robust.rule=norm-clipping", "method.name=fedit"), "averages B and A"),
         (
             ("run.keep_uploads=last", "method.name=fedsa-lora", "clients.ranks=4", "clients.count=3"),
             "never leaves a client",
@@ -77,8 +77,8 @@ def test_keys_that_make_no_rule_are_refused(keys: dict[str, Any], why: str) -> N
         (("server.gauge_stress=10", "method.name=ffa-lora"), "gauge_stress needs both factors shared"),
         (("run.keep_uploads=last", "server.stream=true"), "server.stream keeps none"),
         (("server.quorum=3", "run.participation=0.6"), "can never be met: 2 of 3 clients take part"),
-        (("defence.rule=clip", "method.rho=0.5"), "svd with that rank"),
-        (("defence.rule=clip", "method.name=hetlora"), "HetLoRA.*weights or votes"),
+        (("robust.rule=norm-clipping", "method.rho=0.5"), "svd with that rank"),
+        (("robust.rule=norm-clipping", "method.name=hetlora"), "HetLoRA.*weights or votes"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_the_first_round(project: Path, sets: tuple[str, ...], why: str) -> None:
@@ -98,12 +98,12 @@ def defended(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
 def test_metrics_summary_and_card_say_what_it_did(defended: tuple[RunFolder, str, str]) -> None:
     folder, _, _ = defended
     for line in folder.metrics():
-        clients = line["defence"]["clients"]
-        assert line["defence"]["rule"] == "krum"
+        clients = line["robust"]["clients"]
+        assert line["robust"]["rule"] == "krum"
         assert {name: one["weight"] for name, one in clients.items()} == line["weights"]
         assert sorted(one["coefficient"] for one in clients.values()) == [0.0, 0.0, 1.0]
         assert all(bool(one["reason"]) == (one["coefficient"] == 0) and one["norm"] > 0 for one in clients.values())
-    told = folder.read_json("summary.json")["defence"]
+    told = folder.read_json("summary.json")["robust"]
     assert sum(one["left_out"] for one in told.values()) == 2 * len(folder.metrics())
     card = (folder.path / "adapter" / "README.md").read_text()
     assert "| robust rule | krum" in card
@@ -112,7 +112,7 @@ def test_metrics_summary_and_card_say_what_it_did(defended: tuple[RunFolder, str
 def test_the_screen_says_where_it_bites_and_the_report_whom(defended: tuple[RunFolder, str, str]) -> None:
     folder, out, err = defended
     for line in folder.metrics():
-        gone = [name for name, one in line["defence"]["clients"].items() if one["coefficient"] == 0]
+        gone = [name for name, one in line["robust"]["clients"].items() if one["coefficient"] == 0]
         assert f"round {line['round']}: krum left out {', '.join(gone)} (2 of 3 clients)" in " ".join(err.split())
     assert "What krum did" in out
 
@@ -123,32 +123,32 @@ def test_a_run_with_a_rule_resumes_to_the_same_bits_and_never_as_another_one(
     ran(configured(project, *KRUM), tmp_path / "run", rounds=1)
     again = ran(configured(project, *KRUM), tmp_path / "run", resume=True)
     same_run(again, defended[0])
-    assert [line["defence"] for line in again.metrics()] == [line["defence"] for line in defended[0].metrics()]
-    with pytest.raises(FedLoRAError, match=r"defence\.rule is 'krum' there"):
+    assert [line["robust"] for line in again.metrics()] == [line["robust"] for line in defended[0].metrics()]
+    with pytest.raises(FedLoRAError, match=r"robust\.rule is 'krum' there"):
         ran(configured(project, "run.rounds=2"), tmp_path / "run", resume=True)
 
 
 def test_a_merge_takes_a_rule_too(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """`fedlora merge --defence`: a far adapter is left out, the report and the card say so; keys that do nothing are
+    """`fedlora merge --robust`: a far adapter is left out, the report and the card say so; keys that do nothing are
     refused."""
     from support.adapter_folders import saved
 
     folders = [saved(tmp_path, name, 2) for name in "abcde"]
     for folder in folders:
         (folder / "upload.json").write_text(json.dumps({"client": folder.name, "num_examples": 10, "round": 1}))
-    given = ("merge", *folders, "--heads", "drop", "--method", "glora", "--defence")
-    done = main(*given, "multi-krum liars=1", "-o", tmp_path / "out")
+    given = ("merge", *folders, "--heads", "drop", "--method", "glora", "--robust")
+    done = main(*given, "multi-krum byzantine=1", "-o", tmp_path / "out")
     assert done.code == 0, done.err
     assert "multi-krum left out" in " ".join(done.err.split())
     for text, why in {
-        "multi-krum liars=2": "needs 7 clients",
-        "multi-krum": "needs defence.liars",
-        "clip tau=1.0": "is for centred-clipping",
+        "multi-krum byzantine=2": "needs 7 clients",
+        "multi-krum": "needs robust.byzantine",
+        "norm-clipping tau=1.0": "is for centered-clipping",
         "clap": "cannot be read",
-        "clip liars": "NAME",
+        "norm-clipping byzantine clients": "NAME",
     }.items():
         wrong = main(*given, text, "-o", tmp_path / "other")
         assert wrong.code == 2 and why in " ".join(wrong.err.split()), (text, wrong.err)
-    bare = main("merge", *folders, *given[-3:], "multi-krum liars=1", "-o", tmp_path / "other")
+    bare = main("merge", *folders, *given[-3:], "multi-krum byzantine=1", "-o", tmp_path / "other")
     assert bare.code == 2 and "tensors beside them" in " ".join(bare.err.split()), "heads are in no pair of factors"
     assert not (tmp_path / "other").exists()

@@ -1,6 +1,6 @@
 """What a robust rule costs beside the aggregation that it guards: one round of many clients, in one process.
 
-    python benchmarks/defences.py [--d 768,4096] [--repeats 5] [--json FILE] [--quick]
+    python benchmarks/robust_rules.py [--d 768,4096] [--repeats 5] [--json FILE] [--quick]
 
 25 clients of ranks 8 to 32 on one module of d x d, float32, the second round, so that readouts are no zeros. Rows: the
 changes' Gram matrix alone (readouts included); the aggregation by glora with each rule. A rule that moves changes adds
@@ -31,7 +31,7 @@ PLAIN, GRAM, AS_MANY = "no rule", "the Gram matrix of the changes, alone", "no r
 RULES: dict[str, Rule] = {
     "krum": Krum(F), "multi-krum": MultiKrum(F), "mixing, then multi-krum": NNM(MultiKrum(F), F),
     "clip at the median": NormClipping(), "geometric median": GeometricMedian(),
-    "centred clipping": CenteredClipping(),
+    "centered clipping": CenteredClipping(),
 }  # fmt: skip
 
 
