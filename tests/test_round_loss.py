@@ -71,7 +71,7 @@ def test_the_mean_is_by_examples_and_over_those_that_count() -> None:
 
 
 def test_in_the_engine_its_line_and_its_trackers(record: RoundRecord) -> None:
-    from fedlora.runs.observers import describe
+    from fedlora.runs.storing import describe
     from fedlora.runs.tracking import numbers
 
     assert record.refused.keys() == {"ill"} and record.losses["ill"] == 9.0

@@ -46,7 +46,7 @@ class TestConfiguration:
             for name, field in RunConfig.model_fields.items()
         }
         wanted = set(leaves({name: section.model_fields for name, section in sections.items()}))
-        entries = dict(re.findall(r"^`([\w.]+)` · .+\n: (.*)$", page, flags=re.M))
+        entries = dict(re.findall(r"^`([\w.]+)` \(.+\)\n: (.*)$", page, flags=re.M))
         assert len(wanted) > 80 and set(entries) == wanted
         silent = [key for key, meaning in entries.items() if len(meaning) < 5]
         assert not silent, f"say in the section's docstring what these mean, as 'key: meaning.': {silent}"
@@ -58,10 +58,10 @@ class TestConfiguration:
 
     def test_types_and_defaults_are_the_fields(self) -> None:
         keys = {f"{table.name}.{key.name}": key for table in config_keys.tables() for key in table.keys}
-        assert keys["run.rounds"].kind == "whole number (at least 1)" and keys["run.rounds"].default == "default `10`"
+        assert keys["run.rounds"].kind == "integer ≥1" and keys["run.rounds"].default == "`10`"
         assert keys["model.name"].default == "**required**"
-        assert keys["data.validation"].kind == "text or number (at least 0, below 1)"
-        assert keys["clients.partition"].kind == '`"dirichlet"` or `"iid"`'
+        assert keys["data.validation"].kind == "text or number ≥0, <1"
+        assert keys["clients.partition"].kind == '`"dirichlet"`/`"iid"`'
 
     def test_the_page_s_own_file_loads(self) -> None:
         block = re.findall(r"```toml\n(.*?)```", (DOCS / "reference" / "config.md").read_text(), flags=re.S)[0]
@@ -75,7 +75,7 @@ class TestExperiments:
         tables = experiment_keys.EXPERIMENT
         assert set(parts_of(Experiment)) == set(tables.values()), "a table of the file that the page does not have"
         page = experiment_keys.experiment_page()
-        entries = dict(re.findall(r"^`([\w.]+)` · .+\n: (.*)$", page, flags=re.M))
+        entries = dict(re.findall(r"^`([\w.]+)` \(.+\)\n: (.*)$", page, flags=re.M))
         wanted = {f"{name}.{key}".lstrip(".") for name, part in tables.items() for key in part.model_fields}
         assert len(wanted) > 20 and set(entries) == wanted
         silent = [key for key, meaning in entries.items() if len(meaning) < 10]

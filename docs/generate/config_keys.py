@@ -13,10 +13,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from fedlora.runs.config import RunConfig
-from generate.markdown import entry, line, linked, prose
+from generate.markdown import line, linked, prose
 
-_PLAIN = {Any: "anything", str: "text", int: "whole number", float: "number", bool: "true or false"}
-_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_PLAIN = {Any: "anything", str: "text", int: "integer", float: "number", bool: "boolean"}
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ def page(of: Iterable[Table] | None = None) -> str:
     for table in tables() if of is None else of:
         parts += [f"## [{table.name}]" if table.name else "## At the top", linked(prose(table.about))]
         parts += [
-            entry(f"{table.name}.{k.name}".lstrip("."), (k.kind, k.default), linked(line(k.meaning)))
+            f"`{f'{table.name}.{k.name}'.lstrip('.')}` ({', '.join(filter(None, (k.kind, k.default)))})\n"
+            f": {linked(line(k.meaning))}\n"
             for k in table.keys
         ]
     return "\n\n".join(parts) + "\n"
@@ -108,7 +109,7 @@ def _words(kind: Any, metadata: Any = ()) -> str:
         said = sorted(parts, key=lambda words: words.startswith(("list of", "table of")))  # "list of: text or text"
         return " or ".join(said) + _bounds(metadata)
     if origin is Literal:
-        return " or ".join(f'`"{value}"`' if isinstance(value, str) else f"`{str(value).lower()}`" for value in inside)
+        return "/".join(f'`"{value}"`' if isinstance(value, str) else f"`{str(value).lower()}`" for value in inside)
     if origin in (list, tuple):
         return f"list of: {_words(inside[0])}"
     if origin is dict:
@@ -120,8 +121,8 @@ def _words(kind: Any, metadata: Any = ()) -> str:
 
 def _bounds(metadata: Any) -> str:
     flat = [part for held in metadata for part in getattr(held, "metadata", [held])]
-    said = [f"{word} {getattr(held, of):g}" for held in flat for of, word in _BOUNDS.items() if _has(held, of)]
-    return f" ({', '.join(said)})" if said else ""
+    said = [f"{word}{getattr(held, of):g}" for held in flat for of, word in _BOUNDS.items() if _has(held, of)]
+    return f" {', '.join(said)}" if said else ""
 
 
 def _has(held: Any, of: str) -> bool:
@@ -133,6 +134,6 @@ def _default(field: FieldInfo) -> str:
         return "**required**"
     value = field.get_default(call_default_factory=True)
     if value is None:
-        return "not set"
+        return ""
     text = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
-    return f"default `{text}`".replace("'", '"').replace("()", "[]")
+    return f"`{text}`".replace("'", '"').replace("()", "[]")

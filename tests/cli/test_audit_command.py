@@ -22,7 +22,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-import fedlora.runs.observers
+import fedlora.runs.storing
 import fedlora.training.loop
 from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Upload, read_adapter, write_adapter
 from fedlora.adapters.uploads import read_uploads, write_upload
@@ -160,7 +160,7 @@ def test_a_half_stored_round_is_not_taken_for_a_whole_one(project: Path, tmp_pat
         write_upload(directory, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fedlora.runs.observers, "write_upload", killed)
+        patched.setattr(fedlora.runs.storing, "write_upload", killed)
         with pytest.raises(KeyboardInterrupt):
             ran(configured(project, "run.rounds=3", "run.keep_uploads=all", "train.max_steps=1"), tmp_path / "run")
     found = RunFolder(tmp_path / "run").newest_uploads()

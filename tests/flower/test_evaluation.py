@@ -22,8 +22,8 @@ from fedlora.flower.server.federation import ending
 from fedlora.flower.server.journal import read_now
 from fedlora.flower.site.trainer import keeping
 from fedlora.runs import preparation
+from fedlora.runs.client_data import deal
 from fedlora.runs.config import load_config
-from fedlora.runs.inputs import dealt_out
 from support.federation_folders import RANKS, FederationOnDisk
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.projects import ran
@@ -49,7 +49,7 @@ def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path, monkeyp
     run is given the sites' way to hold rows out."""
     fed = FederationOnDisk(tmp_path)
     keep = keeping(fed.settings())
-    monkeypatch.setattr(preparation, "dealt_out", lambda config, root, names, _: dealt_out(config, root, names, keep))
+    monkeypatch.setattr(preparation, "deal", lambda config, root, _: deal(config, root, keep))
     summary = fed.play()
     said = fed.settings()
     lines = ["[model]", f'name = "{fed.model}"', "dropout = 0.0", "[data]", "validation = 0.25", "test = 0.25"]
@@ -216,11 +216,11 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
         def close(self) -> None:
             self.closed = True
 
-    def tensorboard(library: Any, called: Any, config: Any, folder: Any, anew: bool) -> tuple[Any, Any]:
+    def begun(name: str, called: Any, config: Any, folder: Any, anew: bool) -> tuple[Any, Any]:
         tracker = Tracker(called=called, anew=anew)
         return tracker.log, tracker.close
 
-    monkeypatch.setattr("fedlora.runs.tracking._tensorboard", tensorboard)
+    monkeypatch.setattr("fedlora.runs.tracking._begun", begun)
     monkeypatch.setattr("fedlora.flower.server.opening.check_trackers", lambda names: None)
     fed = FederationOnDisk(tmp_path, run={"rounds": 3, "report_to": ["tensorboard"]})
     grid = fed.grid()

@@ -43,9 +43,9 @@ def a_record() -> RoundRecord:
 
 
 def test_of_a_round_only_these_values_are_written() -> None:
-    """Of `runs.observers.describe` itself; its other tables stay, empty, for readers of the file."""
-    observers = pytest.importorskip("fedlora.runs.observers")
-    line = {**observers.describe(a_record(), padded_error=0.1, gauge={"glora": 0.0}), "privacy": {}, "new": 1}
+    """Of `runs.storing.describe` itself; its other tables stay, empty, for readers of the file."""
+    storing = pytest.importorskip("fedlora.runs.storing")
+    line = {**storing.describe(a_record(), padded_error=0.1, gauge={"glora": 0.0}), "privacy": {}, "new": 1}
     found = filtered("metrics.jsonl", line)
     assert {name for name, value in found.items() if value not in ({}, None)} == {"round", "server_rank", "metrics"}
     assert set(line) - set(found) == {"attack", "robust", "new"}
@@ -54,7 +54,7 @@ def test_of_a_round_only_these_values_are_written() -> None:
 def test_readers_find_every_name_that_they_expect() -> None:
     """What the code writes for a run that is not private is there, with its value or empty."""
     finishing = pytest.importorskip("fedlora.runs.finishing")
-    own = keys_of(finishing._own_results, "bytes") | keys_of(finishing.finish, "exports")
+    own = keys_of(finishing.finish, "exports") | {"server_rank", "padded_error", "gauge_drift"}
     names = {"summary.json": keys_of(finishing.results, "metric") | own}
     federated = pytest.importorskip("fedlora.flower.server.finishing")
     names["server/summary.json"] = keys_of(finishing.results, "metric") | keys_of(federated._summary, "site_test")
@@ -67,9 +67,9 @@ def test_readers_find_every_name_that_they_expect() -> None:
 
 def test_a_tracker_of_a_private_round_gets_four_things() -> None:
     tracking = pytest.importorskip("fedlora.runs.tracking")
-    observers = pytest.importorskip("fedlora.runs.observers")
+    storing = pytest.importorskip("fedlora.runs.storing")
     sites = {"site_metrics": {"a": {"accuracy": 0.5}}, "site_mean": {"accuracy": 0.5}, "norms": {"a": 1.0}}
-    line = {**observers.describe(a_record()), **sites, "privacy": {"epsilon": 1.0, "epsilon_planned": 8.0}}
+    line = {**storing.describe(a_record()), **sites, "privacy": {"epsilon": 1.0, "epsilon_planned": 8.0}}
     told = {"server_rank", "metrics/accuracy", "privacy/epsilon", "privacy/epsilon_planned"}
     assert set(tracking.numbers(line)) == told
 

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from fedlora.attacks import choose_attackers
-from fedlora.errors import CheckpointError, ConfigError
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import configured, ran, same_run
+from support.projects import configured
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 FLIP = ("attack.kind=sign-flip", "attack.fraction=0.4", "run.rounds=2")
@@ -41,12 +40,6 @@ def test_the_screen_says_so_before_and_after(attacked: tuple[RunFolder, str, str
     assert "under attack" in out and WORDS in out
 
 
-def test_a_finished_run_that_is_shown_again_says_so_too(attacked: tuple[RunFolder, str, str], project: Path) -> None:
-    sets = [a for s in (*FLIP, "run.keep_uploads=last", "run.readouts=true") for a in ("--set", s)]
-    again = invoke("run", project / "config.toml", "--out", attacked[0].path, "--resume", *sets)
-    assert again.stderr.count("UNDER ATTACK") == 1 and WORDS in again.stdout
-
-
 def test_an_audit_of_its_uploads_says_so(attacked: tuple[RunFolder, str, str], tmp_path: Path) -> None:
     picture = ("--plot", tmp_path / "audit.png")
     said = invoke("audit", "--from-run", attacked[0].path, "--methods", "glora", "--conditions", "10", *picture)
@@ -54,17 +47,12 @@ def test_an_audit_of_its_uploads_says_so(attacked: tuple[RunFolder, str, str], t
 
 
 def test_every_line_of_metrics_names_the_liars_and_their_numbers(attacked: tuple[RunFolder, str, str]) -> None:
-    lines = attacked[0].metrics()
-    assert len(lines) == 2
+    lines, facts = attacked[0].metrics(), {"what": "sign-flip (s = 1)", "kind": "sign-flip", "clients": list(ATTACKER)}
+    assert attacked[0].read_json("manifest.json")["attack"] == attacked[0].read_json("summary.json")["attack"] == facts
     for line in lines:
         assert line["attack"]["what"] == "sign-flip (s = 1)"
         assert list(line["attack"]["clients"]) == list(ATTACKER)
         assert set(line["attack"]["clients"][ATTACKER[0]]) == {"change", "honest", "left_out"}
-
-
-def test_manifest_and_summary_name_it(attacked: tuple[RunFolder, str, str]) -> None:
-    folder, facts = attacked[0], {"what": "sign-flip (s = 1)", "kind": "sign-flip", "clients": list(ATTACKER)}
-    assert folder.read_json("manifest.json")["attack"] == folder.read_json("summary.json")["attack"] == facts
 
 
 def test_every_exported_card_says_it_first(attacked: tuple[RunFolder, str, str]) -> None:
@@ -100,23 +88,6 @@ def test_every_picture_of_it_says_so(attacked: tuple[RunFolder, str, str], monke
         assert f"UNDER ATTACK, on purpose: {WORDS}." in " ".join(text.split()), name
 
 
-def test_an_honest_run_says_nothing_of_it(project: Path, tmp_path: Path) -> None:
-    folder = ran(configured(project, "run.rounds=1"), tmp_path / "run")
-    assert all("attack" not in line for line in folder.metrics())
-    assert "attack" not in folder.read_json("manifest.json") and "attack" not in folder.read_json("summary.json")
-    assert "attack" not in (folder.path / "adapter" / "README.md").read_text(encoding="utf-8")
-
-
-def test_a_stopped_attack_goes_on_with_the_same_bits_and_no_other_attack_does(project: Path, tmp_path: Path) -> None:
-    config = configured(project, *FLIP[:2], "attack.kind=alie", "attack.strength=1.5")
-    whole = ran(config, tmp_path / "whole")
-    stopped = ran(config, tmp_path / "stopped", 1)
-    ran(config, stopped.path, resume=True)
-    same_run(stopped, whole)
-    with pytest.raises(CheckpointError, match=r"attack\.kind"):
-        ran(configured(project, *FLIP[:2]), whole.path, resume=True)
-
-
 def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
     """Three classes: 0 and 2 change places. The uploads are what training made of them."""
     plain = prepare(configured(project))
@@ -134,19 +105,12 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (["attack.kind=nonsense"], "attack.kind"),
         (["attack.kind=sign-flip"], "attack.fraction (of all clients) or attack.clients"),
-        (
-            ["attack.kind=sign-flip", "attack.fraction=0.4", "attack.clients=['site-1']"],
-            "attack.fraction (of all clients) or attack.clients",
-        ),
         (["attack.kind=sign-flip", "attack.fraction=0.2"], "less than one client"),
         (["attack.kind=sign-flip", "attack.clients=['site-9']"], "'site-9'"),
         (["attack.kind=sign-flip", "attack.clients=['site-1','site-2','site-3']"], "all 3 clients are byzantine"),
         (["attack.kind=label-flip", "attack.fraction=0.4", "attack.strength=2"], "has no strength"),
-        (["attack.kind=gauge", "attack.fraction=0.4", "attack.strength=0.5"], ">= 1"),
         (["attack.kind=gauge", "attack.fraction=0.4", "method.name=ffa-lora"], "needs both factors shared"),
-        (["attack.kind=sign-flip", "attack.fraction=0.4", "attack.noise=true"], "noise is for a free-rider"),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -156,18 +120,3 @@ def test_what_cannot_be_is_one_line(
     more = [a for s in sets for a in ("--set", s)]
     assert words in main("run", project / "config.toml", "--out", tmp_path / "run", *more).error()
     assert not (tmp_path / "run").exists()
-
-
-def test_a_federation_refuses_it(tmp_path: Path) -> None:
-    """By the table's name, with where it belongs."""
-    pytest.importorskip("flwr")
-    from fedlora.flower.terms.settings import FederationSettings
-
-    with pytest.raises(ConfigError, match="attack"):
-        FederationSettings.of({"id": "f", "attack": {"kind": "sign-flip", "fraction": 0.4}}, tmp_path)
-
-
-def test_a_comparison_under_attack_says_so(project: Path, tmp_path: Path) -> None:
-    sets = [a for s in ("attack.kind=sign-flip", "attack.fraction=0.4", "run.rounds=1") for a in ("--set", s)]
-    said = invoke("compare", project / "config.toml", "--methods", "glora", "--out", tmp_path / "c", *sets)
-    assert "UNDER ATTACK, on purpose: sign-flip by 40% " in said.stdout + said.stderr

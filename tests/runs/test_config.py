@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from fedlora.errors import ConfigError, FedLoRAError, HyperparameterError
-from fedlora.methods.fedit import FedIT
+from fedlora.errors import ConfigError
 from fedlora.methods.glora import GLoRA
-from fedlora.methods.registry import METHODS, build
 from fedlora.runs.config import KEYS, RunConfig, load_config, parse_config
 from fedlora.runs.identity import NO_NUMBER, differing, identity, later
 
@@ -44,94 +41,34 @@ def parsed(**tables: Mapping[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("table", "key", "named", "nearest"),
+    ("tables", "says"),
     [
-        ("run", "round", "run.round", "rounds"),
-        ("model", "nam", "model.nam", "name"),
-        ("train", "batchsize", "train.batchsize", "batch_size"),
-        ("evaluate", "clients_at_ends", "evaluate.clients_at_ends", "clients_at_end"),
-        ("clients", "rank", "clients.rank", "ranks"),
+        ({"run": {"round": 1}}, r"unknown key 'run\.round'; did you mean 'rounds'\?"),
+        ({"servr": {"quorum": 2}}, r"unknown key 'servr'; did you mean 'server'\?"),
+        ({"server": {"zzzz": 1}}, r"unknown key 'server\.zzzz'; known: weighting, heads.*"),
+        ({"run": {"rounds": 2.5}}, r"run\.rounds: .*whole number; got 2\.5"),
+        ({"run": {"participation": 1.1}}, r"run\.participation: .* at most 1\.0; got 1\.1"),
+        ({"lora": {"scaling": 0.0}}, r"lora\.scaling: .* above 0\.0; got 0\.0"),
+        ({"model": {"dropout": 1.0}}, r"model\.dropout: .* below 1\.0; got 1\.0"),
+        ({"clients": {"ranks": "8"}}, r"clients\.ranks: .*list.*'8'"),
+        ({"clients": {"ranks": [4, 0]}}, r"clients\.ranks\.1: .* at least 1; got 0"),
+        ({"clients": {"profile": "flexlora-uniform", "ranks": 4}}, r".*flexlora-uniform.*clients\.ranks out"),
+        ({"train": {"learning_rate": float("nan")}}, r"train\.learning_rate: .*finite; got nan"),
+        ({"data": {"clients": {"a": 3}, "train": None}}, r"data\.clients\.a: .*text.*3"),
+        ({"data": {"test": 1.5}}, r"data\.test: .*; got 1\.5"),  # of two types, the number's complaint alone
+        ({"data": {"task": "sst2"}}, r"give one of data\.train .*"),
+        ({"data": {"task": "superni", "train": None, "task_lists": ["a"]}}, r"data\.task_lists names two files.*"),
+        ({"data": {"chat_template": "raw"}}, r"data\.chat_template is 'chat'.*"),
+        ({"data": {"messages": "talk", "prompt": "q"}}, r"data\.messages = 'talk' .* data\.prompt .*"),
+        ({"model": {"dtype": "bfloat16"}}, r"model\.dtype .* model\.bf16 = true.*"),
+        ({"model": {"name": "a/b@main", "revision": "x"}}, r"model\.name .* leave out model\.revision"),
+        ({"data": {"label_names": ["a", "a "]}}, r"data\.label_names: .*'a '.* twice.*"),
     ],
 )
-def test_an_unknown_key_is_refused_and_the_nearest_named(table: str, key: str, named: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{named}'; did you mean '{nearest}'\?"):
-        parsed(**{table: {key: 1}})
-
-
-def test_an_unknown_table_is_refused_and_the_nearest_named() -> None:
-    with pytest.raises(ConfigError, match=r"'servr'; did you mean 'server'\?"):
-        parsed(servr={"quorum": 2})
-
-
-def test_an_unknown_key_with_no_near_one_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'server\.zzzz'; known: weighting, heads"):
-        parsed(server={"zzzz": 1})
-
-
-@pytest.mark.parametrize(
-    ("table", "key", "value", "says"),
-    [
-        ("run", "rounds", "ten", r"run\.rounds: .*whole number.*'ten'"),
-        ("run", "rounds", 2.5, r"run\.rounds: .*whole number.*2\.5"),
-        ("clients", "ranks", "8", r"clients\.ranks: .*list.*'8'"),
-        ("clients", "ranks", True, r"clients\.ranks: .*list.*True"),
-        ("clients", "ranks", [4, "x"], r"clients\.ranks\.1: .*whole number.*'x'"),
-        ("model", "bf16", "maybe", r"model\.bf16: .*true or false.*'maybe'"),
-        ("data", "clients", ["a.csv"], r"data\.clients: .*table.*a\.csv"),
-        ("data", "clients", {"a": 3}, r"data\.clients\.a: .*text.*3"),
-        ("attack", "clients", "site-1", r"attack\.clients: .*list.*'site-1'"),
-    ],
-)
-def test_a_wrong_type_names_the_key_and_the_value(table: str, key: str, value: object, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        parsed(**{table: {key: value}})
-
-
-@pytest.mark.parametrize(
-    ("table", "key", "value"),
-    [
-        ("run", "rounds", 0),
-        ("run", "participation", 0.0),
-        ("run", "participation", 1.1),
-        ("run", "threads", -1),
-        ("run", "checkpoint_every", 0),
-        ("model", "task", "regression"),
-        ("model", "dropout", 1.0),
-        ("lora", "scaling", 0.0),
-        ("lora", "lora_dropout", -0.1),
-        ("server", "quorum", 0),
-        ("server", "weighting", "size"),
-        ("server", "heads", "global"),
-        ("server", "stream", "often"),
-        ("clients", "ranks", [4, 0]),
-        ("clients", "ranks", 0),
-        ("clients", "profile", "bell"),
-        ("clients", "partition", "random"),
-        ("clients", "dirichlet_alpha", 0.0),
-        ("data", "max_length", 0),
-        ("train", "learning_rate", 0.0),
-        ("train", "learning_rate", float("nan")),
-        ("train", "optimizer", "lion"),
-        ("train", "lr_scheduler_type", "step"),
-        ("train", "max_steps", 0),
-        ("train", "num_train_epochs", 0.0),
-        ("train", "gradient_accumulation_steps", 0),
-        ("train", "max_grad_norm", -1.0),
-        ("evaluate", "every", 0),
-        ("evaluate", "target", "unseen"),
-    ],
-)
-def test_an_impossible_value_is_refused_by_key(table: str, key: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"^{table}\.{key}\b.*; got "):
-        parsed(**{table: {key: value}})
-
-
-def test_an_impossible_share_is_one_complaint_under_the_key_of_the_file() -> None:
-    """`data.test` may also be a file's name; that union is no business of whoever wrote 1.5."""
-    with pytest.raises(ConfigError, match=r"data\.test\b.*; got 1\.5") as caught:
-        parsed(data={"test": 1.5})
-    assert str(caught.value).startswith("data.test: ")
-    assert str(caught.value).count("; got ") == 1
+def test_what_is_wrong_is_one_complaint_by_the_key_of_the_file(tables: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(**tables)
+    assert re.fullmatch(says, str(caught.value)) and str(caught.value).count("; got ") < 2
 
 
 @pytest.mark.parametrize(
@@ -177,24 +114,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("data", [{}, {"train": "t.csv", "clients": {"a": "a.csv"}}])
-def test_data_come_from_one_file_or_from_one_for_each_client(data: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"one of data\.train .*data\.clients"):
-        parse_config({"model": {"name": "m"}, "data": data})
-
-
-def test_either_source_of_data_is_accepted() -> None:
-    assert parse_config({"model": {"name": "m"}, "data": {"clients": {"a": "a.csv"}}}).data.train is None
-    assert parsed().data.clients == {}
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.toml .*: No such file") as caught:
-        load_config(tmp_path / "nowhere.toml")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"[model\nname = 1", b"[model]\nname = \xff\n", b"a = 1\na = 2\n"])
@@ -227,12 +147,6 @@ def test_data_paths_are_made_absolute_from_the_file_not_from_here(
     assert config.model.name == "hub/model", "no such directory: a hub id stays as it is"
 
 
-def test_a_relative_config_path_gives_absolute_paths_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert load_config(Path("config.toml")).data.train == str(tmp_path / "train.jsonl")
-
-
 def test_demo_stays_a_word_and_no_path() -> None:
     """The demo's config is as good as any other, and names what is built in."""
     config = load_config(Path(str(files("fedlora") / "demo.toml")))
@@ -247,17 +161,12 @@ def test_demo_stays_a_word_and_no_path() -> None:
 @pytest.mark.parametrize(
     ("override", "table", "key", "value"),
     [
-        ("run.rounds=7", "run", "rounds", 7),
         ("run.rounds = 7", "run", "rounds", 7),
         ("train.learning_rate=5e-4", "train", "learning_rate", 5e-4),
-        ("train.learning_rate=1", "train", "learning_rate", 1.0),
         ("run.readouts=true", "run", "readouts", True),
         ("train.optimizer=sgd", "train", "optimizer", "sgd"),
-        ('train.optimizer="sgd"', "train", "optimizer", "sgd"),
-        ("clients.ranks=[2, 4]", "clients", "ranks", [2, 4]),
         ("clients.ranks=4", "clients", "ranks", [4]),
         ('lora.target_modules=["q", "v"]', "lora", "target_modules", ["q", "v"]),
-        ("lora.target_modules=all-linear", "lora", "target_modules", "all-linear"),
         ("data.text=a=b", "data", "text", "a=b"),
     ],
 )
@@ -297,18 +206,6 @@ def test_a_table_is_not_set_in_place_of_one_with_other_keys(tmp_path: Path) -> N
         load_config(written(tmp_path), ["model={dropout = 0.0}"])
 
 
-def test_set_below_a_value_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'model\.name\.x' .*model\.name is a value"):
-        load_config(written(tmp_path), ["model.name.x=1"])
-
-
-def test_set_is_checked_like_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'run\.round'; did you mean 'rounds'"):
-        load_config(written(tmp_path), ["run.round=5"])
-    with pytest.raises(ConfigError, match=r"run\.rounds: .*got 0"):
-        load_config(written(tmp_path), ["run.rounds=0"])
-
-
 # ---- digest ----------------------------------------------------------------------------------------------------------
 
 
@@ -324,29 +221,22 @@ def test_the_digest_is_the_same_for_the_same_run_however_it_was_written(tmp_path
     assert len(a.digest()) == 16
 
 
-def test_the_canonical_json_holds_every_field_and_makes_the_same_run_again() -> None:
-    config = parsed(method={"name": "glora", "rho": 0.5}, data={"test": 0.3}, clients={"ranks": [2, 4]})
-    raw = json.loads(config.canonical())
-    assert set(raw) == set(RunConfig.model_fields)
-    assert raw["method"] == {"name": "glora", "rho": 0.5}
-    assert parse_config(raw) == config
-    assert parse_config(raw).digest() == config.digest()
-
-
 def other(key: str, value: Any) -> Any:
     """Another legal value of the same kind."""
     words = {
-        "task": "causal-lm", "profile": "normal", "partition": "iid", "optimizer": "sgd", "lr_scheduler_type": "cosine",
+        "task": "causal-lm", "profile": "normal", "partition": "iid", "optimizer": "sgd", "schedule": "cosine",
         "weighting": "uniform", "heads": "local", "target": "clients",
         "name": "fedit", "keep_uploads": "last", "metric": "rouge-l",
-        "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "lora_alpha": 0.5,
-        "report_to": ["wandb"], "class_weights": "balanced", "test_fraction": 0.25, "early_stopping_patience": 2,
-        "label_names": ["no", "yes"], "messages": "talk", "revision": "abc", "dirichlet_alpha": 0.5,
-        "dtype": "bfloat16", "adapter": "a", "chat_template": "Q: {prompt} A:",
-        "kind": "sign-flip", "fraction": 0.2, "clients": ("a",), "strength": 2.0,  # of [attack]
+        "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "alpha": 0.5,
+        "track": ["wandb"], "class_weights": "balanced", "own_test": 0.25, "patience": 2, "accumulation": 2,
+        "labels": ["no", "yes"], "messages": "talk", "revision": "abc",
+        "dtype": "bfloat16", "adapter": "a", "template": "Q: {prompt} A:",
+        "kind": "sign-flip", "share": 0.2, "clients": ("a",), "strength": 2.0,  # of [attack]
         "byzantine": 1, "threshold": 0.5, "tau": 0.5, "tolerance": 0.25, "iterations": 2,
-        "quorum": 2, "workers": 2, "count": 3, "text_pair": "second", "dropout": 0.25,
+        "quorum": 2, "workers": 2, "count": 3, "pair": "second", "dropout": 0.25,
         "command": ["program"], "timeout": 60.0,
+        "epsilon": 3.0, "budget": 50.0, "sampling": "poisson", "shape": "two-sided", "dims": 3, "rank": 3,  # [privacy]
+        "most_examples": 9,
     }  # fmt: skip
     if key in words:
         return words[key]
@@ -365,18 +255,20 @@ def other(key: str, value: Any) -> Any:
 
 def test_every_key_is_of_the_digest_and_the_identity_or_in_a_named_set() -> None:
     """Each field of each table, changed alone: no run is taken for another, nor made twice for nothing."""
-    base, facts = parsed(), {"model": {"sha256": {}}, "data": {}, "threads": 1}
+    private = {"clipping_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-3, "population": "p", "ledger": "l"}
+    base, facts = parsed(privacy=private), {"model": {"sha256": {}}, "data": {}, "threads": 1}
     apart = {"data.clients", "data.task"}  # in place of data.train
     for name in {*KEYS} - apart:
         table, key = name.split(".")
-        if table == "privacy":
-            continue  # which may be left out: test_private_run.py
         section: BaseModel = getattr(base, table)
         moved = section.model_copy(update={key: other(key, getattr(section, key))})  # unchecked: each key alone
         config = base.model_copy(update={table: moved})
         assert (config.digest() == base.digest()) == (name in NO_NUMBER), name
         assert (identity(config, facts) == identity(base, facts)) == (name in later(config)), name
         assert [one[0] for one in differing(base, config)] == [name]
+    read = [{**facts, "threads": 2}, {**facts, "data": {"a": 1}}, {**facts, "model": {"sha256": {"a": "1"}}}]
+    read.append({**facts, "model": {"sha256": {}, "adapter": {"a": "1"}}})
+    assert len({identity(base, facts), identity(base, facts, "s"), *(identity(base, one) for one in read)}) == 6
     assert parsed(method={"rho": 0.5}).digest() != parsed(method={"rho": 0.25}).digest()
     own = [parse_config({"model": {"name": "m"}, "data": {"clients": {"a": name}}}).digest() for name in ("x", "y")]
     assert own[0] != own[1]
@@ -404,8 +296,10 @@ def test_one_rank_for_all_is_a_list_of_it() -> None:
 )
 def test_the_canonical_form_read_back_is_the_same_run(clients: dict[str, Any]) -> None:
     """Nothing may hang on whether a key was written or left at its default: the canonical form writes them all."""
-    config = parsed(clients=clients)
-    again = parse_config(json.loads(config.canonical()))
+    config = parsed(clients=clients, method={"name": "glora", "rho": 0.5})
+    raw = json.loads(config.canonical())
+    again = parse_config(raw)
+    assert set(raw) == set(RunConfig.model_fields) and again == config
     assert again.digest() == config.digest() and again.clients.types() == config.clients.types()
 
 
@@ -418,11 +312,6 @@ def test_the_digest_sees_which_client_gets_which_rank() -> None:
     assert there.digest() != back.digest()
 
 
-def test_a_configuration_is_frozen() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        parsed().run.rounds = 3  # type: ignore[misc]
-
-
 # ---- methods ---------------------------------------------------------------------------------------------------------
 
 
@@ -433,44 +322,4 @@ def test_hyper_parameters_pass_through_to_the_method(tmp_path: Path) -> None:
     assert method == GLoRA(rho=0.75, history=5, gamma=0.25, rank=6)
 
 
-@pytest.mark.parametrize(
-    ("name", "hparams", "says"),
-    [
-        ("glora", {"gama": 0.5}, r"glora .*'gama'; did you mean 'gamma'\?"),
-        ("fedit", {"rho": 1.0}, r"fedit has no hyper-parameter 'rho'.* It has: none"),
-        ("gloro", {}, r"'gloro'; did you mean 'glora'\? Known: "),
-        ("glora", {"rho": 2.0}, r"glora: rho is a share .*got 2\.0"),
-        ("no_such_module:Method", {}, r"'no_such_module:Method' cannot be made: .*No module named"),
-        ("fedlora.methods.fedit:Nope", {}, r"'fedlora\.methods\.fedit:Nope' cannot be made: .*has no attribute"),
-        ("fedlora.methods.fedit:FedIT", {"rho": 1.0}, r"fedit:FedIT has no hyper-parameter 'rho'"),
-    ],
-)
-def test_a_method_that_cannot_be_made_says_why(name: str, hparams: dict[str, Any], says: str) -> None:
-    with pytest.raises(HyperparameterError, match=says):
-        build(name, **hparams)
-
-
-@pytest.mark.parametrize("hparams", [{"rho": "half"}, {"gamma": [0.5]}, {"rank": 2.5}])
-def test_a_hyper_parameter_of_a_wrong_type_is_our_error_and_no_crash(hparams: dict[str, Any]) -> None:
-    """`--set method.rho=half` is bad input like any other: the command line turns only FedLoRAError into one line."""
-    with pytest.raises(FedLoRAError):
-        build("glora", **hparams)
-
-
-def test_an_own_class_is_made_by_module_and_name() -> None:
-    assert build("fedlora.methods.fedit:FedIT") == FedIT()
-    assert build("fedlora.methods.glora:GLoRA", rho=0.5) == GLoRA(rho=0.5)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_has_working_defaults(name: str) -> None:
-    m = parsed(method={"name": name}).method
-    assert m.build() == METHODS[name]()
-
-
 # ---- agreement with what the tables stand for ------------------------------------------------------------------------
-
-
-def test_the_demo_config_is_toml_with_known_keys_only() -> None:
-    raw = tomllib.loads((files("fedlora") / "demo.toml").read_text(encoding="utf-8"))
-    assert parse_config(raw).method.name == "glora"

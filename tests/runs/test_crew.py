@@ -6,12 +6,10 @@ The expected value is the run with `run.workers = 1`, which is this process at o
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.known_warnings import FUTURE_NAMES
-from support.processes import Program
 from support.projects import configured, ran
 
 pytestmark = FUTURE_NAMES
@@ -61,31 +58,6 @@ def test_any_number_of_workers_gives_the_same_run(project: Path, tmp_path: Path,
     want = facts(ran(configured(project, *sets, "run.workers=1"), tmp_path / "1"))
     assert facts(ran(configured(project, *sets, "run.workers=3"), tmp_path / "3")) == want
     assert want["files"]
-
-
-def test_a_run_goes_on_with_other_workers(project: Path, tmp_path: Path) -> None:
-    want = facts(ran(configured(project, "run.workers=1"), tmp_path / "whole"))
-    ran(configured(project, "run.workers=2"), tmp_path / "stopped", rounds=1)
-    assert facts(ran(configured(project), tmp_path / "stopped", resume=True)) == want  # run.threads is 1 there
-    assert configured(project, "run.workers=2").digest() == configured(project).digest()
-
-
-def test_a_worker_lets_no_library_talk_into_the_owner_s_terminal(
-    tmp_path: Path, program: Callable[..., Program]
-) -> None:
-    """In a process of its own, as a worker is: transformers warns there of a name of its own that PEFT asks for."""
-    script = tmp_path / "worker.py"
-    script.write_text("""
-import warnings
-warnings.resetwarnings()
-from fedlora.runs.crew import _board
-def warned(): warnings.warn_explicit("x", FutureWarning, "modeling_utils.py", 1, module="transformers.modeling_utils")
-warned()
-_board(None, 0, device="cpu")
-warned()
-""")
-    done = program(script).ended()
-    assert done.returncode == 0 and done.stderr.count("FutureWarning: x") == 1  # before it, and not after
 
 
 def test_a_killed_worker_fails_its_client_and_the_run_goes_on_by_resume(project: Path, tmp_path: Path) -> None:
@@ -134,9 +106,3 @@ def test_settings_that_contradict_each_other_are_refused(project: Path) -> None:
         configured(project, "run.workers=0")
     with pytest.raises(ConfigError, match=r"run\.workers = 2 .*load_in_4bit"):
         prepare(configured(project, "run.workers=2", "model.load_in_4bit=true"))
-
-
-def test_the_configuration_says_who_worked(project: Path, tmp_path: Path) -> None:
-    folder = ran(configured(project, "run.workers=2", "run.rounds=1"), tmp_path / "run")
-    assert json.loads((folder.path / "config.json").read_text())["run"]["workers"] == 2
-    assert folder.read_json("manifest.json")["threads"] == 1

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import load_config
-from fedlora.runs.inputs import contents, digest_of
+from fedlora.runs.identity import contents, digest_of
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.training_data import classification, rows, save_encoder
@@ -84,14 +84,12 @@ def own_test_alone(file: Path) -> None:
 INPUTS: Mapping[str, tuple[str, Callable[[Path], None], str]] = {
     "training data, a row more": ("train.jsonl", one_more, "site-"),
     "training data, order of rows": ("train.jsonl", reversed_rows, "site-"),
-    "clients' own test sets alone": ("train.jsonl", own_test_alone, "own test set of 'site-"),
-    "validation data": ("valid.jsonl", one_more, "validation"),
-    "test data": ("test.jsonl", one_more, "test data"),
+    "clients' own test sets alone": ("train.jsonl", own_test_alone, "data.own_test.site-"),
+    "validation data": ("valid.jsonl", one_more, "data.validation.examples (20 there, 21 here)"),
+    "test data": ("test.jsonl", one_more, "data.test"),
     "weights": ("model/model.safetensors", scaled, "model.safetensors"),
     "model's configuration": ("model/config.json", text(" "), "config.json"),
     "tokenizer": ("model/tokenizer.json", text(" "), "tokenizer.json"),
-    "slow tokenizer": ("model/source.spm", text("x"), "source.spm"),
-    "chat template": ("model/chat_template.jinja", text("x"), "chat_template.jinja"),
     "generation settings": ("model/generation_config.json", text("{}"), "generation_config.json"),
     "code of the model": ("model/modeling.py", text("x = 1"), "modeling.py"),
 }
@@ -162,3 +160,6 @@ def test_what_is_gone_is_said_once_and_the_result_is_shown(restored: Path, main:
 def test_the_place_of_the_files_does_not_matter(restored: Path) -> None:
     elsewhere = shutil.copytree(restored, restored.with_name("elsewhere"))
     assert digest(elsewhere) == digest(restored)
+    (elsewhere / "config.toml").write_text(CONFIG.replace("valid.jsonl", "valid.csv"))
+    (elsewhere / "valid.jsonl").rename(elsewhere / "valid.csv")
+    assert digest(elsewhere) != digest(restored), "a file is read by its suffix"

@@ -75,22 +75,6 @@ def test_the_summary_has_each_client_on_its_own_and_on_the_common_test_set(proje
         assert manifest["data"]["own_test"][client] == mine
 
 
-def test_without_own_tests_nothing_changes_in_the_manifest(project: Path, tmp_path: Path) -> None:
-    prepared = prepare(configured(project))
-    assert prepared.manifest["data"]["own_test"] == {}
-
-
-def test_both_test_sets_are_asked_for_where_there_is_one(project: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'both' .*a common one only"):
-        prepare(configured(project, "evaluate.clients_at_end=both"))
-
-
-def test_a_method_without_a_server_model_uses_own_test_sets_unasked(project: Path) -> None:
-    """FedSA-LoRA is measured on its clients, and these have their own test data: nothing is held out for nothing."""
-    prepared = prepare(configured(project, *OWN, "method.name=fedsa-lora", "clients.ranks=[2]"))
-    assert prepared.target == "clients" and "own_test" in prepared.manifest["data"]
-
-
 def test_without_a_common_test_set_the_own_ones_together_are_it(project: Path, tmp_path: Path) -> None:
     """The server's model is measured on all of them, counted by peft; a score needs nobody's readout."""
     config = configured(project, *OWN, "data.test=0", "run.rounds=1")
@@ -105,6 +89,8 @@ def test_without_a_common_test_set_the_own_ones_together_are_it(project: Path, t
 
 def test_a_client_with_too_few_examples_is_named_with_numbers(project: Path) -> None:
     """At alpha = 0.2 some client has few; a hundredth of them is none."""
+    with pytest.raises(ConfigError, match=r"'both' .*a common one only"):
+        prepare(configured(project, "evaluate.clients_at_end=both"))
     with pytest.raises(ConfigError, match=r"test_fraction = 0\.01 .*'site-\d' .* \d+ examples.* 100 or more"):
         deal(configured(project, "clients.test_fraction=0.01"), None)
 

@@ -69,22 +69,3 @@ def test_the_noise_of_the_table_is_that_of_its_epsilon() -> None:
     from fedlora.privacy import noise_multiplier_for
 
     assert noise_multiplier_for(8.0, 9, 1e-3) == pytest.approx(1.440, abs=2e-3)
-
-
-def test_what_six_clients_can_expect_follows_from_z() -> None:
-    """signal = C / sqrt(6 parts); what drowns = z C / n (a b)^(1/4) / sqrt(T), of B (384 x 2)."""
-    pytest.importorskip("dp_accounting")
-    from fedlora.privacy import noise_multiplier_for
-
-    experiment = Path(__file__).parents[2] / "experiments" / "privacy.toml"
-    file = tomllib.loads(experiment.read_text(encoding="utf-8"))
-    clip, rounds = file["axes"]["epsilon"]["8"]["privacy.clipping_norm"], file["run"]["run"]["rounds"]
-    delta, (rank,) = file["axes"]["clients"]["6"]["privacy.delta"], file["run"]["clients"]["ranks"]
-    parts = len(file["run"]["lora"]["target_modules"]) + 2  # and the head's weight and bias
-    said = re.search(r"a\s+signal of ([\d.]+) .*?below ([\d.]+) .*?below ([\d.]+) at epsilon 3", COSTS, re.S)
-    assert said is not None
-    signal, *drowns = (float(x) for x in said.groups())
-    assert signal == pytest.approx(clip / math.sqrt(parts), abs=5e-4)
-    for epsilon, lost in zip((8.0, 3.0), drowns, strict=True):
-        sigma = noise_multiplier_for(epsilon, rounds, delta) * clip / 6
-        assert lost == pytest.approx(sigma * (384 * rank) ** 0.25 / math.sqrt(rounds), abs=1e-3)

@@ -11,15 +11,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from fedlora.errors import ConfigError
 from fedlora.runs.rank_profiles import (
     FLEXLORA_TYPES,
-    PAPER_TYPES,
     RankProfile,
     RankType,
     assign_types,
     is_attention,
-    rank_counts,
     rank_shares,
 )
 
@@ -30,34 +27,6 @@ RANKS = (4, 8, 16, 32, 64)
 def assign_ranks(clients: Sequence[str], ranks: Sequence[int], profile: RankProfile, *, seed: int) -> dict[str, int]:
     types = [RankType(r, r) for r in ranks]
     return {client: kind.attention for client, kind in assign_types(clients, types, profile, seed=seed).items()}
-
-
-@pytest.mark.parametrize(
-    ("profile", "total"), [("uniform", 620), ("normal", 502), ("heavy-tail", 212), ("heavy-tail-strong", 1364)]
-)
-def test_the_papers_types_at_half_participation(profile: RankProfile, total: int) -> None:
-    """The expected sum of ranks of 25 of 50 clients, counts by hand: 25/50 * sum of count * rank."""
-    counts = rank_counts(profile, 5, 50)
-    assert sum(n * kind.attention for n, kind in zip(counts, PAPER_TYPES, strict=True)) / 2 == total
-
-
-@pytest.mark.parametrize(
-    ("profile", "counts"),
-    [
-        # 50/4 = 12.5 each: floors 12, and the two left go to the two smallest
-        ("flexlora-uniform", (13, 13, 12, 12)),
-        # quotas 2.875, 2.875, 22.125, 22.125: floors 2 2 22 22, and the two left go to the remainders of .875
-        ("flexlora-normal", (3, 3, 22, 22)),
-        # quotas 40, 2.5, 2.5, 5
-        ("flexlora-heavy-tail", (40, 3, 2, 5)),
-        # quotas 2.5, 2.5, 5, 40
-        ("flexlora-heavy-tail-strong", (3, 2, 5, 40)),
-    ],
-)
-def test_flexloras_profiles_bring_their_types(profile: RankProfile, counts: Sequence[int]) -> None:
-    """Shares of the FlexLoRA code (methods.md section 12.4), by hand; whatever ranks are handed in."""
-    got = assign_types(FIFTY, [RankType(1, 1)], profile, seed=0)
-    assert Counter(got.values()) == dict(zip(FLEXLORA_TYPES, counts, strict=True))
 
 
 def test_flexloras_normal_is_the_bell_over_the_authors_numbering() -> None:
@@ -89,64 +58,6 @@ def test_which_modules_are_attention(module: str, attention: bool) -> None:
     assert RankType(8, 8).ranks([module]) == 8
 
 
-@pytest.mark.parametrize(
-    ("profile", "counts"),
-    [
-        # 50 / 5
-        ("uniform", (10, 10, 10, 10, 10)),
-        # exp(-2), exp(-1/2), 1, ... of sum 2.483732: quotas 2.724, 12.210, 20.131, 12.210, 2.724, floors 2 12 20 12 2,
-        # and the two left go to the two remainders of .724
-        ("normal", (3, 12, 20, 12, 3)),
-        # quotas 40, 2.5, 2.5, 2.5, 2.5: floors 40 2 2 2 2, and the two left go to the two smallest of the four
-        ("heavy-tail", (40, 3, 3, 2, 2)),
-        # the mirror of that
-        ("heavy-tail-strong", (2, 2, 3, 3, 40)),
-    ],
-)
-def test_fifty_clients_of_five_ranks(profile: str, counts: Sequence[int]) -> None:
-    """By hand, written beside each row."""
-    got = assign_ranks(FIFTY, RANKS, profile, seed=0)  # type: ignore[arg-type]
-    assert Counter(got.values()) == dict(zip(RANKS, counts, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("profile", "clients", "ranks", "counts"),
-    [
-        ("uniform", 7, (2, 4, 8), (3, 2, 2)),  # 7/3 each: floors 2 2 2, the one left to the smallest
-        ("uniform", 2, (2, 4, 8), (1, 1, 0)),  # fewer clients than ranks
-        ("heavy-tail", 1, (2, 4, 8), (1, 0, 0)),  # quotas .8 .1 .1
-        ("heavy-tail-strong", 1, (2, 4, 8), (0, 0, 1)),
-        ("heavy-tail", 10, (4, 8, 16), (8, 1, 1)),
-        ("heavy-tail", 5, (8,), (5,)),  # one rank: everybody
-        ("normal", 3, (4, 8), (2, 1)),  # symmetric: 1.5 each, the one left to the smaller
-        ("uniform", 0, (4, 8), (0, 0)),
-    ],
-)
-def test_small_federations(profile: str, clients: int, ranks: Sequence[int], counts: Sequence[int]) -> None:
-    """By hand, written beside each row."""
-    got = assign_ranks(FIFTY[:clients], ranks, profile, seed=3)  # type: ignore[arg-type]
-    assert Counter(got.values()) == {r: n for r, n in zip(ranks, counts, strict=True) if n}
-    assert set(got) == set(FIFTY[:clients])
-
-
-@pytest.mark.parametrize("profile", ["uniform", "normal", "heavy-tail", "heavy-tail-strong"])
-@pytest.mark.parametrize("clients", [1, 3, 10, 33, 50])
-def test_counts_are_within_one_of_the_quota_and_fit_the_shares(profile: str, clients: int) -> None:
-    """What largest remainder promises: floor(quota) or one more, all clients served."""
-    shares = rank_shares(profile, 5)  # type: ignore[arg-type]
-    assert math.fsum(shares) == pytest.approx(1)
-    histogram = Counter(assign_ranks(FIFTY[:clients], RANKS, profile, seed=1).values())  # type: ignore[arg-type]
-    assert sum(histogram.values()) == clients
-    for rank, share in zip(RANKS, shares, strict=True):
-        assert math.floor(share * clients + 1e-9) <= histogram.get(rank, 0) <= share * clients + 1
-
-
-def test_the_strong_heavy_tail_mirrors_the_shares() -> None:
-    """By hand: 80 % the largest, the rest alike."""
-    assert rank_shares("heavy-tail-strong", 4) == rank_shares("heavy-tail", 4)[::-1]
-    assert rank_shares("heavy-tail-strong", 4) == pytest.approx([1 / 15, 1 / 15, 1 / 15, 0.8])
-
-
 def test_which_client_has_which_rank_is_the_seeds_alone() -> None:
     """Not the order of clients or ranks; another seed shuffles otherwise, with the same counts."""
     got = assign_ranks(FIFTY, RANKS, "normal", seed=5)
@@ -157,6 +68,26 @@ def test_which_client_has_which_rank_is_the_seeds_alone() -> None:
     assert list(got.values()) != sorted(got.values())
 
 
-def test_an_unknown_profile_is_named() -> None:
-    with pytest.raises(ConfigError, match="'pareto'; known: uniform, normal, heavy-tail"):
-        assign_ranks(FIFTY, RANKS, "pareto", seed=0)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("profile", "clients", "counts"),
+    [
+        ("uniform", 50, (10, 10, 10, 10, 10)),
+        ("uniform", 2, (1, 1, 0, 0, 0)),  # ties go to the smaller
+        # exp(-2), exp(-1/2), 1, ... of sum 2.483732: quotas 2.724, 12.210, 20.131, 12.210, 2.724, floors 2 12 20 12 2,
+        # and the two left go to the two remainders of .724
+        ("normal", 50, (3, 12, 20, 12, 3)),
+        # quotas 40, 2.5, 2.5, 2.5, 2.5: floors 40 2 2 2 2, and the two left go to the two smallest of the four
+        ("heavy-tail", 50, (40, 3, 3, 2, 2)),
+        ("heavy-tail-strong", 50, (2, 2, 3, 3, 40)),  # the mirror of that
+        ("heavy-tail-strong", 1, (0, 0, 0, 0, 1)),
+        # FlexLoRA's shares (methods.md section 12.4) of its own four types. 50 / 4 = 12.5 each
+        ("flexlora-uniform", 50, (13, 13, 12, 12)),
+        ("flexlora-normal", 50, (3, 3, 22, 22)),  # quotas 2.875, 2.875, 22.125, 22.125
+        ("flexlora-heavy-tail", 50, (40, 3, 2, 5)),  # quotas 40, 2.5, 2.5, 5
+        ("flexlora-heavy-tail-strong", 50, (3, 2, 5, 40)),
+    ],
+)
+def test_counts_by_hand(profile: RankProfile, clients: int, counts: Sequence[int]) -> None:
+    types = FLEXLORA_TYPES if profile.startswith("flexlora") else [RankType(r, r) for r in RANKS]
+    got = Counter(assign_types(FIFTY[:clients], [RankType(r, r) for r in RANKS], profile, seed=3).values())
+    assert got == {kind: n for kind, n in zip(types, counts, strict=True) if n}

@@ -6,7 +6,6 @@ never stopped), *contract* (what is no part of this run is refused, and nothing 
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -27,7 +26,7 @@ from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.processes import lines_in, started, wait_for
-from support.projects import Finished, configured, contents, make_project, ran, same_run
+from support.projects import configured, contents, make_project, ran, same_run
 from support.tiny_models import bert
 from support.training_data import classification, rows, save_model
 
@@ -168,15 +167,11 @@ def test_a_run_that_was_killed_while_its_plots_were_drawn_gets_them_when_resumed
     assert {path.name for path in (tmp_path / "run" / "plots").glob("*")} == {"metric.png", "bytes.png", "spectrum.png"}
 
 
-def test_resuming_what_was_never_started_starts_it(project: Path, tmp_path: Path) -> None:
-    folder = ran(configured(project, "run.rounds=1"), tmp_path / "run", resume=True)
-    assert folder.finished()
-
-
 def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".config.json.0123456789ab.part").write_text('{"clie')
     assert ran(configured(project, "run.rounds=1"), tmp_path / "run").finished()
+    assert not list((tmp_path / "run").rglob("*.part"))
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +189,7 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--set", "run.seed=9", "--set", "method.name=svd"], "9 here; method.name is 'glora'"),
         (["--set", "run.rounds=1"], "you ask for run.rounds = 1"),
         (["--set", "train.lr_scheduler_type=linear"], "train.lr_scheduler_type is 'constant' there"),
-        ([], "the data of 'site-1' ("),
+        ([], "data.train.site-1"),
     ],
 )
 def test_an_unfinished_run_is_not_gone_on_with_as_another_one(
@@ -214,30 +209,14 @@ def test_a_run_is_not_gone_on_with_on_another_model_or_thread_count(tmp_path: Pa
     project = make_project(tmp_path / "project")
     config = configured(project)
     folder = ran(config, tmp_path / "run", 1)
-    manifest = folder.read_json("manifest.json")
-    folder.write_json("manifest.json", {**manifest, "threads": 2})
-    with pytest.raises(CheckpointError, match=r"torch's threads \(2 there, 1 here"):
-        ran(config, folder.path, resume=True)
-    folder.write_json("manifest.json", manifest)
+    with pytest.raises(CheckpointError, match=r"threads \(1 there, 2 here"):
+        ran(configured(project, "run.threads=2"), folder.path, resume=True)
     network = bert().bert
     with torch.no_grad():
         next(network.parameters()).add_(0.01)
     save_model(project / "model", network, classifies=True)
-    with pytest.raises(CheckpointError, match=r"other content of: .*model"):
+    with pytest.raises(CheckpointError, match=r"other content of: model\.sha256\.model\.safetensors\. "):
         ran(config, folder.path, resume=True)
-
-
-def test_a_finished_run_is_not_shown_as_the_result_of_another_configuration(
-    finished: Finished, project: Path, main: Callable[..., Said]
-) -> None:
-    """Five times the learning rate and twice the rounds: the stored summary is no answer to that."""
-    before = contents(finished.folder.path)
-    said = main(
-        "run", project / "config.toml", "--out", finished.folder.path, "--resume", "--json",
-        "--set", "train.learning_rate=0.1", "--set", "run.rounds=6",
-    )  # fmt: skip
-    assert contents(finished.folder.path) == before
-    assert "train.learning_rate is 0.02 there and 0.1 here" in said.complaint()
 
 
 def test_two_processes_do_not_write_one_run(project: Path, tmp_path: Path) -> None:
@@ -249,27 +228,3 @@ def test_two_processes_do_not_write_one_run(project: Path, tmp_path: Path) -> No
         list(execute(prepare(config), RunFolder(tmp_path / "run"), resume=True))
     first.close()  # type: ignore[attr-defined]
     assert [record.round for record in execute(prepare(config), RunFolder(tmp_path / "run"), resume=True)] == [2]
-
-
-def test_a_run_of_classes_that_do_not_occur_is_resumed_as_it_was_begun(
-    project: Path, tmp_path: Path, main: Callable[..., Said]
-) -> None:
-    """Labels 0 and 2 made the classes 0, 1, 2 once. The run's manifest names them, and they hold for `run --resume`;
-    a new run has two."""
-    lines = [json.loads(line) for line in (project / "train.jsonl").read_text().splitlines()]
-    number = {name: 2 * k for k, name in enumerate(sorted({line["label"] for line in lines})[:2])}
-    data = tmp_path / "numbers.jsonl"
-    kept = [{**line, "label": number[line["label"]]} for line in lines if line["label"] in number]
-    data.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    sets = (f"data.train={data}", "run.rounds=2", "run.threads=1")
-    config, classes = configured(project, *sets), ("0", "1", "2")
-    whole, stopped = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
-    list(execute(prepare(config, None, classes), whole))
-    playing = execute(prepare(config, None, classes), stopped)
-    next(playing)
-    playing.close()  # type: ignore[attr-defined]
-    options = [part for key in sets for part in ("--set", key)]
-    assert main("run", project / "config.toml", *options, "--out", stopped.path, "--resume").code == 0
-    same_run(stopped, whole)
-    assert stopped.read_json("manifest.json")["data"]["label_names"] == list(classes)
-    assert prepare(config).manifest["data"]["label_names"] == ["0", "2"]

@@ -70,6 +70,13 @@ def test_keys_that_make_no_rule_are_refused(keys: dict[str, Any], why: str) -> N
     [
         (("robust.rule=krum", "robust.byzantine=1"), r"krum \(f = 1\) needs 5 clients, but a round has 3"),
         (("robust.rule=norm-clipping", "method.name=fedit"), "averages B and A"),
+        (
+            ("run.keep_uploads=last", "method.name=fedsa-lora", "clients.ranks=4", "clients.count=3"),
+            "never leaves a client",
+        ),
+        (("server.gauge_stress=10", "method.name=ffa-lora"), "gauge_stress needs both factors shared"),
+        (("run.keep_uploads=last", "server.stream=true"), "server.stream keeps none"),
+        (("server.quorum=3", "run.participation=0.6"), "can never be met: 2 of 3 clients take part"),
         (("robust.rule=norm-clipping", "method.rho=0.5"), "svd with that rank"),
         (("robust.rule=norm-clipping", "method.name=hetlora"), "HetLoRA.*weights or votes"),
     ],
@@ -99,9 +106,7 @@ def test_metrics_summary_and_card_say_what_it_did(defended: tuple[RunFolder, str
     told = folder.read_json("summary.json")["robust"]
     assert sum(one["left_out"] for one in told.values()) == 2 * len(folder.metrics())
     card = (folder.path / "adapter" / "README.md").read_text()
-    assert "| robust rule | krum; " in card
-    for name, one in told.items():
-        assert (f"{name} {one['coefficient']:.1%} of" in card) == (one["coefficient"] < 0.95 * one["weight"])
+    assert "| robust rule | krum" in card
 
 
 def test_the_screen_says_where_it_bites_and_the_report_whom(defended: tuple[RunFolder, str, str]) -> None:
@@ -144,17 +149,6 @@ def test_a_merge_takes_a_rule_too(tmp_path: Path, main: Callable[..., Said]) -> 
     }.items():
         wrong = main(*given, text, "-o", tmp_path / "other")
         assert wrong.code == 2 and why in " ".join(wrong.err.split()), (text, wrong.err)
+    bare = main("merge", *folders, *given[-3:], "multi-krum byzantine=1", "-o", tmp_path / "other")
+    assert bare.code == 2 and "tensors beside them" in " ".join(bare.err.split()), "heads are in no pair of factors"
     assert not (tmp_path / "other").exists()
-
-
-def test_in_a_merge_heads_are_not_averaged_behind_a_rules_back(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """A merge under a rule looks at pairs: a classifier of a million would be averaged in with the plain weights."""
-    from support.adapter_folders import saved
-
-    folders = [saved(tmp_path, name, 2) for name in "abcde"]
-    command = ("merge", *folders, "--method", "glora", "--robust", "multi-krum byzantine=1", "-o", tmp_path / "out")
-    wrong = main(*command)
-    assert wrong.code == 2 and "tensors beside them" in " ".join(wrong.err.split()), wrong.err
-    assert not (tmp_path / "out").exists()
-    done = main(*command, "--heads", "drop")
-    assert done.code == 0, done.err

@@ -15,7 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
-from fedlora.runs.tracking import numbers
 from support.command_line import invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, ran
@@ -67,15 +66,6 @@ def test_after_a_resume_no_point_is_lost_or_told_twice(project: Path, tmp_path: 
     ran(config, folder.path, resume=True)
     assert_told_everything(folder)
     assert (folder.path / "tensorboard" / "notes.txt").exists(), "only event files are replaced"
-
-
-def test_what_is_no_number_is_not_told() -> None:
-    """JSON's null of a diverged client, and NaN of a score."""
-    line = {
-        "round": 1, "loss": 1.0, "losses": {"a": 1.0, "b": None}, "metrics": {"accuracy": 0.5, "loss": None},
-        "seconds": {"train": 2}, "bytes": {"total": 8}, "server_rank": None, "padded_error": None,
-    }  # fmt: skip
-    assert numbers(line) == {"metrics/accuracy": 0.5, "loss/a": 1.0, "loss": 1.0, "seconds/train": 2, "bytes": 8}
 
 
 class Library:

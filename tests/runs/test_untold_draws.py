@@ -18,13 +18,11 @@ from typing import Any
 
 import pytest
 
-from fedlora.errors import ConfigError
-from fedlora.runs.checks import check_private
 from fedlora.server import private_round
 from fedlora.training import LocalTrainer
 from support.command_line import invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import configured, make_project
+from support.projects import make_project
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
@@ -139,17 +137,3 @@ def test_nothing_that_is_published_tells_where_the_slow_client_was(
     told = [name for name, values in numbers.items() if reads(values)]
     told += [where for where, when in moments(folder) if began - 86_400 < when < ended + 86_400]
     assert told == []
-
-
-@pytest.mark.parametrize("tracker", ["tensorboard", "trackio", "wandb"])
-def test_a_tracker_tells_when_each_round_was(place: Path, tracker: str) -> None:
-    """Event files hold the time of every number, and services show them as they come. With all clients there is no draw
-    to tell."""
-    for sets, refused in (([], True), (["privacy.sampling=all", "run.participation=1.0"], False)):
-        config = configured(place, f"run.report_to=['{tracker}']", *sets)
-        server = config.server.build(config.method.build(), 0)
-        if refused:
-            with pytest.raises(ConfigError, match=r"run\.report_to .* when each round"):
-                check_private(config, server)
-        else:
-            check_private(config, server)

@@ -68,6 +68,7 @@ def test_every_method_begins_with_the_given_update(world: Path, method: str) -> 
     given, _ = read_adapter(world / "first" / "adapter", scaling=2.0)
     state = start(run.server, run.seed_adapter).server
     assert {lora.rank for lora in run.seed_adapter.modules.values()} == {3}
+    assert all(bool(lora.factors[1][2].any()) for lora in run.seed_adapter.modules.values()), "B = A = 0 never learns"
     if method != "fedsa-lora":  # which has no model of the server's: its clients get B
         update = run.server.global_update(state)
         for name, lora in given.modules.items():

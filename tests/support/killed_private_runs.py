@@ -56,7 +56,7 @@ def server(releases: Releases) -> Server:
 
 def on_disk(home: Path) -> OnDisk:
     folder = RunFolder(home / "run")
-    run = str(read_private(folder, "run.json")["run"])
+    run, _ = read_private(folder)
     return OnDisk(private_folder(folder), run, Ledger(home / "ledger", "toys"), None, ROUNDS, 1e-3)
 
 

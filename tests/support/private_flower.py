@@ -15,7 +15,7 @@ from fedlora.flower.site.node import Node
 from fedlora.flower.strategy import FedLoRA
 from fedlora.privacy import Budget, Ledger
 from fedlora.runs.private_releases import OnDisk, Planned
-from fedlora.runs.private_run import PrivateRun, plan_of
+from fedlora.runs.private_run import PrivacyPlan, PrivateRun
 from fedlora.server.private import Private
 from fedlora.server.private_round import PrivateRound
 from support.flower_grid import RANKS, RUN, LocalGrid, Toy, seed_adapter
@@ -32,7 +32,8 @@ def private_run(
     server = Server(build(method), round=privacy)
     opened = server.open(server.init(seed_adapter()))
     assert isinstance(opened, PrivateRound)
-    plan = plan_of(privacy, opened.layout, opened.mechanism, rounds, 20.0, DELTA)
+    size = opened.layout.size
+    plan = PrivacyPlan(20.0, DELTA, rounds, noise, 1.0, privacy.sampling, len(members), 4, size, 0.0, {})
     ledger = Ledger(folder / "ledger.jsonl", "toys")
     releases = OnDisk(folder / "private", "this-run", ledger, budget, rounds, DELTA)
     return PrivateRun(

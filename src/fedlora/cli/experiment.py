@@ -62,7 +62,7 @@ def run(
     plan: Annotated[bool, typer.Option("--plan", help="show what would run, and run nothing")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="the plan, with bytes and hours of trial runs")] = False,
     price: Annotated[float | None, typer.Option(min=0, help="of an hour of a process, for --measure")] = None,
-    on: Annotated[
+    backend: Annotated[
         Machines, typer.Option(help="this machine, array jobs of Slurm, the Ray cluster here")
     ] = Machines.here,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of a run on Slurm or Ray")] = None,

@@ -92,7 +92,7 @@ def show_run(folder: RunFolder) -> None:
             "gauge check: the same updates in coordinates of condition number 10; the model should stay the same"
         )
     _show_samples(folder)
-    made = [name for name in ("adapter", "best", "clients", "plots", "samples.md") if (folder.path / name).exists()]
+    made = [name for name in ("adapter", "best", "clients", "plots", "samples.jsonl") if (folder.path / name).exists()]
     console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json")
 
 
@@ -184,7 +184,7 @@ def _weighed(clients: Mapping[str, Mapping[str, float]], rule: str, most: int = 
 
 
 def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:
-    """Print a language model's first answers, each on one line; samples.md has all of them."""
+    """Print a language model's first answers, each on one line; samples.jsonl has all of them."""
     path = folder.path / "samples.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for row in map(json_of, lines[:most]):

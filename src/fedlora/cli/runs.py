@@ -78,7 +78,6 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path 
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare
     from fedlora.runs.private_run import check_affordable
-    from fedlora.runs.resuming import stored_classes
 
     if folder.exists() and not resume:
         raise ConfigError(f"{folder.path} already holds a run; add --resume to continue it, or choose another --out.")
@@ -88,7 +87,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path 
     quiet_libraries()
     label, secret = config.method.name, config.privacy is not None
     with notes.status(f"{label}: reading data and model"), doing("reading data and model", closed=secret):
-        prepared = prepare(config, data_root, stored_classes(folder))
+        prepared = prepare(config, data_root)
     tell_attack(prepared.manifest)
     tell_data(prepared.manifest, config.data.max_length, config.evaluate.max_new_tokens)
     if secret:

@@ -17,7 +17,7 @@ from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.experiments.scores import Number, parse_number
 from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, located, parse_config
-from fedlora.runs.inputs import contents, digest_of
+from fedlora.runs.identity import contents, digest_of
 from fedlora.runs.privacy_section import SIMULATED
 from fedlora.runs.reading import place_of, set_in
 

@@ -64,7 +64,6 @@ class Work:
         """The run, round by round. What fails is kept in `failure`, and does not end the others."""
         from fedlora.runs.execution import execute  # imports transformers, only in processes that run
         from fedlora.runs.preparation import prepare
-        from fedlora.runs.resuming import stored_classes
         from fedlora.runs.tracking import Called
 
         folder = self.run_folder(run)
@@ -73,7 +72,7 @@ class Work:
             if folder.finished():
                 return
             config = with_ledger(run.config, str((folder.path / LEDGER).resolve()))
-            prepared = prepare(config, self.data_root, stored_classes(folder))
+            prepared = prepare(config, self.data_root)
             if digest(run.config) != run.digest:  # else new data would stand under the name of the old
                 raise DataError("a file that the run reads changed after the experiment was started. Start it again.")
             for _ in execute(prepared, folder, resume=True, called=Called(run.label, run.experiment)):

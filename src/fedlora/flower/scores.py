@@ -198,9 +198,9 @@ def choosing_of(settings: FederationSettings, model_here: bool) -> Choosing:
     by: Literal["server", "sites"] | None = "sites" if settings.share("validation") else None
     if "validation" in settings.files() and model_here:
         by = "server"
-    if by is None and evaluate.patience is not None:
+    if by is None and evaluate.early_stopping_patience is not None:
         raise ConfigError(
-            f"evaluate.early_stopping_patience = {evaluate.patience} looks at a score of each round, and no round is "
+            f"evaluate.early_stopping_patience = {evaluate.early_stopping_patience} looks at a score of each round, and no round is "
             f"measured: give data.validation a share (at the sites), or, for a method with a model at the server, a "
             f"file of its own."
         )

@@ -18,9 +18,9 @@ from fedlora.training.settings import Section
 class AttackSection(Section):
     """Byzantine clients, for experiments; never in a federation. Every output of such a run says so.
 
-    kind: what they do, see docs/how-to/attacks.md. fraction: the share of all clients that are byzantine, rounded down,
-    drawn by run.seed. clients: the names of the byzantine clients, instead of a share. strength: its meaning and
-    default depend on the kind. noise: a free rider hides behind noise.
+    kind: what they do, see docs/how-to/attacks.md. fraction: of all clients, rounded down, drawn by run.seed. clients:
+    the byzantine clients' names, instead of a share. strength: depends on the kind. noise: a free rider hides behind
+    noise.
     """
 
     kind: Kind | Literal["none"] = "none"
@@ -102,6 +102,3 @@ def attack_facts(adversary: Adversary | None) -> dict[str, Any] | None:
 def attack_note(adversary: Adversary | None, client: str) -> dict[str, object] | None:
     """An attack's entry in a stored upload of its round; None without an attack."""
     return None if adversary is None else {"attack": adversary.attack.words, "byzantine": client in adversary.clients}
-
-
-__all__ = ["AttackSection", "attack_facts", "attack_note", "with_flipped_labels"]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedlora.core.lora import Adapter
 from fedlora.errors import counted
 from fedlora.runs.attack_words import in_words
-from fedlora.runs.base_names import BaseName, base_name
 from fedlora.runs.config import RunConfig
-from fedlora.server.judged import FULL
+from fedlora.training.settings import Section
 from fedlora.training.templates import BARE, CHAT
+
+if TYPE_CHECKING:
+    from fedlora.runs.exported import BaseName
 
 _CARD = """---
 library_name: peft
@@ -87,6 +88,7 @@ inputs.pop("token_type_ids", None)"""
 def model_card(
     manifest: Mapping[str, Any],
     config: RunConfig,
+    base: BaseName,
     adapter: Adapter,
     round: int,
     metrics: Mapping[str, float],
@@ -94,44 +96,44 @@ def model_card(
     by: str | None = None,
     on: str = "test",
     client: str | None = None,
-    base: BaseName | None = None,
     tokenizer: bool = True,
     privacy: str | None = None,
-    judged: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     validation: Mapping[str, float] | None = None,
 ) -> str:
     """The README.md for a run's adapter, with front matter for the hub.
 
     by: who measured; None: the manifest says so. on: "test" or "validation", the data of the metrics. client: the
-    owner, for a client's own adapter. base: the base model's name, if manifest and configuration lack it. tokenizer:
-    whether its files lie beside the card; otherwise the card takes it from the base model. privacy: a private run's
-    guarantee, in words; example counts are then omitted. judged: what a robust rule did (`server.judged.over_rounds`).
-    validation: the round's scores there, if the metrics are of the test set.
+    owner, for a client's own adapter. tokenizer: whether its files lie beside the card; otherwise the card takes it
+    from the base model. privacy: a private run's guarantee, in words; example counts are then omitted. validation: the
+    round's scores there, if the metrics are of the test set.
     """
-    base = base or base_name(config.model.name, manifest["model"]["sha256"])
     train, commit = manifest["data"]["train"], manifest["commit"]
     attack = _cell(in_words(manifest["attack"], len(train))) if manifest.get("attack") else None
-    ranks, rule = sorted(set(adapter.ranks.values())), config.robust.build()
+    ranks = sorted(adapter.ranks.values())
     span = " to ".join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))
-    programs = "" if config.train.command is None else ", given to their programs"
-    version = manifest["versions"].get("fedlora", "not installed by pip")
+    own = config.train.command is not None
+    programs, local = ", given to their programs" * own, "by a program of the client's own"
+    local = local if own else _settings(config.train)
+    apart = config.data.clients or config.data.task == "superni"  # each client has data of its own
     rows = {
         "attack": attack,
         "base model": base.shown,
         "adapted modules": f"{len(adapter.modules)}, rank {span}",
         "client ranks": ", ".join(f"{name}: {rank}" for name, rank in manifest["clients"].items()),
         "training examples": _examples(train) + programs if privacy is None else "withheld, a private run",
-        "data dealt out": _dealt(config),
-        "local round": _local(config) + manifest.get("local_round_unless", ""),
+        "data": _settings(config.data, "task", "max_train", "max_length", "chat_template"),
+        "dealt out by": "" if apart else _settings(config.clients, "partition", "alpha", "profile"),
+        "LoRA": _settings(config.lora),
+        "local round": local + manifest.get("local_round_unless", ""),
         "rounds": f"{round} of {config.run.rounds} planned, seed {config.run.seed}",
-        "prompts": _prompts(config),
         "validation": _scores(validation or {}),
         f"held-out {on} ({client or by or manifest['evaluation_target']})": _scores(metrics) or "none",
         **_classes(manifest, programs),
-        "robust rule": rule and f"{rule}{_less(judged)}",
+        "robust rule": config.robust.build(),
         "differential privacy": privacy,
         "configuration": f"digest {manifest['config_digest']}",
-        "code": f"fedlora {version}, commit {_commit(commit)}",
+        "code": f"fedlora {manifest['versions'].get('fedlora', 'not installed by pip')}, commit "
+        + ("unknown" if commit is None else commit["id"][:12] + " with local changes" * (not commit["clean"])),
     }
     return _CARD.format(
         front=f"base_model: {base.name}\n" if base.name else "",
@@ -143,30 +145,13 @@ def model_card(
         clients=counted(len(manifest["clients"]), "client"),
         method_repr=manifest["method"],
         rows="\n".join(f"| {name} | {said} |" for name, said in rows.items() if said),
-        snippet=_snippet(config, manifest.get("answer_ends", ()), tokenizer),
+        snippet=snippet(config, manifest.get("answer_ends", ()), tokenizer),
         source=base.source,
     )
 
 
 def _scores(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if "/" not in name)
-
-
-def _commit(commit: Mapping[str, Any] | None) -> str:
-    if commit is None:
-        return "unknown"
-    return f"{commit['id'][:12]}{'' if commit['clean'] else ' with local changes'}"
-
-
-def _less(judged: Mapping[str, Mapping[str, float]]) -> str:
-    """Whose weight a robust rule reduced over the rounds, and how often it left them out."""
-    less = [
-        f"{_cell(name)} {one['coefficient']:.1%} of {one['weight']:.1%} (left out in {one['left_out']:.0f} of "
-        f"{one['rounds']:.0f} rounds)"
-        for name, one in judged.items()
-        if one["coefficient"] < FULL * one["weight"]
-    ]
-    return f"; mean weight after the rule, of that before: {', '.join(less)}" if less else ""
 
 
 def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:
@@ -179,14 +164,12 @@ def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:
 def _classes(manifest: Mapping[str, Any], given: str) -> dict[str, str]:
     """A row by class: training examples, or the names alone."""
     names = [_cell(name) for name in manifest["data"]["label_names"]]
-    counts = (manifest["data"]["label_counts"] or {}).values()
     if not 0 < len(names) <= _MOST_CLASSES:
         return {}
-    if not counts:
+    if not (counts := manifest["data"]["label_counts"]):
         return {"classes": ", ".join(names)}
-    total = [sum(row[k] for row in counts if k < len(row)) for k in range(len(names))]
-    each = ", ".join(f"{name} {count}" for name, count in zip(names, total, strict=True))
-    return {f"training examples by class{given}": each}
+    each = [f"{name} {sum(row[k] for row in counts.values())}" for k, name in enumerate(names)]
+    return {f"training examples by class{given}": ", ".join(each)}
 
 
 def _cell(text: str) -> str:
@@ -194,45 +177,13 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
 
 
-def _dealt(config: RunConfig) -> str:
-    """How the data were distributed: each client's own, or one set dealt out."""
-    clients = config.clients
-    if config.data.clients:
-        return "each client has a file of its own"
-    if config.data.task == "superni":
-        return "a task for each client"
-    alpha = 1.0 if clients.dirichlet_alpha is None else clients.dirichlet_alpha
-    return "iid" if clients.partition == "iid" else f"label skew, Dirichlet {alpha:g}"
+def _settings(table: Section, *keys: str) -> str:
+    """The table's settings of these keys (default: all) that have a value, by their names."""
+    told = table.model_dump(include=set(keys) or None)
+    return _cell(", ".join(f"{key} {value}" for key, value in told.items() if value not in (None, False, [])))
 
 
-def _local(config: RunConfig) -> str:
-    """A client's round in words, including settings that are not at their defaults."""
-    t, lora = config.train, config.lora
-    if t.command is not None:
-        return "by a program of the client's own"
-    length = f"{t.max_steps} steps" if t.max_steps > 0 else f"{t.num_train_epochs:g} epochs"
-    said = [f"{length} of {t.step_size}", t.optimizer, f"learning rate {t.learning_rate:g}"]
-    said.append(f"texts of up to {config.data.max_length} tokens")
-    if t.class_weights is not None:
-        said.append(f"class weights {t.class_weights}")
-    if lora.lora_alpha is not None:
-        said.append(f"alpha {lora.lora_alpha:g}, {'alpha / sqrt(r)' if lora.use_rslora else 'alpha / r'} for each rank")
-    return ", ".join(said)
-
-
-def _prompts(config: RunConfig) -> str:
-    """How prompts were formatted for a language model."""
-    template = config.data.prompting()
-    if config.model.task != "causal-lm":
-        return ""
-    if template == BARE:
-        return "unchanged"
-    return (
-        "in the tokenizer's chat template, saved here" if template == CHAT else f"in the text {_cell(repr(template))}"
-    )
-
-
-def _snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:
+def snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:
     """Code to load and query the adapter from its folder alone; the tokenizer comes from the base if not there."""
     template = config.data.prompting()
     if config.model.task == "causal-lm":

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from fedlora.core.lora import Adapter
+import torch
+
+from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
-from fedlora.core.method import Roles
-from fedlora.errors import ConfigError, said_by
+from fedlora.errors import ConfigError, FedLoRAError, said_by
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
-from fedlora.runs.inputs import own_paths
+from fedlora.runs.identity import own_files
 from fedlora.runs.privacy_section import PrivacySection
 from fedlora.runs.private_releases import Planned
 from fedlora.runs.robust import check_rule
@@ -23,35 +23,34 @@ from fedlora.runs.tracking import check_trackers
 from fedlora.server.private import Private
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
-from fedlora.server.state import ServerState
 from fedlora.training.load import check_device
 from fedlora.training.measure import Target
 from fedlora.training.metrics import METRICS, generates
 from fedlora.training.programs import check_program
 
 
-def of_settings(config: RunConfig) -> Iterator[str]:
-    """What can be said before any data are read, a sentence each: of each setting alone, and of settings together."""
-    gone = missing(config)
-    yield from of_parts(config)
-    yield from of_metric(config)
+def of_parts(config: RunConfig) -> Iterator[str]:
+    """What each setting alone lacks, whatever the others are: files, a method that can be made, and what this machine
+    must have (a GPU, a library, the clients' program)."""
+    for key, path in own_files(config).items():
+        if not path.exists():
+            yield f"{key}: {path} does not exist."
+    device, program = config.model.chosen_device(), config.train.program()
     yield from said_by(
-        lambda: check_private(config, built(config)),
-        *([] if "model.name" in gone else [lambda: config.model.check_targets(config.lora.target_modules)]),
+        config.method.build,
+        lambda: check_device(device, config.model.load_in_4bit),
+        lambda: check_trackers(config.run.report_to),
+        *([] if program is None else [lambda: check_program(program)]),
     )
 
 
-def of_parts(config: RunConfig) -> Iterator[str]:
-    """What each setting alone lacks, whatever the others are: files, a method that can be made, and `of_machine`."""
-    for key, path in missing(config).items():
-        yield f"{key}: {path} does not exist."
-    yield from said_by(config.method.build)
-    yield from of_machine(config)
-
-
-def missing(config: RunConfig) -> dict[str, str]:
-    """Key -> path of the user's own files that are not there."""
-    return {key: path for key, path in own_paths(config).items() if not Path(path).exists()}
+def of_settings(config: RunConfig) -> Iterator[str]:
+    """What can be said before any data are read: of each setting alone, and of settings together."""
+    yield from of_parts(config)
+    yield from _of_metric(config)
+    yield from said_by(lambda: check_private(config, built(config)))
+    if (path := own_files(config).get("model.name")) is None or path.exists():
+        yield from said_by(lambda: config.model.check_targets(config.lora.target_modules))
 
 
 def built(config: RunConfig) -> Server:
@@ -59,38 +58,30 @@ def built(config: RunConfig) -> Server:
     return config.server.build(config.method.build(), config.run.seed, config.robust.build())
 
 
-def of_machine(config: RunConfig) -> Iterator[str]:
-    """What this machine lacks for the run: a GPU, a library, the clients' program."""
-    device, program = config.model.chosen_device(), config.train.program()
-    yield from said_by(
-        lambda: check_device(device, config.model.load_in_4bit),
-        lambda: check_trackers(config.run.report_to),
-        *([] if program is None else [lambda: check_program(program)]),
-    )
+def per_round(config: RunConfig, names: Sequence[str]) -> int:
+    """How many of these clients take part in a round."""
+    return len(sample_clients(names, config.run.participation, seed=0, round=0))
 
 
-def of_processes(config: RunConfig, processes: int) -> Iterator[str]:
-    """Settings that do not work with several processes."""
+def of_data(config: RunConfig, data: Dealt, processes: int) -> Iterator[str]:
+    """Settings that need data that are missing, or that cannot be shared by so many processes."""
+    validation, test = (any(map(len, sets.values())) for sets in (data.validation, data.test))
+    e = config.evaluate
     if processes > 1 and config.model.load_in_4bit:
         yield f"run.workers = {config.run.workers!r} cannot share model.load_in_4bit; leave one of them out."
-
-
-def of_measuring(config: RunConfig, data: Dealt) -> Iterator[str]:
-    """Evaluation settings that need data that are missing, or would measure nothing."""
-    e = config.evaluate
-    if e.early_stopping_patience is not None and not any(len(part) for part in data.validation.values()):
+    if e.early_stopping_patience is not None and not validation:
         yield (
             f"evaluate.early_stopping_patience = {e.early_stopping_patience} needs the validation metric, but there "
             f"are no validation data: data.validation = {config.data.validation!r}. Give it a share or a file, or "
             f"leave early_stopping_patience out."
         )
-    if e.test_along and not (any(map(len, data.validation.values())) and any(map(len, data.test.values()))):
+    if e.test_along and not (validation and test):
         yield (
             f"evaluate.test_along = true scores the test set beside the validation data, and one of them is missing: "
             f"data.validation = {config.data.validation!r}, data.test = {config.data.test!r}. Give both, or leave "
             f"test_along out."
         )
-    if e.clients_at_end == "both" and not (data.own_test and any(len(part) for part in data.test.values())):
+    if e.clients_at_end == "both" and not (data.own_test and test):
         there = "a common one only" if not data.own_test else "each client's own only"
         yield (
             f"evaluate.clients_at_end = 'both' needs the clients' own test sets and the common one; there is {there}. "
@@ -98,54 +89,59 @@ def of_measuring(config: RunConfig, data: Dealt) -> Iterator[str]:
         )
 
 
-def of_fit(
-    config: RunConfig, server: Server, initial: ServerState, target: Target, clients: Sequence[Client]
-) -> Iterator[str]:
-    """Options that can never work with this method or these clients."""
-    yield from _of_roles(config, server.method.name, server.roles(initial))
-    if target == "server" and not server.has_global_model(initial):
-        yield (
-            f"{server.method.name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it "
-            f"out)."
-        )
+def on_a_toy(config: RunConfig, names: Sequence[str]) -> tuple[Target, list[str]]:
+    """The evaluation target, with "auto" resolved, and why the server cannot serve clients of these names, a line for
+    each reason: asked of two small modules, because reading the model takes time."""
+    target: Target = "clients" if config.evaluate.target == "auto" else config.evaluate.target
+    try:
+        types, server = config.clients.assigned(names, config.run.seed), built(config)
+        r = max(max(kind.attention, kind.feed_forward) for kind in types.values())
+        toy = Adapter({name: LoRA(torch.zeros(2 * r, r), torch.ones(r, 2 * r)) for name in ("attention", "mlp")}, {})
+        state = server.init(toy)
+        for name, kind in types.items():
+            server.download(state, Client(name, kind.ranks(toy.modules)))
+    except FedLoRAError as error:
+        return target, [str(error)]
+    if config.evaluate.target == "auto" and server.has_global_model(state):
+        target = "server"
+    wrong = list(_of_fit(config, server, per_round(config, names), len(names)))
+    roles, name = server.roles(state), server.method.name
+    if target == "server" and not server.has_global_model(state):
+        wrong.append(f"{name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it out).")
+    if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
+        wrong.append(f"run.keep_uploads cannot store what never leaves a client, but {name} shares {roles}.")
+    pairs = {
+        "server.gauge_stress": config.server.gauge_stress is not None,
+        f"attack.kind = {config.attack.kind!r}": config.attack.needs_pairs,
+    }
+    if not roles.both_shared:
+        wrong += [f"{key} needs both factors shared, but {name} shares {roles}." for key, on in pairs.items() if on]
+    return target, wrong
+
+
+def _of_fit(config: RunConfig, server: Server, a_round: int, clients: int) -> Iterator[str]:
+    """Options that can never work with so many clients, or with the kind of round."""
+    rule, quorum = server.round.rule, server.round.quorum
     if config.run.keep_uploads != "none" and config.server.stream:
         yield "run.keep_uploads stores uploads, but server.stream keeps none: leave one of them out."
-    names, quorum = [client.id for client in clients], server.round.quorum
-    a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))
     if quorum is not None and quorum > a_round:
-        yield f"server.quorum = {quorum} can never be met: {a_round} of {len(names)} clients take part in a round."
+        yield f"server.quorum = {quorum} can never be met: {a_round} of {clients} clients take part in a round."
+    if rule is not None:
+        yield from said_by(lambda: check_rule(rule, a_round))
 
 
-def of_metric(config: RunConfig) -> Iterator[str]:
+def _of_metric(config: RunConfig) -> Iterator[str]:
     """A metric of the other task, or answers that leave no room for a prompt."""
-    if config.model.task not in METRICS[config.evaluate.metric].tasks:
-        wanted = "classes" if config.model.task == "causal-lm" else "generated text"
-        there = ", ".join(name for name, metric in METRICS.items() if config.model.task in metric.tasks)
+    e, task = config.evaluate, config.model.task
+    if task not in METRICS[e.metric].tasks:
+        wanted = "classes" if task == "causal-lm" else "generated text"
+        there = ", ".join(name for name, metric in METRICS.items() if task in metric.tasks)
+        yield f"evaluate.metric = {e.metric!r} is for {wanted}, but model.task is {task!r}; choose from {there}."
+    elif generates(e.metric) and e.max_new_tokens >= config.data.max_length:
         yield (
-            f"evaluate.metric = {config.evaluate.metric!r} is for {wanted}, but model.task is {config.model.task!r}; "
-            f"choose from {there}."
+            f"evaluate.max_new_tokens = {e.max_new_tokens} leaves no room for a prompt within data.max_length = "
+            f"{config.data.max_length}."
         )
-    elif generates(config.evaluate.metric) and config.evaluate.max_new_tokens >= config.data.max_length:
-        yield (
-            f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
-            f"data.max_length = {config.data.max_length}."
-        )
-
-
-def _of_roles(config: RunConfig, name: str, roles: Roles) -> Iterator[str]:
-    """name, roles: the method's."""
-    if config.server.gauge_stress is not None and not roles.both_shared:
-        yield f"server.gauge_stress needs both factors shared, but {name} shares {roles}."
-    if config.attack.needs_pairs and not roles.both_shared:
-        yield f"attack.kind = {config.attack.kind!r} needs both factors shared, but {name} shares {roles}."
-    if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
-        yield f"run.keep_uploads cannot store what never leaves a client, but {name} shares {roles}."
-
-
-def check_byzantine(config: RunConfig, server: Server, clients: Sequence[str]) -> None:
-    """Raise `ConfigError` if a round is too small for the robust rule."""
-    if server.round.rule is not None:
-        check_rule(server.round.rule, len(sample_clients(clients, config.run.participation, seed=0, round=0)))
 
 
 # ---- private runs ----------------------------------------------------------------------------------------------------
@@ -172,21 +168,16 @@ def planned_privacy(config: RunConfig, section: PrivacySection, clients: Sequenc
     Raises:
         ConfigError: with that delta, one client's data could be published outright. HyperparameterError: no epsilon.
     """
-    check_delta(config, len(clients))
+    if section.delta >= 1 / len(clients):
+        raise ConfigError(
+            f"privacy.delta = {section.delta:g} with {len(clients)} clients: publishing one random client's data has "
+            f"delta = 1 / n = {1 / len(clients):.2g}, so this promises nothing. Choose a delta far below it."
+        )
     run, ranks = config.run, [max(client.ranks(start.modules).values(), default=1) for client in clients]
     return section.build(
         Planned(), clients=[client.id for client in clients], largest=max(ranks), rounds=run.rounds,
         participation=run.participation, seed=run.seed,
     )  # fmt: skip
-
-
-def check_delta(config: RunConfig, clients: int) -> None:
-    """Raise `ConfigError` if one client's data could be published outright. clients: their number."""
-    if config.privacy is not None and config.privacy.delta >= 1 / clients:
-        raise ConfigError(
-            f"privacy.delta = {config.privacy.delta:g} with {clients} clients: publishing one random client's data has "
-            f"delta = 1 / n = {1 / clients:.2g}, so this promises nothing. Choose a delta far below it."
-        )
 
 
 def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:

@@ -8,12 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fedlora.data import TextData, dirichlet, iid, read_glue, read_task_lists, read_tasks, split
+from fedlora.data import (
+    TextData,
+    demo_data,
+    dirichlet,
+    iid,
+    read_classification,
+    read_glue,
+    read_instructions,
+    read_task_lists,
+    read_tasks,
+    split,
+)
 from fedlora.data.hub import is_hub
+from fedlora.data.labels import given, in_order, look_alike, shown
 from fedlora.data.rows import Rows
 from fedlora.data.splits import Parts, inputs
 from fedlora.errors import ConfigError, DataError
-from fedlora.runs.agreed_classes import read_agreed
 from fedlora.runs.config import RunConfig
 from fedlora.runs.data_sections import DataSection
 from fedlora.seeds import derive_seed
@@ -39,11 +50,6 @@ class Dealt:
     categories: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Client -> its number of examples."""
-        return {client: len(part) for client, part in self.parts.items()}
-
-    @property
     def classes(self) -> tuple[str, ...]:
         """Empty for a language model."""
         return next(iter(self.parts.values())).label_names
@@ -52,11 +58,10 @@ class Dealt:
 Keep = Callable[[Parts], Parts]  # the parts of one file as drawn -> as they are to be
 
 
-def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] = (), keep: Keep | None = None) -> Dealt:
+def deal(config: RunConfig, data_root: Path | None, keep: Keep | None = None) -> Dealt:
     """The run's data.
 
     Args:
-        label_names: the classes that a run was begun with, in order; by default data.label_names, or all that occur.
         keep: what is to be held out of each file, where a draw before has decided that.
 
     Raises:
@@ -71,7 +76,7 @@ def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] =
         )
     if config.data.task == "superni":
         return _superni(config, data_root)
-    dealt = _glue(config, data_root) if config.data.task is not None else _files(config, label_names, keep)
+    dealt = _glue(config, data_root) if config.data.task is not None else _files(config, keep)
     _check_classes(config, dealt)
     return dealt if share is None else _with_own_tests(dealt, share, config.run.seed)
 
@@ -168,16 +173,18 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
     tasks = read_tasks(data_root / "superni", [*train, *unseen])
     pieces = {name: split(tasks[name].data, validation=d.validation, test=d.test, seed=seed) for name in train}
 
-    def cut(data: TextData, limit: int | None, name: str) -> TextData:
-        return _at_most(data, limit, seed, name)
+    def held(data: TextData, name: str) -> TextData:
+        return _at_most(data, d.max_test, seed, name)
 
+    validation = {name: held(part, name) for name, (_, part, _) in pieces.items()}
+    test = {name: held(part, name) for name, (_, _, part) in pieces.items()}
     return Dealt(
-        parts={name: cut(part, d.max_train, name) for name, (part, _, _) in pieces.items()},
-        validation={name: cut(part, d.max_test, name) for name, (_, part, _) in pieces.items()},
-        test={name: cut(part, d.max_test, name) for name, (_, _, part) in pieces.items()},
-        own_validation={name: cut(part, d.max_test, name) for name, (_, part, _) in pieces.items()},
-        own_test={name: cut(part, d.max_test, name) for name, (_, _, part) in pieces.items()},
-        probes={"unseen": {name: cut(tasks[name].data, d.max_test, name) for name in unseen}} if unseen else {},
+        parts={name: _at_most(part, d.max_train, seed, name) for name, (part, _, _) in pieces.items()},
+        validation=validation,
+        test=test,
+        own_validation=validation,
+        own_test=test,
+        probes={"unseen": {name: held(tasks[name].data, name) for name in unseen}} if unseen else {},
         categories={name: task.category for name, task in tasks.items()},
     )
 
@@ -190,11 +197,11 @@ def _at_most(data: TextData, limit: int | None, seed: int, *purpose: str) -> Tex
     return data.select(sorted(drawn))
 
 
-def _files(config: RunConfig, label_names: Sequence[str], keep: Keep | None) -> Dealt:
+def _files(config: RunConfig, keep: Keep | None) -> Dealt:
     d, seed = config.data, config.run.seed
     sources = dict(d.clients) if d.clients else {"": d.train or ""}
     held = {part: value for part in ("validation", "test") if isinstance(value := getattr(d, part), str)}
-    text = read_agreed(config, list(dict.fromkeys([*sources.values(), *held.values()])), label_names)
+    text = read_files(config, list(dict.fromkeys([*sources.values(), *held.values()])))
     trained: dict[str, TextData] = {}
     own: dict[str, dict[str, TextData]] = {"validation": {}, "test": {}}
     for client, path in sources.items():
@@ -231,8 +238,54 @@ def _split(config: RunConfig, client: str, data: TextData) -> Parts:
 
 
 def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
-    """Path -> its examples, read like the run's own files."""
-    return read_agreed(config, paths)
+    """Path -> its examples. All files use the same classes: data.label_names, otherwise all that occur in any file."""
+    d = config.data
+
+    def read(path: str, names: Sequence[str] | None = None) -> TextData:
+        if path == "demo":
+            demo = demo_data()
+            if d.label_names and tuple(d.label_names) != demo.label_names:
+                raise ConfigError(
+                    f"data.label_names = {d.label_names}, but the demo's classes are {list(demo.label_names)}."
+                )
+            return demo
+        if config.model.task != "sequence-classification":
+            return read_instructions(path, prompt=d.prompt, response=d.response, messages=d.messages)
+        return read_classification(
+            path,
+            text=d.text,
+            label=d.label,
+            text_pair=d.text_pair,
+            label_names=d.label_names or names,
+            key="data.label_names",
+        )
+
+    found = {path: read(path) for path in paths}
+    if len({data.label_names for data in found.values()}) == 1:
+        return found
+    names = _all_classes({path: data.label_names for path, data in found.items()})
+    return {path: read(path, names) for path in paths}
+
+
+def _all_classes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The classes of several files. Raises `ConfigError` if they may be the same classes, written differently."""
+    names = in_order(name for classes in found.values() for name in classes)
+    cure = f"If they are separate classes, set {given('data.labels', names)}."
+    if same := look_alike(names):
+        holders = [next(path for path, classes in found.items() if spelt in classes) for spelt in same]
+        raise ConfigError(
+            f"two labels look alike: {holders[0]} has {same[0]!r}, and {holders[1]} has {same[1]!r}. Write them the "
+            f"same way in all files. {cure}"
+        )
+    widest, most = max(found.items(), key=lambda item: len(item[1]))
+    for path, classes in found.items():
+        if not set(classes) & set(most):
+            raise ConfigError(
+                f"the files have different label names: {path} has {shown(tuple(classes))}, and {widest} has "
+                f"{shown(tuple(most))}, with none in common. If these are the same classes, give them the same names "
+                f"in all files. {cure}"
+            )
+    return names
 
 
 def training_rows(config: RunConfig, parts: Mapping[str, TextData]) -> dict[str, Rows | Path]:

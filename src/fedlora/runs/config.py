@@ -23,8 +23,7 @@ from fedlora.runs.identity import digest
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 from fedlora.runs.reading import checked, partly, set_in, tables_in
 from fedlora.runs.robust import RobustSection
-from fedlora.runs.sections import EvaluateSection, MethodSection, ModelSection, RunSection, ServerSection
-from fedlora.runs.train_section import TrainTable
+from fedlora.runs.sections import EvaluateSection, MethodSection, ModelSection, RunSection, ServerSection, TrainTable
 from fedlora.training.settings import LoRASettings, Section
 
 
@@ -133,46 +132,31 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
     """Make the paths of local files absolute, so that a run can be resumed from anywhere. Relative paths start at
     `folder`, the config file's. Raises `ConfigError`."""
 
-    def absolute(path: str) -> str:
-        return str((folder / path).resolve())
+    def absolute(path: Any) -> Any:
+        return str((folder / path).resolve()) if isinstance(path, str) and not is_hub(path) else path
 
-    data, model = config.data, config.model
-    changes: dict[str, Any] = {"clients": {c: p if is_hub(p) else absolute(p) for c, p in data.clients.items()}}
-    if data.train and data.train != "demo" and not is_hub(data.train):
-        changes["train"] = absolute(data.train)
-    for part in ("validation", "test"):
-        if isinstance(getattr(data, part), str) and not is_hub(getattr(data, part)):
-            changes[part] = absolute(getattr(data, part))
-    changes["task_lists"] = [absolute(one) if (folder / one).is_file() else one for one in data.task_lists]
-    local = model.name not in PACKAGED and (folder / model.name).exists()
-    if not local and model.name not in PACKAGED and Path(model.name).exists():  # transformers would use that one
+    data, model, train, private = config.data, config.model, config.train, config.privacy
+    parts: dict[str, Any] = {part: absolute(getattr(data, part)) for part in ("validation", "test")}
+    parts["train"] = data.train if data.train == "demo" else absolute(data.train)
+    parts["clients"] = {client: absolute(path) for client, path in data.clients.items()}
+    parts["task_lists"] = [absolute(one) if (folder / one).is_file() else one for one in data.task_lists]
+    there: dict[str, Any] = {}
+    if model.name not in PACKAGED and (folder / model.name).exists():
+        there["name"] = absolute(model.name)
+    elif model.name not in PACKAGED and Path(model.name).exists():  # transformers would use that one
         raise ConfigError(
             f"model.name = {model.name!r} is relative to {folder.resolve()}, the folder of its file, but there is no "
             f"such model there; the working directory has one. If you mean that one, give its full path."
         )
-    adapter = model.adapter
-    if adapter:
-        there = (folder / adapter).exists() or repository_and_revision(adapter) is None
-        adapter = absolute(adapter) if there else str(local_folder(adapter, ADAPTER_FILES))
-    train = config.train
+    if adapter := model.adapter:
+        here = (folder / adapter).exists() or repository_and_revision(adapter) is None
+        there["adapter"] = absolute(adapter) if here else str(local_folder(adapter, ADAPTER_FILES))
+    changes: dict[str, Any] = {"data": data.model_copy(update=parts), "model": model.model_copy(update=there)}
     if train.command is not None:
-        train = train.model_copy(update={"command": located_command(train.command, folder)})
-    private = config.privacy
+        changes["train"] = train.model_copy(update={"command": located_command(train.command, folder)})
     if private is not None:
-        private = private.model_copy(update={"ledger": absolute(private.ledger)})
-    return config.model_copy(
-        update={
-            "privacy": private,
-            "train": train,
-            "data": data.model_copy(update=changes),
-            "model": model.model_copy(
-                update={
-                    "name": absolute(model.name) if local else model.name,
-                    "adapter": adapter,
-                }
-            ),
-        }
-    )
+        changes["privacy"] = private.model_copy(update={"ledger": absolute(private.ledger)})
+    return config.model_copy(update=changes)
 
 
 def located_command(command: Sequence[str], folder: Path) -> list[str]:

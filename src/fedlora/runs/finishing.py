@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError
+from fedlora.privacy.releases import filtered
 from fedlora.runs.exported import FOLDERS, Exports, clear_exports, client_adapter, global_adapter
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.private_outputs import private_summary
 from fedlora.runs.private_run import PrivateRun, told
 from fedlora.runs.samples import write_samples
 from fedlora.runs.stopping import Line, Ranking
@@ -24,21 +23,6 @@ from fedlora.server.state import RunState
 
 log = logging.getLogger("fedlora.runs")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Tested:
-    """A state, with its measurements on the test set and on each probe."""
-
-    state: RunState
-    scores: Mapping[str, float]
-    probes: Mapping[str, Mapping[str, float]]
-
-    @classmethod
-    def of(cls, prepared: Prepared, state: RunState) -> _Tested:
-        scores = prepared.test.evaluate(prepared.server, state) if prepared.test else {}
-        probes = {name: evaluator.evaluate(prepared.server, state) for name, evaluator in prepared.probes.items()}
-        return cls(state, scores, probes)
 
 
 def finish(
@@ -56,52 +40,69 @@ def finish(
 
     of: the run's identity. stopped: why it ends before its last round.
     """
-    server, lines = prepared.server, folder.metrics()
-    best = Ranking(prepared.metric).best(lines)
-    judged = over_rounds(lines)
-    spent = None if private is None else private.spent(state.round)
+    server, lines, config = prepared.server, folder.metrics(), prepared.config
+    best, judged = Ranking(prepared.metric).best(lines), over_rounds(lines)
+    labels, spent = prepared.manifest["data"]["label_names"], None if private is None else private.spent(state.round)
     exports = Exports(
-        prepared.manifest, prepared.config, prepared.spec, prepared.tokenizer, prepared.manifest["data"]["label_names"],
-        privacy=None if spent is None else told(spent), judged=judged,
+        prepared.manifest, config, prepared.spec, prepared.tokenizer, labels,
+        privacy=None if spent is None else told(spent),
     )  # fmt: skip
-    tested = {"last": _Tested.of(prepared, state)}
-    found = best_state(folder.best_checkpoint, RunState, server.method.State, of, best)
-    if found is not None:
-        tested["best"] = tested["last"] if found.round == state.round else _Tested.of(prepared, found)
+    states = {"last": state}
+    if (found := best_state(folder.best_checkpoint, RunState, server.method.State, of, best)) is not None:
+        states["best"] = found
+    tested, probes = _tested(prepared, states)
     validation = {line["round"]: line["metrics"] for line in lines}
-    if server.has_global_model(state.server):
-        for name, one in tested.items():
-            round, scores, on = one.state.round, one.scores, "test"
-            if not scores and validation.get(round):
-                scores, on = validation[round], "validation"
-            beside = validation.get(round) if on == "test" else None
-            place = folder.path / FOLDERS[name]
-            exports.write(place, global_adapter(server, one.state), round, scores, on=on, validation=beside)
-    asked = prepared.config.evaluate.clients_at_end
+    for name, one in states.items() if server.has_global_model(state.server) else ():
+        scores, on, beside = tested[name], "test", validation.get(one.round)
+        if not scores and beside:
+            scores, on, beside = beside, "validation", None
+        place = folder.path / FOLDERS[name]
+        exports.write(place, global_adapter(server, one), one.round, scores, on=on, validation=beside)
+    asked = config.evaluate.clients_at_end
     each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
     common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}
-    if prepared.config.run.readouts or not server.has_global_model(state.server):
+    if config.run.readouts or not server.has_global_model(state.server):
         for client in prepared.clients:
             own, place = client_adapter(server, state, client), folder.path / "clients" / client.id
             exports.write(place, own, state.round, each.get(client.id, {}), client=client.id)
-    trackers.close({name: (one.state.round, one.scores) for name, one in tested.items()})
+    trackers.close({name: (one.round, tested[name]) for name, one in states.items()})
     clear_exports(folder, [client.id for client in prepared.clients], exports.made)
     write_samples(prepared, folder, state)
     for name in ("bytes", "spectrum", "metric"):  # of an earlier end; new ones are drawn from the summary
         (folder.plots / f"{name}.png").unlink(missing_ok=True)
+    last = lines[-1] if lines else {}
     summary = {
-        **results(
-            server, state, prepared.metric, lines, best, {name: one.scores for name, one in tested.items()},
-            prepared.manifest["data"]["label_names"], stopped, judged,
-        ),
-        **_own_results(prepared, lines, tested),
+        **results(server, state, prepared.metric, lines, best, tested, labels, stopped, judged),
+        "clients": len(prepared.clients),
+        "target": prepared.target,
+        "probes": {name: probes.get(name, {}) for name in FOLDERS},
+        "seconds": _summed(lines, "seconds"),
+        "bytes": _summed(lines, "bytes"),
+        **{name: last.get(name) for name in ("server_rank", "padded_error", "gauge_drift")},
+        "refused": sum(len(line["refused"]) for line in lines),
+        **({"attack": prepared.manifest["attack"]} if prepared.adversary is not None else {}),
         "clients_at_end": each,
         "clients_at_end_common": common,
         "exports": sorted({place.relative_to(folder.path).parts[0] for place in exports.made}),
-    }  # fmt: skip
+    }
     if spent is not None:
-        summary = private_summary(summary, spent, "summary.json")
+        summary = filtered("summary.json", {**summary, "privacy": spent})
     folder.write_json("summary.json", summary)
+
+
+def _tested(
+    prepared: Prepared, states: Mapping[str, RunState]
+) -> tuple[dict[str, Mapping[str, float]], dict[str, Mapping[str, Mapping[str, float]]]]:
+    """State -> its scores on the test set; and on each probe. One state under two names is measured once."""
+    scores: dict[str, Mapping[str, float]] = {}
+    probes: dict[str, Mapping[str, Mapping[str, float]]] = {}
+    for name, state in states.items():
+        if name == "best" and state.round == states["last"].round:
+            scores[name], probes[name] = scores["last"], probes["last"]
+            continue
+        scores[name] = prepared.test.evaluate(prepared.server, state) if prepared.test else {}
+        probes[name] = {probe: each.evaluate(prepared.server, state) for probe, each in prepared.probes.items()}
+    return scores, probes
 
 
 def results(
@@ -131,24 +132,6 @@ def results(
         "classes": list(classes),
         "diagnostics": server.diagnostics(state.server),
         **({"robust": judged} if judged else {}),
-    }
-
-
-def _own_results(prepared: Prepared, lines: Sequence[Line], tested: Mapping[str, _Tested]) -> dict[str, Any]:
-    """What only a run's summary has. seconds, bytes: sums over the rounds. refused: number of uploads. attack: only if
-    there was one."""
-    last = lines[-1] if lines else {}
-    return {
-        "clients": len(prepared.clients),
-        "target": prepared.target,
-        "probes": {name: tested[name].probes if name in tested else {} for name in FOLDERS},
-        "seconds": _summed(lines, "seconds"),
-        "bytes": _summed(lines, "bytes"),
-        "server_rank": last.get("server_rank"),
-        "padded_error": last.get("padded_error"),
-        "gauge_drift": last.get("gauge_drift"),
-        "refused": sum(len(line["refused"]) for line in lines),
-        **({"attack": prepared.manifest["attack"]} if prepared.adversary is not None else {}),
     }
 
 

@@ -3,7 +3,7 @@
 config.json        the resolved configuration          metrics.jsonl     one line per round
 manifest.json      versions, commit, device, hashes    checkpoints/      the newest states; best/ the best one's
 summary.json       the result; written last            adapter/          the final server model, a PEFT directory
-samples.jsonl, samples.md  a language model's answers to held-out prompts, before and after
+samples.jsonl      a language model's answers to held-out prompts, before and after
 plots/*.png                                            best/             the best one by validation, likewise
 private/           of a private run: for the server only (`private_releases`)
 uploads/           what clients sent, if requested (run.keep_uploads)
@@ -31,11 +31,6 @@ from fedlora.core.folders import check_target, place
 from fedlora.core.text import quoted, shown
 from fedlora.errors import CheckpointError, ConfigError, counted
 
-# Keys that each file has in every version; without them it is damaged.
-_HAS = {
-    "summary.json": ("method", "metric", "rounds", "validation", "test"),
-    "manifest.json": ("config_digest", "data"),
-}
 _BEFORE = ("private", "checkpoints", "manifest.json")  # what a start makes before config.json, with which a run begins
 
 
@@ -87,15 +82,6 @@ class RunFolder:
 
         Raises:
             ConfigError: the folder holds other files, cannot be created, or cannot be written.
-
-        Example:
-            >>> Path("mine").mkdir()
-            >>> _ = Path("mine/config.json").write_text("{}")
-            >>> try:
-            ...     RunFolder(Path("mine")).check_place()
-            ... except ConfigError as error:
-            ...     print(str(error).partition(".")[0])
-            mine is not empty and holds no run: 1 entry, the first is 'config
         """
         if self.exists():
             return
@@ -103,16 +89,15 @@ class RunFolder:
         if not found:
             check_target(self.path)
             return
-        unfinished = {path.name for path in files.leftovers(self.path)}
-        if theirs := [name for name in found if name not in _BEFORE and name not in unfinished]:
-            entries = counted(len(found), "entry", "entries")
+        ours = {*_BEFORE, *(path.name for path in files.leftovers(self.path))}
+        if "manifest.json" in found and "config_digest" not in self.read_json("manifest.json"):
+            ours.remove("manifest.json")
+        if theirs := [name for name in found if name not in ours]:
             raise ConfigError(
-                f"{shown(self.path)} is not empty and holds no run: {entries}, the first is {quoted(theirs[0])}. A run "
-                f"would overwrite files that have its names. Nothing was written. Name a new or an empty "
-                f"directory with --out; if a run's manifest.json was lost, restore it."
+                f"{shown(self.path)} is not empty and holds no run: {counted(len(found), 'entry', 'entries')}, the "
+                f"first is {quoted(theirs[0])}. A run would overwrite files that have its names. Nothing was written. "
+                f"Name a new or an empty directory with --out; if a run's manifest.json was lost, restore it."
             )
-        if "manifest.json" in found:
-            self.read_json("manifest.json")  # raises if it is nothing of ours
 
     def create(self, config: str, manifest: Mapping[str, Any]) -> None:
         """Write a run's manifest, then its configuration, replacing existing ones.
@@ -129,49 +114,24 @@ class RunFolder:
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The content of one of the folder's JSON files. Raises `CheckpointError` if it is missing or damaged."""
+        """The table in one of the folder's JSON files. Raises `CheckpointError` if it is missing or damaged."""
         try:
-            found = json.loads(files.read(self.path / name))
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise CheckpointError(
-                f"{self.path / name} cannot be read: {why}. Restore it, or choose another --out."
-            ) from error
-        lacks = [key for key in _HAS.get(name, ()) if not isinstance(found, dict) or key not in found]
-        if lacks or not isinstance(found, dict):
-            what = f"it has no {lacks[0]!r}" if isinstance(found, dict) else "it is not a table of keys"
-            raise CheckpointError(f"{self.path / name} is damaged: {what}. Restore it, or choose another --out.")
-        return found
+            return dict(json.loads(files.read(self.path / name)))
+        except (OSError, ValueError, TypeError) as error:
+            raise _unread(self.path / name, error) from error
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write atomically. NaN becomes null, since JSON has no NaN."""
         files.write(self.path / name, json.dumps(plain(value), indent=2, sort_keys=True) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The finished rounds' lines; a half-written last line does not count.
-
-        Raises:
-            CheckpointError: a line is damaged, missing or repeated. A log with holes yields no numbers.
-        """
-        path, found = self.path / "metrics.jsonl", []
+        """The finished rounds' lines; a half-written last line does not count. Raises `CheckpointError`."""
+        path = self.path / "metrics.jsonl"
         try:
             whole, _, _ = files.read(path).rpartition(b"\n") if os.path.lexists(path) else (b"", b"", b"")
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be read: {error.strerror}. Restore it, or choose another --out."
-            ) from error
-        for number, text in enumerate(whole.split(b"\n") if whole else [], start=1):
-            try:
-                line = json.loads(text)
-                if line["round"] != number:
-                    raise ValueError(f"it belongs to round {line['round']}")
-            except (ValueError, TypeError, KeyError) as error:
-                raise CheckpointError(
-                    f"{path} is damaged: line {number} is not for round {number} ({error}). Restore it, or choose "
-                    f"another --out."
-                ) from error
-            found.append(line)
-        return found
+            return [json.loads(line) for line in whole.splitlines()]
+        except (OSError, ValueError) as error:
+            raise _unread(path, error) from error
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Append a round, flushed to disk."""
@@ -228,6 +188,11 @@ class RunFolder:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def _unread(path: Path, error: Exception) -> CheckpointError:
+    why = getattr(error, "strerror", None) or error
+    return CheckpointError(f"{path} cannot be read: {why}. Restore it, or choose another --out.")
 
 
 def _as_line(value: Mapping[str, Any]) -> str:

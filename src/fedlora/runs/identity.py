@@ -1,7 +1,7 @@
 """What "the same run" means, once: a record of a configuration's keys, without one of two named sets.
 
 `digest` names a run's result: all keys that differ from their defaults, except `NO_NUMBER`; the user's own files by
-their content. `identity` marks a run's states: it leaves out `LATER` too, and includes what was read.
+their content (`digest_of`). `identity` marks a run's states: it leaves out `LATER` too, and includes what was read.
 A checkpoint carries it, so that a state never goes on under another configuration, seed, model or data.
 """
 
@@ -10,8 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fedlora.errors import ConfigError
+from fedlora.training.digests import file_digest, model_content
 
 if TYPE_CHECKING:
     from fedlora.runs.config import RunConfig
@@ -27,6 +31,7 @@ LATER = NO_NUMBER | {  # keys that may change on resume: they concern the end, o
     "train.command", "evaluate.every", "evaluate.test_along", "evaluate.clients_at_end", "evaluate.samples",
     "privacy.budget",
 }  # fmt: skip
+MISSING = "missing"
 
 
 def later(config: RunConfig) -> frozenset[str]:
@@ -36,10 +41,14 @@ def later(config: RunConfig) -> frozenset[str]:
 
 
 def digest(config: RunConfig) -> str:
-    """The first 16 hexadecimal digits of SHA-256 of what a result depends on. Local files count by their names: see
-    `inputs.digest_of`."""
-    told = [(key, value) for key, value in _record(config) if key not in NO_NUMBER]
+    """The first 16 hexadecimal digits of SHA-256 of what a result depends on. Local files count by their names."""
+    told = [(key, value) for key, value in _record(config, exclude_defaults=True) if key not in NO_NUMBER]
     return hashlib.sha256(json.dumps([MEANING, told]).encode()).hexdigest()[:16]
+
+
+def digest_of(config: RunConfig, files: Mapping[str, str]) -> str:
+    """The digest with the user's own files identified by content, as in `contents`: they may move."""
+    return digest(with_files(config, lambda key, _: files[key]))
 
 
 def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> str:
@@ -49,14 +58,16 @@ def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> s
         facts: a manifest's model, data and threads. secret: a private run's, so that nobody can confirm a guess about
             its data by this digest.
     """
-    told = [(key, placeless(value)) for key, value in _record(config) if key not in later(config)]
+    told = [
+        (key, placeless(value)) for key, value in _record(config, exclude_defaults=True) if key not in later(config)
+    ]
     read = [facts["model"]["sha256"], facts["model"].get("adapter"), facts["data"], facts["threads"], secret]
     return hashlib.sha256(json.dumps([MEANING, told, read], sort_keys=True).encode()).hexdigest()
 
 
 def differing(stored: RunConfig, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
     """(key, value there, value here) for keys that differ by more than the place of a file."""
-    there, here = dict(_every(stored)), dict(_every(config))
+    there, here = dict(_record(stored)), dict(_record(config))
     for key in dict.fromkeys((*there, *here)):
         if placeless(there.get(key)) != placeless(here.get(key)):
             yield key, there.get(key), here.get(key)
@@ -70,16 +81,54 @@ def placeless(value: Any) -> Any:
     return ("a file",) if isinstance(value, str) and os.path.isabs(value) else value
 
 
-def _record(config: RunConfig) -> Iterable[tuple[str, Any]]:
-    """Each key that differs from its default, in the order of the tables; a method's own keys by name."""
-    return _dotted(config.model_dump(mode="json", exclude_defaults=True))
-
-
-def _every(config: RunConfig) -> Iterable[tuple[str, Any]]:
-    return _dotted(config.model_dump(mode="json"))
-
-
-def _dotted(tables: Mapping[str, Mapping[str, Any] | None]) -> Iterator[tuple[str, Any]]:
-    for table, keys in tables.items():
+def _record(config: RunConfig, *, exclude_defaults: bool = False) -> Iterator[tuple[str, Any]]:
+    """Each key with its value, in the order of the tables; a method's own keys by name."""
+    for table, keys in config.model_dump(mode="json", exclude_defaults=exclude_defaults).items():
         for name, value in sorted((keys or {}).items()) if table == "method" else (keys or {}).items():
             yield f"{table}.{name}", value
+
+
+# ---- the user's own files --------------------------------------------------------------------------------------------
+
+
+def with_files(config: RunConfig, put: Callable[[str, str], str]) -> RunConfig:
+    """The configuration with put(key, path) for each of the user's own files and folders: the absolute paths left by
+    `config.located`."""
+
+    def own(key: str, value: Any) -> Any:
+        return put(key, value) if isinstance(value, str) and os.path.isabs(value) else value
+
+    data, model = config.data, config.model
+    parts: dict[str, Any] = {part: own(f"data.{part}", getattr(data, part)) for part in ("train", "validation", "test")}
+    parts["clients"] = {client: own(f"data.clients.{client}", path) for client, path in data.clients.items()}
+    parts["task_lists"] = [own(f"data.task_lists.{k}", path) for k, path in enumerate(data.task_lists)]
+    there = {key: own(f"model.{key}", getattr(model, key)) for key in ("path", "adapter")}
+    return config.model_copy(update={"data": data.model_copy(update=parts), "model": model.model_copy(update=there)})
+
+
+def own_files(config: RunConfig) -> dict[str, Path]:
+    """Key -> path of each of the user's own files and folders."""
+    found: dict[str, str] = {}
+    with_files(config, found.setdefault)
+    return {key: Path(path) for key, path in found.items()}
+
+
+def contents(config: RunConfig) -> dict[str, str]:
+    """Key -> SHA-256 of the file, plus its suffix, which decides how it is read; `MISSING` if it is not there.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    return {key: _content(key, path) for key, path in own_files(config).items()}
+
+
+def _content(key: str, path: Path) -> str:
+    try:
+        if path.is_dir():
+            told = json.dumps(model_content(path), sort_keys=True)  # as in the run's manifest
+            return hashlib.sha256(told.encode()).hexdigest()
+        return f"{file_digest(path)}{path.suffix.lower()}"
+    except FileNotFoundError:
+        return MISSING
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror or error}.") from error

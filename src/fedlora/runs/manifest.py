@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from fedlora.data.splits import inputs
 from fedlora.methods.registry import package_of, plugins
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
-from fedlora.runs.inputs import contents, digest_of, facts_of
-from fedlora.runs.private_outputs import shown_config
+from fedlora.runs.identity import contents, digest_of
+from fedlora.runs.private_releases import shown_config
 from fedlora.runs.rank_profiles import is_attention
+from fedlora.training.digests import model_commit, model_content
 from fedlora.training.models import AdaptedModel
 from fedlora.training.templates import find_template
 from fedlora.versions import installed
@@ -32,8 +33,10 @@ def manifest(
     model: AdaptedModel,
     method: Method[Any],
 ) -> dict[str, Any]:
-    read, own, classes = facts_of(config, data), contents(config), range(len(data.classes))
+    """A run's record. "model" and "data", with "threads", are what its identity includes of what it read."""
+    own, classes, place = contents(config), range(len(data.classes)), config.model.location()
     counts = {client: [list(part.labels or ()).count(k) for k in classes] for client, part in data.parts.items()}
+    commit, adapter, asked = model_commit(place), config.model.adapter, config.model.task == "causal-lm"
     return {
         "config_digest": digest_of(config, own) if config.privacy is None else shown_config(config).digest(),
         **code_facts([package_of(point) for point in plugins() if point.name == config.method.name]),
@@ -41,17 +44,35 @@ def manifest(
         "threads": torch.get_num_threads(),
         "seed": config.run.seed,
         "files": own,
-        "model": read["model"],
+        "model": {
+            "name": config.model.name,
+            "sha256": model_content(place),
+            **({"commit": commit} if commit is not None else {}),
+            **({"adapter": model_content(adapter)} if adapter is not None else {}),
+        },
         "data": {
-            **read["data"],
+            "train": _sizes(data.parts),
+            "validation": _size(data.validation),
+            "test": _size(data.test),
+            "probes": {name: _size(sets) for name, sets in data.probes.items()},
+            "own_test": _sizes(data.own_test) if config.clients.test_fraction else {},
+            "label_names": list(data.classes),
             "categories": dict(data.categories),
             "label_counts": counts if classes else None,
             "repeated": sum(len(part) - len(set(inputs(part))) for part in data.parts.values()),
-            **_template(config, model),
+            **({"chat_template": find_template(config.data.prompting(), model.tokenizer).name} if asked else {}),
         },
         "clients": {c.id: shown_rank(c) for c in clients},
         "method": repr(method),
     }
+
+
+def _sizes(parts: Mapping[str, TextData]) -> dict[str, Any]:
+    return {name: {"examples": len(part), "sha256": part.digest()} for name, part in parts.items()}
+
+
+def _size(sets: Mapping[str, TextData]) -> dict[str, Any]:
+    return dict(_sizes({"": TextData.concat(list(sets.values()))})[""])
 
 
 def code_facts(packages: Iterable[str] = ()) -> dict[str, Any]:
@@ -63,13 +84,6 @@ def code_facts(packages: Iterable[str] = ()) -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": commit_of_code(),
     }
-
-
-def _template(config: RunConfig, model: AdaptedModel) -> dict[str, str]:
-    """The template around a language model's prompts; empty for a classifier."""
-    if config.model.task != "causal-lm":
-        return {}
-    return {"chat_template": find_template(config.data.prompting(), model.tokenizer).name}
 
 
 def shown_rank(client: Client) -> int | str:
@@ -102,12 +116,9 @@ def straddling(dealt: Dealt) -> dict[str, dict[str, int]]:
 
     Shares drawn from one file have none; several files, and a benchmark's official splits, may have some.
     """
-    trained, chosen_by = _texts(dealt.parts.values()), _texts(dealt.validation.values())
-    held = {"validation": dealt.validation, "test": dealt.test, **dealt.probes}
-    if dealt.own_test and not any(len(part) for part in dealt.test.values()):
-        held["test"] = dealt.own_test
+    trained, chosen_by = _texts(dealt.parts), _texts(dealt.validation)
     found = {}
-    for name, sets in held.items():
+    for name, sets in {"validation": dealt.validation, "test": dealt.test, **dealt.probes}.items():
         texts = [one for part in sets.values() for one in inputs(part)]
         counts = {"in training": sum(one in trained for one in texts)}
         if name != "validation":
@@ -117,5 +128,5 @@ def straddling(dealt: Dealt) -> dict[str, dict[str, int]]:
     return found
 
 
-def _texts(parts: Iterable[TextData]) -> set[tuple[str, str]]:
-    return {one for part in parts for one in inputs(part)}
+def _texts(sets: Mapping[str, TextData]) -> set[tuple[str, str]]:
+    return {one for part in sets.values() for one in inputs(part)}

@@ -31,7 +31,7 @@ def plot_run(folder: RunFolder) -> list[Path]:
             figures["bytes"] = _bytes(lines)
         if any("singular_values" in facts for facts in summary["diagnostics"].values()):
             figures["spectrum"] = _spectrum(summary)
-        chance = by_guessing(summary["metric"], len((manifest.get("data") or {}).get("label_names") or ()))
+        chance = by_guessing(summary["metric"], len(manifest["data"]["label_names"]))
         metric = _metric(lines, summary, ranks, chance)
         figures["metric"] = metric  # written last: if it exists, all do
     if attack := summary.get("attack"):

@@ -16,28 +16,17 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.core.trainer import OneByOne, Workers
 from fedlora.data import TextData
-from fedlora.errors import FedLoRAError, refuse, said_by
-from fedlora.runs.attack_section import attack_facts
-from fedlora.runs.base_names import base_name
-from fedlora.runs.checks import (
-    built,
-    check_byzantine,
-    missing,
-    of_fit,
-    of_measuring,
-    of_processes,
-    of_settings,
-    planned_privacy,
-)
-from fedlora.runs.client_data import Dealt, Keep, training_rows
+from fedlora.errors import FedLoRAError, refuse
+from fedlora.runs.attack_section import attack_facts, with_flipped_labels
+from fedlora.runs.checks import built, of_data, of_settings, on_a_toy, per_round, planned_privacy
+from fedlora.runs.client_data import Dealt, Keep, deal, training_rows
 from fedlora.runs.config import RunConfig
-from fedlora.runs.exported import named
-from fedlora.runs.inputs import dealt_out
+from fedlora.runs.exported import base_name, named
+from fedlora.runs.identity import own_files
 from fedlora.runs.manifest import manifest, straddling
-from fedlora.runs.private_outputs import public_manifest
+from fedlora.runs.private_releases import public_manifest
 from fedlora.runs.samples import drawn_samples
 from fedlora.runs.warm_start import warm_start
-from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.training.encode import Cut
 from fedlora.training.loop import LocalTrainer
@@ -99,7 +88,6 @@ class Prepared:
 def prepare(
     config: RunConfig,
     data_root: Path | None = None,
-    label_names: Sequence[str] = (),
     keep: Keep | None = None,
     programs: Path | None = None,
 ) -> Prepared:
@@ -107,9 +95,7 @@ def prepare(
 
     Args:
         data_root: where the files of `data.task` are. Not part of the configuration: it says where, not what.
-        label_names: the classes of a run that is gone on with, `stored_classes` of its folder. By default
-            data.label_names, or all that occur. keep: as `deal` has it. programs: the folder for the rounds
-            of train.command; by default in the run's folder.
+        keep: as `deal` has it. programs: the folder for the rounds of train.command; by default in the run's folder.
 
     Raises:
         ConfigError, DataError, HyperparameterError: the configuration cannot be run as written.
@@ -120,26 +106,36 @@ def prepare(
         ['site-1', 'site-2', 'site-3']
     """
     wrong = list(of_settings(config))
-    refuse(wrong if any(key.startswith("data.") for key in missing(config)) else ())
+    gone = [key for key, path in own_files(config).items() if not path.exists()]
+    refuse(wrong if any(key.startswith("data.") for key in gone) else ())
     if threads := config.run.torch_threads():
         torch.set_num_threads(threads)
     try:
-        data, adversary = _data(config, data_root, label_names, keep)
+        data = deal(config, data_root, keep)
+        adversary = config.attack.adversary(list(data.parts), config.run.seed)
+        data = replace(data, parts=with_flipped_labels(data.parts, adversary))
     except FedLoRAError as error:  # told with all that is wrong
         refuse([*wrong, str(error)] if wrong else ())
         raise
-    parts, sizes = data.parts, {name: len(part) for name, part in data.parts.items()}
-    a_round = len(sample_clients(list(parts), config.run.participation, seed=0, round=0))
-    processes = config.run.processes(config.model.chosen_device(), a_round)
-    refuse([*wrong, *of_measuring(config, data), *of_processes(config, processes), *_on_a_toy(config, sizes)])
-    server = built(config)
-    labels, device = data.classes, "cpu" if processes > 1 else None  # processes move copies
+    if config.data.task == "mnli" and not data.probes:
+        log.warning(
+            "data.task = 'mnli' from --data-root has one test set, the one in glue/mnli/validation.jsonl. This run "
+            "will not have 'validation_mismatched': put validation_mismatched.jsonl beside that file, or leave "
+            "--data-root out."
+        )
+    parts, labels, names = data.parts, data.classes, list(data.parts)
+    processes = config.run.processes(config.model.chosen_device(), per_round(config, names))
+    target, misfits = on_a_toy(config, names)
+    refuse([*wrong, *of_data(config, data, processes), *misfits])
+    server, device = built(config), "cpu" if processes > 1 else None  # processes move copies
     model = config.model.load(config.lora, labels, config.run.seed, device=device)
-    clients, seed_adapter, spec = _start(config, model, list(parts), labels)
+    clients, seed_adapter, spec = _start(config, model, names, labels)
+    if config.model.adapter is not None:  # its rank may be too large for a client, which the toy does not know
+        begun = server.init(seed_adapter)
+        for client in clients:
+            server.download(begun, client)
     if config.privacy is not None:
         server = replace(server, round=planned_privacy(config, config.privacy, clients, seed_adapter))
-    target, misfits = target_of(config, server, seed_adapter, clients, sizes)
-    refuse(misfits)
     trainer = _trainer(config, model, parts, spec, programs)
     measured = _evaluators(config, data, model, clients, target)
     facts = {
@@ -175,24 +171,6 @@ def prepare(
     )
 
 
-def _data(
-    config: RunConfig, data_root: Path | None, label_names: Sequence[str], keep: Keep | None
-) -> tuple[Dealt, Adversary | None]:
-    data, adversary = dealt_out(config, data_root, label_names, keep)
-    if config.data.task == "mnli" and not data.probes:
-        log.warning(
-            "data.task = 'mnli' from --data-root has one test set, the one in glue/mnli/validation.jsonl. This run "
-            "will not have 'validation_mismatched': put validation_mismatched.jsonl beside that file, or leave "
-            "--data-root out."
-        )
-    if config.data.revision is not None and data_root is not None:
-        log.warning(
-            f"data.revision = {config.data.revision!r} names the hub's files, and --data-root has others: the "
-            f"manifest has their digests."
-        )
-    return data, adversary
-
-
 def _start(
     config: RunConfig, model: AdaptedModel, names: list[str], labels: Sequence[str]
 ) -> tuple[tuple[Client, ...], Adapter, AdapterSpec]:
@@ -203,33 +181,6 @@ def _start(
     clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())
     begun = _cut(seed_adapter, clients)
     return clients, begun if config.model.adapter is None else warm_start(config, begun, labels), spec
-
-
-def _on_a_toy(config: RunConfig, sizes: Mapping[str, int]) -> list[str]:
-    """What the server says of these clients' ranks, on two small modules: reading the model takes time."""
-    try:
-        types = config.clients.assigned(list(sizes), config.run.seed)
-        r = max(max(kind.attention, kind.feed_forward) for kind in types.values())
-        toy = Adapter({name: LoRA(torch.zeros(2 * r, r), torch.ones(r, 2 * r)) for name in ("attention", "mlp")}, {})
-        clients = [Client(name, kind.ranks(toy.modules)) for name, kind in types.items()]
-        return target_of(config, built(config), toy, clients, sizes)[1]
-    except FedLoRAError as error:
-        return [str(error)]
-
-
-def target_of(
-    config: RunConfig, server: Server, seed_adapter: Adapter, clients: Sequence[Client], sizes: Mapping[str, int]
-) -> tuple[Target, list[str]]:
-    """The evaluation target, with "auto" resolved; and why the server cannot serve these clients, which have `sizes`
-    examples each, a line for each reason."""
-    initial = server.init(seed_adapter)
-    for client in clients:  # a method that cannot serve these ranks raises now, not after the first round
-        server.download(initial, client)
-    target = config.evaluate.target
-    if target == "auto":
-        target = "server" if server.has_global_model(initial) else "clients"
-    byzantine = said_by(lambda: check_byzantine(config, server, list(sizes)))
-    return target, [*of_fit(config, server, initial, target, clients), *byzantine]
 
 
 def _trainer(

@@ -24,17 +24,15 @@ class PrivacySection(Section):
 
     docs/how-to/privacy.md explains the guarantee.
 
-    clipping_norm: C, the largest norm of one client's change in a round, over all modules and heads together; larger
-    changes are scaled down to it. noise_multiplier: z, the noise relative to one client's largest effect; set this or
-    `epsilon`. epsilon: the cost of all run.rounds together at `delta`, from which fedlora computes z. delta: the
-    probability that the guarantee fails. sampling: "all" clients in every round, or "poisson": each with chance
-    run.participation, drawn secretly. shape: sum changes whole ("full"), or in `dims` directions of each side of a
-    module ("two-sided"). dims: the number of these directions, if the shape is "two-sided". rank: R of the server's
-    update (default: the clients' largest). most_examples: a client counts min(n_i, most_examples) / most_examples;
-    without it all count equally. population: a name for these clients. ledger: the file that charges all runs on these
-    clients; keep it. budget: the most epsilon that all these runs together may ever spend at `delta`. The ledger's
-    first run writes it there (default: what that run alone needs), and later runs are held to it: `fedlora privacy
-    LEDGER --budget` sets another. In later runs it is a limit for that run only, below the ledger's.
+    clipping_norm: C, the largest norm of one client's change in a round; larger ones are scaled down to it.
+    noise_multiplier: z, the noise relative to one client's largest effect; set this or `epsilon`. epsilon: the cost of
+    all run.rounds together at `delta`. delta: the probability that the guarantee fails. sampling: all clients in every
+    round, or "poisson": each with chance run.participation, drawn secretly. shape: sum changes whole, or in `dims`
+    directions of each side of a module. dims: their number, if the shape is "two-sided". rank: R of the server's update
+    (default: the clients' largest). most_examples: a client counts min(n_i, most_examples) / most_examples; not set:
+    all equally. population: a name for these clients. ledger: the file that charges all runs on these clients; keep it.
+    budget: the most epsilon that these runs together may spend at `delta`; the first run writes it into the ledger
+    (default: what that run needs), and later it can only lower the ledger's.
     """
 
     clipping_norm: Above

@@ -1,15 +1,18 @@
-"""A run's noised sums on disk: written and charged before anything leaves, and read again after a kill.
+"""What a private run keeps and what it shows: its noised sums on disk, written and charged before anything leaves and
+read again after a kill; and of its other files the parts that `fedlora.privacy.releases` allows.
 
 RUN/private/    for the server only (mode 700): none of it may be handed out
     run.json        the run's id in the ledger, and a secret for its files' identity
-    config.json     the configuration with the paths of clients' data, which RUN/config.json lacks
     journal/        the noised sums
+
+Held-out examples are public in a private run: `checks` refuses others.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,12 @@ from fedlora.privacy.events import Budget, Event
 from fedlora.privacy.journal import Journal
 from fedlora.privacy.ledger import Ledger
 from fedlora.privacy.mechanism import Mechanism
+from fedlora.privacy.releases import filtered
+from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.server.private import Releases
+
+WITHHELD = "withheld"
 
 
 class Planned(Releases):
@@ -110,18 +117,35 @@ def begin(folder: RunFolder) -> None:
         files.write(home / "run.json", json.dumps({"run": secrets.token_hex(8), "secret": secrets.token_hex(16)}))
 
 
-def keep_config(folder: RunFolder, config: str) -> None:
-    """Store the complete configuration, of which the run's folder shows a part."""
-    files.write(private_folder(folder) / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
-
-
-def read_private(folder: RunFolder, name: str) -> Any:
-    """One of the private JSON files. Raises `CheckpointError`."""
-    path = folder.path / "private" / name
+def read_private(folder: RunFolder) -> tuple[str, str]:
+    """The run's id, and its secret. Raises `CheckpointError`."""
+    path = folder.path / "private" / "run.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return str(found["run"]), str(found["secret"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}), and a private run cannot continue without it. Choose another --out: the "
             f"ledger keeps what this one has spent."
         ) from error
+
+
+# ---- what others get -------------------------------------------------------------------------------------------------
+
+
+def shown_config(config: RunConfig) -> RunConfig:
+    """The public part of a configuration: all of it; for a private run, without the names of clients' files, which may
+    identify people or reveal content. The run's folder, card and trackers get this version, and its digest."""
+    if config.privacy is None:
+        return config
+    data = config.data
+    train = data.train if data.train in (None, "demo") else WITHHELD
+    withheld = {"train": train, "clients": dict.fromkeys(data.clients, WITHHELD)}
+    return config.model_copy(update={"data": data.model_copy(update=withheld)})
+
+
+def public_manifest(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest without facts about clients' data: counts, classes, digests, how much was cut or copied."""
+    told = filtered("manifest.json", facts)
+    nothing: dict[str, Any] = {"train": {}, "own_test": {}, "categories": {}, "label_counts": None}
+    return {**told, "data": {**nothing, **told["data"]}}

@@ -11,7 +11,6 @@ matrices" (2012).
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,9 +19,8 @@ from typing import Any
 
 from fedlora.errors import ConfigError
 from fedlora.privacy.accounting import epsilon, epsilon_up
-from fedlora.privacy.geometry import Layout
 from fedlora.privacy.ledger import Ledger
-from fedlora.privacy.mechanism import Mechanism
+from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection
@@ -32,31 +30,19 @@ from fedlora.server.private_round import PrivateRound
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class PartPlan:
     """One module or head. rows, columns: of the summed change. signal: the norm of its mean change if all clients agree
-    and the clip is spread evenly over the parts; most: if it has the whole clip. noise: the noise's norm. strongest:
-    the noise's strongest direction. lost: a direction below this in one round's mean drowns even after all rounds."""
+    and the clip is spread evenly over the parts. noise: the noise's norm. strongest: the noise's strongest direction.
+    lost: a direction below this in one round's mean drowns even after all rounds."""
 
     rows: int
     columns: int
     signal: float
-    most: float
     noise: float
     strongest: float
     lost: float
-
-    @property
-    def entries(self) -> int:
-        return self.rows * self.columns
-
-    @property
-    def drowned(self) -> bool:
-        """Whether nothing of it could survive, whatever the clients learned."""
-        return self.most <= self.lost
 
 
 @dataclass(frozen=True)
@@ -76,14 +62,14 @@ class PrivacyPlan:
     parts: Mapping[str, PartPlan]
 
     def require_signal(self) -> None:
-        """Raise `ConfigError` if nothing can survive in any part, whatever the clients learned."""
-        if self.parts and all(part.drowned for part in self.parts.values()):
-            name, best = max(self.parts.items(), key=lambda item: item[1].most / item[1].lost)
+        """Raise `ConfigError` if nothing can survive in any part: not even the whole clip, if all clients agree."""
+        name, least = min(((name, part.lost) for name, part in self.parts.items()), key=lambda one: one[1])
+        if self.clip <= least:
             raise ConfigError(
                 f"this budget leaves nothing: in {self.rounds} rounds even a change that all {self.clients} clients "
-                f"agree on, with the whole clip {self.clip:g} in {name}, has {best.most:.3g} in a round's mean, but "
-                f"the noise hides everything below {best.lost:.3g}. Use more clients, a larger epsilon, more rounds "
-                f"at the same noise, or a smaller privacy.shape ('two-sided' with few dims, or ffa-lora)."
+                f"agree on, with the whole clip {self.clip:g} in {name}, drowns in the noise, which hides everything "
+                f"below {least:.3g} there. Use more clients, a larger epsilon, more rounds at the same noise, or a "
+                f"smaller privacy.shape ('two-sided' with few dims, or ffa-lora)."
             )
 
 
@@ -102,31 +88,23 @@ def planned(
     Raises:
         ConfigError: no [privacy]. HyperparameterError: as in `Server.open`.
     """
-    opened = server.open(state)
-    if section is None or server.privacy is None or not isinstance(opened, PrivateRound):
+    opened, privacy = server.open(state), server.privacy
+    if section is None or privacy is None or not isinstance(opened, PrivateRound):
         raise ConfigError("this configuration has no table [privacy], so there is nothing to plan.")
-    cost = section.cost(rounds, participation)
-    return plan_of(server.privacy, opened.layout, opened.mechanism, rounds, cost, section.delta)
-
-
-def plan_of(
-    privacy: Private, layout: Layout, mechanism: Mechanism, rounds: int, epsilon: float, delta: float
-) -> PrivacyPlan:
-    """The plan from its parts."""
+    layout, mechanism = opened.layout, opened.mechanism
     sigma = mechanism.scale(layout.size) * mechanism.grid / privacy.denominator
     blocks = {name: bases.shape for name, bases in layout.modules.items()}
     blocks |= {f"head {name}": (math.prod(shape), 1) for name, shape in layout.heads.items()}
     parts = {
         name: PartPlan(
-            a, b, signal=privacy.clipping_norm / math.sqrt(len(blocks)), most=privacy.clipping_norm,
-            noise=sigma * math.sqrt(a * b),
+            a, b, signal=privacy.clipping_norm / math.sqrt(len(blocks)), noise=sigma * math.sqrt(a * b),
             strongest=sigma * (math.sqrt(a) + math.sqrt(b)), lost=sigma * (a * b) ** 0.25 / math.sqrt(rounds),
         )
         for name, (a, b) in blocks.items()
     }  # fmt: skip
     return PrivacyPlan(
-        epsilon, delta, rounds, privacy.noise_multiplier, privacy.clipping_norm, privacy.sampling, len(privacy.clients),
-        privacy.rank, layout.size, sigma, parts,
+        section.cost(rounds, participation), section.delta, rounds, privacy.noise_multiplier, privacy.clipping_norm,
+        privacy.sampling, len(privacy.clients), privacy.rank, layout.size, sigma, parts,
     )  # fmt: skip
 
 
@@ -153,9 +131,8 @@ class PrivateRun:
 
 def check_affordable(prepared: Prepared) -> None:
     """Check before a fresh run has a folder. Does nothing for a run that is not private. Raises like `check_plan`."""
-    privacy = prepared.server.privacy
-    if prepared.config.privacy is not None and privacy is not None:
-        check_plan(plan(prepared), privacy, _releases(prepared, Path(), "planned"))
+    if (privacy := prepared.server.privacy) is not None:
+        check_plan(plan(prepared), privacy, _releases(prepared.config, Path(), "planned"))
 
 
 def check_plan(plan: PrivacyPlan, privacy: Private, releases: OnDisk) -> None:
@@ -178,8 +155,8 @@ def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) ->
     privacy = prepared.server.privacy
     if privacy is None:
         return None
-    run = str(read_private(folder, "run.json")["run"])
-    releases = _releases(prepared, private_folder(folder), run)
+    run, _ = read_private(folder)
+    releases = _releases(prepared.config, private_folder(folder), run)
     return going_on(prepared.server, privacy, releases, plan(prepared), state.round)
 
 
@@ -190,10 +167,8 @@ def going_on(server: Server, privacy: Private, releases: OnDisk, plan: PrivacyPl
     return PrivateRun(replace(server, round=replace(privacy, releases=releases)), releases, plan)
 
 
-def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:
-    config = prepared.config
-    if config.privacy is None:
-        raise ConfigError("this configuration has no table [privacy].")
+def _releases(config: RunConfig, folder: Path, run: str) -> OnDisk:
+    assert config.privacy is not None, "its server is private"
     return releases_of(config.privacy, folder, run, config.run.rounds, config.run.participation)
 
 

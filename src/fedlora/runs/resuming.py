@@ -1,6 +1,6 @@
-"""Where a run starts: afresh, or from the newest state in its folder, if that is this run's (`identity`).
+"""Where a run starts: afresh, or from the newest state in its folder, if that is this run's.
 
-What a run reads is compared by content, not by location: a moved folder resumes.
+`identity` alone decides whether it is. It knows what was read by content, not by place, so a moved folder resumes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.identity import differing as differing_keys
-from fedlora.runs.identity import identity, later
-from fedlora.runs.inputs import MISSING, contents, differing
+from fedlora.runs.identity import MISSING, contents, differing, identity, later
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.private_outputs import shown_config
-from fedlora.runs.private_releases import begin, keep_config, read_private
+from fedlora.runs.private_releases import begin, read_private, shown_config
+from fedlora.runs.reading import flat
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 
@@ -34,30 +32,27 @@ def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunStat
     Raises:
         CheckpointError: as in `execute`.
     """
-    config, fresh = prepared.config, start(prepared.server, prepared.seed_adapter)
-    if not folder.exists():
-        if prepared.secrets is not None:
-            begin(folder)
-            keep_config(folder, config.canonical())
-        of = _identity(prepared, folder)
-        folder.create(shown_config(config).canonical(), {**prepared.manifest, "run": of})
-        return fresh, of
-    if not resume:
+    config, fresh, began = prepared.config, start(prepared.server, prepared.seed_adapter), folder.exists()
+    if began and not resume:
         raise CheckpointError(
             f"{folder.path} already holds a run; add --resume to continue it, or choose another --out."
         )
-    changed, of = changes(folder, config), _identity(prepared, folder)
-    check_content(folder, prepared.manifest, of)
-    loaded = checkpoint.load_newest(folder.checkpoints, RunState, prepared.server.method.State, of=of, tell=log.warning)
-    if loaded is None and folder.finished():
-        raise CheckpointError(
-            f"{folder.path} holds a finished run, but checkpoints/ has no state of it: continuing would train all of "
-            f"its rounds again. Restore checkpoints/, or choose another --out."
-        )
-    folder.reopen()
+    if not began and prepared.secrets is not None:
+        begin(folder)
+    changed, of, loaded = not began or changes(folder, config), _identity(prepared, folder), None
+    if began:
+        stored = folder.read_json("manifest.json")
+        if stored.get("run") != of:
+            raise CheckpointError(_other(folder, _odd(stored, prepared.manifest)))
+        state_of_method = prepared.server.method.State
+        loaded = checkpoint.load_newest(folder.checkpoints, RunState, state_of_method, of=of, tell=log.warning)
+        if loaded is None and folder.finished():
+            raise CheckpointError(
+                f"{folder.path} holds a finished run, but checkpoints/ has no state of it: continuing would train all "
+                f"of its rounds again. Restore checkpoints/, or choose another --out."
+            )
+        folder.reopen()
     if changed:
-        if prepared.secrets is not None:
-            keep_config(folder, config.canonical())
         folder.create(shown_config(config).canonical(), {**prepared.manifest, "run": of})
     folder.sweep()
     state = loaded[1] if loaded else fresh
@@ -73,8 +68,8 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
     Raises:
         CheckpointError: it cannot; the message names each such key with both values.
     """
-    stored = _stored(folder)
-    wrong = {key: (there, here) for key, there, here in differing_keys(stored, config) if key not in later(config)}
+    stored, config = _stored(folder), shown_config(config)
+    wrong = {key: (there, here) for key, there, here in differing(stored, config) if key not in later(config)}
     if wrong:
         named = "; ".join(f"{key} is {theirs!r} there and {ours!r} here" for key, (theirs, ours) in wrong.items())
         more = " Rounds can be added under a constant schedule, without [privacy]." if "run.rounds" in wrong else ""
@@ -90,24 +85,6 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
     return stored.canonical() != config.canonical()
 
 
-def stored_classes(folder: RunFolder) -> tuple[str, ...]:
-    """The classes that a folder's run began with, in order; empty if there is no run, or it has none."""
-    return tuple(folder.read_json("manifest.json")["data"]["label_names"]) if folder.exists() else ()
-
-
-def check_content(folder: RunFolder, manifest: Mapping[str, Any], of: str = "") -> None:
-    """Raise `CheckpointError` unless the run reads what the stored one read, with the same number of threads. of: the
-    run's identity; that of a private run alone tells of its data, and names no client."""
-    stored = folder.read_json("manifest.json")
-    odd = [word for words in differing(stored, manifest).values() for word in words]
-    if (theirs := stored.get("threads")) != (ours := manifest["threads"]):
-        odd.append(f"torch's threads ({theirs} there, {ours} here; set run.threads)")
-    if not odd and of and stored.get("run") != of:
-        odd = ["what it read, or the configuration (one of the two was copied here)"]
-    if odd:
-        raise CheckpointError(_other(folder, odd))
-
-
 def check_finished(folder: RunFolder, config: RunConfig) -> list[str]:
     """Check, without reading anything else, that a finished run's own files have the content that it read. Returns the
     keys of those that are gone. Raises `CheckpointError`."""
@@ -116,6 +93,18 @@ def check_finished(folder: RunFolder, config: RunConfig) -> list[str]:
     if odd := [key for key, content in now.items() if content not in (MISSING, there.get(key))]:
         raise CheckpointError(_other(folder, odd))
     return [key for key, content in now.items() if content == MISSING]
+
+
+def _odd(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
+    """The entries of what was read that differ between two manifests; those of a private run name no client."""
+    there, here = (flat({key: one.get(key) for key in ("model", "data", "threads")}) for one in (stored, manifest))
+    odd = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
+    counts = {
+        key: f" ({there.get(key)} there, {here.get(key)} here)"
+        for key in odd
+        if isinstance({**there, **here}[key], int)
+    }
+    return [f"{key.removesuffix('.sha256')}{counts.get(key, '')}" for key in odd] or ["what it read"]
 
 
 def _other(folder: RunFolder, what: list[str]) -> str:
@@ -128,14 +117,12 @@ def _other(folder: RunFolder, what: list[str]) -> str:
 def _identity(prepared: Prepared, folder: RunFolder) -> str:
     if prepared.secrets is None:
         return identity(prepared.config, prepared.manifest)
-    return identity(prepared.config, prepared.secrets, str(read_private(folder, "run.json")["secret"]))
+    return identity(prepared.config, prepared.secrets, read_private(folder)[1])
 
 
 def _stored(folder: RunFolder) -> RunConfig:
-    whole = (folder.path / "private" / "config.json").is_file()  # a private run's
-    found = read_private(folder, "config.json") if whole else folder.read_json("config.json")
     try:
-        return RunConfig.model_validate(found)
+        return RunConfig.model_validate(folder.read_json("config.json"))
     except ValidationError as error:
         wrong = "; ".join(".".join(map(str, e["loc"])) for e in error.errors())
         raise CheckpointError(

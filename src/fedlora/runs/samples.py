@@ -1,21 +1,18 @@
 """A language model's answers to a few held-out prompts, before and after training, for people to read.
 
-samples.jsonl has a line for each: {"history", "prompt", "cut", "wanted", "before", "after"}; samples.md has the same as
-a page. cut: the number of tokens of history and prompt that did not fit. Both are made at the end: the model before
-training is the common start, which a resumed run still has.
+samples.jsonl has a line for each: "of" (whose model), "history", "prompt", "wanted", "before", "after" and "cut":
+the number of tokens of history and prompt that did not fit. They are made at the end: the model before training is the
+common start, which a resumed run still has.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedlora.core import files
-from fedlora.core.lora import Adapter
 from fedlora.data import TextData
-from fedlora.errors import counted
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
 from fedlora.runs.exported import client_adapter, global_adapter
@@ -44,19 +41,20 @@ def drawn_samples(config: RunConfig, data: Dealt) -> TextData | None:
 
 
 def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> None:
-    """Write samples.jsonl and samples.md for a run that ends with `state`; without samples, remove an earlier end's."""
-    data, table, page = prepared.samples, folder.path / "samples.jsonl", folder.path / "samples.md"
+    """Write samples.jsonl for a run that ends with `state`; without samples, remove an earlier end's."""
+    data, table, client = prepared.samples, folder.path / "samples.jsonl", prepared.clients[0]
     if data is None:
         table.unlink(missing_ok=True)
-        page.unlink(missing_ok=True)
         return
     assert data.responses is not None
     new, asked = _asked(prepared, data)
     prompts = [prompt["input_ids"] for prompt in asked]
     before = _answers(prepared, prompts, new, start(prepared.server, prepared.seed_adapter))
     after = _answers(prepared, prompts, new, state)
+    of = "the server's model" if prepared.server.has_global_model(state.server) else f"the model of {client.id}"
     rows = [
         {
+            "of": of,
             "history": [list(message) for message in data.messages(k)[:-2]],
             "prompt": data.text[k],
             "cut": asked[k]["cut"],
@@ -67,7 +65,6 @@ def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> Non
         for k in range(len(data))
     ]
     files.write(table, "".join(json.dumps(row) + "\n" for row in rows))
-    files.write(page, _page(rows, _speaker(prepared, state), state.round))
 
 
 def _asked(prepared: Prepared, data: TextData) -> tuple[int, Encoded]:
@@ -84,36 +81,9 @@ def _asked(prepared: Prepared, data: TextData) -> tuple[int, Encoded]:
 
 def _answers(prepared: Prepared, prompts: list[list[int]], new: int, state: RunState) -> list[str]:
     """Greedy answers of the server's model, or of the first client's if there is no server model."""
-    model, config = prepared.model, prepared.config
-    model.activate(_as_adapter(prepared, state))
+    model, config, server = prepared.model, prepared.config, prepared.server
+    whole = server.has_global_model(state.server)
+    adapter = global_adapter(server, state) if whole else client_adapter(server, state, prepared.clients[0])
+    model.activate(adapter)  # on the pre-trained base, which stays unchanged: other processes may be using it
     ends = find_template(config.data.prompting(), model.tokenizer).ends
     return greedy(model, prompts, max_new_tokens=new, batch_size=config.evaluate.batch_size, ends=ends)
-
-
-def _as_adapter(prepared: Prepared, state: RunState) -> Adapter:
-    """The model as one adapter on the pre-trained base, which stays unchanged: other processes may be using it."""
-    if prepared.server.has_global_model(state.server):
-        return global_adapter(prepared.server, state)
-    return client_adapter(prepared.server, state, prepared.clients[0])
-
-
-def _speaker(prepared: Prepared, state: RunState) -> str:
-    if prepared.server.has_global_model(state.server):
-        return "the server's model"
-    return f"the model of {prepared.clients[0].id} (there is no server model)"
-
-
-def _page(rows: Sequence[Mapping[str, Any]], speaker: str, rounds: int) -> str:
-    parts = [f"# Answers of {speaker}, before training and after {counted(rounds, 'round')}\n"]
-    for k, row in enumerate(rows, start=1):
-        said = [*row["history"], ["user", row["prompt"]]]
-        parts.append(f"\n## {k}\n")
-        if row["cut"]:
-            parts.append(f"\nfedlora cut {row['cut']} tokens from this prompt, because there was no room for them.\n")
-        parts += [f"\n**{role}**\n\n{_quoted(content)}\n" for role, content in said]
-        parts += [f"\n**{name}**\n\n{_quoted(row[name])}\n" for name in ("wanted", "before", "after")]
-    return "".join(parts)
-
-
-def _quoted(text: str) -> str:
-    return "\n".join(f"> {line}".rstrip() for line in (text or "(nothing)").split("\n"))

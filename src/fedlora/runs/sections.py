@@ -34,23 +34,24 @@ from fedlora.training.load import model_place
 from fedlora.training.measure import ModelEvaluator, Target
 from fedlora.training.metrics import MetricName
 from fedlora.training.models import AdaptedModel
-from fedlora.training.settings import DType, LoRASettings, Positive, Section, Targets, Task
+from fedlora.training.programs import Program
+from fedlora.training.settings import DType, LoRASettings, Positive, Section, Targets, Task, TrainSection
 from fedlora.training.targets import check_targets
 from fedlora.workers.processes import available
 
 Share = Annotated[float, Field(gt=0, le=1)]
+Command = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+Seconds = Annotated[float, Field(gt=0)]
 
 
 class RunSection(Section):
     """Length, width and reproducibility of a run.
 
-    rounds: how many. participation: share of the clients drawn for each round. seed: of all randomness. threads: of
-    torch (0: its own default); a fixed number gives the same bits. workers: processes that train clients and evaluate,
-    each with one thread or GPU; "auto" is the machine's number, at most the clients per round. Any number gives the
-    same bits on a CPU. checkpoint_every: rounds from one stored state to the next. keep_checkpoints: how many of the
-    newest; the best by validation stays too. readouts: write each client's readout at the end. keep_uploads: store what
-    clients trained, for the last round or all, as PEFT directories for `fedlora audit`. report_to: also log to
-    tensorboard, trackio, wandb or mlflow.
+    rounds: how many. participation: the share of the clients drawn for each round. seed: of all randomness. threads:
+    torch's (0: its own default); a fixed number gives the same bits. workers: processes that train and evaluate, with
+    one thread or GPU each; "auto" is the machine's number. On a CPU they change no bit. checkpoint_every: rounds
+    between stored states. keep_checkpoints: how many of the newest, beside the best. readouts: write each client's
+    readout at the end. keep_uploads: store uploads as PEFT folders for `fedlora audit`. report_to: trackers to log to.
     """
 
     rounds: Positive = 10
@@ -87,14 +88,12 @@ class RunSection(Section):
 class ModelSection(Section):
     """The base model, which nobody changes.
 
-    name: a local directory or GGUF file, a hub id, which may be "owner/name@revision", or a packaged model, "demo"
-    (MiniLM) or "smollm2". task: "sequence-classification", or "causal-lm" for a language model. device: of torch;
-    "auto" is a GPU if there is one. adapter: a PEFT folder to start from, or "owner/name@revision" on the hub, instead
-    of a fresh adapter. revision: the commit, tag or branch of a hub id; not set: the newest. dtype: of the base weights
-    in memory; "bfloat16" halves them and needs bf16; adapters and heads stay float32. bf16: compute in bfloat16; slow
-    on a CPU without instructions for it. gradient_checkpointing: recompute activations in the backward pass: less
-    memory, more time. dropout: instead of the model's own. load_in_4bit: load the base in 4 bits (QLoRA; needs a GPU
-    and bitsandbytes), on which fedex-lora and flora cannot run.
+    name: a folder, a GGUF file, a hub id or "owner/name@revision"; "demo" (MiniLM) and "smollm2" are packaged. task:
+    what the model does. device: of torch; "auto" is a GPU if there is one. adapter: a PEFT folder to start from, or one
+    on the hub. revision: of a hub id; not set: the newest. dtype: of the base weights in memory; adapters and heads
+    stay float32. bf16: compute in bfloat16. gradient_checkpointing: recompute activations: less memory, more time.
+    dropout: instead of the model's own. load_in_4bit: load the base in 4 bits (a GPU and bitsandbytes; not fedex-lora
+    and flora).
     """
 
     name: str
@@ -154,7 +153,7 @@ _snapshot = lru_cache(maxsize=32)(model_place)  # each ask of the hub costs seco
 class MethodSection(Section):
     """How uploads become the server's model. Further keys are the method's hyper-parameters.
 
-    name: one listed by `fedlora methods`, or "module:Class" for your own.
+    name: one of `fedlora methods`, or "module:Class" for your own.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -169,12 +168,10 @@ class MethodSection(Section):
 class ServerSection(Section):
     """The arguments of `fedlora.Server`, and an experiment with uploads.
 
-    weighting: p_i by the number of "examples", or "uniform"; not set: "uniform" with [robust], otherwise "examples".
-    heads: "average" the fully trained parts, keep them "local", or "frozen"; not set: the method's choice. quorum: bad
-    uploads and failed clients are left out as long as this many good ones remain; not set: the first one stops the run
-    (on Flower, one good upload is then enough). stream: add uploads up in float64 as they come and forget them, for any
-    number of clients (methods that need only the sum). gauge_stress: re-express each upload in fresh random coordinates
-    of this condition number, 1 to 1e12; in float32, that changes an update by about 6e-8 times it.
+    weighting: p_i; not set: "uniform" with [robust], otherwise "examples". heads: of fully trained parts; not set: the
+    method's choice. quorum: the good uploads that a round needs; not set: the first bad one stops the run (on Flower,
+    one good upload is enough). stream: add uploads up as they come and forget them (methods that need only the sum).
+    gauge_stress: re-express each upload in random coordinates of this condition number.
     """
 
     weighting: Weighting | None = None
@@ -199,18 +196,33 @@ class ServerSection(Section):
         return [] if self.gauge_stress is None else [GaugeStress(self.gauge_stress, seed)]
 
 
-class EvaluateSection(Section):
-    """What is measured, and when to stop.
+class TrainTable(TrainSection):
+    """One client's round: by fedlora's own loop, whose optimiser is new each round as in all reference codes, or by a
+    program of the client's.
 
-    every: rounds between evaluations; the last round is always measured. target: the "server" model or the "clients";
-    "auto" is the server if it has a model. metric: reported, and used to choose the best; docs/how-to/measuring.md
-    explains each. max_new_tokens: the longest generated answer. batch_size: examples at a time. clients_at_end: also
-    measure each client's own readout, once: on its own test set if it has one, otherwise on the common one; "both": on
-    both. early_stopping_patience: stop after this many evaluations in a row whose validation metric does not improve on
-    the best before by more than early_stopping_threshold. early_stopping_threshold: the smallest improvement that
-    counts. samples: how many held-out prompts to ask a language model, before and after training (samples.jsonl,
-    samples.md). test_along: also score the test set at each evaluation, as test/NAME in metrics.jsonl, for curves;
-    nothing is chosen by it.
+    command: a program and its arguments, started for each client and round; it finds a PEFT folder and leaves one, and
+    other keys here have no effect. {data} in it is the client's file of training examples. timeout: seconds after which
+    the program is ended and its client fails.
+    """
+
+    command: Command | None = None
+    timeout: Seconds | None = None
+
+    def program(self) -> Program | None:
+        """The clients' program, if they have one."""
+        return None if self.command is None else Program(tuple(self.command), self.timeout)
+
+
+class EvaluateSection(Section):
+    """What is measured, and when to stop. docs/how-to/measuring.md explains the metrics.
+
+    every: rounds between evaluations; the last is always measured. target: whose model; "auto" is the server's if it
+    has one. metric: reported, and used to choose the best. max_new_tokens: the longest generated answer. batch_size:
+    examples at a time. clients_at_end: also measure each client's own readout, on its own test set if it has one;
+    "both": and on the common one. early_stopping_patience: stop after so many evaluations in a row without a better
+    validation metric. early_stopping_threshold: the smallest improvement that counts. samples: how many held-out
+    prompts a language model answers, before and after training (samples.jsonl). test_along: also score the test set at
+    each evaluation, for curves; nothing is chosen by it.
     """
 
     every: Positive = 1
@@ -223,15 +235,6 @@ class EvaluateSection(Section):
     early_stopping_threshold: Annotated[float, Field(ge=0)] = 0.0
     samples: Annotated[int, Field(ge=0)] = 5
     test_along: bool = False
-
-    @model_validator(mode="after")
-    def _delta_of_patience(self) -> EvaluateSection:
-        if self.early_stopping_threshold and self.early_stopping_patience is None:
-            raise ValueError(
-                f"evaluate.early_stopping_threshold = {self.early_stopping_threshold} needs "
-                f"evaluate.early_stopping_patience, which is not set; set it too, or leave early_stopping_threshold out"
-            )
-        return self
 
     def stopping(self) -> Patience | None:
         """When to stop early."""

@@ -52,9 +52,7 @@ class Trackers:
         self, names: Sequence[TrackerName], folder: Path, config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]],
         *, anew: bool, called: Called | None = None,
     ) -> None:  # fmt: skip
-        how = {"tensorboard": _tensorboard, "trackio": _logger, "wandb": _logger, "mlflow": _mlflow}
-        called = called or Called(folder.name)
-        self._each = [how[name](_library(name), called, config, folder, anew) for name in names]
+        self._each = [_begun(name, called or Called(folder.name), config, folder, anew) for name in names]
         for line in lines:
             self.log(line)
 
@@ -73,47 +71,40 @@ class Trackers:
             end()
 
 
-def _tensorboard(
-    library: Any, called: Called, config: Mapping[str, Any], folder: Path, anew: bool
+def _begun(
+    name: TrackerName, called: Called, config: Mapping[str, Any], folder: Path, anew: bool
 ) -> tuple[Log, Callable[[], None]]:
-    """Event files in the run folder's tensorboard/, on disk after each round."""
-    place = folder / "tensorboard"
-    for old in place.glob("events.out.tfevents.*") if anew else ():
-        old.unlink()
-    writer = library.SummaryWriter(str(place))
-    writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", 0)
+    """A run begun there: what logs a round's numbers, and what ends it.
 
-    def log(round: int, found: Mapping[str, float]) -> None:
-        for name, value in found.items():
-            writer.add_scalar(name, value, round)
-        writer.flush()
+    TensorBoard has event files in the run folder's tensorboard/, on disk after each round. MLflow's run is where
+    MLFLOW_TRACKING_URI says; a group is an experiment there, and short settings are its params.
+    """
+    library = _library(name)
+    if name == "tensorboard":
+        place = folder / "tensorboard"
+        for old in place.glob("events.out.tfevents.*") if anew else ():
+            old.unlink()
+        writer = library.SummaryWriter(str(place))
+        writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", 0)
 
-    return log, writer.close
+        def log(round: int, found: Mapping[str, float]) -> None:
+            for tag, value in found.items():
+                writer.add_scalar(tag, value, round)
+            writer.flush()
 
-
-def _logger(
-    library: Any, called: Called, config: Mapping[str, Any], folder: Path, anew: bool
-) -> tuple[Log, Callable[[], None]]:
-    """trackio and wandb, which share init, log and finish."""
+        return log, writer.close
+    if name == "mlflow":
+        library.set_experiment(called.group or _PROJECT)
+        library.start_run(run_name=called.name)
+        short = [(key, str(value)) for key, value in flat(config).items() if len(str(value)) <= _PARAM]
+        for k in range(0, len(short), _PARAMS):
+            library.log_params(dict(short[k : k + _PARAMS]))
+        library.log_dict(dict(config), "config.json")
+        return lambda round, found: library.log_metrics(
+            {_REFUSED.sub("_", tag): value for tag, value in found.items()}, step=round
+        ), library.end_run
     library.init(project=_PROJECT, name=called.name, group=called.group, config=dict(config))
     return lambda round, found: library.log({"round": round, **found}), library.finish
-
-
-def _mlflow(
-    library: Any, called: Called, config: Mapping[str, Any], folder: Path, anew: bool
-) -> tuple[Log, Callable[[], None]]:
-    """A run where MLFLOW_TRACKING_URI says; a group is an experiment there. Short settings are its params."""
-    library.set_experiment(called.group or _PROJECT)
-    library.start_run(run_name=called.name)
-    short = [(key, str(value)) for key, value in flat(config).items() if len(str(value)) <= _PARAM]
-    for k in range(0, len(short), _PARAMS):
-        library.log_params(dict(short[k : k + _PARAMS]))
-    library.log_dict(dict(config), "config.json")
-
-    def log(round: int, found: Mapping[str, float]) -> None:
-        library.log_metrics({_REFUSED.sub("_", name): value for name, value in found.items()}, step=round)
-
-    return log, library.end_run
 
 
 # A table of a line -> the word before its names at a tracker

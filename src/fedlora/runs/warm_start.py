@@ -58,11 +58,6 @@ def _check_base(config: RunConfig, spec: AdapterSpec, where: str) -> None:
 def check_fits(fresh: Adapter, given: Adapter, where: str) -> None:
     """Raises `ConfigError` unless a start fits a model: the same modules and heads, of the same sizes. fresh: the
     model's own start. where: the given one's name."""
-    _check_modules(fresh, given, where)
-    _check_heads(fresh, given, where)
-
-
-def _check_modules(fresh: Adapter, given: Adapter, where: str) -> None:
     odd = sorted(set(fresh.modules) ^ set(given.modules))
     if odd:
         whose = "the run does not adapt" if odd[0] in given.modules else "it does not adapt"
@@ -78,15 +73,12 @@ def _check_modules(fresh: Adapter, given: Adapter, where: str) -> None:
                 f"{where} is for a matrix of {len(B)} x {A.shape[1]} at {name!r}, and the model has one of {len(ours)} "
                 f"x {mine.shape[1]}: it is of another model."
             )
-
-
-def _check_heads(fresh: Adapter, given: Adapter, where: str) -> None:
-    ours, theirs = ({name: tuple(head.shape) for name, head in one.heads.items()} for one in (fresh, given))
-    odd = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
+    own, theirs = ({name: tuple(head.shape) for name, head in one.heads.items()} for one in (fresh, given))
+    odd = sorted(name for name in {**own, **theirs} if own.get(name) != theirs.get(name))
     if odd:
         raise ConfigError(
             f"{where} and the run differ in the fully trained {odd[0]!r}: it has {theirs.get(odd[0]) or 'none'}, the "
-            f"run's model {ours.get(odd[0]) or 'none'}. A head counts as part of the start: use an adapter with the "
+            f"run's model {own.get(odd[0]) or 'none'}. A head counts as part of the start: use an adapter with the "
             f"same heads (lora.modules_to_save, the number of classes)."
         )
 

@@ -18,12 +18,11 @@ from fedlora.flower.scores import SiteRound
 from fedlora.flower.server.opening import Opening
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import RECORDS, parse_json, read_given
-from fedlora.runs.base_names import BaseName, base_name
-from fedlora.runs.exported import FOLDERS, Exports, global_adapter, named
+from fedlora.privacy.releases import filtered
+from fedlora.runs.exported import FOLDERS, BaseName, Exports, base_name, global_adapter, named
 from fedlora.runs.finishing import results
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts, shown_rank
-from fedlora.runs.private_outputs import private_summary
 from fedlora.runs.private_run import told
 from fedlora.runs.stopping import Line
 from fedlora.server.judged import over_rounds
@@ -43,7 +42,7 @@ def finish(grid: BoundedGrid, federation: Federation) -> dict[str, Any]:
     at_sites = federation.measure(grid, "test") if settings.share("test") else SiteRound()
     judged = over_rounds(lines)
     spent = None if private is None else private.spent(state.round)
-    exports = _exports(federation, judged, None if spent is None else told(spent))
+    exports = _exports(federation, None if spent is None else told(spent))
     tested = _tested(opening, chosen)
     for name, measured in tested.items():
         scores, by = measured, "server"
@@ -58,7 +57,7 @@ def finish(grid: BoundedGrid, federation: Federation) -> dict[str, Any]:
         stopped = {"round": state.round, "of": settings.run.rounds, "best_round": None, "best": None, "why": why}
     summary = _summary(federation, best, at_sites, tested, judged, stopped)
     if spent is not None:
-        summary = private_summary(summary, spent, "server/summary.json")
+        summary = filtered("server/summary.json", {**summary, "privacy": spent})
     files.write(home.summary, json.dumps(plain(summary), indent=2, sort_keys=True) + "\n")
     return dict(plain(summary))
 
@@ -92,7 +91,7 @@ def _summary(
     federation: Federation, best: Line | None, at_sites: SiteRound, tested: Mapping[str, Mapping[str, float]],
     judged: Mapping[str, Any], stopped: Mapping[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Any federation's summary; `private_summary` removes what a private one may not release."""
+    """Any federation's summary; `privacy.releases` removes what a private one may not release."""
     settings, choosing, lines = federation.opening.settings, federation.opening.choosing, federation.lines()
     return {
         **results(
@@ -113,15 +112,14 @@ def _summary(
     }  # fmt: skip
 
 
-def _exports(federation: Federation, judged: Mapping[str, Any], privacy: str | None) -> Exports:
-    """Writes adapters of the federation's states. judged: a robust rule's effect in all rounds. privacy: the guarantee
-    of a private federation, in words."""
+def _exports(federation: Federation, privacy: str | None) -> Exports:
+    """Writes adapters of the federation's states. privacy: the guarantee of a private federation, in words."""
     opening = federation.opening
     settings, base = opening.settings, _base(opening)
     config = settings.as_run(base.name or "model")
     return Exports(
         _facts(federation), config, named(opening.spec, base.name or PurePath(str(settings.base)).name),
-        opening.at_server.tokenizer, settings.data.label_names or (), base=base, privacy=privacy, judged=judged,
+        opening.at_server.tokenizer, settings.data.label_names or (), base=base, privacy=privacy,
     )  # fmt: skip
 
 

@@ -29,9 +29,8 @@ from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.policy import Policy, Rank, policy_text
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection, absolute
 from fedlora.given_files import read_given
-from fedlora.runs.base_names import base_name
 from fedlora.runs.config import override_in
-from fedlora.runs.exported import named
+from fedlora.runs.exported import base_name, named
 from fedlora.training.digests import model_content
 
 _HEAD = """\

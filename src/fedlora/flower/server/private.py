@@ -69,7 +69,7 @@ def opened_private(
     assert private.privacy is not None, "`planned` made it"
     if not done:  # later it is there, or nothing says how the rounds were charged
         begin(RunFolder(home.server))
-    run = str(read_private(RunFolder(home.server), "run.json")["run"])
+    run, _ = read_private(RunFolder(home.server))
     try:
         return private_run.going_on(private, private.privacy, _releases(settings, home.private, run), plan, done)
     except CheckpointError as error:  # another ledger: it would fail again
