@@ -25,7 +25,7 @@ def commands() -> Iterator[tuple[str, click.Command]]:
 def page() -> str:
     """As Markdown. An argument that needs no words stands in the line of usage alone, what several commands have
     at the head, and a command's options that are another's in one line."""
-    of = {path: command for path, command in commands()}
+    of = dict(commands())
     told = {path: [_parameter(p) for p in parameters(c) if getattr(p, "help", None)] for path, c in of.items()}
     many = Counter(entry for entries in told.values() for entry in entries)
     common = sorted(entry for entry, count in many.items() if count > 1)

@@ -146,8 +146,6 @@ class DividesByZero(Sound):
         raise ZeroDivisionError("division by zero")
 
 
-
-
 class ForgetsAMatrix(Sound):
     def aggregate_all(self, states: Sequence[Any], updates: Sequence[Sequence[Update]]) -> list[Any]:
         return super().aggregate_all(states[:1], updates[:1])

@@ -293,8 +293,8 @@ def test_the_loss_of_a_language_model_is_on_the_responses_only(
 
 @pytest.mark.parametrize("weights", [None, "balanced"])
 def test_gradient_accumulation_equals_one_big_batch(load: Loader, weights: Any) -> None:
-    """As in transformers, batch_size times gradient_accumulation_steps. Also where the batches are of different sizes (a
-    client of 8 examples has 3, 3 and 2), and with class weights."""
+    """As in transformers, batch_size times gradient_accumulation_steps. Also where the batches are of different sizes
+    (a client of 8 examples has 3, 3 and 2), and with class weights."""
     model = load()
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
     settings = {
@@ -302,7 +302,8 @@ def test_gradient_accumulation_equals_one_big_batch(load: Loader, weights: Any) 
     }  # fmt: skip
     data = classification(8, 0, skew=1)
     whole, parts = (
-        trained(model, adapter, data, batch_size=b, gradient_accumulation_steps=k, **settings) for b, k in ((8, 1), (3, 3))
+        trained(model, adapter, data, batch_size=b, gradient_accumulation_steps=k, **settings)
+        for b, k in ((8, 1), (3, 3))
     )
     assert distance(parts.adapter, whole.adapter) < 1e-5
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)

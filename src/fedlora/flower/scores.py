@@ -200,9 +200,9 @@ def choosing_of(settings: FederationSettings, model_here: bool) -> Choosing:
         by = "server"
     if by is None and evaluate.early_stopping_patience is not None:
         raise ConfigError(
-            f"evaluate.early_stopping_patience = {evaluate.early_stopping_patience} looks at a score of each round, and no round is "
-            f"measured: give data.validation a share (at the sites), or, for a method with a model at the server, a "
-            f"file of its own."
+            f"evaluate.early_stopping_patience = {evaluate.early_stopping_patience} looks at a score of each round, "
+            f"and no round is measured: give data.validation a share (at the sites), or, for a method with a model at "
+            f"the server, a file of its own."
         )
     log.info("rounds are measured at the %s", by) if by else log.info("no round is measured")
     return Choosing(score_name(evaluate.metric), by, evaluate.every, settings.run.rounds)
