@@ -18,6 +18,6 @@ def attacks_of(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     for config in configs:
         attack = config.get("attack") or {}
         if attack.get("kind", "none") != "none":
-            who = ", ".join(attack.get("clients") or []) or f"{attack.get('share'):.0%} of the clients"
+            who = ", ".join(attack.get("clients") or []) or f"{attack.get('fraction'):.0%} of the clients"
             found[f"{attack['kind']} by {who}"] = None
     return list(found)

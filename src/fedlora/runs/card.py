@@ -122,7 +122,7 @@ def model_card(
         "client ranks": ", ".join(f"{name}: {rank}" for name, rank in manifest["clients"].items()),
         "training examples": _examples(train) + programs if privacy is None else "withheld, a private run",
         "data": _settings(config.data, "task", "max_train", "max_length", "chat_template"),
-        "dealt out by": "" if apart else _settings(config.clients, "partition", "alpha", "profile"),
+        "dealt out by": "" if apart else _settings(config.clients, "partition", "dirichlet_alpha", "profile"),
         "LoRA": _settings(config.lora),
         "local round": local + manifest.get("local_round_unless", ""),
         "rounds": f"{round} of {config.run.rounds} planned, seed {config.run.seed}",

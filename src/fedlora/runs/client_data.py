@@ -270,7 +270,7 @@ def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
 def _all_classes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """The classes of several files. Raises `ConfigError` if they may be the same classes, written differently."""
     names = in_order(name for classes in found.values() for name in classes)
-    cure = f"If they are separate classes, set {given('data.labels', names)}."
+    cure = f"If they are separate classes, set {given('data.label_names', names)}."
     if same := look_alike(names):
         holders = [next(path for path, classes in found.items() if spelt in classes) for spelt in same]
         raise ConfigError(

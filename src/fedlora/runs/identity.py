@@ -102,7 +102,7 @@ def with_files(config: RunConfig, put: Callable[[str, str], str]) -> RunConfig:
     parts: dict[str, Any] = {part: own(f"data.{part}", getattr(data, part)) for part in ("train", "validation", "test")}
     parts["clients"] = {client: own(f"data.clients.{client}", path) for client, path in data.clients.items()}
     parts["task_lists"] = [own(f"data.task_lists.{k}", path) for k, path in enumerate(data.task_lists)]
-    there = {key: own(f"model.{key}", getattr(model, key)) for key in ("path", "adapter")}
+    there = {key: own(f"model.{key}", getattr(model, key)) for key in ("name", "adapter")}
     return config.model_copy(update={"data": data.model_copy(update=parts), "model": model.model_copy(update=there)})
 
 

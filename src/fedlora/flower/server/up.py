@@ -37,7 +37,7 @@ from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.preparation import prepare
 
-_COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")  # of `Rows.of` they have their defaults
+_COLUMNS = ("text", "text_pair", "label", "prompt", "response", "messages")  # of `Rows.of` they have their defaults
 _DEALT = ("data.max_train", "data.max_test")  # are done with when the data are dealt
 
 
@@ -91,7 +91,7 @@ def _federation(config: RunConfig, parts: Mapping[str, TextData], home: Path, bu
         raw["data"]["label_names"] = list(first.label_names)
     if not config.data.clients:
         raw["data"] = {key: value for key, value in raw["data"].items() if key not in _COLUMNS}
-        raw["data"] |= {"pair": "pair"} if first.pair is not None else {}
+        raw["data"] |= {"text_pair": "pair"} if first.pair is not None else {}
         raw["data"] |= {"messages": "messages"} if first.history is not None else {}
         dealt = deal(config, None)
         for part in ("validation", "test"):
