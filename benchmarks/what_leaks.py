@@ -26,7 +26,7 @@ from fedlora.privacy import Mechanism, noise_multiplier_for
 from fedlora.privacy.geometry import Layout, bases_of
 from fedlora.runs.config import RunConfig
 from fedlora.runs.preparation import Prepared, prepare
-from fedlora.simulation import RoundRecord, play, start
+from fedlora.simulation import RoundRecord, simulate, start
 from measure import machine
 
 DELTA, EPSILONS, CLIP = 1e-3, (100.0, 30.0, 8.0, 3.0, 1.0), 0.25
@@ -46,8 +46,7 @@ def one_round(quick: bool) -> tuple[Prepared, RoundRecord]:
     train = {**CONFIG["train"], "max_steps": 1} if quick else CONFIG["train"]
     prepared = prepare(RunConfig.model_validate({**CONFIG, "train": train}))
     begun = start(prepared.server, prepared.seed_adapter)
-    events = play(prepared.server, prepared.clients, prepared.workers, begun, rounds=1)
-    return prepared, next(event for event in events if isinstance(event, RoundRecord))
+    return prepared, next(simulate(prepared.server, prepared.clients, prepared.workers, begun, rounds=1))
 
 
 def vectors(prepared: Prepared, record: RoundRecord) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

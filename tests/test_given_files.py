@@ -73,7 +73,7 @@ def test_the_limit_is_of_bytes_there_and_of_bytes_read(tmp_path: Path) -> None:
     [
         ("array.json", b"[" + b'{"text": "a"},' * 1_300_000 + b"]", "JSON array"),
         ("field.csv", b'text,label\n"' + b"a\n" * 9_000_000 + b'",no\n', "field limit"),
-        ("columns.csv", b"a," * 200_000 + b"a\na\n", "more than once"),
+        ("columns.csv", b"a," * 200_000 + b"a\n" + b"a," * 200_000 + b"a\n", "more than once"),
         (
             "keys.jsonl",
             b"{" + b",".join(b'"k%d": 1' % (k % 199_999) for k in range(200_000)) + b"}\n",

@@ -48,14 +48,14 @@ def test_a_moved_checkout_has_its_environment_made_anew(copy: Path, tmp_path: Pa
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\n[ "$2" != venv ] || set -- "$@" --without-pip\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    words = (".venv/.ready", f"PYTHON={python}", "PIP=true")
+    words = (".venv/.demo", f"PYTHON={python}", "PIP=true")
     assert make(copy, *words).returncode == 0
-    assert (copy / ".venv" / ".ready").read_text() == f"{copy.resolve()}\n"
+    assert (copy / ".venv" / ".demo").read_text() == f"{copy.resolve()}\n"
     (copy / ".venv" / "left").touch()
     assert "up to date" in make(copy, *words).stdout and (copy / ".venv" / "left").exists()
     moved = copy.rename(copy.with_name("moved here"))
     assert "-m venv" in make(moved, *words).stdout and not (moved / ".venv" / "left").exists()
-    assert (moved / ".venv" / ".ready").read_text() == f"{moved.resolve()}\n"
+    assert (moved / ".venv" / ".demo").read_text() == f"{moved.resolve()}\n"
     assert "up to date" in make(moved, *words).stdout
 
 

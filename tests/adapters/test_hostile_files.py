@@ -445,8 +445,6 @@ LARGE: dict[str, tuple[str, Callable[[Path], None], Header]] = {
     "a weights file of 10 GB, a hole": (WEIGHTS_FILE, hole(10 * 2**30), CONFIG),
     "a weights file of 1 TB, a hole": (WEIGHTS_FILE, hole(2**40), CONFIG),
     "a config of 1 GB, a hole": (CONFIG_FILE, hole(10**9), CONFIG),
-    "a config of lists": (
-        CONFIG_FILE, made(lambda: literal("auto_mapping", "[" + "[]," * 1_000_000 + "[]]")), CONFIG),
     "a config of small objects": (CONFIG_FILE, made(lambda: literal("x", "[" + '{"":0},' * 60_000 + "0]")), CONFIG),
     "many names": (
         CONFIG_FILE, made(lambda: config(alpha_pattern={f"x{k}": 1 for k in range(60_000)}, r=3)), CONFIG),

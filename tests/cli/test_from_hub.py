@@ -66,7 +66,7 @@ def test_the_cache_serves_without_a_network(tmp_path: Path, monkeypatch: pytest.
 def test_a_run_s_base_and_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """model.name is as repository and revision given apart."""
     adapter, base = small(tmp_path)
-    (tmp_path / "run.toml").write_text('model = {path = "me/base@main", adapter = "me/up@main"}\ndata.train = "a.csv"')
+    (tmp_path / "run.toml").write_text('model = {name = "me/base@main", adapter = "me/up@main"}\ndata.train = "a.csv"')
     with serving({"me/up": adapter, "me/base": base}, tmp_path / "cache", monkeypatch):
         config = load_config(tmp_path / "run.toml")
         assert (config.model.name, config.model.revision) == ("me/base", "main")

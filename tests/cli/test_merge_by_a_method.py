@@ -147,9 +147,9 @@ def test_who_cannot_be_counted_ends_a_merge(tmp_path: Path, sites: list[str], ma
     [
         ("multi-krum byzantin=1", "'byzantin'; did you mean 'byzantine'?"),
         ("multi-krum", "needs robust.byzantine: how many clients"),
-        ("norm-clipping threshold=-1", "or 'median'; got -1."),
-        ("norm-clipping threshold=true", "a norm above 0, or 'median'"),
-        ("norm-clipping byzantine=maybe", "byzantine: how many clients"),
+        ("norm-clipping threshold=-1", "threshold: must be above 0"),
+        ("norm-clipping threshold=true", "threshold: must be a number or 'median'"),
+        ("norm-clipping byzantine=maybe", "byzantine: must be"),
     ],
 )
 def test_a_slip_in_a_rule_is_told_in_our_words(

@@ -117,7 +117,7 @@ def test_copies_in_a_test_file_of_ones_own_are_told_and_empty_columns_left_out(
 def test_classes_of_one_row_and_repeated_rows_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: of three clients together no class but "yes" has one row, "maybe" none; two rows repeat others."""
     counts = {"a": [3, 1, 0], "b": [2, 0, 0], "c": [1, 0, 0]}
-    data = {"labels": ["no", "yes", "maybe"], "label_counts": counts, "repeated": 2}
+    data = {"label_names": ["no", "yes", "maybe"], "label_counts": counts, "repeated": 2}
     tell_data({"data": data, "copies": {}, "cut": {}, "cut_held_out": {}}, 128, 64)
     said = " ".join(capsys.readouterr().err.split())
     assert "'yes', 'maybe': " in said and "2 training examples repeat" in said and "'no'" not in said

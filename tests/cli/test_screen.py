@@ -49,7 +49,7 @@ def test_on_a_terminal_its_width_counts() -> None:
 
 
 def test_the_tables_of_commands_are_whole_in_a_pipe(finished: Finished) -> None:
-    for said in (invoke("methods").stdout, invoke("ranks").stdout, finished.out):
+    for said in (invoke("methods").stdout, invoke("experiment", "ranks").stdout, finished.out):
         assert "…" not in said and "│" in said
 
 

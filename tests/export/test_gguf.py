@@ -46,7 +46,7 @@ def updates(file: Path, heads: dict[str, int] = HEADS) -> dict[str, np.ndarray[A
         return bytes(reader.fields[key].parts[-1]).decode()
 
     assert text("general.type") == "adapter" and text("adapter.type") == "lora"
-    alpha = float(reader.fields["adapter.lora.lora_alpha"].parts[-1][0])
+    alpha = float(reader.fields["adapter.lora.alpha"].parts[-1][0])
     stored = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type).astype("f8") for tensor in reader.tensors}
     found = {}
     for name in sorted(key.removesuffix(".weight.lora_a") for key in stored if key.endswith(".lora_a")):

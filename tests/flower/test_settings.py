@@ -71,7 +71,7 @@ def test_no_server_sets_what_is_a_sites_own() -> None:
     """Whatever it sends: the site's trainer has the paths, the program and the device of site.toml alone."""
     said = json.loads(of().travelling())
     said["train"] |= {"command": ["rm", "-r", "/"], "timeout": 1.0}
-    said["model"] |= {"path": "/etc", "adapter": "/etc/adapter", "device": "cuda", "revision": "main"}
+    said["model"] |= {"name": "/etc", "adapter": "/etc/adapter", "device": "cuda", "revision": "main"}
     said["data"] |= {"clients": {"a": "/etc"}, "train": None, "validation": "/etc/passwd"}
     said |= {"clients": {"ranks": [9]}, "attack": {"kind": "sign-flip", "fraction": 0.5}, "network": {"port": 1}}
     config = FederationSettings.from_travelling(json.dumps(said)).for_site(Site("acme", OWN), rank=4)

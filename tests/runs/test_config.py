@@ -224,16 +224,16 @@ def test_the_digest_is_the_same_for_the_same_run_however_it_was_written(tmp_path
 def other(key: str, value: Any) -> Any:
     """Another legal value of the same kind."""
     words = {
-        "task": "causal-lm", "profile": "normal", "partition": "iid", "optimizer": "sgd", "schedule": "cosine",
+        "task": "causal-lm", "profile": "normal", "partition": "iid", "optimizer": "sgd", "lr_scheduler_type": "cosine",
         "weighting": "uniform", "heads": "local", "target": "clients",
         "name": "fedit", "keep_uploads": "last", "metric": "rouge-l",
-        "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "alpha": 0.5,
-        "track": ["wandb"], "class_weights": "balanced", "own_test": 0.25, "patience": 2, "accumulation": 2,
-        "labels": ["no", "yes"], "messages": "talk", "revision": "abc",
-        "dtype": "bfloat16", "adapter": "a", "template": "Q: {prompt} A:",
-        "kind": "sign-flip", "share": 0.2, "clients": ("a",), "strength": 2.0,  # of [attack]
+        "task_lists": ["a", "b"], "max_train": 9, "max_test": 9, "gauge_stress": 10.0, "ranks": [4], "dirichlet_alpha": 0.5, "lora_alpha": 8.0,
+        "report_to": ["wandb"], "class_weights": "balanced", "test_fraction": 0.25, "early_stopping_patience": 2,
+        "label_names": ["no", "yes"], "messages": "talk", "revision": "abc",
+        "dtype": "bfloat16", "adapter": "a", "chat_template": "Q: {prompt} A:",
+        "kind": "sign-flip", "fraction": 0.2, "clients": ("a",), "strength": 2.0,  # of [attack]
         "byzantine": 1, "threshold": 0.5, "tau": 0.5, "tolerance": 0.25, "iterations": 2,
-        "quorum": 2, "workers": 2, "count": 3, "pair": "second", "dropout": 0.25,
+        "quorum": 2, "workers": 2, "count": 3, "text_pair": "second", "dropout": 0.25,
         "command": ["program"], "timeout": 60.0,
         "epsilon": 3.0, "budget": 50.0, "sampling": "poisson", "shape": "two-sided", "dims": 3, "rank": 3,  # [privacy]
         "most_examples": 9,

@@ -99,7 +99,7 @@ def test_a_base_without_a_padding_token_and_a_class_name_of_two_lines(
     assert len(found["answers"]) == 2
     card = (folder / "README.md").read_text()
     assert re.search(r"^\| training examples [a-z ]+ \| a\\\|b \d+, one class \d+ \|$", card, re.MULTILINE)
-    assert "lr 0.003, " in card and "class_weights balanced" in card and "alpha 8.0" in card
+    assert "learning_rate 0.003, " in card and "class_weights balanced" in card and "lora_alpha 8.0" in card
 
 
 def test_the_folder_holds_what_a_stranger_needs_and_no_path(finished: Finished, project: Path) -> None:

@@ -108,7 +108,7 @@ BAD: dict[str, tuple[Callable[[Upload], Any], str]] = {
     "negative": (examples(-1), r"num_examples must be a finite number >= 0; got -1\."),
     "NaN examples": (examples(math.nan), r"num_examples .* got nan"),
     "True examples": (examples(True), r"num_examples .* got True"),
-    "examples beyond every float": (examples(10**400), r"num_examples .*10000.*characters"),
+    "examples beyond every float": (examples(10**400), r"num_examples .*10000"),
     "1e300 examples": (examples(1e300), r"num_examples = 1e\+300; sums"),
 }
 KINDS = {"kept": Kept(quorum=3), "streamed": Streamed(quorum=3)}

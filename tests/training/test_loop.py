@@ -189,7 +189,7 @@ def test_ranks_can_differ_by_module(load: Loader, classifier: Path) -> None:
     by_hand = dense(classifier, bert, {n: 2.0 * x.delta() for n, x in adapter.modules.items()}, adapter.heads)
     ids = [CLS, word(1), word(2), word(3), SEP]
     torch.testing.assert_close(logits(model.network, ids), logits(by_hand, ids), rtol=1e-4, atol=1e-5)
-    assert trained(model, adapter, steps=1, batch_size=4).adapter.ranks == ranks
+    assert trained(model, adapter, max_steps=1, batch_size=4).adapter.ranks == ranks
 
 
 # ---- the base weights ------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_the_loss_of_a_language_model_is_on_the_responses_only(
     data = instructions(5, 0)
     model = load_language_model()
     adapter, _ = model.seed_adapter(4, seed=0)
-    loss = trained(model, adapter, data, steps=1, batch_size=5, max_length=16, template="{prompt}").loss
+    loss = trained(model, adapter, data, max_steps=1, batch_size=5, max_length=16, chat_template="{prompt}").loss
     plain, losses = dense(language_model, llama, {}, {}), []
     for prompt, response in zip(data.text, data.responses or (), strict=True):
         before = [word(int(w[1:])) for w in prompt.split()]
@@ -351,7 +351,7 @@ def test_optimisers_and_weight_decay_are_the_ones_named(load: Loader, optimizer:
     lr, decay = 0.01, 0.5
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
-    after = trained(model, adapter, lr=lr, optimizer=optimizer, weight_decay=decay, steps=1, batch_size=8, clip=0.0)
+    after = trained(model, adapter, learning_rate=lr, optimizer=optimizer, weight_decay=decay, max_steps=1, batch_size=8, max_grad_norm=0.0)
     for name, lora in adapter.modules.items():
         B, A = lora.factors
         step = lr * A.sign() if optimizer == "adam" else lr * decay * A
@@ -365,7 +365,7 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient(load: Loader) -> None:
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
     lengths = []
     for clip in (0.0, 0.05):
-        after = trained(model, adapter, lr=1.0, optimizer="sgd", steps=1, batch_size=8, clip=clip).adapter
+        after = trained(model, adapter, learning_rate=1.0, optimizer="sgd", max_steps=1, batch_size=8, max_grad_norm=clip).adapter
         moved = [after.heads[n] - h for n, h in adapter.heads.items()]
         for n, lora in adapter.modules.items():
             moved += [after.modules[n].tensors()[f] - t for f, t in lora.tensors().items()]
@@ -382,7 +382,7 @@ def test_gradient_checkpointing_changes_memory_and_no_result(load: Loader) -> No
     results = []
     for checkpointing in (False, True):
         model = load(gradient_checkpointing=checkpointing, **DROPOUT)
-        results.append(trained(model, model.seed_adapter(4, seed=0)[0], lr=1e-2, steps=2, batch_size=4))
+        results.append(trained(model, model.seed_adapter(4, seed=0)[0], learning_rate=1e-2, max_steps=2, batch_size=4))
     assert model.network.base_model.model.bert.encoder.layer[0].gradient_checkpointing  # type: ignore[union-attr]
     assert distance(results[0].adapter, results[1].adapter) < 1e-5
     assert results[0].loss == pytest.approx(results[1].loss, rel=1e-5)
@@ -392,7 +392,7 @@ def test_bf16_autocast_computes_narrow_and_keeps_float32_factors(load: Loader) -
     """Near the float32 result, but not equal to it; what is trained and sent stays float32."""
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
-    exact, narrow = (trained(model, adapter, lr=1e-2, steps=2, batch_size=4, bf16=bf16) for bf16 in (False, True))
+    exact, narrow = (trained(model, adapter, learning_rate=1e-2, max_steps=2, batch_size=4, bf16=bf16) for bf16 in (False, True))
     assert narrow.loss != exact.loss
     assert narrow.loss == pytest.approx(exact.loss, rel=2e-2)
     assert all(t.dtype == torch.float32 for x in narrow.adapter.modules.values() for t in x.factors)

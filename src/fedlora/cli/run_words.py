@@ -161,7 +161,8 @@ def _clients(s: dict[str, Any], manifest: dict[str, Any], lines: Sequence[dict[s
     heads = [*([" / ".join(names)] if named else []), "last loss", *(readouts if s["clients_at_end"] else [])]
     clients = Table("client", "rank", "examples", *heads, title="Clients")
     for client, rank in manifest["clients"].items():
-        row = [client, str(rank), str(data["train"][client]["examples"])]
+        told = [line["examples"][client] for line in lines if client in line.get("examples", {})]
+        row = [client, str(rank), _examples(data["train"][client]["examples"], told)]
         if named:
             counts = (data["label_counts"] or {}).get(client, [])
             row.append(" / ".join(map(str, [*counts, *[0] * (len(names) - len(counts))])))
@@ -172,6 +173,14 @@ def _clients(s: dict[str, Any], manifest: dict[str, Any], lines: Sequence[dict[s
             row.append(f"{number(at_end[metric])}{of}" if at_end else "")
         clients.add_row(*row, *([number(common[client][metric])] if common else []))
     return clients
+
+
+def _examples(rows: int, told: Sequence[float]) -> str:
+    """A client's rows; and what its own program counted instead, as far as it differs."""
+    other = sorted({round(count) for count in told} - {0, rows})
+    many = f"; it said {other[0]:,}{f' to {other[-1]:,}' if other[1:] else ''}" if other else ""
+    idle = sum(not count for count in told)
+    return f"{rows}{many}" + (f"; abstained in {counted(idle, 'round')}" if idle else "")
 
 
 def _weighed(clients: Mapping[str, Mapping[str, float]], rule: str, most: int = 12) -> Table:
