@@ -29,6 +29,5 @@ def test_the_table_of_scores_is_the_one_of_the_code() -> None:
         ("causal-lm",): "text",
     }
     assert rows[1:] == [
-        [f"`{name}`", "larger" if m.larger_is_better else "smaller", tasks[m.tasks]]
-        for name, m in METRICS.items()
+        [f"`{name}`", "larger" if m.larger_is_better else "smaller", tasks[m.tasks]] for name, m in METRICS.items()
     ]

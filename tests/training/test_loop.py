@@ -351,7 +351,16 @@ def test_optimisers_and_weight_decay_are_the_ones_named(load: Loader, optimizer:
     lr, decay = 0.01, 0.5
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
-    after = trained(model, adapter, learning_rate=lr, optimizer=optimizer, weight_decay=decay, max_steps=1, batch_size=8, max_grad_norm=0.0)
+    after = trained(
+        model,
+        adapter,
+        learning_rate=lr,
+        optimizer=optimizer,
+        weight_decay=decay,
+        max_steps=1,
+        batch_size=8,
+        max_grad_norm=0.0,
+    )
     for name, lora in adapter.modules.items():
         B, A = lora.factors
         step = lr * A.sign() if optimizer == "adam" else lr * decay * A
@@ -365,7 +374,9 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient(load: Loader) -> None:
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
     lengths = []
     for clip in (0.0, 0.05):
-        after = trained(model, adapter, learning_rate=1.0, optimizer="sgd", max_steps=1, batch_size=8, max_grad_norm=clip).adapter
+        after = trained(
+            model, adapter, learning_rate=1.0, optimizer="sgd", max_steps=1, batch_size=8, max_grad_norm=clip
+        ).adapter
         moved = [after.heads[n] - h for n, h in adapter.heads.items()]
         for n, lora in adapter.modules.items():
             moved += [after.modules[n].tensors()[f] - t for f, t in lora.tensors().items()]
@@ -392,7 +403,9 @@ def test_bf16_autocast_computes_narrow_and_keeps_float32_factors(load: Loader) -
     """Near the float32 result, but not equal to it; what is trained and sent stays float32."""
     model = load()
     adapter, _ = model.seed_adapter(4, seed=0)
-    exact, narrow = (trained(model, adapter, learning_rate=1e-2, max_steps=2, batch_size=4, bf16=bf16) for bf16 in (False, True))
+    exact, narrow = (
+        trained(model, adapter, learning_rate=1e-2, max_steps=2, batch_size=4, bf16=bf16) for bf16 in (False, True)
+    )
     assert narrow.loss != exact.loss
     assert narrow.loss == pytest.approx(exact.loss, rel=2e-2)
     assert all(t.dtype == torch.float32 for x in narrow.adapter.modules.values() for t in x.factors)

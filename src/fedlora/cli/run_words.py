@@ -34,7 +34,8 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
         max_length: data.max_length, in tokens. answer: evaluate.max_new_tokens, which a prompt leaves room for.
     """
     data = manifest["data"]
-    rows = dict(zip(data["label_names"], map(sum, zip(*(data["label_counts"] or {}).values(), strict=True)), strict=False))
+    counts = map(sum, zip(*(data["label_counts"] or {}).values(), strict=True))
+    rows = dict(zip(data["label_names"], counts, strict=False))
     if lone := [name for name, count in rows.items() if count < 2]:
         notes.warn(
             f"at most one training example has the class {', '.join(map(repr, lone[:5]))}{', ...' * (len(lone) > 5)}: "
@@ -155,7 +156,8 @@ def _privacy_rows(spent: Mapping[str, Any]) -> Rows:
 def _clients(s: dict[str, Any], manifest: dict[str, Any], lines: Sequence[dict[str, Any]]) -> Table:
     """A row for each client. A column without values is left out."""
     metric, data = s["metric"], manifest["data"]
-    common, own_test, names = s.get("clients_at_end_common") or {}, data.get("own_test") or {}, data["label_names"] or []
+    common, own_test = s.get("clients_at_end_common") or {}, data.get("own_test") or {}
+    names = data["label_names"] or []
     named = 0 < len(names) <= _NAMED_CLASSES
     readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
     heads = [*([" / ".join(names)] if named else []), "last loss", *(readouts if s["clients_at_end"] else [])]

@@ -46,7 +46,12 @@ def save(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2
         CheckpointError: the value holds something that cannot be stored, or the disk refuses; older checkpoints stay.
     """
     tree, tensors = encoded(value)
-    apart = {path: tensor.clone() for path, tensor in tensors.items()}  # safetensors refuses tensors that share memory
+    apart: dict[str, Tensor] = {}
+    stored: set[int] = set()
+    for name, tensor in tensors.items():  # safetensors refuses tensors that share memory; copies of all would double it
+        memory = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if memory in stored else tensor
+        stored.add(memory)
     facts = json.dumps({"round": round, "run": of, "tree": tree})  # in one key: safetensors mixes the order of several
     content = safetensors.torch.save(apart, {_FACTS: facts})
     path = directory / f"round-{round:05d}.{hashlib.sha256(content).hexdigest()[:16]}.safetensors"

@@ -156,7 +156,9 @@ class Mechanism:
 
 def _check(clip: float, z: float) -> None:
     if not _CLIPS[0] <= clip <= _CLIPS[1]:  # nor NaN
-        raise HyperparameterError(f"privacy: clipping_norm must be a number from {_CLIPS[0]:g} to {_CLIPS[1]:g}; got {clip!r}.")
+        raise HyperparameterError(
+            f"privacy: clipping_norm must be a number from {_CLIPS[0]:g} to {_CLIPS[1]:g}; got {clip!r}."
+        )
     if not (z == 0 or LEAST_NOISE <= z <= MOST_NOISE):
         raise HyperparameterError(
             f"privacy: noise_multiplier must be a number from {LEAST_NOISE:g} to {MOST_NOISE:g}; got {z!r}."
