@@ -18,7 +18,7 @@ from fedlora.errors import HyperparameterError, UploadRefused
 
 @dataclass(frozen=True)
 class Client:
-    """A participant. rank: one r for all modules, or module -> r for the modules it holds.
+    """A party of the federation. rank: one r for all modules, or module -> r for the modules it holds.
 
     Example:
         >>> Client("site-1", rank=4).ranks(["q", "v"])

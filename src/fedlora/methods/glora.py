@@ -71,7 +71,7 @@ class GLoRA(Method[GLoRAState]):
     """Use it for clients with different ranks and data if the result must not depend on anyone's coordinates.
 
     Args:
-        rho: R as a share of the sum of the participants' ranks, in (0, 1]; 1 is always exact.
+        rho: R as a share of the sum of the round's clients' ranks, in (0, 1]; 1 is always exact.
         rank: R itself instead; overrides rho.
         gamma: the core ratio in [0, 1], the share of a readout that is the same for every client of that rank; 1
             switches the client-aware readout off.
@@ -93,7 +93,7 @@ class GLoRA(Method[GLoRAState]):
             if not ok:
                 raise HyperparameterError(f"glora: {name} is {what}; got {getattr(self, name)!r}.")
 
-        require(0 < self.rho <= 1, "rho", "a share of the participants' total rank, in (0, 1]")
+        require(0 < self.rho <= 1, "rho", "a share of the round's total rank, in (0, 1]")
         require(0 <= self.gamma <= 1, "gamma", "the core ratio, in [0, 1]")
         require(_whole(self.rank, 1), "rank", "a whole rank budget >= 1, or None to use rho")
         require(_whole(self.history, 0), "history", "a number of clients, or None for all")

@@ -62,7 +62,7 @@ class RoundKind(ABC):
     @property
     @abstractmethod
     def weighs_by(self) -> Weighting:
-        """What sets p_i: the numbers of examples, or the number of participants."""
+        """What sets p_i: the numbers of examples, or the number of clients."""
 
     @abstractmethod
     def require(self, method: Method[Any], roles: Roles) -> None:
@@ -76,7 +76,7 @@ class RoundKind(ABC):
 class OpenRound(ABC):
     """A round under way: `add` uploads in any order, then `close`.
 
-    p_i is normalised over the round's participants, and again in each module over those that hold it. quorum None: the
+    p_i is normalised over the round's clients, and again in each module over those that hold it. quorum None: the
     engine that plays the round ends it at the first bad upload, and one good one is enough to close it. A number: bad
     uploads are left out by name (`Tally.refused`), and close raises `QuorumNotMet` if fewer good ones came.
 

@@ -1,4 +1,4 @@
-"""Choose a round's participants: a pure function of the seed."""
+"""Choose a round's clients: a pure function of the seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedlora.seeds import derive_seed
 
 
 def sample_clients(clients: Sequence[str], fraction: float, *, seed: int, round: int) -> list[str]:
-    """The participants of one round, sorted: max(1, round(fraction * n)) of them, without replacement.
+    """The clients of one round, sorted: max(1, round(fraction * n)) of them, without replacement.
 
     A function of (seed, round) and the set of clients only. Source: docs/explanation/methods.md, client selection.
 

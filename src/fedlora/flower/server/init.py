@@ -104,7 +104,7 @@ def agreed_text(
 ) -> tuple[str, FederationSettings]:
     """federation.toml from a run's tables, and what it says: with an id, the server's address, absolute paths, and
     what follows from the sites: a private federation's members, another's quorum. The default quorum is more than half
-    of a round's participants; otherwise one early site would play all rounds alone.
+    of a round's clients; otherwise one early site would play all rounds alone.
 
     Args:
         raw: is changed; a `tomlkit` document keeps its comments. folder: where relative paths start.
