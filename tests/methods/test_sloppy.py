@@ -19,6 +19,7 @@ from fedlora import Kept, LoRA, Method, Roles, Server, Update, build
 from fedlora.errors import HyperparameterError, MethodFault
 from fedlora.methods._shared import padded
 from fedlora.methods.fedit import mean_factors
+from fedlora.methods.flexlora import FlexLoRA
 from fedlora.testing import CONTRACTS, MIXED, check, sound
 from fedlora.testing.federations import rounds
 
@@ -128,6 +129,16 @@ class ModelAtTimes(Sound):
         return state.mean if bool(state.mean.factors[0].any()) else None
 
 
+class DividesByWeights(FlexLoRA):
+    """Right without a rule, whose terms alone sum to 1."""
+
+    name: ClassVar[str] = "divides"
+
+    def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
+        total = sum(u.weight for u in updates)
+        return super().aggregate(state, [replace(u, weight=u.weight / total) for u in updates])
+
+
 class SquaresWeights(Sound):
     """It says that it uses the mean factors alone, and does not."""
 
@@ -152,7 +163,7 @@ class ForgetsAMatrix(Sound):
 
 
 # Class -> the contract that says so, and words of what it says.
-CAUGHT: dict[type[Sound], tuple[str, str]] = {
+CAUGHT: dict[type[Method[Any]], tuple[str, str]] = {
     ModelAtTimes: ("rank", "None in some states"),
     DeadSlots: ("alive", "1 dead slots"),
     OverwritesItsState: ("purity", "`aggregate` changed what it was given"),
@@ -161,6 +172,7 @@ CAUGHT: dict[type[Sound], tuple[str, str]] = {
     CountsCalls: ("purity", "gave other bits"),
     KeepsASet: ("purity", "a set at /modules/attn.q/extra"),
     LastOneWins: ("order", "updates turned round moves it by"),
+    DividesByWeights: ("sums", "linear in products: sums in place of updates move it by"),
     SquaresWeights: ("sums", "linear in factors: sums in place of updates move it by"),
 }
 FAULTS: dict[type[Sound], str] = {
@@ -179,7 +191,7 @@ def test_the_sound_one_keeps_what_it_must_and_promises_nothing() -> None:
 
 
 @pytest.mark.parametrize("cls", CAUGHT, ids=lambda c: c.__name__)
-def test_a_sloppy_method_is_caught_by_the_contract_that_it_breaks(cls: type[Sound]) -> None:
+def test_a_sloppy_method_is_caught_by_the_contract_that_it_breaks(cls: type[Method[Any]]) -> None:
     """By name, with what was measured and what to do; and `check` goes on to what is kept."""
     name, says = CAUGHT[cls]
     found = {f.contract: f for f in check(cls())}

@@ -109,6 +109,7 @@ BAD: dict[str, tuple[Callable[[Upload], Any], str]] = {
     "NaN examples": (examples(math.nan), r"num_examples .* got nan"),
     "True examples": (examples(True), r"num_examples .* got True"),
     "examples beyond every float": (examples(10**400), r"num_examples .*10000"),
+    "5e-324 examples": (examples(5e-324), r"num_examples = 4\.94066e-324; sums"),  # its weight would be 0
     "1e300 examples": (examples(1e300), r"num_examples = 1e\+300; sums"),
 }
 KINDS = {"kept": Kept(quorum=3), "streamed": Streamed(quorum=3)}

@@ -65,8 +65,10 @@ class Roles:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """One term of a round's sum for one matrix: sum of weight * B A, or of weight * factor. The weights sum to 1;
-    a robust rule's rest of products is one term of weight 1, with the weights of its readouts in B (`server.kept`).
+    """One term of a round's sum for one matrix: sum of weight * B A, or of weight * factor.
+
+    Take the weights as they are. They sum to 1, but not under a robust rule of products, whose rest is one more term of
+    weight 1, with the weights of its readouts in B (`server.kept`).
 
     client: whose it is; None for a term that the server adds itself: what a robust rule put in the place of a change, a
     streamed mean, a private mean. Such a term has no vote and no history, and its weight may be negative.
@@ -115,7 +117,8 @@ class Method(ABC, Generic[S]):
         """What `effective` depends on, and so what a rule may weigh and a server may add up before `aggregate`.
 
         "products": only sum_i w_i B_i A_i. "factors": only sum_i w_i B_i and sum_i w_i A_i. "clients": on more than
-        sums; no rule, no streaming, no privacy. It may depend on the hyper-parameters, as in GLoRA.
+        sums; no rule, no streaming, no privacy. Rules refuse "factors" too if both travel, and streams "products" of
+        `one_rank`. It may depend on the hyper-parameters, as in GLoRA.
         """
         return "clients"
 

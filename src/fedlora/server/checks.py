@@ -46,8 +46,10 @@ def check(upload: Upload, state: ServerState, roles: Roles, method: Method[Any])
     """
     try:
         examples = checked_examples(upload)
-        if examples > _LARGEST:
-            raise UploadRefused(upload.client.id, f"num_examples = {examples:g}; sums hold up to {_LARGEST:g}.")
+        if examples and not 1 / _LARGEST <= examples <= _LARGEST:  # a share of 1e-324 would be a weight of 0
+            raise UploadRefused(
+                upload.client.id, f"num_examples = {examples:g}; sums hold from {1 / _LARGEST:g} to {_LARGEST:g}."
+            )
         if examples:
             _check_parts(upload, state, roles, method)
             _check_numbers(upload, state, roles)

@@ -24,7 +24,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judged:
-    """A round. rule: with its keys. clients: all that counted.
+    """A round. rule: with its keys. clients: every accepted upload, those that the rule left out too.
 
     Example:
         >>> from fedlora.server.rules import NormClipping

@@ -17,7 +17,7 @@ from fedlora.server.judged import Judged
 class Tally:
     """Who counted in an aggregation. weights: client -> p_i. abstained: sent 0 examples. refused: client -> reason;
     also of a client that counts, if its second upload was refused.
-    judged: a robust rule's report on those who counted; None without a rule.
+    judged: a robust rule's report on every accepted upload; None without a rule.
 
     Example:
         >>> server.aggregate(server.init(seed_adapter), uploads).tally.weights

@@ -206,6 +206,10 @@ def sums(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
             elif not method.one_rank:
                 whole = stack([u.lora for u in updates], [u.weight for u in updates])
                 given.append([Update(None, 1.0, whole.rank, whole, first.roundoff)])
+                # A rule's rest is one more term of weight 1: who divides by the weights is wrong there.
+                rest = stack([first.lora], [0.75 * first.weight])
+                less = replace(first, weight=0.25 * first.weight)
+                given.append([less, *others, Update(None, 1.0, rest.rank, rest, first.roundoff)])
             for terms in given:
                 moves.append(drift(method, method.aggregate(state, terms), after, ranks))
     return _below(SAME, moves, f"linear in {method.linear_in}: sums in place of updates move it by")
