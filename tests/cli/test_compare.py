@@ -139,6 +139,12 @@ def test_csv_parses_and_a_verdict_needs_a_margin(compared: tuple[Path, Any], pro
     assert "verdict" not in compare(project, compared[0], *again).stdout and "Holm" in said.stderr
 
 
+def test_two_pairs_say_nothing_of_the_seeds_needed(compared: tuple[Path, Any], project: Path) -> None:
+    """Their number is a pandas NA, which a table for people shows as an empty cell."""
+    said = compare(project, compared[0], "--seeds", "0:2", "--resume", "--margin", "0.5")
+    assert "seeds needed" in " ".join(said.stdout.split()) and "NA" not in said.stdout
+
+
 def test_a_search_chooses_on_validation_and_on_a_seed_of_its_own(project: Path, tmp_path: Path) -> None:
     """A rate of 1e30 diverges: its uploads are refused, and it is never chosen. The chosen value is a column."""
     more = ("--tune", "train.learning_rate=1e-2,2e-2,1e30", "--seeds", "0", "--json")

@@ -201,7 +201,7 @@ def test_private_runs_are_simulations_that_tell_no_traffic_and_no_data(world: Pa
     assert line["privacy"]["epsilon_planned"] <= 8 and line["read"]["data"] is None and not line["bytes"]
     assert [path.name for path in tmp_path.rglob("*ledger*")] == ["simulated-ledger.jsonl"]
     assert store.work.run_folder(run).path in next(tmp_path.rglob("*ledger*")).parents
-    row = fedlora.results(store.results).set_index("method").loc["ffa-lora"]
+    row = fedlora.results(store.results).set_index("method").loc["private"]
     assert row["epsilon"] <= 8 and math.isnan(row["MB up"]) and math.isnan(row["seconds"])
 
 

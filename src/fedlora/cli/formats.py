@@ -81,7 +81,7 @@ def _beside(frame: DataFrame, names: list[str], other: DataFrame | None = None) 
 
 def in_words(value: Any, column: str = "") -> str:
     """A cell: four significant digits, of p two; "" for no number, and "never" for rounds that never come."""
-    if value is None or (not isinstance(value, str) and value != value) or str(value) == "<NA>":
+    if value is None or str(value) == "<NA>" or value != value:  # pandas' NA has no truth of its own
         return ""
     if not isinstance(value, float):
         return str(value)

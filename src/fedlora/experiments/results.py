@@ -183,10 +183,11 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
             for each run.
 
     Returns:
-        By run: its file, its label on each axis of its experiment, `COLUMNS`, every setting in which the runs differ
-        ("train.learning_rate"), every score on the test set after the last round ("test loss"), and every client's own
-        readout ("own readout of site-1"), if measured. By round: digest, method, seed, round, metric, client, value;
-        "test/loss" is of runs with evaluate.test_along. Runs that failed are left out.
+        By run: its file, `COLUMNS`, its label on each axis of its experiment (an axis "method" has its labels, not the
+        methods' names), every setting in which the runs differ ("train.learning_rate"), every score on the test set
+        after the last round ("test loss"), and every client's own readout ("own readout of site-1"), if measured. By
+        round: digest, method, seed, the labels, round, metric, client, value; "test/loss" is of runs with
+        evaluate.test_along. Runs that failed are left out.
 
     Raises:
         CheckpointError: the path is the folder of one run, or a file there does not hold results. FileNotFoundError:
@@ -215,7 +216,7 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
     keys = dict.fromkeys(key for each in settings.values() for key in each)
     differing = [key for key in keys if len({repr(each.get(key)) for each in settings.values()}) > 1]
     return DataFrame([
-        {"file": file, **line["cell"], **{name: column(line) for name, column in COLUMNS.items()},
+        {"file": file, **{name: column(line) for name, column in COLUMNS.items()}, **line["cell"],
          **{key: settings[digest].get(key) for key in differing},
          **{f"test {name}": value for name, value in line["test"]["last"].items()},
          **{f"own readout of {client}": scores.get(line["metric"])
@@ -226,7 +227,7 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
 
 def rounds_of(line: Line) -> Iterator[dict[str, Any]]:
     """Each score on validation and each client's training loss, by round; NaN where there is no number."""
-    of = {"digest": line["digest"], "method": line["method"], "seed": line["seed"]}
+    of = {"digest": line["digest"], "method": line["method"], "seed": line["seed"], **line["cell"]}
     history = line["history"]
     for score, values in history["scores"].items():
         for t, value in zip(history["evaluated"], values, strict=True):
