@@ -22,7 +22,7 @@ data = load_dataset("json", data_files=asked.data, split="train")
 
 
 def collate(rows):
-    texts = [f"{row['prompt']} {row['response']}{tokenizer.eos_token}" for row in rows]
+    texts = [f"{row['prompt']}\n{row['response']}{tokenizer.eos_token}" for row in rows]
     batch = tokenizer(texts, padding=True, truncation=True, max_length=128, return_tensors="pt")
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     return batch
