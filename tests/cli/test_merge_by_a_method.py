@@ -145,6 +145,8 @@ def test_who_cannot_be_counted_ends_a_merge(tmp_path: Path, sites: list[str], ma
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
+        ("multi-krum liars=1", "'liars'; did you mean 'byzantine'?"),
+        ("clip byzantine=1", "rule: must be"),
         ("multi-krum byzantin=1", "'byzantin'; did you mean 'byzantine'?"),
         ("multi-krum", "needs robust.byzantine: how many clients"),
         ("norm-clipping threshold=-1", "threshold: must be above 0"),

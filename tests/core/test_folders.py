@@ -312,6 +312,7 @@ def test_an_adapter_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> Non
     write_adapter(old, adapter, AdapterSpec(spec.config, 1.0), card="new")
     assert sorted(os.listdir(old)) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
     assert (old / "README.md").read_text() == "new"
+    assert len({path.stat().st_mode for path in old.iterdir()}) == 1, "whoever may read the card may read the weights"
     (old / "upload.json").write_text("{}")  # of the old adapter: beside the new one it would be wrong
     with pytest.raises(ConfigError, match=r"holds 'upload\.json'"):
         write_adapter(old, adapter, spec)

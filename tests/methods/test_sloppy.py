@@ -64,6 +64,11 @@ class HalfPrecision(Sound):
         return super().readout(state, client, rank).map(torch.Tensor.half)
 
 
+class NoReadout(Sound):
+    def readout(self, state: Any, client: str | None, rank: int) -> Any:
+        return None
+
+
 class NotANumber(Sound):
     """After the first round. The clients would train on it, and their uploads be NaN."""
 
@@ -178,6 +183,7 @@ CAUGHT: dict[type[Method[Any]], tuple[str, str]] = {
 FAULTS: dict[type[Sound], str] = {
     WholeRank: r"sound.readout.* returned 6 slots; [25] are needed, at most",
     HalfPrecision: "sound.readout.* returned B as torch.float16",
+    NoReadout: "sound.readout.* returned None",
     NotANumber: "sound.readout.* holds NaN or Inf",
     DividesByZero: "sound.aggregate_all raised ZeroDivisionError: division by zero",
     ForgetsAMatrix: "sound.aggregate returned .* 2 of its State State are needed",

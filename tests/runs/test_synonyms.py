@@ -24,3 +24,9 @@ def test_every_synonym_names_a_key_and_is_none() -> None:
 def test_an_unknown_key_is_answered_with_ours(table: str, key: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown key '{table}\.{key}'; did you mean '{ours}'\?"):
         parse_config({"model": {"name": "m"}, "data": {"train": "t"}, **{table: {key: 1}}})
+
+
+def test_a_key_that_is_needed_and_misspelt_is_one_mistake() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"model": {"path": "m"}, "data": {"train": "t"}})
+    assert str(caught.value) == "unknown key 'model.path'; did you mean 'model.name'?"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,10 +156,14 @@ def _cannot(target: object, error: Exception) -> ConfigError:
 
 
 def _flush(folder: Path) -> None:
-    """Flush everything below `folder` to disk."""
+    """Flush everything below `folder` to disk. Weights get the folder's mode: safetensors makes its files for the owner
+    alone, and other accounts serve the model."""
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for above, _, names in os.walk(folder, topdown=False):
         for path in (Path(above, name) for name in names):
             if not path.is_symlink():
                 with path.open("rb") as file:
+                    if path.suffix == ".safetensors":
+                        os.fchmod(file.fileno(), mode)
                     os.fsync(file.fileno())
         files.sync_folder(Path(above))

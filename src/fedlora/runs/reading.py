@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from fedlora.errors import ConfigError
-from fedlora.runs.synonyms import SYNONYMS
+from fedlora.runs.synonyms import GONE, SYNONYMS
 from fedlora.training.settings import Section
 
 Kind = TypeVar("Kind", bound=Section)
@@ -33,6 +33,11 @@ def partly(kind: type[Kind], given: Mapping[str, Any]) -> tuple[Kind | None, lis
     file.
     """
     raw: dict[str, Any] = deepcopy(dict(given))
+    flat = not any(any(tables_in(field.annotation)) for field in kind.model_fields.values())
+
+    def table(key: str) -> str:
+        return "" if flat else key.partition(".")[0]
+
     lines, torn = dict[str, None](), set[str]()
     while True:
         try:
@@ -42,11 +47,13 @@ def partly(kind: type[Kind], given: Mapping[str, Any]) -> tuple[Kind | None, lis
             for one in error.errors():
                 by_key.setdefault(_key(one, raw), []).append(one)
             lines_of = {key: _line(kind, key, _of_its_type(wrong)) for key, wrong in by_key.items()}
-            for key, line in lines_of.items():
-                if not _meant_deeper(key, by_key) and key.partition(".")[0] not in torn:
-                    lines.setdefault(line)
             unknown = [key for key, wrong in by_key.items() if wrong[0]["type"] == "extra_forbidden"]
-            torn |= {key.partition(".")[0] for key in by_key if not unknown or "did you mean" in lines_of[key]}
+            misspelt = {table(key) for key in unknown if "did you mean" in lines_of[key]}
+            for key, line in lines_of.items():
+                meant = any(f"did you mean {key!r}?" in lines_of[other] for other in unknown)  # and is missing
+                if not meant and not _meant_deeper(key, by_key) and table(key) not in torn:
+                    lines.setdefault(line)
+            torn |= misspelt if unknown else {table(key) for key in by_key}
             if not sum(_take_out(raw, key) for key in unknown or by_key):  # all of them
                 return None, list(lines)
 
@@ -101,7 +108,11 @@ def _line(kind: type[BaseModel], key: str, wrong: Sequence[Any]) -> str:
     error, name = wrong[0], key.rpartition(".")[2]
     if error["type"] == "extra_forbidden":
         known = _known(kind, error["loc"][:-1])
+        if name in GONE:
+            return f"unknown key {key!r}; {GONE[name]}"
         ours = SYNONYMS.get(key) or SYNONYMS.get(name)
+        if ours is not None and ours.partition(".")[0] not in kind.model_fields:  # of one table alone
+            ours = ours.rpartition(".")[2]
         close = [ours] if ours is not None else difflib.get_close_matches(name, known, n=1)
         return f"unknown key {key!r}; " + (f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}")
     if error["type"] == "missing":

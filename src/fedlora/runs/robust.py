@@ -29,9 +29,10 @@ class RobustSection(Section):
     docs/how-to/robust-rules.md has the theory.
 
     rule: its name. byzantine: how many clients per round it must tolerate, a number or a share below 0.5; krum,
-    multi-krum and nnm need it. nnm: first replace each change by the mean of its nearest ones. threshold: of clip, a
-    norm or "median" (the default). tau: likewise of centered-clipping. iterations: of centered-clipping (default 3);
-    the most of geometric-median (default 1000). tolerance: of geometric-median, where it stops (default 1e-10).
+    multi-krum and nnm need it. nnm: first replace each change by the mean of its nearest ones. threshold: of
+    norm-clipping, a norm or "median" (the default). tau: likewise of centered-clipping. iterations: of
+    centered-clipping (default 3); the most of geometric-median (default 1000). tolerance: of geometric-median, where it
+    stops (default 1e-10).
     """
 
     rule: RuleName = "none"

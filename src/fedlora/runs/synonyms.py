@@ -1,5 +1,8 @@
 """What other programs call a key, and fedlora did before, for the error of an unknown one."""
 
+GONE = {  # what is near in name and another thing
+    "accumulation": "leave it out: a batch is split by itself (gradient_accumulation_steps would multiply it)",
+}
 SYNONYMS = {  # a key's last name, or its table and name, elsewhere -> the key here
     # tables
     "defence": "robust", "defense": "robust", "aggregation": "robust", "training": "train", "peft": "lora",
@@ -33,7 +36,7 @@ SYNONYMS = {  # a key's last name, or its table and name, elsewhere -> the key h
     "targets": "lora.target_modules", "lora.alpha": "lora.lora_alpha", "lora.dropout": "lora.lora_dropout",
     "rslora": "lora.use_rslora", "saved": "lora.modules_to_save", "lr": "train.learning_rate",
     "train.clip": "train.max_grad_norm", "steps": "train.max_steps", "epochs": "train.num_train_epochs",
-    "schedule": "train.lr_scheduler_type", "accumulation": "train.gradient_accumulation_steps",
+    "schedule": "train.lr_scheduler_type",
     "time_limit": "train.timeout", "track": "run.report_to", "patience": "evaluate.early_stopping_patience",
     "min_delta": "evaluate.early_stopping_threshold", "liars": "robust.byzantine", "mixing": "robust.nnm",
     "share": "attack.fraction", "privacy.clip": "privacy.clipping_norm", "clients.alpha": "clients.dirichlet_alpha",

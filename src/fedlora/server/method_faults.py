@@ -45,6 +45,8 @@ def checked_readout(method: Method[Any], made: LoRA, start: LoRA, rank: int, rol
         MethodFault: it is anything else.
     """
     what, (B, A) = f"{method.name}.readout(state, client, {rank}) returned", start.factors
+    if not isinstance(made, LoRA):
+        raise MethodFault(f"{what} {made!r:.60}; a LoRA is needed.")
     parts = {factor: t for factor, t in made.tensors().items() if getattr(roles, factor) != "local"}
     if made.rank > rank or (made.rank < rank and not roles.both_shared):
         least = "at most" if roles.both_shared else "exactly, because no server can fill a frozen or local factor"

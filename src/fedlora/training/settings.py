@@ -158,13 +158,24 @@ class TrainSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_steps: Positive | Literal[-1] = 10
+    max_steps: Annotated[int, Field(ge=-1)] = 10
     num_train_epochs: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Positive = 16
     gradient_accumulation_steps: Positive = 1
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     lr_scheduler_type: Schedule = "constant"
     class_weights: ClassWeights | None = None
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> TrainSection:
+        if self.max_steps == 0:
+            raise ValueError("train.max_steps must be at least 1, or -1: train train.num_train_epochs instead; got 0")
+        if self.num_train_epochs != 1.0 and self.max_steps != -1:
+            raise ValueError(
+                f"train.num_train_epochs = {self.num_train_epochs:g} counts only with train.max_steps = -1; that is "
+                f"{self.max_steps}"
+            )
+        return self
 
     @property
     def step_size(self) -> int:

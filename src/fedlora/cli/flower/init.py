@@ -129,7 +129,10 @@ def renew(folder: Folder) -> None:
     changed = renewed(folder)
     console.print(f"{folder}: a new certificate. Restart the proxy and the server.")
     if changed:
-        console.print(f"{folder}/join.toml is another one: hand it to every site, which puts it in place of its own.")
+        console.print(
+            f"{folder}/join.toml is another one. If name, port or authority changed, every site puts it in place of its "
+            f"own."
+        )
 
 
 def _rank(rank: object) -> str:

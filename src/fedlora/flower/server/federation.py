@@ -119,7 +119,7 @@ class Federation(FedLoRA):
         except FedLoRAError as refused:
             error = str(refused)
         if error and error != self._policy_error:
-            log.warning("policy.toml is not taken, and the one before stays until this run ends: %s", error)
+            log.warning("policy.toml is not taken, and the one before stays until the file is right again: %s", error)
         self._policy_error, self._timeout = error, self.policy.deadline
         for name, rank in self.policy.clients.items():
             if before.get(name) != rank:
