@@ -130,8 +130,8 @@ def renew(folder: Folder) -> None:
     console.print(f"{folder}: a new certificate. Restart the proxy and the server.")
     if changed:
         console.print(
-            f"{folder}/join.toml is another one. If name, port or authority changed, every site puts it in place of its "
-            f"own."
+            f"{folder}/join.toml is another one. If name, port or authority changed, every site puts it in place of "
+            f"its own."
         )
 
 
