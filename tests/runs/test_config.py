@@ -63,7 +63,7 @@ def parsed(**tables: Mapping[str, Any]) -> RunConfig:
         ({"model": {"dtype": "bfloat16"}}, r"model\.dtype .* model\.bf16 = true.*"),
         ({"model": {"name": "a/b@main", "revision": "x"}}, r"model\.name .* leave out model\.revision"),
         ({"data": {"label_names": ["a", "a "]}}, r"data\.label_names: .*'a '.* twice.*"),
-        ({"train": {"max_steps": 0}}, r"train\.max_steps .* -1: .*; got 0"),
+        ({"train": {"max_steps": 0}}, r"train\.max_steps: .* -1: .*; got 0"),
         ({"train": {"num_train_epochs": 5.0}}, r"train\.num_train_epochs = 5 .* train\.max_steps = -1.* 10"),
         ({"train": {"accumulation": 2}}, r"unknown key 'train\.accumulation'; leave it out.*"),
     ],

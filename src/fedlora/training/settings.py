@@ -166,10 +166,15 @@ class TrainSection(Section):
     lr_scheduler_type: Schedule = "constant"
     class_weights: ClassWeights | None = None
 
+    @field_validator("max_steps")
+    @classmethod
+    def _some(cls, steps: int) -> int:
+        if steps == 0:
+            raise ValueError("must be at least 1, or -1: train num_train_epochs instead")
+        return steps
+
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> TrainSection:
-        if self.max_steps == 0:
-            raise ValueError("train.max_steps must be at least 1, or -1: train train.num_train_epochs instead; got 0")
         if self.num_train_epochs != 1.0 and self.max_steps != -1:
             raise ValueError(
                 f"train.num_train_epochs = {self.num_train_epochs:g} counts only with train.max_steps = -1; that is "
