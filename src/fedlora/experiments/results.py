@@ -196,7 +196,7 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
     Example:
         >>> runs = results("results")
         >>> runs.groupby("method")["seed"].count().to_dict()
-        {'glora': 1}
+        {'GLoRA': 1}
     """
     from pandas import DataFrame
 
