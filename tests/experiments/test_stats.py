@@ -27,11 +27,10 @@ def test_a_gap_is_scipys_paired_t_test_and_two_one_sided_ones(n: int) -> None:
 
 
 def test_without_a_spread_there_is_no_interval() -> None:
-    """One seed; the same gap on each; and no gap on any, where the two are the same."""
-    assert paired([0.1], 0.05) == Gap(1, 0.1) or math.isnan(paired([0.1]).p)
-    same, constant = paired([0.0, 0.0, 0.0], 0.05), paired([0.1, 0.1, 0.1], 0.05)
-    assert (same.p, same.matters, same.sd) == (1.0, 0.0, 0.0)
-    assert math.isnan(constant.p) and math.isnan(constant.matters) and math.isnan(constant.low)
+    """One seed; the same gap on each, 0 too: accuracies of few texts are often equal, and that decides nothing."""
+    for gaps in ([0.1], [0.1, 0.1, 0.1], [0.0, 0.0, 0.0]):
+        found = paired(gaps, 0.05)
+        assert found.mean == pytest.approx(gaps[0]) and all(map(math.isnan, (found.p, found.matters, found.low)))
 
 
 def test_holms_p_is_its_definition() -> None:
@@ -83,6 +82,6 @@ def test_the_seeds_needed_find_equal_ones_equivalent_as_often_as_promised() -> N
         return float(np.mean((margin - np.abs(x.mean(axis=1))) / error > bound))
 
     assert power(n) >= 0.79 and power(n - 2) < 0.8
-    assert seeds_needed(0.0, 0.1) == 2 and seeds_needed(10.0, 1e-6) == stats.MOST
+    assert seeds_needed(10.0, 1e-6) == stats.MOST
     each = [seeds_needed(s, 0.05) for s in sorted(random.Random(0).uniform(0.01, 0.2) for _ in range(10))]
     assert each == sorted(each), "more spread takes more seeds"

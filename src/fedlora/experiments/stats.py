@@ -35,8 +35,8 @@ class Gap:
 
 
 def paired(gaps: Sequence[float], margin: float | None = None) -> Gap:
-    """The gap of finite differences, one for each seed. Equal ones have no spread, and so no interval: if all are 0 the
-    two are the same, and otherwise nothing is decided."""
+    """The gap of finite differences, one for each seed. Equal ones have no spread, so they decide nothing: coarse scores
+    of few seeds are often equal."""
     from scipy import stats
 
     x = np.asarray(gaps, float)
@@ -44,8 +44,7 @@ def paired(gaps: Sequence[float], margin: float | None = None) -> Gap:
     if n < 2:
         return Gap(n, mean)
     if np.ptp(x) <= 1e-12:
-        same = abs(mean) <= 1e-12
-        return Gap(n, mean, 0.0, p=1.0 if same else math.nan, matters=0.0 if same and margin is not None else math.nan)
+        return Gap(n, mean, 0.0)
     t, sd = stats.t(n - 1), float(x.std(ddof=1))
     error = sd / math.sqrt(n)
     reach = float(t.ppf(1 - ALPHA / 2)) * error
@@ -84,13 +83,14 @@ def verdicts(family: Mapping[K, Gap], *, larger_is_better: bool, alpha: float = 
 
 def seeds_needed(sd: float, margin: float, comparisons: int = 1, *, alpha: float = ALPHA, power: float = POWER) -> int:
     """The smallest number of seeds that finds a true difference of 0 equivalent, with this power at Holm's first step:
-    by the noncentral t distribution, each one-sided test with power 1 - (1 - power) / 2. `MOST` if more are needed."""
+    by the noncentral t distribution, each one-sided test with power 1 - (1 - power) / 2. `MOST` if more are needed.
+    sd: above 0."""
     from scipy import stats
 
     level, each = alpha / comparisons, 1 - (1 - power) / 2
-    for n in range(2, MOST if sd > 0 else 2):
+    for n in range(2, MOST):
         bound, shift = float(stats.t.ppf(1 - level, n - 1)), margin / sd * math.sqrt(n)
         found = float(stats.nct.sf(bound, n - 1, shift))
         if found >= each or (math.isnan(found) and shift > bound):  # scipy's nct fails far beyond the bound
             return n
-    return MOST if sd > 0 else 2
+    return MOST

@@ -97,7 +97,9 @@ def differences(progress: Progress, number: Number, margin: float | None = None)
         notes.append(f"{'Positive' if up else 'Negative'} is better. Holm's p is over {len(gaps)} comparisons.")
     if gaps and margin is not None:
         words = stats.verdicts(gaps, larger_is_better=up)
-        needed = [stats.seeds_needed(gap.sd, margin, len(gaps)) if gap.n > 2 else None for gap in gaps.values()]
+        needed = [
+            stats.seeds_needed(gap.sd, margin, len(gaps)) if gap.n > 2 and gap.sd else None for gap in gaps.values()
+        ]
         frame["verdict"] = [words[place] for place in gaps]
         frame["seeds needed"] = pd.array(needed, dtype="Int64")
         notes.append(
