@@ -35,7 +35,7 @@ class Gap:
 
 
 def paired(gaps: Sequence[float], margin: float | None = None) -> Gap:
-    """The gap of finite differences, one for each seed. Equal ones have no spread, so they decide nothing: coarse scores
+    """The gap of finite differences, one for each seed. Equal ones have no spread and decide nothing: coarse scores
     of few seeds are often equal."""
     from scipy import stats
 
