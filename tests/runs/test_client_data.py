@@ -292,9 +292,9 @@ def test_one_number_in_two_spellings_in_two_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "cure"),
     [
-        (("-1", "1"), 'give data.label_names = ["-1", "1"].'),
-        (("+1", "-1"), 'give data.label_names = ["-1", "+1"].'),
-        (("1", "+1", "0"), 'give data.label_names = ["0", "+1", "1"].'),
+        (("-1", "1"), 'give data.label_names = ["-1", "1"]'),
+        (("+1", "-1"), 'give data.label_names = ["-1", "+1"]'),
+        (("1", "+1", "0"), 'give data.label_names = ["0", "+1", "1"]'),
         (("0.5", "1"), "give data.label_names = ["),
         (tuple(f"c{k}" for k in range(10_001)), "every class in data.label_names."),
     ],

@@ -105,7 +105,7 @@ def _found_names(source: str, rows: Mapping[str, str], key: str) -> tuple[str, .
         one, other = (f"{label!r} ({rows[label]})" for label in same)
         raise LabelError(
             f"{source}: the labels {one} and {other} look alike: it is unclear whether they mean one class. Write them "
-            f"alike; if they are two classes, give {given(key, names)}."
+            f"alike; if they are two classes, give {given(key, names)}, with the classes of the other files too."
         )
     odd = next((n for n in rows if _NUMBER.fullmatch(n) and (not _WHOLE.fullmatch(n) or Decimal(n) < 0)), None)
     if odd is not None:
