@@ -64,8 +64,6 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 def test_the_mean_is_by_examples_and_over_those_that_count() -> None:
     assert round_loss({**LOSSES, "ill": 9.0}, EXAMPLES) == MEAN
     assert round_loss({"a": 1.0, "abstained": float("nan")}, {"a": 5.0, "abstained": 0.0}) == 1.0
-    for unit in (5e-324, 1e308):  # half the smallest number is zero, and twice the largest is no number
-        assert round_loss({"a": 0.25, "b": 0.75}, {"a": unit, "b": unit}) == 0.5
     assert round_loss({}, {"a": 1.0}) is None and round_loss({"a": 1.0}, {"a": 0.0}) is None
     assert str(round_loss({"a": 1.0, "b": float("nan")}, {"a": 1, "b": 1})) == "nan"  # none is left out in silence
 

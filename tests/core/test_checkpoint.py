@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import json
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -25,18 +24,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, build
+from fedlora import LoRA
 from fedlora.core import files
 from fedlora.core.checkpoint import load_newest, save
 from fedlora.core.read_only import ReadOnly
-from fedlora.core.trainer import Trained
 from fedlora.errors import CheckpointError
-from fedlora.server.server import start
-from fedlora.server.state import RunState
-from fedlora.simulation import RoundRecord, simulate
-from support.federations import EQUAL, EXAMPLES, MIXED, noise, pushed, seed_adapter
-
-RANKS = {name: MIXED if name in ("flexlora", "glora", "padded-average") else EQUAL for name in METHODS}
+from support.federations import noise
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,41 +71,6 @@ def names(directory: Path) -> list[str]:
 # ----------------------------------------------------------------------------------------------------- whole runs
 
 
-class ToyTrainer:
-    """The stand-in for training of `federations`, as the engine calls it."""
-
-    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
-        client = download.client.id
-        return Trained(pushed(adapter, client, download.round), EXAMPLES[client], 0.5, position + EXAMPLES[client])
-
-
-def run(server: Server, state: RunState, rounds: int, ranks: Mapping[str, Any]) -> RoundRecord:
-    clients = [Client(name, rank) for name, rank in ranks.items()]
-    *_, last = simulate(server, clients, ToyTrainer(), state, rounds=rounds, participation=0.75, seed=1)
-    return last
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """After two rounds the loaded state is the saved one, and the third round from it is the third round. Before the
-    first round states have None, empty mappings and no tally."""
-    server, ranks = Server(build(name)), RANKS[name]
-    begun = start(server, seed_adapter(max(ranks.values()), torch.float32))
-    save(tmp_path / "begun", 0, begun)
-    assert content(loaded(tmp_path / "begun", RunState, server.method.State)) == content(begun)
-    state = run(server, begun, 2, ranks).state
-    path = save(tmp_path, state.round, state)
-    assert path.name.startswith("round-00002.")
-    found = load_newest(tmp_path, RunState, server.method.State)
-    assert found is not None
-    assert found[0] == 2
-    assert content(found[1]) == content(state)
-    again, straight = run(server, found[1], 3, ranks), run(server, state, 3, ranks)
-    assert content(again.state) == content(straight.state)
-    assert content(again.uploads) == content(straight.uploads)
-    assert content(run(server, begun, 3, ranks).state) == content(again.state)
-
-
 @dataclass(frozen=True, eq=False)
 class Moment:
     velocity: Tensor
@@ -147,35 +105,17 @@ def test_a_state_of_ones_own_round_trips(tmp_path: Path) -> None:
 
 
 VALUES: dict[str, Any] = {
-    "none": None,
-    "true": True,
-    "false": False,
-    "zero": 0,
-    "a large integer": 2**200,
-    "a negative integer": -1,
-    "a float": 0.1,
-    "a whole float": 1.0,
-    "minus zero": -0.0,
-    "the smallest float": 5e-324,
-    "the largest float": 1.7976931348623157e308,
-    "nan": math.nan,
-    "inf": math.inf,
-    "-inf": -math.inf,
-    "text": "Zürich / 日本 \n \x00 \" \\",
-    "empty text": "",
-    "an empty tuple": (),
-    "an empty mapping": {},
+    "plain": (None, True, False, 0, 2**200, -1, 0.1, 1.0, "", 'Zürich / 日本 \n \x00 " \\'),
+    "floats": (-0.0, 5e-324, 1.7976931348623157e308, math.nan, math.inf, -math.inf),
+    "empty": ((), {}),
     "the newest last": {"zed": 1, "amy": {"z": 2, "a": 3}},
-    "nested": ({"a": (1, {"b": (None, 2.5)})}, ("x",)),
     "a mapping that looks like a node": {"tensor": "/value", "float": "nan", "dataclass": "Box", "fields": {}},
     "nan deep inside": {"a": (math.nan, {"b": -math.inf})},
-}  # fmt: skip
+}
 TENSORS: dict[str, Tensor] = {
     "float64": noise((3, 4), "t"),
-    "float32": noise((3, 4), "t", dtype=torch.float32),
     "float16": noise((3, 4), "t", dtype=torch.float16),
     "bfloat16": noise((3, 4), "t", dtype=torch.bfloat16),
-    "int64": torch.arange(-3, 3),
     "bool": torch.tensor([True, False]),
     "nan and inf": torch.tensor([math.nan, math.inf, -math.inf, -0.0, 5e-324]),
     "a scalar": torch.tensor(2.5),
@@ -183,7 +123,6 @@ TENSORS: dict[str, Tensor] = {
     "transposed": noise((3, 4), "t").mT,
     "every other column": noise((3, 8), "t")[:, ::2],
     "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 3),
-    "bfloat16 transposed": noise((3, 4), "t", dtype=torch.bfloat16).mT,
     "a parameter": torch.nn.Parameter(torch.ones(2)),
 }
 
@@ -215,28 +154,19 @@ def test_names_with_slashes_are_kept_apart(tmp_path: Path) -> None:
     assert content(round_trip(tmp_path, value)) == content(value)
 
 
-@dataclass(frozen=True, eq=False)
-class Inner:
-    x: Any
-
-
 NOT_STORED: tuple[tuple[object, str], ...] = (
     ([1], "list at /value "),
-    ({1, 2}, "set at /value "),
     (b"bytes", "bytes at /value "),
-    (object(), "object at /value "),
-    (1j, "complex at /value "),
-    (np.zeros(2), "ndarray at /value "),
     (np.float32(1), "float32 at /value "),
-    (torch.float32, "dtype at /value "),
     (Box, "a type at /value "),
-    (lambda: None, "function at /value "),
     ({1: 2}, "mapping at /value has keys"),
-    ({None: 2}, "mapping at /value has keys"),
     ({"a": (1, {"b": [2]})}, "list at /value/a/1/b "),
     (torch.Size([2]), "Size at /value "),
     (HTTPStatus.OK, "HTTPStatus at /value "),
-    (Inner(Inner({"deep": Path("x")})), r"a \w*Path at /value/x/x/deep "),
+    (Box(Box({"deep": Path("x")})), r"a \w*Path at /value/value/value/deep "),
+    (torch.zeros(2, dtype=torch.complex128), "/value"),
+    ({"deep": torch.eye(2).to_sparse()}, "/value/deep"),
+    (torch.zeros(2, device="meta"), "/value"),
 )
 
 
@@ -246,13 +176,6 @@ def test_what_cannot_be_stored_is_refused_with_its_place(tmp_path: Path) -> None
         with pytest.raises(CheckpointError, match=message):
             save(tmp_path / "new", 1, Box(value))
         assert not (tmp_path / "new").exists(), message
-
-
-def test_a_tensor_that_the_format_cannot_hold_is_refused_with_its_place(tmp_path: Path) -> None:
-    """`save` promises CheckpointError for all that cannot be stored."""
-    for t in (torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse(), torch.zeros(2, device="meta")):
-        with pytest.raises(CheckpointError, match="/value/deep"):
-            save(tmp_path, 1, Box({"deep": t}))
 
 
 # --------------------------------------------------------------------------------------------------------- damage
@@ -272,32 +195,17 @@ def shorten(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-DAMAGE = {
-    "a bit in the tensors": lambda p: flip(p, -1),
-    "truncated": shorten,
-    "empty": lambda p: p.write_bytes(b""),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_newest_one_warns_and_the_one_before_it_is_used(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [lambda p: flip(p, -1), shorten], ids=["a bit", "truncated"])
+def test_a_damaged_newest_one_warns_and_the_one_before_it_is_used(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
     *_, newest = series(tmp_path)
-    DAMAGE[damage](newest)
+    damage(newest)
     with pytest.warns(UserWarning, match=rf"{newest.name} is damaged: .* Trying") as caught:
         found = load_newest(tmp_path, Box)
     assert found is not None
     assert (found[0], found[1].value["round"], len(caught)) == (2, 2, 1)
     assert len(names(tmp_path)) == 3  # nothing is deleted: it may still be looked at
-
-
-def test_a_round_saved_again_after_damage_replaces_the_damaged_file(tmp_path: Path) -> None:
-    """Resuming from round 2 gives the same round 3, hence the same name."""
-    *_, newest = series(tmp_path)
-    shorten(newest)
-    series(tmp_path, [3])
-    found = load_newest(tmp_path, Box)
-    assert found is not None and found[0] == 3
-    assert len(names(tmp_path)) == 3
 
 
 def rewritten(directory: Path, tree: object, tensors: Mapping[str, Tensor] | None = None) -> None:
@@ -313,8 +221,6 @@ BOX = f"{Box.__module__}.Box"
 FOREIGN: dict[str, object] = {
     "an unknown dataclass": {"dataclass": "Popen", "fields": {"args": "true"}},
     "an unknown dataclass inside": {"dataclass": BOX, "fields": {"value": {"dataclass": "Path", "fields": {}}}},
-    "a builtin": {"dataclass": "eval", "fields": {}},
-    "a missing field": {"dataclass": BOX, "fields": {}},
     "a field too many": {"dataclass": BOX, "fields": {"value": 1, "other": 2}},
     "an unknown node": {"dataclass": BOX, "fields": {"value": {"code": "1 + 1"}}},
     "a tensor that is not there": {"dataclass": BOX, "fields": {"value": {"tensor": "/nowhere"}}},
@@ -394,29 +300,17 @@ def refuse(*_: object, **__: object) -> Any:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-class HalfWritten(io.FileIO):
-    """A file on a disk with room for half of what is written."""
-
-    def write(self, data: Any) -> int:
-        super().write(data[: len(data) // 2])
-        return refuse()
-
-
-def half_written(path: Path, mode: str) -> HalfWritten:
-    return HalfWritten(path, mode)
-
-
 @pytest.mark.parametrize(
-    ("owner", "name", "instead"),
-    [(files, "open", refuse), (files, "open", half_written), (os, "fsync", refuse), (os, "replace", refuse)],
-    ids=["open", "write", "fsync", "replace"],
+    ("owner", "name"),
+    [(files, "open"), (os, "fsync"), (os, "replace")],
+    ids=["open", "fsync", "replace"],
 )
-def test_a_full_disk_leaves_the_older_ones_and_no_part(owner: Any, name: str, instead: Any, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_older_ones_and_no_part(owner: Any, name: str, tmp_path: Path) -> None:
     """Each call that can meet it. The error names round, size and cause; what was there stays, and loads."""
     series(tmp_path, [1, 2])
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(owner, name, instead, raising=False)
+        patched.setattr(owner, name, refuse, raising=False)
         with pytest.raises(CheckpointError, match=r"round 3 \([\d,]+ bytes\) .*No space left"):
             save(tmp_path, 3, Box(3), keep=1)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

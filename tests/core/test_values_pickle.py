@@ -5,7 +5,6 @@ Kind of evidence: contract, over all methods; a process of its own that was give
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import pkgutil
 from dataclasses import is_dataclass
@@ -48,15 +47,6 @@ def test_states_and_messages_come_back_bit_for_bit(name: str) -> None:
         assert pickle.dumps(pickle.loads(pickle.dumps(other)))
     again = pickle.loads(pickle.dumps(state)).clients["a"]
     assert (again.held, again.position) == (memory.held, 3)
-
-
-def test_a_process_of_its_own_understands_them() -> None:
-    """Started afresh ("spawn"), as a pool's worker is: it has nothing but the bytes."""
-    adapter = Adapter({"m": LoRA(torch.ones(3, 2), torch.ones(2, 4))}, {"h": torch.zeros(2)})
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        again = pool.apply(Adapter.map, (adapter, torch.neg))
-    assert torch.equal(again.modules["m"].delta(), adapter.modules["m"].delta())
-    assert torch.equal(again.heads["h"], adapter.heads["h"])
 
 
 def test_what_came_back_cannot_be_changed() -> None:

@@ -236,7 +236,7 @@ def other(key: str, value: Any) -> Any:
         "label_names": ["no", "yes"], "messages": "talk", "revision": "abc",
         "dtype": "bfloat16", "adapter": "a", "chat_template": "Q: {prompt} A:",
         "kind": "sign-flip", "fraction": 0.2, "clients": ("a",), "strength": 2.0,  # of [attack]
-        "byzantine": 1, "threshold": 0.5, "tau": 0.5, "tolerance": 0.25, "iterations": 2,
+        "byzantine": 1, "threshold": 0.5, "tau": 0.5, "iterations": 2,
         "quorum": 2, "workers": 2, "count": 3, "text_pair": "second", "dropout": 0.25,
         "command": ["program"], "timeout": 60.0,
         "epsilon": 3.0, "budget": 50.0, "sampling": "poisson", "shape": "two-sided", "dims": 3, "rank": 3,  # [privacy]

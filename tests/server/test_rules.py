@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedlora.errors import HyperparameterError
 from fedlora.runs.robust import RobustSection
+from fedlora.server import rules
 from fedlora.server.rules import NNM, CenteredClipping, GeometricMedian, Krum, MultiKrum, NormClipping, Rule, verdicts
 from fedlora.testing.federations import noise
 
@@ -120,14 +121,6 @@ def test_a_change_that_is_the_median_is_found_beside_far_ones(far: float) -> Non
     assert float((p @ torch.nn.functional.normalize(X - z, dim=1)).norm()) < 1e-6
 
 
-def test_the_iteration_starts_at_a_change_and_leaves_it() -> None:
-    """The plain mean of these is the first of them, where Weiszfeld's iteration would divide by zero and stay. It is no
-    median: three pull to the right, one to the left."""
-    X = torch.tensor([[0, 0], [1, 0.5], [1, 0], [1, -0.5], [-3, 0]], dtype=torch.float64)
-    z = of(GeometricMedian(), X) @ X
-    assert float(z[0]) > 0.5 and float(torch.nn.functional.normalize(X - z, dim=1).sum(0).norm()) < 1e-6
-
-
 def test_equal_scores_and_equal_changes_are_equal_beside_rounding() -> None:
     """As other coordinates move the entries of G: the first of equal clients by id, and exact zeros."""
     for seed in range(8):
@@ -191,18 +184,6 @@ def test_what_liars_do_stays_inside_the_bounds_of_the_docstrings(kind: str) -> N
             assert off <= most * V * (1 + 1e-9), (name, seed, off / V, most)
 
 
-def test_clipping_bounds_what_one_client_moves() -> None:
-    """Whatever it sends: p_i threshold; for centered clipping p_i tau in each of the iterations, twice that apart."""
-    S = noise((6, 8), "honest")
-    for rule, most in ((NormClipping(threshold=0.7), 0.7 / 7), (CenteredClipping(tau=0.7, iterations=4), 4 * 0.7 / 7)):
-        at = [
-            (of(rule, X) @ X)
-            for x in (0.0, 1.0, -50.0, 1e12)
-            for X in [torch.cat([S, x * noise((1, 8), "byzantine client")])]
-        ]
-        assert max(float((a - at[0]).norm()) for a in at) <= 2 * most
-
-
 @pytest.mark.parametrize("sizes", [(4e4, 3e15), (1e-2, 2e12), (1e12, 1e15)])
 def test_far_liars_behind_mixing_carry_nothing_away(sizes: tuple[float, float]) -> None:
     """Two of seven, of sizes beside which float64 has few digits left for the others."""
@@ -230,17 +211,11 @@ def test_names_places_and_units_change_no_coefficient(name: str) -> None:
     torch.testing.assert_close(of(rule, 1e-4 * X @ Q, p), c, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", list(ALL))
-def test_if_all_agree_the_result_is_what_all_sent(name: str) -> None:
-    X = noise((1, 12), "x").repeat(7, 1)
-    torch.testing.assert_close(of(ALL[name](2), X) @ X, X[0], rtol=1e-9, atol=0)
-
-
 def test_how_many_clients_a_rule_needs() -> None:
-    """Krum: its paper's n >= 2 f + 3. The others: a majority. A share is of the round, rounded up."""
+    """Krum: its paper's n >= 2 f + 3. Mixing: a majority. A share is of the round, rounded up."""
     needs = {
-        Krum(2): 7, MultiKrum(0.2): 7, MultiKrum(0.21): 9, NormClipping(): 1, GeometricMedian(f=0.25): 7,
-        CenteredClipping(f=3): 7, NNM(NormClipping(), 3): 7, NNM(Krum(3), 3): 9,
+        Krum(2): 7, MultiKrum(0.2): 7, MultiKrum(0.21): 9, GeometricMedian(): 1, NNM(NormClipping(), 3): 7,
+        NNM(Krum(3), 3): 9,
     }  # fmt: skip
     assert {rule: rule.least(10) for rule in needs} == needs
     for f in (-1, 0.5, True, math.nan, "2"):
@@ -248,7 +223,9 @@ def test_how_many_clients_a_rule_needs() -> None:
             Krum(f)  # type: ignore[arg-type]
 
 
-def test_the_report_has_coefficient_norm_and_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_report_has_coefficient_norm_and_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 1, 2, 3 and -7 on a line, cut to 2. A change 1e13 times too large is left out: it would leave a history."""
     X = line(1, 2.05, 3, -7, 2e13)
     found = verdicts(NormClipping(threshold=2.0), X @ X.mT, dict.fromkeys("abcde", 0.2))
@@ -258,7 +235,8 @@ def test_the_report_has_coefficient_norm_and_reason(caplog: pytest.LogCaptureFix
     assert [one.norm for one in found.values()] == pytest.approx([1, 2.05, 3, 7, 2e13])
     assert [client for client, one in found.items() if one.reason] == ["c", "d", "e"] and found["e"].coefficient == 0
     assert re.search(r"7\.6.*2\.4", found["d"].reason), "far from the result, and from where the median client is"
-    verdicts(GeometricMedian(iterations=1), X @ X.mT, dict.fromkeys("abcde", 0.2))
+    monkeypatch.setattr(rules, "_ITERATIONS", 1)
+    verdicts(GeometricMedian(), X @ X.mT, dict.fromkeys("abcde", 0.2))
     assert not caplog.text, "2.05 is the median of these: nothing had to be iterated"
-    of(GeometricMedian(iterations=1), noise((5, 3), "X"))
+    of(GeometricMedian(), noise((5, 3), "X"))
     assert "after 1 iterations" in caplog.text

@@ -6,7 +6,6 @@ Counts are worked by hand with the largest-remainder rule; the two literal seeds
 from __future__ import annotations
 
 import math
-from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -50,12 +49,6 @@ def test_a_sample_is_a_function_of_seed_round_and_the_set_of_clients() -> None:
     assert [sample_clients(FIFTY, 0.1, seed=5, round=t) for t in range(30)] != rounds
 
 
-def test_everybody_is_drawn_about_equally_often() -> None:
-    """400 rounds of 10 %: 40 each in the mean, deviation sqrt(400 * .1 * .9) = 6; five of them are the limit."""
-    counts = Counter(c for t in range(400) for c in sample_clients(FIFTY, 0.1, seed=0, round=t))
-    assert all(abs(counts[c] - 40) < 30 for c in FIFTY)
-
-
 # ---------------------------------------------------------------------------------------------------------- seeds
 
 
@@ -70,14 +63,3 @@ def test_everybody_is_drawn_about_equally_often() -> None:
 def test_seeds_never_change(parts: tuple[str | int, ...], seed: int) -> None:
     """Pinned: another number would silently change every stored run."""
     assert derive_seed(*parts) == seed
-
-
-def test_types_and_order_of_the_parts_count() -> None:
-    parts = [(1, "2"), ("1", 2), (1, 2), ("1", "2"), (2, 1), (12,), ("12",), (1, "2", ""), ("1,2",), ()]
-    assert len({derive_seed(*p) for p in parts}) == len(parts)
-
-
-def test_seeds_fit_63_bits_and_any_text_is_a_part() -> None:
-    """What `torch.Generator.manual_seed` takes; a client id may be any string."""
-    for part in ("", "klient-ø", "日本", "a\nb", "\ud800", -1, 2**70):
-        assert 0 <= derive_seed(0, part) < 2**63

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora import METHODS, Adapter, Client, Kept, LoRA, Server, ServerState, Streamed, Upload, build
+from fedlora import METHODS, Adapter, Client, LoRA, Server, ServerState, Streamed, Upload, build
 from fedlora.errors import HyperparameterError
-from fedlora.testing.federations import EXAMPLES, rounds, seed_adapter
+from fedlora.testing.federations import rounds
 from support.federations import EQUAL, MIXED
 from support.private_servers import SUMMED
 from support.states import content, tensors_in
@@ -105,16 +105,3 @@ def test_what_is_no_function_of_a_sum_is_refused_with_the_way_out() -> None:
         with pytest.raises(HyperparameterError, match=r"votes of its own.*svd with that rank"):
             Server(build("glora", **cut), round=Streamed())
     Server(build("glora"), round=Streamed())
-
-
-def test_cutting_to_a_rank_is_svds() -> None:
-    """The best approximation of the dense mean, by torch's SVD of it."""
-    ranks = dict.fromkeys(EXAMPLES, 4)
-    played = next(rounds(Server(build("svd", energy=1.0), round=Kept()), ranks, (tuple(ranks),)))
-    server = Server(build("svd", energy=1.0, rank=5), round=Streamed())
-    after = server.aggregate(server.init(seed_adapter(4)), played.uploads)
-    for name in played.before.modules:
-        U, s, Vh = torch.linalg.svd(played.mean(name), full_matrices=False)
-        got = server.global_update(after)[name]
-        assert got.rank == 5
-        torch.testing.assert_close(got.delta(), U[:, :5] * s[:5] @ Vh[:5], rtol=0, atol=1e-12)

@@ -45,7 +45,6 @@ class Given(Rule):
 
     name: ClassVar[str] = "given"
     m: tuple[float, ...] = tuple(M.values())
-    f: int = 0
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         return p * torch.tensor(self.m, dtype=torch.float64)

@@ -9,7 +9,6 @@ own end runs. A killed process is no power cut: steps that wait for the disk cou
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -19,10 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fedlora import Adapter, LoRA, read_adapter, write_adapter
-from fedlora.adapters.io import AdapterSpec
 from fedlora.core import files
 from fedlora.core.folders import ANY_FOLDER, replacing_folder
 from fedlora.errors import FedLoRAError
@@ -71,7 +66,6 @@ def killed(prepare: Callable[[], None], write: Callable[[], None], look: Look, a
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code not in (0, 9):
             raise RuntimeError(f"step {step}: code {code}")
-        bits = hashlib.sha256()
         entry: dict[str, Any] = {"step": step, "killed": code == 9, "then": look()}
         try:
             after()
@@ -80,10 +74,6 @@ def killed(prepare: Callable[[], None], write: Callable[[], None], look: Look, a
             entry["next"] = str(error)
         entry["finally"] = look()
         entry["left"] = sorted(str(path.relative_to(home)) for path in home.rglob(".*.part"))
-        for path in sorted(home.rglob("*")):
-            if path.is_file() and ".part" not in str(path):
-                bits.update(f"{path.relative_to(home)}\0".encode() + path.read_bytes())
-        entry["bits"] = bits.hexdigest()
         found.append(entry)
         if code == 0:
             return found
@@ -101,22 +91,20 @@ def fill(target: Path, what: str, *, force: bool = False) -> None:
 
 
 def content(target: Path) -> str:
-    """Which of the two it is: "new", "old", "none", "empty", or all that is in it where it is a mixture."""
+    """Which of the two it is: "new", "old", "none", or all that is in it where it is a mixture."""
     if not target.exists():
         return "none"
     found = {str(p.relative_to(target)): p.read_text() for p in sorted(target.rglob("*")) if p.is_file()}
     for what in ("new", "old"):
         if found == {"deep/one.txt": what, "two.txt": what}:
             return what
-    return json.dumps(found) if found else "empty"
+    return json.dumps(found)
 
 
 def folder_scenario(name: str, home: Path) -> list[dict[str, Any]]:
     target = home / "a" / "b" / "out" if name == "parents" else home / "out"
 
     def prepare() -> None:
-        if name == "empty":
-            target.mkdir()
         if name == "replaced":
             fill(target, "old")
 
@@ -137,37 +125,8 @@ def file_scenario(home: Path) -> list[dict[str, Any]]:
     return killed(lambda: files.write(path, "old"), write, path.read_text, write, home)
 
 
-def adapter(value: float) -> Adapter:
-    return Adapter({f"layer.{k}.q": LoRA(torch.full((4, 2), value), torch.ones(2, 3)) for k in range(2)})
-
-
-SPEC = AdapterSpec({"peft_type": "LORA", "target_modules": ["q"], "base_model_name_or_path": "tiny"}, 1.0)
-
-
-def read(target: Path) -> str:
-    """The value that the adapter's factors have, and that its card tells."""
-    if not target.exists():
-        return "none"
-    values = {float(lora.factors[0][0, 0]) for lora in read_adapter(target)[0].modules.values()}
-    cards = {float((target / "README.md").read_text())}
-    return "/".join(str(value) for value in sorted(values | cards))
-
-
-def adapter_scenario(home: Path) -> list[dict[str, Any]]:
-    target = home / "adapter"
-
-    def write(value: float) -> None:
-        write_adapter(target, adapter(value), SPEC, card=f"{value}")
-
-    return killed(lambda: write(1.0), lambda: write(2.0), lambda: read(target), lambda: write(2.0), home)
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     os.fsync = lambda descriptor: None
     place = Path(sys.argv[1]) / "home"
-    others = {"file": file_scenario, "adapter": adapter_scenario}
-    told = {}
-    for scenario in sys.argv[2:]:
-        told[scenario] = others[scenario](place) if scenario in others else folder_scenario(scenario, place)
+    told = {one: file_scenario(place) if one == "file" else folder_scenario(one, place) for one in sys.argv[2:]}
     print(json.dumps(told))

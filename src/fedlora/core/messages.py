@@ -55,28 +55,13 @@ class Upload:
     Example:
         >>> download = server.download(state, clients[0])
         >>> adapter = receive(download, kept=None)  # and train it
-        >>> Upload(clients[0], num_examples=100, adapter=send(adapter, download.roles)).nbytes_modules
-        176
+        >>> Upload(clients[0], num_examples=100, adapter=send(adapter, download.roles)).adapter
+        Adapter(2 modules of rank [2], heads=['head.weight'])
     """
 
     client: Client
     num_examples: float
     adapter: Adapter
-
-    @property
-    def nbytes_modules(self) -> int:
-        """Bytes in its factors."""
-        return _bytes(self.adapter.only(("B", "A")))
-
-    @property
-    def nbytes_heads(self) -> int:
-        """Bytes in its heads."""
-        return _bytes(self.adapter.only(("heads",)))
-
-
-def _bytes(adapter: Adapter) -> int:
-    """Of dense tensors, whatever layout they have (the server refuses others later)."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in adapter.tensors())
 
 
 @dataclass(frozen=True, eq=False)

@@ -132,9 +132,11 @@ class Method(ABC, Generic[S]):
         return Roles()
 
     def __init_subclass__(cls, **options: Any) -> None:
+        """The server calls `aggregate_all` alone. A subclass of GLoRA with an `aggregate` of its own would inherit
+        GLoRA's `aggregate_all`, which never calls it: such a class gets the one below, which does."""
         super().__init_subclass__(**options)
         if "aggregate" in vars(cls) and "aggregate_all" not in vars(cls):
-            cls.aggregate_all = Method.aggregate_all  # type: ignore[method-assign] # an inherited one would not call it
+            cls.aggregate_all = Method.aggregate_all  # type: ignore[method-assign] # a function where mypy sees a method
 
     @abstractmethod
     def init(self, seed: LoRA) -> S:

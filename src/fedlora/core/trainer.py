@@ -39,9 +39,6 @@ def round_loss(losses: Mapping[str, float], examples: Mapping[str, float]) -> fl
     """
     counting = {client: examples[client] for client in losses if examples.get(client)}
     total = sum(counting.values())
-    if total and not 1e-100 < total < 1e100:  # products with losses could vanish or overflow
-        most = max(counting.values())
-        return round_loss(losses, {client: n / most for client, n in counting.items()})
     return sum(n * losses[client] for client, n in counting.items()) / total if total else None
 
 

@@ -12,14 +12,13 @@ from fedlora.server.rules import NNM, CenteredClipping, GeometricMedian, Krum, M
 from fedlora.training.settings import Section
 
 RuleName = Literal["none", "norm-clipping", "geometric-median", "krum", "multi-krum", "centered-clipping"]
-_RULES: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {  # rule -> its class, and its keys beside byzantine and nnm
+_RULES: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {  # rule -> its class, and its keys beside nnm
     "norm-clipping": (NormClipping, ("threshold",)),
-    "geometric-median": (GeometricMedian, ("tolerance", "iterations")),
-    "krum": (Krum, ()),
-    "multi-krum": (MultiKrum, ()),
+    "geometric-median": (GeometricMedian, ()),
+    "krum": (Krum, ("byzantine",)),
+    "multi-krum": (MultiKrum, ("byzantine",)),
     "centered-clipping": (CenteredClipping, ("tau", "iterations")),
 }
-_NEED_BYZANTINE = ("krum", "multi-krum")
 Norm = Annotated[float, Field(gt=0)] | Literal["median"]
 
 
@@ -31,8 +30,7 @@ class RobustSection(Section):
     rule: its name. byzantine: how many clients per round it must tolerate, a number or a share below 0.5; krum,
     multi-krum and nnm need it. nnm: first replace each change by the mean of its nearest ones. threshold: of
     norm-clipping, a norm or "median" (the default). tau: likewise of centered-clipping. iterations: of
-    centered-clipping (default 3); the most of geometric-median (default 1000). tolerance: of geometric-median, where it
-    stops (default 1e-10).
+    centered-clipping (default 3).
     """
 
     rule: RuleName = "none"
@@ -40,18 +38,18 @@ class RobustSection(Section):
     nnm: bool = False
     threshold: Norm | None = None
     tau: Norm | None = None
-    tolerance: Annotated[float, Field(gt=0, lt=1)] | None = None
     iterations: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> RobustSection:
-        own = () if self.rule == "none" else ("byzantine", "nnm", *_RULES[self.rule][1])
+        own = () if self.rule == "none" else ("nnm", *_RULES[self.rule][1], *(["byzantine"] if self.nnm else []))
         if odd := [key for key in type(self).model_fields if key not in ("rule", *own) and getattr(self, key)]:
             kinds = [rule for rule, (_, keys) in _RULES.items() if odd[0] in keys] or [*_RULES]
+            kinds += ["nnm"] if odd[0] == "byzantine" else []
             raise ValueError(f"robust.{odd[0]} is for {', '.join(kinds)}, but robust.rule = {self.rule!r}")
         if self.rule == "none":
             return self
-        if self.byzantine is None and (self.nnm or self.rule in _NEED_BYZANTINE):
+        if self.byzantine is None and "byzantine" in own:
             who = "robust.nnm" if self.nnm else f"robust.rule = {self.rule!r}"
             raise ValueError(
                 f"{who} needs robust.byzantine: how many clients per round may be byzantine, a number (2) or a share "
@@ -68,10 +66,9 @@ class RobustSection(Section):
         if self.rule == "none":
             return None
         kind, keys = _RULES[self.rule]
-        own = {key: value for key in keys if (value := getattr(self, key)) not in (None, "median")}
-        f = self.byzantine or 0
-        rule: Rule = kind(**own, f=f)
-        return NNM(rule, f) if self.nnm else rule
+        given = {key: value for key in keys if (value := getattr(self, key)) not in (None, "median")}
+        rule: Rule = kind(**{"f" if key == "byzantine" else key: value for key, value in given.items()})
+        return NNM(rule, self.byzantine or 0) if self.nnm else rule
 
 
 def check_rule(rule: Rule, clients: int) -> None:

@@ -31,7 +31,7 @@ from fedlora.privacy.geometry import Bases, Layout, bases_of
 from fedlora.privacy.sampling import poisson_sample
 from fedlora.server.judged import Judged
 from fedlora.server.method_faults import asked
-from fedlora.server.rounds import OpenRound
+from fedlora.server.rounds import SECOND_UPLOAD, OpenRound
 from fedlora.server.state import ServerState, Tally
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class PrivateRound(OpenRound):
                 client, "it was not asked: not among Private(clients=...), not drawn, or the round's sum is stored."
             )
         if client in self._heard:
-            raise UploadRefused(client, "a second upload in the same round; the first one counts.")
+            raise UploadRefused(client, SECOND_UPLOAD)
         self._heard.add(client)
 
     def _take(self, upload: Upload, count: float) -> None:

@@ -40,6 +40,7 @@ log = logging.getLogger("fedlora.server")
 Weighting = Literal["examples", "uniform"]
 
 _KEEP = "Keep the uploads: round=Kept(), or in a file of settings neither server.stream nor [privacy]"
+SECOND_UPLOAD = "a second upload in the same round; the first one counts."
 _AT_ONCE = 2**25  # bytes of updates that one `aggregate_all` gets: enough to batch, little beside a round
 # What methods report -> the share of the mean's energy that needs no warning, and the warning. The second is only a
 # coarse bound.
@@ -117,8 +118,6 @@ class OpenRound(ABC):
             raise HyperparameterError(f"round {self.number} is closed: this upload would be in no state.")
         client = upload.client.id
         try:
-            if client in self.counts or client in self.abstained:
-                raise UploadRefused(client, "a second upload in the same round; the first one counts.")
             self._admit(client)
             examples = check(upload, self.state, self.roles, self.method)
             if not examples:
@@ -186,8 +185,10 @@ class OpenRound(ABC):
                 group, size = {}, 0
         return after
 
-    def _admit(self, client: str) -> None:  # noqa: B027 - most rounds admit everybody
-        """Raises `UploadRefused` if this client may not take part."""
+    def _admit(self, client: str) -> None:
+        """Raises `UploadRefused` if this client may not send an upload now. After a refused one it may send another."""
+        if client in self.counts or client in self.abstained:
+            raise UploadRefused(client, SECOND_UPLOAD)
 
     @abstractmethod
     def _take(self, upload: Upload, count: float) -> None:

@@ -17,7 +17,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -32,11 +32,12 @@ Count = int | float  # how many clients: a number, or a share of a round's below
 
 _EQUAL = 1e-6  # scores and slopes that differ by less are equal: a gauge of condition 1e6 moves them by 1e-7
 _APART = 1e-13  # squared distances below this, relative to the squared norms, are float64 rounding
+_SETTLED, _ITERATIONS = 1e-10, 1000  # the median's iteration ends when no coefficient changes by more, or here
 _NOTHING = 1e-12  # a coefficient below this share of the client's weight is zero: it leaves no history
 
 
 class Rule(ABC):
-    """A robust rule: a frozen dataclass. f: how many clients of a round may be Byzantine. name: as in [robust].
+    """A robust rule: a frozen dataclass. name: as in [robust].
 
     Example:
         >>> str(NNM(Krum(f=0.2), f=0.2)), Krum(f=0.2).least(10)
@@ -44,7 +45,6 @@ class Rule(ABC):
     """
 
     name: ClassVar[str]
-    f: Count
 
     @abstractmethod
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
@@ -52,7 +52,17 @@ class Rule(ABC):
 
     def least(self, n: int) -> int:
         """The fewest clients that it can do with in a round of n."""
-        return 2 * self.byzantine(n) + 1
+        return 1
+
+    def __str__(self) -> str:
+        keys = ", ".join(f"{key} = {value}" for key, value in vars(self).items() if value)
+        return f"{self.name} ({keys})" if keys else self.name
+
+
+class Counting(Rule):
+    """A rule that is told f, how many clients of a round may be Byzantine."""
+
+    f: Count
 
     def byzantine(self, n: int) -> int:
         """f in a round of n clients, of which it may be a share."""
@@ -63,11 +73,6 @@ class Rule(ABC):
         if not whole and not (isinstance(self.f, float) and 0 <= self.f < 0.5):
             what = "a number of clients (2), or a share of a round's below one half (0.2)"
             raise HyperparameterError(f"{self.name}: f, how many may be Byzantine, is {what}; got {self.f!r}.")
-
-    def __str__(self) -> str:
-        keys = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
-        said = ", ".join(f"{key} = {value}" for key, value in keys.items() if value)
-        return f"{self.name} ({said})" if said else self.name
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,6 @@ class NormClipping(Rule):
     name: ClassVar[str] = "norm-clipping"
 
     threshold: float | None = None
-    f: Count = 0
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         norms = _norms(gram)
@@ -101,7 +105,6 @@ class CenteredClipping(Rule):
 
     tau: float | None = None
     iterations: int = 3
-    f: Count = 0
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         norms, c = _norms(gram), torch.zeros_like(p)
@@ -112,7 +115,7 @@ class CenteredClipping(Rule):
 
 
 @dataclass(frozen=True)
-class Krum(Rule):
+class Krum(Counting):
     """The one change with the smallest score: the sum of squared distances to its n - f nearest, itself included.
 
     Source: Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries" (NeurIPS 2017).
@@ -154,17 +157,9 @@ class GeometricMedian(Rule):
     2022). Deviation: nothing is smoothed. Whether changes are themselves medians, where the iteration would stall, is
     decided first, by the test of Vardi and Zhang (PNAS 2000); all others then get exactly 0.
     Bound: kappa = 4 ((n - f) / (n - 2 f))^2. It counts weights, so clients that hold half of them decide.
-
-    Args:
-        tolerance: the iteration ends when no coefficient changes by more.
-        iterations: the most.
     """
 
     name: ClassVar[str] = "geometric-median"
-
-    tolerance: float = 1e-10
-    iterations: int = 1000
-    f: Count = 0
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         squares = _squared_distances(gram)
@@ -172,20 +167,20 @@ class GeometricMedian(Rule):
         if medians:  # of several, every point between them is one, too
             return _mean_of((squares[medians] == 0).any(dim=0).nonzero()[:, 0].tolist(), p)
         c, step = p, 0.0
-        for _ in range(self.iterations):
+        for _ in range(_ITERATIONS):
             apart = _distances_from(c, gram)
             # A change that the iteration meets by chance is no median: the clamp lets it go on from there.
             pulls = p / apart.clamp(min=1e-8 * float(apart[apart > 0].median()))
             before, c = c, pulls / pulls.sum()
             step = float((c - before).abs().max())
-            if step <= self.tolerance:
+            if step <= _SETTLED:
                 return c
-        log.warning("%s: after %d iterations coefficients still change by %.1e.", self.name, self.iterations, step)
+        log.warning("%s: after %d iterations coefficients still change by %.1e.", self.name, _ITERATIONS, step)
         return c
 
 
 @dataclass(frozen=True)
-class NNM(Rule):
+class NNM(Counting):
     """Nearest-neighbor mixing: each change becomes the weighted mean of its n - f nearest, then `rule` decides.
 
     Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot, Stephan, "Fixing by Mixing" (AISTATS 2023). Deviation: means
@@ -198,7 +193,7 @@ class NNM(Rule):
     f: Count
 
     def least(self, n: int) -> int:
-        return max(super().least(n), self.rule.least(n))
+        return max(2 * self.byzantine(n) + 1, self.rule.least(n))
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         n = len(p)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -63,7 +63,7 @@ class Server:
     method: Method[Any]
     heads: Heads | None = None
     seed: int = 0
-    round: RoundKind = Kept()  # noqa: RUF009 - a frozen value
+    round: RoundKind = field(default_factory=Kept)
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, Method):

@@ -66,10 +66,6 @@ def simulate(
             f"{len(twice)} client ids occur more than once, such as {twice[0]!r}. A client's memory and its part in "
             f"the mean follow its id: give each client its own."
         )
-    if not isinstance(state, RunState):
-        raise HyperparameterError(
-            f"state must be a RunState, from `start(server, seed_adapter)` or a record; got a {type(state).__name__}."
-        )
     if server.privacy is not None:
         _check_private(server.privacy, by_id, participation, adversary)
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)

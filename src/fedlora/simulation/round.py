@@ -83,9 +83,8 @@ class Round:
             if not self._private:
                 each(job.download.client.id)
         if self._adversary is not None:
-            tampered = self._adversary(waiting, self._before.round)
-            self._attacked = tampered.attacked
-            for upload in tampered.uploads:
+            uploads, self._attacked = self._adversary(waiting, self._before.round)
+            for upload in uploads:
                 self._arrives(upload)
         with self.timed("aggregate"):
             try:
@@ -151,7 +150,8 @@ class Round:
         self._losses[client] = result.loss
         try:
             played = finish_round(job, result)
-            self._bytes.update(up_adapter=played.upload.nbytes_modules, up_heads=played.upload.nbytes_heads)
+            factors, heads = (played.upload.adapter.only(parts) for parts in (("B", "A"), ("heads",)))
+            self._bytes.update(up_adapter=_bytes(factors.tensors()), up_heads=_bytes(heads.tensors()))
         except UploadRefused as refusal:
             self._opened.refuse(refusal)
             self._refuse(refusal)
@@ -201,14 +201,18 @@ class Round:
 
 def _downloaded(parcel: Parcel) -> Counter[str]:
     """The bytes of its parts."""
-    of = (parcel.adapter, parcel.start)
+    factors, heads = ([a.only(p) for a in (parcel.adapter, parcel.start)] for p in (("B", "A"), ("heads",)))
+    base = [*parcel.base.values(), *parcel.steps.values()]
     return Counter(
-        down_adapter=sum(t.nbytes for a in of for lora in a.modules.values() for t in lora.tensors().values()),
-        down_heads=sum(head.nbytes for a in of for head in a.heads.values()),
-        down_base=sum(
-            t.nbytes for moved in (parcel.base, parcel.steps) for x in moved.values() for t in x.tensors().values()
-        ),
+        down_adapter=_bytes(t for a in factors for t in a.tensors()),
+        down_heads=_bytes(t for a in heads for t in a.tensors()),
+        down_base=_bytes(t for x in base for t in x.tensors().values()),
     )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of dense tensors, whatever layout they have (the server refuses others later)."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _mean_rank(server: Server, state: ServerState) -> float:
