@@ -169,10 +169,8 @@ def send(adapter: Adapter, roles: Roles) -> Adapter:
     if roles.moves_base and adapter.base is None:
         raise HyperparameterError(
             "send: this method moves the base weights, but the trained adapter does not say on which ones it was "
-            "trained (its `base` is None). On the pre-trained ones, training goes wrong from the second round on. "
-            "Train the adapter that `receive` returned, base and all: `model.activate(mine)`, or "
-            "`load_into_model(peft_model, mine)` for your own PEFT model. If you build the trained adapter yourself, "
-            "make it from the received one: `dataclasses.replace(mine, modules=trained)`."
+            "trained (its `base` is None). Train the adapter that `receive` returned, base and all; if you build the "
+            "trained one yourself, make it from that: `dataclasses.replace(mine, modules=trained)`."
         )
     return adapter.only(roles.parts("shared"))
 

@@ -3,8 +3,8 @@
     round-00007.3f2a90c1d4e5b6a7.safetensors          tensors, and the tree around them as JSON in the metadata
 
 The file is written whole or not at all (`files`). Its name carries the SHA-256 of its content, so damage shows. Its
-metadata names the round and the run, and a checkpoint of another round or run is refused, whatever its name. The reader
-supplies the types and the file refers to them by name only, so a checkpoint cannot name code to run.
+metadata names the run, and a checkpoint of another run is refused. The reader supplies the types and the file refers to
+them by name only, so a checkpoint cannot name code to run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def save(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2
         memory = tensor.untyped_storage().data_ptr()
         apart[name] = tensor.clone() if memory in stored else tensor
         stored.add(memory)
-    facts = json.dumps({"round": round, "run": of, "tree": tree})  # in one key: safetensors mixes the order of several
+    facts = json.dumps({"run": of, "tree": tree})  # in one key: safetensors mixes the order of several
     content = safetensors.torch.save(apart, {_FACTS: facts})
     path = directory / f"round-{round:05d}.{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
     try:
@@ -105,7 +105,7 @@ def load_newest(
     why: list[str] = []
     for round, digest, path in listed:
         try:
-            return round, _read(path, round, digest, of, kind, extra)
+            return round, _read(path, digest, of, kind, extra)
         except CheckpointError as error:
             why.append(str(error))
             tell(f"{error} Trying the one before it.")
@@ -123,7 +123,7 @@ def _listed(directory: Path) -> list[tuple[int, str, Path]]:
     return sorted(((int(match[1]), match[2], path) for match, path in named if match), reverse=True)
 
 
-def _read(path: Path, round: int, digest: str, of: str, kind: type[T], extra: tuple[type, ...]) -> T:
+def _read(path: Path, digest: str, of: str, kind: type[T], extra: tuple[type, ...]) -> T:
     try:
         found = files.digest(path)[:16]
     except OSError as error:
@@ -134,14 +134,14 @@ def _read(path: Path, round: int, digest: str, of: str, kind: type[T], extra: tu
         with safe_open(path, framework="pt") as file:
             facts, names = json.loads(file.metadata()[_FACTS]), file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
-        run, number = facts["run"], facts["round"]
-        if (run, number) == (of, round):
+        if facts["run"] == of:
             return decoded(facts["tree"], tensors, kind, *extra)
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
-    other = f"of another run (configuration, seed or data), {run!r}, and this one is {of!r}"
-    what = f"of round {number}: it was copied or renamed" if run == of else other
-    raise CheckpointError(f"checkpoint {path.name} is {what}.")
+    raise CheckpointError(
+        f"checkpoint {path.name} is of another run (configuration, seed or data), {facts['run']!r}, and this one is "
+        f"{of!r}."
+    )
 
 
 def encoded(value: Any) -> tuple[Any, dict[str, Tensor]]:

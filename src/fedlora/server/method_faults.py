@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Method, Roles
@@ -47,14 +48,14 @@ def checked_readout(method: Method[Any], made: LoRA, start: LoRA, rank: int, rol
     what, (B, A) = f"{method.name}.readout(state, client, {rank}) returned", start.factors
     if not isinstance(made, LoRA):
         raise MethodFault(f"{what} {made!r:.60}; a LoRA is needed.")
-    parts = {factor: t for factor, t in made.tensors().items() if getattr(roles, factor) != "local"}
     if made.rank > rank or (made.rank < rank and not roles.both_shared):
         least = "at most" if roles.both_shared else "exactly, because no server can fill a frozen or local factor"
         raise MethodFault(f"{what} {made.rank} slots; {rank} are needed, {least}.")
+    parts: dict[str, Tensor | None] = {"B": None, "A": None}
     for factor, shape in (("B", (B.shape[0], made.rank)), ("A", (made.rank, A.shape[1]))):
         if getattr(roles, factor) == "local":
             continue
-        tensor = parts.get(factor)
+        tensor = parts[factor] = made.tensors().get(factor)
         if tensor is None or tuple(tensor.shape) != shape:
             raise MethodFault(f"{what} {made!r}; {factor} of shape {shape} is needed.")
         if tensor.dtype not in (torch.float32, torch.float64) or tensor.device != B.device:
@@ -63,8 +64,5 @@ def checked_readout(method: Method[Any], made: LoRA, start: LoRA, rank: int, rol
             )
         # A sum is finite only if every entry is, almost always: one pass without a mask, for every client's download.
         if not math.isfinite(float(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
-            raise MethodFault(
-                f"{what} {factor} that holds NaN or Inf, but the clients' uploads did not. The method or its numerics "
-                f"failed; no client is to blame."
-            )
-    return LoRA(parts.get("B"), parts.get("A"))
+            raise MethodFault(f"{what} {factor} that holds NaN or Inf, and no upload did: its numerics failed.")
+    return LoRA(**parts)
