@@ -212,16 +212,6 @@ def test_a_diverged_client_keeps_the_local_factors_it_had() -> None:
     assert all(bool(torch.isfinite(t).all()) for t in kept.heads.values())
 
 
-def test_a_client_without_examples_abstains() -> None:
-    def none_of(download: Download, trained: Trained) -> Trained:
-        return replace(trained, num_examples=0) if download.client.id == "a" else trained
-
-    (record,) = run("glora", MIXED, trainer=Toy(none_of), rounds=1, dtype=torch.float64)
-    assert set(record.weights) == {"b", "c", "d"} and record.refused == {}
-    assert record.state.server.tally is not None and record.state.server.tally.abstained == ("a",)
-    assert record.examples["a"] == 0 and record.loss is not None
-
-
 def test_too_few_usable_uploads_end_the_run_and_say_who_was_missing() -> None:
     def wrong(download: Download, trained: Trained) -> Trained:
         if download.round == 1 and download.client.id == "a":

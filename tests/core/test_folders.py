@@ -265,16 +265,6 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     assert tree(tmp_path / "real") == {"out/note.txt": b"new"}
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
-    put(tmp_path / "home" / "out", "old")
-    (tmp_path / "home").chmod(0o500)
-    for target in ("home/out", "home/new", "home/new/deep"):
-        with pytest.raises(ConfigError, match=r"home.* no folder"):
-            check_target(tmp_path / target, force=True, kind=NOTES)
-    (tmp_path / "home").chmod(0o700)
-
-
 def test_a_disk_that_refuses_to_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "out", "old")
     monkeypatch.setattr(os, "fsync", refuse(errno.EIO))

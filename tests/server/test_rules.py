@@ -63,14 +63,6 @@ def test_norm_clipping_by_hand() -> None:
     close(of(NormClipping(), line(0, 0, 0, 5)), 1 / 4, 1 / 4, 1 / 4, 0)
 
 
-def test_centered_clipping_by_hand() -> None:
-    """3, 3 and -30 with tau = 2: v = (2 + 2 - 2) / 3 = 2/3, then again by 2/3. One step is norm clipping."""
-    X = line(3, 3, -30)
-    assert float(of(CenteredClipping(tau=2.0, iterations=1), X) @ X) == pytest.approx(2 / 3)
-    assert float(of(CenteredClipping(tau=2.0, iterations=2), X) @ X) == pytest.approx(4 / 3)
-    close(of(CenteredClipping(tau=2.0, iterations=1), X), *of(NormClipping(threshold=2.0), X).tolist())
-
-
 def test_krum_and_multi_krum_by_hand() -> None:
     """0, 1, 2, 3 and 10 with f = 1: the three nearest others give 14, 6, 6, 14 and 49 + 64 + 81. Of two that are equal,
     the first by id is chosen."""
@@ -78,13 +70,6 @@ def test_krum_and_multi_krum_by_hand() -> None:
     close(of(Krum(1), X), 0, 1, 0, 0, 0)
     close(of(MultiKrum(1), X), 1 / 4, 1 / 4, 1 / 4, 1 / 4, 0)
     close(of(MultiKrum(1), X, weights([0.1, 0.2, 0.3, 0.2, 0.2])), 1 / 8, 2 / 8, 3 / 8, 2 / 8, 0)
-
-
-def test_mixing_by_hand() -> None:
-    """0, 1, 2 and 10 with f = 1: three nearest of each of the first three are themselves, so that their means are 1."""
-    X = line(0, 1, 2, 10)
-    close(of(NNM(MultiKrum(1), 1), X), 1 / 3, 1 / 3, 1 / 3, 0)
-    close(of(NNM(NormClipping(threshold=0.5), 0), X), *[1 / 4 * 0.5 / 3.25] * 4)
 
 
 @pytest.mark.parametrize(("angle", "inside"), [(60.0, True), (119.0, True), (121.0, False), (170.0, False)])

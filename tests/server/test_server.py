@@ -395,11 +395,6 @@ def test_fresh_rows_are_a_function_of_seed_round_client_and_module(name: str) ->
         assert not bool((rows(*other) == first).any())
     assert torch.equal(rows(0, 0, "a", "attn.q"), start.modules["attn.q"].factors[1])
     assert bool((rows(0, 0, "a", "attn.q", zeros) != 0).all())
-    # A warm start of one component leaves three slots, which no client shares with another.
-    warm = Adapter({m: LoRA(torch.ones_like(x.factors[0]), x.factors[1]) for m, x in start.modules.items()})
-    server = Server(build(name))
-    one, other = (server.download(server.init(warm), Client(c, 4)).adapter.modules["attn.q"] for c in "ab")
-    assert torch.equal(one.factors[0], other.factors[0]) and not torch.equal(one.factors[1], other.factors[1])
 
 
 # --------------------------------------------------------------------------------------------------- own methods
@@ -485,8 +480,6 @@ def test_a_seed_that_is_no_start_is_refused() -> None:
     with pytest.raises(ShapeError, match=r"NaN or Inf .*factor B of module 'attn\.v'"):
         bad = seed.modules["attn.v"].map(lambda t: t + math.nan)
         server.init(Adapter({**seed.modules, "attn.v": bad}, seed.heads))
-    with pytest.raises(ShapeError, match=r"NaN or Inf in head 'classifier\.bias'"):
-        server.init(Adapter(seed.modules, {**seed.heads, "classifier.bias": torch.full((3,), math.inf)}))
     with pytest.raises(ShapeError, match="changed base weights"):
         server.init(replace(seed, base=seed.modules))
 

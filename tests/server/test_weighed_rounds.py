@@ -226,20 +226,6 @@ def test_a_module_that_few_hold_is_not_moved_further_than_they_moved_it() -> Non
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "hparams", "why"),
-    [
-        ("glora", {"rho": 0.5}, "svd with that rank"),
-        ("hetlora", {}, "HetLoRA.*weights or votes"),
-        ("fedit", {}, "in bad coordinates"),
-        ("padded-average", {}, "in bad coordinates"),
-    ],
-)
-def test_methods_that_undo_a_rule_are_refused_with_the_way_out(name: str, hparams: dict[str, Any], why: str) -> None:
-    with pytest.raises(HyperparameterError, match=why):
-        Server(build(name, **hparams), round=Kept(NormClipping()))
-
-
 @dataclass(frozen=True)
 class Turning(RoLoRA):
     """Both factors travel from its second round on."""
