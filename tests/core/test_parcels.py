@@ -284,19 +284,6 @@ def test_heads_travel_as_often_as_their_role_says(label: str, heads: Any) -> Non
             assert bits(Adapter({}, visit.got.adapter.heads)) == bits(Adapter({}, seed_adapter(4).heads))
 
 
-@every_kind
-def test_a_round_can_be_tried_again_after_a_crash(label: str) -> None:
-    """The client stored its cache and crashed. Expected: the same adapter; the base that it has does not come again."""
-    for visit in play(server_of(label), EQUAL, FULL):
-        cache = remember(visit.got, visit.kept)
-        again = pack(visit.plain, cache.held)
-        assert not again.base and not again.steps
-        replace(visit, got=unpack(again, cache)).check()
-        if visit.got.base:
-            with pytest.raises(KeptStateError, match=r"base weight of 'attn.[qv]'.*left out"):
-                unpack(again, None)
-
-
 def test_a_frozen_factor_that_the_server_changed_comes_again() -> None:
     """`d` (rank 4) misses round 1 and is refused in round 2: its slots 2, 3 die there, and get fresh rows of A."""
     who = (("a", "b", "d"), ("a", "b"), ("a", "b", "d"), ("d",))

@@ -311,15 +311,10 @@ def test_the_context_knows_state_and_constants() -> None:
 # ---- what the server refuses -----------------------------------------------------------------------------------------
 
 
-def test_methods_that_need_more_than_a_sum_are_refused_with_the_way_out() -> None:
-    for name in METHODS:
-        if name not in SUMMED:
-            with pytest.raises(HyperparameterError, match=r"Private rounds have only a sum .*Kept\(\), or in a file"):
-                private(name)
-    plain = private("glora")
-    for cut in ({"rho": 0.5}, {"rank": 4}):
-        with pytest.raises(HyperparameterError, match="svd with that rank"):
-            replace(plain, method=build("glora", **cut))
+def test_what_a_private_round_cannot_sum_is_refused_with_the_way_out() -> None:
+    """All methods: test_streamed.py, by the same function."""
+    with pytest.raises(HyperparameterError, match=r"Private rounds have only a sum .*svd with that rank"):
+        replace(private("glora"), method=build("glora", rank=4))
     with pytest.raises(HyperparameterError, match="leave dims"):
         private("ffa-lora", dims=5)
 
