@@ -223,5 +223,5 @@ def test_the_report_has_coefficient_norm_and_reason(
     monkeypatch.setattr(rules, "_ITERATIONS", 1)
     verdicts(GeometricMedian(), X @ X.mT, dict.fromkeys("abcde", 0.2))
     assert not caplog.text, "2.05 is the median of these: nothing had to be iterated"
-    of(GeometricMedian(), noise((5, 3), "X"))
+    assert float(of(GeometricMedian(), noise((5, 3), "X")).sum()) == pytest.approx(1)
     assert "after 1 iterations" in caplog.text

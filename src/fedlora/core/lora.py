@@ -6,7 +6,7 @@ This module knows nothing of alpha, r or PEFT: one matrix's update is Delta W = 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -237,7 +237,7 @@ def named_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
         yield f"head {name!r}", head
 
 
-def compute_dtype(lora: LoRA) -> torch.dtype:
-    """The dtype for tall products: float64 if a factor has it, otherwise float32."""
-    wide = torch.float64 in (getattr(lora.B, "dtype", None), getattr(lora.A, "dtype", None))
+def compute_dtype(loras: Iterable[LoRA]) -> torch.dtype:
+    """What the server and methods compute with: float64 if a factor has it, otherwise float32."""
+    wide = any(t.dtype == torch.float64 for lora in loras for t in lora.tensors().values())
     return torch.float64 if wide else torch.float32

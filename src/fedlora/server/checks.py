@@ -144,7 +144,7 @@ def terms_and_sizes(loras: Sequence[LoRA]) -> list[tuple[float, float]]:
         return (B.shape, A.shape, B.dtype, A.dtype, B.device), 8 * max(B.numel(), A.numel())
 
     def work(alike: list[LoRA]) -> list[tuple[float, float]]:
-        wide = compute_dtype(alike[0])
+        wide = compute_dtype(alike[:1])
         B, A = (stacked([t.detach().to(wide) for t in side]) for side in zip(*(x.factors for x in alike), strict=True))
         of_B, of_A = B.mT @ B, A @ A.mT
         terms = (of_B.diagonal(dim1=1, dim2=2) * of_A.diagonal(dim1=1, dim2=2)).sqrt().sum(dim=1, dtype=torch.float64)

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.lora import Adapter, LoRA, compute_dtype
 from fedlora.core.messages import Upload
 from fedlora.core.method import Method, Roles, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import weighted_mean
 from fedlora.server.changes import distinct_slots, gram_of_changes
 from fedlora.server.judged import Judged
-from fedlora.server.rounds import OpenRound, RoundKind, Weighting, require_counting, round_dtype, roundoff_of, shares
+from fedlora.server.rounds import OpenRound, RoundKind, Weighting, require_counting, roundoff_of, shares
 from fedlora.server.rules import Rule, verdicts
 from fedlora.server.state import ServerState
 
@@ -123,7 +123,7 @@ class _KeptRound(OpenRound):
     def _updates(self, module: str) -> list[Update]:
         holders = [u for u in self._kept.values() if module in u.adapter.modules]
         sent = [u.adapter.modules[module] for u in holders]
-        dtype = round_dtype(sent)
+        dtype = compute_dtype(sent)
         updates, rest = [], []
         for u, lora, (p, c) in zip(holders, sent, self._weights(holders), strict=True):
             if c:

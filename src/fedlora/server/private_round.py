@@ -141,16 +141,10 @@ class PrivateRound(OpenRound):
         """A digest of the round's starting point: the release before it, and every public constant."""
         o = self._options
         constants = (
-            self.number,
-            self.method,
-            self.roles,
-            o.clipping_norm,
-            o.noise_multiplier,
-            o.dims,
-            o.clients,
-            o.rank,
-        )
-        digest = sha256(repr((*constants, o.sampling, o.most_examples, o.seed)).encode())
+            self.number, self.method, self.roles, o.clipping_norm, o.noise_multiplier, o.dims, o.clients, o.rank,
+            o.sampling, o.most_examples, o.seed,
+        )  # fmt: skip
+        digest = sha256(repr(constants).encode())
         tensors = {f"{name}.{f}": t for name, lora in self._origins.items() for f, t in lora.tensors().items()}
         for name, tensor in sorted({**tensors, **self.state.heads}.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

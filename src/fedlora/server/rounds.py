@@ -12,11 +12,10 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA
@@ -235,12 +234,6 @@ def shares(counts: Mapping[str, float]) -> dict[str, float]:
     """Client -> its share of the counts."""
     total = math.fsum(counts.values())
     return {client: n / total for client, n in counts.items()}
-
-
-def round_dtype(loras: Sequence[LoRA]) -> torch.dtype:
-    """What a method gets all updates of a module in: float64 if one has it, otherwise float32."""
-    wide = any(t.dtype == torch.float64 for lora in loras for t in lora.tensors().values())
-    return torch.float64 if wide else torch.float32
 
 
 def roundoff_of(lora: LoRA) -> float:

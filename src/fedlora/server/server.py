@@ -158,7 +158,7 @@ class Server:
 
     def _begun(self, module: str, seed: LoRA) -> LoRA:
         """A copy of the seed without dead slots, in the dtype that the server computes with."""
-        dtype = compute_dtype(seed)
+        dtype = compute_dtype([seed])
         lora = seed.map(lambda t: t.detach().to(dtype, copy=True))
         A = lora.factors[1]
         return filled(lora, lora.rank, lambda: fresh_rows(*A.shape, self._key(module), like=A))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fedlora.core.lora import LoRA
+from fedlora.core.lora import LoRA, compute_dtype
 from fedlora.core.messages import Upload
 from fedlora.core.method import Method, Roles, Update
 from fedlora.server.rounds import (
@@ -25,7 +25,6 @@ from fedlora.server.rounds import (
     Weighting,
     require_counting,
     require_sums,
-    round_dtype,
     roundoff_of,
 )
 from fedlora.server.state import ServerState
@@ -78,7 +77,7 @@ class _Sum:
                 self.parts[name] = torch.zeros_like(part, dtype=torch.float64)
             self.parts[name].add_(part, alpha=n)
         self.weight, self.rank = self.weight + n, self.rank + lora.rank
-        self.dtype = torch.promote_types(self.dtype, round_dtype([lora]))
+        self.dtype = torch.promote_types(self.dtype, compute_dtype([lora]))
         self.roundoff = max(self.roundoff, roundoff_of(lora))
 
     def mean(self, total: float) -> Update:
