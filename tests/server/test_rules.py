@@ -106,6 +106,14 @@ def test_a_change_that_is_the_median_is_found_beside_far_ones(far: float) -> Non
     assert float((p @ torch.nn.functional.normalize(X - z, dim=1)).norm()) < 1e-6
 
 
+def test_the_iteration_starts_at_a_change_and_leaves_it() -> None:
+    """The plain mean of these is the first of them, where Weiszfeld's iteration would divide by zero and stay. It is no
+    median: three pull to the right, one to the left."""
+    X = torch.tensor([[0, 0], [1, 0.5], [1, 0], [1, -0.5], [-3, 0]], dtype=torch.float64)
+    z = of(GeometricMedian(), X) @ X
+    assert float(z[0]) > 0.5 and float(torch.nn.functional.normalize(X - z, dim=1).sum(0).norm()) < 1e-6
+
+
 def test_equal_scores_and_equal_changes_are_equal_beside_rounding() -> None:
     """As other coordinates move the entries of G: the first of equal clients by id, and exact zeros."""
     for seed in range(8):
@@ -167,6 +175,18 @@ def test_what_liars_do_stays_inside_the_bounds_of_the_docstrings(kind: str) -> N
         for name, most in kappa.items():
             off = float((of(ALL[name](f), X) @ X - S.mean(0)).square().sum())
             assert off <= most * V * (1 + 1e-9), (name, seed, off / V, most)
+
+
+def test_clipping_bounds_what_one_client_moves() -> None:
+    """Whatever it sends: p_i threshold; for centered clipping p_i tau in each of the iterations, twice that apart."""
+    S = noise((6, 8), "honest")
+    for rule, most in ((NormClipping(threshold=0.7), 0.7 / 7), (CenteredClipping(tau=0.7, iterations=4), 4 * 0.7 / 7)):
+        at = [
+            (of(rule, X) @ X)
+            for x in (0.0, 1.0, -50.0, 1e12)
+            for X in [torch.cat([S, x * noise((1, 8), "byzantine client")])]
+        ]
+        assert max(float((a - at[0]).norm()) for a in at) <= 2 * most
 
 
 @pytest.mark.parametrize("sizes", [(4e4, 3e15), (1e-2, 2e12), (1e12, 1e15)])
