@@ -98,7 +98,7 @@ def _check_numbers(upload: Upload, state: ServerState, roles: Roles) -> None:
                 client, f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}; adapters are dense tensors of "
                 f"float16, bfloat16, float32 or float64.",
             )  # fmt: skip
-        low, high = torch.aminmax(tensor.detach()) if tensor.numel() else (0.0, 0.0)
+        low, high = torch.aminmax(tensor.detach())
         if not (float(low) >= -_LARGEST and float(high) <= _LARGEST):  # NaN is neither
             bad = int((~torch.isfinite(tensor)).sum())
             raise UploadRefused(
