@@ -219,8 +219,8 @@ def test_names_places_and_units_change_no_coefficient(name: str) -> None:
 def test_how_many_clients_a_rule_needs() -> None:
     """Krum: its paper's n >= 2 f + 3. Mixing: a majority. A share is of the round, rounded up."""
     needs = {
-        Krum(2): 7, Krum(0.0): 3, MultiKrum(0.2): 7, MultiKrum(0.21): 9, GeometricMedian(): 1, NNM(NormClipping(), 3): 7,
-        NNM(Krum(3), 3): 9,
+        Krum(2): 7, Krum(0.0): 3, MultiKrum(0.2): 7, MultiKrum(0.21): 9, GeometricMedian(): 1,
+        NNM(NormClipping(), 3): 7, NNM(Krum(3), 3): 9,
     }  # fmt: skip
     assert {rule: rule.least(10) for rule in needs} == needs
     for f in (-1, 0.5, True, math.nan, "2"):
