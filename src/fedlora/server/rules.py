@@ -59,8 +59,8 @@ class Rule(ABC):
         return f"{self.name} ({keys})" if keys else self.name
 
 
-class Counting(Rule):
-    """A rule that is told f, how many clients of a round may be Byzantine."""
+class Tolerant(Rule):
+    """A rule that tolerates f, how many clients of a round may be Byzantine."""
 
     f: Count
 
@@ -115,7 +115,7 @@ class CenteredClipping(Rule):
 
 
 @dataclass(frozen=True)
-class Krum(Counting):
+class Krum(Tolerant):
     """The one change with the smallest score: the sum of squared distances to its n - f nearest, itself included.
 
     Source: Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries" (NeurIPS 2017).
@@ -180,7 +180,7 @@ class GeometricMedian(Rule):
 
 
 @dataclass(frozen=True)
-class NNM(Counting):
+class NNM(Tolerant):
     """Nearest-neighbor mixing: each change becomes the weighted mean of its n - f nearest, then `rule` decides.
 
     Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot, Stephan, "Fixing by Mixing" (AISTATS 2023). Deviation: means
