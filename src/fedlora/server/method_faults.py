@@ -13,7 +13,7 @@ from fedlora.core.method import Method, Roles
 from fedlora.errors import FedLoRAError, MethodFault
 
 
-def asked(method: Method[Any], function: str, *given: Any) -> Any:
+def call(method: Method[Any], function: str, *given: Any) -> Any:
     """What the method's function returns. Its errors become a `MethodFault` with its name; fedlora's own pass."""
     try:
         return getattr(method, function)(*given)

@@ -30,7 +30,7 @@ from fedlora.linalg.stored import stored_bytes
 from fedlora.privacy.geometry import Bases, Layout, bases_of
 from fedlora.privacy.sampling import poisson_sample
 from fedlora.server.judged import Judged
-from fedlora.server.method_faults import asked
+from fedlora.server.method_faults import call
 from fedlora.server.rounds import SECOND_UPLOAD, OpenRound
 from fedlora.server.state import ServerState, Tally
 
@@ -120,10 +120,10 @@ class PrivateRound(OpenRound):
         """M: what a client of any rank would start from. Public, like every readout."""
         state, start = self.state.modules[name], self.state.start.modules[name]
         if not self._products:  # with a frozen factor, beside which a sum of the other has its meaning
-            return cast(LoRA, asked(self.method, "readout", state, None, start.rank))
+            return cast(LoRA, call(self.method, "readout", state, None, start.rank))
         # The next effective update is base + the round's sum, so the origin is effective less base: all of the update
         # for glora, nothing for flora, which starts afresh on a base that holds everything.
-        effective, base = (asked(self.method, what, state) for what in ("effective", "base"))
+        effective, base = (call(self.method, what, state) for what in ("effective", "base"))
         return _sum([(1.0, effective)] if base is None else [(1.0, effective), (-1.0, base.total)])
 
     def _layout(self) -> Layout:

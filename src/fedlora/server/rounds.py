@@ -27,7 +27,7 @@ from fedlora.linalg import unit_roundoff
 from fedlora.linalg.own_modes import own_modes
 from fedlora.server.checks import check
 from fedlora.server.judged import Judged
-from fedlora.server.method_faults import asked, checked_states
+from fedlora.server.method_faults import call, checked_states
 from fedlora.server.rules import Rule
 from fedlora.server.state import ServerState, Tally
 
@@ -179,7 +179,7 @@ class OpenRound(ABC):
                 size += sum(t.nbytes for u in updates for t in u.lora.tensors().values())
             if group and (size >= _AT_ONCE or name == names[-1]):
                 states = [self.state.modules[n] for n in group]
-                made = asked(self.method, "aggregate_all", states, list(group.values()))
+                made = call(self.method, "aggregate_all", states, list(group.values()))
                 after |= zip(group, checked_states(self.method, "aggregate", made, len(group)), strict=True)
                 group, size = {}, 0
         return after
@@ -243,7 +243,7 @@ def roundoff_of(lora: LoRA) -> float:
 
 def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) -> None:
     """Logs a warning if a method reports that its result lacks part of the mean update, apart from its rank budget."""
-    facts = {name: asked(method, "diagnostics", state) for name, state in modules.items()}
+    facts = {name: call(method, "diagnostics", state) for name, state in modules.items()}
     for key, (silent, what) in _LOSSES.items():
         large = {name: x for name, f in facts.items() if isinstance(x := f.get(key), float) and x > silent}
         if large:

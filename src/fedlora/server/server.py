@@ -27,7 +27,7 @@ from fedlora.linalg.own_modes import own_modes
 from fedlora.seeds import derive_seed
 from fedlora.server.checks import ranks_of, unserved
 from fedlora.server.kept import Kept
-from fedlora.server.method_faults import asked, checked_readout, checked_states
+from fedlora.server.method_faults import call, checked_readout, checked_states
 from fedlora.server.private import Private
 from fedlora.server.rounds import OpenRound, RoundKind
 from fedlora.server.state import RunState, ServerState
@@ -96,7 +96,7 @@ class Server:
         if self.privacy is not None:
             self.privacy.require_start(seed_adapter)
         start = {name: self._begun(name, lora) for name, lora in seed_adapter.modules.items()}
-        made = [asked(self.method, "init", lora) for lora in start.values()]
+        made = [call(self.method, "init", lora) for lora in start.values()]
         modules = dict(zip(start, checked_states(self.method, "init", made, len(start)), strict=True))
         heads = {name: head.detach().clone() for name, head in seed_adapter.heads.items()}
         return ServerState(0, ReadOnly(modules), ReadOnly(heads), Adapter(start, heads), None)
@@ -106,7 +106,7 @@ class Server:
         return self._roles(state.round)
 
     def _roles(self, round: int) -> Roles:
-        roles: Roles = replace(asked(self.method, "roles", round), moves_base=self.method.moves_base)
+        roles: Roles = replace(call(self.method, "roles", round), moves_base=self.method.moves_base)
         return roles if self.heads is None else replace(roles, heads=_HEAD_ROLE[self.heads])
 
     @own_modes()
@@ -130,7 +130,7 @@ class Server:
                     t if role == "local" else None for t, role in zip(seed.factors, (roles.B, roles.A), strict=True)
                 )
                 start[name] = LoRA(B, A).first(rank).map(Tensor.clone)
-            if (change := asked(self.method, "base", state.modules[name])) is not None:
+            if (change := call(self.method, "base", state.modules[name])) is not None:
                 base[name] = change
         heads = {name: head.clone() for name, head in state.heads.items()}
         sent, kept = ({}, heads) if roles.heads == "local" else (heads, {})
@@ -142,7 +142,7 @@ class Server:
     def _readout(self, state: ServerState, module: str, client: str, rank: int, roles: Roles) -> LoRA:
         """The client's own copy of its readout, with its empty slots filled."""
         seed = state.start.modules[module]
-        made = asked(self.method, "readout", state.modules[module], client, rank)
+        made = call(self.method, "readout", state.modules[module], client, rank)
         lora = checked_readout(self.method, made, seed, rank, roles)
         if roles.both_shared:
             lora = filled(lora, rank, lambda: self._rows(state, module, client, rank))
@@ -200,7 +200,7 @@ class Server:
         """
         updates = {}
         for name, module in state.modules.items():
-            effective = asked(self.method, "effective", module)
+            effective = call(self.method, "effective", module)
             if effective is None:
                 raise NoGlobalModel(
                     f"{self.method.name} keeps no global model: its clients keep a part of every adapter. "
@@ -211,12 +211,12 @@ class Server:
 
     def has_global_model(self, state: ServerState) -> bool:
         """Whether `global_update` returns an update."""
-        return asked(self.method, "effective", next(iter(state.modules.values()))) is not None
+        return call(self.method, "effective", next(iter(state.modules.values()))) is not None
 
     @own_modes()
     def diagnostics(self, state: ServerState) -> Mapping[str, Mapping[str, object]]:
         """Module -> the method's own numbers: rank, server rank R, gap, tied, captured energy, singular values, ..."""
-        return {name: asked(self.method, "diagnostics", s) for name, s in state.modules.items()}
+        return {name: call(self.method, "diagnostics", s) for name, s in state.modules.items()}
 
 
 def start(server: Server, seed_adapter: Adapter) -> RunState:
