@@ -22,7 +22,7 @@ from torch import Tensor
 from fedlora import Adapter, Server, Upload, build
 from fedlora.analysis.audit import regauge, relative_difference
 from fedlora.attacks import KINDS, Adversary, Attack, largest_z
-from fedlora.core.sent import Attacked, Sent
+from fedlora.core.sent import Attacked, Sent, Tampered
 from fedlora.errors import HyperparameterError
 from fedlora.server.kept import Kept
 from support.federations import EQUAL, MIXED, SHAPES
@@ -38,9 +38,9 @@ class Watching:
     def __init__(self) -> None:
         self.sent: Sequence[Sent] = ()
 
-    def __call__(self, sent: Sequence[Sent], round: int) -> tuple[Sequence[Upload], Attacked]:
+    def __call__(self, sent: Sequence[Sent], round: int) -> Tampered:
         self.sent = sent
-        return [s.upload for s in sent], Attacked("nothing", {})
+        return Tampered([s.upload for s in sent], Attacked("nothing", {}))
 
 
 def seen(method: str = "glora", rounds: int = 3, **options: Any) -> dict[str, Sent]:

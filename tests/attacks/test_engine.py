@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fedlora import Adapter, Upload
+from fedlora import Adapter
 from fedlora.attacks import KINDS, Adversary, Attack, choose_attackers, flip_labels
-from fedlora.core.sent import Attacked, Sent
+from fedlora.core.sent import Attacked, Sent, Tampered
 from fedlora.core.trainer import Trained
 from fedlora.errors import HyperparameterError
 from fedlora.server.kept import Kept
@@ -60,9 +60,9 @@ def test_the_liars_know_all_uploads_and_what_everybody_began_from() -> None:
 
     seen: list[tuple[int, Sequence[Sent]]] = []
 
-    def spy(sent: Sequence[Sent], round: int) -> tuple[Sequence[Upload], Attacked]:
+    def spy(sent: Sequence[Sent], round: int) -> Tampered:
         seen.append((round, sent))
-        return [s.upload for s in sent], Attacked("nothing", {})
+        return Tampered([s.upload for s in sent], Attacked("nothing", {}))
 
     records = list(run("glora", EQUAL, InPlace(), adversary=spy, rounds=2))
     assert [round for round, _ in seen] == [0, 1]

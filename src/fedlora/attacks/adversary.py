@@ -14,7 +14,7 @@ from fedlora.attacks.directions import regauged, with_insertion
 from fedlora.attacks.kinds import Attack
 from fedlora.core.lora import Adapter, LoRA, named_tensors
 from fedlora.core.messages import Upload
-from fedlora.core.sent import Attacked, Sent
+from fedlora.core.sent import Attacked, Sent, Tampered
 from fedlora.errors import HyperparameterError
 
 
@@ -52,7 +52,7 @@ class Adversary:
         """The attack in one line, for a log."""
         return f"{self.attack.words} by {', '.join(self.clients)}"
 
-    def __call__(self, sent: Sequence[Sent], round: int) -> tuple[Sequence[Upload], Attacked]:
+    def __call__(self, sent: Sequence[Sent], round: int) -> Tampered:
         known = sorted((s for s in sent if _counts(s)), key=lambda s: s.upload.client.id)
         byzantine = [s for s in known if s.upload.client.id in self.clients]
         honest = [s for s in known if s.upload.client.id not in self.clients] or byzantine
@@ -69,7 +69,7 @@ class Adversary:
             client = own.upload.client.id
             made[client], found[client] = self._one(own, known, changes, len(byzantine), round)
         uploads = [made.get(s.upload.client.id, s.upload) for s in sent]
-        return uploads, Attacked(self.attack.words, found)
+        return Tampered(uploads, Attacked(self.attack.words, found))
 
     def _one(
         self, own: Sent, known: Sequence[Sent], honest: Sequence[Change], byzantine: int, round: int

@@ -34,11 +34,16 @@ class Attacked:
     clients: Mapping[str, Mapping[str, float]]
 
 
+@dataclass(frozen=True, eq=False)
+class Tampered:
+    """What arrives at the server: one upload for each that was sent, in the same order, and what was done."""
+
+    uploads: Sequence[Upload]
+    attacked: Attacked
+
+
 class Tamperer(Protocol):
     """Byzantine clients together, knowing everyone's uploads. A pure function of its arguments."""
 
-    def __call__(self, sent: Sequence[Sent], round: int) -> tuple[Sequence[Upload], Attacked]:
-        """What arrives at the server, one upload for each that was sent, in the same order; and what was done.
-
-        sent: every client of the round whose training succeeded, in order of arrival. round: from 0.
-        """
+    def __call__(self, sent: Sequence[Sent], round: int) -> Tampered:
+        """sent: every client of the round whose training succeeded, in order of arrival. round: from 0."""

@@ -83,8 +83,9 @@ class Round:
             if not self._private:
                 each(job.download.client.id)
         if self._adversary is not None:
-            uploads, self._attacked = self._adversary(waiting, self._before.round)
-            for upload in uploads:
+            tampered = self._adversary(waiting, self._before.round)
+            self._attacked = tampered.attacked
+            for upload in tampered.uploads:
                 self._arrives(upload)
         with self.timed("aggregate"):
             try:
