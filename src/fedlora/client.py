@@ -169,9 +169,9 @@ def send(adapter: Adapter, roles: Roles) -> Adapter:
     if roles.moves_base and adapter.base is None:
         raise HyperparameterError(
             "send: this method moves the base weights, but the trained adapter does not say on which ones it was "
-            "trained (its `base` is None). Train the adapter that `receive` returned, base and all: `model.activate(mine)`, "
-            "or `load_into_model(peft_model, mine)`. If you build the trained one yourself, make it from that: "
-            "`dataclasses.replace(mine, modules=trained)`."
+            "trained (its `base` is None). Train the adapter that `receive` returned, base and all: "
+            "`model.activate(mine)`, or `load_into_model(peft_model, mine)`. If you build the trained one yourself, make "
+            "it from that: `dataclasses.replace(mine, modules=trained)`."
         )
     return adapter.only(roles.parts("shared"))
 
