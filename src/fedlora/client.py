@@ -170,8 +170,8 @@ def send(adapter: Adapter, roles: Roles) -> Adapter:
         raise HyperparameterError(
             "send: this method moves the base weights, but the trained adapter does not say on which ones it was "
             "trained (its `base` is None). Train the adapter that `receive` returned, base and all: "
-            "`model.activate(mine)`, or `load_into_model(peft_model, mine)`. If you build the trained one yourself, make "
-            "it from that: `dataclasses.replace(mine, modules=trained)`."
+            "`model.activate(mine)`, or `load_into_model(peft_model, mine)`. If you build the trained one yourself, "
+            "make it from that: `dataclasses.replace(mine, modules=trained)`."
         )
     return adapter.only(roles.parts("shared"))
 
