@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedlora import Adapter, LoRA
-from fedlora.core.lora import filled, fresh_rows, stack
+from fedlora.core.lora import change_of, filled, fresh_rows, stack
 from fedlora.errors import FactorNotShared, FedLoRAError, ShapeError
 
 
@@ -77,3 +77,11 @@ def test_an_adapter_is_sorted_and_read_only() -> None:
     assert list(adapter.heads) == ["y", "z"]
     with pytest.raises(TypeError):
         adapter.modules["c"] = lora  # type: ignore[index]
+
+
+def test_the_change_of_one_factor_has_no_more_columns_than_it() -> None:
+    """(2 B) A - B A = B A by hand, without columns that cancel."""
+    begun = LoRA(torch.ones(4, 2), torch.ones(2, 3))
+    for sent in (LoRA(2 * begun.factors[0], None), LoRA(None, 2 * begun.factors[1])):
+        moved = change_of(sent, begun)
+        assert moved.rank == 2 and torch.equal(moved.delta(), begun.map(torch.Tensor.double).delta())
