@@ -71,16 +71,15 @@ def _uploads(
         raise ConfigError("give either adapter directories or --from-run RUN.")
     if from_run is not None:
         run = RunFolder(from_run)
-        found = run.newest_uploads()
-        if found is None or not found.folders:
+        round, adapters = run.newest_uploads()
+        if not adapters:
             raise ConfigError(
                 f"{from_run} holds no uploads; name the folder of one run, made with --set run.keep_uploads=last to "
                 f"store those of the last round."
             )
-        adapters = found.folders
         if run.exists():
             tell_attack(run.read_json("manifest.json"))
-            _tell_round(found.round, run)
+            _tell_round(round, run)
     uploads, _ = read_uploads(adapters, max_bytes=max_bytes)
     if weights is None:
         return uploads

@@ -46,12 +46,10 @@ def _run(
     file: Path, sets: list[str], folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None
 ) -> None:
     from fedlora.runs.config import load_config
-    from fedlora.runs.resuming import changes, check_finished
+    from fedlora.runs.resuming import changes
 
     config = load_config(file, sets)
     if resume and folder.exists() and not changes(folder, config) and folder.finished():
-        if gone := dict.fromkeys(check_finished(folder, config)):
-            notes.warn(f"{', '.join(gone)}: missing, so whether it changed since the run is not known")
         notes.warn(_nothing_left(folder, config))
     else:
         _rounds(config, folder, resume, data_root)
@@ -66,10 +64,10 @@ def _run(
 def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
     """The note of `--resume` on a finished run."""
     summary = folder.read_json("summary.json")
-    said = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
+    note = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
     if config.privacy is not None or summary.get("stopped_early"):  # a budget and an early stop are final
-        return said
-    return f"{said} For more rounds: --resume --set run.rounds={config.run.rounds + 1}"
+        return note
+    return f"{note} For more rounds: --resume --set run.rounds={config.run.rounds + 1}"
 
 
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path | None) -> None:
@@ -130,8 +128,8 @@ class _Watch:
         now = f"round {min(round + 1, self._rounds)}"
         self.bar.update(self._task, completed=round * self._per_round, round=now, **shown)
         if not notes.is_terminal:
-            said = [f"round {round} of {self._rounds} done", shown["loss"], shown.get("metric", "")]
-            notes.print(", ".join(filter(None, said)))
+            parts = [f"round {round} of {self._rounds} done", shown["loss"], shown.get("metric", "")]
+            notes.print(", ".join(filter(None, parts)))
         notes.warn(*(f"round {round}: {client} left out: {reason}" for client, reason in done.refused.items()))
         if tally is not None and tally.judged is not None and (judged := in_words(tally.judged.plain())):
             notes.warn(f"round {round}: {judged}")

@@ -81,12 +81,6 @@ def of_data(config: RunConfig, data: Dealt, processes: int) -> Iterator[str]:
             f"data.validation = {config.data.validation!r}, data.test = {config.data.test!r}. Give both, or leave "
             f"test_along out."
         )
-    if e.clients_at_end == "both" and not (data.own_test and test):
-        there = "a common one only" if not data.own_test else "each client's own only"
-        yield (
-            f"evaluate.clients_at_end = 'both' needs the clients' own test sets and the common one; there is {there}. "
-            f"Give clients.test_fraction and data.test, or set it to true."
-        )
 
 
 def on_a_toy(config: RunConfig, names: Sequence[str]) -> tuple[Target, list[str]]:
@@ -192,7 +186,7 @@ def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
     if poisson and run.participation == 1.0:
         yield "privacy.sampling = 'poisson' draws each client with chance run.participation, now 1: set it below 1"
     yield from section.excludes(config.server)
-    told = {
+    releasing = {
         "run.report_to": (
             poisson and run.report_to,
             "stores when each round ended, which tells who was drawn in secret",
@@ -210,7 +204,7 @@ def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
         "model.adapter": (config.model.adapter, "is a trained start, and the first download releases what it learned"),
         "data.task": (data.task == "superni" and data.task, "takes validation and test data from clients"),
     }
-    for key, (there, why) in told.items():
+    for key, (there, why) in releasing.items():
         if there:
             yield f"{key} {why}, but [privacy] lets nothing but noised sums leave: leave it out"
     if (

@@ -100,10 +100,10 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
 
 def overridden(overrides: Sequence[str]) -> dict[str, Any]:
     """The `a.b=c` overrides alone, as nested tables. Raises `ConfigError`."""
-    said: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for override in overrides:
-        override_in(said, override)
-    return said
+        override_in(tables, override)
+    return tables
 
 
 def override_in(raw: dict[str, Any], text: str) -> None:
@@ -117,15 +117,15 @@ def override_in(raw: dict[str, Any], text: str) -> None:
 def typed(text: str, where: str) -> Any:
     """The value typed after KEY=, as TOML; a bare word is a string. where: its place in words, for `ConfigError`."""
     try:
-        said = parse_toml(f"value = {text}")
+        parsed = parse_toml(f"value = {text}")
     except ValueError:
         return text
-    if more := [key for key in said if key != "value"]:
+    if more := [key for key in parsed if key != "value"]:
         raise ConfigError(
             f"{where} holds more than one value: a line in it also sets {', '.join(map(repr, more))}, which would be "
             f"lost. Give each key separately; put a text of several lines in quotes."
         )
-    return said["value"]
+    return parsed["value"]
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:

@@ -70,8 +70,8 @@ def _executed(
     if private is not None:
         prepared = replace(prepared, server=private.server)
     lines = folder.rewind(state.round)
-    told = json.loads(shown_config(config).canonical())
-    trackers = Trackers(config.run.report_to, folder.path, told, lines, anew=resumed, called=called)
+    shown = json.loads(shown_config(config).canonical())
+    trackers = Trackers(config.run.report_to, folder.path, shown, lines, anew=resumed, called=called)
     checkpoints = Checkpoints(prepared, folder, of, lines)
     ranking, patience, rounds = Ranking(prepared.metric), config.evaluate.stopping(), config.run.rounds
     stopped = ranking.stop(lines, rounds, patience)

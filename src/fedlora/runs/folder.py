@@ -35,14 +35,6 @@ _BEFORE = ("private", "checkpoints", "manifest.json")  # what a start makes befo
 
 
 @dataclass(frozen=True)
-class KeptUploads:
-    """One round's uploads: a folder for each client."""
-
-    round: int
-    folders: list[Path]
-
-
-@dataclass(frozen=True)
 class RunFolder:
     """A run's directory.
 
@@ -60,14 +52,12 @@ class RunFolder:
         """Where a round's uploads are, if they were kept."""
         return self.path / "uploads" / f"round-{round:05d}"
 
-    def newest_uploads(self) -> KeptUploads | None:
-        """The last round whose uploads were kept, which need not be the run's last; None if there is none."""
+    def newest_uploads(self) -> tuple[int, list[Path]]:
+        """The last round whose uploads were kept, which need not be the run's last, and a folder for each client; round
+        0 if none were kept."""
         named = [(re.fullmatch(r"round-(\d{5,})", path.name), path) for path in (self.path / "uploads").glob("round-*")]
-        rounds = [(int(match[1]), path) for match, path in named if match and path.is_dir()]
-        if not rounds:
-            return None
-        round, newest = max(rounds)
-        return KeptUploads(round, sorted(path for path in newest.iterdir() if path.is_dir()))
+        round, newest = max([(int(match[1]), path) for match, path in named if match], default=(0, None))
+        return round, sorted(path for path in newest.iterdir() if path.is_dir()) if newest else []
 
     def exists(self) -> bool:
         """Whether a run was begun here; true even if a file of it is a pipe or a dangling link."""

@@ -34,16 +34,15 @@ def manifest(
     method: Method[Any],
 ) -> dict[str, Any]:
     """A run's record. "model" and "data", with "threads", are what its identity includes of what it read."""
-    own, classes, place = contents(config), range(len(data.classes)), config.model.location()
+    classes, place = range(len(data.classes)), config.model.location()
     counts = {client: [list(part.labels or ()).count(k) for k in classes] for client, part in data.parts.items()}
     commit, adapter, asked = model_commit(place), config.model.adapter, config.model.task == "causal-lm"
     return {
-        "config_digest": digest_of(config, own) if config.privacy is None else shown_config(config).digest(),
+        "config_digest": digest_of(config, contents(config)) if config.privacy is None else shown_config(config).digest(),
         **code_facts([package_of(point) for point in plugins() if point.name == config.method.name]),
         "device": config.model.chosen_device(),
         "threads": torch.get_num_threads(),
         "seed": config.run.seed,
-        "files": own,
         "model": {
             "name": config.model.name,
             "sha256": model_content(place),

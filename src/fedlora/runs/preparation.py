@@ -114,7 +114,7 @@ def prepare(
         data = deal(config, data_root, keep)
         adversary = config.attack.adversary(list(data.parts), config.run.seed)
         data = replace(data, parts=with_flipped_labels(data.parts, adversary))
-    except FedLoRAError as error:  # told with all that is wrong
+    except FedLoRAError as error:  # reported with all that is wrong
         refuse([*wrong, str(error)] if wrong else ())
         raise
     if config.data.task == "mnli" and not data.probes:

@@ -146,6 +146,6 @@ def shown_config(config: RunConfig) -> RunConfig:
 
 def public_manifest(facts: Mapping[str, Any]) -> dict[str, Any]:
     """A manifest without facts about clients' data: counts, classes, digests, how much was cut or copied."""
-    told = filtered("manifest.json", facts)
+    public = filtered("manifest.json", facts)
     nothing: dict[str, Any] = {"train": {}, "own_test": {}, "categories": {}, "label_counts": None}
-    return {**told, "data": {**nothing, **told["data"]}}
+    return {**public, "data": {**nothing, **public["data"]}}

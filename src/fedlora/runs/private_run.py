@@ -178,7 +178,7 @@ def releases_of(section: PrivacySection, folder: Path, run: str, rounds: int, pa
     return OnDisk(folder, run, ledger, section.limit(ledger, rounds, participation), rounds, section.delta)
 
 
-def told(spent: Mapping[str, Any]) -> str:
+def guarantee(spent: Mapping[str, Any]) -> str:
     """For the card: epsilon for the planned rounds, even if fewer were played, and for the whole population."""
     ledger, share = spent["ledger"], spent["sampling"]
     who = "all" if share == 1.0 else f"a secret draw of {share:g}"

@@ -218,18 +218,17 @@ class EvaluateSection(Section):
 
     every: rounds between evaluations; the last is always measured. target: whose model; "auto" is the server's if it
     has one. metric: reported, and used to choose the best. max_new_tokens: the longest generated answer. batch_size:
-    examples at a time. clients_at_end: also measure each client's own readout, on its own test set if it has one;
-    "both": and on the common one. early_stopping_patience: stop after so many evaluations in a row without a better
-    validation metric. early_stopping_threshold: the smallest improvement that counts. samples: how many held-out
-    prompts a language model answers, before and after training (samples.jsonl). test_along: also score the test set at
-    each evaluation, for curves; nothing is chosen by it.
+    examples at a time. clients_at_end: also measure each client's own readout, on its own test set if it has one.
+    early_stopping_patience: stop after so many evaluations in a row without a better validation metric.
+    early_stopping_threshold: the smallest improvement that counts. samples: how many held-out prompts a language model
+    answers, before and after training. test_along: also score the test set at each evaluation; nothing is chosen by it.
     """
 
     every: Positive = 1
     target: Target | Literal["auto"] = "auto"
     metric: MetricName = "accuracy"
     max_new_tokens: Positive = 64
-    clients_at_end: bool | Literal["both"] = False
+    clients_at_end: bool = False
     batch_size: Positive = 64
     early_stopping_patience: Positive | None = None
     early_stopping_threshold: Annotated[float, Field(ge=0)] = 0.0
