@@ -33,7 +33,9 @@ def privacy(
     budget: Annotated[float | None, typer.Option(help="epsilon that all runs may spend, at --delta")] = None,
     charge: Annotated[
         tuple[float, int, float] | None,
-        typer.Option(metavar="Z ROUNDS Q", help="charge a training elsewhere: its noise multiplier, releases, sampling"),
+        typer.Option(
+            metavar="Z ROUNDS Q", help="charge a training elsewhere: its noise multiplier, releases, sampling"
+        ),
     ] = None,
     population: Annotated[str | None, typer.Option(help="begin the ledger of these clients, if there is none")] = None,
     data_root: DataRoot = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,13 +99,10 @@ def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
     Examples with copies at several clients are only trained on; the rest of each part is split. If there is no common
     test set (data.test = 0), all own sets together form it, as with clients' own files.
     """
-    holders: dict[tuple[str, str], set[str]] = {}
-    for client, part in dealt.parts.items():
-        for one in inputs(part):
-            holders.setdefault(one, set()).add(client)
+    holders = Counter(one for part in dealt.parts.values() for one in set(inputs(part)))
     parts, tests = {}, {}
     for client, part in dealt.parts.items():
-        alone = [i for i, one in enumerate(inputs(part)) if len(holders[one]) == 1]
+        alone = [i for i, one in enumerate(inputs(part)) if holders[one] == 1]
         common = sorted(set(range(len(part))) - set(alone))
         wanted = share * len(part)
         try:
@@ -242,8 +240,10 @@ def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
             return demo
         if config.model.task != "sequence-classification":
             return read_instructions(path, prompt=d.prompt, response=d.response, messages=d.messages)
-        columns = {"text": d.text, "label": d.label, "text_pair": d.text_pair}
-        return read_classification(path, **columns, label_names=d.label_names or names, key="data.label_names")
+        return read_classification(
+            path, text=d.text, label=d.label, text_pair=d.text_pair, label_names=d.label_names or names,
+            key="data.label_names",
+        )  # fmt: skip
 
     found = {path: read(path) for path in paths}
     if len({data.label_names for data in found.values()}) == 1:
@@ -255,7 +255,9 @@ def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
 def _all_classes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """The classes of several files. Raises `ConfigError` if they may be the same classes, written differently."""
     names = in_order(name for classes in found.values() for name in classes)
-    cure = f"Write the same class the same way in all files. If they are separate, set {given('data.label_names', names)}."
+    cure = (
+        f"Write the same class the same way in all files. If they are separate, set {given('data.label_names', names)}."
+    )
     if same := look_alike(names):
         holders = [next(path for path, classes in found.items() if spelt in classes) for spelt in same]
         raise ConfigError(

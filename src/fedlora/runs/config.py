@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedlora.core.messages import Client
+from fedlora.data import TextData
 from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import ADAPTER_FILES, is_hub, local_folder, repository_and_revision
 from fedlora.errors import ConfigError, refuse, said_by
@@ -24,6 +26,8 @@ from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 from fedlora.runs.reading import checked, partly, set_in, tables_in
 from fedlora.runs.robust import RobustSection
 from fedlora.runs.sections import EvaluateSection, MethodSection, ModelSection, RunSection, ServerSection, TrainTable
+from fedlora.training.measure import ModelEvaluator, Target
+from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, Section
 
 
@@ -48,6 +52,24 @@ class RunConfig(Section):
     evaluate: EvaluateSection = EvaluateSection()
     attack: AttackSection = AttackSection()
     privacy: PrivacySection | None = None
+
+    @property
+    def template(self) -> str | None:
+        """Around a language model's prompts (data.chat_template); None for a classifier."""
+        return self.data.prompting() if self.model.task == "causal-lm" else None
+
+    def evaluator(
+        self, model: AdaptedModel, sets: Mapping[str, TextData], clients: Sequence[Client], *, target: Target,
+        own: Mapping[str, TextData],
+    ) -> ModelEvaluator | None:  # fmt: skip
+        """The evaluator for these held-out sets; None if they are empty."""
+        if not any(len(part) for part in sets.values()):
+            return None
+        e = self.evaluate
+        return ModelEvaluator(
+            model, sets, clients, target=target, metric=e.metric, own=own, max_length=self.data.max_length,
+            max_new_tokens=e.max_new_tokens, batch_size=e.batch_size, bf16=self.model.bf16, template=self.template,
+        )  # fmt: skip
 
     def canonical(self) -> str:
         """JSON that is the same for equal configurations, with every field."""

@@ -118,12 +118,12 @@ class DataSection(Section):
     """
 
     train: str | None = None
-    clients: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
+    clients: dict[str, str] = Field(default_factory=dict)
     task: DataTask | None = None
     revision: str | None = None
     tasks: Positive = 50
     unseen_tasks: Annotated[int, Field(ge=0)] = 20
-    task_lists: list[str] = []  # noqa: RUF012 - pydantic copies it
+    task_lists: list[str] = Field(default_factory=list)
     max_train: Positive | None = None
     max_test: Positive | None = None
     text: str = "text"

@@ -45,9 +45,10 @@ def digest(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps([MEANING, kept]).encode()).hexdigest()[:16]
 
 
-def digest_of(config: RunConfig, files: Mapping[str, str]) -> str:
-    """The digest with the user's own files identified by content, as in `contents`: they may move."""
-    return digest(with_files(config, lambda key, _: files[key]))
+def digest_of(config: RunConfig) -> str:
+    """The digest with the user's own files identified by content: they may move. Raises `ConfigError` if one cannot be
+    read."""
+    return digest(with_files(config, _content))
 
 
 def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> str:
@@ -112,21 +113,13 @@ def own_files(config: RunConfig) -> dict[str, Path]:
     return {key: Path(path) for key, path in found.items()}
 
 
-def contents(config: RunConfig) -> dict[str, str]:
-    """Key -> SHA-256 of the file, plus its suffix, which decides how it is read; "missing" if it is not there.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
-    return {key: _content(key, path) for key, path in own_files(config).items()}
-
-
-def _content(key: str, path: Path) -> str:
+def _content(key: str, path: str) -> str:
+    """SHA-256 of the file, plus its suffix, which decides how it is read; "missing" if it is not there."""
     try:
-        if path.is_dir():
+        if Path(path).is_dir():
             digests = json.dumps(model_content(path), sort_keys=True)  # as in the run's manifest
             return hashlib.sha256(digests.encode()).hexdigest()
-        return f"{file_digest(path)}{path.suffix.lower()}"
+        return f"{file_digest(path)}{Path(path).suffix.lower()}"
     except FileNotFoundError:
         return "missing"
     except OSError as error:

@@ -6,7 +6,7 @@ Each key is a field below, with its default. `config` reads them from TOML.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,9 +15,7 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 
 from fedlora.analysis.audit import MOST, GaugeStress
-from fedlora.core.messages import Client
 from fedlora.core.method import Method
-from fedlora.data import TextData
 from fedlora.data.demo import model_location
 from fedlora.data.hub import repository_and_revision
 from fedlora.errors import HyperparameterError
@@ -31,7 +29,7 @@ from fedlora.server.server import Heads, Server
 from fedlora.server.streamed import Streamed
 from fedlora.simulation import UploadHook
 from fedlora.training.load import model_place
-from fedlora.training.measure import ModelEvaluator, Target
+from fedlora.training.measure import Target
 from fedlora.training.metrics import MetricName
 from fedlora.training.models import AdaptedModel
 from fedlora.training.programs import Program
@@ -63,7 +61,7 @@ class RunSection(Section):
     keep_checkpoints: Positive = 2
     readouts: bool = False
     keep_uploads: Literal["none", "last", "all"] = "none"
-    report_to: list[TrackerName] = []  # noqa: RUF012 - pydantic copies it
+    report_to: list[TrackerName] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _one_thread_each(self) -> RunSection:
@@ -240,24 +238,3 @@ class EvaluateSection(Section):
         if self.early_stopping_patience is None:
             return None
         return Patience(self.early_stopping_patience, self.early_stopping_threshold, self.every)
-
-    def evaluator(
-        self,
-        model: AdaptedModel,
-        sets: Mapping[str, TextData],
-        clients: Sequence[Client],
-        *,
-        target: Target,
-        own: Mapping[str, TextData],
-        max_length: int,
-        bf16: bool,
-        template: str | None = None,
-    ) -> ModelEvaluator | None:
-        """The evaluator for these sets; None if they are empty."""
-        if not any(len(part) for part in sets.values()):
-            return None
-        return ModelEvaluator(
-            model, sets, clients, target=target, metric=self.metric, own=own, max_length=max_length,
-            max_new_tokens=self.max_new_tokens, batch_size=self.batch_size, bf16=bf16,
-            template=template,
-        )  # fmt: skip
