@@ -206,9 +206,7 @@ def test_without_labels_the_classes_are_the_numbers_that_occur_by_size(tmp_path:
 def test_files_without_a_class_in_common_are_named_with_the_way_out(tmp_path: Path) -> None:
     """Both files, what each has, and a line that makes it run where it is pasted; also one number in two spellings."""
     files = {"a": numbers(10, 2), "b": numbers(3)}
-    with pytest.raises(
-        ConfigError, match=r"a\.jsonl has \['2', '10'\].* b\.jsonl has \['3'\]|b\.jsonl.*a\.jsonl"
-    ) as error:
+    with pytest.raises(ConfigError, match=r"b\.jsonl has \['3'\], .*a\.jsonl has \['2', '10'\]") as error:
         deal(clients_of(tmp_path, files), None)
     line = re.search(r"set (data\.label_names = \[.*\])\.", one_line(error))
     assert line is not None
@@ -331,9 +329,7 @@ class TestDealSuperni:
             with pytest.raises(FedLoRAError, match=says) as error:
                 superni(data, root)  # type: ignore[arg-type]
             one_line(error)
-        for task, place, says in (
-            ("causal-lm", None, "needs --data-root"),
-            ("sequence-classification", root, "model.task"),
-        ):
-            with pytest.raises(ConfigError, match=says):
-                deal(config_of(SUPERNI, task=task), place)
+        with pytest.raises(ConfigError, match="needs --data-root"):
+            deal(config_of(SUPERNI, task="causal-lm"), None)
+        with pytest.raises(ConfigError, match=r"model\.task = 'causal-lm'"):
+            deal(config_of(SUPERNI), root)

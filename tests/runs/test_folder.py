@@ -20,11 +20,8 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 MANIFEST = json.dumps({"config_digest": "", "data": {"label_names": []}})
 FOREIGN: dict[str, Mapping[str, str]] = {
     "a model": {"config.json": '{"model_type": "bert"}'},
-    "a summary": {"summary.json": "{}"},
-    "an adapter": {"adapter/adapter_config.json": "{}"},
     "a run without its manifest": {"config.json": "{}", "metrics.jsonl": "{}\n"},
     "a manifest of something else": {"manifest.json": '{"name": "an app"}'},
-    "a hidden file": {".git/HEAD": "ref"},
 }
 FREE: dict[str, Mapping[str, str]] = {
     "empty": {},

@@ -12,7 +12,6 @@ from fedlora.data import TextData
 from fedlora.data.splits import inputs
 from fedlora.errors import ConfigError
 from fedlora.runs.client_data import deal
-from fedlora.runs.preparation import prepare
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import accuracy, configured, make_project, peft_model, ran
 from support.training_data import classification, rows
@@ -61,35 +60,25 @@ def test_what_two_clients_hold_copies_of_is_no_test_of_either(tmp_path: Path) ->
     assert max(holders.values()) > 1, "the case is as constructed: a copy went to another client"
 
 
-def test_the_summary_has_each_client_on_its_own_and_on_the_common_test_set(project: Path, tmp_path: Path) -> None:
-    """Counted example by example from the readouts, by peft."""
-    config = configured(project, *OWN, "evaluate.clients_at_end=both", "run.readouts=true", "run.rounds=1")
-    folder = ran(config, tmp_path / "run")
-    s, manifest, dealt = folder.read_json("summary.json"), folder.read_json("manifest.json"), deal(config, None)
-    for client in dealt.parts:
+def test_the_summary_has_each_client_on_its_own_test_set(project: Path, tmp_path: Path) -> None:
+    """Counted example by example by peft, from the readouts; the server's model on the common set, which without
+    data.test is all own ones together."""
+    config = configured(
+        project, *OWN, "data.test=0", "evaluate.clients_at_end=true", "run.readouts=true", "run.rounds=1"
+    )
+    folder, dealt = ran(config, tmp_path / "run"), deal(config, None)
+    s, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
+    for client, part in dealt.own_test.items():
         network = peft_model(project, folder.path / "clients" / client)
-        assert s["clients_at_end"][client]["accuracy"] == pytest.approx(accuracy(network, dealt.own_test[client]))
-        assert s["clients_at_end_common"][client]["accuracy"] == pytest.approx(accuracy(network, dealt.test[""]))
-        mine = {"examples": len(dealt.own_test[client]), "sha256": dealt.own_test[client].digest()}
-        assert manifest["data"]["own_test"][client] == mine
-
-
-def test_without_a_common_test_set_the_own_ones_together_are_it(project: Path, tmp_path: Path) -> None:
-    """The server's model is measured on all of them, counted by peft; a score needs nobody's readout."""
-    config = configured(project, *OWN, "data.test=0", "run.rounds=1")
-    dealt = deal(config, None)
+        assert s["clients_at_end"][client]["accuracy"] == pytest.approx(accuracy(network, part))
+        assert manifest["data"]["own_test"][client] == {"examples": len(part), "sha256": part.digest()}
     assert Counter(dealt.test[""].text) == Counter(t for part in dealt.own_test.values() for t in part.text)
-    assert len(dealt.test[""]) > 20
-    folder = ran(config, tmp_path / "run")
     network = peft_model(project, folder.path / "adapter")
-    shown = folder.read_json("summary.json")["test"]["last"]["accuracy"]
-    assert shown == pytest.approx(accuracy(network, dealt.test[""]))
+    assert s["test"]["last"]["accuracy"] == pytest.approx(accuracy(network, dealt.test[""]))
 
 
 def test_a_client_with_too_few_examples_is_named_with_numbers(project: Path) -> None:
     """At alpha = 0.2 some client has few; a hundredth of them is none."""
-    with pytest.raises(ConfigError, match=r"'both' .*a common one only"):
-        prepare(configured(project, "evaluate.clients_at_end=both"))
     with pytest.raises(ConfigError, match=r"test_fraction = 0\.01 .*'site-\d' .* \d+ examples.* 100 or more"):
         deal(configured(project, "clients.test_fraction=0.01"), None)
 

@@ -356,6 +356,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"privacy__sampling": "poisson", "run__participation": 0.5, "run__report_to": ["wandb"]}, "when each round ended"),
     ({"run__keep_uploads": "last"}, "run.keep_uploads"),
     ({"run__readouts": True}, "run.readouts"),
+    ({"train__command": ["x"]}, "train.command leaves"),
     ({"evaluate__clients_at_end": True}, "clients_at_end"),
     ({"evaluate__target": "clients"}, "evaluate.target"),
     ({"clients__test_fraction": 0.2}, "test_fraction"),

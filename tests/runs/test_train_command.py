@@ -7,11 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fedlora import read_adapter
-from fedlora.errors import ConfigError
-from fedlora.runs.config import load_config, parse_config
+from fedlora.runs.config import load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
@@ -86,24 +83,6 @@ def test_a_failed_program_ends_the_run_with_one_line_and_the_run_goes_on(
     cells = [[cell.strip() for cell in line.split("│")] for line in again.out.splitlines()]
     of = {row[1]: row[3] for row in cells if len(row) > 5 and row[1] in ("acme", "berlin")}
     assert of == {"acme": "18; it said 30", "berlin": "18; it said 30; abstained in 1 round"}
-
-
-def test_programs_run_in_several_processes(tmp_path: Path) -> None:
-    config = load_config(project(tmp_path), ["run.workers=2", "run.threads=0"])
-    (*_, last) = execute(prepare(config), RunFolder(tmp_path / "out"))
-    assert dict(last.losses) == {"acme": 0.5, "berlin": 0.5}
-
-
-def test_a_private_run_refuses_programs() -> None:
-    """What a program leaves in the run's folder is in no list of releases."""
-    raw = {
-        "model": {"name": "m"},
-        "data": {"train": "t.csv", "label_names": ["no", "yes"], "validation": 0, "test": "t.csv"},
-        "clients": {"count": 100}, "train": {"command": ["x"]}, "run": {"participation": 0.5},
-        "privacy": {"epsilon": 1.0, "delta": 1e-6, "population": "people", "ledger": "l.jsonl", "clipping_norm": 1.0},
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"train.command leaves"):
-        prepare(parse_config(raw))
 
 
 def test_files_of_a_command_are_found_beside_the_config(tmp_path: Path) -> None:

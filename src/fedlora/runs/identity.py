@@ -119,7 +119,7 @@ def _content(key: str, path: str) -> str:
         if Path(path).is_dir():
             digests = json.dumps(model_content(path), sort_keys=True)  # as in the run's manifest
             return hashlib.sha256(digests.encode()).hexdigest()
-        return f"{file_digest(path)}{Path(path).suffix.lower()}"
+        return f"{file_digest(Path(path))}{Path(path).suffix.lower()}"
     except FileNotFoundError:
         return "missing"
     except OSError as error:
