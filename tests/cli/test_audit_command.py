@@ -95,7 +95,10 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Pairs]:
         paths.append(saved(model, root / f"site-{k}"))
         layers = {m: (x.scaling["default"], x.lora_B, x.lora_A) for m, x in peft_layers(model).items()}
         pairs.append(
-            {m: (s * B["default"].weight.double(), A["default"].weight.double()) for m, (s, B, A) in layers.items()}
+            {
+                m: (s * B["default"].weight.detach().double(), A["default"].weight.detach().double())
+                for m, (s, B, A) in layers.items()
+            }
         )
     return paths, pairs
 

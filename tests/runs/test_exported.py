@@ -21,7 +21,7 @@ from fedlora.runs.exported import LABELS_FILE, base_name, named
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import Finished, held_out, ran
 from support.tiny_models import llama
-from support.training_data import LABELS, encode_prompts, instructions, save_model
+from support.training_data import LABELS, instructions, save_model
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
@@ -134,32 +134,13 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
     assert right / count == pytest.approx(on_the_card(folder, "accuracy"), abs=6e-5)
 
 
-def test_a_snippet_whose_ends_nobody_knows_ends_at_the_tokenizers() -> None:
-    """As in a federation whose server has no base model. eos_token_id=[] would never stop."""
-    config = parse_config({"model": {"name": "m", "task": "causal-lm"}, "data": {"train": "t"}})
+def test_a_snippet_asks_as_the_model_was_taught_and_ends_somewhere() -> None:
+    """A server without base model knows no ends; eos_token_id=[] would never stop."""
+    data = {"train": "t", "chat_template": "w6 {prompt} w7"}
+    config = parse_config({"model": {"name": "m", "task": "causal-lm"}, "data": data})
+    assert '\'w6 {prompt} w7\'.replace("{prompt}", "a prompt")' in snippet(config, (), tokenizer=False)
     assert "eos_token_id=tokenizer.eos_token_id)" in snippet(config, (), tokenizer=False)
     assert "eos_token_id=[2])" in snippet(config, (2,), tokenizer=False)
-
-
-def test_a_language_models_snippet_asks_as_the_model_was_taught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The prompt that the snippet puts is the one that training made of the same words."""
-    template = "w6 {prompt} w7"
-    save_model(tmp_path / "model", llama(), classifies=False)
-    rows = [json.dumps({"prompt": f"w{k % 5} w{k % 3}", "response": f"w{k % 5}"}) for k in range(30)]
-    (tmp_path / "t.jsonl").write_text("\n".join(rows) + "\n")
-    (tmp_path / "c.toml").write_text(
-        f'[model]\nname = "model"\ntask = "causal-lm"\n[data]\ntrain = "t.jsonl"\nchat_template = "{template}"\n'
-        'max_length = 24\n[lora]\ntarget_modules = "all-linear"\n[clients]\ncount = 2\npartition = "iid"\nranks = [2, '
-        "4]\n"
-        "[train]\nmax_steps = 1\n[run]\nrounds = 1\nthreads = 1\n[evaluate]\nsamples = 1\nmax_new_tokens = 2\n"
-    )
-    folder = ran(load_config(tmp_path / "c.toml"), tmp_path / "run").path / "adapter"
-    names = executed(folder, monkeypatch, capsys)
-    asked = TextData("instruction", ("a prompt",), responses=("w1",))
-    (want,) = encode_prompts(asked, names["tokenizer"], max_length=24, template=template)
-    assert names["inputs"]["input_ids"][0].tolist() == want
 
 
 # ---- what the base is called -----------------------------------------------------------------------------------------

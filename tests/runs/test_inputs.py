@@ -6,7 +6,6 @@ Kind of evidence: *enumeration*, end-to-end on tiny models. An input is anything
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedlora.runs.client_data import deal
 from fedlora.runs.config import load_config
 from fedlora.runs.identity import digest_of
 from support.command_line import Said, invoke
@@ -71,20 +69,10 @@ def one_more(file: Path) -> None:
     file.write_text(file.read_text() + rows(classification(1, 99)))
 
 
-def own_test_alone(file: Path) -> None:
-    """Other words in the clients' own test sets, and nowhere else."""
-    dealt = deal(load_config(file.parent / "config.toml"), None)
-    held = {sentence for part in dealt.own_test.values() for sentence in part.text}
-    told = [json.loads(line) for line in file.read_text().splitlines()]
-    moved = [{**row, "text": f"{row['text']} w9"} if row["text"] in held else row for row in told]
-    file.write_text("".join(json.dumps(row) + "\n" for row in moved))
-
-
 # input -> (its file in the project, the change, what the error names)
 INPUTS: Mapping[str, tuple[str, Callable[[Path], None], str]] = {
     "training data, a row more": ("train.jsonl", one_more, "site-"),
     "training data, order of rows": ("train.jsonl", reversed_rows, "site-"),
-    "clients' own test sets alone": ("train.jsonl", own_test_alone, "data.own_test.site-"),
     "validation data": ("valid.jsonl", one_more, "data.validation.examples"),
     "test data": ("test.jsonl", one_more, "data.test"),
     "weights": ("model/model.safetensors", scaled, "model.safetensors"),
