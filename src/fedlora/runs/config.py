@@ -144,8 +144,8 @@ def typed(text: str, where: str) -> Any:
         return text
     if more := [key for key in parsed if key != "value"]:
         raise ConfigError(
-            f"{where} holds more than one value: a line in it also sets {', '.join(map(repr, more))}, which would be "
-            f"lost. Give each key separately; put a text of several lines in quotes."
+            f"{where} holds more than one value: a line in it also sets {', '.join(map(repr, more))}. Give each key "
+            f"separately; put a text of several lines in quotes."
         )
     return parsed["value"]
 
@@ -167,8 +167,8 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
         there["name"] = absolute(model.name)
     elif model.name not in PACKAGED and Path(model.name).exists():  # transformers would use that one
         raise ConfigError(
-            f"model.name = {model.name!r} is relative to {folder.resolve()}, the folder of its file, but there is no "
-            f"such model there; the working directory has one. If you mean that one, give its full path."
+            f"model.name = {model.name!r} is relative to {folder.resolve()}, the folder of its file, which has no such "
+            f"model. If you mean the one in the working directory, give its full path."
         )
     if adapter := model.adapter:
         here = (folder / adapter).exists() or repository_and_revision(adapter) is None

@@ -85,8 +85,8 @@ class RunFolder:
         if theirs := [name for name in found if name not in ours]:
             raise ConfigError(
                 f"{shown(self.path)} is not empty and holds no run: {counted(len(found), 'entry', 'entries')}, the "
-                f"first is {quoted(theirs[0])}. A run would overwrite files that have its names. Nothing was written. "
-                f"Name a new or an empty directory with --out; if a run's manifest.json was lost, restore it."
+                f"first is {quoted(theirs[0])}. Name a new or an empty directory with --out; if a run's manifest.json "
+                f"was lost, restore it."
             )
 
     def create(self, config: str, manifest: Mapping[str, Any]) -> None:
@@ -156,10 +156,7 @@ class RunFolder:
         handle = os.open(self.path, os.O_RDONLY)
         try:
             if files.hold(handle) is False:
-                raise CheckpointError(
-                    f"another process is working on the run in {self.path}. Wait for it or end it, or choose another "
-                    f"--out."
-                )
+                raise CheckpointError(f"another process is working on the run in {self.path}. Wait for it or end it.")
             yield
         finally:
             os.close(handle)

@@ -119,9 +119,8 @@ def prepare(
         raise
     if config.data.task == "mnli" and not data.probes:
         log.warning(
-            "data.task = 'mnli' from --data-root has one test set, the one in glue/mnli/validation.jsonl. This run "
-            "will not have 'validation_mismatched': put validation_mismatched.jsonl beside that file, or leave "
-            "--data-root out."
+            "data.task = 'mnli' from --data-root has no second test set: put validation_mismatched.jsonl beside "
+            "glue/mnli/validation.jsonl, or leave --data-root out."
         )
     parts, labels, names = data.parts, data.classes, list(data.parts)
     processes = config.run.processes(config.model.chosen_device(), per_round(config, names))

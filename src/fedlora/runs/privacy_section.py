@@ -56,8 +56,8 @@ class PrivacySection(Section):
             )
         if self.epsilon is not None and self.budget is not None and self.budget < self.epsilon:
             raise ValueError(
-                f"privacy.budget = {self.budget:g} covers all runs together, but this one alone plans to spend "
-                f"privacy.epsilon = {self.epsilon:g}"
+                f"privacy.budget = {self.budget:g} is of all runs together, and privacy.epsilon = {self.epsilon:g} of "
+                f"this one alone is more"
             )
         if (self.shape == "full") != (self.dims is None):
             raise ValueError(

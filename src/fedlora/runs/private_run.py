@@ -67,9 +67,8 @@ class PrivacyPlan:
         if self.clip <= least:
             raise ConfigError(
                 f"this budget leaves nothing: in {self.rounds} rounds even a change that all {self.clients} clients "
-                f"agree on, with the whole clip {self.clip:g} in {name}, drowns in the noise, which hides everything "
-                f"below {least:.3g} there. Use more clients, a larger epsilon, more rounds at the same noise, or a "
-                f"smaller privacy.shape ('two-sided' with few dims, or ffa-lora)."
+                f"agree on, with the whole clip {self.clip:g} in {name}, drowns in the noise, which hides all below "
+                f"{least:.3g} there. Use more clients, a larger epsilon, more rounds, or privacy.shape = 'two-sided'."
             )
 
 

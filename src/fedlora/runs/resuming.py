@@ -48,8 +48,8 @@ def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunStat
         loaded = checkpoint.load_newest(folder.checkpoints, RunState, state_of_method, of=of, tell=log.warning)
         if loaded is None and folder.finished():
             raise CheckpointError(
-                f"{folder.path} holds a finished run, but checkpoints/ has no state of it: continuing would train all "
-                f"of its rounds again. Restore checkpoints/, or choose another --out."
+                f"{folder.path} holds a finished run, but checkpoints/ has no state of it. Restore checkpoints/, or "
+                f"choose another --out."
             )
         folder.reopen()
     if changed:
@@ -79,8 +79,7 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
         )
     if (done := len(folder.metrics())) > config.run.rounds:
         raise CheckpointError(
-            f"{folder.path} holds {done} rounds, but you ask for run.rounds = {config.run.rounds}: rounds cannot be "
-            f"undone. Choose another --out."
+            f"{folder.path} holds {done} rounds, more than run.rounds = {config.run.rounds}. Choose another --out."
         )
     return stored.canonical() != config.canonical()
 
