@@ -324,7 +324,7 @@ class TestDealSuperni:
             ({"task_lists": ["gone.txt", "unseen.txt"], "tasks": 1}, r"task99_x\.json cannot be read"),
             ({"task_lists": ["twice.txt", "unseen.txt"]}, "'task5_x' twice"),
             ({"task_lists": ["train.txt", "both.txt"]}, "'task0_x' twice"),
-            ({"task_lists": ["empty.txt", "unseen.txt"]}, ""),
+            ({"task_lists": ["empty.txt", "unseen.txt"]}, "empty"),
         ):  # fmt: skip
             with pytest.raises(FedLoRAError, match=says) as error:
                 superni(data, root)  # type: ignore[arg-type]

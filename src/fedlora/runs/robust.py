@@ -31,8 +31,8 @@ class RobustSection(Section):
     rule: its name. byzantine: how many clients per round it must tolerate, a number or a share below 0.5; krum,
     multi-krum and nnm need it. nnm: first replace each change by the mean of its nearest ones. threshold: of
     norm-clipping, a norm or "median" (the default). tau: likewise of centered-clipping. iterations: of
-    centered-clipping (default 3); the most of geometric-median (default 1000). tolerance: of geometric-median, where it
-    stops (default 1e-10).
+    centered-clipping (default 3); the most of geometric-median (default 1000). tolerance: where geometric-median stops
+    (default 1e-10).
     """
 
     rule: RuleName = "none"
