@@ -19,6 +19,7 @@ from fedlora.errors import ConfigError
 from fedlora.methods.glora import GLoRA
 from fedlora.runs.config import KEYS, RunConfig, load_config, parse_config
 from fedlora.runs.identity import NO_NUMBER, differing, identity, later
+from fedlora.runs.synonyms import SYNONYMS
 
 MINIMAL = '[model]\nname = "hub/model"\n[data]\ntrain = "train.jsonl"\n'
 
@@ -61,6 +62,11 @@ def parsed(**tables: Mapping[str, Any]) -> RunConfig:
         ({"model": {"name": "a/b@main", "revision": "x"}}, r"model\.name .* leave out model\.revision"),
         ({"data": {"label_names": ["a", "a "]}}, r"data\.label_names: .*'a '.* twice.*"),
         ({"train": {"num_train_epochs": 5.0}}, r"train\.num_train_epochs = 5 .* train\.max_steps = -1.* 10"),
+        # of several types, what was given says what is wrong; where it is none of them, all are named
+        ({"clients": {"ranks": {"attention": 2}}}, r"key 'clients\.ranks\.feed_forward' is missing"),
+        ({"clients": {"ranks": [True, 4]}}, r"clients\.ranks\.0: .*whole number or .*table; got True"),
+        ({"run": {"workers": "all"}}, r"run\.workers: .*whole number or 'auto'; got 'all'"),
+        ({"lora": {"target_modules": ["q", 3]}}, r"lora\.target_modules\.1: .*text.*; got 3"),
         ({"train": {"accumulation": 2}}, r"unknown key 'train\.accumulation'; leave it out.*"),
     ],
 )
@@ -68,25 +74,6 @@ def test_what_is_wrong_is_one_complaint_by_the_key_of_the_file(tables: dict[str,
     with pytest.raises(ConfigError) as caught:
         parsed(**tables)
     assert re.fullmatch(says, str(caught.value)) and str(caught.value).count("; got ") < 2
-
-
-@pytest.mark.parametrize(
-    ("table", "key", "value", "says"),
-    [
-        ("clients", "ranks", {"attention": 2}, "key 'clients.ranks.feed_forward' is missing"),
-        ("clients", "ranks", [True, 4],
-         "clients.ranks.0: .*whole number or .*table; got True"),
-        ("run", "workers", "all", "run.workers: .*whole number or 'auto'; got 'all'"),
-        ("lora", "target_modules", ["q", 3], "lora.target_modules.1: .*text.*; got 3"),
-    ],
-)  # fmt: skip
-def test_of_several_types_the_one_that_was_given_says_what_is_wrong(
-    table: str, key: str, value: object, says: str
-) -> None:
-    """A table is judged as a table and a number as a number; where it is none of them, all are named."""
-    with pytest.raises(ConfigError) as caught:
-        parsed(**{table: {key: value}})
-    assert re.fullmatch(says, str(caught.value)) and str(caught.value).count("; ") < 2
 
 
 def test_all_that_is_wrong_is_said_at_once_and_what_is_missing_by_its_name(tmp_path: Path) -> None:
@@ -98,6 +85,31 @@ def test_all_that_is_wrong_is_said_at_once_and_what_is_missing_by_its_name(tmp_p
     message = str(caught.value)
     assert all(message.count(name) == 1 for name in ("run.rounds", "'run.sed'", "train.learning_rate", "glroa"))
     assert f"{tmp_path / 'train.jsonl'} does not exist" in message and "\n" not in message
+
+
+def test_every_synonym_names_a_key_and_is_none() -> None:
+    """A table, or a key of one; a synonym that is a key would never be asked for."""
+    ours = {*KEYS, *RunConfig.model_fields, "method.name"}
+    assert {*SYNONYMS.values()} <= ours and not {*SYNONYMS} & ours
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "ours"),
+    [
+        ("run", "num_rounds", "run.rounds"), ("run", "fraction_train", "run.participation"),
+        ("train", "lr", "train.learning_rate"), ("train", "clip", "train.max_grad_norm"),
+        ("clients", "alpha", "clients.dirichlet_alpha"), ("lora", "r", "clients.ranks"), ("run", "round", "rounds"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_is_answered_with_ours(table: str, key: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key '{table}\.{key}'; did you mean '{ours}'\?"):
+        parse_config({"model": {"name": "m"}, "data": {"train": "t"}, **{table: {key: 1}}})
+
+
+def test_a_key_that_is_needed_and_misspelt_is_one_mistake() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"model": {"path": "m"}, "data": {"train": "t"}})
+    assert str(caught.value) == "unknown key 'model.path'; did you mean 'model.name'?"
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fedlora.data import TextData
 from fedlora.data.splits import inputs
 from fedlora.errors import ConfigError
 from fedlora.runs.client_data import deal
+from fedlora.runs.config import parse_config
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import accuracy, configured, make_project, peft_model, ran
 from support.training_data import classification, rows
@@ -39,23 +40,15 @@ def test_a_share_of_what_each_client_was_dealt_is_its_own_test(project: Path) ->
 def test_what_two_clients_hold_copies_of_is_no_test_of_either(tmp_path: Path) -> None:
     """Twelve sentences of the 150 are copied, in other cases and spacing; wherever the copies go, nobody is tested on a
     sentence that anybody trains on, and no example is lost."""
-    project = make_project(tmp_path)
-    data = classification(150, 0)
-    copies = TextData(
-        "classification",
-        tuple("  " + text.upper().replace(" ", "  ") for text in data.text[:12]),
-        labels=(data.labels or ())[:12],
-        label_names=data.label_names,
-    )
+    project, data = make_project(tmp_path), classification(150, 0)
+    shouted = tuple("  " + text.upper().replace(" ", "  ") for text in data.text[:12])
+    copies = replace(data, text=shouted, labels=(data.labels or ())[:12])
     (project / "train.jsonl").write_text(rows(data) + rows(copies))
-    text = (project / "config.toml").read_text().replace("min_examples = 4", 'partition = "iid"')
-    (project / "config.toml").write_text(text)
-    dealt = deal(configured(project, OWN[0]), None)
+    dealt = deal(configured(project, OWN[0], "clients.partition=iid"), None)
     trained = {one for part in dealt.parts.values() for one in inputs(part)}
-    tested = [one for part in dealt.own_test.values() for one in inputs(part)]
-    assert not trained & set(tested)
-    common = len(dealt.test[""]) + len(dealt.validation[""])
-    assert sum(len(p) for p in (*dealt.parts.values(), *dealt.own_test.values())) + common == 162
+    assert not trained & {one for part in dealt.own_test.values() for one in inputs(part)}
+    sets = (dealt.parts, dealt.own_test, dealt.test, dealt.validation)
+    assert sum(len(part) for each in sets for part in each.values()) == 162
     holders = Counter(one for part in dealt.parts.values() for one in set(inputs(part)))
     assert max(holders.values()) > 1, "the case is as constructed: a copy went to another client"
 
@@ -83,14 +76,7 @@ def test_a_client_with_too_few_examples_is_named_with_numbers(project: Path) -> 
         deal(configured(project, "clients.test_fraction=0.01"), None)
 
 
-def test_clients_with_files_of_their_own_have_test_sets_already(tmp_path: Path) -> None:
-    project = make_project(tmp_path)
-    raw = (
-        (project / "config.toml")
-        .read_text()
-        .replace("min_examples = 4", "")
-        .replace('train = "train.jsonl"', 'clients = { a = "train.jsonl" }')
-    )
-    (project / "config.toml").write_text(raw.replace("ranks = [2, 4, 4]", "ranks = [2]"))
+def test_clients_with_files_of_their_own_have_test_sets_already() -> None:
+    raw = {"model": {"name": "m"}, "data": {"clients": {"a": "a.jsonl"}}, "clients": {"test_fraction": 0.2}}
     with pytest.raises(ConfigError, match=r"clients\.test_fraction = 0\.2 .*data\.clients"):
-        deal(configured(project, "clients.test_fraction=0.2"), None)
+        deal(parse_config(raw), None)
