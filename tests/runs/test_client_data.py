@@ -116,15 +116,15 @@ def numbered(*numbers: int) -> list[dict[str, Any]]:
 
 
 def test_files_of_ones_own_are_taken_as_they_are_and_counted(tmp_path: Path) -> None:
-    """By hand: 3 of 8 test texts are trained on, 2 of 4 validation texts, and one is in both held-out files."""
+    """By hand: 3 of 8 test texts are trained on, and 2 of 4 validation texts."""
     files = {"a": numbered(*range(20)), "b": numbered(*range(100, 120)), "_val": numbered(5, 105, 800, 901)}
     files["_test"] = numbered(0, 1, 100, 900, 901, 902, 903, 904)
     config = clients_of(tmp_path, files, 'validation = "_val.jsonl"\ntest = "_test.jsonl"\n')
     dealt = deal(config, None)
     assert (len(dealt.validation[""]), len(dealt.test[""])) == (4, 8)
     assert straddling(dealt) == {
-        "validation": {"examples": 4, "in training": 2},
-        "test": {"examples": 8, "in training": 3, "in validation": 1},
+        "validation": {"examples": 4, "copies": 2},
+        "test": {"examples": 8, "copies": 3},
     }
 
 

@@ -44,14 +44,9 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
     if repeated := data.get("repeated"):
         notes.warn(f"{counted(repeated, 'training example')} repeat another one of the same client, and count again.")
     for name, counts in manifest["copies"].items():
-        where = " and ".join(
-            f"{counts[other]} are copies of {words}"
-            for other, words in (("in training", "training texts"), ("in validation", "validation texts"))
-            if counts.get(other)
-        )
         notes.warn(
-            f"of the {counts['examples']} examples of {name}, {where}, so its scores are too good. fedlora uses the "
-            f"files as they are: remove the copies from one of them. (Copies within one file stay together.)"
+            f"of the {counts['examples']} examples of {name}, {counts['copies']} are copies of training texts, so its "
+            f"scores are too good: remove the copies from one of the files. (Copies within one file stay together.)"
         )
     if cut := manifest["cut"]:
         each = ("cut", "tokens", "responses")

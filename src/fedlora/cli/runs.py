@@ -12,7 +12,7 @@ from fedlora.cli.options import AsJson, Config, DataRoot, Resume, Sets
 from fedlora.cli.run_words import show_run, tell_attack, tell_data
 from fedlora.cli.screen import bar, notes, plotted, print_json
 from fedlora.doing import doing
-from fedlora.errors import ConfigError, counted
+from fedlora.errors import counted
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.quiet import quiet_libraries
 from fedlora.server.judged import in_words
@@ -77,9 +77,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path 
     from fedlora.runs.preparation import prepare
     from fedlora.runs.private_run import check_affordable
 
-    if folder.exists() and not resume:
-        raise ConfigError(f"{folder.path} already holds a run; add --resume to continue it, or choose another --out.")
-    folder.check_place()
+    folder.check_place(resume)
     if resume and not folder.exists():
         notes.warn(f"{folder.path} holds no run yet: it begins with round 1.")
     quiet_libraries()

@@ -66,14 +66,19 @@ class RunFolder:
     def finished(self) -> bool:
         return os.path.lexists(self.path / "summary.json")
 
-    def check_place(self) -> None:
-        """Check, before long work, that a run may be written here: the place is free, an empty folder, has a run, or
-        has what a start left that was killed. Writes nothing.
+    def check_place(self, resume: bool) -> None:
+        """Check, before long work, that a run may be written here: the place is free, an empty folder, has a run that
+        is to be resumed, or has what a start left that was killed. Writes nothing.
 
         Raises:
-            ConfigError: the folder holds other files, cannot be created, or cannot be written.
+            ConfigError: the folder holds other files, cannot be created, or cannot be written. CheckpointError: it
+                holds a run, and `resume` is off.
         """
         if self.exists():
+            if not resume:
+                raise CheckpointError(
+                    f"{self.path} already holds a run; add --resume to continue it, or choose another --out."
+                )
             return
         found = sorted(os.listdir(self.path)) if self.path.is_dir() else []
         if not found:
@@ -90,12 +95,7 @@ class RunFolder:
             )
 
     def create(self, config: str, manifest: Mapping[str, Any]) -> None:
-        """Write a run's manifest, then its configuration, replacing existing ones.
-
-        Raises:
-            ConfigError: as in `check_place`. CheckpointError: the folder cannot be created.
-        """
-        self._make()
+        """Write a run's manifest, then its configuration, replacing existing ones."""
         self.write_json("manifest.json", manifest)
         files.write(self.path / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
 
@@ -152,7 +152,11 @@ class RunFolder:
         Raises:
             ConfigError: as in `check_place`. CheckpointError: another process has it, or it cannot be created.
         """
-        self._make()
+        self.check_place(resume=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"the run folder {self.path} cannot be created: {error.strerror}.") from error
         handle = os.open(self.path, os.O_RDONLY)
         try:
             if files.hold(handle) is False:
@@ -160,13 +164,6 @@ class RunFolder:
             yield
         finally:
             os.close(handle)
-
-    def _make(self) -> None:
-        self.check_place()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"the run folder {self.path} cannot be created: {error.strerror}.") from error
 
     def sweep(self) -> None:
         """Remove files that a killed process left half-written."""

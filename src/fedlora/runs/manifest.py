@@ -110,22 +110,15 @@ def commit_of_code(code: Path = Path(__file__).parents[1]) -> dict[str, Any] | N
 
 
 def straddling(dealt: Dealt) -> dict[str, dict[str, int]]:
-    """Held-out set -> its number of examples ("examples"), and how many are copies of a training text ("in training")
-    or of a validation text ("in validation"). Sets without copies are left out.
+    """Held-out set -> its number of examples, and how many are copies of a training text. Sets without copies are left
+    out.
 
     Shares drawn from one file have none; several files, and a benchmark's official splits, may have some.
     """
-    trained, chosen_by = _texts(dealt.parts), _texts(dealt.validation)
+    trained = {one for part in dealt.parts.values() for one in inputs(part)}
     found = {}
     for name, sets in {"validation": dealt.validation, "test": dealt.test, **dealt.probes}.items():
         texts = [one for part in sets.values() for one in inputs(part)]
-        counts = {"in training": sum(one in trained for one in texts)}
-        if name != "validation":
-            counts["in validation"] = sum(one in chosen_by for one in texts)
-        if any(counts.values()):
-            found[name] = {"examples": len(texts), **counts}
+        if copies := sum(one in trained for one in texts):
+            found[name] = {"examples": len(texts), "copies": copies}
     return found
-
-
-def _texts(sets: Mapping[str, TextData]) -> set[tuple[str, str]]:
-    return {one for part in sets.values() for one in inputs(part)}

@@ -25,7 +25,7 @@ from fedlora.server.state import RunState
 log = logging.getLogger("fedlora.runs")
 
 
-def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunState, str]:
+def opened(prepared: Prepared, folder: RunFolder) -> tuple[RunState, str]:
     """The state to continue from (the newest sound checkpoint, or a fresh start), and the run's identity. A finished
     run's summary is gone from then on.
 
@@ -33,10 +33,6 @@ def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunStat
         CheckpointError: as in `execute`.
     """
     config, fresh, began = prepared.config, start(prepared.server, prepared.seed_adapter), folder.exists()
-    if began and not resume:
-        raise CheckpointError(
-            f"{folder.path} already holds a run; add --resume to continue it, or choose another --out."
-        )
     if not began and prepared.secrets is not None:
         begin(folder)
     changed, of, loaded = not began or changes(folder, config), _identity(prepared, folder), None
