@@ -26,21 +26,14 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 CONFIG = """
 [model]
 name = "model"
-dropout = 0.0
 [data]
 train = "train.jsonl"
 validation = "valid.jsonl"
 test = "test.jsonl"
 [clients]
 ranks = [2, 2]
-test_fraction = 0.2
-[lora]
-target_modules = ["query"]
 [train]
 max_steps = 1
-batch_size = 8
-[evaluate]
-clients_at_end = true
 [run]
 rounds = 1
 threads = 1
@@ -65,16 +58,12 @@ def reversed_rows(file: Path) -> None:
     file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
 
 
-def one_more(file: Path) -> None:
-    file.write_text(file.read_text() + rows(classification(1, 99)))
-
-
 # input -> (its file in the project, the change, what the error names)
 INPUTS: Mapping[str, tuple[str, Callable[[Path], None], str]] = {
-    "training data, a row more": ("train.jsonl", one_more, "site-"),
+    "training data, a row more": ("train.jsonl", text(rows(classification(1, 99))), "site-"),
     "training data, order of rows": ("train.jsonl", reversed_rows, "site-"),
-    "validation data": ("valid.jsonl", one_more, "data.validation.examples"),
-    "test data": ("test.jsonl", one_more, "data.test"),
+    "validation data": ("valid.jsonl", text(rows(classification(1, 99))), "data.validation.examples"),
+    "test data": ("test.jsonl", text(rows(classification(1, 99))), "data.test"),
     "weights": ("model/model.safetensors", scaled, "model.safetensors"),
     "tokenizer": ("model/tokenizer.json", text(" "), "tokenizer.json"),
     "code of the model": ("model/modeling.py", text("x = 1"), "modeling.py"),
@@ -84,13 +73,13 @@ HARMLESS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
     "weights of another framework": ("model/onnx/model.onnx", text("x")),
     "times of a file": ("model/config.json", lambda file: os.utime(file, (1, 1))),
 }
-RESUME = ("run", "config.toml", "--out", "stopped", "--resume")
+RESUME = ("run", "config.toml", "--out", "run", "--resume")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with a run that was stopped before its summary; `restored` before each test."""
-    root = tmp_path_factory.mktemp("inputs") / "project"
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with a run that was stopped before its summary."""
+    root = tmp_path_factory.mktemp("inputs") / "pristine"
     save_encoder(root / "model")
     for name, count, seed in (("train", 80, 0), ("valid", 20, 7), ("test", 20, 8)):
         (root / f"{name}.jsonl").write_text(rows(classification(count, seed)))
@@ -98,17 +87,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         invoke(*RESUME)
-    (root / "stopped" / "summary.json").unlink()
-    shutil.copytree(root, root.with_name("pristine"))
+    (root / "run" / "summary.json").unlink()
     return root
 
 
 @pytest.fixture
-def restored(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.rmtree(world)
-    shutil.copytree(world.with_name("pristine"), world)
-    monkeypatch.chdir(world)
-    return world
+def project(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy: its files may move."""
+    shutil.copytree(pristine, tmp_path / "project")
+    monkeypatch.chdir(tmp_path / "project")
+    return tmp_path / "project"
 
 
 def digest(root: Path) -> str:
@@ -116,25 +104,20 @@ def digest(root: Path) -> str:
 
 
 @pytest.mark.parametrize("what", INPUTS)
-def test_a_changed_input_is_named_by_what_goes_on(restored: Path, main: Callable[..., Said], what: str) -> None:
+def test_a_changed_input_is_named_by_what_goes_on(
+    pristine: Path, project: Path, main: Callable[..., Said], what: str
+) -> None:
     file, change, name = INPUTS[what]
-    before = digest(restored)
-    change(restored / file)
-    assert digest(restored) != before
+    change(project / file)
+    assert digest(project) != digest(pristine)
     assert name in main(*RESUME).error()
 
 
-def test_what_no_loader_reads_does_not_matter(restored: Path, main: Callable[..., Said]) -> None:
-    before = digest(restored)
+def test_what_no_loader_reads_does_not_matter(pristine: Path, project: Path, main: Callable[..., Said]) -> None:
     for file, change in HARMLESS.values():
-        change(restored / file)
-    assert digest(restored) == before
+        change(project / file)
+    assert digest(project) == digest(pristine)
     assert main(*RESUME).code == 0
-
-
-def test_the_place_of_the_files_does_not_matter(restored: Path) -> None:
-    elsewhere = shutil.copytree(restored, restored.with_name("elsewhere"))
-    assert digest(elsewhere) == digest(restored)
-    (elsewhere / "config.toml").write_text(CONFIG.replace("valid.jsonl", "valid.csv"))
-    (elsewhere / "valid.jsonl").rename(elsewhere / "valid.csv")
-    assert digest(elsewhere) != digest(restored), "a file is read by its suffix"
+    (project / "config.toml").write_text(CONFIG.replace("valid.jsonl", "valid.csv"))
+    (project / "valid.jsonl").rename(project / "valid.csv")
+    assert digest(project) != digest(pristine), "a file is read by its suffix"

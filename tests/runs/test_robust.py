@@ -3,8 +3,6 @@ end-to-end, contract."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +15,7 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.runs.robust import _RULES, RobustSection, RuleName
 from fedlora.server.rules import NNM, CenteredClipping, GeometricMedian, Krum, MultiKrum, NormClipping
-from support.command_line import Said, invoke, options
+from support.command_line import invoke, options
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, ran, same_run
 
@@ -114,27 +112,3 @@ def test_a_run_with_a_rule_resumes_to_the_same_bits_and_never_as_another_one(
     assert [line["robust"] for line in again.metrics()] == [line["robust"] for line in defended[0].metrics()]
     with pytest.raises(FedLoRAError, match=r"robust\.rule is 'krum' there"):
         ran(configured(project, "run.rounds=2"), tmp_path / "run", resume=True)
-
-
-def test_a_merge_takes_a_rule_too(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """`fedlora merge --robust`: a far adapter is left out, the report and the card say so; keys that do nothing are
-    refused."""
-    from support.adapter_folders import saved
-
-    folders = [saved(tmp_path, name, 2) for name in "abcde"]
-    for folder in folders:
-        (folder / "upload.json").write_text(json.dumps({"client": folder.name, "num_examples": 10, "round": 1}))
-    given = ("merge", *folders, "--heads", "drop", "--method", "glora", "--robust")
-    done = main(*given, "multi-krum byzantine=1", "-o", tmp_path / "out")
-    assert done.code == 0, done.err
-    assert "multi-krum left out" in " ".join(done.err.split())
-    for text, why in {
-        "multi-krum": "needs robust.byzantine",
-        "clap": "cannot be read",
-        "norm-clipping byzantine clients": "NAME",
-    }.items():
-        wrong = main(*given, text, "-o", tmp_path / "other")
-        assert wrong.code == 2 and why in " ".join(wrong.err.split()), (text, wrong.err)
-    bare = main("merge", *folders, *given[-3:], "multi-krum byzantine=1", "-o", tmp_path / "other")
-    assert bare.code == 2 and "tensors beside them" in " ".join(bare.err.split()), "heads are in no pair of factors"
-    assert not (tmp_path / "other").exists()

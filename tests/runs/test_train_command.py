@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fedlora import read_adapter
 from fedlora.runs.config import load_config
@@ -21,13 +20,12 @@ pytestmark = [FUTURE_NAMES, LORA_BIAS]
 LISTING = DOUBLING + "\nimport sys; shutil.copy(sys.argv[1], 'seen')"
 
 
-def project(folder: Path, **train: Any) -> Path:
+def project(folder: Path) -> Path:
     """A run of two clients on files of their own, a quarter of each held out; their programs double B."""
     save_encoder(folder / "model")
     for k, name in enumerate(("acme", "berlin")):
         (folder / f"{name}.jsonl").write_text(rows(classification(24, k)))
     words = json.dumps(command(folder, LISTING, "{data}"))
-    more = "".join(f"{key} = {json.dumps(value)}\n" for key, value in train.items())
     (folder / "run.toml").write_text(f"""
 [model]
 name = "model"
@@ -46,7 +44,7 @@ rounds = 2
 threads = 1
 [train]
 command = {words}
-{more}""")
+""")
     return folder / "run.toml"
 
 
