@@ -70,10 +70,9 @@ def deal(config: RunConfig, data_root: Path | None, keep: Keep | None = None) ->
     """
     share = config.clients.test_fraction
     if share is not None and (config.data.clients or config.data.task == "superni"):
-        own = "data.clients" if config.data.clients else "data.task = 'superni'"
         raise ConfigError(
-            f"clients.test_fraction = {share:g} is for one file that is dealt out; with {own} each client already has "
-            f"its own test set, by data.test. Leave clients.test_fraction out."
+            f"clients.test_fraction = {share:g} is for one file that is dealt out; with data.clients or superni each "
+            f"client has a test set by data.test."
         )
     if config.data.task == "superni":
         return _superni(config, data_root)
@@ -149,12 +148,8 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
         raise ConfigError("data.task = 'superni' needs --data-root with a folder superni of task*.json files.")
     if config.model.task != "causal-lm":
         raise ConfigError("data.task = 'superni' consists of instructions; set model.task = 'causal-lm'.")
-    if isinstance(d.validation, str) or isinstance(d.test, str):
-        raise ConfigError(
-            "data.task = 'superni' holds out a share of each task; data.validation and data.test must be shares."
-        )
-    if not d.task_lists:
-        raise ConfigError("data.task = 'superni' needs data.task_lists, two files below --data-root.")
+    if isinstance(d.validation, str) or isinstance(d.test, str) or not d.task_lists:
+        raise ConfigError("data.task = 'superni' needs data.task_lists, two files, and shares to hold out.")
     clients, others = read_task_lists(data_root / d.task_lists[0], data_root / d.task_lists[1])
     if len(clients) < d.tasks or len(others) < d.unseen_tasks:
         raise ConfigError(
