@@ -195,7 +195,7 @@ def test_a_picture_is_drawn_where_it_is_asked_for_and_replaces_those_of_fedlora_
 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "too few weights": (["a", "b", "c", "--weights", "1,2"], "--weights has 2 numbers for 3"),
-    "negative weight": (["a", "b", "--weights=-1,2"], "--weights takes finite numbers of at least 0"),
+    "negative weight": (["a", "b", "--weights=-1,2"], "at least 0; got '-1,2'"),
     "no uploads": (["--from-run", "."], "holds no uploads"),
     "hopeless condition": (["a", "b", "--methods", "fedit", "--conditions", "1e300"], "--conditions"),
     "unknown kind of picture": (["a", "b", "--methods", "glora", "--plot", "audit.xyz"], "xyz"),
