@@ -1,4 +1,4 @@
-"""More rounds on resume, keys that may differ, moved folders, trackers that are missing.
+"""More rounds on resume, keys that may differ, trackers that are missing.
 
 Kinds of evidence: *end-to-end* on a tiny transformer (an extended run against one of that length from the start, to the
 bit), *contract* (what is refused and how it is said).
@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from fedlora.errors import CheckpointError
-from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import configured, contents, make_project, ran, same_run
+from support.projects import configured, contents, ran, same_run
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
@@ -91,23 +90,6 @@ def test_what_is_stored_or_measured_on_the_way_may_differ(project: Path, tmp_pat
     assert set(folder.read_json("summary.json")["clients_at_end"]) == {"site-1", "site-2", "site-3"}
     ran(configured(project, "run.rounds=3"), folder.path, resume=True)
     assert not (folder.path / "clients").exists(), "readouts of the shorter run do not stay"
-
-
-def test_a_project_that_was_moved_goes_on_and_one_with_other_data_does_not(tmp_path: Path) -> None:
-    project = make_project(tmp_path / "here")
-    sets = ("run.rounds=3",)
-    folder = ran(configured(project, *sets), tmp_path / "here" / "run", 1)
-    shutil.move(tmp_path / "here", tmp_path / "there")
-    moved: RunConfig = configured(tmp_path / "there", *sets)
-    folder = RunFolder(tmp_path / "there" / "run")
-    file = tmp_path / "there" / "train.jsonl"
-    text = file.read_text()
-    file.write_text(text.replace("w9", "w10"))
-    with pytest.raises(CheckpointError, match=r"other content .*data\.train\.site-1"):
-        ran(moved, folder.path, resume=True)
-    file.write_text(text)
-    ran(moved, folder.path, resume=True)
-    same_run(folder, ran(moved, tmp_path / "fresh"))
 
 
 def test_a_missing_tracker_leaves_no_folder_behind(
