@@ -71,8 +71,6 @@ def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: boo
     from fedlora.runs.private_run import check_affordable, plan
 
     config = load_config(file, overrides)
-    if config.privacy is None:
-        raise ConfigError(f"{file} has no table [privacy], so there is nothing to plan.")
     quiet_libraries()
     with notes.status("reading the model"), doing("planning", closed=True):
         prepared = prepare(config, data_root)

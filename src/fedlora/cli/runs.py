@@ -73,6 +73,7 @@ def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path | None) -> None:
     """Play all rounds, behind a progress bar."""
     from fedlora.core.checkpoint import newest_round
+    from fedlora.runs.checks import per_round
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare
     from fedlora.runs.private_run import check_affordable
@@ -93,9 +94,9 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path 
             "private: this screen names clients that fail or are refused, so only the server's operator may see it. "
             "Such a client counts as zero; even if all do, the round is released (as noise) and charged."
         )
-    per_round = max(1, round(config.run.participation * len(prepared.clients)))
     done = (newest_round(folder.checkpoints) or 0) if folder.exists() else 0
-    watch = _Watch(label, config.run.rounds, per_round, prepared.metric, done)
+    each = per_round(config, list(prepared.parts))
+    watch = _Watch(label, config.run.rounds, each, prepared.metric, done)
     with watch.bar:
         for record in execute(prepared, folder, resume=resume, on_client=watch.client_done):
             watch.round_done(record)
