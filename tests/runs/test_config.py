@@ -132,6 +132,8 @@ def test_data_paths_are_made_absolute_from_the_file_not_from_here(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
+    (elsewhere / "a" / "b@c").mkdir(parents=True)
+    assert parsed(model={"name": "a/b@c"}).model.name == "a/b@c", "a folder, and no revision of the hub's"
     text = '[model]\nname = "model"\n[data]\ntrain = "../t.csv"\nvalidation = "v.csv"\ntest = 0.2\n'
     config = load_config(written(folder, text))
     assert config.model.name == str(folder / "model")

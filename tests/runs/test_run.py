@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -187,6 +188,9 @@ def test_of_equal_rounds_the_first_is_best_and_no_validation_means_no_best(proje
     folder = ran(configured(project, "train.learning_rate=1e-12"), tmp_path / "flat")
     assert len({line["metrics"]["accuracy"] for line in folder.metrics()}) == 1
     assert folder.read_json("summary.json")["best_round"] == 1
+    shutil.rmtree(folder.best_checkpoint)
+    ran(configured(project, "train.learning_rate=1e-12", "run.readouts=true"), folder.path, resume=True)
+    assert folder.finished() and not (folder.path / "best").exists(), "its state is lost"
 
     folder = ran(configured(project, "data.validation=0", "run.rounds=1"), tmp_path / "none")
     s = folder.read_json("summary.json")

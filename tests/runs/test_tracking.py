@@ -44,6 +44,7 @@ def assert_has_everything(folder: RunFolder) -> None:
             want.setdefault(f"loss/{client}", []).append((line["round"], loss))
         want.setdefault("loss", []).append((line["round"], line["loss"]))
         want.setdefault("bytes", []).append((line["round"], line["bytes"]["total"]))
+        want.setdefault("clients", []).append((line["round"], len(line["weights"])))
     for which, name, round in (("last", "test", s["rounds"]), ("best", "test_best", s["best_round"])):
         want |= {f"{name}/{score}": [(round, value)] for score, value in s["test"][which].items()}
     assert {"metrics/macro_f1", "loss/site-1", "test/matthews", "test_best/loss"} <= set(want)
