@@ -62,7 +62,7 @@ def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> s
         (key, placeless(value)) for key, value in _record(config, exclude_defaults=True) if key not in later(config)
     ]
     read = [facts["model"]["sha256"], facts["model"].get("adapter"), facts["data"], facts["threads"], secret]
-    return hashlib.sha256(json.dumps([MEANING, kept, read], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([MEANING, kept, read]).encode()).hexdigest()
 
 
 def differing(stored: RunConfig, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
