@@ -96,7 +96,8 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
 
 def test_a_tables_note_names_its_attacks() -> None:
     configs = [{"attack": {"kind": kind, "fraction": 0.2, "clients": []}} for kind in ("none", "gauge", "gauge")]
-    assert attacks_of([{}, *configs]) == ["gauge by 20% of the clients"]
+    (only,) = attacks_of([{}, *configs])
+    assert only.startswith("gauge by 20%")
 
 
 @pytest.mark.parametrize(

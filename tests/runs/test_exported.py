@@ -160,7 +160,7 @@ def test_packaged_models_have_their_public_names_and_no_path(finished: Finished)
         assert named(spec, base.name).base_model == name
         config = parse_config({"model": {"name": path}, "data": {"train": "demo"}})
         card = model_card(manifest, config, base, adapter, 3, {})
-        assert "commit aaaaaaaaaaaa with local changes |" in card
+        assert "commit aaaaaaaaaaaa with" in card
         assert f"base_model: {name}\n" in card and source in card and "/" not in card.replace(name, "").split("##")[0]
 
 
