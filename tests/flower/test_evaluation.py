@@ -179,7 +179,6 @@ def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
 
 CANNOT: dict[str, tuple[dict[str, Any], str]] = {
     "server without files": ({"evaluate": {"target": "server"}}, r"target = 'server'.*data\.validation"),
-    "both at the end": ({"evaluate": {"clients_at_end": "both"}}, "'both' needs a common"),
     "patience without a score": (
         {"evaluate": {"early_stopping_patience": 2, "target": "server"}, "data": {"test": "TEST"}},
         "early_stopping_patience = 2 looks at a score.*no file",

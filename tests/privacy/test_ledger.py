@@ -344,7 +344,7 @@ def said(*args: Any, code: int = 0) -> str:
 
 @PLD
 def test_the_command_begins_charges_and_raises(path: Path) -> None:
-    charge = ["--charge", "--noise-multiplier", 1.0, "--rounds", 5]
+    charge = ["--charge", 1.0, 5, 1]
     assert "--population" in said(path, *charge, code=2) and not path.exists()
     path.touch()
     assert "--population" in said(path, *charge, code=2) and not path.read_bytes()
@@ -360,10 +360,8 @@ def test_the_command_begins_charges_and_raises(path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--budget", 5, "--charge"], "one at a time"),
-        (["--rounds", 5], "--rounds goes with --charge"),
-        (["--charge"], "needs --noise-multiplier and --rounds"),
-        (["--charge", "--noise-multiplier", 0, "--rounds", 5], "no finite epsilon"),
+        (["--budget", 5, "--charge", 1, 5, 1], "one at a time"),
+        (["--charge", 0, 5, 1], "no finite epsilon"),
         (["--budget", -1, "--delta", 1e-3], "positive and finite"),
         (["--budget", 1, "--delta", 2], "delta is a probability"),
         (["--population", "x"], "--population goes with --budget"),

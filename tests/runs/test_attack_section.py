@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fedlora.attacks import choose_attackers
+from fedlora.runs.attack_words import attacks_of
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke
@@ -33,42 +34,33 @@ def attacked(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
     return RunFolder(out), result.stdout, result.stderr
 
 
-def test_the_screen_says_so_before_and_after(attacked: tuple[RunFolder, str, str]) -> None:
-    _, out, err = attacked
-    loud = f"UNDER ATTACK, on purpose: {WORDS}. "
-    assert err.count(loud) == 2
-    assert "under attack" in out and WORDS in out
+def test_the_screen_says_so_before_and_after_and_so_does_an_audit(
+    attacked: tuple[RunFolder, str, str], tmp_path: Path
+) -> None:
+    folder, out, err = attacked
+    loud = f"UNDER ATTACK, on purpose: {WORDS}"
+    assert err.count(loud) == 2 and "under attack" in out and WORDS in out
+    words = ("--methods", "glora", "--conditions", "10", "--plot", tmp_path / "audit.png")
+    assert invoke("audit", "--from-run", folder.path, *words).stderr.count(loud) == 1
 
 
-def test_an_audit_of_its_uploads_says_so(attacked: tuple[RunFolder, str, str], tmp_path: Path) -> None:
-    picture = ("--plot", tmp_path / "audit.png")
-    said = invoke("audit", "--from-run", attacked[0].path, "--methods", "glora", "--conditions", "10", *picture)
-    assert said.stderr.count(f"UNDER ATTACK, on purpose: {WORDS}") == 1
-
-
-def test_every_line_of_metrics_names_the_liars_and_their_numbers(attacked: tuple[RunFolder, str, str]) -> None:
-    lines, facts = attacked[0].metrics(), {"what": "sign-flip (s = 1)", "kind": "sign-flip", "clients": list(ATTACKER)}
-    assert attacked[0].read_json("manifest.json")["attack"] == attacked[0].read_json("summary.json")["attack"] == facts
-    for line in lines:
-        assert line["attack"]["what"] == "sign-flip (s = 1)"
-        assert list(line["attack"]["clients"]) == list(ATTACKER)
+def test_every_file_says_so(attacked: tuple[RunFolder, str, str]) -> None:
+    """Manifest, summary, each line, each upload; and each card, the adapter's, the best one's, each client's own: a
+    warning before the first table, a row in it, and a tag."""
+    folder, facts = attacked[0], {"what": "sign-flip (s = 1)", "kind": "sign-flip", "clients": list(ATTACKER)}
+    assert folder.read_json("manifest.json")["attack"] == folder.read_json("summary.json")["attack"] == facts
+    for line in folder.metrics():
+        assert line["attack"]["what"] == "sign-flip (s = 1)" and list(line["attack"]["clients"]) == list(ATTACKER)
         assert set(line["attack"]["clients"][ATTACKER[0]]) == {"change", "honest", "left_out"}
-
-
-def test_every_exported_card_says_it_first(attacked: tuple[RunFolder, str, str]) -> None:
-    """The adapter's, the best one's, each client's own: a warning before the first table, a row in it, and a tag."""
-    cards = sorted(attacked[0].path.glob("*/README.md")) + sorted(attacked[0].path.glob("clients/*/README.md"))
+    for name in NAMES:
+        upload = json.loads((folder.uploads(2) / name / "upload.json").read_text(encoding="utf-8"))
+        assert upload["attack"] == "sign-flip (s = 1)" and upload["byzantine"] is (name in ATTACKER)
+    cards = [*folder.path.glob("*/README.md"), *folder.path.glob("clients/*/README.md")]
     assert len(cards) == 5
     for card in cards:
         text = card.read_text(encoding="utf-8")
         assert text.index("**Do not use this adapter.") < text.index("| | |")
         assert f"| attack | {WORDS} |" in text and "- under-attack\n" in text.split("---")[1]
-
-
-def test_every_stored_upload_says_whether_it_is_a_lie(attacked: tuple[RunFolder, str, str]) -> None:
-    for name in NAMES:
-        facts = json.loads((attacked[0].uploads(2) / name / "upload.json").read_text(encoding="utf-8"))
-        assert facts["attack"] == "sign-flip (s = 1)" and facts["byzantine"] is (name in ATTACKER)
 
 
 def test_every_picture_of_it_says_so(attacked: tuple[RunFolder, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +75,7 @@ def test_every_picture_of_it_says_so(attacked: tuple[RunFolder, str, str], monke
 
     monkeypatch.setattr(plots, "saved", kept)
     plots.plot_run(attacked[0])
-    assert {"metric.png", "bytes.png", "spectrum.png"} <= set(said)
+    assert {"metric.png", "spectrum.png"} <= set(said)
     for name, text in said.items():
         assert f"UNDER ATTACK, on purpose: {WORDS}." in " ".join(text.split()), name
 
@@ -102,14 +94,18 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
     assert plain.manifest["data"]["test"] == flipped.manifest["data"]["test"]
 
 
+def test_a_tables_note_names_its_attacks() -> None:
+    configs = [{"attack": {"kind": kind, "fraction": 0.2, "clients": []}} for kind in ("none", "gauge", "gauge")]
+    (only,) = attacks_of([{}, *configs])
+    assert only.startswith("gauge by 20%")
+
+
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
         (["attack.kind=sign-flip"], "attack.fraction (of all clients) or attack.clients"),
-        (["attack.kind=sign-flip", "attack.fraction=0.2"], "less than one client"),
         (["attack.kind=sign-flip", "attack.clients=['site-9']"], "'site-9'"),
         (["attack.kind=sign-flip", "attack.clients=['site-1','site-2','site-3']"], "all 3 clients are byzantine"),
-        (["attack.kind=label-flip", "attack.fraction=0.4", "attack.strength=2"], "has no strength"),
         (["attack.kind=gauge", "attack.fraction=0.4", "method.name=ffa-lora"], "needs both factors shared"),
     ],
 )

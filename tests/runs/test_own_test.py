@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fedlora.data import TextData
 from fedlora.data.splits import inputs
 from fedlora.errors import ConfigError
 from fedlora.runs.client_data import deal
-from fedlora.runs.preparation import prepare
+from fedlora.runs.config import parse_config
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import accuracy, configured, make_project, peft_model, ran
 from support.training_data import classification, rows
@@ -40,68 +40,43 @@ def test_a_share_of_what_each_client_was_dealt_is_its_own_test(project: Path) ->
 def test_what_two_clients_hold_copies_of_is_no_test_of_either(tmp_path: Path) -> None:
     """Twelve sentences of the 150 are copied, in other cases and spacing; wherever the copies go, nobody is tested on a
     sentence that anybody trains on, and no example is lost."""
-    project = make_project(tmp_path)
-    data = classification(150, 0)
-    copies = TextData(
-        "classification",
-        tuple("  " + text.upper().replace(" ", "  ") for text in data.text[:12]),
-        labels=(data.labels or ())[:12],
-        label_names=data.label_names,
-    )
+    project, data = make_project(tmp_path), classification(150, 0)
+    shouted = tuple("  " + text.upper().replace(" ", "  ") for text in data.text[:12])
+    copies = replace(data, text=shouted, labels=(data.labels or ())[:12])
     (project / "train.jsonl").write_text(rows(data) + rows(copies))
-    text = (project / "config.toml").read_text().replace("min_examples = 4", 'partition = "iid"')
-    (project / "config.toml").write_text(text)
-    dealt = deal(configured(project, OWN[0]), None)
+    dealt = deal(configured(project, OWN[0], "clients.partition=iid"), None)
     trained = {one for part in dealt.parts.values() for one in inputs(part)}
-    tested = [one for part in dealt.own_test.values() for one in inputs(part)]
-    assert not trained & set(tested)
-    common = len(dealt.test[""]) + len(dealt.validation[""])
-    assert sum(len(p) for p in (*dealt.parts.values(), *dealt.own_test.values())) + common == 162
+    assert not trained & {one for part in dealt.own_test.values() for one in inputs(part)}
+    sets = (dealt.parts, dealt.own_test, dealt.test, dealt.validation)
+    assert sum(len(part) for each in sets for part in each.values()) == 162
     holders = Counter(one for part in dealt.parts.values() for one in set(inputs(part)))
     assert max(holders.values()) > 1, "the case is as constructed: a copy went to another client"
 
 
-def test_the_summary_has_each_client_on_its_own_and_on_the_common_test_set(project: Path, tmp_path: Path) -> None:
-    """Counted example by example from the readouts, by peft."""
-    config = configured(project, *OWN, "evaluate.clients_at_end=both", "run.readouts=true", "run.rounds=1")
-    folder = ran(config, tmp_path / "run")
-    s, manifest, dealt = folder.read_json("summary.json"), folder.read_json("manifest.json"), deal(config, None)
-    for client in dealt.parts:
+def test_the_summary_has_each_client_on_its_own_test_set(project: Path, tmp_path: Path) -> None:
+    """Counted example by example by peft, from the readouts; the server's model on the common set, which without
+    data.test is all own ones together."""
+    config = configured(
+        project, *OWN, "data.test=0", "evaluate.clients_at_end=true", "run.readouts=true", "run.rounds=1"
+    )
+    folder, dealt = ran(config, tmp_path / "run"), deal(config, None)
+    s, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
+    for client, part in dealt.own_test.items():
         network = peft_model(project, folder.path / "clients" / client)
-        assert s["clients_at_end"][client]["accuracy"] == pytest.approx(accuracy(network, dealt.own_test[client]))
-        assert s["clients_at_end_common"][client]["accuracy"] == pytest.approx(accuracy(network, dealt.test[""]))
-        mine = {"examples": len(dealt.own_test[client]), "sha256": dealt.own_test[client].digest()}
-        assert manifest["data"]["own_test"][client] == mine
-
-
-def test_without_a_common_test_set_the_own_ones_together_are_it(project: Path, tmp_path: Path) -> None:
-    """The server's model is measured on all of them, counted by peft; a score needs nobody's readout."""
-    config = configured(project, *OWN, "data.test=0", "run.rounds=1")
-    dealt = deal(config, None)
+        assert s["clients_at_end"][client]["accuracy"] == pytest.approx(accuracy(network, part))
+        assert manifest["data"]["own_test"][client] == {"examples": len(part), "sha256": part.digest()}
     assert Counter(dealt.test[""].text) == Counter(t for part in dealt.own_test.values() for t in part.text)
-    assert len(dealt.test[""]) > 20
-    folder = ran(config, tmp_path / "run")
     network = peft_model(project, folder.path / "adapter")
-    shown = folder.read_json("summary.json")["test"]["last"]["accuracy"]
-    assert shown == pytest.approx(accuracy(network, dealt.test[""]))
+    assert s["test"]["last"]["accuracy"] == pytest.approx(accuracy(network, dealt.test[""]))
 
 
 def test_a_client_with_too_few_examples_is_named_with_numbers(project: Path) -> None:
     """At alpha = 0.2 some client has few; a hundredth of them is none."""
-    with pytest.raises(ConfigError, match=r"'both' .*a common one only"):
-        prepare(configured(project, "evaluate.clients_at_end=both"))
     with pytest.raises(ConfigError, match=r"test_fraction = 0\.01 .*'site-\d' .* \d+ examples.* 100 or more"):
         deal(configured(project, "clients.test_fraction=0.01"), None)
 
 
-def test_clients_with_files_of_their_own_have_test_sets_already(tmp_path: Path) -> None:
-    project = make_project(tmp_path)
-    raw = (
-        (project / "config.toml")
-        .read_text()
-        .replace("min_examples = 4", "")
-        .replace('train = "train.jsonl"', 'clients = { a = "train.jsonl" }')
-    )
-    (project / "config.toml").write_text(raw.replace("ranks = [2, 4, 4]", "ranks = [2]"))
+def test_clients_with_files_of_their_own_have_test_sets_already() -> None:
+    raw = {"model": {"name": "m"}, "data": {"clients": {"a": "a.jsonl"}}, "clients": {"test_fraction": 0.2}}
     with pytest.raises(ConfigError, match=r"clients\.test_fraction = 0\.2 .*data\.clients"):
-        deal(configured(project, "clients.test_fraction=0.2"), None)
+        deal(parse_config(raw), None)

@@ -10,21 +10,21 @@ import importlib.util
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError
-from fedlora.privacy import Budget, Ledger, Mechanism, Spending, accounting
+from fedlora.privacy import Budget, Ledger, Spending, accounting
 from fedlora.runs.checks import check_private
 from fedlora.runs.config import RunConfig, load_config, parse_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.preparation import Prepared, prepare
+from fedlora.runs.preparation import prepare
 from fedlora.runs.private_releases import shown_config
-from fedlora.runs.private_run import check_affordable, plan
+from fedlora.runs.private_run import check_affordable
 from fedlora.training import LocalTrainer
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
@@ -68,8 +68,15 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def done(place: Path) -> Iterator[Finished]:
-    yield Finished(place)
+def done(place: Path) -> Finished:
+    return Finished(place)
+
+
+def public_text(run: RunFolder) -> str:
+    """All that may be handed out."""
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    secret = [run.path / "private", run.path / "checkpoints"]
+    return "\n".join(p.read_text(errors="replace") for p in files if not any(p.is_relative_to(s) for s in secret))
 
 
 def configured(place: Path, *overrides: str) -> RunConfig:
@@ -96,37 +103,21 @@ def test_an_outsider_recomputes_epsilon_from_the_ledger(done: Finished) -> None:
     card = (done.folder.path / "adapter" / "README.md").read_text()
     shown = f"{math.ceil(spent['epsilon_planned'] * 1000) / 1000:.3f}"  # no less than it is
     assert f"epsilon {shown} at delta 0.001" in card and "one client's contribution" in card
-    told = json.loads(invoke("privacy", done.ledger, "--json").stdout)
-    assert told["epsilon"] == pytest.approx(epsilon, rel=1e-3) and told["events"] == 2
+    shown = json.loads(invoke("privacy", done.ledger, "--json").stdout)
+    assert shown["epsilon"] == pytest.approx(epsilon, rel=1e-3) and shown["events"] == 2
     assert [line["privacy"]["ledger"]["events"] for line in done.folder.metrics()] == [1, 2]
-
-
-def test_what_was_charged_is_the_mechanism_that_ran(done: Finished) -> None:
-    """d: two modules of 32 x 32 and a head of 3 x 32 and 3; the noise is of that size, by its file's length."""
-    (event, _) = Ledger(done.ledger, "three toy sites").read().events
-    assert event.size == 2 * 32 * 32 + 3 * 32 + 3
-    mechanism = Mechanism.of(1.0, 1.0, event.size)
-    assert (event.clip, event.noise_multiplier, event.grid) == (1.0, 1.0, mechanism.grid)
-    assert event.sensitivity == mechanism.sensitivity(event.size)
-    files = sorted((done.folder.path / "private" / "journal").glob("*.noised"))
-    assert len(files) == 2 and all(path.stat().st_size > 8 * event.size for path in files)
 
 
 def test_nothing_outside_the_secret_folders_tells_of_a_client(done: Finished, place: Path) -> None:
     """Counts, digests, losses, who took part: asked of the data, looked for in all public files."""
     content = prepare(configured(place, "run.rounds=2")).secrets or {}
-    public = [
-        path for path in done.folder.path.rglob("*")
-        if path.is_file() and path.relative_to(done.folder.path).parts[0] not in ("private", "checkpoints")
-    ]  # fmt: skip
-    text = "\n".join(path.read_text(errors="replace") for path in public) + done.said.stdout + done.said.stderr
+    text = public_text(done.folder) + done.said.stdout + done.said.stderr
     for facts in content["data"]["train"].values():
         assert facts["sha256"] not in text
     assert str(content["data"]["label_counts"]["site-1"]) not in text
     for line in done.folder.metrics():
         assert not (line["losses"] or line["weights"] or line["refused"] or line["bytes"] or line["seconds"])
     assert all((done.folder.path / name).stat().st_mode & 0o077 == 0 for name in ("private", "checkpoints"))
-    assert "loss 0." not in done.said.stderr.split("glora round")[0]
 
 
 def test_the_names_of_clients_files_do_not_leave(place: Path, tmp_path: Path) -> None:
@@ -151,9 +142,6 @@ def test_the_names_of_clients_files_do_not_leave(place: Path, tmp_path: Path) ->
     assert run.read_json("config.json")["run"]["workers"] == 2
     assert not [p for p in run.path.rglob("*") if p.is_file() and b"oncology" in p.read_bytes()]
     assert not any("oncology" in said.stdout + said.stderr for said in told)
-    whole = json.loads((run.path / "manifest.json").read_text())["config_digest"]
-    moved = load_config(tmp_path / "config.toml", [a for a in own if a != "--set"] + ["run.workers=2"])
-    assert whole == shown_config(moved).digest() != moved.digest()
 
 
 def test_a_copy_of_a_run_is_told_that_its_own_round_was_released(place: Path, tmp_path: Path) -> None:
@@ -186,9 +174,7 @@ def test_who_fails_is_told_to_the_operator_and_to_no_file(
     assert bad.read_json("summary.json")["rounds"] == 2
     assert "operator" in said.stderr
     assert caplog.text.count("does not count: RuntimeError: no more memory\\n\\x1b[2J") == 6
-    public = [p for p in bad.path.rglob("*") if p.is_file() and p.relative_to(bad.path).parts[0] not in
-              ("private", "checkpoints")]  # fmt: skip
-    assert not any("no more memory" in path.read_text(errors="replace") for path in public)
+    assert "no more memory" not in public_text(bad)
 
 
 def test_other_data_on_resume_name_no_client(done: Finished, place: Path, tmp_path: Path) -> None:
@@ -241,8 +227,8 @@ def test_it_stops_before_the_budget_is_passed_and_leaves_what_it_has(place: Path
     assert seen == 1 and summary["rounds"] == 1 and "budget" in summary["stopped_early"]["why"]
     assert len(Ledger(ledger, "three toy sites").read().events) == 1
     assert (folder.path / "adapter" / "adapter_model.safetensors").exists()
-    spent = summary["privacy"]
-    assert spent["epsilon_planned"] == pytest.approx(accounting.epsilon(1.0, 3, 1e-3)), "of the planned T"
+    planned = accounting.epsilon(1.0, 3, 1e-3)
+    assert summary["privacy"]["epsilon_planned"] == pytest.approx(planned), "of the planned T"
     list(execute(prepare(config), folder, resume=True))
     assert folder.read_json("summary.json")["rounds"] == 1, "nothing has changed"
     Ledger(ledger, "three toy sites").set_budget(Budget(60.0, 1e-3))
@@ -251,22 +237,6 @@ def test_it_stops_before_the_budget_is_passed_and_leaves_what_it_has(place: Path
     assert [b["epsilon"] for b in told["ledger"]["budgets"]][1:] == [60.0]
     own = configured(place, f"privacy.ledger={ledger}", "evaluate.every=3", "privacy.budget=50")
     assert not list(execute(prepare(own), folder, resume=True)), "privacy.budget is free to differ"
-
-
-def test_a_budget_that_others_spent_before_the_first_round_ends_it_without_a_result(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
-
-    config, folder = configured(place, f"privacy.ledger={tmp_path / 'ledger.jsonl'}"), RunFolder(tmp_path / "run")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(LocalTrainer, "train", killed)
-        list(execute(prepare(config), folder))
-    Ledger(tmp_path / "ledger.jsonl", "three toy sites").charge_earlier(Spending(0.5, 1))
-    with pytest.raises(BudgetSpent):
-        list(execute(prepare(config), folder, resume=True))
-    assert not folder.finished() and folder.metrics() == []
 
 
 @pytest.mark.parametrize("stride", [9, pytest.param(2, marks=pytest.mark.exhaustive)])
@@ -291,26 +261,25 @@ def test_killed_at_its_steps_it_releases_each_sum_once(
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def prepared(place: Path) -> Prepared:
-    return prepare(configured(place, "privacy.ledger=planned.jsonl", "run.rounds=4"))
-
-
-def test_the_plan_says_signal_and_noise(prepared: Prepared) -> None:
+def test_the_plan_says_signal_and_noise_and_writes_nothing(place: Path) -> None:
     """Oracle: sigma = z C / n in each entry of the mean (the grid adds a millionth), by hand for a 32 x 32 module."""
-    found = plan(prepared)
-    assert found.sigma == pytest.approx(1.0 / 3, rel=1e-5) and found.size == 2 * 32 * 32 + 99
-    part = found.parts["bert.encoder.layer.0.attention.self.query"]
-    assert part.noise == pytest.approx(32 / 3, rel=1e-5) and part.signal == pytest.approx(1 / 2)
-    assert part.strongest == pytest.approx(2 * math.sqrt(32) / 3, rel=1e-5)
-    assert part.lost == pytest.approx(math.sqrt(32) / 3 / 2, rel=1e-5), "sigma (a b)^(1/4) / sqrt(T)"
-    assert found.epsilon == pytest.approx(accounting.epsilon(1.0, 4, 1e-3))
-
-
-def test_the_plan_by_the_command_line_writes_nothing(place: Path) -> None:
-    said = invoke("privacy", "--plan", place / "config.toml", "--set", "privacy.ledger=planned.jsonl").stdout
-    assert "epsilon" in said and "32 x 32" in said and "head classifier.weight" in said
-    assert not (place / "planned.jsonl").exists()
+    words = (
+        "privacy",
+        "--plan",
+        place / "config.toml",
+        "--set",
+        "privacy.ledger=planned.jsonl",
+        "--set",
+        "run.rounds=4",
+    )
+    found = json.loads(invoke(*words, "--json").stdout)
+    assert found["sigma"] == pytest.approx(1.0 / 3, rel=1e-5) and found["size"] == 2 * 32 * 32 + 99
+    part = found["parts"]["bert.encoder.layer.0.attention.self.query"]
+    assert part["noise"] == pytest.approx(32 / 3, rel=1e-5) and part["signal"] == pytest.approx(1 / 2)
+    assert part["strongest"] == pytest.approx(2 * math.sqrt(32) / 3, rel=1e-5)
+    assert part["lost"] == pytest.approx(math.sqrt(32) / 3 / 2, rel=1e-5), "sigma (a b)^(1/4) / sqrt(T)"
+    assert found["epsilon"] == pytest.approx(accounting.epsilon(1.0, 4, 1e-3))
+    assert "head classifier.weight" in invoke(*words).stdout and not (place / "planned.jsonl").exists()
 
 
 def test_a_budget_that_leaves_nothing_is_refused(place: Path, tmp_path: Path) -> None:
@@ -346,24 +315,19 @@ def tables(place: Path, **changes: Any) -> dict[str, Any]:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"privacy__epsilon": 8.0}, "either privacy.epsilon"),
-    ({"privacy__noise_multiplier": None, "privacy__epsilon": 1e-7}, "privacy.epsilon"),
-    ({"privacy__dims": 4}, "privacy.dims"),
     ({"privacy__shape": "two-sided"}, "privacy.dims"),
-    ({"privacy__delta": 0.0}, "privacy.delta"),
-    ({"privacy__clipping_norm": 0.0}, "privacy.clipping_norm"),
     ({"run__participation": 0.5}, "sampling = 'poisson'"),
     ({"privacy__sampling": "poisson"}, "set it below 1"),
     ({"privacy__sampling": "poisson", "run__participation": 0.5, "run__report_to": ["wandb"]}, "when each round ended"),
     ({"run__keep_uploads": "last"}, "run.keep_uploads"),
     ({"run__readouts": True}, "run.readouts"),
+    ({"train__command": ["x"]}, "train.command leaves"),
     ({"evaluate__clients_at_end": True}, "clients_at_end"),
     ({"evaluate__target": "clients"}, "evaluate.target"),
     ({"clients__test_fraction": 0.2}, "test_fraction"),
     ({"data__label_names": None}, "data.label_names is missing"),
     ({"server__gauge_stress": 10.0}, "gauge_stress"),
-    ({"server__quorum": 2}, "quorum"),
     ({"server__weighting": "examples"}, "most_examples"),
-    ({"server__stream": True}, "server.stream"),
     ({"method__name": "hetlora"}, "votes of its own"),
     ({"method__rho": 0.5}, "svd with that rank"),
 ]
@@ -377,13 +341,9 @@ def test_what_would_break_the_promise_is_refused(place: Path, changes: dict[str,
 
 
 def test_clients_files_need_public_data_to_measure_on(place: Path) -> None:
-    raw = tables(place)
-    raw["data"] = {"clients": {"one": "train.jsonl", "two": "train.jsonl"}}
-    raw["clients"] = {"ranks": [2]}
+    raw = {**tables(place), "data": {"clients": {"one": "a.jsonl", "two": "b.jsonl"}}, "clients": {"ranks": [2]}}
     config = parse_config(raw)
-    with pytest.raises(
-        ConfigError, match=r"data\.label_names is missing.*; data\.validation = 0\.1 .*; data\.test = 0\.1 "
-    ):
+    with pytest.raises(ConfigError, match=r"data\.label_names .*; data\.validation = 0\.1 .*; data\.test = 0\.1 "):
         check_private(config, config.server.build(config.method.build(), 0))
 
 

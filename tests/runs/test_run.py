@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,22 +21,17 @@ import pytest
 import torch
 
 import fedlora.training.loop
-from fedlora import METHODS, Server, build
+from fedlora import METHODS, build
 from fedlora.adapters.io import read_adapter
-from fedlora.core import checkpoint
 from fedlora.data import read_classification, split
 from fedlora.errors import CheckpointError
 from fedlora.runs.config import load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.identity import contents as inputs
 from fedlora.runs.identity import digest_of
 from fedlora.runs.preparation import prepare
-from fedlora.server.state import RunState
-from fedlora.training.encode import encode
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.local_training import dense, logits
 from support.projects import (
     CONFIG,
     FEDSA,
@@ -51,8 +46,7 @@ from support.projects import (
     ran,
     same_run,
 )
-from support.tiny_models import bert
-from support.training_data import LABELS, classification, csv_rows, rows, tokenizer
+from support.training_data import LABELS, classification, csv_rows, rows
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
@@ -71,29 +65,28 @@ def test_a_process_that_has_made_a_run_holds_nothing_of_it(project: Path, tmp_pa
 
 
 def test_a_run_folder_holds_what_it_says_and_nothing_else(finished: Finished) -> None:
-    top = {path.name for path in finished.folder.path.iterdir()}
-    assert top == {
+    folder = finished.folder
+    assert {path.name for path in folder.path.iterdir()} == {
         "config.json", "manifest.json", "metrics.jsonl", "summary.json",
         "adapter", "best", "clients", "plots", "checkpoints",
     }  # fmt: skip
+    assert folder.read_json("config.json") == json.loads(finished.config.canonical())
     files = {"README.md", "adapter_config.json", "adapter_model.safetensors", "labels.json"}
     files |= {"tokenizer.json", "tokenizer_config.json"}
-    adapters = [finished.folder.path / "adapter", finished.folder.path / "best"]
-    adapters += sorted((finished.folder.path / "clients").iterdir())
+    adapters = [folder.path / "adapter", folder.path / "best", *sorted((folder.path / "clients").iterdir())]
     assert [path.name for path in adapters] == ["adapter", "best", "site-1", "site-2", "site-3"]
     assert all({f.name for f in path.iterdir()} == files for path in adapters)
-    rounds = sorted(p.name.split(".")[0] for p in finished.folder.checkpoints.glob("*.safetensors"))
+    rounds = sorted(p.name.split(".")[0] for p in folder.checkpoints.glob("*.safetensors"))
     assert rounds == ["round-00002", "round-00003"], "keep_checkpoints = 2"
-    assert not list(finished.folder.path.rglob("*.part"))
-
-
-def test_config_json_is_the_resolved_configuration(finished: Finished) -> None:
-    assert finished.folder.read_json("config.json") == json.loads(finished.config.canonical())
+    for name in ("metric.png", "spectrum.png"):
+        picture = pixels(folder.plots / name)
+        assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.05
+        assert str(folder.plots / name) in finished.err
 
 
 def test_manifest_json_says_what_ran_on_what(finished: Finished, project: Path) -> None:
     manifest = finished.folder.read_json("manifest.json")
-    assert manifest["config_digest"] == digest_of(finished.config, inputs(finished.config))
+    assert manifest["config_digest"] == digest_of(finished.config)
     assert manifest["clients"] == {"site-1": 2, "site-2": 4, "site-3": 4}
     assert manifest["method"] == repr(build("glora"))
     assert manifest["evaluation_target"] == "server"
@@ -101,117 +94,58 @@ def test_manifest_json_says_what_ran_on_what(finished: Finished, project: Path) 
     assert manifest["versions"]["torch"] == torch.__version__ and all(manifest["versions"].values())
     weights = hashlib.sha256((project / "model" / "model.safetensors").read_bytes()).hexdigest()
     assert manifest["model"]["sha256"]["model.safetensors"] == weights
-    assert manifest["model"]["sha256"].keys() == {file.name for file in (project / "model").iterdir()}
-
     data = manifest["data"]
     validation, test = held_out(finished.config)
     assert data["validation"] == {"examples": len(validation), "sha256": validation.digest()}
     assert data["test"] == {"examples": len(test), "sha256": test.digest()}
     assert sum(part["examples"] for part in data["train"].values()) + len(validation) + len(test) == 150
+    counts = {client: sum(row) for client, row in data["label_counts"].items()}
+    assert counts == {client: part["examples"] for client, part in data["train"].items()}
     assert data["label_names"] == list(LABELS)
-    counts = data["label_counts"]
-    assert {client: sum(row) for client, row in counts.items()} == {
-        client: part["examples"] for client, part in data["train"].items()
-    }
 
 
-def test_metrics_jsonl_has_a_line_for_each_round(finished: Finished) -> None:
-    lines = finished.folder.metrics()
+def test_metrics_summary_and_card_agree(finished: Finished) -> None:
+    """A line for each round, bytes by the shapes of tiny_models.bert: query and value, 32 x 32, and a head of 3 labels.
+    The gauge check is on the last round."""
+    s, lines = finished.folder.read_json("summary.json"), finished.folder.metrics()
     assert [line["round"] for line in lines] == [1, 2, 3]
     for line in lines:
         assert set(line["losses"]) == set(line["weights"]) == {"site-1", "site-2", "site-3"}
-        assert sum(line["weights"].values()) == pytest.approx(1)
+        assert sum(line["weights"].values()) == pytest.approx(1) and line["refused"] == {}
         assert set(line["metrics"]) == {"accuracy", "macro_f1", "matthews", "loss"}
         assert line["bytes"]["total"] == sum(v for k, v in line["bytes"].items() if k != "total")
-        assert line["refused"] == {}
-    assert [line["gauge_drift"] is None for line in lines] == [True, True, False], "the check is on the last round"
+    assert lines[0]["bytes"]["up_adapter"] == (2 + 4 + 4) * 2 * (32 + 32) * 4
+    assert lines[0]["bytes"]["up_heads"] == 3 * (3 * 32 + 3) * 4
+    assert [line["gauge_drift"] is None for line in lines] == [True, True, False]
     assert lines[-1]["gauge_drift"]["glora"] < 1e-9 < 1e-3 < lines[-1]["gauge_drift"]["padded-average"]
-    wide_layer = 32  # of tiny_models.bert: query and value, 32 x 32; a head of 3 labels
-    assert lines[0]["bytes"]["up_adapter"] == (2 + 4 + 4) * 2 * (wide_layer + wide_layer) * 4
-    assert lines[0]["bytes"]["up_heads"] == 3 * (3 * wide_layer + 3) * 4
-
-
-def test_summary_json_follows_from_the_metrics(finished: Finished) -> None:
-    s, lines = finished.folder.read_json("summary.json"), finished.folder.metrics()
     best = max(lines, key=lambda line: line["metrics"]["accuracy"])
     assert (s["method"], s["rounds"], s["clients"], s["target"]) == ("glora", 3, 3, "server")
     assert s["validation"] == {"last": lines[-1]["metrics"], "best": best["metrics"]}
-    assert s["best_round"] == best["round"]
+    assert s["best_round"] == best["round"] and s["refused"] == 0
     assert s["bytes"] == {k: sum(line["bytes"][k] for line in lines) for k in lines[0]["bytes"]}
-    for phase, spent in s["seconds"].items():
-        assert spent == pytest.approx(sum(line["seconds"].get(phase, 0) for line in lines))
     for name in ("server_rank", "padded_error", "gauge_drift"):
         assert s[name] == lines[-1][name]
-    assert set(s["clients_at_end"]) == {"site-1", "site-2", "site-3"}
-    assert len(s["diagnostics"]) == 2 and s["refused"] == 0
+    card = (finished.folder.path / "adapter" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: peft\n") and f"digest {digest_of(finished.config)}" in card
+    assert "| rounds | 3 of 3 planned, seed 0 |" in card and "| dealt out by | partition dirichlet |" in card
+    assert "(glora, round 3)" in card and "site-1: 2, site-2: 4, site-3: 4" in card
+    assert f"accuracy {s['test']['last']['accuracy']:.4f}" in card
+    assert f"(glora, round {s['best_round']})" in (finished.folder.path / "best" / "README.md").read_text()
 
 
-def test_the_final_adapter_is_the_model_that_was_reported(finished: Finished, project: Path) -> None:
-    """peft's own loader; and W0 + scaling * (the server's update) dense, from the last checkpoint. Same logits, and the
-    accuracies of the summary."""
-    of = finished.folder.read_json("manifest.json")["run"]
-    loaded = checkpoint.load_newest(finished.folder.checkpoints, RunState, METHODS["glora"].State, of=of)
-    assert loaded is not None and loaded[0] == 3
-    state = loaded[1].server
-    updates = {n: 2.0 * x.delta() for n, x in Server(build("glora")).global_update(state).items()}
-    plain = dense(project / "model", bert, {}, {})
-    encoder_only = {f"bert.{n}": w for n, w in bert().bert.state_dict().items()}
-    plain.load_state_dict(encoder_only, strict=False)
-    parameters = dict(plain.named_parameters())
-    with torch.no_grad():
-        for name, update in updates.items():
-            parameters[f"{name}.weight"] += update
-        for name, head in state.heads.items():
-            parameters[name].copy_(head)
-    by_peft = peft_model(project, finished.folder.path / "adapter").eval()
-
+def test_peft_counts_the_scores_that_were_reported(finished: Finished, project: Path) -> None:
+    """The server's model, and each client's readout at its own rank."""
     validation, test = held_out(finished.config)
-    for example in encode(test, tokenizer(classifies=True), max_length=128):
-        ids = example["input_ids"]
-        torch.testing.assert_close(logits(by_peft, ids), logits(plain, ids), rtol=1e-4, atol=1e-5)
     s = finished.folder.read_json("summary.json")
-    assert accuracy(by_peft, test) == pytest.approx(s["test"]["last"]["accuracy"])
-    assert accuracy(by_peft, validation) == pytest.approx(s["validation"]["last"]["accuracy"])
-    assert accuracy(by_peft, test) > 0.4, "it learnt something"
-
-
-def test_the_readouts_of_clients_are_adapters_of_their_own_rank(finished: Finished, project: Path) -> None:
-    _, test = held_out(finished.config)
-    s = finished.folder.read_json("summary.json")
+    model = peft_model(project, finished.folder.path / "adapter").eval()
+    assert accuracy(model, test) == pytest.approx(s["test"]["last"]["accuracy"])
+    assert accuracy(model, validation) == pytest.approx(s["validation"]["last"]["accuracy"])
+    assert accuracy(model, test) > 0.4, "it learnt something"
     for client, rank in {"site-1": 2, "site-2": 4, "site-3": 4}.items():
         directory = finished.folder.path / "clients" / client
         adapter, spec = read_adapter(directory, scaling=2.0)
         assert set(adapter.ranks.values()) == {rank} and spec.scaling == 2.0
-        got = accuracy(peft_model(project, directory), test)
-        assert got == pytest.approx(s["clients_at_end"][client]["accuracy"])
-
-
-def test_the_model_card_names_the_run(finished: Finished) -> None:
-    card = (finished.folder.path / "adapter" / "README.md").read_text()
-    s = finished.folder.read_json("summary.json")
-    assert card.startswith("---\nlibrary_name: peft\n")
-    assert f"digest {digest_of(finished.config, inputs(finished.config))}" in card
-    assert "| rounds | 3 of 3 planned, seed 0 |" in card and "| dealt out by | partition dirichlet |" in card
-    assert "(glora, round 3)" in card and "site-1: 2, site-2: 4, site-3: 4" in card
-    assert f"accuracy {s['test']['last']['accuracy']:.4f}" in card
-    best = (finished.folder.path / "best" / "README.md").read_text()
-    assert f"(glora, round {s['best_round']})" in best
-
-
-def test_plots_are_pictures_of_something(finished: Finished) -> None:
-    """PNGs of a readable size with many colours, and none like another."""
-    names = {"metric.png", "bytes.png", "spectrum.png"}
-    assert {path.name for path in finished.folder.plots.iterdir()} == names
-    seen = set()
-    for path in finished.folder.plots.iterdir():
-        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-        picture = pixels(path)
-        assert min(picture.shape[:2]) > 300
-        assert len({tuple(p) for p in picture.reshape(-1, picture.shape[-1])[::7]}) > 20
-        assert picture[..., :3].std() > 0.05
-        seen.add(hashlib.sha256(picture.tobytes()).hexdigest())
-        assert str(path) in finished.err
-    assert len(seen) == 3
+        assert accuracy(peft_model(project, directory), test) == pytest.approx(s["clients_at_end"][client]["accuracy"])
 
 
 def test_a_second_run_without_resume_is_refused_and_touches_nothing(
@@ -223,47 +157,28 @@ def test_a_second_run_without_resume_is_refused_and_touches_nothing(
     assert contents(finished.folder.path) == before
     with pytest.raises(CheckpointError, match="already holds a run; add --resume"):
         ran(configured(project), finished.folder.path)
-    assert contents(finished.folder.path) == before
 
 
 # ---- best, by validation ---------------------------------------------------------------------------------------------
 
 
 def test_the_best_round_is_chosen_on_validation_only(tmp_path: Path) -> None:
-    """Validation asks for a wrong class, test for the right one: the more is learnt, the worse validation looks. So
-    validation prefers an early round where test would take a late one."""
-    project = make_project(tmp_path)
-    right = classification(60, 77)
+    """Validation asks for a wrong class, test for the right one: the more is learnt, the worse validation looks, so it
+    prefers an early round where test would take a late one. peft counts."""
+    project, right = make_project(tmp_path), classification(60, 77)
     assert right.labels is not None
     wrong = replace(right, labels=tuple((y + 1) % 3 for y in right.labels))
     (project / "wrong.jsonl").write_text(rows(wrong))
     (project / "right.jsonl").write_text(rows(right))
-    rounds = 4
-    config = configured(
-        project, "data.validation=wrong.jsonl", "data.test=right.jsonl", f"run.rounds={rounds}", "train.max_steps=8",
-        f"run.keep_checkpoints={rounds}",
-    )  # fmt: skip
-    folder = ran(config, tmp_path / "run")
-    by_validation = [line["metrics"]["accuracy"] for line in folder.metrics()]
-    prepared = prepare(config)
-    assert prepared.test is not None
-    states = {}
-    for path in folder.checkpoints.glob("*.safetensors"):
-        single = tmp_path / "single" / path.name[:11]
-        single.mkdir(parents=True)
-        os.link(path, single / path.name)
-        of = folder.read_json("manifest.json")["run"]
-        loaded = checkpoint.load_newest(single, RunState, prepared.server.method.State, of=of)
-        assert loaded is not None
-        states[loaded[0]] = loaded[1]
-    by_test = [prepared.test.evaluate(prepared.server, states[t])["accuracy"] for t in range(1, rounds + 1)]
-
-    best = 1 + by_validation.index(max(by_validation))
-    assert best != 1 + by_test.index(max(by_test)) and best != rounds, "the case is as constructed"
-    s = folder.read_json("summary.json")
+    sets = ("data.validation=wrong.jsonl", "data.test=right.jsonl", "run.rounds=4", "train.max_steps=8")
+    folder = ran(configured(project, *sets, "evaluate.test_along=true"), tmp_path / "run")
+    by_validation, by_test = (
+        [line["metrics"][name] for line in folder.metrics()] for name in ("accuracy", "test/accuracy")
+    )
+    best, s = 1 + by_validation.index(max(by_validation)), folder.read_json("summary.json")
+    assert best not in (4, 1 + by_test.index(max(by_test))), "the case is as constructed"
     assert s["best_round"] == best
-    assert s["test"]["best"]["accuracy"] == pytest.approx(by_test[best - 1])
-    assert s["test"]["last"]["accuracy"] == pytest.approx(by_test[-1])
+    assert s["test"]["best"]["accuracy"] == by_test[best - 1] and s["test"]["last"]["accuracy"] == by_test[-1]
     assert [p.name[:11] for p in folder.best_checkpoint.iterdir()] == [f"round-{best:05d}"]
     assert accuracy(peft_model(project, folder.path / "best"), right) == pytest.approx(by_test[best - 1])
 
@@ -273,9 +188,10 @@ def test_of_equal_rounds_the_first_is_best_and_no_validation_means_no_best(proje
     folder = ran(configured(project, "train.learning_rate=1e-12"), tmp_path / "flat")
     assert len({line["metrics"]["accuracy"] for line in folder.metrics()}) == 1
     assert folder.read_json("summary.json")["best_round"] == 1
+    shutil.rmtree(folder.best_checkpoint)
+    ran(configured(project, "train.learning_rate=1e-12", "run.readouts=true"), folder.path, resume=True)
+    assert folder.finished() and not (folder.path / "best").exists(), "its state is lost"
 
-    folder = ran(configured(project, "data.test=0", "run.rounds=1"), tmp_path / "untested")
-    assert "| held-out validation (server) | accuracy 0." in (folder.path / "adapter" / "README.md").read_text()
     folder = ran(configured(project, "data.validation=0", "run.rounds=1"), tmp_path / "none")
     s = folder.read_json("summary.json")
     assert s["best_round"] is None and s["validation"] == {"last": {}, "best": {}} and s["test"]["best"] == {}
@@ -305,25 +221,6 @@ def test_a_method_without_server_model_leaves_its_clients_models(project: Path, 
     assert s["test"]["last"]["worst"] == min(each)
 
 
-def test_a_method_that_changes_the_base_weight_leaves_client_models_that_include_it(
-    project: Path, tmp_path: Path
-) -> None:
-    """FedEx-LoRA with run.readouts: clients/ID is described as "each client's readout". What peft loads from it must
-    answer as that client's model was measured, W0 + base_delta + readout; here, where all have one rank, that is the
-    server's model too."""
-    sets = ("method.name=fedex-lora", "clients.ranks=[4]", "clients.count=3", "run.readouts=true", "run.rounds=2")
-    config = configured(
-        project, *sets, "train.max_steps=8", "clients.dirichlet_alpha=0.3", "evaluate.clients_at_end=true"
-    )
-    folder = ran(config, tmp_path / "run")
-    _, test = held_out(config)
-    server = peft_model(project, folder.path / "adapter").eval()
-    client = peft_model(project, folder.path / "clients" / "site-1").eval()
-    for example in encode(test, tokenizer(classifies=True), max_length=128)[:10]:
-        ids = example["input_ids"]
-        torch.testing.assert_close(logits(client, ids), logits(server, ids), rtol=1e-3, atol=1e-4)
-
-
 def test_one_file_for_each_client(tmp_path: Path) -> None:
     """CSV, other column names, a site's own held-out part; clients and their ranks are as the table names them."""
     project = make_project(tmp_path)
@@ -346,9 +243,7 @@ def test_one_file_for_each_client(tmp_path: Path) -> None:
         assert manifest["data"]["train"][name] == {"examples": len(train), "sha256": train.digest()}
         assert len(train) + len(validation) + len(test) == size
         held[name] = len(test)
-        prepared_accuracy = s["test"]["last"][f"client/{name}"]
-        assert prepared_accuracy * len(test) == pytest.approx(round(prepared_accuracy * len(test)), abs=1e-6)
-        assert s["clients_at_end"][name]["accuracy"] == prepared_accuracy
+        assert s["clients_at_end"][name]["accuracy"] == s["test"]["last"][f"client/{name}"]
     assert manifest["data"]["test"]["examples"] == sum(held.values())
     weights = folder.metrics()[0]["weights"]
     total = sum(part["examples"] for part in manifest["data"]["train"].values())
@@ -388,9 +283,10 @@ def test_every_method_runs_from_a_config(project: Path, tmp_path: Path, method: 
         assert (s["gauge_drift"][method] < 1e-3) == (method not in FACTOR_AVERAGES)
 
 
-def test_a_diverged_client_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: None) -> None:
+def test_a_diverged_client_is_left_out_and_said(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: None
+) -> None:
     """With a quorum the run goes on; the log has null for its loss, for JSON has no NaN, and the pictures are drawn."""
-    project = make_project(tmp_path / "project")
     train = fedlora.training.loop.LocalTrainer.train
 
     def diverging(self: Any, download: Any, adapter: Any, position: int) -> Any:
@@ -400,8 +296,8 @@ def test_a_diverged_client_is_left_out_and_said(tmp_path: Path, monkeypatch: pyt
         return replace(trained, adapter=trained.adapter.map(lambda t: t * float("nan")), loss=float("nan"))
 
     monkeypatch.setattr(fedlora.training.loop.LocalTrainer, "train", diverging)
-    sets = ("server.quorum=2", "run.rounds=2")
-    result = invoke("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    sets = ("--set", "server.quorum=2", "--set", "run.rounds=2")
+    result = invoke("run", project / "config.toml", "--out", tmp_path / "run", *sets)
     folder = RunFolder(tmp_path / "run")
     for line in folder.metrics():
         assert line["losses"]["site-2"] is None and "NaN" in line["refused"]["site-2"]
@@ -409,14 +305,6 @@ def test_a_diverged_client_is_left_out_and_said(tmp_path: Path, monkeypatch: pyt
     assert folder.read_json("summary.json")["refused"] == 2
     assert "round 1: site-2 left out: " in result.stderr
     assert (folder.plots / "metric.png").exists()
-
-
-def test_the_run_folder_is_named_after_the_config(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    invoke("run", project / "config.toml", "--set", "run.rounds=1")
-    assert RunFolder(tmp_path / "runs" / "config").finished()
 
 
 def test_a_client_that_fails_is_named_and_what_was_finished_stays(

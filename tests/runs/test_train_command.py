@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from fedlora import read_adapter
-from fedlora.errors import ConfigError
-from fedlora.runs.config import load_config, parse_config
+from fedlora.runs.config import load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
@@ -24,13 +20,12 @@ pytestmark = [FUTURE_NAMES, LORA_BIAS]
 LISTING = DOUBLING + "\nimport sys; shutil.copy(sys.argv[1], 'seen')"
 
 
-def project(folder: Path, **train: Any) -> Path:
+def project(folder: Path) -> Path:
     """A run of two clients on files of their own, a quarter of each held out; their programs double B."""
     save_encoder(folder / "model")
     for k, name in enumerate(("acme", "berlin")):
         (folder / f"{name}.jsonl").write_text(rows(classification(24, k)))
     words = json.dumps(command(folder, LISTING, "{data}"))
-    more = "".join(f"{key} = {json.dumps(value)}\n" for key, value in train.items())
     (folder / "run.toml").write_text(f"""
 [model]
 name = "model"
@@ -49,7 +44,7 @@ rounds = 2
 threads = 1
 [train]
 command = {words}
-{more}""")
+""")
     return folder / "run.toml"
 
 
@@ -86,24 +81,6 @@ def test_a_failed_program_ends_the_run_with_one_line_and_the_run_goes_on(
     cells = [[cell.strip() for cell in line.split("│")] for line in again.out.splitlines()]
     of = {row[1]: row[3] for row in cells if len(row) > 5 and row[1] in ("acme", "berlin")}
     assert of == {"acme": "18; it said 30", "berlin": "18; it said 30; abstained in 1 round"}
-
-
-def test_programs_run_in_several_processes(tmp_path: Path) -> None:
-    config = load_config(project(tmp_path), ["run.workers=2", "run.threads=0"])
-    (*_, last) = execute(prepare(config), RunFolder(tmp_path / "out"))
-    assert dict(last.losses) == {"acme": 0.5, "berlin": 0.5}
-
-
-def test_a_private_run_refuses_programs() -> None:
-    """What a program leaves in the run's folder is in no list of releases."""
-    raw = {
-        "model": {"name": "m"},
-        "data": {"train": "t.csv", "label_names": ["no", "yes"], "validation": 0, "test": "t.csv"},
-        "clients": {"count": 100}, "train": {"command": ["x"]}, "run": {"participation": 0.5},
-        "privacy": {"epsilon": 1.0, "delta": 1e-6, "population": "people", "ledger": "l.jsonl", "clipping_norm": 1.0},
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"train.command leaves"):
-        prepare(parse_config(raw))
 
 
 def test_files_of_a_command_are_found_beside_the_config(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -63,18 +64,13 @@ def published(run: Path, ledger: Path, into: Path) -> Path:
 
 def moments(folder: Path) -> Iterator[tuple[str, float]]:
     """(where, seconds since 1970) of whatever may be a time: in words, and as a number in any unit."""
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if not path.is_file():
-            continue
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         text = path.read_bytes().decode(errors="replace")
         for found in ISO.finditer(text):
-            try:
-                yield f"{name}: {found[0]}", datetime.fromisoformat(found[0]).timestamp()
-            except ValueError:
-                continue
+            with suppress(ValueError):
+                yield f"{path.name}: {found[0]}", datetime.fromisoformat(found[0]).timestamp()
         for found in EPOCH.finditer(text):
-            yield f"{name}: {found[0]}", float(found[0][:10])
+            yield f"{path.name}: {found[0]}", float(found[0][:10])
 
 
 def leaves(value: Any, at: str = "") -> Iterator[tuple[str, float]]:
@@ -95,12 +91,10 @@ def series(folder: Path) -> dict[str, list[float]]:
     for path in sorted(folder.rglob("*.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         lines = [dict(leaves(line)) for line in lines if line.get("kind", "event") == "event"]
-        if len(lines) == len(THERE):
-            for key in set.intersection(*map(set, lines)):
-                if not key.startswith(".metrics."):
-                    values = [line[key] for line in lines]
-                    found[f"{path.name}{key}"] = values
-                    found[f"{path.name}{key}, steps"] = [b - a for a, b in pairwise(values)]
+        same = set.intersection(*map(set, lines)) if len(lines) == len(THERE) else set()
+        for key in (key for key in same if not key.startswith(".metrics.")):
+            values = [line[key] for line in lines]
+            found |= {f"{path.name}{key}": values, f"{path.name}{key}, steps": [b - a for a, b in pairwise(values)]}
     return found
 
 

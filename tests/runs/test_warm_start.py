@@ -42,7 +42,6 @@ learning_rate = 0.05
 rounds = 2
 threads = 1
 """
-ONE_RANK = {"fedit", "fedex-lora", "fedsa-lora", "fedrot-lora", "lora-fair"}
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +106,11 @@ def test_what_does_not_fit_is_one_line(world: Path, change: list[str], says: str
 
 @pytest.mark.parametrize(
     ("key", "value", "says"),
-    [
-        ("base_model_name_or_path", "other/base", r"other/base"),
-        ("modules_to_save", None, "head|classifier"),
-    ],
+    [("base_model_name_or_path", "other/base", r"other/base"), ("modules_to_save", None, "head|classifier")],
 )
 def test_another_base_and_lost_heads_are_refused(world: Path, tmp_path: Path, key: str, value: Any, says: str) -> None:
     folder = shutil.copytree(world / "first" / "adapter", tmp_path / "a")
-    told = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**told, key: value}))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, key: value}))
     with pytest.raises(FedLoRAError, match=says):
         prepared(world, str(folder))

@@ -28,18 +28,18 @@ CONDITIONS = "1,10,100,1000"
 def audit(
     adapters: Annotated[
         list[Path] | None,
-        typer.Argument(help="PEFT adapter directories of one base model, or owner/name@revision", callback=fetched),
+        typer.Argument(help="PEFT folders of one base model, or owner/name@revision", callback=fetched),
     ] = None,
     from_run: Annotated[Path | None, typer.Option(help="a run with run.keep_uploads: its newest uploads")] = None,
     methods: Annotated[str, typer.Option(help="names, separated by commas, as 'fedit, glora gamma=1'")] = "all",
-    weights: Annotated[str | None, typer.Option(help="one weight for each adapter, separated by commas")] = None,
-    conditions: Annotated[str, typer.Option(help="condition numbers of the random coordinates")] = CONDITIONS,
+    weights: Annotated[str | None, typer.Option(help="one for each adapter, separated by commas")] = None,
+    conditions: Annotated[str, typer.Option(help="condition numbers of random coordinates")] = CONDITIONS,
     draws: Annotated[int, typer.Option(min=1, help="random coordinates for each condition")] = 3,
-    plot: Annotated[Path | None, typer.Option(help="where to write the picture (default: audit.png)")] = None,
+    plot: Annotated[Path | None, typer.Option(help="the picture (default: audit.png)")] = None,
     max_bytes: MaxBytes = None,
     json: AsJson = False,
 ) -> None:
-    """Rewrite adapters with random Q: which methods' results change, and which equal the true mean?"""
+    """Rewrite adapters with random Q: which methods' results change, and which are the true mean?"""
     from fedlora.analysis.audit import MOST
     from fedlora.analysis.audit import audit as audit_method
     from fedlora.cli.typed import parse_methods
@@ -71,16 +71,15 @@ def _uploads(
         raise ConfigError("give either adapter directories or --from-run RUN.")
     if from_run is not None:
         run = RunFolder(from_run)
-        found = run.newest_uploads()
-        if found is None or not found.folders:
+        round, adapters = run.newest_uploads()
+        if not adapters:
             raise ConfigError(
                 f"{from_run} holds no uploads; name the folder of one run, made with --set run.keep_uploads=last to "
                 f"store those of the last round."
             )
-        adapters = found.folders
         if run.exists():
             tell_attack(run.read_json("manifest.json"))
-            _tell_round(found.round, run)
+            _tell_round(round, run)
     uploads, _ = read_uploads(adapters, max_bytes=max_bytes)
     if weights is None:
         return uploads

@@ -23,10 +23,10 @@ DataRoot = Annotated[
 ]
 
 Workers = Annotated[
-    str, typer.Option(metavar="N|auto", help="processes, each with one run at a time; auto: one for each core or GPU")
+    str, typer.Option(metavar="N|auto", help="processes with one run each; auto: as many as cores or GPUs")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="continue what is in the folder")]
-Margin = Annotated[float | None, typer.Option(help="a difference that does not matter: then there are verdicts")]
+Margin = Annotated[float | None, typer.Option(help="a difference that does not matter, for verdicts")]
 
 
 # For commands that read adapters.
@@ -43,44 +43,31 @@ def fetched(value: Path | list[Path] | None) -> Path | list[Path] | None:
 
 Adapters = Annotated[
     list[Path],
-    typer.Argument(
-        help="PEFT adapter directories, or owner/name@revision on the hub", show_default=False, callback=fetched
-    ),
+    typer.Argument(help="PEFT folders, or owner/name@revision on the hub", show_default=False, callback=fetched),
 ]
 OneAdapter = Annotated[
     Path,
-    typer.Argument(
-        help="a PEFT adapter directory, or owner/name@revision on the hub", show_default=False, callback=fetched
-    ),
+    typer.Argument(help="a PEFT folder, or owner/name@revision on the hub", show_default=False, callback=fetched),
 ]
 DType = Annotated[
     str | None,
     typer.Option(
-        help="float16, bfloat16, float32, float64 (default: the adapters' own; of export --format merged: the base's)",
+        help="float16, bfloat16, float32, float64 (default: the adapters'; of a merged model: the base's)",
         show_default=False,
     ),
 ]
 BaseModel = Annotated[
-    str | None,
-    typer.Option("--model", help="the base model: its directory, demo, or owner/name@revision"),
+    str | None, typer.Option("--model", help="the base model: its folder, demo, or owner/name@revision")
 ]
-Force = Annotated[
-    bool,
-    typer.Option(
-        "--force", help="replace any folder that holds only what is written, an adapter or a model, also a trained one"
-    ),
-]
+Force = Annotated[bool, typer.Option("--force", help="replace a folder that holds an adapter or a model alone")]
 MaxBytes = Annotated[
-    int | None,
-    typer.Option(min=1, help="bytes of the largest weights file to open (default: 64 GiB)", show_default=False),
+    int | None, typer.Option(min=1, help="the largest weights file to open (default: 64 GiB)", show_default=False)
 ]
 
 
 def numbers(text: str, option: str, *, least: float = -math.inf, most: float = math.inf) -> list[float]:
     """Finite numbers from "1,2.5,1e3". Raises `ConfigError`, which names the option and the numbers that it takes."""
     try:
-        if not text.isascii() or "_" in text:
-            raise ValueError("letters that only Python takes for digits")
         found = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"{option} takes numbers separated by commas; got {text[:80]!r}.") from error

@@ -19,38 +19,34 @@ if TYPE_CHECKING:
 
 SECONDS_AN_ENTRY = 13e-6  # to draw exact noise, on one core (privacy.exact)
 
-_WRITE = ("--budget", "--charge")
 _GOES_WITH: dict[str, tuple[str, ...]] = {  # parameter -> the options that use it; "": showing a ledger
-    "set": ("--plan",), "data_root": ("--plan",), "delta": ("--budget", ""), "population": _WRITE,
-    "noise_multiplier": ("--charge",), "rounds": ("--charge",), "sampling": ("--charge",),
+    "set": ("--plan",), "data_root": ("--plan",), "delta": ("--budget", ""), "population": ("--budget", "--charge"),
 }  # fmt: skip
 
 
 def privacy(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="a ledger; with --plan, a run's TOML file", show_default=False)],
-    planned: Annotated[
-        bool, typer.Option("--plan", help="show what a run of this config would cost, and what signal it leaves")
-    ] = False,
+    planned: Annotated[bool, typer.Option("--plan", help="show a run's cost, and the signal it leaves")] = False,
     set: Sets = None,
     delta: Annotated[float | None, typer.Option(help="delta of a ledger's epsilon (default: its smallest)")] = None,
-    budget: Annotated[
-        float | None, typer.Option(help="epsilon that all runs may spend from now on, at --delta")
+    budget: Annotated[float | None, typer.Option(help="epsilon that all runs may spend, at --delta")] = None,
+    charge: Annotated[
+        tuple[float, int, float] | None,
+        typer.Option(
+            metavar="Z ROUNDS Q", help="charge a training elsewhere: its noise multiplier, releases, sampling"
+        ),
     ] = None,
-    charge: Annotated[bool, typer.Option("--charge", help="charge a training that happened elsewhere")] = False,
-    noise_multiplier: Annotated[float | None, typer.Option(help="z of that training")] = None,
-    rounds: Annotated[int | None, typer.Option(help="releases of that training")] = None,
-    sampling: Annotated[float | None, typer.Option(help="q of that training (default: 1, all clients)")] = None,
     population: Annotated[str | None, typer.Option(help="begin the ledger of these clients, if there is none")] = None,
     data_root: DataRoot = None,
     json: AsJson = False,
 ) -> None:
     """Plan a private run (epsilon, and signal against noise), or compute the epsilon spent so far from a ledger.
 
-    --budget and --charge add one permanent line to a ledger. A copy or an old backup of a ledger spends the same budget
-    again, and fedlora cannot tell: use one file for all runs on the same clients."""
-    asked = {"--plan": planned, "--budget": budget is not None, "--charge": charge}
-    modes = [mode for mode, there in asked.items() if there]
+    --budget and --charge add one permanent line to a ledger. Use one file for all runs on the same clients: a copy
+    spends the same budget again, and fedlora cannot tell."""
+    given = {"--plan": planned, "--budget": budget is not None, "--charge": charge is not None}
+    modes = [mode for mode, there in given.items() if there]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)} are {len(modes)} different actions: give one at a time.")
     mode = modes[0] if modes else ""
@@ -60,16 +56,13 @@ def privacy(
         _plan(file, set or [], data_root, json)
         return
     if mode:
-        earlier = noise_multiplier, rounds, 1.0 if sampling is None else sampling
-        _write_line(file, population, None if budget is None else (budget, delta), earlier)
+        _write_line(file, population, None if budget is None else (budget, delta), charge)
     _show_ledger(file, None if mode else delta, json)
 
 
 def _elsewhere(name: str, where: tuple[str, ...]) -> str:
-    said = f"goes with {' or '.join(filter(None, where))}"
-    return (
-        f"{said}, or a ledger alone; a plan's is privacy.delta (--set privacy.delta=...)" if name == "delta" else said
-    )
+    more = ", or a ledger alone; a plan's is privacy.delta (--set privacy.delta=...)" if name == "delta" else ""
+    return f"goes with {' or '.join(filter(None, where))}{more}"
 
 
 def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: bool) -> None:
@@ -78,8 +71,6 @@ def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: boo
     from fedlora.runs.private_run import check_affordable, plan
 
     config = load_config(file, overrides)
-    if config.privacy is None:
-        raise ConfigError(f"{file} has no table [privacy], so there is nothing to plan.")
     quiet_libraries()
     with notes.status("reading the model"), doing("planning", closed=True):
         prepared = prepare(config, data_root)
@@ -128,9 +119,9 @@ def _write_line(
     file: Path,
     population: str | None,
     budget: tuple[float, float | None] | None,
-    earlier: tuple[float | None, int | None, float],
+    earlier: tuple[float, int, float] | None,
 ) -> None:
-    """Write one line: a budget (epsilon, delta), or without one an earlier training (z, T, q)."""
+    """Write one line: a budget (epsilon, delta), or a training elsewhere (z, T, q)."""
     from fedlora.privacy.accounting import Spending
     from fedlora.privacy.events import Budget, recompute
     from fedlora.privacy.ledger import Ledger
@@ -149,15 +140,8 @@ def _write_line(
                 raise ConfigError("--delta is missing: a budget is an epsilon at a delta, far below 1 / clients.")
             delta = before[-1].delta
         ledger.set_budget(Budget(budget[0], delta))
-        return
-    z, rounds, sampling = earlier
-    if z is None or rounds is None:
-        raise ConfigError(
-            "--charge needs --noise-multiplier and --rounds (and --sampling, if clients were drawn secretly): the "
-            "noise that the training added to each sum, in units of one client's largest change, and how many sums it "
-            "released. A training without noise has no finite epsilon: do not start from its result."
-        )
-    ledger.charge_earlier(Spending(z, rounds, sampling))
+    if earlier is not None:
+        ledger.charge_earlier(Spending(*earlier))
 
 
 def _show_ledger(file: Path, delta: float | None, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from fedlora.runs.folder import RunFolder
 from fedlora.training.metrics import worst_of
 
 Rows = Iterator[tuple[str | Text, str | Text]]
-_NAMED_CLASSES = 8  # with more, a client's examples are not told by class
+_NAMED_CLASSES = 8  # with more, a client's examples are not counted by class
 
 
 def tell_attack(manifest: Mapping[str, Any]) -> None:
@@ -44,14 +44,9 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
     if repeated := data.get("repeated"):
         notes.warn(f"{counted(repeated, 'training example')} repeat another one of the same client, and count again.")
     for name, counts in manifest["copies"].items():
-        where = " and ".join(
-            f"{counts[other]} are copies of {words}"
-            for other, words in (("in training", "training texts"), ("in validation", "validation texts"))
-            if counts.get(other)
-        )
         notes.warn(
-            f"of the {counts['examples']} examples of {name}, {where}, so its scores are too good. fedlora uses the "
-            f"files as they are: remove the copies from one of them. (Copies within one file stay together.)"
+            f"of the {counts['examples']} examples of {name}, {counts['copies']} are copies of training texts, so its "
+            f"scores are too good: remove the copies from one of the files. (Copies within one file stay together.)"
         )
     if cut := manifest["cut"]:
         each = ("cut", "tokens", "responses")
@@ -106,9 +101,9 @@ def _rows(s: Mapping[str, Any]) -> Rows:
         score, test = s["validation"][name], s["test"][name]
         if score or test:
             when = f"round {s['best_round'] if name == 'best' else s['rounds']}"
-            told = [f"validation {number(score[metric])}"] if score else []
-            told += [f"test [bold]{number(test[metric])}[/]"] if test else []
-            yield f"{metric}, {name} ({when})", Text.from_markup(", ".join(told))
+            scores = [f"validation {number(score[metric])}"] if score else []
+            scores += [f"test [bold]{number(test[metric])}[/]"] if test else []
+            yield f"{metric}, {name} ({when})", Text.from_markup(", ".join(scores))
     others = {name: x for name, x in s["test"]["last"].items() if "/" not in name and name not in (metric, "worst")}
     if others:
         yield "also on test, last", ", ".join(f"{name.replace('_', ' ')} {number(x)}" for name, x in others.items())
@@ -156,15 +151,14 @@ def _privacy_rows(spent: Mapping[str, Any]) -> Rows:
 def _clients(s: dict[str, Any], manifest: dict[str, Any], lines: Sequence[dict[str, Any]]) -> Table:
     """A row for each client. A column without values is left out."""
     metric, data = s["metric"], manifest["data"]
-    common, own_test = s.get("clients_at_end_common") or {}, data.get("own_test") or {}
-    names = data["label_names"] or []
+    own_test, names = data.get("own_test") or {}, data["label_names"] or []
     named = 0 < len(names) <= _NAMED_CLASSES
-    readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
-    heads = [*([" / ".join(names)] if named else []), "last loss", *(readouts if s["clients_at_end"] else [])]
+    readout = ["own readout, test"] if s["clients_at_end"] else []
+    heads = [*([" / ".join(names)] if named else []), "last loss", *readout]
     clients = Table("client", "rank", "examples", *heads, title="Clients")
     for client, rank in manifest["clients"].items():
-        told = [line["examples"][client] for line in lines if client in line.get("examples", {})]
-        row = [client, str(rank), _examples(data["train"][client]["examples"], told)]
+        reported = [line["examples"][client] for line in lines if client in line.get("examples", {})]
+        row = [client, str(rank), _examples(data["train"][client]["examples"], reported)]
         if named:
             counts = (data["label_counts"] or {}).get(client, [])
             row.append(" / ".join(map(str, [*counts, *[0] * (len(names) - len(counts))])))
@@ -173,15 +167,15 @@ def _clients(s: dict[str, Any], manifest: dict[str, Any], lines: Sequence[dict[s
         if s["clients_at_end"]:
             of = f" of {own_test[client]['examples']}" if own_test.get(client) else ""
             row.append(f"{number(at_end[metric])}{of}" if at_end else "")
-        clients.add_row(*row, *([number(common[client][metric])] if common else []))
+        clients.add_row(*row)
     return clients
 
 
-def _examples(rows: int, told: Sequence[float]) -> str:
+def _examples(rows: int, reported: Sequence[float]) -> str:
     """A client's rows; and what its own program counted instead, as far as it differs."""
-    other = sorted({round(count) for count in told} - {0, rows})
+    other = sorted({round(count) for count in reported} - {0, rows})
     many = f"; it said {other[0]:,}{f' to {other[-1]:,}' if other[1:] else ''}" if other else ""
-    idle = sum(not count for count in told)
+    idle = sum(not count for count in reported)
     return f"{rows}{many}" + (f"; abstained in {counted(idle, 'round')}" if idle else "")
 
 
@@ -200,8 +194,8 @@ def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for row in map(json_of, lines[:most]):
         for name in ("prompt", "wanted", "before", "after"):
-            said = " ".join(row[name].split())
-            shown = said if len(said) <= width else said[: width - 3] + "..."
+            text = " ".join(row[name].split())
+            shown = text if len(text) <= width else text[: width - 3] + "..."
             console.print(f"{name + ':':8} {shown or '(nothing)'}")
         console.print()
 

@@ -12,7 +12,7 @@ from fedlora.cli.options import AsJson, Config, DataRoot, Resume, Sets
 from fedlora.cli.run_words import show_run, tell_attack, tell_data
 from fedlora.cli.screen import bar, notes, plotted, print_json
 from fedlora.doing import doing
-from fedlora.errors import ConfigError, counted
+from fedlora.errors import counted
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.quiet import quiet_libraries
 from fedlora.server.judged import in_words
@@ -46,12 +46,10 @@ def _run(
     file: Path, sets: list[str], folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None
 ) -> None:
     from fedlora.runs.config import load_config
-    from fedlora.runs.resuming import changes, check_finished
+    from fedlora.runs.resuming import changes
 
     config = load_config(file, sets)
     if resume and folder.exists() and not changes(folder, config) and folder.finished():
-        if gone := dict.fromkeys(check_finished(folder, config)):
-            notes.warn(f"{', '.join(gone)}: missing, so whether it changed since the run is not known")
         notes.warn(_nothing_left(folder, config))
     else:
         _rounds(config, folder, resume, data_root)
@@ -66,22 +64,21 @@ def _run(
 def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
     """The note of `--resume` on a finished run."""
     summary = folder.read_json("summary.json")
-    said = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
+    note = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
     if config.privacy is not None or summary.get("stopped_early"):  # a budget and an early stop are final
-        return said
-    return f"{said} For more rounds: --resume --set run.rounds={config.run.rounds + 1}"
+        return note
+    return f"{note} For more rounds: --resume --set run.rounds={config.run.rounds + 1}"
 
 
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path | None) -> None:
     """Play all rounds, behind a progress bar."""
     from fedlora.core.checkpoint import newest_round
+    from fedlora.runs.checks import per_round
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare
     from fedlora.runs.private_run import check_affordable
 
-    if folder.exists() and not resume:
-        raise ConfigError(f"{folder.path} already holds a run; add --resume to continue it, or choose another --out.")
-    folder.check_place()
+    folder.check_place(resume)
     if resume and not folder.exists():
         notes.warn(f"{folder.path} holds no run yet: it begins with round 1.")
     quiet_libraries()
@@ -97,9 +94,9 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path 
             "private: this screen names clients that fail or are refused, so only the server's operator may see it. "
             "Such a client counts as zero; even if all do, the round is released (as noise) and charged."
         )
-    per_round = max(1, round(config.run.participation * len(prepared.clients)))
     done = (newest_round(folder.checkpoints) or 0) if folder.exists() else 0
-    watch = _Watch(label, config.run.rounds, per_round, prepared.metric, done)
+    each = per_round(config, list(prepared.parts))
+    watch = _Watch(label, config.run.rounds, each, prepared.metric, done)
     with watch.bar:
         for record in execute(prepared, folder, resume=resume, on_client=watch.client_done):
             watch.round_done(record)
@@ -130,8 +127,8 @@ class _Watch:
         now = f"round {min(round + 1, self._rounds)}"
         self.bar.update(self._task, completed=round * self._per_round, round=now, **shown)
         if not notes.is_terminal:
-            said = [f"round {round} of {self._rounds} done", shown["loss"], shown.get("metric", "")]
-            notes.print(", ".join(filter(None, said)))
+            parts = [f"round {round} of {self._rounds} done", shown["loss"], shown.get("metric", "")]
+            notes.print(", ".join(filter(None, parts)))
         notes.warn(*(f"round {round}: {client} left out: {reason}" for client, reason in done.refused.items()))
         if tally is not None and tally.judged is not None and (judged := in_words(tally.judged.plain())):
             notes.warn(f"round {round}: {judged}")

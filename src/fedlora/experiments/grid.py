@@ -17,7 +17,7 @@ from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.experiments.scores import Number, parse_number
 from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, located, parse_config
-from fedlora.runs.identity import contents, digest_of
+from fedlora.runs.identity import digest_of
 from fedlora.runs.privacy_section import SIMULATED
 from fedlora.runs.reading import place_of, set_in
 
@@ -48,7 +48,7 @@ class Planned:
 def digest(config: RunConfig) -> str:
     """What a run's result depends on: its configuration, with the user's own files by content, so that they may move.
     `runs` decides which keys count."""
-    return digest_of(config, contents(config))
+    return digest_of(config)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ class AttackSection(Section):
     """Byzantine clients, for experiments; never in a federation. Every output of such a run says so.
 
     kind: what they do, see docs/how-to/attacks.md. fraction: of all clients, rounded down, drawn by run.seed. clients:
-    the byzantine clients' names, instead of a fraction. strength: depends on the kind. noise: a free rider hides behind
-    noise.
+    their names, instead of a fraction. strength: depends on the kind. noise: a free rider hides behind noise.
     """
 
     kind: Kind | Literal["none"] = "none"

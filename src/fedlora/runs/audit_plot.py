@@ -95,8 +95,8 @@ def _bar(axis: Any, place: float, value: float, height: float, alpha: float = 1.
     """A bar labelled with its value: round-off as a power of ten, larger values as a percentage."""
     end = max(value, _FLOOR)
     axis.barh(place, end, height=height, color=COLOURS[1] if value > _FAR else COLOURS[0], alpha=alpha, zorder=2)
-    said = f"{value:.0%}" if value > 0.1 else f"{value:.1%}" if value > _FAR else f"{value:.0e}" if value else "0"
-    axis.annotate(said, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=12)
+    label = f"{value:.0%}" if value > 0.1 else f"{value:.1%}" if value > _FAR else f"{value:.0e}" if value else "0"
+    axis.annotate(label, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=12)
 
 
 def _is_ours(audit: Audit) -> bool:

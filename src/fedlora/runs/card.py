@@ -77,8 +77,8 @@ model = AutoPeftModelForCausalLM.from_pretrained(here).eval()
 tokenizer = AutoTokenizer.from_pretrained(here)
 
 ASK
-said = model.generate(**inputs, max_new_tokens=64, do_sample=False, eos_token_id=ENDS)
-print(tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+answer = model.generate(**inputs, max_new_tokens=64, do_sample=False, eos_token_id=ENDS)
+print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 _IN_CHAT = """messages = [{"role": "user", "content": "a prompt"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -144,7 +144,7 @@ def model_card(
         attack=_ATTACKED.format(attack) if attack else "",
         clients=counted(len(manifest["clients"]), "client"),
         method_repr=manifest["method"],
-        rows="\n".join(f"| {name} | {said} |" for name, said in rows.items() if said),
+        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items() if value),
         snippet=snippet(config, manifest.get("answer_ends", ()), tokenizer),
         source=base.source,
     )
@@ -156,9 +156,9 @@ def _scores(metrics: Mapping[str, float]) -> str:
 
 def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:
     """The number of training examples; in a federation, as far as sites reported it."""
-    told = [part["examples"] for part in train.values() if part.get("examples") is not None]
-    more = "" if len(told) == len(train) else f" of {len(told)} that said so,"
-    return f"{sum(told):.0f}{more} over {len(train)} clients"
+    known = [part["examples"] for part in train.values() if part.get("examples") is not None]
+    more = "" if len(known) == len(train) else f" of {len(known)} that said so,"
+    return f"{sum(known):.0f}{more} over {len(train)} clients"
 
 
 def _classes(manifest: Mapping[str, Any], given: str) -> dict[str, str]:
@@ -179,8 +179,8 @@ def _cell(text: str) -> str:
 
 def _settings(table: Section, *keys: str) -> str:
     """The table's settings of these keys (default: all) that have a value, by their names."""
-    told = table.model_dump(include=set(keys) or None)
-    return _cell(", ".join(f"{key} {value}" for key, value in told.items() if value not in (None, False, [])))
+    values = table.model_dump(include=set(keys) or None)
+    return _cell(", ".join(f"{key} {value}" for key, value in values.items() if value not in (None, False, [])))
 
 
 def snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:

@@ -71,21 +71,13 @@ def of_data(config: RunConfig, data: Dealt, processes: int) -> Iterator[str]:
         yield f"run.workers = {config.run.workers!r} cannot share model.load_in_4bit; leave one of them out."
     if e.early_stopping_patience is not None and not validation:
         yield (
-            f"evaluate.early_stopping_patience = {e.early_stopping_patience} needs the validation metric, but there "
-            f"are no validation data: data.validation = {config.data.validation!r}. Give it a share or a file, or "
-            f"leave early_stopping_patience out."
+            f"evaluate.early_stopping_patience = {e.early_stopping_patience} needs validation data, and "
+            f"data.validation = {config.data.validation!r}: give it a share or a file."
         )
     if e.test_along and not (validation and test):
         yield (
-            f"evaluate.test_along = true scores the test set beside the validation data, and one of them is missing: "
-            f"data.validation = {config.data.validation!r}, data.test = {config.data.test!r}. Give both, or leave "
-            f"test_along out."
-        )
-    if e.clients_at_end == "both" and not (data.own_test and test):
-        there = "a common one only" if not data.own_test else "each client's own only"
-        yield (
-            f"evaluate.clients_at_end = 'both' needs the clients' own test sets and the common one; there is {there}. "
-            f"Give clients.test_fraction and data.test, or set it to true."
+            f"evaluate.test_along = true needs validation and test data, and there is data.validation = "
+            f"{config.data.validation!r}, data.test = {config.data.test!r}."
         )
 
 
@@ -170,8 +162,8 @@ def planned_privacy(config: RunConfig, section: PrivacySection, clients: Sequenc
     """
     if section.delta >= 1 / len(clients):
         raise ConfigError(
-            f"privacy.delta = {section.delta:g} with {len(clients)} clients: publishing one random client's data has "
-            f"delta = 1 / n = {1 / len(clients):.2g}, so this promises nothing. Choose a delta far below it."
+            f"privacy.delta = {section.delta:g} with {len(clients)} clients promises nothing: publishing one random "
+            f"client's data has delta = 1 / n = {1 / len(clients):.2g}. Choose a delta far below it."
         )
     run, ranks = config.run, [max(client.ranks(start.modules).values(), default=1) for client in clients]
     return section.build(
@@ -186,17 +178,14 @@ def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
     poisson = section.sampling == "poisson"
     if not poisson and run.participation != 1.0:
         yield (
-            f"run.participation = {run.participation:g} and privacy.sampling = 'all' contradict each other: set "
-            f"sampling = 'poisson' (a secret draw, which lowers epsilon), or leave participation out"
+            f"run.participation = {run.participation:g} needs privacy.sampling = 'poisson', a secret draw, which "
+            f"lowers epsilon"
         )
     if poisson and run.participation == 1.0:
         yield "privacy.sampling = 'poisson' draws each client with chance run.participation, now 1: set it below 1"
     yield from section.excludes(config.server)
-    told = {
-        "run.report_to": (
-            poisson and run.report_to,
-            "stores when each round ended, which tells who was drawn in secret",
-        ),
+    releasing = {
+        "run.report_to": (poisson and run.report_to, "stores when each round ended, which tells who was drawn"),
         "run.keep_uploads": (run.keep_uploads != "none", "stores what clients sent"),
         "run.readouts": (run.readouts, "reports on single clients"),
         "evaluate.clients_at_end": (evaluate.clients_at_end, "reports on single clients"),
@@ -210,22 +199,13 @@ def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
         "model.adapter": (config.model.adapter, "is a trained start, and the first download releases what it learned"),
         "data.task": (data.task == "superni" and data.task, "takes validation and test data from clients"),
     }
-    for key, (there, why) in told.items():
+    for key, (there, why) in releasing.items():
         if there:
             yield f"{key} {why}, but [privacy] lets nothing but noised sums leave: leave it out"
-    if (
-        (data.clients or data.train not in (None, "demo"))
-        and config.model.task == "sequence-classification"
-        and not data.label_names
-    ):
-        yield (
-            "data.label_names is missing: without it the head's shape would reveal which classes occur in clients' "
-            "rows. Name the classes"
-        )
+    classes = config.model.task == "sequence-classification" and (data.clients or data.train not in (None, "demo"))
+    if classes and not data.label_names:
+        yield "data.label_names is missing: the head's shape would reveal which classes occur in clients' rows"
     for part in ("validation", "test") if data.clients else ():
         share = getattr(data, part)
         if not isinstance(share, str) and share:
-            yield (
-                f"data.{part} = {share:g} is a share of each client's own file, and its scores would be released: name "
-                f"a file of public data, or set data.{part} = 0"
-            )
+            yield f"data.{part} = {share:g} is a share of clients' files: name a file of public data, or set it to 0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,10 +70,9 @@ def deal(config: RunConfig, data_root: Path | None, keep: Keep | None = None) ->
     """
     share = config.clients.test_fraction
     if share is not None and (config.data.clients or config.data.task == "superni"):
-        own = "data.clients" if config.data.clients else "data.task = 'superni'"
         raise ConfigError(
-            f"clients.test_fraction = {share:g} is for one file that is dealt out; with {own} each client already has "
-            f"its own test set, by data.test. Leave clients.test_fraction out."
+            f"clients.test_fraction = {share:g} is for one file that is dealt out; with data.clients or superni each "
+            f"client has a test set by data.test."
         )
     if config.data.task == "superni":
         return _superni(config, data_root)
@@ -83,14 +83,12 @@ def deal(config: RunConfig, data_root: Path | None, keep: Keep | None = None) ->
 
 def _check_classes(config: RunConfig, dealt: Dealt) -> None:
     """Raise `DataError` for a classification with a single class."""
-    names = dealt.classes
-    if config.model.task == "sequence-classification" and len(names) < 2:
-        d = config.data
+    d = config.data
+    if config.model.task == "sequence-classification" and len(dealt.classes) < 2:
         files = dict.fromkeys(f for f in (d.train, *d.clients.values(), d.validation, d.test) if isinstance(f, str))
         raise DataError(
-            f"{', '.join(files)}: every example has one class, {names[0]!r} (column {d.label!r}), but a classifier "
-            f"needs at least two. Is {d.label!r} the column of the classes? Was the file cut short or "
-            f"sorted? For text without classes set model.task = 'causal-lm'."
+            f"{', '.join(files)}: every example has one class, {dealt.classes[0]!r} (column {d.label!r}), but a "
+            f"classifier needs at least two. For text without classes set model.task = 'causal-lm'."
         )
 
 
@@ -100,13 +98,10 @@ def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
     Examples with copies at several clients are only trained on; the rest of each part is split. If there is no common
     test set (data.test = 0), all own sets together form it, as with clients' own files.
     """
-    holders: dict[tuple[str, str], set[str]] = {}
-    for client, part in dealt.parts.items():
-        for one in inputs(part):
-            holders.setdefault(one, set()).add(client)
+    holders = Counter(one for part in dealt.parts.values() for one in set(inputs(part)))
     parts, tests = {}, {}
     for client, part in dealt.parts.items():
-        alone = [i for i, one in enumerate(inputs(part)) if len(holders[one]) == 1]
+        alone = [i for i, one in enumerate(inputs(part)) if holders[one] == 1]
         common = sorted(set(range(len(part))) - set(alone))
         wanted = share * len(part)
         try:
@@ -118,9 +113,8 @@ def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
         except DataError as error:
             raise ConfigError(
                 f"clients.test_fraction = {share:g} gives {client!r} no test set: it was dealt {len(part)} examples, "
-                f"{len(alone)} of which only this client has ({error}). A client needs {math.ceil(1 / share)} "
-                f"or more: raise clients.min_examples to that (for a Dirichlet partition), deal to fewer clients, or "
-                f"raise clients.test_fraction."
+                f"{len(alone)} of which only this client has ({error}). A client needs {math.ceil(1 / share)} or more: "
+                f"raise clients.min_examples to that, deal to fewer clients, or raise clients.test_fraction."
             ) from error
         parts[client] = TextData.concat([train, part.select(common)]) if common else train
     common_test = dealt.test if any(map(len, dealt.test.values())) else {"": TextData.concat(list(tests.values()))}
@@ -154,15 +148,8 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
         raise ConfigError("data.task = 'superni' needs --data-root with a folder superni of task*.json files.")
     if config.model.task != "causal-lm":
         raise ConfigError("data.task = 'superni' consists of instructions; set model.task = 'causal-lm'.")
-    if isinstance(d.validation, str) or isinstance(d.test, str):
-        raise ConfigError(
-            "data.task = 'superni' holds out a share of each task; data.validation and data.test must be shares."
-        )
-    if not d.task_lists:
-        raise ConfigError(
-            "data.task = 'superni' needs data.task_lists, two files below --data-root that name the clients' tasks and "
-            "the unseen ones."
-        )
+    if isinstance(d.validation, str) or isinstance(d.test, str) or not d.task_lists:
+        raise ConfigError("data.task = 'superni' needs data.task_lists, two files, and shares to hold out.")
     clients, others = read_task_lists(data_root / d.task_lists[0], data_root / d.task_lists[1])
     if len(clients) < d.tasks or len(others) < d.unseen_tasks:
         raise ConfigError(
@@ -172,19 +159,16 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
     train, unseen = clients[: d.tasks], others[: d.unseen_tasks]
     tasks = read_tasks(data_root / "superni", [*train, *unseen])
     pieces = {name: split(tasks[name].data, validation=d.validation, test=d.test, seed=seed) for name in train}
-
-    def held(data: TextData, name: str) -> TextData:
-        return _at_most(data, d.max_test, seed, name)
-
-    validation = {name: held(part, name) for name, (_, part, _) in pieces.items()}
-    test = {name: held(part, name) for name, (_, _, part) in pieces.items()}
+    validation = {name: _at_most(part, d.max_test, seed, name) for name, (_, part, _) in pieces.items()}
+    test = {name: _at_most(part, d.max_test, seed, name) for name, (_, _, part) in pieces.items()}
+    never = {name: _at_most(tasks[name].data, d.max_test, seed, name) for name in unseen}
     return Dealt(
         parts={name: _at_most(part, d.max_train, seed, name) for name, (part, _, _) in pieces.items()},
         validation=validation,
         test=test,
         own_validation=validation,
         own_test=test,
-        probes={"unseen": {name: held(tasks[name].data, name) for name in unseen}} if unseen else {},
+        probes={"unseen": never} if unseen else {},
         categories={name: task.category for name, task in tasks.items()},
     )
 
@@ -232,8 +216,8 @@ def _split(config: RunConfig, client: str, data: TextData) -> Parts:
         if client not in d.clients:
             raise
         raise DataError(
-            f"{d.clients[client]}, the file of {client!r}: {error} (Shares for every file: data.validation = "
-            f"{d.validation}, data.test = {d.test}; in a federation the server sets them.)"
+            f"{d.clients[client]}, the file of {client!r}: {error} (For every file: data.validation = {d.validation}, "
+            f"data.test = {d.test}; in a federation the server sets them.)"
         ) from error
 
 
@@ -252,13 +236,9 @@ def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
         if config.model.task != "sequence-classification":
             return read_instructions(path, prompt=d.prompt, response=d.response, messages=d.messages)
         return read_classification(
-            path,
-            text=d.text,
-            label=d.label,
-            text_pair=d.text_pair,
-            label_names=d.label_names or names,
+            path, text=d.text, label=d.label, text_pair=d.text_pair, label_names=d.label_names or names,
             key="data.label_names",
-        )
+        )  # fmt: skip
 
     found = {path: read(path) for path in paths}
     if len({data.label_names for data in found.values()}) == 1:
@@ -270,20 +250,20 @@ def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
 def _all_classes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """The classes of several files. Raises `ConfigError` if they may be the same classes, written differently."""
     names = in_order(name for classes in found.values() for name in classes)
-    cure = f"If they are separate classes, set {given('data.label_names', names)}."
+    cure = (
+        f"Write the same class the same way in all files. If they are separate, set {given('data.label_names', names)}."
+    )
     if same := look_alike(names):
         holders = [next(path for path, classes in found.items() if spelt in classes) for spelt in same]
         raise ConfigError(
-            f"two labels look alike: {holders[0]} has {same[0]!r}, and {holders[1]} has {same[1]!r}. Write them the "
-            f"same way in all files. {cure}"
+            f"two labels look alike: {holders[0]} has {same[0]!r}, and {holders[1]} has {same[1]!r}. {cure}"
         )
     widest, most = max(found.items(), key=lambda item: len(item[1]))
     for path, classes in found.items():
         if not set(classes) & set(most):
             raise ConfigError(
                 f"the files have different label names: {path} has {shown(tuple(classes))}, and {widest} has "
-                f"{shown(tuple(most))}, with none in common. If these are the same classes, give them the same names "
-                f"in all files. {cure}"
+                f"{shown(tuple(most))}, with none in common. {cure}"
             )
     return names
 

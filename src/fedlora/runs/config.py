@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedlora.core.messages import Client
+from fedlora.data import TextData
 from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import ADAPTER_FILES, is_hub, local_folder, repository_and_revision
 from fedlora.errors import ConfigError, refuse, said_by
@@ -24,6 +26,8 @@ from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 from fedlora.runs.reading import checked, partly, set_in, tables_in
 from fedlora.runs.robust import RobustSection
 from fedlora.runs.sections import EvaluateSection, MethodSection, ModelSection, RunSection, ServerSection, TrainTable
+from fedlora.training.measure import ModelEvaluator, Target
+from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, Section
 
 
@@ -48,6 +52,24 @@ class RunConfig(Section):
     evaluate: EvaluateSection = EvaluateSection()
     attack: AttackSection = AttackSection()
     privacy: PrivacySection | None = None
+
+    @property
+    def template(self) -> str | None:
+        """Around a language model's prompts (data.chat_template); None for a classifier."""
+        return self.data.prompting() if self.model.task == "causal-lm" else None
+
+    def evaluator(
+        self, model: AdaptedModel, sets: Mapping[str, TextData], clients: Sequence[Client], *, target: Target,
+        own: Mapping[str, TextData],
+    ) -> ModelEvaluator | None:  # fmt: skip
+        """The evaluator for these held-out sets; None if they are empty."""
+        if not any(len(part) for part in sets.values()):
+            return None
+        e = self.evaluate
+        return ModelEvaluator(
+            model, sets, clients, target=target, metric=e.metric, own=own, max_length=self.data.max_length,
+            max_new_tokens=e.max_new_tokens, batch_size=e.batch_size, bf16=self.model.bf16, template=self.template,
+        )  # fmt: skip
 
     def canonical(self) -> str:
         """JSON that is the same for equal configurations, with every field."""
@@ -100,10 +122,10 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
 
 def overridden(overrides: Sequence[str]) -> dict[str, Any]:
     """The `a.b=c` overrides alone, as nested tables. Raises `ConfigError`."""
-    said: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for override in overrides:
-        override_in(said, override)
-    return said
+        override_in(tables, override)
+    return tables
 
 
 def override_in(raw: dict[str, Any], text: str) -> None:
@@ -117,15 +139,15 @@ def override_in(raw: dict[str, Any], text: str) -> None:
 def typed(text: str, where: str) -> Any:
     """The value typed after KEY=, as TOML; a bare word is a string. where: its place in words, for `ConfigError`."""
     try:
-        said = parse_toml(f"value = {text}")
+        parsed = parse_toml(f"value = {text}")
     except ValueError:
         return text
-    if more := [key for key in said if key != "value"]:
+    if more := [key for key in parsed if key != "value"]:
         raise ConfigError(
-            f"{where} holds more than one value: a line in it also sets {', '.join(map(repr, more))}, which would be "
-            f"lost. Give each key separately; put a text of several lines in quotes."
+            f"{where} holds more than one value: a line in it also sets {', '.join(map(repr, more))}. Give each key "
+            f"separately; put a text of several lines in quotes."
         )
-    return said["value"]
+    return parsed["value"]
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:
@@ -145,8 +167,8 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
         there["name"] = absolute(model.name)
     elif model.name not in PACKAGED and Path(model.name).exists():  # transformers would use that one
         raise ConfigError(
-            f"model.name = {model.name!r} is relative to {folder.resolve()}, the folder of its file, but there is no "
-            f"such model there; the working directory has one. If you mean that one, give its full path."
+            f"model.name = {model.name!r} is relative to {folder.resolve()}, the folder of its file, which has no such "
+            f"model. If you mean the one in the working directory, give its full path."
         )
     if adapter := model.adapter:
         here = (folder / adapter).exists() or repository_and_revision(adapter) is None

@@ -26,12 +26,11 @@ class RankEntry(Section):
 class ClientsSection(Section):
     """Who takes part, with which rank, and how one data file is dealt out.
 
-    count: the number of clients, named site-1, site-2, ... ranks: one for each client in that order, or one for all; an
-    entry is a rank or {attention = r, feed_forward = r}; default 8. With `profile`, the values that it distributes.
-    profile: see `fedlora experiment ranks`; flexlora-* have their own ranks. partition: label skew, or equal mixes.
-    dirichlet_alpha: of the skew, default 1; smaller is more skewed. min_examples: the fewest examples of a client.
-    test_fraction: a share of each client's data to measure it on; with data.test = 0 these together are the common test
-    set.
+    count: how many, named site-1, site-2, ... ranks: one for each client in that order, or one for all; an entry is a
+    rank or {attention = r, feed_forward = r}; default 8. With `profile`, the values that it distributes. profile: see
+    `fedlora experiment ranks`; flexlora-* have their own ranks. partition: label skew, or equal mixes. dirichlet_alpha:
+    of the skew, default 1; smaller is more skewed. min_examples: the fewest examples of a client. test_fraction: a
+    share of each client's data to measure it on; with data.test = 0 these together are the common test set.
     """
 
     count: Positive | None = None
@@ -109,21 +108,20 @@ class DataSection(Section):
     column of the text. text_pair: of a second text. label: of the class. label_names: the classes in the order of their
     numbers; default: all that occur. prompt: the column of an instruction. response: of its answer. messages: of
     conversations; default: "messages", if the rows have it. validation: a share of each file to hold out, or a file; it
-    chooses the best state. test: likewise; GLUE has its own. max_train: the most training examples (superni: per
-    client), drawn by the seed. max_test: the most test examples (superni: per task). task_lists: for superni, files
-    that name the clients' tasks and those nobody trains on. tasks: how many of the first list are clients.
-    unseen_tasks: how many of the second are measured. chat_template: around prompts: "chat", the model's own (the
-    default), or a text with {prompt} in it (superni: "{prompt}"). max_length: tokens per example. Longer prompts are
-    cut, and a response that alone fills it keeps half; the manifest counts both.
+    chooses the best round. test: likewise; GLUE has its own. max_train: the most training examples (superni: per
+    client). max_test: the most test examples (superni: per task). task_lists: for superni, files that name the clients'
+    tasks and those nobody trains on. tasks: how many of the first list are clients. unseen_tasks: how many of the
+    second are measured. chat_template: around prompts: "chat", the model's own (the default), or a text with {prompt}
+    in it (superni: "{prompt}"). max_length: tokens per example; longer ones are cut, and the manifest counts them.
     """
 
     train: str | None = None
-    clients: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
+    clients: dict[str, str] = Field(default_factory=dict)
     task: DataTask | None = None
     revision: str | None = None
     tasks: Positive = 50
     unseen_tasks: Annotated[int, Field(ge=0)] = 20
-    task_lists: list[str] = []  # noqa: RUF012 - pydantic copies it
+    task_lists: list[str] = Field(default_factory=list)
     max_train: Positive | None = None
     max_test: Positive | None = None
     text: str = "text"

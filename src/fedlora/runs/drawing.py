@@ -39,9 +39,9 @@ def gridded(figure: Figure, *axes: Any) -> Figure:
 def under_attack(figure: Figure, what: str) -> None:
     """Add a title saying that the clients were byzantine on purpose, below any existing one."""
     title = figure.get_suptitle()
-    said = textwrap.wrap(f"UNDER ATTACK, on purpose: {what}. Not for use.", int(13 * figure.get_figwidth()))
-    more = said[:3] + (["..."] if len(said) > 3 else [])
-    figure.suptitle("\n".join([*([title] if title else []), *more]), color="#a00000", fontsize=10, fontweight="bold")
+    lines = textwrap.wrap(f"UNDER ATTACK, on purpose: {what}. Not for use.", int(13 * figure.get_figwidth()))
+    lines = lines[:3] + (["..."] if len(lines) > 3 else [])
+    figure.suptitle("\n".join([*([title] if title else []), *lines]), color="#a00000", fontsize=10, fontweight="bold")
 
 
 def words(metric: str) -> str:

@@ -54,24 +54,24 @@ def execute(
         >>> [record.round for record in execute(prepared, RunFolder(Path("runs/one")))]
         [1]
     """
-    folder.check_place()
+    folder.check_place(resume)
     if not folder.exists():
         check_affordable(prepared)  # before creating a folder
     with crewed(prepared.working_in(folder.path / "programs")) as crew, folder.held():
-        yield from _executed(crew, folder, resume, called, on_client)
+        yield from _executed(crew, folder, called, on_client)
 
 
 def _executed(
-    prepared: Prepared, folder: RunFolder, resume: bool, called: Called | None, on_client: Callable[[str], None]
+    prepared: Prepared, folder: RunFolder, called: Called | None, on_client: Callable[[str], None]
 ) -> Iterator[RoundRecord]:
     config, resumed = prepared.config, folder.exists()
-    state, of = opened(prepared, folder, resume)
+    state, of = opened(prepared, folder)
     private = opened_private(prepared, folder, state.server)
     if private is not None:
         prepared = replace(prepared, server=private.server)
     lines = folder.rewind(state.round)
-    told = json.loads(shown_config(config).canonical())
-    trackers = Trackers(config.run.report_to, folder.path, told, lines, anew=resumed, called=called)
+    shown = json.loads(shown_config(config).canonical())
+    trackers = Trackers(config.run.report_to, folder.path, shown, lines, anew=resumed, called=called)
     checkpoints = Checkpoints(prepared, folder, of, lines)
     ranking, patience, rounds = Ranking(prepared.metric), config.evaluate.stopping(), config.run.rounds
     stopped = ranking.stop(lines, rounds, patience)

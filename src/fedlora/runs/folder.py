@@ -35,14 +35,6 @@ _BEFORE = ("private", "checkpoints", "manifest.json")  # what a start makes befo
 
 
 @dataclass(frozen=True)
-class KeptUploads:
-    """One round's uploads: a folder for each client."""
-
-    round: int
-    folders: list[Path]
-
-
-@dataclass(frozen=True)
 class RunFolder:
     """A run's directory.
 
@@ -60,14 +52,12 @@ class RunFolder:
         """Where a round's uploads are, if they were kept."""
         return self.path / "uploads" / f"round-{round:05d}"
 
-    def newest_uploads(self) -> KeptUploads | None:
-        """The last round whose uploads were kept, which need not be the run's last; None if there is none."""
+    def newest_uploads(self) -> tuple[int, list[Path]]:
+        """The last round whose uploads were kept, which need not be the run's last, and a folder for each client; round
+        0 if none were kept."""
         named = [(re.fullmatch(r"round-(\d{5,})", path.name), path) for path in (self.path / "uploads").glob("round-*")]
-        rounds = [(int(match[1]), path) for match, path in named if match and path.is_dir()]
-        if not rounds:
-            return None
-        round, newest = max(rounds)
-        return KeptUploads(round, sorted(path for path in newest.iterdir() if path.is_dir()))
+        round, newest = max([(int(match[1]), path) for match, path in named if match], default=(0, None))
+        return round, sorted(path for path in newest.iterdir() if path.is_dir()) if newest else []
 
     def exists(self) -> bool:
         """Whether a run was begun here; true even if a file of it is a pipe or a dangling link."""
@@ -76,14 +66,19 @@ class RunFolder:
     def finished(self) -> bool:
         return os.path.lexists(self.path / "summary.json")
 
-    def check_place(self) -> None:
-        """Check, before long work, that a run may be written here: the place is free, an empty folder, has a run, or
-        has what a start left that was killed. Writes nothing.
+    def check_place(self, resume: bool) -> None:
+        """Check, before long work, that a run may be written here: the place is free, an empty folder, has a run that
+        is to be resumed, or has what a start left that was killed. Writes nothing.
 
         Raises:
-            ConfigError: the folder holds other files, cannot be created, or cannot be written.
+            ConfigError: the folder holds other files, cannot be created, or cannot be written. CheckpointError: it
+                holds a run, and `resume` is off.
         """
         if self.exists():
+            if not resume:
+                raise CheckpointError(
+                    f"{self.path} already holds a run; add --resume to continue it, or choose another --out."
+                )
             return
         found = sorted(os.listdir(self.path)) if self.path.is_dir() else []
         if not found:
@@ -95,17 +90,12 @@ class RunFolder:
         if theirs := [name for name in found if name not in ours]:
             raise ConfigError(
                 f"{shown(self.path)} is not empty and holds no run: {counted(len(found), 'entry', 'entries')}, the "
-                f"first is {quoted(theirs[0])}. A run would overwrite files that have its names. Nothing was written. "
-                f"Name a new or an empty directory with --out; if a run's manifest.json was lost, restore it."
+                f"first is {quoted(theirs[0])}. Name a new or an empty directory with --out; if a run's manifest.json "
+                f"was lost, restore it."
             )
 
     def create(self, config: str, manifest: Mapping[str, Any]) -> None:
-        """Write a run's manifest, then its configuration, replacing existing ones.
-
-        Raises:
-            ConfigError: as in `check_place`. CheckpointError: the folder cannot be created.
-        """
-        self._make()
+        """Write a run's manifest, then its configuration, replacing existing ones."""
         self.write_json("manifest.json", manifest)
         files.write(self.path / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
 
@@ -162,24 +152,18 @@ class RunFolder:
         Raises:
             ConfigError: as in `check_place`. CheckpointError: another process has it, or it cannot be created.
         """
-        self._make()
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
-            if files.hold(handle) is False:
-                raise CheckpointError(
-                    f"another process is working on the run in {self.path}. Wait for it or end it, or choose another "
-                    f"--out."
-                )
-            yield
-        finally:
-            os.close(handle)
-
-    def _make(self) -> None:
-        self.check_place()
+        self.check_place(resume=True)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"the run folder {self.path} cannot be created: {error.strerror}.") from error
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            if files.hold(handle) is False:
+                raise CheckpointError(f"another process is working on the run in {self.path}. Wait for it or end it.")
+            yield
+        finally:
+            os.close(handle)
 
     def sweep(self) -> None:
         """Remove files that a killed process left half-written."""

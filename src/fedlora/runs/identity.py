@@ -31,7 +31,6 @@ LATER = NO_NUMBER | {  # keys that may change on resume: they concern the end, o
     "train.command", "evaluate.every", "evaluate.test_along", "evaluate.clients_at_end", "evaluate.samples",
     "privacy.budget",
 }  # fmt: skip
-MISSING = "missing"
 
 
 def later(config: RunConfig) -> frozenset[str]:
@@ -42,13 +41,14 @@ def later(config: RunConfig) -> frozenset[str]:
 
 def digest(config: RunConfig) -> str:
     """The first 16 hexadecimal digits of SHA-256 of what a result depends on. Local files count by their names."""
-    told = [(key, value) for key, value in _record(config, exclude_defaults=True) if key not in NO_NUMBER]
-    return hashlib.sha256(json.dumps([MEANING, told]).encode()).hexdigest()[:16]
+    kept = [(key, value) for key, value in _record(config, exclude_defaults=True) if key not in NO_NUMBER]
+    return hashlib.sha256(json.dumps([MEANING, kept]).encode()).hexdigest()[:16]
 
 
-def digest_of(config: RunConfig, files: Mapping[str, str]) -> str:
-    """The digest with the user's own files identified by content, as in `contents`: they may move."""
-    return digest(with_files(config, lambda key, _: files[key]))
+def digest_of(config: RunConfig) -> str:
+    """The digest with the user's own files identified by content: they may move. Raises `ConfigError` if one cannot be
+    read."""
+    return digest(with_files(config, _content))
 
 
 def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> str:
@@ -58,11 +58,11 @@ def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> s
         facts: a manifest's model, data and threads. secret: a private run's, so that nobody can confirm a guess about
             its data by this digest.
     """
-    told = [
+    kept = [
         (key, placeless(value)) for key, value in _record(config, exclude_defaults=True) if key not in later(config)
     ]
     read = [facts["model"]["sha256"], facts["model"].get("adapter"), facts["data"], facts["threads"], secret]
-    return hashlib.sha256(json.dumps([MEANING, told, read], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([MEANING, kept, read]).encode()).hexdigest()
 
 
 def differing(stored: RunConfig, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
@@ -113,22 +113,14 @@ def own_files(config: RunConfig) -> dict[str, Path]:
     return {key: Path(path) for key, path in found.items()}
 
 
-def contents(config: RunConfig) -> dict[str, str]:
-    """Key -> SHA-256 of the file, plus its suffix, which decides how it is read; `MISSING` if it is not there.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
-    return {key: _content(key, path) for key, path in own_files(config).items()}
-
-
-def _content(key: str, path: Path) -> str:
+def _content(key: str, path: str) -> str:
+    """SHA-256 of the file, plus its suffix, which decides how it is read; "missing" if it is not there."""
     try:
-        if path.is_dir():
-            told = json.dumps(model_content(path), sort_keys=True)  # as in the run's manifest
-            return hashlib.sha256(told.encode()).hexdigest()
-        return f"{file_digest(path)}{path.suffix.lower()}"
+        if Path(path).is_dir():
+            digests = json.dumps(model_content(path), sort_keys=True)  # as in the run's manifest
+            return hashlib.sha256(digests.encode()).hexdigest()
+        return f"{file_digest(Path(path))}{Path(path).suffix.lower()}"
     except FileNotFoundError:
-        return MISSING
+        return "missing"
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error.strerror or error}.") from error

@@ -17,7 +17,7 @@ from fedlora.data.splits import inputs
 from fedlora.methods.registry import package_of, plugins
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
-from fedlora.runs.identity import contents, digest_of
+from fedlora.runs.identity import digest_of
 from fedlora.runs.private_releases import shown_config
 from fedlora.runs.rank_profiles import is_attention
 from fedlora.training.digests import model_commit, model_content
@@ -34,16 +34,15 @@ def manifest(
     method: Method[Any],
 ) -> dict[str, Any]:
     """A run's record. "model" and "data", with "threads", are what its identity includes of what it read."""
-    own, classes, place = contents(config), range(len(data.classes)), config.model.location()
+    classes, place = range(len(data.classes)), config.model.location()
     counts = {client: [list(part.labels or ()).count(k) for k in classes] for client, part in data.parts.items()}
     commit, adapter, asked = model_commit(place), config.model.adapter, config.model.task == "causal-lm"
     return {
-        "config_digest": digest_of(config, own) if config.privacy is None else shown_config(config).digest(),
+        "config_digest": digest_of(config) if config.privacy is None else shown_config(config).digest(),
         **code_facts([package_of(point) for point in plugins() if point.name == config.method.name]),
         "device": config.model.chosen_device(),
         "threads": torch.get_num_threads(),
         "seed": config.run.seed,
-        "files": own,
         "model": {
             "name": config.model.name,
             "sha256": model_content(place),
@@ -111,22 +110,15 @@ def commit_of_code(code: Path = Path(__file__).parents[1]) -> dict[str, Any] | N
 
 
 def straddling(dealt: Dealt) -> dict[str, dict[str, int]]:
-    """Held-out set -> its number of examples ("examples"), and how many are copies of a training text ("in training")
-    or of a validation text ("in validation"). Sets without copies are left out.
+    """Held-out set -> its number of examples, and how many are copies of a training text. Sets without copies are left
+    out.
 
     Shares drawn from one file have none; several files, and a benchmark's official splits, may have some.
     """
-    trained, chosen_by = _texts(dealt.parts), _texts(dealt.validation)
+    trained = {one for part in dealt.parts.values() for one in inputs(part)}
     found = {}
     for name, sets in {"validation": dealt.validation, "test": dealt.test, **dealt.probes}.items():
         texts = [one for part in sets.values() for one in inputs(part)]
-        counts = {"in training": sum(one in trained for one in texts)}
-        if name != "validation":
-            counts["in validation"] = sum(one in chosen_by for one in texts)
-        if any(counts.values()):
-            found[name] = {"examples": len(texts), **counts}
+        if copies := sum(one in trained for one in texts):
+            found[name] = {"examples": len(texts), "copies": copies}
     return found
-
-
-def _texts(sets: Mapping[str, TextData]) -> set[tuple[str, str]]:
-    return {one for part in sets.values() for one in inputs(part)}

@@ -20,20 +20,17 @@ __all__ = ["plot_audit", "plot_overlaps", "plot_run"]
 
 
 def plot_run(folder: RunFolder) -> list[Path]:
-    """Draw a run's metric.png, spectrum.png and bytes.png into plots/. Returns the files written."""
+    """Draw a run's metric.png and spectrum.png into plots/. Returns the files written."""
     lines, summary = folder.metrics(), folder.read_json("summary.json")
     manifest = folder.read_json("manifest.json")
     ranks = manifest["clients"]
     folder.plots.mkdir(exist_ok=True)
     figures = {}
     with plt.rc_context(LETTERS):
-        if lines[0]["bytes"]:  # empty for a private run
-            figures["bytes"] = _bytes(lines)
         if any("singular_values" in facts for facts in summary["diagnostics"].values()):
             figures["spectrum"] = _spectrum(summary)
         chance = by_guessing(summary["metric"], len(manifest["data"]["label_names"]))
-        metric = _metric(lines, summary, ranks, chance)
-        figures["metric"] = metric  # written last: if it exists, all do
+        figures["metric"] = _metric(lines, summary, ranks, chance)  # written last: if it exists, all do
     if attack := summary.get("attack"):
         for figure in figures.values():
             under_attack(figure, in_words(attack, len(ranks)))
@@ -137,25 +134,9 @@ def _spectrum(summary: Mapping[str, Any]) -> Figure:
         )  # fmt: skip
     known = {words: [facts.get(key) for facts in diagnostics.values()] for key, words in _RANKS.items()}
     ends = {words: dict.fromkeys((min(v), max(v))) for words, v in known.items() if None not in v}  # None: not counted
-    said = ", ".join(f"{words} {' to '.join(map(str, both))}" for words, both in ends.items())
-    axis.set(xlabel=f"component\n{said} in {counted(len(diagnostics), 'module')}", ylabel="singular value")
+    ranks = ", ".join(f"{words} {' to '.join(map(str, both))}" for words, both in ends.items())
+    axis.set(xlabel=f"component\n{ranks} in {counted(len(diagnostics), 'module')}", ylabel="singular value")
     axis.set_title("spectrum of the server's update, one line per module")
     axis.legend(title="first and last module", loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, frameon=False)
     axis.grid(alpha=0.3)
     return figure
-
-
-def _bytes(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """Bytes sent, one column per round, stacked by part."""
-    parts = [key for key in lines[0]["bytes"] if key != "total" and any(line["bytes"][key] for line in lines)]
-    figure: Figure
-    figure, axis = plt.subplots(figsize=(WIDE, 4.6), layout="constrained")
-    rounds, base = [line["round"] for line in lines], [0.0] * len(lines)
-    for part, colour in zip(parts, COLOURS, strict=False):
-        size = [line["bytes"][part] / 1e6 for line in lines]
-        label = f"{part.replace('_', ', ')}, {sum(size) / len(size):.3g} MB per round"
-        axis.bar(rounds, size, bottom=base, color=colour, width=0.7, label=label)
-        base = [b + s for b, s in zip(base, size, strict=True)]
-    axis.set(xlabel="round", ylabel="MB, all clients together", title="bytes sent (tensors)")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
-    return gridded(figure, axis)

@@ -114,14 +114,13 @@ def prepare(
         data = deal(config, data_root, keep)
         adversary = config.attack.adversary(list(data.parts), config.run.seed)
         data = replace(data, parts=with_flipped_labels(data.parts, adversary))
-    except FedLoRAError as error:  # told with all that is wrong
+    except FedLoRAError as error:  # reported with all that is wrong
         refuse([*wrong, str(error)] if wrong else ())
         raise
     if config.data.task == "mnli" and not data.probes:
         log.warning(
-            "data.task = 'mnli' from --data-root has one test set, the one in glue/mnli/validation.jsonl. This run "
-            "will not have 'validation_mismatched': put validation_mismatched.jsonl beside that file, or leave "
-            "--data-root out."
+            "data.task = 'mnli' from --data-root has no second test set: put validation_mismatched.jsonl beside "
+            "glue/mnli/validation.jsonl, or leave --data-root out."
         )
     parts, labels, names = data.parts, data.classes, list(data.parts)
     processes = config.run.processes(config.model.chosen_device(), per_round(config, names))
@@ -138,12 +137,13 @@ def prepare(
         server = replace(server, round=planned_privacy(config, config.privacy, clients, seed_adapter))
     trainer = _trainer(config, model, parts, spec, programs)
     measured = _evaluators(config, data, model, clients, target)
+    ends = () if config.template is None else find_template(config.template, model.tokenizer).ends
     facts = {
         **manifest(config, data, clients, model, server.method),
         "evaluation_target": target,
         "cut": _cuts(trainer.cut() if isinstance(trainer, LocalTrainer) else {}),
         "copies": straddling(data),
-        "answer_ends": list(_ends(config, model)),
+        "answer_ends": list(ends),
         **({"attack": attack_facts(adversary)} if adversary is not None else {}),
         "cut_held_out": {name: cuts for name, each in measured.items() if (cuts := _cuts(each.cut()))},
     }
@@ -191,7 +191,7 @@ def _trainer(
     if program is None:
         settings = TrainSettings(
             **config.train.model_dump(exclude={"command", "timeout"}), rounds=config.run.rounds,
-            max_length=config.data.max_length, bf16=config.model.bf16, chat_template=_template(config),
+            max_length=config.data.max_length, bf16=config.model.bf16, chat_template=config.template,
         )  # fmt: skip
         return LocalTrainer(model, parts, settings, seed=config.run.seed)
     return ProgramTrainer(
@@ -200,30 +200,13 @@ def _trainer(
     )  # fmt: skip
 
 
-def _template(config: RunConfig) -> str | None:
-    """For a language model's prompts."""
-    return config.data.prompting() if config.model.task == "causal-lm" else None
-
-
-def _ends(config: RunConfig, model: AdaptedModel) -> tuple[int, ...]:
-    """The tokens that end a language model's answers."""
-    template = _template(config)
-    return () if template is None else find_template(template, model.tokenizer).ends
-
-
 def _evaluators(
     config: RunConfig, data: Dealt, model: AdaptedModel, clients: Sequence[Client], target: Target
 ) -> dict[str, ModelEvaluator]:
     """Held-out set -> its evaluator; without sets that are empty."""
     held = {"validation": (data.validation, data.own_validation), "test": (data.test, data.own_test)}
     held |= {name: (sets, {}) for name, sets in data.probes.items()}
-    found = {
-        name: config.evaluate.evaluator(
-            model, sets, clients, target=target, own=own, max_length=config.data.max_length, bf16=config.model.bf16,
-            template=_template(config),
-        )
-        for name, (sets, own) in held.items()
-    }  # fmt: skip
+    found = {name: config.evaluator(model, sets, clients, target=target, own=own) for name, (sets, own) in held.items()}
     return {name: evaluator for name, evaluator in found.items() if evaluator is not None}
 
 

@@ -29,10 +29,10 @@ class PrivacySection(Section):
     all run.rounds together at `delta`. delta: the probability that the guarantee fails. sampling: all clients in every
     round, or "poisson": each with chance run.participation, drawn secretly. shape: sum changes whole, or in `dims`
     directions of each side of a module. dims: their number, if the shape is "two-sided". rank: R of the server's update
-    (default: the clients' largest). most_examples: a client counts min(n_i, most_examples) / most_examples; not set:
+    (default: the clients' largest). most_examples: a client counts min(n_i, most_examples) / most_examples; default:
     all equally. population: a name for these clients. ledger: the file that charges all runs on these clients; keep it.
-    budget: the most epsilon that these runs together may spend at `delta`; the first run writes it into the ledger
-    (default: what that run needs), and later it can only lower the ledger's.
+    budget: the most epsilon that these runs together may spend at `delta` (default: what the first run needs); later it
+    can only lower the ledger's.
     """
 
     clipping_norm: Above
@@ -56,8 +56,8 @@ class PrivacySection(Section):
             )
         if self.epsilon is not None and self.budget is not None and self.budget < self.epsilon:
             raise ValueError(
-                f"privacy.budget = {self.budget:g} covers all runs together, but this one alone plans to spend "
-                f"privacy.epsilon = {self.epsilon:g}"
+                f"privacy.budget = {self.budget:g} is of all runs together, and privacy.epsilon = {self.epsilon:g} of "
+                f"this one alone is more"
             )
         if (self.shape == "full") != (self.dims is None):
             raise ValueError(

@@ -78,12 +78,8 @@ class OnDisk(Releases):
     def why_spent(self, done: int) -> str:
         """Why the budget cannot pay another round after `done` of this run: from the ledger alone, which is public."""
         more = sum(event.run == self.run for event in self.ledger.read().events) - done
-        why = "others have charged its ledger meanwhile"
-        if more > 0:
-            why = (
-                f"the ledger has {more} more charges of this run than this folder has rounds, so the folder is a copy "
-                f"or an old backup, and each round that is played again is charged again"
-            )
+        mine = f"the ledger has {more} more charges of this run than this folder has rounds: it is a copy or old backup"
+        why = mine if more > 0 else "others have charged its ledger meanwhile"
         return f"the budget of privacy.population cannot pay another round: {why}"
 
     def check_charged(self, done: int) -> None:
@@ -92,7 +88,7 @@ class OnDisk(Releases):
         if lacks := sorted(set(range(1, done + 1)) - charged):
             raise CheckpointError(
                 f"{len(lacks)} released rounds of this run (such as round {lacks[0]}) are missing from the ledger "
-                f"that privacy.ledger names: it is another file, or an old copy. Name the one they were charged to."
+                f"that privacy.ledger names. Name the one that they were charged to."
             )
 
 
@@ -146,6 +142,6 @@ def shown_config(config: RunConfig) -> RunConfig:
 
 def public_manifest(facts: Mapping[str, Any]) -> dict[str, Any]:
     """A manifest without facts about clients' data: counts, classes, digests, how much was cut or copied."""
-    told = filtered("manifest.json", facts)
+    public = filtered("manifest.json", facts)
     nothing: dict[str, Any] = {"train": {}, "own_test": {}, "categories": {}, "label_counts": None}
-    return {**told, "data": {**nothing, **told["data"]}}
+    return {**public, "data": {**nothing, **public["data"]}}

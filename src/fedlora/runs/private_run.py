@@ -67,9 +67,8 @@ class PrivacyPlan:
         if self.clip <= least:
             raise ConfigError(
                 f"this budget leaves nothing: in {self.rounds} rounds even a change that all {self.clients} clients "
-                f"agree on, with the whole clip {self.clip:g} in {name}, drowns in the noise, which hides everything "
-                f"below {least:.3g} there. Use more clients, a larger epsilon, more rounds at the same noise, or a "
-                f"smaller privacy.shape ('two-sided' with few dims, or ffa-lora)."
+                f"agree on, with the whole clip {self.clip:g} in {name}, drowns in the noise, which hides all below "
+                f"{least:.3g} there. Use more clients, a larger epsilon, more rounds, or privacy.shape = 'two-sided'."
             )
 
 
@@ -178,7 +177,7 @@ def releases_of(section: PrivacySection, folder: Path, run: str, rounds: int, pa
     return OnDisk(folder, run, ledger, section.limit(ledger, rounds, participation), rounds, section.delta)
 
 
-def told(spent: Mapping[str, Any]) -> str:
+def guarantee(spent: Mapping[str, Any]) -> str:
     """For the card: epsilon for the planned rounds, even if fewer were played, and for the whole population."""
     ledger, share = spent["ledger"], spent["sampling"]
     who = "all" if share == 1.0 else f"a secret draw of {share:g}"

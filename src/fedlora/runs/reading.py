@@ -118,8 +118,8 @@ def _line(kind: type[BaseModel], key: str, wrong: Sequence[Any]) -> str:
     if error["type"] == "missing":
         return f"key {key!r} is missing"
     if error["type"] == "value_error":  # in our own words
-        said = error["msg"].removeprefix("Value error, ")
-        return said if isinstance(error["input"], dict) else f"{key}: {said}; got {error['input']!r}"
+        message = error["msg"].removeprefix("Value error, ")
+        return message if isinstance(error["input"], dict) else f"{key}: {message}; got {error['input']!r}"
     words = [(_WORDS[e["type"]].format(**e.get("ctx", {})) if e["type"] in _WORDS else e["msg"]) for e in wrong]
     must = dict.fromkeys(words)
     return f"{key}: must be {' or '.join(must)}; got {error['input']!r}"

@@ -15,7 +15,7 @@ from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.identity import MISSING, contents, differing, identity, later
+from fedlora.runs.identity import differing, identity, later
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_releases import begin, read_private, shown_config
 from fedlora.runs.reading import flat
@@ -25,7 +25,7 @@ from fedlora.server.state import RunState
 log = logging.getLogger("fedlora.runs")
 
 
-def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunState, str]:
+def opened(prepared: Prepared, folder: RunFolder) -> tuple[RunState, str]:
     """The state to continue from (the newest sound checkpoint, or a fresh start), and the run's identity. A finished
     run's summary is gone from then on.
 
@@ -33,23 +33,19 @@ def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunStat
         CheckpointError: as in `execute`.
     """
     config, fresh, began = prepared.config, start(prepared.server, prepared.seed_adapter), folder.exists()
-    if began and not resume:
-        raise CheckpointError(
-            f"{folder.path} already holds a run; add --resume to continue it, or choose another --out."
-        )
     if not began and prepared.secrets is not None:
         begin(folder)
     changed, of, loaded = not began or changes(folder, config), _identity(prepared, folder), None
     if began:
         stored = folder.read_json("manifest.json")
         if stored.get("run") != of:
-            raise CheckpointError(_other(folder, _odd(stored, prepared.manifest)))
+            raise _other_content(folder, stored, prepared.manifest)
         state_of_method = prepared.server.method.State
         loaded = checkpoint.load_newest(folder.checkpoints, RunState, state_of_method, of=of, tell=log.warning)
         if loaded is None and folder.finished():
             raise CheckpointError(
-                f"{folder.path} holds a finished run, but checkpoints/ has no state of it: continuing would train all "
-                f"of its rounds again. Restore checkpoints/, or choose another --out."
+                f"{folder.path} holds a finished run, but checkpoints/ has no state of it. Restore checkpoints/, or "
+                f"choose another --out."
             )
         folder.reopen()
     if changed:
@@ -79,38 +75,18 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
         )
     if (done := len(folder.metrics())) > config.run.rounds:
         raise CheckpointError(
-            f"{folder.path} holds {done} rounds, but you ask for run.rounds = {config.run.rounds}: rounds cannot be "
-            f"undone. Choose another --out."
+            f"{folder.path} holds {done} rounds, more than run.rounds = {config.run.rounds}. Choose another --out."
         )
     return stored.canonical() != config.canonical()
 
 
-def check_finished(folder: RunFolder, config: RunConfig) -> list[str]:
-    """Check, without reading anything else, that a finished run's own files have the content that it read. Returns the
-    keys of those that are gone. Raises `CheckpointError`."""
-    there = folder.read_json("manifest.json").get("files") or {}  # a private run tells no digest of its clients' files
-    now = contents(config) if there else {}
-    if odd := [key for key, content in now.items() if content not in (MISSING, there.get(key))]:
-        raise CheckpointError(_other(folder, odd))
-    return [key for key, content in now.items() if content == MISSING]
-
-
-def _odd(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
-    """The entries of what was read that differ between two manifests; those of a private run name no client."""
+def _other_content(folder: RunFolder, stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> CheckpointError:
+    """Names what was read that differs between two manifests; those of a private run name no client."""
     there, here = (flat({key: one.get(key) for key in ("model", "data", "threads")}) for one in (stored, manifest))
-    odd = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
-    counts = {
-        key: f" ({there.get(key)} there, {here.get(key)} here)"
-        for key in odd
-        if isinstance({**there, **here}[key], int)
-    }
-    return [f"{key.removesuffix('.sha256')}{counts.get(key, '')}" for key in odd] or ["what it read"]
-
-
-def _other(folder: RunFolder, what: list[str]) -> str:
-    return (
-        f"{folder.path / 'manifest.json'} records other content of: {', '.join(what)}. Continuing would mix two runs. "
-        f"Restore what the run read, or choose another --out."
+    odd = [key.removesuffix(".sha256") for key in {**there, **here} if there.get(key) != here.get(key)]
+    return CheckpointError(
+        f"{folder.path / 'manifest.json'} records other content of: {', '.join(odd) or 'what it read'}. Continuing "
+        f"would mix two runs. Restore what the run read, or choose another --out."
     )
 
 

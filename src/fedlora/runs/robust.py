@@ -51,10 +51,7 @@ class RobustSection(Section):
             return self
         if self.byzantine is None and "byzantine" in own:
             who = "robust.nnm" if self.nnm else f"robust.rule = {self.rule!r}"
-            raise ValueError(
-                f"{who} needs robust.byzantine: how many clients per round may be byzantine, a number (2) or a share "
-                f"(0.2); it has no sensible default"
-            )
+            raise ValueError(f"{who} needs robust.byzantine: how many clients per round, a number (2) or a share (0.2)")
         try:
             self.build()
         except HyperparameterError as error:
@@ -76,5 +73,5 @@ def check_rule(rule: Rule, clients: int) -> None:
     if clients < (least := rule.least(clients)):
         raise ConfigError(
             f"robust.rule: {rule} needs {least} clients, but a round has {clients}. Use more clients, fewer byzantine "
-            f"clients, or another rule."
+            f"ones, or another rule."
         )

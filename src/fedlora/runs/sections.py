@@ -6,7 +6,7 @@ Each key is a field below, with its default. `config` reads them from TOML.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,9 +15,7 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 
 from fedlora.analysis.audit import MOST, GaugeStress
-from fedlora.core.messages import Client
 from fedlora.core.method import Method
-from fedlora.data import TextData
 from fedlora.data.demo import model_location
 from fedlora.data.hub import repository_and_revision
 from fedlora.errors import HyperparameterError
@@ -31,7 +29,7 @@ from fedlora.server.server import Heads, Server
 from fedlora.server.streamed import Streamed
 from fedlora.simulation import UploadHook
 from fedlora.training.load import model_place
-from fedlora.training.measure import ModelEvaluator, Target
+from fedlora.training.measure import Target
 from fedlora.training.metrics import MetricName
 from fedlora.training.models import AdaptedModel
 from fedlora.training.programs import Program
@@ -50,8 +48,8 @@ class RunSection(Section):
     rounds: how many. participation: the share of the clients drawn for each round. seed: of all randomness. threads:
     torch's (0: its own default); a fixed number gives the same bits. workers: processes that train and evaluate, with
     one thread or GPU each; "auto" is the machine's number. On a CPU they change no bit. checkpoint_every: rounds
-    between stored states. keep_checkpoints: how many of the newest, beside the best. readouts: write each client's
-    readout at the end. keep_uploads: store uploads as PEFT folders for `fedlora audit`. report_to: trackers to log to.
+    between stored states. keep_checkpoints: how many of the newest. readouts: write each client's readout at the end.
+    keep_uploads: store uploads, for `fedlora audit`. report_to: trackers.
     """
 
     rounds: Positive = 10
@@ -63,7 +61,7 @@ class RunSection(Section):
     keep_checkpoints: Positive = 2
     readouts: bool = False
     keep_uploads: Literal["none", "last", "all"] = "none"
-    report_to: list[TrackerName] = []  # noqa: RUF012 - pydantic copies it
+    report_to: list[TrackerName] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _one_thread_each(self) -> RunSection:
@@ -90,10 +88,9 @@ class ModelSection(Section):
 
     name: a folder, a GGUF file, a hub id or "owner/name@revision"; "demo" (MiniLM) and "smollm2" are packaged. task:
     what the model does. device: of torch; "auto" is a GPU if there is one. adapter: a PEFT folder to start from, or one
-    on the hub. revision: of a hub id; not set: the newest. dtype: of the base weights in memory; adapters and heads
-    stay float32. bf16: compute in bfloat16. gradient_checkpointing: recompute activations: less memory, more time.
-    dropout: instead of the model's own. load_in_4bit: load the base in 4 bits (a GPU and bitsandbytes; not fedex-lora
-    and flora).
+    on the hub. revision: of a hub id; default: the newest. dtype: of the base weights; adapters and heads stay float32.
+    bf16: compute in bfloat16. gradient_checkpointing: less memory, more time. dropout: instead of the model's own.
+    load_in_4bit: the base in 4 bits (a GPU and bitsandbytes; not fedex-lora and flora).
     """
 
     name: str
@@ -153,7 +150,7 @@ _snapshot = lru_cache(maxsize=32)(model_place)  # each ask of the hub costs seco
 class MethodSection(Section):
     """How uploads become the server's model. Further keys are the method's hyper-parameters.
 
-    name: one of `fedlora methods`, or "module:Class" for your own.
+    name: one of `fedlora methods`, or "module:Class".
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -168,8 +165,8 @@ class MethodSection(Section):
 class ServerSection(Section):
     """The arguments of `fedlora.Server`, and an experiment with uploads.
 
-    weighting: p_i; not set: "uniform" with [robust], otherwise "examples". heads: of fully trained parts; not set: the
-    method's choice. quorum: the good uploads that a round needs; not set: the first bad one stops the run (on Flower,
+    weighting: p_i; default: "uniform" with [robust], otherwise "examples". heads: of fully trained parts; default: the
+    method's choice. quorum: the good uploads that a round needs; default: the first bad one stops the run (on Flower,
     one good upload is enough). stream: add uploads up as they come and forget them (methods that need only the sum).
     gauge_stress: re-express each upload in random coordinates of this condition number.
     """
@@ -197,12 +194,11 @@ class ServerSection(Section):
 
 
 class TrainTable(TrainSection):
-    """One client's round: by fedlora's own loop, whose optimiser is new each round as in all reference codes, or by a
-    program of the client's.
+    """One client's round: by fedlora's own loop, whose optimiser is new each round, or by a program of the client's.
 
     command: a program and its arguments, started for each client and round; it finds a PEFT folder and leaves one, and
-    other keys here have no effect. {data} in it is the client's file of training examples. timeout: seconds after which
-    the program is ended and its client fails.
+    other keys here have no effect. {data} in it is the client's file of examples. timeout: seconds after which the
+    program is ended and its client fails.
     """
 
     command: Command | None = None
@@ -217,19 +213,18 @@ class EvaluateSection(Section):
     """What is measured, and when to stop. docs/how-to/measuring.md explains the metrics.
 
     every: rounds between evaluations; the last is always measured. target: whose model; "auto" is the server's if it
-    has one. metric: reported, and used to choose the best. max_new_tokens: the longest generated answer. batch_size:
-    examples at a time. clients_at_end: also measure each client's own readout, on its own test set if it has one;
-    "both": and on the common one. early_stopping_patience: stop after so many evaluations in a row without a better
-    validation metric. early_stopping_threshold: the smallest improvement that counts. samples: how many held-out
-    prompts a language model answers, before and after training (samples.jsonl). test_along: also score the test set at
-    each evaluation, for curves; nothing is chosen by it.
+    has one. metric: reported, and used to choose the best round. max_new_tokens: the longest generated answer.
+    batch_size: examples at a time. clients_at_end: also measure each client's own readout, on its own test set if it
+    has one. early_stopping_patience: stop after so many evaluations in a row without a better validation metric.
+    early_stopping_threshold: the smallest improvement that counts. samples: how many held-out prompts a language model
+    answers, before and after training. test_along: also score the test set at each evaluation; nothing is chosen by it.
     """
 
     every: Positive = 1
     target: Target | Literal["auto"] = "auto"
     metric: MetricName = "accuracy"
     max_new_tokens: Positive = 64
-    clients_at_end: bool | Literal["both"] = False
+    clients_at_end: bool = False
     batch_size: Positive = 64
     early_stopping_patience: Positive | None = None
     early_stopping_threshold: Annotated[float, Field(ge=0)] = 0.0
@@ -241,24 +236,3 @@ class EvaluateSection(Section):
         if self.early_stopping_patience is None:
             return None
         return Patience(self.early_stopping_patience, self.early_stopping_threshold, self.every)
-
-    def evaluator(
-        self,
-        model: AdaptedModel,
-        sets: Mapping[str, TextData],
-        clients: Sequence[Client],
-        *,
-        target: Target,
-        own: Mapping[str, TextData],
-        max_length: int,
-        bf16: bool,
-        template: str | None = None,
-    ) -> ModelEvaluator | None:
-        """The evaluator for these sets; None if they are empty."""
-        if not any(len(part) for part in sets.values()):
-            return None
-        return ModelEvaluator(
-            model, sets, clients, target=target, metric=self.metric, own=own, max_length=max_length,
-            max_new_tokens=self.max_new_tokens, batch_size=self.batch_size, bf16=bf16,
-            template=template,
-        )  # fmt: skip

@@ -37,7 +37,7 @@ def warm_start(config: RunConfig, fresh: Adapter, labels: Sequence[str]) -> Adap
     if own and labels and list(own) != list(labels):
         raise ConfigError(
             f"{where} was trained for the classes {', '.join(own)}, in this order, and the data have "
-            f"{', '.join(labels)}: its head would mean others. Set data.label_names to its own, or start without it."
+            f"{', '.join(labels)}. Set data.label_names to its own, or start without it."
         )
     modules = {name: _extended(lora, fresh.modules[name]) for name, lora in given.modules.items()}
     return Adapter(modules, given.heads)
@@ -49,9 +49,8 @@ def _check_base(config: RunConfig, spec: AdapterSpec, where: str) -> None:
     theirs = Base.of(spec.config)
     if not any(is_same_base(theirs, mine) or theirs.name == mine.name for mine in ours):
         raise ConfigError(
-            f"{where} belongs to the base model {theirs}, and the run's is {config.model.name!r}: on another base its "
-            f"update means nothing. If they are the same weights, write the run's name into base_model_name_or_path of "
-            f"its adapter_config.json."
+            f"{where} belongs to the base model {theirs}, and the run's is {config.model.name!r}. If they are the same "
+            f"weights, write the run's name into base_model_name_or_path of its adapter_config.json."
         )
 
 
@@ -60,11 +59,9 @@ def check_fits(fresh: Adapter, given: Adapter, where: str) -> None:
     model's own start. where: the given one's name."""
     odd = sorted(set(fresh.modules) ^ set(given.modules))
     if odd:
-        whose = "the run does not adapt" if odd[0] in given.modules else "it does not adapt"
         raise ConfigError(
-            f"{where} and lora.target_modules differ in {counted(len(odd), 'module')}, such as {odd[0]!r}, which "
-            f"{whose}. It adapts {in_words(given.modules)}, the run {in_words(fresh.modules)}: name its modules in "
-            f"lora.target_modules."
+            f"{where} and lora.target_modules differ in {counted(len(odd), 'module')}, such as {odd[0]!r}: it adapts "
+            f"{in_words(given.modules)}, the run {in_words(fresh.modules)}. Name its modules in lora.target_modules."
         )
     for name, lora in given.modules.items():
         (B, A), (ours, mine) = lora.factors, fresh.modules[name].factors
@@ -78,8 +75,7 @@ def check_fits(fresh: Adapter, given: Adapter, where: str) -> None:
     if odd:
         raise ConfigError(
             f"{where} and the run differ in the fully trained {odd[0]!r}: it has {theirs.get(odd[0]) or 'none'}, the "
-            f"run's model {own.get(odd[0]) or 'none'}. A head counts as part of the start: use an adapter with the "
-            f"same heads (lora.modules_to_save, the number of classes)."
+            f"run's model {own.get(odd[0]) or 'none'}. Use an adapter with the same lora.modules_to_save and classes."
         )
 
 

@@ -23,7 +23,7 @@ from fedlora.runs.exported import FOLDERS, BaseName, Exports, base_name, global_
 from fedlora.runs.finishing import results
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts, shown_rank
-from fedlora.runs.private_run import told
+from fedlora.runs.private_run import guarantee
 from fedlora.runs.stopping import Line
 from fedlora.server.judged import over_rounds
 from fedlora.server.state import RunState
@@ -42,7 +42,7 @@ def finish(grid: BoundedGrid, federation: Federation) -> dict[str, Any]:
     at_sites = federation.measure(grid, "test") if settings.share("test") else SiteRound()
     judged = over_rounds(lines)
     spent = None if private is None else private.spent(state.round)
-    exports = _exports(federation, None if spent is None else told(spent))
+    exports = _exports(federation, None if spent is None else guarantee(spent))
     tested = _tested(opening, chosen)
     for name, measured in tested.items():
         scores, by = measured, "server"

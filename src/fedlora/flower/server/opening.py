@@ -196,14 +196,9 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
     model = config.model.load(config.lora, labels, config.run.seed)
     mine, _ = model.seed_adapter(1, seed=config.run.seed)
     check_fits(mine, start, f"start/, beside model.name = {config.model.name!r},")
-    template = config.data.prompting() if config.model.task == "causal-lm" else None
-    ends = () if template is None else find_template(template, model.tokenizer).ends
+    ends = () if config.template is None else find_template(config.template, model.tokenizer).ends
     made = {
-        part: config.evaluate.evaluator(
-            model, {"": text[path]}, (), target="server", own={}, max_length=config.data.max_length,
-            bf16=config.model.bf16, template=template,
-        )
-        for part, path in files.items()
-    }  # fmt: skip
+        part: config.evaluator(model, {"": text[path]}, (), target="server", own={}) for part, path in files.items()
+    }
     digests = model_content(config.model.location())
     return AtServer(made.get("validation"), made.get("test"), model.tokenizer, digests, ends)

@@ -1,6 +1,5 @@
-"""docs/how-to/privacy.md: its code runs, its configuration is one, its table is the plan's formula. What six clients
-can expect stands in docs/evidence/protection.md.
-"""
+"""docs/how-to/privacy.md and measuring.md: their code runs, their configurations are configurations, their tables are
+the code's. Kind: structural."""
 
 from __future__ import annotations
 
@@ -13,10 +12,11 @@ import pytest
 
 from fedlora.runs.checks import check_private
 from fedlora.runs.config import parse_config
+from fedlora.training.metrics import METRICS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "how-to" / "privacy.md").read_text(encoding="utf-8")
-COSTS = (DOCS / "evidence" / "protection.md").read_text(encoding="utf-8")
+MEASURING = (DOCS / "how-to" / "measuring.md").read_text(encoding="utf-8")
 
 
 def test_the_code_runs_and_prints_what_it_says(
@@ -69,3 +69,24 @@ def test_the_noise_of_the_table_is_that_of_its_epsilon() -> None:
     from fedlora.privacy import noise_multiplier_for
 
     assert noise_multiplier_for(8.0, 9, 1e-3) == pytest.approx(1.440, abs=2e-3)
+
+
+def test_every_configuration_of_the_page_is_one() -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", MEASURING, flags=re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        parse_config({"model": {"name": "m"}, "data": {"train": "t"}, **tomllib.loads(block)})
+
+
+def test_the_table_of_scores_is_the_one_of_the_code() -> None:
+    """Every metric, which way is better, and of which task."""
+    lines = [line for line in MEASURING.splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines if line.count("|") == 5]
+    tasks = {
+        ("sequence-classification", "causal-lm"): "both",
+        ("sequence-classification",): "classes",
+        ("causal-lm",): "text",
+    }
+    assert rows[1:] == [
+        [f"`{name}`", "larger" if m.larger_is_better else "smaller", tasks[m.tasks]] for name, m in METRICS.items()
+    ]
