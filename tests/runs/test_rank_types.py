@@ -102,7 +102,7 @@ def test_every_module_is_trained_and_uploaded_at_its_clients_own_rank(typed: Fin
 
 
 def test_the_start_is_common_slot_by_slot(typed: Finished) -> None:
-    """mixed-ranks.md: for each module the largest rank that any client has there. A client of fewer slots has its
+    """explanation/methods.md: for each module the largest rank that any client has there. A client of fewer slots has its
     first ones, bit for bit; attention's widest client is site-3, the others' site-2."""
     assert prepare(typed.config).seed_adapter.ranks == by_module(5, 4)
     first = {call.client: call.received for call in typed.calls if call.round == 1}
@@ -139,7 +139,7 @@ def test_peft_loads_the_uploads_and_readouts_at_those_ranks(typed: Finished, pro
 
 
 def test_the_manifest_names_the_types_as_attention_and_feed_forward(typed: Finished) -> None:
-    """As mixed-ranks.md writes them: attention/feed-forward, one number where they are the same."""
+    """As explanation/methods.md writes them: attention/feed-forward, one number where they are the same."""
     assert typed.folder.read_json("manifest.json")["clients"] == {"site-1": "2/3", "site-2": 4, "site-3": "5/2"}
     assert "site-1: 2/3, site-2: 4, site-3: 5/2" in (typed.folder.path / "adapter" / "README.md").read_text()
     assert set(typed.folder.read_json("summary.json")["clients_at_end"]) == set(RANKS)

@@ -90,6 +90,11 @@ class Round:
             updates.append(Update(u.client.id, weights[u.client.id], lora.rank, lora, roundoff))
         return self.before.modules[name], updates
 
+    def modules(self) -> Iterator[tuple[str, tuple[Any, list[Update]]]]:
+        """Each matrix with `module` of it; none in a round in which only heads travelled."""
+        if any(u.adapter.modules for u in self.uploads):
+            yield from ((name, self.module(name)) for name in self.before.modules)
+
 
 def trained(
     server: Server, state: ServerState, ranks: Ranks, names: Sequence[str], kept: dict[str, Adapter | None]
