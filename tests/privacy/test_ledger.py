@@ -242,16 +242,6 @@ def test_another_population_has_another_ledger(path: Path) -> None:
         recompute(path.with_name("none.jsonl"))
 
 
-def test_a_link_to_the_ledger_is_the_ledger(path: Path, tmp_path: Path) -> None:
-    """And a folder that is not there yet is made."""
-    path = path.parent / "of" / "clinics" / "ledger.jsonl"
-    of(path).charge(an_event(1))
-    (tmp_path / "link.jsonl").symlink_to(path)
-    of(tmp_path / "link.jsonl").charge(an_event(2))
-    assert recompute(path).newest[0] == 2
-    assert len(of(path).read().events) == 2 and (tmp_path / "link.jsonl").is_symlink()
-
-
 # ---- processes at once, and disks ------------------------------------------------------------------------------------
 
 
@@ -310,16 +300,6 @@ def test_a_disk_that_does_not_keep_what_was_flushed_is_heard(path: Path, monkeyp
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"rounds": 10**9}, {"sampling": 0.0}, {"noise_multiplier": 0.0}, {"delta": 0.0}, {"size": 10**20},
-     {"clip": float("nan")}, {"grid": 0.5}, {"grid": 0.3}],
-)  # fmt: skip
-def test_impossible_events(changed: dict[str, Any]) -> None:
-    with pytest.raises(HyperparameterError):
-        Event(**{**asdict(an_event(1)), **changed})
-
-
 def test_an_event_without_its_release_and_impossible_budgets(path: Path) -> None:
     with pytest.raises(LedgerError, match="digest"):
         of(path).charge(Event(**{**asdict(an_event(1)), "released": ""}))
@@ -375,13 +355,3 @@ def test_the_command_says_what_is_wrong_and_writes_nothing(path: Path, args: lis
     before = path.read_bytes()
     assert words in said(path, *args, code=2)
     assert path.read_bytes() == before
-
-
-def test_where_data_are_by_the_environment_says_nothing_of_a_ledger(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An option counts as typed where it was typed: the variable is for the runs of the same shell."""
-    of(path).charge(an_event(1))
-    monkeypatch.setenv("FEDLORA_DATA_ROOT", str(path.parent))
-    assert "in 1 releases" in said(path)
-    assert "--data-root" in said(path, "--data-root", path.parent, code=2)

@@ -102,7 +102,7 @@ def test_every_module_is_trained_and_uploaded_at_its_clients_own_rank(typed: Fin
 
 
 def test_the_start_is_common_slot_by_slot(typed: Finished) -> None:
-    """explanation/methods.md: for each module the largest rank that any client has there. A client of fewer slots has its
+    """For each module the largest rank that any client has there. A client of fewer slots has its
     first ones, bit for bit; attention's widest client is site-3, the others' site-2."""
     assert prepare(typed.config).seed_adapter.ranks == by_module(5, 4)
     first = {call.client: call.received for call in typed.calls if call.round == 1}

@@ -22,7 +22,6 @@ import torch
 
 from fedlora.errors import HyperparameterError, UploadRefused, WorkerDied
 from fedlora.workers import Processes
-from fedlora.workers.processes import available
 from support import in_processes as work
 
 
@@ -50,13 +49,6 @@ def test_items_are_drawn_a_few_ahead_and_no_more() -> None:
         for taken in range(3):
             assert next(results) == 10 + taken and len(drawn) <= taken + 4
         assert list(results) == list(range(13, 60))
-
-
-def test_a_copy_may_be_changed_and_stays_in_its_process() -> None:
-    resident = {"asked": 0}
-    with Processes(resident, 1) as processes:
-        assert list(processes.map(work.count_up, [0, 0, 0])) == [1, 2, 3]
-    assert resident == {"asked": 0}
 
 
 def test_copies_cost_no_memory_until_they_are_written() -> None:
@@ -152,16 +144,6 @@ def test_sizes_are_whole_numbers(size: Any) -> None:
         Processes(None, size)
 
 
-def test_closed_processes_are_gone_and_start_again() -> None:
-    processes = Processes({}, 2)
-    first = {pid for _, pid, *_ in processes.map(work.who, [0.1] * 4)}  # type: ignore[misc]
-    processes.close()
-    assert not any(psutil.pid_exists(pid) for pid in first)
-    second = {pid for _, pid, *_ in processes.map(work.who, [0.1] * 4)}  # type: ignore[misc]
-    processes.close()
-    assert not first & second
-
-
 def test_stopped_processes_end_at_once_too() -> None:
     """SIGSTOP leaves only SIGKILL. Without it, closing waits until the test wakes them after 20 s."""
     processes = Processes({}, 2)
@@ -174,19 +156,6 @@ def test_stopped_processes_end_at_once_too() -> None:
     processes.close()
     wake.cancel()
     assert time.monotonic() - before < 15 and not any(psutil.pid_exists(pid) for pid in pids)
-
-
-def test_a_script_needs_no_guard(tmp_path: Path) -> None:
-    """Nothing imports it again: not its work, and not the classes that it defines."""
-    script = tmp_path / "script.py"
-    script.write_text("from fedlora.workers import Processes\nclass Own:\n    def two(self, item): return 2 * item\n"
-                      "with Processes(Own(), 2) as p:\n    print(list(p.map(Own.two, [1])))\n")  # fmt: skip
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False)
-    assert done.stdout == "[2]\n", done.stderr
-
-
-def test_there_is_a_core_for_each_that_is_available() -> None:
-    assert available() == len(os.sched_getaffinity(0)) >= 1
 
 
 SLEEPERS = """

@@ -21,16 +21,13 @@ The federations have three rounds, missing clients, mixed ranks unless `one_rank
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fedlora.analysis.audit import regauge
-from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter, LoRA, stack
 from fedlora.core.messages import Client, Download
 from fedlora.core.method import Method, Update
@@ -40,7 +37,7 @@ from fedlora.methods.fedit import mean_factors
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 from fedlora.testing.comparing import differing, drift, leaves, moved, readout_drift, relative
-from fedlora.testing.federations import EQUAL, MIXED, Ranks, Who, rounds, seed_adapter, trained
+from fedlora.testing.federations import EQUAL, MIXED, Ranks, Who, rounds, seed_adapter, stored, trained
 
 # Relative, of float64 federations: a method that keeps a contract is off by rounding, any other by per cents. Some then
 # solve for a minimum, which multiplies the rounding.
@@ -171,10 +168,10 @@ def purity(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
                 lora.map(Tensor.zero_)
         if leaves(_seen(server, after, ranks)) != shown:
             return Measured(False, "reading out twice, or a client that trains in place, changed the state")
-        stored = _stored(server, after)
-        if leaves(stored) != leaves(after) or leaves(_seen(server, stored, ranks)) != shown:
+        loaded = stored(server, after)
+        if leaves(loaded) != leaves(after) or leaves(_seen(server, loaded, ranks)) != shown:
             return Measured(False, "a stored state came back with other bits")
-        state = stored
+        state = loaded
     return Measured(True, f"no bit differs in {len(who)} rounds, through a checkpoint after each")
 
 
@@ -276,15 +273,6 @@ def _seen(server: Server, state: ServerState, ranks: Ranks) -> dict[str, Any]:
     """All that clients and evaluation can see of a state."""
     update = server.global_update(state) if server.has_global_model(state) else None
     return {"downloads": [download for _, download in _downloads(server, state, ranks)], "update": update}
-
-
-def _stored(server: Server, state: ServerState) -> ServerState:
-    """The state after a checkpoint round trip. Raises `CheckpointError`."""
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save(Path(folder), state.round, state)
-        found = checkpoint.load_newest(Path(folder), ServerState, server.method.State)
-    assert found is not None, "it was saved"
-    return found[1]
 
 
 def _below(tolerance: float, moves: Sequence[float], what: str) -> Measured:
