@@ -61,29 +61,14 @@ def cut(wanted: Tensor, rank: int) -> tuple[Tensor, float]:
     return torch.from_numpy((U[:, :rank] * s[:rank]) @ Vh[:rank]), float(np.linalg.norm(s[rank:]))
 
 
-def wanted(kind: str, sent: dict[str, Sent], client: str, module: str, strength: float) -> Tensor:
-    """The change that the attack claims, by its formula."""
-    honest = torch.stack([change(sent[name], module) for name in HONEST])
-    own = change(sent[client], module)
-    formulas = {
+def wanted(kind: str, honest: Sequence[Tensor], own: Tensor, strength: float) -> Tensor:
+    """The change that the attack claims, by its formula, of what the honest and the client itself moved by."""
+    others = torch.stack([*honest])
+    return {
         "sign-flip": -strength * own,
         "scale": strength * own,
-        "alie": honest.mean(0) - strength * honest.std(0, correction=0),
-        "inner-product": -strength * honest.mean(0),
-    }
-    return formulas[kind]
-
-
-def wanted_head(kind: str, sent: dict[str, Sent], client: str, head: str, strength: float) -> Tensor:
-    def moved(name: str) -> Tensor:
-        return sent[name].upload.adapter.heads[head] - sent[name].begun.heads[head]
-
-    honest = torch.stack([moved(name) for name in HONEST])
-    return {
-        "sign-flip": -strength * moved(client),
-        "scale": strength * moved(client),
-        "alie": honest.mean(0) - strength * honest.std(0, correction=0),
-        "inner-product": -strength * honest.mean(0),
+        "alie": others.mean(0) - strength * others.std(0, correction=0),
+        "inner-product": -strength * others.mean(0),
     }[kind]
 
 
@@ -102,14 +87,15 @@ def test_an_attack_on_products_is_its_formula_cut_to_the_rank(kind: Any, strengt
             continue
         left, whole = [], []
         for module in SHAPES:
-            asked = wanted(kind, sent, name, module, strength)
+            asked = wanted(kind, [change(sent[h], module) for h in HONEST], change(sent[name], module), strength)
             best, rest = cut(dense(sent[name].begun, module) + asked, MIXED[name])
             assert upload.adapter.modules[module].rank == MIXED[name]
             torch.testing.assert_close(dense(upload.adapter, module), best, rtol=1e-9, atol=1e-9)
             left.append(rest)
             whole.append(float(asked.norm()))
         for head, value in upload.adapter.heads.items():
-            asked = wanted_head(kind, sent, name, head, strength)
+            moved = {c: s.upload.adapter.heads[head] - s.begun.heads[head] for c, s in sent.items()}
+            asked = wanted(kind, [moved[h] for h in HONEST], moved[name], strength)
             torch.testing.assert_close(value, sent[name].begun.heads[head] + asked, rtol=1e-12, atol=1e-12)
             whole.append(float(asked.norm()))
         told = tampered.attacked.clients[name]

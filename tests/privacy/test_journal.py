@@ -127,17 +127,6 @@ def test_a_damaged_file_is_refused_and_not_drawn_anew(tmp_path: Path, at: int) -
             ask()
 
 
-def test_two_sums_of_one_round_are_refused(tmp_path: Path) -> None:
-    journal = a_journal(tmp_path)
-    journal.store(TOTAL, an_event())
-    other = Journal(tmp_path / "other", journal.ledger)
-    other.store(TOTAL.flip(0), an_event())
-    (path,) = (tmp_path / "other").iterdir()
-    path.rename(journal.folder / path.name)
-    with pytest.raises(LedgerError, match="2 noised sums"):
-        journal.stored(1)
-
-
 def test_what_a_killed_writer_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
     journal = a_journal(tmp_path)
     left = journal.store(TOTAL, an_event())

@@ -116,15 +116,6 @@ def test_a_dead_process_costs_its_own_item_alone(tmp_path: Path) -> None:
             assert [found[k] for k in (1, 3, 4, 5, 6, 7)] == ["x after 0", *(f"z{k} after 0" for k in range(5))]
 
 
-def test_a_process_that_died_between_two_works_is_made_anew() -> None:
-    with Processes({"base": 1}, 2) as processes:
-        pids = {pid for _, pid, *_ in processes.map(work.who, [0.2, 0.2])}  # type: ignore[misc]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        assert _gone(pids)
-        assert list(processes.map(work.add, range(6))) == [1, 2, 3, 4, 5, 6]
-
-
 def _gone(pids: Iterable[int], seconds: float = 20) -> bool:
     until = time.monotonic() + seconds
     while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < until:
@@ -136,12 +127,6 @@ def test_what_cannot_start_says_why() -> None:
     for begin in (work.no_start, work.die_at_start):
         with Processes(None, 2, begin=begin) as dying, pytest.raises(HyperparameterError, match="die at their start"):
             list(dying.map(work.add, [1, 2]))
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.5, True])
-def test_sizes_are_whole_numbers(size: Any) -> None:
-    with pytest.raises(HyperparameterError, match="size must be"):
-        Processes(None, size)
 
 
 def test_stopped_processes_end_at_once_too() -> None:
