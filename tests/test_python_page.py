@@ -16,7 +16,6 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("forked")
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own numbers: three rounds that lower the loss, two more after a checkpoint, an adapter that comes back."""
     monkeypatch.chdir(make_project(tmp_path))
