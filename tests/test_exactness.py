@@ -87,11 +87,11 @@ def test_bad_coordinates_in_bfloat16_are_loud_and_right(caplog: pytest.LogCaptur
 # ------------------------------------------------------------------------------------------- base changes, residuals
 
 
-def test_a_thousand_steps_do_not_drift() -> None:
+def test_hundreds_of_steps_do_not_drift() -> None:
     """Against the float64 sum of the steps as they were given: within what dense float32 accumulation has (6e-7)."""
     base: BaseChange | None = None
     total = torch.zeros(24, 20, dtype=F64)
-    for k in range(1000):
+    for k in range(300):
         step = LoRA(noise((24, 3), k, "B").float(), noise((3, 20), k, "A").float())
         total += step.map(Tensor.double).delta()
         base = moved(base, svd_of_product(*step.map(Tensor.double).factors), torch.float32)
