@@ -193,6 +193,22 @@ def test_the_moments_of_the_noise(z: float) -> None:
     assert abs(float(x.pow(4).mean()) - 3) < 6 * math.sqrt(96 / n)
 
 
+@NOISE
+def test_no_seed_repeats_noise_and_no_seeded_generator_is_touched() -> None:
+    """The same seeds give other noise, and torch's, Python's and numpy's generators stand where they stood."""
+    mechanism, total = Mechanism.of(1.0, 1.0, 50), torch.zeros(50, dtype=torch.int64)
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+        draws.append(mechanism.noised(total))
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert (before[1], before[2]) == (random.getstate(), str(np.random.get_state()))  # noqa: NPY002
+    assert not torch.equal(*draws)
+
+
 def test_no_generator_of_torch_or_python_is_in_the_code_of_noise_and_sampling() -> None:
     """Words of their interfaces, in files that draw secrets. Geometry's directions are public, and drawn by a seed."""
     folder = Path(str(fedlora.privacy.__file__)).parent

@@ -65,6 +65,15 @@ def test_readers_find_every_name_that_they_expect() -> None:
         assert not set(RELEASED[place]) & set(EMPTY[place])
 
 
+def test_a_tracker_of_a_private_round_gets_four_things() -> None:
+    tracking = pytest.importorskip("fedlora.runs.tracking")
+    storing = pytest.importorskip("fedlora.runs.storing")
+    sites = {"site_metrics": {"a": {"accuracy": 0.5}}, "site_mean": {"accuracy": 0.5}, "norms": {"a": 1.0}}
+    line = {**storing.describe(a_record()), **sites, "privacy": {"epsilon": 1.0, "epsilon_planned": 8.0}}
+    told = {"server_rank", "metrics/accuracy", "privacy/epsilon", "privacy/epsilon_planned"}
+    assert set(tracking.numbers(line)) == told
+
+
 def diagnostics(name: str) -> Mapping[str, Any]:
     server = Server(build(name))
     state = server.init(Adapter({"q": LoRA(torch.zeros(6, 2), torch.ones(2, 5) + torch.eye(2, 5))}))
