@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 
 import pytest
 import torch
 from torch import Tensor
 
 import exactness
-from fedlora import Adapter, Client, LoRA, Server, Streamed, Upload, build
+from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.core.base_change import BaseChange, moved
-from fedlora.errors import LostUpdate
 from fedlora.linalg import svd_of_product
 from support.federations import noise
 
@@ -65,29 +63,8 @@ def test_one_narrow_client_costs_the_others_nothing() -> None:
 # ------------------------------------------------------------------------------------------------ nothing in silence
 
 
-def outlier(size: float, clients: int = 20) -> list[Upload]:
-    """Clients that share a subspace of 4 dimensions, and one outside of it whose update is `size` times as large."""
-    space = torch.linalg.qr(noise((48, 4), "space"))[0]
-    made = []
-    for k in range(clients):
-        B = size * noise((48, 4), "out") if k == 7 else space @ noise((4, 4), k, "mix")
-        lora = LoRA(B, noise((4, 40), k, "A")).map(Tensor.float)
-        made.append(Upload(Client(f"c{k:02}", 4), 1, Adapter({"m": lora})))
-    return made
-
-
 def start(server: Server, dtype: torch.dtype = torch.float32):  # type: ignore[no-untyped-def]
     return server.init(Adapter({"m": LoRA(torch.zeros(48, 4, dtype=dtype), torch.ones(4, 40, dtype=dtype))}))
-
-
-def test_an_outlier_outside_the_shared_subspace_is_all_there_where_uploads_are_added_up() -> None:
-    """An approximation of bounded memory once kept tr K to 99 % and lost the mean."""
-    server = Server(build("glora", history=0), round=Streamed())
-    uploads = outlier(300.0)
-    state = server.aggregate(start(server), uploads)
-    mean = sum(u.adapter.modules["m"].map(Tensor.double).delta() for u in uploads) / len(uploads)
-    got = server.global_update(state)["m"].map(Tensor.double).delta()
-    assert float(torch.linalg.matrix_norm(got - mean) / torch.linalg.matrix_norm(mean)) < 3e-7  # type: ignore[arg-type]
 
 
 def test_bad_coordinates_in_bfloat16_are_loud_and_right(caplog: pytest.LogCaptureFixture) -> None:
@@ -107,27 +84,14 @@ def test_bad_coordinates_in_bfloat16_are_loud_and_right(caplog: pytest.LogCaptur
     assert "storing these" in caplog.text
 
 
-def test_a_mean_that_the_result_cannot_hold_is_refused() -> None:
-    """1e-25 x 1e-25 is something in float64 and nothing in float32. Zeros are no error."""
-    for name in ("glora", "flexlora", "svd"):
-        server = Server(build(name))
-        tiny = LoRA(1e-25 * torch.ones(48, 4), 1e-25 * torch.ones(4, 40))  # of norm 4 x sqrt(48 x 40) x 1e-50
-        with pytest.raises(LostUpdate, match=r"1\.8e-48"):
-            server.aggregate(start(server), [Upload(Client("a", 4), 1, Adapter({"m": tiny}))])
-        x = LoRA(noise((48, 4), "B").float(), noise((4, 40), "A").float())
-        minus = LoRA(-x.factors[0], x.factors[1])
-        both = [Upload(Client(c, 4), 1, Adapter({"m": lora})) for c, lora in (("a", x), ("b", minus))]
-        assert server.global_update(server.aggregate(start(server), both))["m"].norm() == 0.0
-
-
 # ------------------------------------------------------------------------------------------- base changes, residuals
 
 
-def test_a_thousand_steps_do_not_drift() -> None:
+def test_hundreds_of_steps_do_not_drift() -> None:
     """Against the float64 sum of the steps as they were given: within what dense float32 accumulation has (6e-7)."""
     base: BaseChange | None = None
     total = torch.zeros(24, 20, dtype=F64)
-    for k in range(1000):
+    for k in range(300):
         step = LoRA(noise((24, 3), k, "B").float(), noise((3, 20), k, "A").float())
         total += step.map(Tensor.double).delta()
         base = moved(base, svd_of_product(*step.map(Tensor.double).factors), torch.float32)
@@ -142,35 +106,6 @@ def test_a_base_keeps_each_column_that_its_type_can_hold_beside_the_largest() ->
     base = moved(None, svd_of_product(sides[0] * torch.tensor([1.0, 3e-8, 3e-9]), sides[1]), torch.float32)
     assert base is not None and base.total.rank == 3
     assert [(kept.rank, kept.factors[0].dtype) for kept in base.steps] == [(2, torch.float32)]
-
-
-@pytest.mark.parametrize("near", [1e-2, 1e-3, 1e-5])
-def test_fedex_keeps_the_residual_of_clients_that_nearly_agree(near: float) -> None:
-    """sum p_i B_i A_i - (sum p_i B_i)(sum p_i A_i), dense in float64, where a difference of products would lose it."""
-    B, A = noise((40, 4), "B"), noise((4, 32), "A")
-    pairs = [
-        LoRA(B + near * noise((40, 4), k, "B"), A + near * noise((4, 32), k, "A")).map(Tensor.float) for k in range(5)
-    ]
-    server = Server(build("fedex-lora"))
-    seed = {name: LoRA(torch.zeros(40, 4), torch.ones(4, 32)) for name in ("m", "other")}
-    ranks = [{"m": 4, "other": 4}, *[{"m": 4} for _ in pairs[1:]]]
-    uploads = [
-        Upload(Client(f"c{k}", r), 1, Adapter(dict.fromkeys(r, x)))
-        for k, (r, x) in enumerate(zip(ranks, pairs, strict=True))
-    ]
-    state = server.aggregate(server.init(Adapter(seed)), uploads)
-    for module, p in (("m", [0.2] * 5), ("other", [1.0])):
-        wide = [x.map(Tensor.double).factors for x in pairs]
-        mean = sum(w * (B @ A) for w, (B, A) in zip(p, wide, strict=False))
-        mean_B, mean_A = (sum(w * pair[k] for w, pair in zip(p, wide, strict=False)) for k in (0, 1))
-        residual = mean - mean_B @ mean_A  # type: ignore[operator]
-        change = server.method.base(state.modules[module])
-        got = change.total.delta() if change is not None else torch.zeros_like(residual)
-        size = max(float(torch.linalg.matrix_norm(residual)), 1e-300)
-        if module == "other":
-            assert float(torch.linalg.matrix_norm(got)) < 1e-12 * float(torch.linalg.matrix_norm(mean))  # type: ignore[arg-type]
-        else:
-            assert float(torch.linalg.matrix_norm(got - residual)) / size < 2e-7 + 1e-15 / near**2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -188,79 +123,7 @@ def test_fedex_s_residual_holds_what_storing_the_averaged_pair_costs(dtype: torc
     assert float(torch.linalg.matrix_norm(off) / torch.linalg.matrix_norm(mean)) < 1e-10  # type: ignore[arg-type]
 
 
-def test_ties_are_of_the_clients_in_the_tie() -> None:
-    """Two float32 clients of weights 1.04 : 1 are no tie, whatever the dtype of a third whose subspace is elsewhere."""
-    frame = torch.linalg.qr(noise((30, 9), "frame"))[0]
-    kinds = (torch.float32, torch.float32, torch.bfloat16)
-    uploads = [
-        Upload(Client(f"c{k}", 3), n, Adapter({"m": LoRA(frame[:, 3 * k : 3 * k + 3].to(t), noise((3, 20), k).to(t))}))
-        for k, (t, n) in enumerate(zip(kinds, (1.04, 1.0, 1.2), strict=True))
-    ]
-    server = Server(build("glora", rank=6))
-    state = server.aggregate(server.init(Adapter({"m": LoRA(torch.zeros(30, 3), torch.ones(3, 20))})), uploads)
-    facts = server.diagnostics(state)["m"]
-    assert facts["gap"] == pytest.approx(1 - 1 / 1.04, abs=1e-3) and facts["tied"] is False
-    assert math.isfinite(facts["error"])  # type: ignore[arg-type]
-
-
-def test_fedex_is_exact_in_opposite_coordinates() -> None:
-    """(k B, A / k) and (B / k, k A): the averaged pair is k^2 times the update, and rounds accordingly. Found by a
-    reviewer: 1.6 times the update was lost at k = 1e4.
-    """
-    one, other = (LoRA(noise((20, 3), k, "B"), noise((3, 20), k, "A")) for k in range(2))
-    pairs = [LoRA(1e2 * one.factors[0], one.factors[1] / 1e2), LoRA(other.factors[0] / 1e2, 1e2 * other.factors[1])]
-    pairs = [x.map(Tensor.float) for x in pairs]
-    server = Server(build("fedex-lora"))
-    uploads = [Upload(Client(f"c{k}", 3), 1, Adapter({"m": x})) for k, x in enumerate(pairs)]
-    state = server.aggregate(server.init(Adapter({"m": LoRA(torch.zeros(20, 3), torch.ones(3, 20))})), uploads)
-    mean = sum(0.5 * x.map(Tensor.double).delta() for x in pairs)
-    got = server.global_update(state)["m"].map(Tensor.double).delta()
-    assert float(torch.linalg.matrix_norm(got - mean) / torch.linalg.matrix_norm(mean)) < 1e-6  # type: ignore[arg-type]
-
-
 # ----------------------------------------------------------------------------------------- what reviewers broke once
-
-
-@pytest.mark.parametrize("size", [1e-20, 1e-82])
-def test_tiny_updates_are_as_exact_as_others(size: float) -> None:
-    """Squares of 1e-164 are zero in float64: sizes are relative to the largest."""
-    x = LoRA(size * noise((48, 4), "B"), size * noise((4, 40), "A"))
-    for name in ("glora", "flexlora", "svd"):
-        server = Server(build(name, **({"energy": 1.0} if name == "svd" else {})))
-        state = server.aggregate(start(server, torch.float64), [Upload(Client("a", 4), 1, Adapter({"m": x}))])
-        got, want = server.global_update(state)["m"].delta() / size**2, x.delta() / size**2
-        assert float(torch.linalg.matrix_norm(got - want) / torch.linalg.matrix_norm(want)) < 1e-13
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["glora", "flexlora", "svd"])
-def test_a_flat_spectrum_of_a_thousand_components_is_read_out(name: str) -> None:
-    """Every component could be rounding and all are equal: none is left out for being one of the last."""
-    n = 1010
-    eye = torch.eye(n)
-    pairs = [LoRA(eye, eye), LoRA(eye, -(1 - 2**-7) * eye)]
-    server = Server(build(name))
-    uploads = [
-        Upload(Client(f"c{k}", n), 1, Adapter({"m": x.map(lambda t: t.bfloat16())})) for k, x in enumerate(pairs)
-    ]
-    state = server.aggregate(server.init(Adapter({"m": LoRA(torch.zeros(n, 4), torch.ones(4, n))})), uploads)
-    assert server.download(state, Client("new", 4)).adapter.modules["m"].norm() > 0
-
-
-def test_one_narrow_client_does_not_unseat_the_others_votes() -> None:
-    """A bfloat16 client of weight 1 beside float32 ones of 1e-5: K ranks them by weight, not by energy."""
-    frame = torch.linalg.qr(noise((30, 3), "frame"))[0]
-    kinds = ((torch.bfloat16, 1.0, 1.0), (torch.float32, 1e-5, 1.0), (torch.float32, 5e-6, 100.0))
-    uploads = [
-        Upload(Client(f"c{k}", 1), n, Adapter({"m": LoRA((s * frame[:, k : k + 1]).to(t), noise((1, 20), k).to(t))}))
-        for k, (t, n, s) in enumerate(kinds)
-    ]
-    server = Server(build("glora", rank=2))
-    state = server.aggregate(server.init(Adapter({"m": LoRA(torch.zeros(30, 1), torch.ones(1, 20))})), uploads)
-    U = state.modules["m"].spectrum.U.double()
-    inside = torch.linalg.vector_norm(U.mT @ frame, dim=0)
-    assert float(inside[1]) > 0.99 and float(inside[2]) < 0.1
-    assert server.diagnostics(state)["m"]["union_rank"] == 3
 
 
 @pytest.mark.parametrize("name", ["glora", "flexlora", "svd", "flora", "fedex-lora"])

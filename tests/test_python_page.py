@@ -16,9 +16,8 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("forked")
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own numbers: three rounds that lower the loss, a run of its own method, an adapter that comes back."""
+    """Its own numbers: three rounds that lower the loss, two more after a checkpoint, an adapter that comes back."""
     monkeypatch.chdir(make_project(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     found = run_page(PAGE, tmp_path)
@@ -26,8 +25,8 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert (tmp_path / "runs" / "first" / "summary.json").is_file()
     losses = [float(x) for x in re.findall(r"'loss': ([\d.]+)}", printed)]
     assert losses and all(0 < x < 10 for x in losses)
-    assert found["server"].method.name == "equal-svd" and found["record"].round == 2
-    assert found["record"].metrics["loss"] < 1.2  # three classes at random: ln 3 = 1.1; it starts above
+    assert found["record"].round == 4
+    assert losses[-1] < 1.2  # three classes at random: ln 3 = 1.1; it starts above
     assert found["adapter"].ranks.keys() == found["seed_adapter"].ranks.keys()
 
 

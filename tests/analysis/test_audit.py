@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora import Adapter, Client, Kept, LoRA, Server, Upload, build
+from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.analysis.audit import (
     audit,
     gauge_drift,
@@ -29,15 +29,6 @@ def lora(d_out: int, rank: int, d_in: int, *seed: str | int) -> LoRA:
     return LoRA(noise((d_out, rank), *seed, "B"), noise((rank, d_in), *seed, "A"))
 
 
-def scaled(x: LoRA, factor: float) -> LoRA:
-    B, A = x.factors
-    return LoRA(B * factor, A)
-
-
-def zero(x: LoRA) -> LoRA:
-    return scaled(x, 0.0)
-
-
 # --------------------------------------------------------------------------------------------- relative_difference
 
 
@@ -48,17 +39,6 @@ def test_relative_difference_is_the_dense_one_over_all_modules_together() -> Non
     gap = sum(float((got[m].delta() - want[m].delta()).square().sum()) for m in want)
     size = sum(float(want[m].delta().square().sum()) for m in want)
     assert relative_difference(got, want) == pytest.approx(math.sqrt(gap / size), rel=1e-12)
-
-
-def test_relative_difference_has_closed_forms() -> None:
-    """X against itself 0, twice X against X 1, zero against X 1, any against zero inf, zero against zero 0."""
-    x = {"m": lora(9, 3, 7, "x")}
-    nothing = {"m": zero(x["m"])}
-    assert relative_difference(x, x) < 1e-15
-    assert relative_difference({"m": scaled(x["m"], 2.0)}, x) == pytest.approx(1.0, rel=1e-12)
-    assert relative_difference(nothing, x) == pytest.approx(1.0, rel=1e-12)
-    assert relative_difference(x, nothing) == math.inf
-    assert relative_difference(nothing, nothing) == 0.0
 
 
 # ------------------------------------------------------------------------------------------------------ mean_update
@@ -112,26 +92,6 @@ def test_padded_average_error_is_the_dense_one(name: str, ranks: dict[str, int])
         assert got > 0.1  # factor averaging is far off here: the number says something
 
 
-@pytest.mark.parametrize("weighting", ["examples", "uniform"])
-def test_padded_average_error_is_zero_where_all_share_a(weighting: str) -> None:
-    """sum p B_i A = (sum p B_i) A: with one common A nothing can go wrong, under any weights."""
-    server = Server(build("glora"), round=Kept(weighting=weighting))  # type: ignore[arg-type]
-    A = noise((2, 7), "A")
-    state = server.init(Adapter({"m": LoRA(torch.zeros(9, 2, dtype=F64), A)}))
-    sent = [upload(c, n, LoRA(noise((9, 2), c), A)) for c, n in (("a", 1), ("b", 9))]
-    after = server.aggregate(state, sent)
-    assert after.tally is not None
-    assert padded_average_error(state, sent, after.tally.weights) < 1e-14
-
-
-def test_padded_average_error_leaves_out_who_did_not_count() -> None:
-    """c abstained: the same number as without it."""
-    state = Server(build("glora")).init(Adapter({"m": zero(lora(9, 3, 7, "seed"))}))
-    a, b = upload("a", 1, lora(9, 2, 7, "a")), upload("b", 3, lora(9, 3, 7, "b"))
-    silent, weights = upload("c", 0, lora(9, 3, 7, "c")), {"a": 0.25, "b": 0.75}
-    assert padded_average_error(state, [a, b, silent], weights) == padded_average_error(state, [a, b], weights)
-
-
 # ------------------------------------------------------------------------------------------------------------ gauge
 
 
@@ -144,13 +104,6 @@ def test_a_random_gauge_has_the_asked_condition(rank: int, condition: float) -> 
     assert (Q.dtype, tuple(Q.shape)) == (F64, (rank, rank))
     assert float(s[0] / s[-1]) == pytest.approx(condition, rel=1e-7)
     assert float(s[0] * s[-1]) == pytest.approx(1.0, rel=1e-7)
-
-
-def test_a_random_gauge_mixes_all_columns() -> None:
-    """No zero pattern: neither diagonal nor orthogonal, or averaging per slot would pass for invariant."""
-    Q = random_gauge(4, 10.0, "mix")
-    assert bool((Q.abs() > 1e-3).all())
-    assert not torch.allclose(Q.mT @ Q, torch.eye(4, dtype=F64))
 
 
 def test_regauge_changes_the_factors_and_not_the_update() -> None:
@@ -176,13 +129,6 @@ def test_gauge_drift_shows_who_depends_on_coordinates(name: str, moves: bool) ->
     for played in rounds(server, EQUAL, FULL):
         drift = gauge_drift(server, played.before, played.uploads)
         assert drift > 0.1 if moves else drift < 1e-11
-
-
-def test_gauge_drift_of_float32_uploads_is_not_their_rounding() -> None:
-    """Both sides are taken in float64 first: the drift of GLoRA is round-off, not 1e-7."""
-    server = Server(build("glora"))
-    played = next(rounds(server, MIXED, FULL, torch.float32))
-    assert gauge_drift(server, played.before, played.uploads) < 1e-10
 
 
 def test_gauge_drift_of_a_method_whose_factors_stay_home_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -73,33 +72,12 @@ def test_the_liars_know_all_uploads_and_what_everybody_began_from() -> None:
     assert records[0].attacked == Attacked("nothing", {})
 
 
-def test_who_lies_is_told_round_by_round() -> None:
-    """Of those only who take part, with the same seed of the sampling."""
-    for record in run("glora", EQUAL, adversary=BYZANTINE, participation=0.5, seed=3, rounds=4):
-        assert record.attacked is not None and record.attacked.what == "sign-flip (s = 1)"
-        assert sorted(record.attacked.clients) == sorted({"b", "d"} & set(record.losses))
-
-
-def test_a_lie_that_no_upload_can_hold_is_refused_by_the_server() -> None:
-    """1e30 times a change: the engine goes on without it where there is a quorum, and names the client."""
-    huge = Adversary(Attack("scale", 1e30), ("b",))
-    record = next(run("glora", EQUAL, adversary=huge, round=Kept(quorum=3)))
-    assert list(record.refused) == ["b"] and "b" not in record.weights
-
-
 def test_a_diverged_liar_is_refused_as_anybody() -> None:
     records = list(
         run("glora", EQUAL, diverging("b", 1), adversary=BYZANTINE, round=Kept(quorum=2), dtype=torch.float64)
     )
     assert [list(r.refused) for r in records] == [[], ["b"], []]
     assert [sorted(r.attacked.clients) for r in records if r.attacked] == [["b", "d"], ["d"], ["b", "d"]]
-
-
-def test_a_library_user_is_told_once_a_run(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "fedlora.simulation"):
-        list(run("glora", EQUAL, adversary=BYZANTINE))
-    told = [r.getMessage() for r in caplog.records if "are byzantine on purpose" in r.getMessage()]
-    assert len(told) == 1 and "sign-flip (s = 1) by b" in told[0] and "Adversary(" not in told[0]
 
 
 # ---- who -------------------------------------------------------------------------------------------------------------

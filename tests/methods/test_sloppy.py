@@ -6,7 +6,6 @@ says so, from what the class does; kind of evidence: negative control of `fedlor
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -59,16 +58,6 @@ class WholeRank(Sound):
         return state.mean
 
 
-class HalfPrecision(Sound):
-    def readout(self, state: Any, client: str | None, rank: int) -> LoRA:
-        return super().readout(state, client, rank).map(torch.Tensor.half)
-
-
-class NoReadout(Sound):
-    def readout(self, state: Any, client: str | None, rank: int) -> Any:
-        return None
-
-
 class NotANumber(Sound):
     """After the first round. The clients would train on it, and their uploads be NaN."""
 
@@ -96,14 +85,6 @@ class OverwritesItsState(Sound):
         return state
 
 
-class ScalesTheUploads(Sound):
-    def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
-        after = super().aggregate(state, updates)
-        for u in updates:
-            u.lora.B.mul_(u.weight)
-        return after
-
-
 class Draws(Sound):
     def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
         return State(self.mean(state, updates).map(lambda t: t + 1e-6 * torch.randn_like(t)))
@@ -112,16 +93,6 @@ class Draws(Sound):
 class LastOneWins(Sound):
     def mean(self, state: Any, updates: Sequence[Update]) -> LoRA:
         return super().mean(state, [replace(updates[-1], weight=1.0)])
-
-
-COUNTER = itertools.count()
-
-
-class CountsCalls(Sound):
-    """Its readouts depend on how often they were asked for."""
-
-    def readout(self, state: Any, client: str | None, rank: int) -> LoRA:
-        return super().readout(state, client, rank).map(lambda t: t + 1e-9 * next(COUNTER))
 
 
 class KeepsASet(Sound):
@@ -162,19 +133,12 @@ class DividesByZero(Sound):
         raise ZeroDivisionError("division by zero")
 
 
-class ForgetsAMatrix(Sound):
-    def aggregate_all(self, states: Sequence[Any], updates: Sequence[Sequence[Update]]) -> list[Any]:
-        return super().aggregate_all(states[:1], updates[:1])
-
-
 # Class -> the contract that says so, and words of what it says.
 CAUGHT: dict[type[Method[Any]], tuple[str, str]] = {
     ModelAtTimes: ("rank", "None in some states"),
     DeadSlots: ("alive", "1 dead slots"),
     OverwritesItsState: ("purity", "`aggregate` changed what it was given"),
-    ScalesTheUploads: ("purity", "`aggregate` changed what it was given"),
     Draws: ("purity", "the same inputs gave other bits"),
-    CountsCalls: ("purity", "gave other bits"),
     KeepsASet: ("purity", "a set at /modules/attn.q/extra"),
     LastOneWins: ("order", "updates turned round moves it by"),
     DividesByWeights: ("sums", "linear in products: sums in place of updates move it by"),
@@ -182,11 +146,8 @@ CAUGHT: dict[type[Method[Any]], tuple[str, str]] = {
 }
 FAULTS: dict[type[Sound], str] = {
     WholeRank: r"sound.readout.* returned 6 slots; [25] are needed, at most",
-    HalfPrecision: "sound.readout.* returned B as torch.float16",
-    NoReadout: "sound.readout.* returned None",
     NotANumber: "sound.readout.* holds NaN or Inf",
     DividesByZero: "sound.aggregate_all raised ZeroDivisionError: division by zero",
-    ForgetsAMatrix: "sound.aggregate returned .* 2 of its State State are needed",
 }
 
 

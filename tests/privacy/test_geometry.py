@@ -73,13 +73,6 @@ def test_bases_are_a_function_of_what_is_public() -> None:
     assert moved.Q is not None and torch.allclose(first.Q @ first.Q.T, moved.Q @ moved.Q.T, atol=1e-7)
 
 
-def test_more_dims_than_the_module_has_are_all_of_it() -> None:
-    """Nothing is lost then: the two-sided space is the whole one."""
-    X = pair(6, 5, 3, 1)
-    bases = bases_of(pair(6, 5, 2, 0), 99, "q", round=0, seed=0)
-    assert bases.shape == (6, 5) and torch.allclose(bases.lift(bases.project(X)).delta(), X.delta(), atol=1e-13)
-
-
 def test_a_layout_holds_all_modules_and_heads_in_one_order() -> None:
     layout = Layout({"v": Bases(4, 3), "k": bases_of(pair(5, 3, 1, 0), 2, "k", 1, 0)}, {"b": (2, 2), "a": (3,)})
     assert layout.size == 12 + 4 + 3 + 4

@@ -115,22 +115,6 @@ def test_a_written_sum_that_was_not_charged_is_charged_before_it_leaves(tmp_path
     assert [event.round for event in journal.ledger.read().events] == [1]
 
 
-def test_a_copied_folder_spends_from_the_same_ledger(tmp_path: Path) -> None:
-    """Two copies of a run go on from round 1: they share its event, and each draws its own round 2, charged twice."""
-    ledger = Ledger(tmp_path / "ledger.jsonl", "some clients")
-    one, other = Journal(tmp_path / "a", ledger), Journal(tmp_path / "b", ledger)
-    one.store(TOTAL, an_event(1))
-    (tmp_path / "b").mkdir()
-    for path in (tmp_path / "a").iterdir():
-        (tmp_path / "b" / path.name).write_bytes(path.read_bytes())
-    assert other.stored(1) is not None and len(ledger.read().events) == 1
-    one.store(TOTAL, an_event(2))
-    other.store(TOTAL + 0 * TOTAL, an_event(2))  # the same bytes: the same release
-    assert len(ledger.read().events) == 2
-    Journal(tmp_path / "c", ledger).store(TOTAL.flip(0), an_event(2))
-    assert [event.round for event in ledger.read().events] == [1, 2, 2]
-
-
 @pytest.mark.parametrize("at", [0, 30, -1])
 def test_a_damaged_file_is_refused_and_not_drawn_anew(tmp_path: Path, at: int) -> None:
     journal = a_journal(tmp_path)
@@ -141,17 +125,6 @@ def test_a_damaged_file_is_refused_and_not_drawn_anew(tmp_path: Path, at: int) -
     for ask in (lambda: journal.stored(1), lambda: journal.store(TOTAL, an_event())):
         with pytest.raises(LedgerError, match=r"damaged|released once"):
             ask()
-
-
-def test_two_sums_of_one_round_are_refused(tmp_path: Path) -> None:
-    journal = a_journal(tmp_path)
-    journal.store(TOTAL, an_event())
-    other = Journal(tmp_path / "other", journal.ledger)
-    other.store(TOTAL.flip(0), an_event())
-    (path,) = (tmp_path / "other").iterdir()
-    path.rename(journal.folder / path.name)
-    with pytest.raises(LedgerError, match="2 noised sums"):
-        journal.stored(1)
 
 
 def test_what_a_killed_writer_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -192,10 +192,7 @@ def test_a_torn_header_is_begun_anew_and_no_other_file_is_touched(path: Path) ->
         (lambda found: [*found[:2], *found[3:]], "does not follow"),
         (lambda found: [found[0], found[2], found[1], *found[3:]], "does not follow"),
         (lambda found: [found[0], found[1].replace(b'"round": 1', b'"round": 5'), *found[2:]], "does not follow"),
-        (lambda found: [found[0].replace(b"some clients", b"some cliEnts"), *found[1:]], "does not follow"),
         (lambda found: [*found, b"\n"], "no table"),
-        (lambda found: [*found, b"[1]\n"], "no table"),
-        (lambda found: [*found, b"\xff\xfe\n"], "no table"),
         (lambda found: [*found, b'{"number": 4, "before": null}\n'], "does not follow"),
         (lambda found: [b"{}\n", *found], "holds no ledger"),
         (lambda found: [found[0].replace(b': 2}', b': 1}'), *found[1:]], "version 1"),
@@ -215,11 +212,9 @@ def test_a_broken_chain_is_refused(path: Path, change: Callable[[list[bytes]], l
 
 @pytest.mark.parametrize(
     "line",
-    [{"kind": "budget", "epsilon": -1.0, "delta": 1e-3}, {"kind": "budget", "epsilon": 1.0},
-     {"kind": "budget", "epsilon": 1.0, "delta": 1e-3, "more": 1}, {"kind": "budget", "epsilon": "8", "delta": 1e-3},
-     {"kind": "earlier", "noise_multiplier": [1], "rounds": 1}, {"kind": "earlier"}, {"kind": "gift", "epsilon": -5.0},
-     {"kind": "event"},
-     {**asdict(an_event(2)), "kind": "event", "more": 1}, {**asdict(an_event(2)), "kind": "event", "size": 10**400}],
+    [{"kind": "budget", "epsilon": -1.0, "delta": 1e-3}, {"kind": "earlier", "noise_multiplier": [1], "rounds": 1},
+     {"kind": "gift", "epsilon": -5.0}, {**asdict(an_event(2)), "kind": "event", "more": 1},
+     {**asdict(an_event(2)), "kind": "event", "size": 10**400}],
 )  # fmt: skip
 def test_lines_that_cannot_have_been_are_refused(path: Path, line: dict[str, Any]) -> None:
     """In a chain whose digests are right, so that it is the line itself that is refused."""
@@ -240,16 +235,6 @@ def test_another_population_has_another_ledger(path: Path) -> None:
             Ledger(path, name)  # type: ignore[arg-type]
     with pytest.raises(LedgerError, match="does not exist"):
         recompute(path.with_name("none.jsonl"))
-
-
-def test_a_link_to_the_ledger_is_the_ledger(path: Path, tmp_path: Path) -> None:
-    """And a folder that is not there yet is made."""
-    path = path.parent / "of" / "clinics" / "ledger.jsonl"
-    of(path).charge(an_event(1))
-    (tmp_path / "link.jsonl").symlink_to(path)
-    of(tmp_path / "link.jsonl").charge(an_event(2))
-    assert recompute(path).newest[0] == 2
-    assert len(of(path).read().events) == 2 and (tmp_path / "link.jsonl").is_symlink()
 
 
 # ---- processes at once, and disks ------------------------------------------------------------------------------------
@@ -310,16 +295,6 @@ def test_a_disk_that_does_not_keep_what_was_flushed_is_heard(path: Path, monkeyp
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"rounds": 10**9}, {"sampling": 0.0}, {"noise_multiplier": 0.0}, {"delta": 0.0}, {"size": 10**20},
-     {"clip": float("nan")}, {"grid": 0.5}, {"grid": 0.3}],
-)  # fmt: skip
-def test_impossible_events(changed: dict[str, Any]) -> None:
-    with pytest.raises(HyperparameterError):
-        Event(**{**asdict(an_event(1)), **changed})
-
-
 def test_an_event_without_its_release_and_impossible_budgets(path: Path) -> None:
     with pytest.raises(LedgerError, match="digest"):
         of(path).charge(Event(**{**asdict(an_event(1)), "released": ""}))
@@ -363,8 +338,6 @@ def test_the_command_begins_charges_and_raises(path: Path) -> None:
         (["--budget", 5, "--charge", 1, 5, 1], "one at a time"),
         (["--charge", 0, 5, 1], "no finite epsilon"),
         (["--budget", -1, "--delta", 1e-3], "positive and finite"),
-        (["--budget", 1, "--delta", 2], "delta is a probability"),
-        (["--population", "x"], "--population goes with --budget"),
         (["--budget", 1, "--delta", 1e-3, "--population", "others"], "belongs to the population"),
     ],
 )
@@ -373,13 +346,3 @@ def test_the_command_says_what_is_wrong_and_writes_nothing(path: Path, args: lis
     before = path.read_bytes()
     assert words in said(path, *args, code=2)
     assert path.read_bytes() == before
-
-
-def test_where_data_are_by_the_environment_says_nothing_of_a_ledger(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An option counts as typed where it was typed: the variable is for the runs of the same shell."""
-    of(path).charge(an_event(1))
-    monkeypatch.setenv("FEDLORA_DATA_ROOT", str(path.parent))
-    assert "in 1 releases" in said(path)
-    assert "--data-root" in said(path, "--data-root", path.parent, code=2)

@@ -102,14 +102,6 @@ def test_the_clip_keeps_direction_and_length() -> None:
     assert (untouched.double() * mechanism.grid).tolist() == [0.25, -0.5, 1.0]
 
 
-@pytest.mark.parametrize("vector", [[-3.0, -4.0, 0.0], [-1e-300, -1e100, 0.0], [-1e-3, -1e-2, -1e-1]])
-def test_the_opposite_vector_gives_the_opposite_integers(vector: list[float]) -> None:
-    """Sizes count, not signs: where no entry is positive, too."""
-    mechanism, one = Mechanism.of(1.0, 1.0, size=3), torch.tensor(vector, dtype=torch.float64)
-    down, up = mechanism.contribution(one), mechanism.contribution(-one)
-    assert down.any() and torch.equal(down, -up)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_values_that_are_no_numbers_count_as_zero(bad: float, caplog: pytest.LogCaptureFixture) -> None:
     mechanism = Mechanism.of(1.0, 1.0, size=5)
@@ -182,11 +174,6 @@ def test_impossible_constants_are_refused(clip: float, z: float, grid: float) ->
         Mechanism(clip, z, grid)
 
 
-def test_the_mean_has_a_public_denominator() -> None:
-    mechanism = Mechanism(1.0, 1.0, 0.25)
-    assert mechanism.mean(torch.tensor([8, -4]), 4.0).tolist() == [0.5, -0.25]
-
-
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
 
@@ -204,20 +191,6 @@ def test_the_moments_of_the_noise(z: float) -> None:
     assert abs(float(x.mean())) < 6 / math.sqrt(n)
     assert abs(float(x.square().mean()) - 1) < 6 * math.sqrt(2 / n)
     assert abs(float(x.pow(4).mean()) - 3) < 6 * math.sqrt(96 / n)
-
-
-@NOISE
-def test_entries_and_calls_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Correlations of entries with their neighbours (also across the parts that are drawn at once) and with a second
-    call: six standard errors, a false alarm once in 2e8 runs."""
-    n, part = 10_000, 4_000
-    monkeypatch.setattr(exact, "_AT_ONCE", part)
-    mechanism = Mechanism.of(1.0, 1.0, n)
-    total = torch.zeros(n, dtype=torch.int64)
-    one, other = (mechanism.noised(total).double() / mechanism.scale(n) for _ in range(2))
-    pairs = ((one, other), (one[1:], one[:-1]), (one[:part], one[part : 2 * part]))
-    for a, b in pairs:
-        assert abs(float((a * b).mean())) < 6 / math.sqrt(len(a))
 
 
 @NOISE

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,6 @@ WITHOUT_EXAMPLE = {
     "Spending",
     "epsilon_of",
 }
-
-
-def test_every_public_name_says_what_it_is() -> None:
-    for name in privacy.__all__:
-        found = getattr(privacy, name)
-        assert found.__doc__, name
-        for part, member in inspect.getmembers(found, inspect.isfunction):
-            assert part.startswith("_") or member.__doc__, f"{name}.{part}"
 
 
 @LIBRARIES

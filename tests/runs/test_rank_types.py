@@ -101,7 +101,7 @@ def test_peft_loads_the_uploads_and_readouts_at_those_ranks(typed: Finished, pro
 
 
 def test_the_manifest_names_the_types_as_attention_and_feed_forward(typed: Finished) -> None:
-    """As mixed-ranks.md writes them: attention/feed-forward, one number where they are the same."""
+    """As explanation/methods.md writes them: attention/feed-forward, one number where they are the same."""
     assert typed.folder.read_json("manifest.json")["clients"] == {"site-1": "2/3", "site-2": 4, "site-3": "5/2"}
     assert "site-1: 2/3, site-2: 4, site-3: 5/2" in (typed.folder.path / "adapter" / "README.md").read_text()
 

@@ -23,18 +23,15 @@ TIE_DECIMALS = 12  # Alg. 3, l. 7: alignment scores (all in [0, 1]) equal to so 
 FLOOR_SLACK = 1e-9  # 0.56 * 25 is 14.000000000000002 in floats; the slack keeps ceil and floor of the exact products
 
 
-def gauge_fix(B: ArrayLike, A: ArrayLike, *, naive: bool = False) -> tuple[Matrix, Matrix]:
-    """(U_i, Ahat_i) with U_i orthonormal and U_i Ahat_i = B_i A_i: Eq. qr_decomposition; Alg. 1, l. 7-8.
-
-    naive=True leaves footnote 1 out: a plain QR, which completes a rank-deficient B_i with directions it never had.
-    """
+def gauge_fix(B: ArrayLike, A: ArrayLike) -> tuple[Matrix, Matrix]:
+    """(U_i, Ahat_i) with U_i orthonormal and U_i Ahat_i = B_i A_i: Eq. qr_decomposition; Alg. 1, l. 7-8."""
     B, A = np.asarray(B, dtype=np.float64), np.asarray(A, dtype=np.float64)
     left, singular_values, _ = np.linalg.svd(B, full_matrices=False)
     rank = int(np.sum(singular_values > RANK_TOL * singular_values[0]))  # 0 for B_i = 0
-    if naive or rank == B.shape[1]:
+    if rank == B.shape[1]:
         U, T = np.linalg.qr(B)  # Alg. 1, l. 7: B_i = U_i T_i
     else:
-        U = left[:, :rank]  # footnote 1: r_i becomes rank(B_i)
+        U = left[:, :rank]  # footnote 1: r_i becomes rank(B_i); plain QR would add directions that it never had
         T = U.T @ B
     return U, T @ A  # Alg. 1, l. 8: Ahat_i = T_i A_i
 

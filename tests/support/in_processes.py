@@ -32,12 +32,6 @@ def number(resident: dict[str, Any], mine: int) -> None:
     resident["number"] = mine
 
 
-def count_up(resident: dict[str, Any], item: int) -> int:
-    """How often this process was asked: a change that must stay in it."""
-    resident["asked"] = resident.get("asked", 0) + 1
-    return int(resident["asked"])
-
-
 def address(resident: dict[str, Tensor], name: str) -> tuple[bool, float]:
     return resident[name].is_shared(), float(resident[name].sum())
 

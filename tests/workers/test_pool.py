@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fedlora import Kept
-from fedlora.core.trainer import Workers
 from fedlora.errors import ClientFailed
 from fedlora.simulation import RoundRecord
 from fedlora.workers import Pool
@@ -62,11 +60,3 @@ def test_a_client_that_raises_has_failed_as_it_would_here() -> None:
         got = [record.refused for record in run("glora", MIXED, pool, rounds=2, round=Kept(quorum=1))]
     assert want == [{"b": "ZeroDivisionError: b divides by zero"}, {"b": "Unpicklable: odd x"}]
     assert got == [want[0], {"b": "RuntimeError: Unpicklable: odd x"}]
-
-
-def test_the_trainer_here_is_left_as_it_was() -> None:
-    trainer = Toy()
-    with Pool(trainer, 2) as pool:
-        list(run("glora", EQUAL, pool, rounds=1))
-    assert trainer.calls == []
-    assert isinstance(pool, Workers) and torch.get_num_threads() == 1

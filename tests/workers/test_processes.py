@@ -22,7 +22,6 @@ import torch
 
 from fedlora.errors import HyperparameterError, UploadRefused, WorkerDied
 from fedlora.workers import Processes
-from fedlora.workers.processes import available
 from support import in_processes as work
 
 
@@ -50,13 +49,6 @@ def test_items_are_drawn_a_few_ahead_and_no_more() -> None:
         for taken in range(3):
             assert next(results) == 10 + taken and len(drawn) <= taken + 4
         assert list(results) == list(range(13, 60))
-
-
-def test_a_copy_may_be_changed_and_stays_in_its_process() -> None:
-    resident = {"asked": 0}
-    with Processes(resident, 1) as processes:
-        assert list(processes.map(work.count_up, [0, 0, 0])) == [1, 2, 3]
-    assert resident == {"asked": 0}
 
 
 def test_copies_cost_no_memory_until_they_are_written() -> None:
@@ -124,15 +116,6 @@ def test_a_dead_process_costs_its_own_item_alone(tmp_path: Path) -> None:
             assert [found[k] for k in (1, 3, 4, 5, 6, 7)] == ["x after 0", *(f"z{k} after 0" for k in range(5))]
 
 
-def test_a_process_that_died_between_two_works_is_made_anew() -> None:
-    with Processes({"base": 1}, 2) as processes:
-        pids = {pid for _, pid, *_ in processes.map(work.who, [0.2, 0.2])}  # type: ignore[misc]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        assert _gone(pids)
-        assert list(processes.map(work.add, range(6))) == [1, 2, 3, 4, 5, 6]
-
-
 def _gone(pids: Iterable[int], seconds: float = 20) -> bool:
     until = time.monotonic() + seconds
     while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < until:
@@ -144,22 +127,6 @@ def test_what_cannot_start_says_why() -> None:
     for begin in (work.no_start, work.die_at_start):
         with Processes(None, 2, begin=begin) as dying, pytest.raises(HyperparameterError, match="die at their start"):
             list(dying.map(work.add, [1, 2]))
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.5, True])
-def test_sizes_are_whole_numbers(size: Any) -> None:
-    with pytest.raises(HyperparameterError, match="size must be"):
-        Processes(None, size)
-
-
-def test_closed_processes_are_gone_and_start_again() -> None:
-    processes = Processes({}, 2)
-    first = {pid for _, pid, *_ in processes.map(work.who, [0.1] * 4)}  # type: ignore[misc]
-    processes.close()
-    assert not any(psutil.pid_exists(pid) for pid in first)
-    second = {pid for _, pid, *_ in processes.map(work.who, [0.1] * 4)}  # type: ignore[misc]
-    processes.close()
-    assert not first & second
 
 
 def test_stopped_processes_end_at_once_too() -> None:
@@ -174,19 +141,6 @@ def test_stopped_processes_end_at_once_too() -> None:
     processes.close()
     wake.cancel()
     assert time.monotonic() - before < 15 and not any(psutil.pid_exists(pid) for pid in pids)
-
-
-def test_a_script_needs_no_guard(tmp_path: Path) -> None:
-    """Nothing imports it again: not its work, and not the classes that it defines."""
-    script = tmp_path / "script.py"
-    script.write_text("from fedlora.workers import Processes\nclass Own:\n    def two(self, item): return 2 * item\n"
-                      "with Processes(Own(), 2) as p:\n    print(list(p.map(Own.two, [1])))\n")  # fmt: skip
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False)
-    assert done.stdout == "[2]\n", done.stderr
-
-
-def test_there_is_a_core_for_each_that_is_available() -> None:
-    assert available() == len(os.sched_getaffinity(0)) >= 1
 
 
 SLEEPERS = """

@@ -82,9 +82,10 @@ class LoRAFAIR(Method[LoRAFAIRState]):
         unit = float(torch.linalg.matrix_norm(B @ A))
         if unit == 0:
             return B  # zero has no direction
-        # Search W = dB sqrt(A A^T) / ||B A||, which moves B A about equally in every direction, whatever A is.
+        # Search W = dB sqrt(A A^T) / ||B A||, which moves B A about equally in every direction, whatever A is. In dB
+        # itself the search ends up to 2 % away from the minimum if A has condition 100, and misses it at 1e4.
         values, V = torch.linalg.eigh(A @ A.mT)
-        scale = unit * (V / (values.clamp(min=0) + 1e-6 * values[-1]).sqrt()) @ V.mT
+        scale = unit * (V / (values + 1e-6 * values[-1]).sqrt()) @ V.mT
         W = torch.zeros_like(B)
         search = torch.optim.LBFGS(
             [W], max_iter=500, history_size=30, tolerance_grad=1e-9, tolerance_change=1e-16,
@@ -99,7 +100,8 @@ class LoRAFAIR(Method[LoRAFAIRState]):
 
         search.step(loss)  # type: ignore[no-untyped-call]
         best = B + W @ scale
-        # A cosine ignores length, so at the minimum dB is orthogonal to B + dB: take that point of its line.
+        # A cosine ignores length, so at the minimum dB is orthogonal to B + dB: take that point of its line. If the
+        # mean update points away from B A, the line has none (its best end is zero): what the search found stays.
         length = float((B * best).sum() / best.square().sum())
         corrected: Tensor = best * length if length > 0 else best
         return corrected

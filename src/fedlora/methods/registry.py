@@ -124,8 +124,11 @@ def _reach(top: str) -> None:
 
 
 def _require_method(cls: Any, name: str) -> None:
-    """Raises `HyperparameterError` unless `cls` is a frozen dataclass that derives from `Method` and lacks nothing; the
-    message lists all that is wrong."""
+    """Raises `HyperparameterError` unless `cls` is a frozen dataclass that derives from `Method` and lacks nothing.
+
+    Each of these would else fail as late as in a round's aggregate or its checkpoint, in words of Python's own. The
+    message lists all that is wrong, because the class is a stranger's.
+    """
     if not isinstance(cls, type) or not issubclass(cls, Method):
         raise HyperparameterError(f"{name!r} is not a method: a class that derives from fedlora.Method.")
     wrong = [f"it has no {attribute}" for attribute in ("name", "paper") if not hasattr(cls, attribute)]

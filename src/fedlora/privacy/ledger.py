@@ -23,7 +23,6 @@ import fcntl
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -190,10 +189,9 @@ class Ledger:
             ) from error
 
     def _locked(self, descriptor: int) -> Recomputed:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or not self.path.exists() or not os.path.samestat(found, self.path.stat()):
-            raise LedgerError(f"{self.path} is not an ordinary file, or was replaced meanwhile. Nothing was charged.")
         book = self.read()
+        if not os.path.samestat(os.fstat(descriptor), self.path.stat()):
+            raise LedgerError(f"{self.path} was replaced meanwhile. Nothing was charged.")
         if book.end:
             os.ftruncate(descriptor, book.end)  # drops a killed writer's torn line
             return book

@@ -64,7 +64,15 @@ class Mechanism:
     grid: float
 
     def __post_init__(self) -> None:
-        _check(self.clip, self.noise_multiplier)
+        clip, z = self.clip, self.noise_multiplier
+        if not _CLIPS[0] <= clip <= _CLIPS[1]:  # nor NaN
+            raise HyperparameterError(
+                f"privacy: clipping_norm must be a number from {_CLIPS[0]:g} to {_CLIPS[1]:g}; got {clip!r}."
+            )
+        if not (z == 0 or LEAST_NOISE <= z <= MOST_NOISE):
+            raise HyperparameterError(
+                f"privacy: noise_multiplier must be a number from {LEAST_NOISE:g} to {MOST_NOISE:g}; got {z!r}."
+            )
         if math.frexp(self.grid)[0] != 0.5:
             raise HyperparameterError(
                 f"privacy: the grid must be a power of two, so that dividing by it rounds nothing; got {self.grid!r}. "
@@ -80,7 +88,6 @@ class Mechanism:
     def of(cls, clip: float, noise_multiplier: float, size: int) -> Mechanism:
         """A mechanism with the default grid for vectors of `size` entries: the largest power of two with
         gamma sqrt(d) <= 2^-20 C min(1, z)."""
-        _check(clip, noise_multiplier)
         finest = clip * min(1.0, noise_multiplier or 1.0) * FINEST / math.sqrt(size)
         return cls(clip, noise_multiplier, math.ldexp(1.0, math.frexp(finest)[1] - 1))
 
@@ -152,14 +159,3 @@ class Mechanism:
     def mean(self, released: Tensor, denominator: float) -> Tensor:
         """float64 (d,): gamma released / denominator. denominator: public (q n), never the number of those present."""
         return released.to(torch.float64) * self.grid / denominator
-
-
-def _check(clip: float, z: float) -> None:
-    if not _CLIPS[0] <= clip <= _CLIPS[1]:  # nor NaN
-        raise HyperparameterError(
-            f"privacy: clipping_norm must be a number from {_CLIPS[0]:g} to {_CLIPS[1]:g}; got {clip!r}."
-        )
-    if not (z == 0 or LEAST_NOISE <= z <= MOST_NOISE):
-        raise HyperparameterError(
-            f"privacy: noise_multiplier must be a number from {LEAST_NOISE:g} to {MOST_NOISE:g}; got {z!r}."
-        )

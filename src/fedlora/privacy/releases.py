@@ -12,7 +12,6 @@ Readers of these files expect some tables that are not on the list. `EMPTY` give
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 Allowed = Mapping[str, Any]  # name -> True, or the names allowed in that table; "*" stands for every name
@@ -25,40 +24,36 @@ def _all(*names: str) -> dict[str, bool]:
 _SCORES = _all("validation", "test", "classes", "best_round", "stopped_early")
 _OF_STATE = {"*": _all("rank", "components", "server_rank", "singular_values")}
 
-RELEASED: Mapping[str, Allowed] = MappingProxyType(
-    {
-        "metrics.jsonl": _all("round", "server_rank", "privacy", "metrics"),
-        "summary.json": {
-            **_all("method", "rounds", "clients", "target", "metric", "server_rank", "exports", "privacy", "probes"),
-            **_SCORES,
-            "diagnostics": _OF_STATE,
-        },
-        "manifest.json": {
-            **_all("config_digest", "run", "versions", "python", "commit", "device", "threads", "seed", "model"),
-            **_all("clients", "method", "evaluation_target", "answer_ends", "cut_held_out", "privacy"),
-            "data": _all("label_names", "chat_template", "validation", "test", "probes"),
-        },
-        "tracker": _all("server_rank", "privacy", "metrics", "test", "test_best"),
-        # of a federation
-        "server/summary.json": {
-            **_all("federation", "method", "rounds", "of", "metric", "measured_by", "adapter", "versions", "settings"),
-            **_all("privacy"),
-            **_SCORES,
-            "diagnostics": _OF_STATE,
-        },
-    }
-)
+RELEASED: Mapping[str, Allowed] = {
+    "metrics.jsonl": _all("round", "server_rank", "privacy", "metrics"),
+    "summary.json": {
+        **_all("method", "rounds", "clients", "target", "metric", "server_rank", "exports", "privacy", "probes"),
+        **_SCORES,
+        "diagnostics": _OF_STATE,
+    },
+    "manifest.json": {
+        **_all("config_digest", "run", "versions", "python", "commit", "device", "threads", "seed", "model", "clients"),
+        **_all("method", "evaluation_target", "answer_ends", "cut_held_out", "privacy"),
+        "data": _all("label_names", "chat_template", "validation", "test", "probes"),
+    },
+    "tracker": _all("server_rank", "privacy", "metrics", "test", "test_best"),
+    # of a federation
+    "server/summary.json": {
+        **_all("federation", "method", "rounds", "of", "metric", "measured_by", "adapter", "versions", "settings"),
+        **_all("privacy"),
+        **_SCORES,
+        "diagnostics": _OF_STATE,
+    },
+}
 
-EMPTY: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "metrics.jsonl": {"loss": None, "losses": {}, "examples": {}, "weights": {}, "refused": {}, "seconds": {},
-                          "bytes": {}, "padded_error": None, "gauge_drift": None},
-        "summary.json": {"clients_at_end": {}, "clients_at_end_common": {}, "seconds": {}, "bytes": {},
-                         "padded_error": None, "gauge_drift": None, "refused": None},
-        "manifest.json": {"cut": {}, "copies": {}},
-        "server/summary.json": {"site_test": {}, "sites": {}, "seconds": None},
-    }
-)  # fmt: skip
+EMPTY: Mapping[str, Mapping[str, Any]] = {
+    "metrics.jsonl": {"loss": None, "losses": {}, "examples": {}, "weights": {}, "refused": {}, "seconds": {},
+                      "bytes": {}, "padded_error": None, "gauge_drift": None},
+    "summary.json": {"clients_at_end": {}, "clients_at_end_common": {}, "seconds": {}, "bytes": {},
+                     "padded_error": None, "gauge_drift": None, "refused": None},
+    "manifest.json": {"cut": {}, "copies": {}},
+    "server/summary.json": {"site_test": {}, "sites": {}, "seconds": None},
+}  # fmt: skip
 
 
 def filtered(place: str, values: Mapping[str, Any]) -> dict[str, Any]:

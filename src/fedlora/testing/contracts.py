@@ -21,31 +21,27 @@ The federations have three rounds, missing clients, mixed ranks unless `one_rank
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fedlora.analysis.audit import regauge
-from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter, LoRA, stack
 from fedlora.core.messages import Client, Download
 from fedlora.core.method import Method, Update
 from fedlora.core.read_only import ReadOnly
-from fedlora.errors import CheckpointError, HyperparameterError
-from fedlora.linalg import weighted_mean
+from fedlora.errors import HyperparameterError
+from fedlora.methods.fedit import mean_factors
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 from fedlora.testing.comparing import differing, drift, leaves, moved, readout_drift, relative
-from fedlora.testing.federations import EQUAL, MIXED, Ranks, Round, Who, rounds, seed_adapter, trained
+from fedlora.testing.federations import EQUAL, MIXED, Ranks, Who, rounds, seed_adapter, stored, trained
 
 # Relative, of float64 federations: a method that keeps a contract is off by rounding, any other by per cents. Some then
 # solve for a minimum, which multiplies the rounding.
 EXACT, SAME, SAME_READOUTS, SAME_ORDER = 1e-11, 1e-10, 1e-9, 1e-6
-CONDITION = 10.0  # of the random coordinates
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def sound(findings: Sequence[Finding]) -> bool:
     """Whether everything that was claimed, and everything that is required, holds.
 
     Example:
-        >>> sound((Finding("rank", claimed="always", measured="3 slots", holds=False),))
+        >>> sound([Finding("rank", "always", "3 slots", holds=False)])
         False
     """
     return all(finding.holds is not False for finding in findings)
@@ -109,10 +105,9 @@ def _found(method: Method[Any], name: str) -> Finding:
     found = []
     for play in (EQUAL,) if method.one_rank else (EQUAL, MIXED):
         try:
-            measured = CONTRACTS[name](method, *play)
+            found.append(CONTRACTS[name](method, *play))
         except Exception as error:  # a stranger's method can raise anything, and the clients here are sound
             return Finding(name, claimed, f"{type(error).__name__}: {error}", False, f"{name}: {error}")
-        found.append(measured)
     worst = min(found, key=lambda m: (m.holds is not False, m.holds is not None))
     if claimed == "no":
         return Finding(name, claimed, worst.says, None)
@@ -120,47 +115,37 @@ def _found(method: Method[Any], name: str) -> Finding:
     return Finding(name, claimed, worst.says, worst.holds, why)
 
 
-# --------------------------------------------------------------------------------------------------- always
-
-
 def rank(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
     """The server itself refuses wrong shapes, dtypes and numbers (`MethodFault`)."""
     server, count, models = Server(method), 0, set()
-    for state in _states(server, ranks, who):
+    for state, client, name, lora in _handed_out(server, ranks, who):
+        count += 1
+        if lora.rank != client.rank:
+            return Measured(False, f"{name!r} for {client} has {lora.rank} slots after {state.round} rounds")
         models.add(server.has_global_model(state))
-        for client, download in _downloads(server, state, ranks):
-            for name, lora in download.adapter.modules.items():
-                count += 1
-                if lora.rank != client.rank:
-                    return Measured(False, f"{name!r} for {client} has {lora.rank} slots after {state.round} rounds")
-        for s in state.modules.values():
-            method.readout(s, None, max(ranks.values()))
+        method.readout(state.modules[name], None, max(ranks.values()))
     if len(models) > 1:
         return Measured(False, "`effective` is None in some states and an update in others")
     return Measured(True, f"{count} downloads of the client's rank")
 
 
 def alive(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
-    server, count = Server(method), 0
-    for state in _states(server, ranks, who):
-        for client, download in _downloads(server, state, ranks):
-            for name, lora in download.adapter.modules.items():
-                if lora.B is None or lora.A is None:
-                    continue
-                count += lora.rank
-                dead = int(((lora.B == 0).all(0) & (lora.A == 0).all(1)).sum())
-                if dead:
-                    return Measured(False, f"{dead} dead slots in {name!r} for {client} after {state.round} rounds")
+    count = 0
+    for state, client, name, lora in _handed_out(Server(method), ranks, who):
+        if lora.B is None or lora.A is None:
+            continue
+        count += lora.rank
+        if dead := int(((lora.B == 0).all(0) & (lora.A == 0).all(1)).sum()):
+            return Measured(False, f"{dead} dead slots in {name!r} for {client} after {state.round} rounds")
     return Measured(True, f"{count} slots, none dead")
 
 
 def order(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
     server, moves = Server(method), []
     for played in rounds(server, ranks, who):
-        again = server.aggregate(played.before, played.uploads[::-1])
-        if differing(again.modules, played.after.modules):
+        if differing(server.aggregate(played.before, played.uploads[::-1]).modules, played.after.modules):
             return Measured(False, "uploads in another order changed a bit")
-        for name, (state, updates) in _modules(played):
+        for name, (state, updates) in played.modules():
             moves.append(moved(method, method.aggregate(state, updates[::-1]), played.after.modules[name], ranks))
     return _below(SAME_ORDER, moves, "no bit differs; the list of updates turned round moves it by")
 
@@ -183,10 +168,10 @@ def purity(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
                 lora.map(Tensor.zero_)
         if leaves(_seen(server, after, ranks)) != shown:
             return Measured(False, "reading out twice, or a client that trains in place, changed the state")
-        stored = _stored(server, after)
-        if leaves(stored) != leaves(after) or leaves(_seen(server, stored, ranks)) != shown:
+        loaded = stored(server, after)
+        if leaves(loaded) != leaves(after) or leaves(_seen(server, loaded, ranks)) != shown:
             return Measured(False, "a stored state came back with other bits")
-        state = stored
+        state = loaded
     return Measured(True, f"no bit differs in {len(who)} rounds, through a checkpoint after each")
 
 
@@ -194,39 +179,30 @@ def sums(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
     if method.linear_in == "clients":
         return Measured(None, "it depends on more than sums")
     moves = []
-    for played in rounds(Server(method), ranks, who):
-        for name, (state, updates) in _modules(played):
-            after = played.after.modules[name]
-            # A robust rule's terms: one client's update twice, and once more taken away by nobody.
-            first, *others = updates
-            away = Update(None, -first.weight, first.rank, first.lora, first.roundoff)
-            given = [[replace(first, weight=2 * first.weight), *others, away]]
-            if method.linear_in == "factors":
-                given.append([_mean([u for u in updates if u.rank == r]) for r in sorted({u.rank for u in updates})])
-            elif not method.one_rank:
-                whole = stack([u.lora for u in updates], [u.weight for u in updates])
-                given.append([Update(None, 1.0, whole.rank, whole, first.roundoff)])
-                # A rule's rest is one more term of weight 1: who divides by the weights is wrong there.
-                rest = stack([first.lora], [0.75 * first.weight])
-                less = replace(first, weight=0.25 * first.weight)
-                given.append([less, *others, Update(None, 1.0, rest.rank, rest, first.roundoff)])
-            for terms in given:
-                moves.append(drift(method, method.aggregate(state, terms), after, ranks))
+    for _, state, updates, after in _matrices(method, ranks, who):
+        # A robust rule's terms: one client's update twice, and once more taken away by nobody.
+        first, *others = updates
+        given = [[replace(first, weight=2 * first.weight), *others, replace(first, client=None, weight=-first.weight)]]
+        if method.linear_in == "factors":
+            given.append([_mean(updates, r) for r in sorted({u.rank for u in updates})])
+        elif not method.one_rank:
+            whole = stack([u.lora for u in updates], [u.weight for u in updates])
+            given.append([Update(None, 1.0, whole.rank, whole, first.roundoff)])
+            # A rule's rest is one more term of weight 1: who divides by the weights is wrong there.
+            rest = stack([first.lora], [0.75 * first.weight])
+            less = replace(first, weight=0.25 * first.weight)
+            given.append([less, *others, Update(None, 1.0, rest.rank, rest, first.roundoff)])
+        moves += [drift(method, method.aggregate(state, terms), after, ranks) for terms in given]
     return _below(SAME, moves, f"linear in {method.linear_in}: sums in place of updates move it by")
-
-
-# --------------------------------------------------------------------------------------------------- claimed
 
 
 def exact(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
     errors = []
-    for played in rounds(Server(method), ranks, who):
-        for name, (state, _) in _modules(played):
-            update, base = method.effective(played.after.modules[name]), method.base(state)
-            if update is None:
-                return Measured(False, "there is no global model, so no mean of it")
-            made = update.delta() if base is None else update.delta() - base.total.delta()
-            errors.append(relative(made, played.mean(name)))
+    for mean, state, _, after in _matrices(method, ranks, who):
+        update, base = method.effective(after), method.base(state)
+        if update is None:
+            return Measured(False, "there is no global model, so no mean of it")
+        errors.append(relative(update.delta() if base is None else update.delta() - base.total.delta(), mean))
     return _below(EXACT, errors, "off the mean update by")
 
 
@@ -240,17 +216,15 @@ def readouts(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
 
 def halves(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
     moves = []
-    for played in rounds(Server(method), ranks, who):
-        for name, (state, (first, *others)) in _modules(played):
-            half = replace(first, weight=first.weight / 2)
-            split = [half, replace(half, client=f"{first.client}-2"), *others]
-            moves.append(drift(method, method.aggregate(state, split), played.after.modules[name], ranks))
+    for _, state, (first, *others), after in _matrices(method, ranks, who):
+        half = replace(first, weight=first.weight / 2)
+        split = [half, replace(half, client=f"{first.client}-2"), *others]
+        moves.append(drift(method, method.aggregate(state, split), after, ranks))
     return _below(SAME, moves, "one client as two halves moves it by")
 
 
-Contract = Callable[[Method[Any], Ranks, Who], Measured]
 ALWAYS = ("rank", "alive", "order", "purity", "sums")
-CONTRACTS: Mapping[str, Contract] = ReadOnly(
+CONTRACTS: Mapping[str, Callable[[Method[Any], Ranks, Who], Measured]] = ReadOnly(
     {f.__name__: f for f in (rank, alive, order, purity, sums, exact, gauge, readouts, halves)}
 )
 _ADVICE = {
@@ -266,21 +240,27 @@ _ADVICE = {
 }
 
 
-# --------------------------------------------------------------------------------------------------- helpers
+def _mean(updates: Sequence[Update], rank: int) -> Update:
+    """The mean factors of the clients of one rank, as one term of nobody with their weight."""
+    some = [u for u in updates if u.rank == rank]
+    share = sum(u.weight for u in some)
+    mean = mean_factors([replace(u, weight=u.weight / share) for u in some])
+    return Update(None, share, rank, mean, some[0].roundoff)
 
 
-def _mean(updates: Sequence[Update]) -> Update:
-    """The weighted mean of the factors of clients of one rank, as one term of nobody with their weight."""
-    share = sum(u.weight for u in updates)
-    sent, weights = [u.lora.tensors() for u in updates], [u.weight / share for u in updates]
-    means = {name: weighted_mean([tensors[name] for tensors in sent], weights) for name in sent[0]}
-    return Update(None, share, updates[0].rank, LoRA(means.get("B"), means.get("A")), updates[0].roundoff)
+def _handed_out(server: Server, ranks: Ranks, who: Who) -> Iterator[tuple[ServerState, Client, str, LoRA]]:
+    """(state, client, matrix, what the client gets of it), of every state of the federation, from its start on."""
+    first = server.init(seed_adapter(max(ranks.values())))
+    for state in (first, *(played.after for played in rounds(server, ranks, who))):
+        for client, download in _downloads(server, state, ranks):
+            yield from ((state, client, name, lora) for name, lora in download.adapter.modules.items())
 
 
-def _states(server: Server, ranks: Ranks, who: Who) -> Iterator[ServerState]:
-    """Every state of the federation, each before clients train on it."""
-    yield server.init(seed_adapter(max(ranks.values())))
-    yield from (played.after for played in rounds(server, ranks, who))
+def _matrices(method: Method[Any], ranks: Ranks, who: Who) -> Iterator[tuple[Tensor, Any, list[Update], Any]]:
+    """Each matrix of each round: (the dense mean update, the state before, the updates, the state after)."""
+    for played in rounds(Server(method), ranks, who):
+        for name, (state, updates) in played.modules():
+            yield played.mean(name), state, updates, played.after.modules[name]
 
 
 def _downloads(server: Server, state: ServerState, ranks: Ranks) -> Iterator[tuple[Client, Download]]:
@@ -289,41 +269,23 @@ def _downloads(server: Server, state: ServerState, ranks: Ranks) -> Iterator[tup
         yield Client(name, r), server.download(state, Client(name, r))
 
 
-def _modules(played: Round) -> Iterator[tuple[str, tuple[Any, list[Update]]]]:
-    """Each matrix in which something travelled: its state before, and its updates."""
-    if any(u.adapter.modules for u in played.uploads):
-        yield from ((name, played.module(name)) for name in played.before.modules)
-
-
 def _seen(server: Server, state: ServerState, ranks: Ranks) -> dict[str, Any]:
     """All that clients and evaluation can see of a state."""
     update = server.global_update(state) if server.has_global_model(state) else None
     return {"downloads": [download for _, download in _downloads(server, state, ranks)], "update": update}
 
 
-def _stored(server: Server, state: ServerState) -> ServerState:
-    """The state after a checkpoint round trip. Raises `CheckpointError`."""
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save(Path(folder), state.round, state)
-        loaded = checkpoint.load_newest(Path(folder), ServerState, server.method.State)
-    if loaded is None:
-        raise CheckpointError("the state was stored and is not there")
-    return loaded[1]
-
-
 def _below(tolerance: float, moves: Sequence[float], what: str) -> Measured:
     return Measured(max(moves) < tolerance, f"{what} {max(moves):.1e}") if moves else Measured(None, "nothing travels")
 
 
-def _regauged(
-    method: Method[Any], ranks: Ranks, who: Who, drift: Callable[..., float], tolerance: float, what: str
-) -> Measured:
-    """The drift of each round's state if every upload comes in random coordinates."""
+def _regauged(method: Method[Any], ranks: Ranks, who: Who, measure: Any, tolerance: float, what: str) -> Measured:
+    """`measure` of each round's state if every upload comes in random coordinates of condition 10."""
     moves = []
     for t, played in enumerate(rounds(Server(method), ranks, who)):
-        for name, (state, updates) in _modules(played):
-            if any(len(u.lora.tensors()) < 2 for u in updates):
-                return Measured(None, "one factor travels: no gauge to change")
-            _, turned = replace(played, uploads=[regauge(u, CONDITION, seed=t) for u in played.uploads]).module(name)
-            moves.append(drift(method, method.aggregate(state, turned), played.after.modules[name], ranks))
+        if any(len(lora.tensors()) < 2 for u in played.uploads for lora in u.adapter.modules.values()):
+            return Measured(None, "one factor travels: no gauge to change")
+        other = replace(played, uploads=[regauge(u, 10.0, seed=t) for u in played.uploads])
+        for name, (state, turned) in other.modules():
+            moves.append(measure(method, method.aggregate(state, turned), played.after.modules[name], ranks))
     return _below(tolerance, moves, what)

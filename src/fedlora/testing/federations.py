@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedlora.client import keep, receive, send
+from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles, Update
@@ -90,6 +93,11 @@ class Round:
             updates.append(Update(u.client.id, weights[u.client.id], lora.rank, lora, roundoff))
         return self.before.modules[name], updates
 
+    def modules(self) -> Iterator[tuple[str, tuple[Any, list[Update]]]]:
+        """Each matrix with `module` of it; none in a round in which only heads travelled."""
+        if any(u.adapter.modules for u in self.uploads):
+            yield from ((name, self.module(name)) for name in self.before.modules)
+
 
 def trained(
     server: Server, state: ServerState, ranks: Ranks, names: Sequence[str], kept: dict[str, Adapter | None]
@@ -114,3 +122,12 @@ def rounds(server: Server, ranks: Ranks, who: Who, dtype: torch.dtype = torch.fl
         after = server.aggregate(state, uploads)
         yield Round(state, complete, uploads, after)
         state = after
+
+
+def stored(server: Server, state: ServerState) -> ServerState:
+    """The state after a checkpoint round trip. Raises `CheckpointError`."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(Path(folder), state.round, state)
+        found = checkpoint.load_newest(Path(folder), ServerState, server.method.State)
+    assert found is not None, "it was saved"
+    return found[1]
