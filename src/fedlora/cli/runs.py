@@ -73,7 +73,6 @@ def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path | None) -> None:
     """Play all rounds, behind a progress bar."""
     from fedlora.core.checkpoint import newest_round
-    from fedlora.runs.checks import per_round
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare
     from fedlora.runs.private_run import check_affordable
@@ -95,7 +94,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path 
             "Such a client counts as zero; even if all do, the round is released (as noise) and charged."
         )
     done = (newest_round(folder.checkpoints) or 0) if folder.exists() else 0
-    each = per_round(config, list(prepared.parts))
+    each = prepared.per_round
     watch = _Watch(label, config.run.rounds, each, prepared.metric, done)
     with watch.bar:
         for record in execute(prepared, folder, resume=resume, on_client=watch.client_done):

@@ -77,6 +77,11 @@ class Prepared:
     manifest: Mapping[str, Any]
     secrets: Mapping[str, Any] | None = None
 
+    @property
+    def per_round(self) -> int:
+        """How many clients take part in a round."""
+        return per_round(self.config, list(self.parts))
+
     def working_in(self, folder: Path) -> Prepared:
         """The same run, with the rounds of its clients' programs in `folder`, if they train by programs."""
         if isinstance(self.trainer, LocalTrainer):
