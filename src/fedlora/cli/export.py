@@ -16,7 +16,6 @@ from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
     from fedlora.adapters.reader import AdapterFile
-    from fedlora.export.attached import Attached
 
 _NOTICEABLE = 0.01
 
@@ -31,39 +30,32 @@ def validate(
     from fedlora.adapters.reader import AdapterFile
     from fedlora.adapters.uploads import labels_of, read_facts
 
-    found: dict[str, str | None] = {}
-    fits: dict[str, Attached] = {}
-    remarks: dict[str, list[str]] = {}
+    judged: dict[str, dict[str, Any]] = {}
     model = _base_folder(base) if base is not None else None
     if model is not None:
         from fedlora.export.attached import check, other_base
     for directory in tracked(adapters, "checking"):
+        facts: dict[str, Any] = {"sound": True, "reason": None, "notes": []}
+        judged[str(directory)] = facts
         try:
             file = AdapterFile(directory, max_bytes=max_bytes, dora=model is not None)
             if not file.check():
-                remarks[str(directory)] = ["its update is zero: in a mean it only shrinks the others'"]
+                facts["notes"].append("its update is zero: in a mean it only shrinks the others'")
             labels_of(file.directory), read_facts(file.directory)
             if model is not None:
-                fits[str(directory)] = check(file, model[1])
-                remarks.setdefault(str(directory), []).extend(other_base(file, *model))
-            found[str(directory)] = None
+                facts["changed"] = list(check(file, model[1]).changed)
+                facts["notes"] += other_base(file, *model)
         except FedLoRAError as error:
-            found[str(directory)] = str(error)
+            facts.update(sound=False, reason=str(error))
     if json:
-        judged = {
-            name: {"sound": reason is None, "reason": reason, "notes": list(remarks.get(name, ()))}
-            for name, reason in found.items()
-        }
-        print_json({name: facts | (_as_json(fits[name]) if name in fits else {}) for name, facts in judged.items()})
-    else:
-        for name, reason in found.items():
-            if reason is None:
-                console.print(f"{name}: sound")
-                tell_remarks(remarks.get(name, ()))
-    refused = {name: reason for name, reason in found.items() if reason is not None}
-    for name, reason in refused.items():
-        complain(f"{name}: refused: {shown(reason.removeprefix(f'{escaped(name)}: '), 700)}")
-    if refused:
+        print_json(judged)
+    for name, facts in judged.items():
+        if not facts["sound"]:
+            complain(f"{name}: refused: {shown(facts['reason'].removeprefix(f'{escaped(name)}: '), 700)}")
+        elif not json:
+            console.print(f"{name}: sound")
+            tell_remarks(facts["notes"])
+    if not all(facts["sound"] for facts in judged.values()):
         raise typer.Exit(2)
 
 
@@ -110,7 +102,7 @@ def _merged(
     from fedlora.export.merged import export_merged
 
     done = export_merged(file, base, out, parse_type(dtype) if dtype else None, force=force)
-    cost, attached = done.cost, done.attached
+    cost = done.cost
     if cost.vanished:
         notes.warn(
             f"rounding loses all of the update in {counted(len(cost.vanished), 'layer')}, such as "
@@ -119,11 +111,11 @@ def _merged(
     if cost.loss > _NOTICEABLE:
         notes.warn(f"rounding loses {cost.loss:.1%} of the update; a wider --dtype keeps more")
     line = (
-        f"{out}: {counted(len(attached.changed), 'tensor')} changed, {len(attached.added)} added; rounding loses "
-        f"{cost.loss:.1e} of the update; answers to random tokens are {done.apart:.1e} of the adapter's effect off "
+        f"{out}: {counted(len(done.attached.changed), 'tensor')} changed; rounding loses {cost.loss:.1e} of the "
+        f"update; answers to random tokens are {done.apart:.1e} of the adapter's effect off "
         f"those of peft"
     )
-    return {**_as_json(attached), "rounding": asdict(cost), "apart": done.apart}, [line]
+    return {"changed": list(done.attached.changed), "rounding": asdict(cost), "apart": done.apart}, [line]
 
 
 def _gguf(file: AdapterFile, base: Path, out: Path, dtype: str | None, force: bool) -> tuple[dict[str, Any], list[str]]:
@@ -162,7 +154,3 @@ def _base_folder(base: str) -> tuple[str, Path]:
             f"weights.{original}"
         )
     return HUB_NAMES.get(base, base), place
-
-
-def _as_json(done: Attached) -> dict[str, Any]:
-    return {"changed": list(done.changed), "added": list(done.added)}

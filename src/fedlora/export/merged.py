@@ -23,6 +23,7 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import set_peft_model_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
@@ -125,7 +126,7 @@ def _loaded(found: Attached, file: AdapterFile, base: Path, dtype: torch.dtype |
             model, told = found.kind.from_pretrained(
                 base, config=found.config, dtype="auto", use_safetensors=True, output_loading_info=True
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         said = " ".join(str(error).split())
         raise ConfigError(f"transformers cannot load the base model in {base}: {quoted(said, 300)}.") from error
     lacking = sorted(set(told["missing_keys"]) - set(file.heads))
@@ -226,7 +227,7 @@ library_name: transformers
 # A full model with a LoRA adapter in it
 
 A base model with an adapter of {counted(len(file.ranks), "module")}, {rank}, merged into its weights:
-{counted(len(found.changed), "tensor")} changed, {len(found.added)} added.
+{counted(len(found.changed), "tensor")} changed.
 `transformers.{found.kind.__name__}` loads it.
 Measurements of the base model alone do not hold for it.
 """
