@@ -90,7 +90,7 @@ def test_rounding_of_heads_is_reported_and_their_sum_is_in_float64(tmp_path: Pat
 # ---- classes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [["--weights-from", "num_examples"], ["--method", "glora"]], ids=str)
+@pytest.mark.parametrize("how", [["--weights", "num_examples"], ["--method", "glora"]], ids=str)
 def test_classes_that_all_agree_on_go_with_the_result(
     how: list[str], tmp_path: Path, main: Callable[..., Said]
 ) -> None:
@@ -130,16 +130,16 @@ def test_names_of_other_classes_than_the_head_has_are_left_out_and_it_is_said(tm
 def test_weights_from_examples(tmp_path: Path, main: Callable[..., Said]) -> None:
     """30 and 10 examples; all must say theirs, once each; weight 0 is told."""
     a, b, c = upload(tmp_path, "a", num_examples=30), upload(tmp_path, "b"), saved(tmp_path, "c", 2)
-    report = merge([a, b], tmp_path / "m", weights_from="num_examples")
+    report = merge([a, b], tmp_path / "m", weights="num_examples")
     assert report.weights == (0.75, 0.25)
     with pytest.raises(AdapterFormatError, match=rf"{c} has no upload\.json.*1 of 3"):
-        merge([a, b, c], tmp_path / "n", weights_from="num_examples")
+        merge([a, b, c], tmp_path / "n", weights="num_examples")
     for same in (a, upload(tmp_path / "again", "a")):
         with pytest.raises(AdapterFormatError, match=r"client 'a'.*twice"):
-            merge([a, same, b], tmp_path / "n", weights_from="num_examples")
+            merge([a, same, b], tmp_path / "n", weights="num_examples")
     none = upload(tmp_path, "d", num_examples=0)
     for k, how in enumerate((["--method", "glora"], [])):
-        done = main("merge", a, none, *how, "--weights-from", "num_examples", "-o", tmp_path / f"out{k}")
+        done = main("merge", a, none, *how, "--weights", "num_examples", "-o", tmp_path / f"out{k}")
         assert done.code == 0 and "weight 0, so not" in done.err and str(none) in done.err
 
 

@@ -311,7 +311,7 @@ def test_revisions_and_the_name_that_is_handed_on(tmp_path: Path, main: Main) ->
         *(({"rank": bad}, "a rank is a whole number") for bad in (0, True, "energy=2")),
         *(({"weights": bad}, "up to 1e") for bad in ([1, math.nan], [10**400, 1], ["1", 2], [True, 2])),
         ({"weights": [1, 2, 3]}, "3 weights for 2"), ({"weights": [-1, 2]}, "--sum"), ({"weights": [0, 0]}, "zero"),
-        ({"weights": [1, 1], "weights_from": "num_examples"}, "not both"),
+        ({"weights": "examples"}, "--weights must be one of"),
     ],
     ids=str,
 )  # fmt: skip

@@ -71,8 +71,7 @@ class Collection:
 
 def collected(
     adapters: Sequence[str | os.PathLike[str]],
-    weights: Sequence[float] | None = None,
-    weights_from: str | None = None,
+    weights: Sequence[float] | str | None = None,
     missing: str | None = None,
     *,
     sum: bool = False,
@@ -87,18 +86,17 @@ def collected(
             that look like the others' under other names. ConfigError: impossible weights.
     """
     one_of("--missing", missing, get_args(Missing))
-    one_of("--weights-from", weights_from, ("num_examples",))
-    if weights is not None and weights_from is not None:
-        raise ConfigError("give --weights or --weights-from, not both.")
+    if isinstance(weights, str):
+        one_of("--weights", weights, ("num_examples",))
     if not adapters:
         raise AdapterFormatError("at least 1 adapter is needed; got 0.")
     files = [AdapterFile(directory, max_bytes=max_bytes) for directory in adapters]
     facts = [read_facts(file.directory) for file in files]
-    if weights_from is not None:
+    if isinstance(weights, str):
         if lacking := [str(file.directory) for file, one in zip(files, facts, strict=True) if not one.there]:
             raise AdapterFormatError(
                 f"{lacking[0]} has no {FILE}, so its number of examples is unknown ({len(lacking)} of {len(files)} "
-                f"have none): give --weights instead."
+                f"have none): give the weights as numbers."
             )
         check_one_each(one.client for one in facts)
         weights = [one.examples for one in facts]

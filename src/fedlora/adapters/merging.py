@@ -37,8 +37,7 @@ def merge(
     out: str | os.PathLike[str] | None = None,
     *,
     rank: int | str = "exact",
-    weights: Sequence[float] | None = None,
-    weights_from: Literal["num_examples"] | None = None,
+    weights: Sequence[float] | Literal["num_examples"] | None = None,
     sum: bool = False,
     missing: Missing | None = None,
     heads: HeadRule = "average",
@@ -55,8 +54,8 @@ def merge(
         adapters: PEFT directories. out: the directory to write; needed unless dry_run.
         rank: a number, "exact" or "energy=0.99". All modules are padded to the largest rank, so that every reader gets
             the scale right.
-        weights: one per adapter; default: equal. weights_from: take them from each adapter's upload.json. sum: use
-            weights as they are, including negative ones; otherwise they are divided by their sum.
+        weights: one per adapter; default: equal; "num_examples": those of each adapter's upload.json. sum: use weights
+            as they are, including negative ones; otherwise they are divided by their sum.
         missing: how to count an adapter that lacks a module; default "zero", but then adapters are refused that have
             no module in common, or the same modules under longer names.
         heads: for saved modules: the mean, the first adapter's, or none.
@@ -81,9 +80,7 @@ def merge(
     if isinstance(adapters, str | os.PathLike):
         raise ConfigError("adapters must be a list of directories; for a single one write [directory].")
     wanted.check(adapters)
-    given = collected(
-        adapters, weights, weights_from, missing, sum=sum, heads=heads, same_base=same_base, max_bytes=max_bytes
-    )
+    given = collected(adapters, weights, missing, sum=sum, heads=heads, same_base=same_base, max_bytes=max_bytes)
     what = f"the weighted {'sum' if sum else 'mean'} of the adapters"
     return write_result(given, wanted, _cut_parts(given, wanted), what)
 

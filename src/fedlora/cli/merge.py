@@ -28,8 +28,12 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="compute and report ever
 def merge(
     adapters: Adapters,
     out: Out = None,
-    weights: Annotated[str | None, typer.Option(help="one per adapter, separated by commas (default: equal)")] = None,
-    weights_from: Annotated[str | None, typer.Option(help="num_examples: from each upload.json")] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="one per adapter, separated by commas (default: equal), or num_examples: from each upload.json"
+        ),
+    ] = None,
     sum: Annotated[
         bool, typer.Option("--sum", help="a sum, not a mean: weights as they are, also negative (default: all 1)")
     ] = False,
@@ -63,7 +67,7 @@ def merge(
     from fedlora.cli.typed import parse_robust
 
     given: dict[str, Any] = {
-        "weights": numbers(weights, "--weights") if weights is not None else None, "weights_from": weights_from,
+        "weights": numbers(weights, "--weights") if weights and weights != "num_examples" else weights,
         "missing": missing, "heads": heads, "same_base": same_base, "max_bytes": max_bytes,
     }  # fmt: skip
     rule = parse_robust(robust) if robust is not None else None
