@@ -183,13 +183,12 @@ def test_one_limit_and_its_option(good: Path, main: Callable[..., Said]) -> None
     """A file of 65 GiB, a hole on the disk, is refused before anything is read; --max-bytes sets another limit."""
     size = (good / WEIGHTS_FILE).stat().st_size
     assert main("validate", good, "--max-bytes", size).code == 0
-    for words in (["validate", good], ["inspect", good], ["merge", good, good, "-o", good.parent / "m"],
-                  ["resize", good, "--rank", 1, "-o", good.parent / "m"], ["diff", good, good],
-                  ["audit", good, good],
-                  ["export", good, "--format", "merged", "--model", "x", "-o", "y"]):  # fmt: skip
+    out = good.parent / "m"
+    for words in (["validate", good], ["inspect", good], ["merge", good, "-o", out], ["diff", good, good],
+                  ["resize", good, "--rank", 1, "-o", out], ["audit", good, good],
+                  ["export", good, "--format", "merged", "--model", "x", "-o", out]):  # fmt: skip
         assert f"--max-bytes {size} allows it" in main(*words, "--max-bytes", size - 1).complaint()
-    with (good / WEIGHTS_FILE).open("r+b") as file:
-        file.truncate(65 * 2**30)
+    os.truncate(good / WEIGHTS_FILE, 65 * 2**30)
     assert "69,793,218,560 bytes, more than the 68,719,476,736" in main("validate", good).complaint()
 
 
@@ -220,7 +219,6 @@ def test_a_pickle_beside_the_weights_is_not_opened(good: Path, main: Callable[..
     (good / "adapter_model.bin").write_bytes(pickle.dumps(Trap()))
     used(good, tmp_path / "again")
     shutil.rmtree(tmp_path / "again")
-    assert main("merge", good, good, "-o", tmp_path / "m").code == 0
     (good / WEIGHTS_FILE).unlink()
     refused(good, "is not a PEFT adapter.*adapter_model.bin is a pickle", main)
     shutil.copyfile(good / "adapter_model.bin", good / WEIGHTS_FILE)

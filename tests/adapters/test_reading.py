@@ -89,25 +89,6 @@ def test_of_several_matching_names_the_first_in_the_file_wins(keys, tmp_path):
         torch.testing.assert_close(update, want[module], rtol=1e-5, atol=1e-6)
 
 
-def test_a_name_matches_ends_after_a_dot(tmp_path):
-    class Tree(nn.Module):
-        """Two of its four layers end as another's whole name."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            for path in ("a", "b", "b.a"):
-                self.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2], nn.Module())
-            for path in ("a.q", "a.xq", "b.a.q", "b.q"):
-                self.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2], nn.Linear(6, 5))
-
-    alphas = {"b.a.q": 3, "q": 5}
-    model = trained(Tree, lora(target_modules=["a.q", "a.xq", "b.a.q", "b.q"], alpha_pattern=alphas))
-    adapter, _ = read_adapter(saved(model, tmp_path))
-    assert len(adapter.modules) == 4
-    for module, update in peft_updates(model).items():
-        torch.testing.assert_close(adapter.modules[module].delta(), update, rtol=1e-5, atol=1e-6)
-
-
 def test_the_spec_keeps_what_a_copy_needs(tmp_path):
     saved(trained(llama, lora(**CAUSAL, lora_dropout=0.25)), tmp_path)
     edit(tmp_path, base_model_name_or_path="some/base", revision="abc", target_modules=r"(a+)+$")

@@ -207,8 +207,8 @@ def test_a_wrong_merge_is_never_written(tmp_path: Path, main: Main, monkeypatch:
     assert not (tmp_path / "full").exists()
 
 
-def test_the_folder_is_complete_and_replaced_only_with_force(tmp_path: Path, main: Main) -> None:
-    """The tokenizer's files and the licence come along; a folder with anything else in it is never replaced."""
+def test_the_folder_is_complete(tmp_path: Path, main: Main) -> None:
+    """The tokenizer's files and the licence come along."""
     adapter, base = small(tmp_path)
     (base / "tokenizer.json").write_text("{}")
     (base / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
@@ -216,7 +216,3 @@ def test_the_folder_is_complete_and_replaced_only_with_force(tmp_path: Path, mai
     assert main("export", adapter, "--format", "merged", *to).code == 0
     assert (tmp_path / "full" / "tokenizer.json").read_text() == "{}"
     assert "license: mit" in (tmp_path / "full" / "README.md").read_text()
-    assert "--force" in main("export", adapter, "--format", "merged", *to).error()
-    assert main("export", adapter, "--format", "merged", *to, "--force").code == 0
-    (tmp_path / "full" / "notes.txt").write_text("mine")
-    assert "notes.txt" in main("export", adapter, "--format", "merged", *to, "--force").error()
