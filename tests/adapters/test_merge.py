@@ -164,7 +164,7 @@ def test_updates_that_are_zero_are_told(tmp_path: Path, main: Main) -> None:
         save_file(idle, zero / "adapter_model.safetensors")
         assert "update is zero" in main("validate", zero).err
         assert f"{side}' is zero" in str(merge([a, zero], tmp_path / "m", force=True).warnings)
-    assert len(resize(zero, tmp_path / "o", rank=2).warnings) == 2  # and so the result is zero
+    assert "the result is zero" in resize(zero, tmp_path / "o", rank=2).warnings[-1]
     assert "the result is zero" in str(merge([a, a], tmp_path / "p", sum=True, weights=[1, -1]).warnings)
     assert "zero" not in main("validate", a).err and merge([a], tmp_path / "n").warnings == ()
 
