@@ -178,7 +178,7 @@ def test_a_damaged_base_is_refused_as_such(tmp_path: Path, main: Main) -> None:
     weights = base / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     done = main("export", adapter, "--format", "merged", "--model", base, "-o", tmp_path / "full")
-    assert f"cannot load the base model in {base}" in done.complaint() and not (tmp_path / "full").exists()
+    assert f"base model in {base}" in done.complaint() and not (tmp_path / "full").exists()
 
 
 def test_a_base_that_transformers_does_not_know_is_refused(tmp_path: Path, main: Main) -> None:
