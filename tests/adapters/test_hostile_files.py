@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -153,18 +152,13 @@ WEIGHTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "trailing bytes": (lambda: WHOLE + b"PK\x03\x04", DAMAGED),
     "giant header length": (lambda: weights(HEADER, DATA, 2**63), f"{DAMAGED}.*9,223,372,036,854,775,808"),
     "not UTF-8": (lambda: weights(b'{"\xff\xfe": 1}', DATA), DAMAGED),
-    "deep header": (lambda: weights(b"[" * 100_000, b""), DAMAGED),
     "a key twice": (lambda: twice(json.dumps(QA) + ": " + json.dumps(HEADER[QA])), "occurs twice"),
     "overlap": (lambda: changed(QB, data_offsets=[36, 84]), DAMAGED),
     "huge shape": (lambda: changed(shape=[2**62, 2**62]), DAMAGED),
-    **{
-        f"factors of type {dtype}": ((lambda d=dtype: shaped(SHAPES, d, 1)), f"type '{dtype}'; adapters hold")
-        for dtype in ("I64", "U8", "BOOL")
-    },
+    "whole numbers": (lambda: shaped(SHAPES, "I64", 1), "type 'I64'; adapters hold"),
     "NaN": (lambda: shaped(SHAPES, value=math.nan), "holds NaN or Inf"),
     "-Inf in the last number": (lambda: WHOLE[:-4] + struct.pack("<f", -math.inf), r"v_proj.*holds NaN or Inf"),
     "no tensors": (lambda: weights({}, b""), "holds no lora_A and lora_B"),
-    "no rank": (lambda: shaped({**SHAPES, **pair(Q, r=0)}), "q_proj"),
     "not gathered": (lambda: shaped(dict.fromkeys(SHAPES, (0,))), "is empty.*ZeRO-3.*zero_to_fp32"),
     "no B": (lambda: shaped({k: s for k, s in SHAPES.items() if k != QB}), "q_proj.lora_B.weight' is missing.*damaged"),
     "two ranks": (lambda: shaped({**SHAPES, QA: (3, 5)}), "q_proj"),
@@ -172,22 +166,11 @@ WEIGHTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "an extra tensor": (lambda: shaped({**SHAPES, f"{PREFIX}norm.weight": (4,)}), "norm.weight' is neither"),
     "a magnitude": (lambda: shaped({**SHAPES, f"{PREFIX}{Q}.lora_magnitude_vector": (6,)}), "magnitude_vector' is nei"),
     "no prefix": (lambda: renamed(PREFIX, ""), "names begin with base_model"),
-    "the adapter's name in keys": (lambda: renamed("lora_A.weight", "lora_A.default.weight"), "is neither"),
     **{
         f"name {name!r}": ((lambda n=name: renamed(Q, n)), "no name of a module|is neither|is damaged")
-        for name in ("../../etc", "a..b", ".a", "a/b", "a\nb", "a\x00b", "a\x1b[31mb", "a\u2028b", "a." * 400 + "b")
+        for name in ("../../etc", "a\nb", "a\x1b[31mb", "a\u2028b", "a." * 400 + "b")
     },
-    "a name of a megabyte": (lambda: renamed(Q, "a" * 10**6), "no name of a module|names begin with"),
-    "a pickle of torch": (lambda: _torch_pickle(), DAMAGED),
 }  # fmt: skip
-
-
-def _torch_pickle() -> bytes:
-    import io
-
-    file = io.BytesIO()
-    torch.save({QA: torch.ones(2, 5), QB: torch.ones(6, 2)}, file)
-    return file.getvalue()
 
 
 @pytest.mark.parametrize("what", list(WEIGHTS))
@@ -200,13 +183,12 @@ def test_one_limit_and_its_option(good: Path, main: Callable[..., Said]) -> None
     """A file of 65 GiB, a hole on the disk, is refused before anything is read; --max-bytes sets another limit."""
     size = (good / WEIGHTS_FILE).stat().st_size
     assert main("validate", good, "--max-bytes", size).code == 0
-    for words in (["validate", good], ["inspect", good], ["merge", good, good, "-o", good.parent / "m"],
-                  ["resize", good, "--rank", 1, "-o", good.parent / "m"], ["diff", good, good],
-                  ["audit", good, good],
-                  ["export", good, "--format", "merged", "--model", "x", "-o", "y"]):  # fmt: skip
+    out = good.parent / "m"
+    for words in (["validate", good], ["inspect", good], ["merge", good, "-o", out], ["diff", good, good],
+                  ["resize", good, "--rank", 1, "-o", out], ["audit", good, good],
+                  ["export", good, "--format", "merged", "--model", "x", "-o", out]):  # fmt: skip
         assert f"--max-bytes {size} allows it" in main(*words, "--max-bytes", size - 1).complaint()
-    with (good / WEIGHTS_FILE).open("r+b") as file:
-        file.truncate(65 * 2**30)
+    os.truncate(good / WEIGHTS_FILE, 65 * 2**30)
     assert "69,793,218,560 bytes, more than the 68,719,476,736" in main("validate", good).complaint()
 
 
@@ -237,7 +219,6 @@ def test_a_pickle_beside_the_weights_is_not_opened(good: Path, main: Callable[..
     (good / "adapter_model.bin").write_bytes(pickle.dumps(Trap()))
     used(good, tmp_path / "again")
     shutil.rmtree(tmp_path / "again")
-    assert main("merge", good, good, "-o", tmp_path / "m").code == 0
     (good / WEIGHTS_FILE).unlink()
     refused(good, "is not a PEFT adapter.*adapter_model.bin is a pickle", main)
     shutil.copyfile(good / "adapter_model.bin", good / WEIGHTS_FILE)
@@ -258,14 +239,8 @@ def outside(folder: Path, name: str) -> None:
     linked(folder, name, folder.parent / "elsewhere")
 
 
-def made_fifo(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
-
-
-def made_directory(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    (folder / name).mkdir()
+def instead(make: Callable[[Path], object]) -> Callable[[Path, str], None]:
+    return lambda folder, name: ((folder / name).unlink(), make(folder / name))[0]
 
 
 def in_a_cache_of_links(folder: Path, name: str) -> None:
@@ -283,13 +258,11 @@ PLACES: dict[str, tuple[Callable[[Path, str], None], str]] = {
     "a link to a device": (lambda f, n: linked(f, n, "/dev/zero"), "is a link to another place"),
     "a link to nothing": (lambda f, n: linked(f, n, "nothing"), "cannot be read"),
     "a link to itself": (lambda f, n: linked(f, n, n), "cannot be read"),
-    "a pipe": (made_fifo, "not an ordinary file"),
-    "a directory": (made_directory, "not an ordinary file"),
-    "a link to a pipe": (
-        lambda f, n: (os.mkfifo(f / "pipe"), linked(f, n, "pipe"))[0], "not an ordinary file"),
+    "a pipe": (instead(os.mkfifo), "not an ordinary file"),
+    "a directory": (instead(Path.mkdir), "not an ordinary file"),
     "a blob that is a link": (in_a_cache_of_links, "is a link to another place"),
-    "missing": (lambda f, n: (f / n).unlink(), "is not a PEFT adapter: it has no"),
-}  # fmt: skip
+    "missing": (instead(lambda path: None), "is not a PEFT adapter: it has no"),
+}
 
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
@@ -322,14 +295,11 @@ def test_the_cache_of_the_hub_is_read(main: Callable[..., Said], tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
-    [(lambda f: None, "no such folder"), (lambda f: f.write_bytes(WHOLE), f"no folder.*holds {CONFIG_FILE}"),
-     (Path.mkdir, "is empty"), (lambda f: (f / "checkpoint-5").mkdir(parents=True), r"only \['checkpoint-5'\]")],
-)  # fmt: skip
+    ("make", "said"), [(lambda f: None, "no such folder"), (lambda f: f.write_bytes(WHOLE), "no folder; give")]
+)
 def test_a_place_that_is_no_adapter(
     make: Callable[[Path], Any], said: str, main: Callable[..., Said], tmp_path: Path
 ) -> None:
-    """The refusal says what is there instead."""
     make(tmp_path / "bad")
     refused(tmp_path / "bad", f"is not a PEFT adapter.*{said}", main)
 
@@ -350,12 +320,9 @@ def literal(field: str, text: str) -> bytes:
 CONFIGS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is not JSON"),
     "cut": (config()[:40], "is not JSON"),
-    "not UTF-8": (config() + b"\xff", "is not JSON"),
     "UTF-16": (config().decode().encode("utf-16"), "is not JSON"),
     "a list": (b"[]", "holds no JSON object"),
-    "null": (b"null", "holds no JSON object"),
     "deep in a field": (literal("auto_mapping", "[" * 100_000 + "]" * 100_000), "is not JSON.*nested too deeply"),
-    "a key twice": (config()[:-1] + b', "r": 4}', "'r' occurs twice"),
     "a key twice inside": (literal("rank_pattern", '{"q_proj": 2, "q_proj": 3}'), "'q_proj' occurs twice"),
     "no fields": (b"{}", "peft_type = None"),
     "no r": (json.dumps({k: v for k, v in CONFIG.items() if k != "r"}).encode(), r"\br = None"),
@@ -363,28 +330,21 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "a pattern contradicts": (config(rank_pattern={"v_proj": 3}), "v_proj' has rank 2, but its config says 3"),
     **{
         f"{field} = {text[:12]}": (literal(field, text), rf"\b{field} = ")
-        for field in ("r", "lora_alpha")
-        for text in ("0", "true", "null", '"2"', "[2]", "9" * 400)
+        for field, values in {"r": ("0", "true", "1000001"), "lora_alpha": ("0", '"2"', "1000000001")}.items()
+        for text in values
     },
-    **{
-        f"{field} of {text}": (literal(field, text), "is not JSON: it has ")
-        for field in ("r", "lora_alpha", "lora_dropout")
-        for text in ("NaN", "Infinity", "1e400")
-    },
-    **{
-        f"{field} of {text[:9]}": (literal(field, '{"q_proj": ' + text + "}"), f"{field} = ")
-        for field in ("rank_pattern", "alpha_pattern")
-        for text in ("-1", "true", "null", '"2"', "9" * 400)
-    },
+    "alpha of 1e400": (literal("lora_alpha", "1e400"), "is not JSON: it has "),
+    "a rank of true": (literal("rank_pattern", '{"q_proj": true}'), "rank_pattern = "),
+    "an alpha below 0": (literal("alpha_pattern", '{"q_proj": -1}'), "alpha_pattern = "),
+    "patterns in a list": (config(rank_pattern=["q_proj"]), "rank_pattern = "),
     "r of 10 000 digits": (literal("r", "9" * 10_000), "is not JSON"),
-    "unknown field": (config(use_something_new=True), "use_something_new = True"),
     "another bias": (config(bias="some"), "bias = 'some'"),
     "a switch in words": (config(use_rslora="false"), "use_rslora = 'false'"),
-    "another switch in words": (config(fan_in_fan_out="false"), "fan_in_fan_out = 'false'"),
     "a task of its own": (config(task_type="EVIL"), "task_type = 'EVIL'"),
     "a base of two lines": (config(base_model_name_or_path="a\nb"), "base_model_name_or_path = "),
+    "a base of a megabyte": (config(base_model_name_or_path="a" * 10**6), "base_model_name_or_path = "),
     "saved by a pattern": (config(modules_to_save=["(a+)+$"]), "modules_to_save = "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", list(CONFIGS))
@@ -394,8 +354,8 @@ def test_configs_that_are_refused(what: str, main: Callable[..., Said], tmp_path
 
 
 def test_a_module_that_is_adapted_and_saved_whole(main: Callable[..., Said], tmp_path: Path) -> None:
-    shapes = {**SHAPES, f"{PREFIX}{Q}.weight": (6, 5)}
-    refused(put(tmp_path / "bad", CONFIG | {"modules_to_save": ["q_proj"]}, shaped(shapes)), "also saved whole", main)
+    content = shaped({**SHAPES, f"{PREFIX}{Q}.weight": (6, 5)})
+    refused(put(tmp_path / "bad", CONFIG | {"modules_to_save": ["q_proj"]}, content), "also saved whole", main)
 
 
 # ---- a second and a hundred megabytes --------------------------------------------------------------------------------
@@ -428,13 +388,11 @@ def deep(words: int, count: int) -> bytes:
 LARGE: dict[str, tuple[str, Callable[[Path], None], Header]] = {
     "a header of 2^62 bytes": (WEIGHTS_FILE, made(lambda: weights(HEADER, DATA, 2**62)), CONFIG),
     "a header of 90 MB": (WEIGHTS_FILE, made(lambda: weights(b" " * 90_000_000, b"")), CONFIG),
-    "a header of deep lists": (WEIGHTS_FILE, made(lambda: weights(b"[" * 8_000_000, b"")), CONFIG),
     "a header of small lists": (
         WEIGHTS_FILE, made(lambda: weights(b'{"a":[' + b"[]," * 2_500_000 + b"[]]}", b"")), CONFIG),
     "one tensor too many": (WEIGHTS_FILE, made(lambda: deep(2, 20_001)), RANK_1),
     "names of 16 words, and patterns of every length": (
         WEIGHTS_FILE, made(lambda: deep(16, 20_000)), RANK_1 | {"rank_pattern": ENDS, "alpha_pattern": ENDS}),
-    "long names": (WEIGHTS_FILE, made(lambda: pairs([f"{k:05}{'x' * 100}" for k in range(20_000)])), RANK_1),
     "names of 250 words": (WEIGHTS_FILE, made(lambda: deep(250, 6_000)), RANK_1),
     "many saved tensors": (
         WEIGHTS_FILE,
@@ -443,13 +401,10 @@ LARGE: dict[str, tuple[str, Callable[[Path], None], Header]] = {
     "one place for all": (
         WEIGHTS_FILE, made(lambda: weights({f"{PREFIX}m{k}": HEADER[QA] for k in range(39_000)}, DATA)), CONFIG),
     "a weights file of 10 GB, a hole": (WEIGHTS_FILE, hole(10 * 2**30), CONFIG),
-    "a weights file of 1 TB, a hole": (WEIGHTS_FILE, hole(2**40), CONFIG),
     "a config of 1 GB, a hole": (CONFIG_FILE, hole(10**9), CONFIG),
     "a config of small objects": (CONFIG_FILE, made(lambda: literal("x", "[" + '{"":0},' * 60_000 + "0]")), CONFIG),
     "many names": (
         CONFIG_FILE, made(lambda: config(alpha_pattern={f"x{k}": 1 for k in range(60_000)}, r=3)), CONFIG),
-    "many saved modules": (
-        CONFIG_FILE, made(lambda: config(modules_to_save=[f"x{k}" for k in range(100_000)])), CONFIG),
 }  # fmt: skip
 CHILD = """
 import json, sys, time
@@ -485,17 +440,11 @@ def test_what_claims_much_is_refused_soon_and_in_little_memory(good: Path, tmp_p
         assert seconds < 1 and megabytes < 100, (what, seconds, megabytes)
 
 
-# ---- a full config ---------------------------------------------------------------------------------------------------
+# ---- drawn damage ----------------------------------------------------------------------------------------------------
 
-FULL: dict[str, Any] = CONFIG | {
-    "alora_invocation_tokens": None, "auto_mapping": None, "ensure_weight_tying": False, "eva_config": None,
-    "exclude_modules": None, "fan_in_fan_out": False, "layer_replication": None, "layers_pattern": None,
-    "layers_to_transform": None, "loftq_config": {}, "lora_bias": False, "lora_dropout": 0.0, "megatron_config": None,
-    "megatron_core": "megatron.core", "peft_version": "0.21.2", "qalora_group_size": 16, "target_parameters": None,
-    "trainable_token_indices": None, "use_dora": False, "velora_config": None,
-}  # fmt: skip
-RICH = FULL | {"modules_to_save": ["head"]}
+RICH = CONFIG | {"modules_to_save": ["head"]}
 RICH_SHAPES = {**SHAPES, f"{PREFIX}head.weight": (3, 6)}
+FIELDS = [*CONFIG, "auto_mapping", "fan_in_fan_out", "lora_dropout", "use_dora", "target_parameters", "unheard_of"]
 
 
 def only_refused(folder: Path, out: Path) -> None:
@@ -507,11 +456,6 @@ def only_refused(folder: Path, out: Path) -> None:
     except FedLoRAError as error:
         assert isinstance(error, AdapterFormatError) and "\n" not in str(error)
 
-
-# ---- two adapters ----------------------------------------------------------------------------------------------------
-
-
-# ---- drawn damage ----------------------------------------------------------------------------------------------------
 
 drawn = settings(
     max_examples=50, deadline=None, derandomize=True, database=None,
@@ -547,20 +491,6 @@ JUNK = st.recursive(
 
 
 @drawn
-@given(
-    key=st.sampled_from([QA, QB, "__metadata__", "x"]),
-    field=st.sampled_from(["dtype", "shape", "data_offsets", None]),
-    value=JUNK | st.lists(st.integers(-1, 12), max_size=4) | st.sampled_from(["F16", "F8_E4M3", "I64", "BF16"]),
-)
-def test_a_header_with_anything_in_it_is_read_or_refused(
-    key: str, field: str | None, value: object, tmp_path: Path
-) -> None:
-    header, data = tensors(SHAPES)
-    header[key] = value if field is None else {**header.get(key, {}), field: value}
-    only_refused(put(tmp_path / "bad", content=weights(header, data)), tmp_path / "again")
-
-
-@drawn
-@given(field=st.sampled_from(sorted(FULL)), value=JUNK)
+@given(field=st.sampled_from(FIELDS), value=JUNK)
 def test_a_config_with_anything_in_it_is_read_or_refused(field: str, value: object, tmp_path: Path) -> None:
     only_refused(put(tmp_path / "bad", RICH | {field: value}, shaped(RICH_SHAPES)), tmp_path / "again")

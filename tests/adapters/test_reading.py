@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from peft import AdaLoraConfig, LoHaConfig, LoraConfig, LoraGAConfig, get_peft_model
-from peft.tuners.lora.loraga import preprocess_loraga
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 
 from fedlora.adapters import AdapterFile, read_adapter
@@ -38,7 +37,7 @@ from support.peft_boundary import (
     updates_of,
 )
 from support.peft_models import dense_logits, peft_layers, peft_updates, saved, trained
-from support.tiny_models import TOKENS, bert_of_two_layers, llama, logits
+from support.tiny_models import bert_of_two_layers, llama, logits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers:UserWarning")
 
@@ -90,25 +89,6 @@ def test_of_several_matching_names_the_first_in_the_file_wins(keys, tmp_path):
         torch.testing.assert_close(update, want[module], rtol=1e-5, atol=1e-6)
 
 
-def test_a_name_matches_ends_after_a_dot(tmp_path):
-    class Tree(nn.Module):
-        """Two of its four layers end as another's whole name."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            for path in ("a", "b", "b.a"):
-                self.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2], nn.Module())
-            for path in ("a.q", "a.xq", "b.a.q", "b.q"):
-                self.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2], nn.Linear(6, 5))
-
-    alphas = {"b.a.q": 3, "q": 5}
-    model = trained(Tree, lora(target_modules=["a.q", "a.xq", "b.a.q", "b.q"], alpha_pattern=alphas))
-    adapter, _ = read_adapter(saved(model, tmp_path))
-    assert len(adapter.modules) == 4
-    for module, update in peft_updates(model).items():
-        torch.testing.assert_close(adapter.modules[module].delta(), update, rtol=1e-5, atol=1e-6)
-
-
 def test_the_spec_keeps_what_a_copy_needs(tmp_path):
     saved(trained(llama, lora(**CAUSAL, lora_dropout=0.25)), tmp_path)
     edit(tmp_path, base_model_name_or_path="some/base", revision="abc", target_modules=r"(a+)+$")
@@ -132,11 +112,10 @@ def test_old_and_foreign_configs_are_read(config, plain):
 
 
 @pytest.mark.filterwarnings(r"ignore:(PiSSA|OLoRA) changes the base weights:UserWarning:peft\.peft_model")
-@pytest.mark.parametrize("init", ["pissa", "olora", "lora_ga"])
+@pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_an_adapter_that_peft_converted_is_relative_to_the_original_base(init, tmp_path):
     """The conversion that the refusal advises; the field of the start stays in the file, and says it."""
-    model = get_peft_model(*lora_ga_model()) if init == "lora_ga" else None
-    model = model or get_peft_model(llama(), lora(**CAUSAL, r=2, init_lora_weights=init))
+    model = get_peft_model(llama(), lora(**CAUSAL, r=2, init_lora_weights=init))
     with pytest.raises(AdapterFormatError, match=r"init_lora_weights = .*path_initial_model_for_weight_conversion"):
         read_adapter(saved(model.eval(), tmp_path / "before"))
     config = model.peft_config["default"]
@@ -151,15 +130,6 @@ def test_an_adapter_that_peft_converted_is_relative_to_the_original_base(init, t
     model.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=start)
     adapter, _ = read_adapter(tmp_path / "converted")
     assert_close(dense_logits(llama, updates_of(adapter), {}), logits(model))
-
-
-def lora_ga_model():
-    """A base model prepared by one backward pass, and the config for it."""
-    model = llama()
-    config = lora(**CAUSAL, r=2, init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
-    inputs = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
-    preprocess_loraga(model, config, lambda: model(inputs_embeds=inputs, labels=TOKENS).loss.backward())
-    return model, config
 
 
 # ---- what is refused, and by which word ------------------------------------------------------------------------------
@@ -183,7 +153,6 @@ def built(build: Callable[[], nn.Module] = llama, **fields):
 REFUSED = {
     "DoRA": ("use_dora = True.*export --format merged", built(use_dora=True)),
     "PiSSA": ("init_lora_weights = 'pissa'", built(init_lora_weights="pissa")),
-    "LoHa": ("peft_type = 'LOHA'", lambda: trained(llama, LoHaConfig(r=4, target_modules=["q_proj"], **CAUSAL))),
     "AdaLoRA": (
         "peft_type = 'ADALORA'",
         lambda: trained(llama, AdaLoraConfig(target_modules=["q_proj"], total_step=9, **CAUSAL)),
@@ -228,22 +197,14 @@ def test_a_refusal_names_the_folder_of_several(plain: Path, main: Callable[..., 
     assert said == ["error: dora: refused: use_dora", "error: ada: refused: peft_type"]
 
 
-def grown():
-    """A vocabulary with rows drawn at random, as each site would draw others."""
-    model = llama()
-    model.resize_token_embeddings(model.config.vocab_size + 3, mean_resizing=False)
-    return model
-
-
 @pytest.mark.parametrize(
-    ("build", "targets", "how", "named"),
-    [(llama, ["lm_head", "q_proj"], "auto", "lm_head.base_layer"), (grown, ["q_proj"], True, "(embed_tokens|lm_head)"),
-     (llama, ["v_proj"], True, "(embed_tokens|lm_head)")],
-)  # fmt: skip
-def test_a_copy_of_base_weights_is_refused_and_named(build, targets, how, named, tmp_path):
+    ("targets", "how", "named"),
+    [(["lm_head", "q_proj"], "auto", "lm_head.base_layer"), (["v_proj"], True, "(embed_tokens|lm_head)")],
+)
+def test_a_copy_of_base_weights_is_refused_and_named(targets, how, named, tmp_path):
     """They differ from base to base, and no mean of them has a meaning. peft stores them beside the factors, unless one
     says save_embedding_layers=False: then an adapted output is a linear layer like any other."""
-    model = trained(build, lora(**CAUSAL, target_modules=targets))
+    model = trained(llama, lora(**CAUSAL, target_modules=targets))
     model.save_pretrained(tmp_path / "a", save_embedding_layers=how)
     with pytest.raises(AdapterFormatError, match=rf"{named}.*weight.*save_embedding_layers=False"):
         read_adapter(tmp_path / "a")
@@ -254,15 +215,11 @@ def test_a_copy_of_base_weights_is_refused_and_named(build, targets, how, named,
 
 
 EDITED = [
-    *(("init_lora_weights", init) for init in ("pissa_niter_16", "corda", "loftq", "some-init-of-2031", ["gaussian"])),
-    *((field, True) for field in ("use_qalora", "ensure_weight_tying", "a_field_of_2031")),
-    ("megatron_config", {"hidden_size": 4}),
+    *(("init_lora_weights", init) for init in ("pissa_niter_16", "some-init-of-2031", ["gaussian"])),
+    *((field, True) for field in ("use_qalora", "a_field_of_2031")),
     ("a_field_of_2031", {}),
-    *(
-        (field, {pattern: 2})
-        for field in ("rank_pattern", "alpha_pattern")
-        for pattern in ("(a|b)", ".*q", r"l\.\d", "(a+)+$")
-    ),
+    ("rank_pattern", {r"l\.\d": 2}),
+    ("alpha_pattern", {"(a+)+$": 2}),
     *(
         (f, {"on": True})
         for f in sorted(x.name for x in dataclasses.fields(LoraConfig) if "is_lora_variant" in x.metadata)
@@ -282,9 +239,8 @@ def test_a_config_is_refused_by_field(field, value, plain):
 
 @pytest.mark.parametrize(
     "wrapped",
-    ["_orig_mod.{}", "model._orig_mod.{}", "_fsdp_wrapped_module.{}", "{}._checkpoint_wrapped_module", "module.{}",
-     "base_model.model.{}", "model.base_layer.{}", "modules_to_save.{}"],
-)  # fmt: skip
+    ["model._orig_mod.{}", "{}._checkpoint_wrapped_module", "module.{}", "base_model.model.{}", "model.base_layer.{}"],
+)
 def test_names_of_a_wrapper_are_no_modules(wrapped, plain, main: Callable[..., Said]):
     """torch.compile, FSDP, checkpointing, DDP, peft around peft: the same layer would count as another module."""
     tensors = stored(plain)
@@ -312,7 +268,7 @@ def test_a_file_says_names_shapes_and_scales_before_any_number(written_by_peft):
             assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("scaling", [0.0, -2.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("scaling", [0.0, float("nan"), float("inf")])
 def test_a_scaling_must_be_positive(scaling, plain: Path):
     model = loaded(llama, plain)
     adapter, _ = read_adapter(plain)

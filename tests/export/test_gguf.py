@@ -86,10 +86,7 @@ def same(got: dict[str, np.ndarray[Any, Any]], want: dict[str, np.ndarray[Any, A
         np.testing.assert_allclose(got[name], want[name], rtol=0, atol=rtol * size, err_msg=name)
 
 
-KINDS = {
-    "linear": 1e-6, "all-linear": 1e-6, "rank and alpha patterns": 1e-6, "rsLoRA": 1e-6, "rsLoRA with patterns": 1e-6,
-    "bfloat16": 1e-7,
-}  # fmt: skip
+KINDS = {"all-linear": 1e-6, "rank and alpha patterns": 1e-6, "rsLoRA with patterns": 1e-6, "bfloat16": 1e-7}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -125,13 +122,6 @@ def qwen() -> Any:
     return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=False))
 
 
-def tied() -> Any:
-    model = CASES["linear"].build()
-    model.config.tie_word_embeddings = True
-    model.tie_weights()
-    return model.float()
-
-
 def test_rows_of_other_architectures_stay(tmp_path: Path, main: Main) -> None:
     """Qwen 2: the same names, no order of q and k of its own."""
 
@@ -154,25 +144,6 @@ def test_what_llama_cpp_would_leave_out_is_named_before(tmp_path: Path, main: Ma
     asked[1] = tmp_path / "less"
     assert main(*asked).code == 0
     assert set(updates(tmp_path / "g" / "adapter.gguf")) == {f"model.layers.{k}.self_attn.q_proj" for k in range(2)}
-
-
-@pytest.mark.parametrize(
-    ("fields", "build", "why"),
-    [
-        ({"target_modules": ["embed_tokens"]}, qwen, "embed_tokens"),
-        (
-            {"target_modules": ["q_proj"], "use_rslora": True, "modules_to_save": ["embed_tokens"]},
-            tied,
-            "takes no tensors",
-        ),
-    ],
-)
-def test_pairs_that_it_cannot_add(
-    fields: dict[str, Any], build: Callable[[], Any], why: str, tmp_path: Path, main: Main
-) -> None:
-    adapter, base = small(tmp_path, build=build, **fields)
-    said = main("export", adapter, "--format", "gguf", "--model", base, "-o", tmp_path / "g").error()
-    assert why in said and "merge" in said and not (tmp_path / "g").exists()
 
 
 def test_other_models_are_refused(tmp_path: Path, main: Main) -> None:

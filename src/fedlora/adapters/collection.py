@@ -71,8 +71,7 @@ class Collection:
 
 def collected(
     adapters: Sequence[str | os.PathLike[str]],
-    weights: Sequence[float] | None = None,
-    weights_from: str | None = None,
+    weights: Sequence[float] | str | None = None,
     missing: str | None = None,
     *,
     sum: bool = False,
@@ -87,18 +86,17 @@ def collected(
             that look like the others' under other names. ConfigError: impossible weights.
     """
     one_of("--missing", missing, get_args(Missing))
-    one_of("--weights-from", weights_from, ("num_examples",))
-    if weights is not None and weights_from is not None:
-        raise ConfigError("give --weights or --weights-from, not both.")
+    if isinstance(weights, str):
+        one_of("--weights", weights, ("num_examples",))
     if not adapters:
         raise AdapterFormatError("at least 1 adapter is needed; got 0.")
     files = [AdapterFile(directory, max_bytes=max_bytes) for directory in adapters]
     facts = [read_facts(file.directory) for file in files]
-    if weights_from is not None:
+    if isinstance(weights, str):
         if lacking := [str(file.directory) for file, one in zip(files, facts, strict=True) if not one.there]:
             raise AdapterFormatError(
                 f"{lacking[0]} has no {FILE}, so its number of examples is unknown ({len(lacking)} of {len(files)} "
-                f"have none): give --weights instead."
+                f"have none): give the weights as numbers."
             )
         check_one_each(one.client for one in facts)
         weights = [one.examples for one in facts]
@@ -160,8 +158,8 @@ def _check_shapes(files: Sequence[AdapterFile]) -> None:
 
 
 def _check_names(files: Sequence[AdapterFile]) -> None:
-    """Raise `AdapterFormatError` for two adapters that have no module in common, or most of whose lone modules are the
-    other's under longer names: a wrapper or another class of model has renamed them, and each would count twice."""
+    """Raise `AdapterFormatError` for an adapter that has no module in common with the first, or for two most of whose
+    lone modules are each other's under longer names: another class of model named them, and each would count twice."""
     unlike = list({file.modules: file for file in files}.values())
     for one, other in combinations(unlike, 2):
         mine, theirs = ([m for m in a.modules if m not in b.ranks] for a, b in ((one, other), (other, one)))
@@ -173,7 +171,14 @@ def _check_names(files: Sequence[AdapterFile]) -> None:
                 f"{quoted(second, 80)} ({counted(len(alike), 'such pair')}), so each would count as two. Load both "
                 f"with the same class of model and save them again; --missing zero merges them as different modules."
             )
-    _check_common(unlike)
+    for other in unlike[1:]:
+        if not any(module in other.ranks for module in unlike[0].modules):
+            raise AdapterFormatError(
+                f"{unlike[0].directory} and {other.directory} have no module in common: the first has "
+                f"{_some(unlike[0].modules)}, the other {_some(other.modules)}. They belong to different models, or "
+                f"train different layers of one model. In the second case choose how to count a module that an "
+                f"adapter lacks: --missing zero or --missing renormalise."
+            )
 
 
 def _alike(one: AdapterFile, mine: Sequence[str], other: AdapterFile, theirs: Sequence[str]) -> list[tuple[str, str]]:
@@ -195,22 +200,6 @@ def _alike(one: AdapterFile, mine: Sequence[str], other: AdapterFile, theirs: Se
 def _is_longer(short: str, long: str) -> bool:
     rest = iter(long.split("."))
     return all(part in rest for part in short.split("."))
-
-
-def _check_common(files: Sequence[AdapterFile]) -> None:
-    joined, waiting = set(files[0].modules), list(files[1:])
-    while waiting:
-        near = [file for file in waiting if not joined.isdisjoint(file.ranks)]
-        if not near:
-            one, other = files[0], waiting[0]
-            raise AdapterFormatError(
-                f"{one.directory} and {other.directory} have no module in common: the first has "
-                f"{_some(one.modules)}, the other {_some(other.modules)}. They belong to different models, or "
-                f"train different layers of one model. In the second case choose how to count a module that an "
-                f"adapter lacks: --missing zero or --missing renormalise."
-            )
-        waiting = [file for file in waiting if file not in near]
-        joined.update(*(file.ranks for file in near))
 
 
 def _some(names: Sequence[str]) -> str:

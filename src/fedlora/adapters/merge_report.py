@@ -30,28 +30,16 @@ class ModuleReport:
 
 
 @dataclass(frozen=True)
-class Weighed:
-    """What a robust rule did in a merge. rule: with its options. counts: each adapter's weight after the rule, in
-    order. why: why each was left out or scaled down, "" if it was not. apart: relative distance between the rule's mean
-    and the plain mean."""
-
-    rule: str
-    counts: tuple[float, ...]
-    why: tuple[str, ...]
-    apart: float
-
-
-@dataclass(frozen=True)
 class MergeReport:
     """What a merge or a resize did.
 
-    out: the folder; written: False after a dry run. weights: each adapter's, as used. beside: the result's tensors of
-    saved modules. rank: the result's r, which every module has. dtype: the result's. error: relative truncation error;
-    rounding: relative error from writing in `dtype`; both over all modules. beside_rounding: the largest such error
-    among the saved modules, each relative to its own size: these are whole weights, and how much training changed them
-    is unknown here. modules: one by one. lacking: modules that some adapter lacks. dropped: heads that `--heads` left
-    out. bytes, bytes_before: size of the result's tensors and of the adapters'. weighed: the robust rule's part
-    (`--robust`); `weights` are those before it, and `error` refers to the rule's mean.
+    out: the folder; written: False after a dry run. of: what `error` is relative to, in words. weights: each adapter's,
+    as used. beside: the result's tensors of saved modules. rank: the result's r, which every module has. dtype: the
+    result's. error: relative truncation error; rounding: relative error from writing in `dtype`; both over all modules.
+    beside_rounding: the largest such error among the saved modules, each relative to its own size: these are whole
+    weights, and how much training changed them is unknown here. modules: one by one. lacking: modules that some adapter
+    lacks. dropped: heads that `--heads` left out. bytes, bytes_before: size of the result's tensors and of the
+    adapters'. rule: a robust rule with its options (`--robust`); counts: each adapter's weight after it.
 
     Example:
         >>> report = resize("adapter", "of-rank-2", rank=2, dry_run=True)
@@ -61,6 +49,7 @@ class MergeReport:
 
     out: str
     written: bool
+    of: str
     adapters: tuple[str, ...]
     weights: tuple[float, ...]
     beside: tuple[str, ...]
@@ -75,20 +64,25 @@ class MergeReport:
     warnings: tuple[str, ...]
     bytes: int
     bytes_before: int
-    weighed: Weighed | None = None
+    rule: str = ""
+    counts: tuple[float, ...] = ()
 
 
-def merge_card(report: MergeReport, inputs: Sequence[tuple[str, str]], base: str | None, made: str, asked: str) -> str:
+def merge_card(report: MergeReport, inputs: Sequence[tuple[str, str]], base: str | None, asked: str, by: str) -> str:
     """The README.md of a merged adapter.
 
     Args:
-        inputs: each adapter's name and the SHA-256 of its weights. base: the base model's name. made: what the result
-            is, in words. asked: the requested rank, as typed.
+        inputs: each adapter's name and the SHA-256 of its weights. base: the base model's name. asked: the requested
+            rank, as typed. by: the method.
     """
     rows = [f"| {_cell(name)} | {w:.6g} | {sha} |" for (name, sha), w in zip(inputs, report.weights, strict=True)]
     table = "\n".join(["| adapter | weight | SHA-256 of its weights |", "| --- | --- | --- |", *rows])
     rounding = f", and writing {report.dtype} adds {report.rounding:.2e}" if report.rounding else f" ({report.dtype})"
     dropped = f"\n\nLeft out: {_names(report.dropped)}." if report.dropped else ""
+    ruled = ""
+    if report.rule:
+        gone = sum(count == 0 for count in report.counts)
+        ruled = f"**Weighed by a robust rule**: {gone} of {len(inputs)} adapters count for nothing.\n\n"
     return f"""---
 library_name: peft
 {base_line(base)}tags:
@@ -98,27 +92,17 @@ library_name: peft
 ---
 # Merged LoRA adapter
 
-{made} of {counted(len(inputs), "adapter")}, exact up to the requested rank ({asked}):
-relative truncation error {report.error:.2e} over all modules{rounding}.
+Made of {counted(len(inputs), "adapter")} by {by}, with rank {asked}: over all modules the update is
+{report.error:.2e} off {report.of}{rounding}.
 Every module is stored at rank {report.rank}, with alpha = r: the update is B A itself.
 
-{_of_rule(report.weighed)}{table}{dropped}
+{ruled}{table}{dropped}
 """
 
 
 def _cell(text: str) -> str:
     """Text for a Markdown table: a plain name as is, anything else as code, so that no markup takes effect."""
     return text if len(text) <= MOST and re.fullmatch(r"[A-Za-z0-9_.\[\] -]+", text) else markdown_cell(text)
-
-
-def _of_rule(weighed: Weighed | None) -> str:
-    if weighed is None:
-        return ""
-    gone = sum(c == 0 for c in weighed.counts)
-    return (
-        f"**Weighed by a robust rule**, {_cell(weighed.rule)}: {gone} of {len(weighed.counts)} adapters count for "
-        f"nothing. Errors are of the mean that it weighs, which is {weighed.apart:.2e} off their plain mean.\n\n"
-    )
 
 
 def _names(names: Sequence[str]) -> str:

@@ -9,37 +9,35 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 
 from fedlora.adapters.collection import Collection, Missing, collected, one_of
 from fedlora.adapters.heads import HeadRule, heads_by, labels_by
-from fedlora.adapters.merge_report import MergeReport, ModuleReport, Weighed, merge_card
+from fedlora.adapters.merge_report import MergeReport, ModuleReport, merge_card
 from fedlora.adapters.truncation import RankRule, name_of, narrowed_pair, overall, parse_type
 from fedlora.adapters.uploads import write_labels
 from fedlora.adapters.writer import ADAPTER_FOLDER, fill_adapter, pad_rank
 from fedlora.core.folders import check_target, replacing_folder
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.text import quoted
+from fedlora.doing import stepped
 from fedlora.errors import ConfigError
 from fedlora.linalg.own_modes import own_modes
 
-Progress = Callable[[Sequence[str], str], Iterable[str]]  # (steps, activity) -> the steps
 Part = tuple[LoRA, ModuleReport]  # one module of a result
 
 
 @own_modes()
 def merge(
     adapters: Sequence[str | os.PathLike[str]],
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
     *,
     rank: int | str = "exact",
-    weights: Sequence[float] | None = None,
-    weights_from: Literal["num_examples"] | None = None,
+    weights: Sequence[float] | Literal["num_examples"] | None = None,
     sum: bool = False,
     missing: Missing | None = None,
     heads: HeadRule = "average",
@@ -49,16 +47,15 @@ def merge(
     dry_run: bool = False,
     force: bool = False,
     max_bytes: int | None = None,
-    progress: Progress | None = None,
 ) -> MergeReport:
     """Merge PEFT adapters into one: the exact weighted mean of their updates, then its best adapter of the given rank.
 
     Args:
-        adapters: PEFT directories. out: the directory to write.
+        adapters: PEFT directories. out: the directory to write; needed unless dry_run.
         rank: a number, "exact" or "energy=0.99". All modules are padded to the largest rank, so that every reader gets
             the scale right.
-        weights: one per adapter; default: equal. weights_from: take them from each adapter's upload.json. sum: use
-            weights as they are, including negative ones; otherwise they are divided by their sum.
+        weights: one per adapter; default: equal; "num_examples": those of each adapter's upload.json. sum: use weights
+            as they are, including negative ones; otherwise they are divided by their sum.
         missing: how to count an adapter that lacks a module; default "zero", but then adapters are refused that have
             no module in common, or the same modules under longer names.
         heads: for saved modules: the mean, the first adapter's, or none.
@@ -77,24 +74,21 @@ def merge(
         >>> f"{report.error:.0e} lost of {len(report.modules)} modules"
         '0e+00 lost of 2 modules'
     """
-    wanted = Wanted(Path(out), rank, heads, dtype, max_error, dry_run, force)
+    wanted = Wanted(out, rank, heads, dtype, max_error, dry_run, force)
     if sum and missing == "renormalise":
         raise ConfigError("--sum uses weights as they are, but --missing renormalise rescales them: leave out one.")
     if isinstance(adapters, str | os.PathLike):
         raise ConfigError("adapters must be a list of directories; for a single one write [directory].")
     wanted.check(adapters)
-    given = collected(
-        adapters, weights, weights_from, missing, sum=sum, heads=heads, same_base=same_base, max_bytes=max_bytes
-    )
-    what = "weighted sum" if sum else "weighted mean"
-    parts = cut_parts(given, wanted, progress)
-    return write_result(given, wanted, parts, f"The {what} of the updates B A", f"the {what} of the adapters")
+    given = collected(adapters, weights, missing, sum=sum, heads=heads, same_base=same_base, max_bytes=max_bytes)
+    what = f"the weighted {'sum' if sum else 'mean'} of the adapters"
+    return write_result(given, wanted, _cut_parts(given, wanted), what)
 
 
 @own_modes()
 def resize(
     adapter: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
     *,
     rank: int | str,
     dtype: str | None = None,
@@ -102,7 +96,6 @@ def resize(
     dry_run: bool = False,
     force: bool = False,
     max_bytes: int | None = None,
-    progress: Progress | None = None,
 ) -> MergeReport:
     """Write an adapter at another rank: the best approximation of its update. Arguments as in `merge`.
 
@@ -114,17 +107,17 @@ def resize(
         >>> resize("adapter", "smaller", rank=2).rank
         2
     """
-    wanted = Wanted(Path(out), rank, "first", dtype, max_error, dry_run, force, padded=True)
+    wanted = Wanted(out, rank, "first", dtype, max_error, dry_run, force, padded=True)
     wanted.check([adapter])
     given = collected([adapter], heads="first", max_bytes=max_bytes)
-    return write_result(given, wanted, cut_parts(given, wanted, progress), "The update B A", "the adapter's update")
+    return write_result(given, wanted, _cut_parts(given, wanted), "the adapter's update")
 
 
 @dataclass(frozen=True)
 class Wanted:
     """The desired result, however it is made. Fields as in `merge`. padded: every module gets the requested rank."""
 
-    out: Path
+    out: str | os.PathLike[str] | None
     rank: str | int = "exact"
     heads: str = "average"
     dtype: str | None = None
@@ -134,6 +127,8 @@ class Wanted:
     padded: bool = False
 
     def __post_init__(self) -> None:
+        if self.out is None and not self.dry_run:
+            raise ConfigError("give -o DIRECTORY to write to, or --dry-run to write nothing.")
         RankRule.parse(self.rank)
         one_of("--heads", self.heads, get_args(HeadRule))
         if self.dtype is not None:
@@ -143,7 +138,8 @@ class Wanted:
 
     def check(self, inputs: Sequence[str | os.PathLike[str]]) -> None:
         """Raise `ConfigError` if the result may not be written; call it before long work."""
-        check_target(self.out, force=self.force, kind=ADAPTER_FOLDER, inputs=inputs)
+        if self.out is not None:
+            check_target(self.out, force=self.force, kind=ADAPTER_FOLDER, inputs=inputs)
 
     @property
     def rule(self) -> RankRule:
@@ -155,10 +151,10 @@ class Wanted:
         return torch.promote_types(dtype, torch.float32) if wide else dtype
 
 
-def cut_parts(given: Collection, wanted: Wanted, progress: Progress | None = None) -> dict[str, Part]:
+def _cut_parts(given: Collection, wanted: Wanted) -> dict[str, Part]:
     """Module -> its cut sum in the result's type, and its report."""
     wide, dtype = wanted.type_for(given, wide=True), wanted.type_for(given)
-    steps = progress(given.modules, "merging") if progress else given.modules
+    steps = stepped(given.modules, "merging")
     return {name: in_type(given.combined(name, wide).cut(wanted.rule), dtype) for name in steps}
 
 
@@ -173,17 +169,18 @@ def write_result(
     given: Collection,
     wanted: Wanted,
     parts: Mapping[str, Part],
-    made: str,
     of: str,
     *,
-    weighed: Weighed | None = None,
+    by: str = "svd",
+    rule: str = "",
+    counts: tuple[float, ...] = (),
     notes: Sequence[str] = (),
 ) -> MergeReport:
     """Check and write a result, whoever made its parts; return the report.
 
     Args:
-        parts: in the result's type. made: what the result is, in words, for its card. of: what errors are relative to.
-        weighed: the robust rule's part. notes: for the user, more of them.
+        parts: in the result's type. of: what errors are relative to, in words. by: the method. rule,
+            counts: as in the report. notes: for the user, more of them.
     """
     dtype, reports = wanted.type_for(given), tuple(report for _, report in parts.values())
     heads = heads_by(given.files, given.weights, wanted.heads, dtype if wanted.dtype else None)
@@ -197,17 +194,18 @@ def write_result(
         labels = ()
     adapter = Adapter({name: pad_rank(lora, rank) for name, (lora, _) in parts.items()}, heads.tensors)
     report = MergeReport(
-        out=str(wanted.out), written=not wanted.dry_run, adapters=tuple(str(file.directory) for file in given.files),
-        weights=given.weights, beside=tuple(heads.tensors), rank=rank, dtype=name_of(dtype), error=error,
-        rounding=rounding, beside_rounding=heads.rounding, modules=reports,
+        out=os.fspath(wanted.out or ""), written=not wanted.dry_run, of=of,
+        adapters=tuple(str(file.directory) for file in given.files), weights=given.weights, beside=tuple(heads.tensors),
+        rank=rank, dtype=name_of(dtype), error=error, rounding=rounding, beside_rounding=heads.rounding,
+        modules=reports, dropped=heads.left, warnings=tuple(said), rule=rule, counts=counts,
         lacking=tuple(r.module for r in reports if any(r.module not in file.ranks for file in given.files)),
-        dropped=heads.left, warnings=tuple(said), bytes=sum(tensor.nbytes for tensor in adapter.tensors()),
-        bytes_before=sum(stored.size for file in given.files for stored in file.stored.values()), weighed=weighed,
+        bytes=sum(tensor.nbytes for tensor in adapter.tensors()),
+        bytes_before=sum(stored.size for file in given.files for stored in file.stored.values()),
     )  # fmt: skip
-    if not wanted.dry_run:
+    if wanted.out is not None and not wanted.dry_run:
         spec = given.spec(heads=bool(heads.tensors))
         inputs = [(file.directory.resolve().name, file.sha256()) for file in given.files]
-        card = merge_card(report, inputs, spec.base_model, made, str(wanted.rank))
+        card = merge_card(report, inputs, spec.base_model, str(wanted.rank), by)
         sources = [file.directory for file in given.files]
         with replacing_folder(wanted.out, force=wanted.force, kind=ADAPTER_FOLDER, inputs=sources) as building:
             fill_adapter(building, adapter, spec, card)
@@ -242,10 +240,7 @@ def _rank(wanted: Wanted, reports: Sequence[ModuleReport]) -> tuple[int, list[st
 
 
 def _zeros(given: Collection, reports: Sequence[ModuleReport]) -> list[str]:
-    """Notes on updates that are zero: of an adapter, which only shrinks a mean, or of the result."""
+    """Notes on updates that are zero: of an adapter, which only shrinks a mean, or of the result, if they cancel."""
     idle = [file for file in given.files if not file.check()]
     notes = [f"the update of {quoted(str(file.directory), 80)} is zero in every module, yet it counts" for file in idle]
-    if any(report.norm for report in reports):
-        return notes if len(given.files) > 1 else []
-    every = len(idle) == len(given.files)
-    return [*notes, "the update is zero, and so is the result" if every else "the updates cancel: the result is zero"]
+    return notes if any(report.norm for report in reports) else [*notes, "the result is zero in every module"]

@@ -6,7 +6,6 @@ tokens, copies of base weights, other tools' formats) is refused by its key, wit
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -30,7 +29,6 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
-_LISTED = 5  # names of files in an error
 _BY_NAME = (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
 _MAGNITUDE = ".lora_magnitude_vector"
 # Segments that no module of transformers has, and a wrapper adds: torch.compile, FSDP and checkpointing begin theirs
@@ -280,6 +278,4 @@ def _instead(folder: Path, name: str) -> str:
             f"it has no {name}. adapter_model.bin is a pickle, which can run code when read; if you trust it, load it "
             f"with peft and save it again"
         )
-    with os.scandir(folder) as entries:
-        there = sorted(entry.name for entry in itertools.islice(entries, _LISTED))
-    return f"it has no {name}, {f'only {quoted(there, 200)}' if there else 'and is empty'}"
+    return f"it has no {name}"

@@ -27,7 +27,6 @@ from fedlora.linalg import Components, Term, unit_roundoff
 TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _FLOAT64 = 8 * 2.0**-52  # bound on a sum's error relative to its terms; we measured up to 5 roundings
 _TOLD = 1e-9  # relative errors of a sum below this are not reported
-_PANEL = 512  # rows at a time
 
 
 @dataclass(frozen=True)
@@ -164,29 +163,20 @@ def narrowed(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
 def narrowed_pair(lora: LoRA, dtype: torch.dtype, module: str) -> tuple[LoRA, float]:
     """A pair in `dtype`, and the norm of the resulting change in its update.
 
-    B' A' - B A = dB A' + B dA with the roundings dB and dA, as one pair of twice the rank.
+    B' A' - B A = dB A' + B dA with the roundings dB and dA: one pair of twice the rank, whose norm is that of the
+    product of its Gram matrices. Neither half is the other's opposite, so nothing cancels.
     """
     B, A = lora.factors
     what = f"module {quoted(module)}"
     stored = LoRA(narrowed(B, dtype, what), narrowed(A, dtype, what))
     if torch.promote_types(dtype, B.dtype) == dtype:
         return stored, 0.0
-    units = [2.0 ** math.frexp(float(t.abs().max()))[1] for t in (B, A)]  # squares of tiny numbers are zero
-    new_B, new_A = stored.factors
-    left = _gram_beside_change(B, new_B, B, units[0])
-    right = _gram_beside_change(A.mT, new_A.mT, new_A.mT, units[1]).roll((len(A), len(A)), dims=(0, 1))
-    square = float((left * right).sum(dtype=torch.float64))
-    return stored, math.sqrt(max(square, 0.0)) * units[0] * units[1]
-
-
-def _gram_beside_change(old: Tensor, new: Tensor, kept: Tensor, unit: float) -> Tensor:
-    """The Gram matrix (2 k, 2 k) of [new - old, kept] / unit, all (d, k). In float32: the change is no part of what is
-    kept, so nothing cancels. By panels, which stay in a core's cache."""
-    G = torch.zeros(2 * old.shape[1], 2 * old.shape[1], dtype=torch.float32)
-    for a, b, c in zip(*(torch.split(X, _PANEL) for X in (old, new, kept)), strict=True):
-        X = torch.cat([b.double() - a, c], dim=1).div_(unit).float()
-        G.addmm_(X.mT, X)
-    return G
+    new_B, new_A = (t.double() for t in stored.factors)
+    left = torch.cat([new_B - B, B.double()], dim=1)
+    right = torch.cat([new_A, new_A - A]).mT
+    units = [float(t.abs().max()) or 1.0 for t in (left, right)]  # squares of tiny numbers are zero
+    G_left, G_right = (t.mT @ t for t in (left / units[0], right / units[1]))
+    return stored, math.sqrt(max(float((G_left * G_right).sum()), 0.0)) * units[0] * units[1]
 
 
 def overall(reports: Sequence[ModuleReport], errors: Sequence[float]) -> float:

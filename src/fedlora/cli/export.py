@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedlora.cli.options import (
-    Adapters,
-    AsJson,
-    BaseModel,
-    DType,
-    Force,
-    MaxBytes,
-    OneAdapter,
-)
+from fedlora.cli.options import Adapters, AsJson, BaseModel, DType, Force, MaxBytes, OneAdapter
 from fedlora.cli.screen import complain, console, notes, print_json, tell_remarks, tracked
 from fedlora.core.text import escaped, quoted, shown
 from fedlora.errors import ConfigError, FedLoRAError, counted
@@ -24,8 +16,6 @@ from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
     from fedlora.adapters.reader import AdapterFile
-    from fedlora.export.attached import Attached
-    from fedlora.export.merged import Cost
 
 _NOTICEABLE = 0.01
 
@@ -40,51 +30,42 @@ def validate(
     from fedlora.adapters.reader import AdapterFile
     from fedlora.adapters.uploads import labels_of, read_facts
 
-    found: dict[str, str | None] = {}
-    fits: dict[str, Attached] = {}
-    remarks: dict[str, list[str]] = {}
+    judged: dict[str, dict[str, Any]] = {}
     model = _base_folder(base) if base is not None else None
     if model is not None:
         from fedlora.export.attached import check, other_base
     for directory in tracked(adapters, "checking"):
+        facts: dict[str, Any] = {"sound": True, "reason": None, "notes": []}
+        judged[str(directory)] = facts
         try:
             file = AdapterFile(directory, max_bytes=max_bytes, dora=model is not None)
             if not file.check():
-                remarks[str(directory)] = ["its update is zero: in a mean it only shrinks the others'"]
+                facts["notes"].append("its update is zero: in a mean it only shrinks the others'")
             labels_of(file.directory), read_facts(file.directory)
             if model is not None:
-                fits[str(directory)] = check(file, model[1])
-                remarks.setdefault(str(directory), []).extend(other_base(file, *model))
-            found[str(directory)] = None
+                facts["changed"] = list(check(file, model[1]).changed)
+                facts["notes"] += other_base(file, *model)
         except FedLoRAError as error:
-            found[str(directory)] = str(error)
+            facts.update(sound=False, reason=str(error))
     if json:
-        judged = {
-            name: {"sound": reason is None, "reason": reason, "notes": list(remarks.get(name, ()))}
-            for name, reason in found.items()
-        }
-        print_json({name: facts | (_as_json(fits[name]) if name in fits else {}) for name, facts in judged.items()})
-    else:
-        for name, reason in found.items():
-            if reason is None:
-                console.print(f"{name}: sound")
-                tell_remarks(remarks.get(name, ()))
-    refused = {name: reason for name, reason in found.items() if reason is not None}
-    for name, reason in refused.items():
-        complain(f"{name}: refused: {shown(reason.removeprefix(f'{escaped(name)}: '), 700)}")
-    if refused:
+        print_json(judged)
+    for name, facts in judged.items():
+        if not facts["sound"]:
+            complain(f"{name}: refused: {shown(facts['reason'].removeprefix(f'{escaped(name)}: '), 700)}")
+        elif not json:
+            console.print(f"{name}: sound")
+            tell_remarks(facts["notes"])
+    if not all(facts["sound"] for facts in judged.values()):
         raise typer.Exit(2)
 
 
 def export(
     adapter: OneAdapter,
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
-    serve: Annotated[
+    format: Annotated[
         str,
         typer.Option(
-            "--format",
-            help="merged: the full model with the adapter in it; gguf: an adapter for llama.cpp",
-            show_default=False,
+            help="merged: the full model with the adapter in it; gguf: an adapter for llama.cpp", show_default=False
         ),
     ],
     base: BaseModel,
@@ -96,63 +77,57 @@ def export(
     """Write what a program serves: the merged model, or an adapter for llama.cpp (GGUF).
 
     What the program would refuse or leave out is named before anything is written."""
-    if serve not in ("merged", "gguf"):
-        raise ConfigError(f"--format must be one of merged, gguf; got {serve[:40]!r}.")
+    if format not in ("merged", "gguf"):
+        raise ConfigError(f"--format must be one of merged, gguf; got {format[:40]!r}.")
     from fedlora.adapters.reader import AdapterFile
+    from fedlora.export.attached import other_base
 
-    file = AdapterFile(adapter, max_bytes=max_bytes, dora=serve == "merged")
-    if serve == "merged":
-        _merged(file, str(base), out, dtype, force=force, json=json)
+    file = AdapterFile(adapter, max_bytes=max_bytes, dora=format == "merged")
+    name, place = _base_folder(str(base))
+    tell_remarks(other_base(file, name, place))
+    facts, lines = (_merged if format == "merged" else _gguf)(file, place, out, dtype, force)
+    if json:
+        print_json(plain({"out": str(out), **facts}))
     else:
-        _gguf(file, str(base), out, dtype, force=force, json=json)
+        console.print("\n".join(lines))
 
 
 # ------------------------------------------------------------------------------------------------------------ writers
 
 
-def _merged(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: bool, json: bool) -> None:
+def _merged(
+    file: AdapterFile, base: Path, out: Path, dtype: str | None, force: bool
+) -> tuple[dict[str, Any], list[str]]:
     from fedlora.adapters.truncation import parse_type
-    from fedlora.export.attached import other_base
     from fedlora.export.merged import export_merged
 
-    name, place = _base_folder(base)
-    tell_remarks(other_base(file, name, place))
-    done = export_merged(
-        file, place, out, parse_type(dtype) if dtype else None,
-        progress=lambda steps: tracked(steps, "merging"), force=force,
-    )  # fmt: skip
-    if json:
-        print_json(
-            plain({"out": str(out), **_as_json(done.attached), "rounding": asdict(done.cost), "apart": done.apart})
+    done = export_merged(file, base, out, parse_type(dtype) if dtype else None, force=force)
+    cost = done.cost
+    if cost.vanished:
+        notes.warn(
+            f"rounding loses all of the update in {counted(len(cost.vanished), 'layer')}, such as "
+            f"{shown(cost.vanished[0])}: it is smaller than the precision of their type"
         )
-        return
-    notes.warn(*_costs(done.cost))
-    console.print(
-        f"{out}: {counted(len(done.attached.changed), 'tensor')} changed, {len(done.attached.added)} added; rounding "
-        f"loses {done.cost.loss:.1e} of the update; answers to random tokens are {done.apart:.1e} of the adapter's "
-        f"effect off those of peft"
+    if cost.loss > _NOTICEABLE:
+        notes.warn(f"rounding loses {cost.loss:.1%} of the update; a wider --dtype keeps more")
+    line = (
+        f"{out}: {counted(len(done.attached.changed), 'tensor')} changed; rounding loses {cost.loss:.1e} of the "
+        f"update; answers to random tokens are {done.apart:.1e} of the adapter's effect off "
+        f"those of peft"
     )
+    return {"changed": list(done.attached.changed), "rounding": asdict(cost), "apart": done.apart}, [line]
 
 
-def _gguf(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: bool, json: bool) -> None:
-    from fedlora.export.attached import other_base
+def _gguf(file: AdapterFile, base: Path, out: Path, dtype: str | None, force: bool) -> tuple[dict[str, Any], list[str]]:
     from fedlora.export.gguf import NAME, write_gguf
 
-    name, place = _base_folder(base)
-    tell_remarks(other_base(file, name, place))
-    done = write_gguf(file, place, out, dtype, force=force)
-    if json:
-        print_json(plain({"out": str(out)} | asdict(done)))
-        return
-    if done.folded:
-        console.print(
-            f"another scale than the file's alpha gives went into lora_b: of {counted(len(done.folded), 'module')}, "
-            f"such as {shown(done.folded[0])}"
-        )
-    console.print(
+    done = write_gguf(file, base, out, dtype, force=force)
+    lines = [f"the scale of {counted(len(done.folded), 'module')} went into lora_b"] if done.folded else []
+    lines.append(
         f"{out / NAME}: {counted(len(done.names), 'module')} for architecture {done.arch}, alpha {done.alpha:g}, "
         f"{done.dtype}; rounding changes the updates by {done.rounding:.1e}"
     )
+    return asdict(done), lines
 
 
 # ------------------------------------------------------------------------------------------------------------- inside
@@ -179,19 +154,3 @@ def _base_folder(base: str) -> tuple[str, Path]:
             f"weights.{original}"
         )
     return HUB_NAMES.get(base, base), place
-
-
-def _as_json(done: Attached) -> dict[str, Any]:
-    return {"changed": list(done.changed), "added": list(done.added)}
-
-
-def _costs(cost: Cost) -> list[str]:
-    keeps = "; a wider --dtype keeps more" if cost.loss > _NOTICEABLE else ""
-    if cost.vanished:
-        return [
-            f"rounding loses all of the update in {counted(len(cost.vanished), 'layer')} (such as "
-            f"{shown(cost.vanished[0])}): it is smaller than the precision of their type{keeps}"
-        ]
-    if cost.loss > _NOTICEABLE:
-        return [f"rounding loses {cost.loss:.1%} of the update, and {cost.most:.1%} of {shown(cost.where)}{keeps}"]
-    return []

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fedlora.adapters.collection import Collection
-from fedlora.adapters.merge_report import MergeReport, Weighed
-from fedlora.adapters.merging import Part, Progress, Wanted, in_type, write_result
+from fedlora.adapters.merge_report import MergeReport
+from fedlora.adapters.merging import Wanted, in_type, write_result
 from fedlora.adapters.truncation import against_mean, combine
-from fedlora.adapters.uploads import read_facts
-from fedlora.core.lora import Adapter, LoRA, stack
+from fedlora.adapters.uploads import check_one_each, read_facts
+from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Method
 from fedlora.core.text import shown
-from fedlora.errors import AdapterFormatError, ConfigError, counted, repeated
+from fedlora.doing import stepped
+from fedlora.errors import ConfigError, counted
 from fedlora.methods import build
 from fedlora.server.judged import Judged, in_words
 from fedlora.server.kept import Kept
@@ -30,9 +30,7 @@ def merge_round(
     method: Method[Any],
     label: str,
     wanted: Wanted,
-    *,
-    rule: Rule | None = None,
-    progress: Progress | None = None,
+    rule: Rule | None,
 ) -> MergeReport:
     """Write a method's server update of these adapters like any merge.
 
@@ -53,31 +51,22 @@ def merge_round(
     clients = [read_facts(file.directory).client for file in given.files]
     updates, judged = _played(given, clients, method, rule)
     wide, dtype = wanted.type_for(given, wide=True), wanted.type_for(given)
-
-    def plain(module: str) -> Part:
-        return given.combined(module, wide).cut()
-
-    against, of, weighed = plain, "the mean of the adapters", None
-    notes: list[str] = []
+    of, notes = "the mean of the adapters", []
+    exact: Mapping[str, LoRA] = {}
+    rules: dict[str, Any] = {}
     if judged is not None:
-        exact = build("svd", energy=1.0)
-        robust = updates if method == exact else _played(given, clients, exact, rule)[0]
+        all_of_it = build("svd", energy=1.0)
+        exact = updates if method == all_of_it else _played(given, clients, all_of_it, rule)[0]
         of_each = [judged.clients.get(name) for name in clients]  # an adapter of weight 0 abstains
-        counts = tuple(one.coefficient if one else 0.0 for one in of_each)
-        why = tuple(one.reason if one else "weight 0" for one in of_each)
-        weighed = Weighed(judged.rule, counts, why, _apart(robust, plain))
+        rules = {"rule": judged.rule, "counts": tuple(one.coefficient if one else 0.0 for one in of_each)}
         notes = [in_words(judged.plain()) or f"{judged.rule}: all changes count in full"]
         label, of = f"{label}, weighed by {judged.rule}", f"the mean that {judged.rule} weighs"
-
-        def against(module: str) -> Part:
-            return combine(module, [robust[module]], [1.0], wide).cut()
-
-    modules = [*(m for m in given.modules if m in updates), *(m for m in updates if m not in set(given.modules))]
     parts = {}
-    for module in progress(modules, "merging") if progress else modules:
+    for module in stepped(given.modules, "merging"):
         cut = combine(module, [updates[module]], [1.0], wide).cut(wanted.rule)
-        parts[module] = in_type(against_mean(*cut, against(module)), dtype)
-    return write_result(given, wanted, parts, f"The server update of {label}", of, weighed=weighed, notes=notes)
+        mean = combine(module, [exact[module]], [1.0], wide) if exact else given.combined(module, wide)
+        parts[module] = in_type(against_mean(*cut, mean.cut()), dtype)
+    return write_result(given, wanted, parts, of, by=label, notes=notes, **rules)
 
 
 def _check_method(method: Method[Any]) -> None:
@@ -112,9 +101,7 @@ def _played(
     Raises:
         AdapterFormatError: two uploads of one client. UploadRefused, RankMismatch, NoGlobalModel: as in the server.
     """
-    twice = repeated(clients)
-    if twice:
-        raise AdapterFormatError(f"two of the adapters belong to client {twice[0]!r}: give one per client.")
+    check_one_each(clients)
     pairs = [{module: file.lora(module) for module in file.modules} for file in given.files]
     start = _zero_start(pairs)
     zero = {name: lora.map(torch.zeros_like) for name, lora in start.modules.items()}
@@ -136,13 +123,3 @@ def _zero_start(adapters: Sequence[Mapping[str, LoRA]]) -> Adapter:
             B, A = lora.factors
             start[name] = LoRA(torch.zeros_like(B), A)
     return Adapter(start)
-
-
-def _apart(updates: Mapping[str, LoRA], plain: Callable[[str], Part]) -> float:
-    """The relative distance of these updates from the plain mean, over all modules."""
-    off, size = [], []
-    for module, lora in updates.items():
-        mean, report = plain(module)
-        off.append(stack([lora.map(torch.Tensor.double), mean.map(torch.Tensor.double)], [1.0, -1.0]).norm())
-        size.append(report.norm)
-    return math.hypot(*off) / math.hypot(*size) if any(size) else (math.inf if any(off) else 0.0)

@@ -22,14 +22,13 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import logging
 
 from fedlora.adapters.base_names import Base, is_same_base
 from fedlora.adapters.reader import PREFIX, AdapterFile
 from fedlora.adapters.uploads import labels_of
-from fedlora.core.text import quoted, shown
+from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError, counted
 
 _AUTO = {
@@ -43,19 +42,18 @@ WAY_OUT = "Merge it with peft's merge_and_unload, in the program that has the mo
 @dataclass(frozen=True)
 class Attached:
     """kind: the class of transformers that has all of the adapter's modules. config: the base's, with the adapter's
-    classes. changed: the base's tensors that the adapter changes, by name. added: those that only the adapter has."""
+    classes. changed: the names of the tensors that the adapter changes or brings."""
 
     kind: Any
     config: Any
     changed: tuple[str, ...]
-    added: tuple[str, ...]
 
 
 def check(file: AdapterFile, base: Path) -> Attached:
     """Whether peft loads all of the adapter on this base, by names and shapes only; no weights are read.
 
     Raises:
-        AdapterFormatError: it does not fit. ConfigError: transformers cannot build the base, or it is damaged.
+        AdapterFormatError: it does not fit. ConfigError: transformers cannot build the base.
     """
     config = _config_of(file, base)
     heads = {name: tuple(file.stored_head(name).shape) for name in file.heads}
@@ -82,10 +80,7 @@ def check(file: AdapterFile, base: Path) -> Attached:
             )
     _refuse_tied(file, model)
     attach(model, file)
-    changed = sorted({f"{module}.weight" for module in file.modules} | set(heads))
-    stored = _stored_names(base)
-    added = tuple(name for name in heads if stored is not None and name not in stored)
-    return Attached(kind, config, tuple(name for name in changed if name not in added), added)
+    return Attached(kind, config, tuple(sorted({f"{module}.weight" for module in file.modules} | set(heads))))
 
 
 def other_base(file: AdapterFile, base: str, place: Path) -> list[str]:
@@ -200,19 +195,6 @@ def _refuse_tied(file: AdapterFile, model: nn.Module) -> None:
                 f"{quoted(next(name for name in group if name != min(both)))}: merged, both would change. Save the "
                 f"base with tie_word_embeddings = false, and use that."
             )
-
-
-def _stored_names(base: Path) -> frozenset[str] | None:
-    """The names of the tensors in the base's safetensors files, from their headers. Raises `ConfigError` if one is
-    damaged."""
-    found: set[str] = set()
-    for path in base.glob("*.safetensors"):
-        try:
-            with safe_open(path, framework="pt") as opened:
-                found |= set(opened.keys())
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"the base model's {path} is damaged or cannot be read: {shown(error)}.") from error
-    return frozenset(found) if found else None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import gc
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import set_peft_model_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
@@ -30,21 +31,19 @@ from fedlora.adapters.writer import base_line
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.text import quoted
+from fedlora.doing import stepped
 from fedlora.errors import AdapterFormatError, ConfigError, counted
 from fedlora.export.attached import WAY_OUT, Attached, attach, check, quiet
 
-Progress = Callable[[Sequence[str]], Iterable[str]]
 _SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of a tokenizer and of generation
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What rounding to the written type lost. loss: as a share of the update's norm, over all layers. where, most: the
-    layer that loses most, and its share. vanished: layers in which nothing is left of the update."""
+    """What rounding to the written type lost. loss: as a share of the update's norm, over all layers. vanished: layers
+    in which nothing is left of the update."""
 
     loss: float
-    where: str
-    most: float
     vanished: tuple[str, ...]
 
 
@@ -63,7 +62,6 @@ def export_merged(
     base: Path,
     out: Path,
     dtype: torch.dtype | None = None,
-    progress: Progress = iter,
     *,
     force: bool = False,
 ) -> Merged:
@@ -88,12 +86,16 @@ def export_merged(
     with quiet():
         set_peft_model_state_dict(beside, safetensors.torch.load_file(file.directory / WEIGHTS_FILE))
     wanted = _answers(beside, ids)
-    cost = _merge(beside, dtype, progress)
+    cost = _merge(beside, dtype)
     types = {model.dtype, dtype or model.dtype}  # of the answers before and after
     full = beside.unload()  # each layer is merged already: this takes peft's layers off
     if dtype is not None:
         full = full.to(dtype)
-    _refuse_infinite(full, file)
+    if name := _not_finite(full):
+        raise AdapterFormatError(
+            f"{file.directory}: {name!r} would hold NaN or a number beyond {torch.finfo(full.dtype).max:.6g}, the "
+            f"largest of {str(full.dtype)[6:]}: write with --dtype float32, or find out where it comes from."
+        )
     with replacing_folder(out, **place) as building:
         with quiet():
             full.save_pretrained(building)
@@ -124,7 +126,7 @@ def _loaded(found: Attached, file: AdapterFile, base: Path, dtype: torch.dtype |
             model, told = found.kind.from_pretrained(
                 base, config=found.config, dtype="auto", use_safetensors=True, output_loading_info=True
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         said = " ".join(str(error).split())
         raise ConfigError(f"transformers cannot load the base model in {base}: {quoted(said, 300)}.") from error
     lacking = sorted(set(told["missing_keys"]) - set(file.heads))
@@ -140,41 +142,29 @@ def _loaded(found: Attached, file: AdapterFile, base: Path, dtype: torch.dtype |
 
 
 @torch.no_grad()
-def _merge(model: PeftModel, dtype: torch.dtype | None, progress: Progress) -> Cost:
+def _merge(model: PeftModel, dtype: torch.dtype | None) -> Cost:
     """Merge each layer in float64, and round it once: what is lost is the rounding alone, also that of float32."""
-    layers = {name: module for name, module in model.base_model.model.named_modules() if isinstance(module, LoraLayer)}
-    updates, losses, vanished = {}, {}, []
-    for name in progress(list(layers)):
-        weight: Tensor = layers[name].get_base_layer().weight
+    named = model.base_model.model.named_modules()
+    layers = [(name, module) for name, module in named if isinstance(module, LoraLayer)]
+    updates, losses, vanished = [], [], []
+    for name, layer in stepped(layers, "merging"):
+        weight: Tensor = layer.get_base_layer().weight
         stored = weight.dtype
         before = weight.detach().double()
         weight.data = before.clone()
-        for part, factor in layers[name].named_parameters():
+        for part, factor in layer.named_parameters():
             if not part.startswith("base_layer."):
                 factor.data = factor.data.double()
-        layers[name].merge(safe_merge=True)
+        layer.merge(safe_merge=True)
         merged = weight.detach()
         rounded = merged.to(dtype or stored)
-        updates[name] = float((merged - before).norm())
-        losses[name] = float((rounded.double() - merged).norm())
-        if updates[name] and bool((rounded == before.to(dtype or stored)).all()):
+        updates.append(float((merged - before).norm()))
+        losses.append(float((rounded.double() - merged).norm()))
+        if updates[-1] and bool((rounded == before.to(dtype or stored)).all()):
             vanished.append(name)
         weight.data = rounded
-    shares = {name: losses[name] / updates[name] if updates[name] else 0.0 for name in layers}
-    where = max(shares, key=lambda name: shares[name], default="")
-    whole = math.hypot(*updates.values())
-    loss = math.hypot(*losses.values()) / whole if whole else 0.0
-    return Cost(loss, where, shares.get(where, 0.0), tuple(vanished))
-
-
-def _refuse_infinite(model: Any, file: AdapterFile) -> None:
-    if name := _not_finite(model):
-        dtype = model.state_dict()[name].dtype
-        raise AdapterFormatError(
-            f"{file.directory}: {name!r} would hold NaN or a number beyond {str(dtype)[6:]}'s largest, "
-            f"{torch.finfo(dtype).max:.6g}. Write with --dtype float32, or find out where such a large "
-            f"update comes from."
-        )
+    whole = math.hypot(*updates)
+    return Cost(math.hypot(*losses) / whole if whole else 0.0, tuple(vanished))
 
 
 def _not_finite(model: Any) -> str | None:
@@ -237,7 +227,7 @@ library_name: transformers
 # A full model with a LoRA adapter in it
 
 A base model with an adapter of {counted(len(file.ranks), "module")}, {rank}, merged into its weights:
-{counted(len(found.changed), "tensor")} changed, {len(found.added)} added.
+{counted(len(found.changed), "tensor")} changed.
 `transformers.{found.kind.__name__}` loads it.
 Measurements of the base model alone do not hold for it.
 """
