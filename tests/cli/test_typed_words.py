@@ -72,7 +72,8 @@ def test_cells_in_a_document(capsys: pytest.CaptureFixture[str]) -> None:
     show([sheet], [], Format.markdown)
     assert r"| a\|b_c | never | 0.012 |" in capsys.readouterr().out
     show([sheet], [], Format.latex)
-    assert r"a|b\_c & never & 0.012 \\" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert r"a|b\_c & never & 0.012 \\" in printed and r"\caption{T.}" in printed
 
 
 def test_a_runs_names_are_text(

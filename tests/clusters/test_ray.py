@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.grids import COMMAND, GRID, fedlora, in_the_middle, told, write_grid
+from support.grids import COMMAND, GRID, fedlora, in_the_middle, outcomes, write_grid
 from support.slurm_cluster import until
 
 pytestmark = [
@@ -47,7 +47,7 @@ def test_nothing_is_lost_if_a_node_dies(tmp_path: Path, cluster: Any) -> None:
         assert driver.wait(600) == 0, (tmp_path / "said").read_text()
     assert len(two) == 2
     fedlora(tmp_path, "run", "two.toml", "--results", "alone", "--work-dir", "calm")
-    calm, after = told(tmp_path / "alone", tmp_path / "calm"), told(tmp_path / "results", tmp_path / "work")
+    calm, after = outcomes(tmp_path / "alone", tmp_path / "calm"), outcomes(tmp_path / "results", tmp_path / "work")
     assert len(calm) == 6 and after == calm
 
 

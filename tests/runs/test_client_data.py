@@ -389,7 +389,7 @@ class TestDealSuperni:
 
     def test_no_root(self) -> None:
         """The tasks are files; the hub is not asked."""
-        with pytest.raises(ConfigError, match="needs --data-root with a folder superni") as error:
+        with pytest.raises(ConfigError, match="needs --data-root") as error:
             deal(config_of(SUPERNI, task="causal-lm"), None)
         one_line(error)
 

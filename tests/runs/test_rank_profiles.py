@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from typing import cast, get_args
 
 import pytest
 
@@ -27,6 +29,17 @@ RANKS = (4, 8, 16, 32, 64)
 def assign_ranks(clients: Sequence[str], ranks: Sequence[int], profile: RankProfile, *, seed: int) -> dict[str, int]:
     types = [RankType(r, r) for r in ranks]
     return {client: kind.attention for client, kind in assign_types(clients, types, profile, seed=seed).items()}
+
+
+def test_the_profiles_page_has_the_counts_of_fifty_clients() -> None:
+    """Row by row: docs/how-to/mixed-ranks.md."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "mixed-ranks.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|") and " of " in line]
+    documented = {name: counts for name, counts, *_ in rows if name in get_args(RankProfile)}
+    for name, counts in documented.items():
+        types = assign_types(FIFTY, [RankType(r, r) for r in RANKS], cast(RankProfile, name), seed=0).values()
+        assert counts == ", ".join(f"{count} of {kind}" for kind, count in sorted(Counter(types).items())), name
+    assert len(documented) == 8
 
 
 def test_flexloras_normal_is_the_bell_over_the_authors_numbering() -> None:

@@ -23,7 +23,6 @@ def compare(
         str | None,
         typer.Option(metavar="KEY=VALUES", help="search for each method first: train.learning_rate=1e-3,3e-3,1e-2"),
     ] = None,
-    tune_seeds: Annotated[str | None, typer.Option(help="seeds of the search, none a compared one (1000)")] = None,
     reference: Annotated[
         str | None, typer.Option(help="what the others are compared with (default: the first)")
     ] = None,
@@ -46,21 +45,17 @@ def compare(
 
     form, sets, name = chosen(format, json), set or [], f"{config.stem}-compare"
     worker_count(workers, [])  # first of all, reject what is not a number
-    base, labels, said = load_config(config, sets), parse_methods(methods), flat(overridden(sets))
+    base, labels, overrides = load_config(config, sets), parse_methods(methods), flat(overridden(sets))
     search = None
     if tune is not None:
         key, _, values = tune.partition("=")
         tried = numbers(values, f"--tune {key.strip() or 'KEY'}=NUMBERS (as train.learning_rate=1e-3,3e-3,1e-2)")
-        search = Tune.read(
-            {"key": key.strip(), "values": tried, "seeds": parse_seeds(tune_seeds or "1000", "--tune-seeds")}, "--tune"
-        )
-    elif tune_seeds is not None:
-        raise ConfigError(f"--tune-seeds {tune_seeds} sets the seeds of a search; add --tune KEY=VALUES.")
+        search = Tune.read({"key": key.strip(), "values": tried}, "--tune")
     both = [] if seeds is None else ["run.seed"]
     for key in [*both, *([search.key] if search is not None else [])]:
-        if key in said:
+        if key in overrides:
             raise ConfigError(f"{key} is set twice: by --set, and by --seeds or --tune; give one.")
-    if any(key.startswith("method.") for key in said) and base.method.name not in labels:
+    if any(key.startswith("method.") for key in overrides) and base.method.name not in labels:
         raise ConfigError(
             f"--set method.... changes the config's method, {base.method.name}, which is not among --methods "
             f"{', '.join(labels)}; write settings after a name, such as 'svd energy=0.9'."

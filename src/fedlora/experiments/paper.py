@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 import pandas as pd
+from pydantic import Field
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.scores import Number, parse_number
@@ -36,7 +37,7 @@ class Column(Part):
 
     head: str
     over: str = ""
-    at: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
+    at: dict[str, str] = Field(default_factory=dict)
     of: str = "test"
 
     @property
@@ -63,7 +64,11 @@ class PaperTable(Part):
     def of_block(self, block: str) -> Mapping[str, list[str]]:
         """Row -> its printed numbers; block: "" in a table without blocks."""
         found = self.rows if self.blocks is None else self.rows.get(block, {})
-        return {row: told for row, told in found.items() if isinstance(told, list)} if isinstance(found, dict) else {}
+        return (
+            {row: numbers for row, numbers in found.items() if isinstance(numbers, list)}
+            if isinstance(found, dict)
+            else {}
+        )
 
 
 def paper_of(experiment: Experiment) -> PaperTable | None:
@@ -83,11 +88,11 @@ def paper_of(experiment: Experiment) -> PaperTable | None:
         )
     table = PaperTable.read(raw[experiment.paper], f"{place}: [{experiment.paper}] is no table of a paper")
     for block in [""] if table.blocks is None else table.rows:
-        for row, told in table.of_block(block).items():
-            if len(told) != len(table.heads):
+        for row, printed in table.of_block(block).items():
+            if len(printed) != len(table.heads):
                 raise ConfigError(
                     f"{place}: [{experiment.paper}] has {len(table.heads)} columns ({', '.join(table.heads)}), and its "
-                    f"row {row} of {block or 'no block'} has {len(told)} numbers. Give each column one."
+                    f"row {row} of {block or 'no block'} has {len(printed)} numbers. Give each column one."
                 )
     return table
 
@@ -155,8 +160,8 @@ class _Filled:
                     continue
                 theirs = printed.get(row, [""] * len(each))
                 gaps = [
-                    self._gap(ours, told) if comparable or (k < len(paper.columns) and paper.columns[k].of) else ""
-                    for k, (ours, told) in enumerate(zip(each, theirs, strict=True))
+                    self._gap(ours, text) if comparable or (k < len(paper.columns) and paper.columns[k].of) else ""
+                    for k, (ours, text) in enumerate(zip(each, theirs, strict=True))
                 ]
                 yield block, row, [self._words(one) for one in each], theirs, gaps
 

@@ -28,7 +28,7 @@ class ClientsSection(Section):
 
     count: the number of clients, named site-1, site-2, ... ranks: one for each client in that order, or one for all; an
     entry is a rank or {attention = r, feed_forward = r}; default 8. With `profile`, the values that it distributes.
-    profile: see `fedlora experiment ranks`; flexlora-* have their own ranks. partition: label skew, or equal mixes.
+    profile: how they are shared out; flexlora-* have their own ranks. partition: label skew, or equal mixes.
     dirichlet_alpha: of the skew, default 1; smaller is more skewed. min_examples: the fewest examples of a client.
     test_fraction: a share of each client's data to measure it on; with data.test = 0 these together are the common test
     set.
