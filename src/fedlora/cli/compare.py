@@ -23,9 +23,6 @@ def compare(
         str | None,
         typer.Option(metavar="KEY=VALUES", help="search for each method first: train.learning_rate=1e-3,3e-3,1e-2"),
     ] = None,
-    reference: Annotated[
-        str | None, typer.Option(help="what the others are compared with (default: the first)")
-    ] = None,
     metric: Annotated[str | None, typer.Option(help="the score to compare (default: 'test, best')")] = None,
     margin: Margin = None,
     set: Sets = None,
@@ -35,9 +32,9 @@ def compare(
     format: FormatOption = Format.table,
     json: JsonAlias = False,
 ) -> None:
-    """Run several methods on the same clients, data and seeds: means and paired intervals."""
+    """Run several methods on the same clients, data and seeds: means, and paired intervals against the first one."""
     from fedlora.cli.experiment_runs import run_comparison
-    from fedlora.cli.typed import parse_methods, parse_seeds, plain_label
+    from fedlora.cli.typed import parse_methods, parse_seeds
     from fedlora.experiments.here import worker_count
     from fedlora.experiments.spec import Tune, comparison
     from fedlora.runs.config import load_config, overridden
@@ -62,6 +59,6 @@ def compare(
         )
     experiment = comparison(
         base, labels, [base.run.seed] if seeds is None else parse_seeds(seeds, "--seeds"), name=name, metric=metric,
-        reference=None if reference is None else plain_label(reference), margin=margin, tune=search,
+        margin=margin, tune=search,
     )  # fmt: skip
     run_comparison(experiment, out or Path("runs") / name, data_root, workers, resume, form)

@@ -171,8 +171,7 @@ def run_comparison(
     if not able:
         raise typer.Exit(complain(f"no method could run: {'; '.join(refused)}"))
     notes.warn(*refused)  # before the others take hours
-    reference = experiment.reference if experiment.reference in able else able[0]
-    grid = Grid(experiment.model_copy(update={"reference": reference}), PROFILE, {experiment.rows: able})
+    grid = Grid(experiment.model_copy(update={"reference": able[0]}), PROFILE, {experiment.rows: able})
     store, picture = Store(folder / "results.jsonl", Work(folder, data_root)), folder / "comparison.png"
     check_picture(picture)
     if not resume and (store.results.exists() or (folder / "runs").exists()):

@@ -208,22 +208,21 @@ def comparison(
     *,
     name: str,
     metric: str | None = None,
-    reference: str | None = None,
     margin: float | None = None,
     tune: Tune | None = None,
 ) -> Experiment:
-    """The methods by label, on the configuration. Each run has one process and one thread, so that parallel runs change
-    no bit and do not slow each other down.
+    """The methods by label, on the configuration; the first is the reference. Each run has one process and one thread, so
+    that parallel runs change no bit and do not slow each other down.
 
     Args:
         methods: label -> its section. The bare name of the configuration's own method means the configuration's.
         metric: the compared number; by default the test set at the best validation round, or at the last one without
-            validation data; without a test set validation. reference: the label that the others are compared with; by
-            default the first. margin: a difference that does not matter. tune: the search for each method.
+            validation data; without a test set validation. margin: a difference that does not matter. tune: the search
+            for each method.
 
     Raises:
-        ConfigError: unknown methods or settings, all in one line; a reference that is not a label; a search on compared
-            seeds, or without validation data; no held-out data; [privacy].
+        ConfigError: unknown methods or settings, all in one line; a search on compared seeds, or without validation
+            data; no held-out data; [privacy].
     """
     if base.privacy is not None:
         raise ConfigError(
@@ -248,7 +247,7 @@ def comparison(
     return Experiment.read(
         {
             "name": name, "title": name, "metric": metric or (best if tested else "validation, best"), "run": run,
-            "reference": reference or next(iter(axis)), "margin": margin, "axes": {"method": axis}, "tune": tune,
+            "reference": next(iter(axis)), "margin": margin, "axes": {"method": axis}, "tune": tune,
             "profiles": {PROFILE: {"seeds": list(seeds)}},
         },
         "the comparison",
