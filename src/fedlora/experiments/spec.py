@@ -211,8 +211,8 @@ def comparison(
     margin: float | None = None,
     tune: Tune | None = None,
 ) -> Experiment:
-    """The methods by label, on the configuration; the first is the reference. Each run has one process and one thread, so
-    that parallel runs change no bit and do not slow each other down.
+    """The methods by label, on the configuration; the first is the reference. Each run has one process and one thread:
+    parallel runs change no bit and do not slow each other down.
 
     Args:
         methods: label -> its section. The bare name of the configuration's own method means the configuration's.
