@@ -221,11 +221,11 @@ def categories_figure(progress: Progress) -> Figure | None:
         return None
     labels = list(progress.grid.experiment.axes[progress.grid.rows])
     figure, axes = _sheet(len(found), 1.3 + 0.3 * max(len(x) for each in found.values() for x in each.values()), 1)
-    for axis, (title, of_label) in zip(axes, found.items(), strict=True):
-        names = sorted({name for means in of_label.values() for name in means})
-        for label, means in of_label.items():
+    for axis, (title, scores_of) in zip(axes, found.items(), strict=True):
+        names = sorted({name for averages in scores_of.values() for name in averages})
+        for label, averages in scores_of.items():
             k = labels.index(label)
-            axis.plot([means.get(name, math.nan) for name in names], range(len(names)), _MARKERS[k % len(_MARKERS)],
+            axis.plot([averages.get(name, math.nan) for name in names], range(len(names)), _MARKERS[k % len(_MARKERS)],
                       color=COLOURS[k % len(COLOURS)], markersize=8, alpha=0.85, label=label)  # fmt: skip
         axis.set_yticks(range(len(names)), [_wrapped(name, 30) for name in names])
         axis.set_title(title, loc="left", fontweight="bold")

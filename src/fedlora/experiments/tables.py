@@ -254,7 +254,8 @@ def _mixtures(progress: Progress) -> list[str]:
     lines = [line for _, line in progress.used if "failed" not in line]
     commits = sorted({line["commit"] for line in lines})
     found = [f"Runs of {len(commits)} commits: {', '.join(commits)}."] if len(commits) > 1 else []
-    models, data = defaultdict(set), defaultdict(set)
+    models: dict[str, set[str]] = defaultdict(set)
+    data: dict[str, set[str]] = defaultdict(set)
     for line in lines:
         models[line["config"]["model"]["name"]].add(line["read"]["model"])
         dealt = [line["seed"], *(line["config"].get(table) for table in ("data", "clients", "attack"))]
