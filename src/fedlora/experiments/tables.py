@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
@@ -49,9 +49,13 @@ def by_cell(progress: Progress) -> Iterator[tuple[Cell, Runs]]:
 
 
 def mean_of(number: Number, runs: Runs) -> float:
-    """The mean over seeds; NaN if a run has no number, because the mean of the others would favour what fails. Of
-    rounds to a target the median, in which a run that never gets there is the worst: infinite if it is such a run."""
-    each = [number.of(line) for _, line in runs]
+    """The `middle` over seeds."""
+    return middle(number, [number.of(line) for _, line in runs])
+
+
+def middle(number: Number, each: Collection[float]) -> float:
+    """The mean; NaN if a run has no number, because the mean of the others would favour what fails. Of rounds to a
+    target the median, in which a run that never gets there is the worst: infinite if it is such a run."""
     if number.of_rounds and each:
         return float(median(math.inf if math.isnan(x) else x for x in each))
     return fmean(each) if each else math.nan
