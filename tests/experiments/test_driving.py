@@ -241,7 +241,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_task_that_is_gone_twice_has_failed_and_one_in_the_queue_is_waited_for(
     world: Path, tmp_path: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said]
 ) -> None:
-    """Two arrays, which ask for what was asked, and no third one until --force. Real tasks: tests/clusters."""
+    """Two arrays, which ask for what was asked, and no third one until --force. (Real tasks: tests/clusters.)"""
     monkeypatch.chdir(world)
     asked = ("--time", "04:00:00", "--gpus", "1", "--memory", "16G", "--option", "--partition=gpu")
     words = ("experiment", "tune", "two.toml", "--backend", "slurm", *asked, "--results", tmp_path / "results")
@@ -253,17 +253,17 @@ def test_a_task_that_is_gone_twice_has_failed_and_one_in_the_queue_is_waited_for
     script = (cluster / "script-1").read_text()
     for word in ("--array=0-3 ", "--time=04:00:00", "--gpus-per-task=1", "--mem=16G", "--partition=gpu", "--requeue"):
         assert word in script, word
-    store, (array, _) = (
-        Store(tmp_path / "results" / "two.jsonl", Work(tmp_path / "work")),
-        sorted((tmp_path / "work" / "slurm").glob("*.json")),
-    )
-    (cluster / "queue").write_text(f"{array.stem}|7_1\nanother-job|8\n")
-    grid = Grid(load_experiment(Path("two.toml")), "mini")
-    forget(store.work, grid.name)
-    with closing(slurm(grid.searches, store.work, grid.name, Asked("10"))) as ended:
+    assert main(*words, "--force").code == 1 and len(list(cluster.glob("script-*"))) == 4, "two new tries"
+    grid, work = Grid(load_experiment(Path("two.toml")), "mini"), Work(tmp_path / "work")
+    arrays = {*(work.folder / "slurm").glob("*.json")}
+    living = max(arrays)
+    (cluster / "queue").write_text(f"{living.stem}|7_1\nanother-job|8\n")
+    forget(work, grid.name)
+    monkeypatch.setattr("fedlora.experiments.clusters._LOOK", 60.0)
+    with closing(slurm(grid.searches, work, grid.name, Asked("10"))) as ended:
         assert next(ended) is None, "it waits"
-    (new,) = {*(tmp_path / "work" / "slurm").glob("*.json")} - {array}
-    assert len(json.loads(new.read_text())["digests"]) == 3, "the fourth is in the queue"
+    (new,) = {*(work.folder / "slurm").glob("*.json")} - {living}
+    assert new not in arrays and len(json.loads(new.read_text())["digests"]) == 3, "the fourth is in the queue"
 
 
 # ---- processes ---------------------------------------------------------------------------------------------------
