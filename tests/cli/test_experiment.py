@@ -55,9 +55,8 @@ def test_a_table_of_what_is_not_whole_has_another_exit_code(place: Path, main: C
     assert (place / "mine.png").read_bytes() == b"of a paper"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
+def test_what_cannot_be_done_is_one_line(place: Path, main: Callable[..., Said]) -> None:
+    for words, says in (
         (("run", "three.toml"), "there is no experiment three.toml"),
         (("run", "two.toml", "--profile", "paper"), "it has mini"),
         (("run", "two.toml", "--seeds", "7"), "7 is not a seed"),
@@ -68,12 +67,8 @@ def test_a_table_of_what_is_not_whole_has_another_exit_code(place: Path, main: C
         (("run", "two.toml", "--backend", "slurm", "--time", "10", "--option", "partition=x"), "--partition=gpu"),
         (("tune", "two.toml", "--seeds", "0"), "--seeds is of"),
         (("table", "two.toml", "--metric", "nonsense"), "'nonsense'; there are: test, best"),
-    ],
-)
-def test_what_cannot_be_done_is_one_line(
-    place: Path, main: Callable[..., Said], words: tuple[str, ...], says: str
-) -> None:
-    assert says in main("experiment", *words).error()
+    ):
+        assert says in main("experiment", *words).error()
     assert not (place / "results" / "two.jsonl").exists()
 
 
