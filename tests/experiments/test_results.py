@@ -48,6 +48,9 @@ def test_lines_are_appended_and_sorted_and_half_a_line_does_not_count(tmp_path: 
     assert list(results.read(path)) == ["b", "a", "d"]
     results.rewrite(path, results.read(path).values())
     assert [json.loads(text)["digest"] for text in path.read_text().splitlines()] == ["a", "b", "d"]
+    for store in (lambda line: results.append(path, line), lambda line: results.rewrite(path, [line])):
+        with pytest.raises(ValueError, match="JSON compliant"):
+            store({"digest": "e", "x": math.nan})
     path.write_text('{"digest": "a"}\nnothing\n{"digest": "b"}\n')
     with pytest.raises(CheckpointError, match=r"made.jsonl, line 2, is no result"):
         results.read(path)

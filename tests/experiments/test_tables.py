@@ -18,6 +18,7 @@ from fedlora.experiments.paper import paper_of, paper_tables
 from fedlora.experiments.pictures import drawn
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.stats import seeds_needed
 from fedlora.experiments.tables import Table, categories, clients, costs, differences, scores, tables_of, warnings
 from fedlora.experiments.tune import Progress
 from support.made_results import line, progress_of
@@ -88,6 +89,9 @@ def test_scores_and_paired_differences_are_numpys_and_scipys(experiment: Experim
     assert gap[["difference", "p"]].tolist() == pytest.approx([np.mean(new) - np.mean(old), test.pvalue])
     assert (gap["low"], gap["high"]) == pytest.approx(tuple(test.confidence_interval(0.95)))
     assert gap["p (Holm)"] == pytest.approx(2 * test.pvalue) and gap["verdict"] == "undecided"
+    assert gap["seeds needed"] == seeds_needed(float(np.std(np.subtract(new, old), ddof=1)), 0.05, 2), (
+        "from three seeds on"
+    )
     same = row(gaps, "new", "b")  # equal up to rounding
     assert same["difference"] == 0.0 and math.isnan(same["p"]) and same["verdict"] == "undecided"
     assert "verdict" not in differences(progress, parse_number("test, best")).frame, "the margin is of its own number"
