@@ -156,7 +156,7 @@ def test_mixtures_attacks_and_simulated_privacy_are_told(experiment: Experiment)
     progress = progress_of(experiment, made)
     notes = " ".join(scores(progress, LAST).notes)
     assert "2 commits: ab, cd+dirty" in notes and "'demo' had 3 different contents" in notes
-    assert "did not read the same" in notes
+    assert "changed between" in notes
     assert [word in " ".join(warnings(progress)) for word in ("UNDER ATTACK", "simulations")] == [True, True]
 
 
