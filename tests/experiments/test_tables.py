@@ -188,6 +188,10 @@ def test_the_papers_table_has_our_number_its_own_and_the_gap(experiment: Experim
     half = Progress(progress.grid, {d: x for d, x in progress.lines.items() if x["cell"]["split"] == "a"})
     rows = {tuple(r[:2]): r[2:] for r in paper_tables(half, paper)[0].frame.values.tolist()}
     assert rows["old", "ours"] == ["60.00 ± 10.00", "", ""], "no average of what is not whole"
+    assert experiment.folder is not None
+    (experiment.folder / "paper_numbers.toml").write_text(PAPER.replace("times = 100\n", ""))
+    once = paper_of(experiment)
+    assert once is not None and paper_tables(progress, once)[0].frame["A"][0] == "0.60 ± 0.10"
 
 
 def test_a_wrong_file_of_printed_numbers_is_named(experiment: Experiment) -> None:
