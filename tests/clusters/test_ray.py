@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.grids import COMMAND, GRID, fedlora, in_the_middle, told, write_grid
+from support.grids import COMMAND, GRID, fedlora, in_the_middle, outcomes, write_grid
 from support.slurm_cluster import until
 
 pytestmark = [
@@ -23,36 +23,32 @@ pytestmark = [
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head without cores, and two nodes of one core. Their workers find what this process finds."""
+    """A head and another node, of one core each. Their workers find what this process finds."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    made.nodes = [made.add_node(num_cpus=1) for _ in range(2)]
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    made.other = made.add_node(num_cpus=1)
     monkeypatch.setenv("RAY_ADDRESS", made.address)
     yield made
     made.shutdown()
 
 
-def test_nothing_is_lost_if_a_node_dies(tmp_path: Path, cluster: Any) -> None:
-    """Four runs of a search and two that it decides. While two runs are in the middle, one on each node, a node is
-    killed; its run goes on, on the other one. All end with the bits of a calm run."""
-    write_grid(tmp_path)
-    words = [*COMMAND, "run", "two.toml", "--backend", "ray", "--results", "results"]
-    words += ["--work-dir", "work"]
+def test_a_grid_is_begun_if_it_fits_and_nothing_is_lost_if_a_node_dies(tmp_path: Path, cluster: Any) -> None:
+    """A run of more cores than a node has is refused, instead of waiting for ever. Then four runs of a search and two
+    that it decides. While two runs are in the middle, one on each node, a node is killed; its run goes on, on the other
+    one. All end with the bits of a calm run."""
+    write_grid(tmp_path, GRID.replace("threads = 1", "threads = 3"))
+    why = fedlora(tmp_path, "run", "two.toml", "--backend", "ray", code=2)
+    assert "3 cores and 0 GPUs" in why and "2 nodes" in why
+    (tmp_path / "two.toml").write_text(GRID)
+    words = [*COMMAND, "run", "two.toml", "--backend", "ray", "--results", "results", "--work-dir", "work"]
     with (tmp_path / "said").open("w") as said:
         driver = subprocess.Popen(words, cwd=tmp_path, stderr=said)
         two = until(lambda: driver.poll() is None and in_the_middle(tmp_path / "work"), 300, "two runs in the middle")
-        cluster.remove_node(cluster.nodes[0], allow_graceful=False)
+        cluster.remove_node(cluster.other, allow_graceful=False)
         assert driver.wait(600) == 0, (tmp_path / "said").read_text()
     assert len(two) == 2
     fedlora(tmp_path, "run", "two.toml", "--results", "alone", "--work-dir", "calm")
-    calm, after = told(tmp_path / "alone", tmp_path / "calm"), told(tmp_path / "results", tmp_path / "work")
+    calm, after = outcomes(tmp_path / "alone", tmp_path / "calm"), outcomes(tmp_path / "results", tmp_path / "work")
     assert len(calm) == 6 and after == calm
-
-
-def test_a_run_that_fits_on_no_node_is_refused_with_what_it_asks(tmp_path: Path, cluster: Any) -> None:
-    """Instead of waiting for ever."""
-    write_grid(tmp_path, GRID.replace("threads = 1", "threads = 3"))
-    why = fedlora(tmp_path, "run", "two.toml", "--backend", "ray", code=2)
-    assert "3 cores and 0 GPUs" in why and "3 nodes" in why

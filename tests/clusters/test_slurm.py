@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from support.grids import COMMAND, environment, fedlora, in_the_middle, told, write_grid
+from support.grids import COMMAND, GRID, environment, fedlora, in_the_middle, outcomes, write_grid
 from support.slurm_cluster import Slurm, slurm, slurm_needed, until
 
 pytestmark = [pytest.mark.cluster, slurm_needed, pytest.mark.timeout(1500)]
@@ -23,7 +24,7 @@ def running(cluster: Slurm, work: Path) -> list[dict[str, str]]:
 def check_calm(folder: Path) -> None:
     """Six runs ended as they do without a cluster."""
     fedlora(folder, "run", "two.toml", "--results", "alone", "--work-dir", "calm")
-    calm, after = told(folder / "alone", folder / "calm"), told(folder / "results", folder / "work")
+    calm, after = outcomes(folder / "alone", folder / "calm"), outcomes(folder / "results", folder / "work")
     assert len(calm) == 6 and after == calm
 
 
@@ -49,15 +50,18 @@ def test_a_grid_ends_with_the_same_bits_though_its_driver_and_a_node_die_and_a_l
     check_calm(tmp_path)
 
 
-def test_a_driver_that_does_not_wait_is_followed_by_jobs_that_call_it_again(tmp_path: Path) -> None:
-    """The search, then the runs that it decides, though the command came back at once."""
-    write_grid(tmp_path)
+def test_a_driver_may_be_a_job_itself(tmp_path: Path) -> None:
+    """Where nobody may wait at a login node: the search, then the runs that it decides, beside their driver."""
+    write_grid(tmp_path, GRID.replace("rounds = 150", "rounds = 10"))
+    words = ["run", "two.toml", "--backend", "slurm", "--time", "20", *PLACES]
     with tempfile.TemporaryDirectory() as short, slurm(Path(short)) as cluster:
-        conf = str(Path(short) / "slurm.conf")
-        fedlora(
-            tmp_path, "run", "two.toml", "--backend", "slurm", "--time", "20", "--no-wait", *PLACES, SLURM_CONF=conf
+        cluster.call(
+            "sbatch",
+            "--chdir",
+            tmp_path,
+            "--output=driver.log",
+            "--time=60",
+            f"--wrap={shlex.join([*COMMAND, *words])}",
         )
-        results = tmp_path / "results" / "two.jsonl"
-        until(lambda: results.exists() and results.read_text().count("\n") == 6, 600, "all six have a line")
-        until(lambda: not cluster.call("squeue", "--me", "-h").strip(), 120, "the last driver ended")
+        until(lambda: not cluster.call("squeue", "--me", "-h").strip(), 900, "the driver ended")
     check_calm(tmp_path)

@@ -10,7 +10,8 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,16 @@ import fedlora
 import fedlora.runs.preparation
 from fedlora.errors import ConfigError, QuorumNotMet
 from fedlora.experiments import cost, results
+from fedlora.experiments.clusters import Asked, forget, slurm
 from fedlora.experiments.drive import Store, drive
-from fedlora.experiments.grid import Grid, Planned
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.here import KILLED, dealt, here, worker_count
 from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.work import Work
 from fedlora.workers.processes import available
 from support.benchmark_files import write_glue
 from support.command_line import Said, invoke
-from support.grids import COMMAND, GRID, environment, told, write_grid
+from support.grids import COMMAND, GRID, environment, outcomes, write_grid
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
@@ -98,7 +100,7 @@ def test_two_workers_make_the_same_bits_though_one_is_killed(world: Path, tmp_pa
     assert not failed or {*failed.values()} == {KILLED}
     with store.held():
         assert drive(grid, store, lambda runs: here(runs, store.work, 2), quiet) == {}
-    assert told(tmp_path / "results", tmp_path / "work") == told(world / "alone", world / "calm")
+    assert outcomes(tmp_path / "results", tmp_path / "work") == outcomes(world / "alone", world / "calm")
 
 
 def test_a_killed_driver_is_called_again_and_ends_with_the_same_bits(world: Path, tmp_path: Path, grid: Grid) -> None:
@@ -119,7 +121,7 @@ def test_a_killed_driver_is_called_again_and_ends_with_the_same_bits(world: Path
         file.write('{"digest": "0')
     with store.held():
         assert drive(grid, store, of_one(store), quiet) == {}
-    assert told(tmp_path / "results", tmp_path / "work") == told(world / "alone", world / "calm")
+    assert outcomes(tmp_path / "results", tmp_path / "work") == outcomes(world / "alone", world / "calm")
 
 
 def test_a_failure_is_kept_apart_and_tried_again(
@@ -149,8 +151,8 @@ def test_a_failure_is_kept_apart_and_tried_again(
     invoke("experiment", "run", "two.toml", *places)
     assert not store.progress(grid).missing("search")
     assert main("experiment", "run", "two.toml", *places, "--force").code == 0
-    after = told(tmp_path / "results", tmp_path / "work")
-    calm = told(world / "alone", world / "calm")
+    after = outcomes(tmp_path / "results", tmp_path / "work")
+    calm = outcomes(world / "alone", world / "calm")
     assert {digest: after[digest] for digest in calm} == calm
 
 
@@ -165,24 +167,20 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
 
 
 def test_what_a_grid_costs_is_counted_before_it_runs(world: Path, grid: Grid) -> None:
-    """Examples by arithmetic are those of the runs; bytes from two trial rounds are those of whole runs."""
-    lines = results.read(world / "alone" / "two.jsonl")
-    for run in grid.searches:
-        examples = [json.loads(text)["examples"] for text in _metrics(world, run).splitlines()]
-        assert cost.examples(run.config) == 6 * 2 * 1 * 4 and len(examples) == 6
+    """By hand: 4 runs of the search and 2 that wait for it, shown at the largest value; 6 rounds, 2 clients, a step of
+    4 examples. In a run of epochs only the data can count. Bytes from two trial rounds are those of whole runs."""
     todo = cost.to_do(Store(world / "nothing" / "two.jsonl", Work(world / "none")).progress(grid))
     assert len(todo) == 6 and {run.value for run in todo if run.stage == "run"} == {1e-2}
-    evaluate = todo[0].config.evaluate.model_copy(update={"every": 4})
-    hours = cost.Trial(1.0, 2.0, 3.0, 0.0, 0.0).hours(todo[0].config.model_copy(update={"evaluate": evaluate}))
+    config = todo[0].config
+    assert cost.examples(config) == 6 * 2 * 1 * 4
+    assert cost.examples(config.model_copy(update={"train": config.train.model_copy(update={"max_steps": -1})})) is None
+    evaluate = config.evaluate.model_copy(update={"every": 4})
+    hours = cost.Trial(1.0, 2.0, 3.0, 0.0, 0.0).hours(config.model_copy(update={"evaluate": evaluate}))
     assert hours * 3600 == pytest.approx(1 + 6 * 2 + 2 * 3)
-    trials = cost.tried(todo[:1], None, lambda run: None)
-    trial = trials[todo[0].digest]
+    trial = cost.tried(todo[:1], None, lambda run: None)[todo[0].digest]
     assert isinstance(trial, cost.Trial) and trial.round > 0 and 0.05 < trial.memory < 50
-    assert 6 * trial.megabytes * 1e6 == pytest.approx(lines[todo[0].digest]["bytes"]["total"])
-
-
-def _metrics(world: Path, run: Planned) -> str:
-    return (world / "calm" / "runs" / run.digest / "metrics.jsonl").read_text()
+    whole = results.read(world / "alone" / "two.jsonl")[todo[0].digest]["bytes"]["total"]
+    assert 6 * trial.megabytes * 1e6 == pytest.approx(whole)
 
 
 def test_private_runs_are_simulations_that_tell_no_traffic_and_no_data(world: Path, tmp_path: Path) -> None:
@@ -223,25 +221,17 @@ def test_gpus_are_dealt_to_workers(grid: Grid, monkeypatch: pytest.MonkeyPatch) 
 # ---- Slurm, played by two programs -------------------------------------------------------------------------------
 
 SBATCH = """#!{python}
-import os, pathlib, re, subprocess, sys
+import pathlib, sys
 place = pathlib.Path(__file__).parent
-if any("--wrap" in word for word in sys.argv):
-    (place / "wrapped").write_text(chr(10).join(sys.argv[1:]))
-    sys.exit(print("9"))
-text = sys.stdin.read()
-number = len(list(place.glob("script-*"))) + 1
-(place / f"script-{{number}}").write_text(text)
-last = int(re.search(r"--array=0-(\\d+)", text)[1])
-for k in range(last + 1) if not (place / "dead").exists() else ():
-    environment = {{**os.environ, "SLURM_ARRAY_TASK_ID": str(k)}}
-    subprocess.run(["bash", place / f"script-{{number}}"], env=environment, check=False)
+number = len([*place.glob("script-*")]) + 1
+(place / f"script-{{number}}").write_text(sys.stdin.read())
 print(number)
 """
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """`sbatch` runs an array's tasks at once, or, beside a file `dead`, none; `squeue` has nothing."""
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`sbatch` keeps the scripts and runs nothing; `squeue` says what is in the file `queue`."""
     place = tmp_path / "bin"
     place.mkdir()
     for name, text in (
@@ -251,55 +241,36 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (place / name).write_text(text)
         (place / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setattr("fedlora.experiments.clusters._LOOK", 0.0)
-    yield place
-
-
-@pytest.mark.exhaustive  # six processes that import torch; quick: the script, below, and `work` everywhere else
-def test_tasks_of_an_array_make_the_same_bits(
-    world: Path, tmp_path: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two arrays, of the search and of what it decides; the script asks for what was asked."""
-    monkeypatch.chdir(world)
-    places = ("--results", tmp_path / "results", "--work-dir", tmp_path / "work")
-    more = ("--time", "04:00:00", "--gpus", "1", "--memory", "16G", "--option", "--partition=gpu")
-    invoke("experiment", "run", "two.toml", "--backend", "slurm", *more, *places)
-    assert told(tmp_path / "results", tmp_path / "work") == told(world / "alone", world / "calm")
-    first, second = ((cluster / f"script-{k}").read_text() for k in (1, 2))
-    assert "--array=0-3 " in first and "--array=0-1 " in second
-    for word in (
-        "--time=04:00:00",
-        "--gpus-per-task=1",
-        "--mem=16G",
-        "--partition=gpu",
-        "--cpus-per-task=1",
-        "--requeue",
-    ):
-        assert word in first, word
+    return place
 
 
 def test_a_task_that_is_gone_twice_has_failed_and_one_in_the_queue_is_waited_for(
     world: Path, tmp_path: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said]
 ) -> None:
-    """Two arrays, and no third one until --force. With --no-wait one more job calls the same command."""
+    """Two arrays, which ask for what was asked, and no third one until --force. (Real tasks: tests/clusters.)"""
     monkeypatch.chdir(world)
-    (cluster / "dead").touch()
-    words = ("experiment", "run", "two.toml", "--backend", "slurm", "--time", "10", "--results", tmp_path / "results")
+    asked = ("--time", "04:00:00", "--gpus", "1", "--memory", "16G", "--option", "--partition=gpu")
+    words = ("experiment", "tune", "two.toml", "--backend", "slurm", *asked, "--results", tmp_path / "results")
     words = (*words, "--work-dir", tmp_path / "work")
     for _ in range(2):
         assert main(*words).code == 1
         assert len(list(cluster.glob("script-*"))) == 2
     assert KILLED in (said := main(*words).err) and "--force" in said
-    tasks = next((tmp_path / "work" / "slurm").glob("*.json"))
-    (cluster / "queue").write_text(f"{tasks.stem}|7_1\n")
-    assert main(*words, "--force", "--no-wait").code == 0 and len(list(cluster.glob("script-*"))) == 3
-    batch = json.loads(
-        max((tmp_path / "work" / "slurm").glob("*.json"), key=lambda path: path.stat().st_mtime_ns).read_text()
-    )
-    assert len(batch["digests"]) == 3, "the fourth is in the queue"
-    wrapped = (cluster / "wrapped").read_text()
-    assert "--dependency=afterany:7" in wrapped and "--no-wait" in wrapped and "--force" not in wrapped
+    script = (cluster / "script-1").read_text()
+    for word in ("--array=0-3 ", "--time=04:00:00", "--gpus-per-task=1", "--mem=16G", "--partition=gpu", "--requeue"):
+        assert word in script, word
+    assert main(*words, "--force").code == 1 and len(list(cluster.glob("script-*"))) == 4, "two new tries"
+    grid, work = Grid(load_experiment(Path("two.toml")), "mini"), Work(tmp_path / "work")
+    arrays = {*(work.folder / "slurm").glob("*.json")}
+    living = max(arrays)
+    (cluster / "queue").write_text(f"{living.stem}|7_1\nanother-job|8\n")
+    forget(work, grid.name)
+    monkeypatch.setattr("fedlora.experiments.clusters._LOOK", 60.0)
+    with closing(slurm(grid.searches, work, grid.name, Asked("10"))) as ended:
+        assert next(ended) is None, "it waits"
+    (new,) = {*(work.folder / "slurm").glob("*.json")} - {living}
+    assert new not in arrays and len(json.loads(new.read_text())["digests"]) == 3, "the fourth is in the queue"
 
 
 # ---- processes ---------------------------------------------------------------------------------------------------

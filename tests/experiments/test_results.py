@@ -48,6 +48,9 @@ def test_lines_are_appended_and_sorted_and_half_a_line_does_not_count(tmp_path: 
     assert list(results.read(path)) == ["b", "a", "d"]
     results.rewrite(path, results.read(path).values())
     assert [json.loads(text)["digest"] for text in path.read_text().splitlines()] == ["a", "b", "d"]
+    for store in (lambda line: results.append(path, line), lambda line: results.rewrite(path, [line])):
+        with pytest.raises(ValueError, match="JSON compliant"):
+            store({"digest": "e", "x": math.nan})
     path.write_text('{"digest": "a"}\nnothing\n{"digest": "b"}\n')
     with pytest.raises(CheckpointError, match=r"made.jsonl, line 2, is no result"):
         results.read(path)
@@ -121,11 +124,8 @@ def test_what_has_no_score_is_the_worst_and_nothing_is_chosen_too_early() -> Non
     assert "Incomplete: 4 of 8" in progress.notes()[-1]
     one = progress.grid.searches[0].digest
     early = Progress(progress.grid, {digest: x for digest, x in progress.lines.items() if digest != one})
-    seeds = [
-        run.seed
-        for run in Progress(progress.grid, {run.digest: made(run) for run in progress.grid.searches}).missing("run")
-    ]
-    assert seeds == [0, 0, 1, 1], "seed by seed"
+    searched_only = Progress(progress.grid, {run.digest: made(run) for run in progress.grid.searches})
+    assert [run.seed for run in searched_only.missing("run")] == [0, 0, 1, 1], "seed by seed"
     assert {*early.choices} == {("GLoRA",)} and [run.digest for run in early.missing("search")] == [one]
 
 
@@ -134,14 +134,11 @@ def test_what_has_no_score_is_the_worst_and_nothing_is_chosen_too_early() -> Non
 
 def test_the_frame_has_a_row_for_each_run_and_what_differs(tmp_path: Path) -> None:
     """And by round a row for each score and each client's loss. Runs that failed have none."""
-    progress = progress_of(
-        searched(), lambda run: line(run, {"accuracy": 0.5}, [{"accuracy": 0.4}, {"accuracy": None}])
-    )
-    for one in progress.lines.values():
+    curve = [{"accuracy": 0.4}, {"accuracy": None}]
+    progress = progress_of(searched(), lambda run: line(run, {"accuracy": 0.5}, curve))
+    failed = results.failed(progress.grid.planned(progress.grid.cells[0], 99, 1.0, "run"), "x")
+    for one in (*progress.lines.values(), failed):
         results.append(tmp_path / "made.jsonl", one)
-    results.append(
-        tmp_path / "made.jsonl", results.failed(progress.grid.planned(progress.grid.cells[0], 99, 1.0, "run"), "x")
-    )
     runs = fedlora.results(tmp_path)
     assert len(runs) == 8 + 12 and runs.groupby("stage").size().to_dict() == {"run": 8, "search": 12}
     assert {*runs["train.learning_rate"]} == {1e-3, 1e-2, 1e-1} and {*runs["split"]} == {"a", "b"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import numpy as np
 import pytest
@@ -64,8 +63,8 @@ def test_all_verdicts_together_err_as_rarely_as_one() -> None:
         means = [0.0, 0.0, 0.0, 0.1, 0.1, -0.1]
         family = {k: paired(list(draw.normal(mean, 0.1, 6)), 0.1) for k, mean in enumerate(means)}
         words = verdicts(family, larger_is_better=True)
-        wrong += any(words[k] in ("better", "worse") for k in range(3)) or any(
-            words[k] == "equivalent" for k in (3, 4, 5)
+        wrong += bool(
+            {words[k] for k in (0, 1, 2)} & {"better", "worse"} or "equivalent" in [words[k] for k in (3, 4, 5)]
         )
     assert wrong <= 33
 
@@ -83,5 +82,3 @@ def test_the_seeds_needed_find_equal_ones_equivalent_as_often_as_promised() -> N
 
     assert power(n) >= 0.79 and power(n - 2) < 0.8
     assert seeds_needed(10.0, 1e-6) == stats.MOST
-    each = [seeds_needed(s, 0.05) for s in sorted(random.Random(0).uniform(0.01, 0.2) for _ in range(10))]
-    assert each == sorted(each), "more spread takes more seeds"

@@ -12,7 +12,6 @@ from support.training_data import classification, rows, save_encoder
 
 GRID = """
 title = "Two"
-question = "?"
 [run.model]
 name = "model"
 [run.data]
@@ -67,7 +66,7 @@ def in_the_middle(work: Path) -> list[Path]:
     return found if len(found) > 1 else []
 
 
-def told(results: Path, work: Path) -> dict[str, tuple[object, bytes]]:
+def outcomes(results: Path, work: Path) -> dict[str, tuple[object, bytes]]:
     """Digest -> what the run came to: all numbers of its result, and the bits of its adapter."""
     adapter = "adapter/adapter_model.safetensors"
     return {

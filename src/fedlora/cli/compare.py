@@ -23,10 +23,6 @@ def compare(
         str | None,
         typer.Option(metavar="KEY=VALUES", help="search for each method first: train.learning_rate=1e-3,3e-3,1e-2"),
     ] = None,
-    tune_seeds: Annotated[str | None, typer.Option(help="seeds of the search, none a compared one (1000)")] = None,
-    reference: Annotated[
-        str | None, typer.Option(help="what the others are compared with (default: the first)")
-    ] = None,
     metric: Annotated[str | None, typer.Option(help="the score to compare (default: 'test, best')")] = None,
     margin: Margin = None,
     set: Sets = None,
@@ -36,9 +32,9 @@ def compare(
     format: FormatOption = Format.table,
     json: JsonAlias = False,
 ) -> None:
-    """Run several methods on the same clients, data and seeds: means and paired intervals."""
+    """Run several methods on the same clients, data and seeds: means, and paired intervals against the first one."""
     from fedlora.cli.experiment_runs import run_comparison
-    from fedlora.cli.typed import parse_methods, parse_seeds, plain_label
+    from fedlora.cli.typed import parse_methods, parse_seeds
     from fedlora.experiments.here import worker_count
     from fedlora.experiments.spec import Tune, comparison
     from fedlora.runs.config import load_config, overridden
@@ -46,27 +42,23 @@ def compare(
 
     form, sets, name = chosen(format, json), set or [], f"{config.stem}-compare"
     worker_count(workers, [])  # first of all, reject what is not a number
-    base, labels, said = load_config(config, sets), parse_methods(methods), flat(overridden(sets))
+    base, labels, overrides = load_config(config, sets), parse_methods(methods), flat(overridden(sets))
     search = None
     if tune is not None:
         key, _, values = tune.partition("=")
         tried = numbers(values, f"--tune {key.strip() or 'KEY'}=NUMBERS (as train.learning_rate=1e-3,3e-3,1e-2)")
-        search = Tune.read(
-            {"key": key.strip(), "values": tried, "seeds": parse_seeds(tune_seeds or "1000", "--tune-seeds")}, "--tune"
-        )
-    elif tune_seeds is not None:
-        raise ConfigError(f"--tune-seeds {tune_seeds} sets the seeds of a search; add --tune KEY=VALUES.")
+        search = Tune.read({"key": key.strip(), "values": tried}, "--tune")
     both = [] if seeds is None else ["run.seed"]
     for key in [*both, *([search.key] if search is not None else [])]:
-        if key in said:
+        if key in overrides:
             raise ConfigError(f"{key} is set twice: by --set, and by --seeds or --tune; give one.")
-    if any(key.startswith("method.") for key in said) and base.method.name not in labels:
+    if any(key.startswith("method.") for key in overrides) and base.method.name not in labels:
         raise ConfigError(
             f"--set method.... changes the config's method, {base.method.name}, which is not among --methods "
             f"{', '.join(labels)}; write settings after a name, such as 'svd energy=0.9'."
         )
     experiment = comparison(
         base, labels, [base.run.seed] if seeds is None else parse_seeds(seeds, "--seeds"), name=name, metric=metric,
-        reference=None if reference is None else plain_label(reference), margin=margin, tune=search,
+        margin=margin, tune=search,
     )  # fmt: skip
     run_comparison(experiment, out or Path("runs") / name, data_root, workers, resume, form)

@@ -21,8 +21,10 @@ class Machines(StrEnum):
     ray = "ray"
 
 
-Name = Annotated[str, typer.Argument(help="experiments/NAME.toml, or a path", show_default=False)]
-Names = Annotated[list[str], typer.Argument(help="experiments/NAME.toml, or paths", show_default=False)]
+Name = Annotated[str, typer.Argument(help="the NAME of experiments/NAME.toml, or a path", show_default=False)]
+Names = Annotated[
+    list[str], typer.Argument(help="each the NAME of experiments/NAME.toml, or a path", show_default=False)
+]
 ProfileName = Annotated[str, typer.Option("--profile", help="a profile of the file: mini, paper or another")]
 Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
 WorkFolder = Annotated[Path, typer.Option("--work-dir", help="where run folders and failures go")]
@@ -30,6 +32,10 @@ Only = Annotated[
     str | None, typer.Option("--filter", help='only these labels of axes: "task=SST-2,method=GLoRA,method=FedIT"')
 ]
 RESULTS, WORK = Path("results"), Path("runs/experiments")
+
+
+# Option -> the machines that it is for.
+_FOR = {"workers": "here", "gpus": "slurm or ray", **dict.fromkeys(("memory", "time", "option"), "slurm")}
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,6 @@ class Place:
     memory: str | None
     time: str | None
     options: list[str]
-    no_wait: bool
 
 
 app = typer.Typer(help="Grids of runs from experiments/*.toml, and their results.", no_args_is_help=True)
@@ -69,21 +74,23 @@ def run(
     memory: Annotated[str | None, typer.Option(help="memory of a run on Slurm: 16G")] = None,
     time: Annotated[str | None, typer.Option(help="the time limit of a run on Slurm: 04:00:00")] = None,
     option: Annotated[list[str] | None, typer.Option(help="a further option of sbatch: --partition=gpu")] = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="on Slurm: return; a job goes on when they end")] = False,
     results: Results = RESULTS,
     work: WorkFolder = WORK,
 ) -> None:
     """Run what is missing, first the search. Finished runs are skipped, interrupted ones resumed."""
     search = context.info_name == "tune"
-    if search:
-        refuse_idle(context, dict.fromkeys(("seeds", "plan", "measure", "price"), "is of `fedlora experiment run`"))
+    refuse_idle(
+        context,
+        dict.fromkeys(("seeds", "plan", "measure", "price") if search else (), "is of `fedlora experiment run`"),
+    )
+    refuse_idle(context, {name: f"is for --backend {of}" for name, of in _FOR.items() if backend not in of.split()})
     from fedlora.cli.experiment_runs import grids, run_missing, show_plan
 
     found = grids(names, profile, only, seeds)
     if plan or measure or price is not None:
         show_plan(found, results, data_root, measure=measure or price is not None, price=price)
     else:
-        place = Place(backend, workers, gpus, memory, time, option or [], no_wait)
+        place = Place(backend, workers, gpus, memory, time, option or [])
         run_missing(
             found, results, work, data_root, place, again=again, stages=("search",) if search else ("search", "run")
         )

@@ -5,7 +5,6 @@ A comparison is an experiment of one axis. OUT/runs/DIGEST are its run folders, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -73,24 +72,17 @@ def run_missing(
             ended = drive(grid, store, start, watch, stages)
         progress = store.progress(grid)
         failed += sum(digest not in progress.lines for digest in ended)
-        if not place.no_wait:
-            failed += sum("failed" in line for _, line in progress.used)
-            notes.warn(*progress.notes() if "run" in stages else progress.chosen())
+        failed += sum("failed" in line for _, line in progress.used)
+        notes.warn(*progress.notes() if "run" in stages else progress.chosen())
     if failed:
         complain(f"{counted(failed, 'run')} failed; see {work / 'failures'}. Mend the cause, and call this again.")
         raise typer.Exit(NOT_WHOLE)
 
 
 def starter(place: Place, work: Work, grid: Grid) -> Start:
-    """What makes the runs. Raises `ConfigError` for options of another place."""
-    of = {"gpus": "slurm or ray", **dict.fromkeys(("memory", "time", "options", "no_wait"), "slurm")}
-    for name, where in of.items():
-        if getattr(place, name) and place.backend not in where.split(" or "):
-            raise ConfigError(f"--{name.rstrip('s').replace('_', '-')} is for --backend {where}; leave it out.")
+    """What makes the runs. Raises `ConfigError` for Slurm without a time limit."""
     if place.backend == Machines.here:
         return lambda runs: here(runs, work, worker_count(place.workers, runs))
-    if place.workers != "1":
-        raise ConfigError("--workers are processes of this machine; a cluster runs as many as it has room for.")
     if place.backend == Machines.ray:
         return partial(ray_tasks, work=work, gpus=place.gpus)
     if place.time is None:
@@ -98,8 +90,7 @@ def starter(place: Place, work: Work, grid: Grid) -> Start:
             "--backend slurm needs --time, the limit of a run: 04:00:00. A run that meets it is queued again."
         )
     asked = Asked(place.time, place.gpus or 0, place.memory, place.options)
-    follow = [sys.executable, "-m", "fedlora", *sys.argv[1:]] if place.no_wait else []
-    return partial(slurm, work=work, name=grid.name, asked=asked, follow=[word for word in follow if word != "--force"])
+    return partial(slurm, work=work, name=grid.name, asked=asked)
 
 
 def _check(chosen: Sequence[Grid]) -> None:
@@ -143,7 +134,7 @@ def show_plan(
         progress = progress_of(grid, place_of(grid, results))
         todo = cost.to_do(progress) if measure else []
         trials = cost.tried(todo, data_root, lambda run: notes.print(f"two trial rounds of {run.label}"))
-        rows.append(cost.row_of(grid, progress, trials, price))
+        rows.append(cost.row_of(progress, trials, price))
         notes.warn(*dict.fromkeys(f"a trial failed: {why}" for why in trials.values() if isinstance(why, str)))
     caption = "What would run." + (" Hours of one process, from two trial rounds here." if measure else "")
     show([Shown(pd.DataFrame(rows), 1, [caption])], [], Format.table)
@@ -189,8 +180,7 @@ def run_comparison(
     if not able:
         raise typer.Exit(complain(f"no method could run: {'; '.join(refused)}"))
     notes.warn(*refused)  # before the others take hours
-    reference = experiment.reference if experiment.reference in able else able[0]
-    grid = Grid(experiment.model_copy(update={"reference": reference}), PROFILE, {experiment.rows: able})
+    grid = Grid(experiment.model_copy(update={"reference": able[0]}), PROFILE, {experiment.rows: able})
     store, picture = Store(folder / "results.jsonl", Work(folder, data_root)), folder / "comparison.png"
     check_picture(picture)
     if not resume and (store.results.exists() or (folder / "runs").exists()):

@@ -18,8 +18,6 @@ from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
-
     from fedlora.experiments.tables import Table  # imports torch
 
 
@@ -61,22 +59,20 @@ def show(tables: Sequence[Table], remarks: Sequence[str], format: Format) -> Non
         print("\n\n".join([*parts, *dict.fromkeys([*notes, *remarks])]))
     elif format is Format.latex:
         parts = [_latex(table) for table in tables]
-        notes = [note for table in tables for note in table.notes]
+        notes = [note for table in tables for note in table.notes[1:]]
         print("\n".join(["\n\n".join(parts), *(f"% {note}" for note in dict.fromkeys([*notes, *remarks]))]))
     elif format is Format.json:
-        told = [{"about": table.notes[0], "notes": table.notes[1:], "rows": _records(table)} for table in tables]
-        print(json.dumps({"tables": told, "notes": list(remarks)}, indent=2))
+        each = [{"about": table.notes[0], "notes": table.notes[1:], "rows": _records(table)} for table in tables]
+        print(json.dumps({"tables": each, "notes": list(remarks)}, indent=2))
     else:
         if tables:
-            names = list(tables[0].frame.columns[: tables[0].names])
-            beside = [t.frame for t in tables[1:2] if list(t.frame.columns[: t.names]) == names]
-            print(_beside(tables[0].frame, names, *beside).to_csv(index=False), end="")
+            frame, names = tables[0].frame, list(tables[0].frame.columns[: tables[0].names])
+            for other in tables[1:2]:
+                if list(other.frame.columns[: other.names]) == names:
+                    frame = frame.merge(other.frame, "left", names, suffixes=("", " of pairs"))
+            print(frame.to_csv(index=False), end="")
         for note in dict.fromkeys([*(note for table in tables[:2] for note in table.notes), *remarks]):
             print(note, file=sys.stderr)
-
-
-def _beside(frame: DataFrame, names: list[str], other: DataFrame | None = None) -> DataFrame:
-    return frame if other is None else frame.merge(other, "left", names, suffixes=("", " of pairs"))
 
 
 def in_words(value: Any, column: str = "") -> str:
@@ -120,11 +116,12 @@ def _markdown(table: Table) -> str:
 
 
 def _latex(table: Table) -> str:
-    """A tabular, for the package booktabs."""
+    """A table with its caption, for the package booktabs."""
     columns = "l" * table.names + "r" * (len(table.frame.columns) - table.names)
     head, *rows = [" & ".join(map(_escaped, line)) + r" \\" for line in [table.frame.columns, *_cells(table)]]
     return "\n".join([
-        rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"
+        r"\begin{table}", rf"\caption{{{_escaped(table.notes[0])}}}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
+        head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}", r"\end{table}",
     ])  # fmt: skip
 
 

@@ -61,6 +61,6 @@ def _explain_arguments(command: click.Command) -> None:
     hints = get_type_hints(inspect.unwrap(command.callback), include_extras=True) if command.callback else {}
     for parameter in command.params:
         hint = hints.get(str(parameter.name))
-        for said in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
-            if isinstance(said, ArgumentInfo):
-                vars(parameter)["help"] = said.help
+        for argument in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
+            if isinstance(argument, ArgumentInfo):
+                vars(parameter)["help"] = argument.help

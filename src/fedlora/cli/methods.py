@@ -27,8 +27,8 @@ def methods(context: typer.Context, json: AsJson = False) -> None:
     table, found = Table("method", "paper", "hyper-parameters", title="Methods"), {}
     for row in listed():
         known = ", ".join(f"{k}={v}" for k, v in row.defaults.items()) or "none"
-        told = ("", red(row.error)) if row.error is not None else (row.paper, known)
-        table.add_row(row.name if row.package is None else f"{row.name} ({row.package})", *told)
+        columns = ("", red(row.error)) if row.error is not None else (row.paper, known)
+        table.add_row(row.name if row.package is None else f"{row.name} ({row.package})", *columns)
         facts = {"paper": row.paper, "hyper-parameters": row.defaults} if row.error is None else {"error": row.error}
         found[row.name] = facts if row.package is None else {**facts, "package": row.package}
     print_json(found) if json else console.print(table)

@@ -74,12 +74,11 @@ class Asked:
         return [*found, *([f"--mem={self.memory}"] if self.memory else []), *self.options]
 
 
-def slurm(runs: Sequence[Planned], work: Work, name: str, asked: Asked, follow: Sequence[str] = ()) -> Ended:
+def slurm(runs: Sequence[Planned], work: Work, name: str, asked: Asked) -> Ended:
     """The runs, a task each; a run whose task is gone without a word gets a second one.
 
     Args:
-        name: of the experiment at its profile, by which its tasks are found again. follow: submit what is missing and
-            return, and let this command be one more job, which begins when all tasks have ended.
+        name: of the experiment at its profile, by which its tasks are found again.
     """
     left = {run.digest: run for run in runs}
     ours: set[str] = set()
@@ -95,14 +94,6 @@ def slurm(runs: Sequence[Planned], work: Work, name: str, asked: Asked, follow: 
         for start in range(0, len(new), _ARRAY):
             _submit(new[start : start + _ARRAY], work, name, asked)
         ours |= {run.digest for run in new}
-        if follow:
-            if jobs := {task.partition("_")[0] for task in _queued(work, name).values()}:
-                _call([
-                    "sbatch", f"--job-name={name}-next", f"--dependency=afterany:{':'.join(sorted(jobs))}", "--requeue",
-                    f"--time={asked.time}", "--open-mode=append", f"--output={work.folder / 'slurm' / 'next.log'}",
-                    *asked.options, f"--wrap={shlex.join(follow)}",
-                ])  # fmt: skip
-            return
         end = time.monotonic() + (_LOOK if left else 0)
         while time.monotonic() < end:
             yield None
@@ -122,8 +113,8 @@ def _submit(runs: Sequence[Planned], work: Work, name: str, asked: Asked) -> Non
     for run in runs:
         work.failure(run).unlink(missing_ok=True)
     root = None if work.data_root is None else str(work.data_root.resolve())
-    told = {"data_root": root, "digests": [run.digest for run in runs], "runs": [as_text(run) for run in runs]}
-    files.write(folder / f"{job}.json", json.dumps(told))
+    tasks = {"data_root": root, "digests": [run.digest for run in runs], "runs": [as_text(run) for run in runs]}
+    files.write(folder / f"{job}.json", json.dumps(tasks))
     text = _SCRIPT.format(
         job=job, last=len(runs) - 1, time=asked.time, cores=cores_of(runs), folder=shlex.quote(str(folder)),
         python=shlex.quote(sys.executable), options="\n".join(f"#SBATCH {word}" for word in asked.words()),
@@ -141,17 +132,16 @@ def _call(words: Sequence[str], text: str = "") -> str:
     return done.stdout
 
 
-def _tasks(name: str) -> list[list[str]]:
-    """[the array's name, the task] of what waits or runs. By squeue, because sacct needs a database."""
-    lines = _call(["squeue", "--me", "-h", "-r", "-o", "%j|%i"]).splitlines()
-    return [line.split("|") for line in lines if line.startswith(f"{name}-")]
+def _tasks(name: str) -> list[tuple[str, int]]:
+    """(the array's name, the task's number) of what waits or runs. By squeue, because sacct needs a database."""
+    lines = [line.split("|") for line in _call(["squeue", "--me", "-h", "-r", "-o", "%j|%i"]).splitlines()]
+    return [(job, int(task.partition("_")[2] or 0)) for job, task in lines if job.startswith(f"{name}-")]
 
 
-def _queued(work: Work, name: str) -> dict[str, str]:
-    """Digest -> task of what waits or runs."""
+def _queued(work: Work, name: str) -> set[str]:
+    """Digests of what waits or runs."""
     batches = {path.stem: digests for path, digests in _batches(work, name).items()}
-    tasks = [(job, task) for job, task in _tasks(name) if job in batches]
-    return {batches[job][int(task.partition("_")[2] or 0)]: task for job, task in tasks}
+    return {batches[job][number] for job, number in _tasks(name) if job in batches}
 
 
 def _batches(work: Work, name: str) -> dict[Path, list[str]]:
@@ -197,7 +187,7 @@ def ray_tasks(runs: Sequence[Planned], work: Work, gpus: int | None) -> Ended:
         )
     task = ray.remote(run_of_fedlora).options(num_cpus=asked["CPU"], num_gpus=gpus, max_retries=TRIES)
     left = {task.remote(os.getcwd(), work, run): run for run in runs}
-    told = False
+    warned = False
     try:
         while left:
             done, _ = ray.wait(list(left), num_returns=1, timeout=LOOK)
@@ -208,9 +198,9 @@ def ray_tasks(runs: Sequence[Planned], work: Work, gpus: int | None) -> Ended:
                     why = f"{type(error).__name__}: {error}".splitlines()[0]
                 yield left.pop(one), why
             if not done:
-                if not told and not _room(ray, asked):
+                if not warned and not _room(ray, asked):
                     log.warning("%s wait: no living node has room for one", counted(len(left), "run"))
-                    told = True
+                    warned = True
                 yield None
     finally:
         for one in left:

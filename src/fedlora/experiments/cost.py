@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fedlora.errors import WorkerDied
-from fedlora.experiments.grid import Grid, Planned, client_count, digest
+from fedlora.experiments.grid import Planned, client_count, digest
 from fedlora.experiments.tune import Progress
 from fedlora.experiments.work import Work, begin
 from fedlora.runs.config import RunConfig
@@ -109,12 +109,12 @@ def _trial(run: Planned, data_root: Path | None) -> Trial:
     )
 
 
-def row_of(grid: Grid, progress: Progress, trials: dict[str, Trial | str], price: float | None) -> dict[str, Any]:
+def row_of(progress: Progress, trials: dict[str, Trial | str], price: float | None) -> dict[str, Any]:
     """A row of the plan. price: of an hour of one process."""
     todo = to_do(progress)
     counts = [examples(run.config) for run in todo]
     row: dict[str, Any] = {
-        "experiment": grid.experiment.name, "search runs": len(grid.searches), "runs": progress.count,
+        "experiment": progress.grid.experiment.name, "search runs": len(progress.grid.searches), "runs": progress.count,
         "finished": len(progress.used), "to do": len(todo),
         "examples to train": None if None in counts else sum(x for x in counts if x is not None),
     }  # fmt: skip

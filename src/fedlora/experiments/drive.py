@@ -80,8 +80,7 @@ class Store:
 def drive(
     grid: Grid, store: Store, start: Start, watch: Watch, stages: Sequence[Stage] = ("search", "run")
 ) -> dict[str, str]:
-    """Run what is missing, each stage's runs at most once. Returns digest -> why it failed. If `start` left runs to
-    others (`slurm` with a command that follows), no further stage begins.
+    """Run what is missing, each stage's runs at most once. Returns digest -> why it failed.
 
     Args:
         start: makes runs (`here`, `clusters`). watch: called with a stage's runs before it starts, after each
@@ -94,17 +93,13 @@ def drive(
         if not todo:
             continue
         watch(todo, None)
-        left = len(todo)
         with closing(start(todo)) as ended:
             for one in ended:
                 if one is not None:
                     run, why = one
-                    left -= 1
                     if (line := store.work.line(run)) is not None:
                         results.append(store.results, line)
                     if why is not None:
                         failed[run.digest] = why
                 watch(todo, one)
-        if left:
-            break
     return failed

@@ -66,15 +66,13 @@ class Grid:
     wanted_seeds: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        name, seeds = (
-            f"experiment {self.experiment.name}, profile {self.profile}",
-            self.experiment.profile(self.profile).seeds,
-        )
+        name = f"experiment {self.experiment.name}, profile {self.profile}"
+        seeds = self.experiment.profile(self.profile).seeds
         for axis, labels in self.only.items():
             known = self.experiment.labels(self.profile, axis) if axis in self.experiment.axes else []
             if unknown := [label for label in labels if label not in known]:
-                said = ", ".join(map(repr, known)) or f"only the axes {', '.join(self.experiment.axes)}"
-                raise ConfigError(f"{axis} of {name} has no {unknown[0]!r}; it has {said}.")
+                there = ", ".join(map(repr, known)) or f"only the axes {', '.join(self.experiment.axes)}"
+                raise ConfigError(f"{axis} of {name} has no {unknown[0]!r}; it has {there}.")
         if unknown_seeds := sorted({*(self.wanted_seeds or [])} - {*seeds}):
             raise ConfigError(f"{unknown_seeds[0]} is not a seed of {name}: it has {', '.join(map(str, seeds))}.")
         if not self.cells:
@@ -184,10 +182,8 @@ class Grid:
             try:
                 for one in (cell, {**cell, **moved}):
                     config = self.planned(one, self.seeds[0], self.values[0] if self.values else None, "run").config
-                    apart = (
-                        bool(config.data.clients) or config.data.task == "superni"
-                    )  # then the data count the clients
-                    tables = {"method", "server", "robust", "clients", *(["data"] if apart else [])}
+                    by_data = config.data.clients or config.data.task == "superni"  # then the data count the clients
+                    tables = {"method", "server", "robust", "clients", *(["data"] if by_data else [])}
                     if (key := config.model_dump_json(include=tables)) not in seen:
                         try_out(config)
                     seen.add(key)
@@ -230,8 +226,8 @@ def as_text(run: Planned) -> str:
 
 def from_text(text: str) -> Planned:
     """`as_text` read back."""
-    told = json.loads(text)
-    return Planned(**{**told, "config": RunConfig.model_validate(told["config"])})
+    facts = json.loads(text)
+    return Planned(**{**facts, "config": RunConfig.model_validate(facts["config"])})
 
 
 def _apply(raw: dict[str, Any], changes: Changes) -> None:

@@ -10,13 +10,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any
 
 import pandas as pd
+from pydantic import Field, model_validator
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.scores import Number, parse_number
 from fedlora.experiments.spec import Experiment, Part
-from fedlora.experiments.tables import Runs, Table, by_cell
+from fedlora.experiments.tables import Runs, Table, by_cell, middle
 from fedlora.experiments.tune import Progress
 from fedlora.given_files import read_toml
 
@@ -27,7 +29,6 @@ _WHEN = {
     "test, last": "after the last round", "test, best": "after the round that is best on validation",
     "clients, last": "each client's own readout after the last round, the mean over clients",
 }  # fmt: skip
-Rows = dict[str, list[str]]
 
 
 class Column(Part):
@@ -36,7 +37,7 @@ class Column(Part):
 
     head: str
     over: str = ""
-    at: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
+    at: dict[str, str] = Field(default_factory=dict)
     of: str = "test"
 
     @property
@@ -45,12 +46,13 @@ class Column(Part):
 
 
 class PaperTable(Part):
-    """A table of the paper. rows: row -> its numbers; with `blocks`, an axis, label of it -> such rows. average: the
-    head of a last column, the mean of the others. times, digits: how our numbers are written."""
+    """A table of the paper. blocks: the axis whose labels are blocks of rows, if there are several. rows: label of
+    `blocks`, "" without -> row -> its numbers. average: the head of a last column, the mean of the others. times,
+    digits: how our numbers are written."""
 
     caption: str
     columns: list[Column]
-    rows: Rows | dict[str, Rows]
+    rows: dict[str, dict[str, list[str]]]
     blocks: str | None = None
     average: str | None = None
     times: float = 1.0
@@ -60,10 +62,10 @@ class PaperTable(Part):
     def heads(self) -> list[str]:
         return [*(column.words for column in self.columns), *([self.average] if self.average else [])]
 
-    def of_block(self, block: str) -> Mapping[str, list[str]]:
-        """Row -> its printed numbers; block: "" in a table without blocks."""
-        found = self.rows if self.blocks is None else self.rows.get(block, {})
-        return {row: told for row, told in found.items() if isinstance(told, list)} if isinstance(found, dict) else {}
+    @model_validator(mode="before")
+    @classmethod
+    def _one_block(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        return raw if "blocks" in raw else {**raw, "rows": {"": raw.get("rows")}}
 
 
 def paper_of(experiment: Experiment) -> PaperTable | None:
@@ -82,12 +84,12 @@ def paper_of(experiment: Experiment) -> PaperTable | None:
             f"{', '.join(raw) or 'nothing'}. Put a {PAPER_NUMBERS} with this table beside the experiment."
         )
     table = PaperTable.read(raw[experiment.paper], f"{place}: [{experiment.paper}] is no table of a paper")
-    for block in [""] if table.blocks is None else table.rows:
-        for row, told in table.of_block(block).items():
-            if len(told) != len(table.heads):
+    for block, rows in table.rows.items():
+        for row, printed in rows.items():
+            if len(printed) != len(table.heads):
                 raise ConfigError(
                     f"{place}: [{experiment.paper}] has {len(table.heads)} columns ({', '.join(table.heads)}), and its "
-                    f"row {row} of {block or 'no block'} has {len(told)} numbers. Give each column one."
+                    f"row {row} of {block or 'no block'} has {len(printed)} numbers. Give each column one."
                 )
     return table
 
@@ -139,11 +141,10 @@ class _Filled:
         """(block, row, ours, paper's, gaps), in the experiment's order; then the rows that only the paper has."""
         grid, paper = self.progress.grid, self.paper
         axes = grid.experiment.axes
-        comparable = grid.number() == parse_number(
-            grid.experiment.metric
-        )  # a profile may count rounds to another target
-        for block in [""] if paper.blocks is None else list(dict.fromkeys([*axes.get(paper.blocks, {}), *paper.rows])):
-            printed = paper.of_block(block)
+        # A profile may count rounds to another target than the paper.
+        comparable = grid.number() == parse_number(grid.experiment.metric)
+        for block in dict.fromkeys([*axes.get(paper.blocks or "", {}), *paper.rows]):
+            printed = paper.rows.get(block, {})
             for row in dict.fromkeys([*axes[grid.rows], *printed]):
                 at = {grid.rows: row} | ({paper.blocks: block} if paper.blocks else {})
                 each = [self._numbers(column, at) for column in paper.columns]
@@ -155,8 +156,8 @@ class _Filled:
                     continue
                 theirs = printed.get(row, [""] * len(each))
                 gaps = [
-                    self._gap(ours, told) if comparable or (k < len(paper.columns) and paper.columns[k].of) else ""
-                    for k, (ours, told) in enumerate(zip(each, theirs, strict=True))
+                    self._gap(ours, text) if comparable or (k < len(paper.columns) and paper.columns[k].of) else ""
+                    for k, (ours, text) in enumerate(zip(each, theirs, strict=True))
                 ]
                 yield block, row, [self._words(one) for one in each], theirs, gaps
 
@@ -166,23 +167,18 @@ class _Filled:
         each = self.runs(column, at) if number is not None else []
         return {run.seed: self.paper.times * number.of(line) for run, line in each if number is not None}
 
-    def _mean(self, ours: Mapping[int, float]) -> float:
-        if self.number.of_rounds and ours:
-            return float(pd.Series(ours).fillna(math.inf).median())
-        return fmean(ours.values()) if ours else math.nan
-
     def _words(self, ours: Mapping[int, float]) -> str:
         """Mean and spread; "2 of 3" where a run has no number, and of rounds the median and how many got there."""
         have = [x for x in ours.values() if not math.isnan(x)]
         if len(have) < len(ours) or self.number.of_rounds:
             counts = f"{len(have)} of {len(ours)}" if ours else ""
-            mean = self._mean(ours)
+            mean = middle(self.number, ours.values())
             return f"{mean:.0f} ({counts})" if self.number.of_rounds and math.isfinite(mean) else counts
         spread = f" ± {stdev(have):.{self.paper.digits}f}" if len(have) > 1 else ""
         return f"{fmean(have):.{self.paper.digits}f}{spread}" if have else ""
 
     def _gap(self, ours: Mapping[int, float], theirs: str) -> str:
-        printed, mean = re.match(r"[-+]?\d+(\.\d+)?", theirs), self._mean(ours)
+        printed, mean = re.match(r"[-+]?\d+(\.\d+)?", theirs), middle(self.number, ours.values())
         return f"{mean - float(printed[0]):+.{self.paper.digits}f}" if printed and math.isfinite(mean) else ""
 
     def table(self) -> Table:

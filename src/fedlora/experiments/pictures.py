@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.colors import Normalize
@@ -26,8 +25,6 @@ from fedlora.runs.drawing import COLOURS, check_picture, saved, under_attack
 from fedlora.runs.drawing import words as metric_words
 from fedlora.training.metrics import by_guessing
 
-P = ParamSpec("P")
-R = TypeVar("R")
 INK, MUTED, FAINT, GROUND = "#222222", "#5c5c5c", "#d9d9d9", "#ffffff"
 _STYLES, _MARKERS = ("-", "--", ":"), ("o", "s", "^", "D", "v", "P")
 _WIDTH, _BANDS = 7.2, 5  # inches; more shaded lines in a panel overlap to a brown in which none is visible
@@ -40,29 +37,20 @@ _STYLE = {
 Panels = dict[str, dict[str, list[Line]]]  # labels of the other axes -> label of the compared one -> its runs
 
 
-def _styled(draw: Callable[P, R]) -> Callable[P, R]:
-    @wraps(draw)
-    def styled(*args: P.args, **kwargs: P.kwargs) -> R:
-        with plt.rc_context(_STYLE):
-            return draw(*args, **kwargs)
-
-    return styled
-
-
-@_styled
 def drawn(progress: Progress, path: Path) -> list[Path]:
     """Draw what there is, the main picture at `path`, the others beside it by their names; returns the files. Empty if
     there is nothing to draw. Raises `ConfigError` if a file is there that fedlora did not draw."""
-    made = {
-        "numbers": numbers_figure(progress), "curves": curves_figure(progress),
-        "test-curves": curves_figure(progress, "test/"), "differences": differences_figure(progress),
-        "categories": categories_figure(progress),
-    }  # fmt: skip
-    there = [(name, figure) for name, figure in made.items() if figure is not None]
-    places = [path if not k else path.with_stem(f"{path.stem}-{name}") for k, (name, _) in enumerate(there)]
-    for place in places:
-        check_picture(place)
-    return [saved(figure, place) for (_, figure), place in zip(there, places, strict=True)]
+    with plt.rc_context(_STYLE):
+        made = {
+            "numbers": numbers_figure(progress), "curves": curves_figure(progress),
+            "test-curves": curves_figure(progress, "test/"), "differences": differences_figure(progress),
+            "categories": categories_figure(progress),
+        }  # fmt: skip
+        there = [(name, figure) for name, figure in made.items() if figure is not None]
+        places = [path if not k else path.with_stem(f"{path.stem}-{name}") for k, (name, _) in enumerate(there)]
+        for place in places:
+            check_picture(place)
+        return [saved(figure, place) for (_, figure), place in zip(there, places, strict=True)]
 
 
 def panels_of(progress: Progress) -> Panels:
@@ -227,17 +215,17 @@ def categories_figure(progress: Progress) -> Figure | None:
     for words, name in sets.items():
         for where, of_label in panels_of(progress).items():
             for label, lines in of_label.items():
-                if told := _categories(parse_number(name), lines):
-                    found.setdefault(f"{where}: {words}" if where else words, {})[label] = told
+                if means := _categories(parse_number(name), lines):
+                    found.setdefault(f"{where}: {words}" if where else words, {})[label] = means
     if not found:
         return None
     labels = list(progress.grid.experiment.axes[progress.grid.rows])
     figure, axes = _sheet(len(found), 1.3 + 0.3 * max(len(x) for each in found.values() for x in each.values()), 1)
-    for axis, (title, told_of) in zip(axes, found.items(), strict=True):
-        names = sorted({name for told in told_of.values() for name in told})
-        for label, told in told_of.items():
+    for axis, (title, scores_of) in zip(axes, found.items(), strict=True):
+        names = sorted({name for averages in scores_of.values() for name in averages})
+        for label, averages in scores_of.items():
             k = labels.index(label)
-            axis.plot([told.get(name, math.nan) for name in names], range(len(names)), _MARKERS[k % len(_MARKERS)],
+            axis.plot([averages.get(name, math.nan) for name in names], range(len(names)), _MARKERS[k % len(_MARKERS)],
                       color=COLOURS[k % len(COLOURS)], markersize=8, alpha=0.85, label=label)  # fmt: skip
         axis.set_yticks(range(len(names)), [_wrapped(name, 30) for name in names])
         axis.set_title(title, loc="left", fontweight="bold")
@@ -276,13 +264,13 @@ def _legend(figure: Figure, handles: Sequence[Any]) -> None:
         figure.legend(handles=handles, labels=labels, loc="outside lower center", ncols=columns)
 
 
-def _titled(figure: Figure, progress: Progress, told: str) -> Figure:
+def _titled(figure: Figure, progress: Progress, what: str) -> Figure:
     """The figure with the experiment's title, what it shows, what is missing, and who attacked."""
     grid = progress.grid
     there = {label for each in panels_of(progress).values() for label in each}
     gone = [label for label in dict.fromkeys(cell[grid.rows] for cell in grid.cells) if label not in there]
     missing = [_wrapped(f"no result: {', '.join(gone)}", 56)] if gone else []
-    figure.suptitle("\n".join([_wrapped(grid.experiment.title, 56), told, *missing]), fontsize=13)
-    if what := attacks(progress):
-        under_attack(figure, "; ".join(what))
+    figure.suptitle("\n".join([_wrapped(grid.experiment.title, 56), what, *missing]), fontsize=13)
+    if found := attacks(progress):
+        under_attack(figure, "; ".join(found))
     return figure

@@ -240,6 +240,8 @@ def rounds_of(line: Line) -> Iterator[dict[str, Any]]:
 
 def megabytes(line: Line) -> tuple[float, float]:
     """What clients sent and got in all rounds, heads included; NaN for a private run, which does not report it."""
-    told = line["bytes"] or {}
-    up = (told["up_adapter"] + told["up_heads"]) / 1e6 if told else math.nan
-    return up, (told["total"] / 1e6 - up if told else math.nan)
+    count = line["bytes"]
+    if not count:
+        return math.nan, math.nan
+    up = (count["up_adapter"] + count["up_heads"]) / 1e6
+    return up, count["total"] / 1e6 - up

@@ -1,6 +1,6 @@
 """An experiment's file: a base configuration, axes of named changes to it, a search, seeds, profiles.
 
-title, question                 words
+title                           words
 [run.*]                         tables of a run's configuration, common to all; relative paths start at this file
 [axes.NAME]                     label -> changes, as { "clients.dirichlet_alpha" = 0.1 }; a cell is a label of each axis
 [tune]                          a key, its values, and over which axes the best one is chosen, on seeds of its own
@@ -86,7 +86,7 @@ class Profile(Part):
 
     seeds: each cell runs once for each seed. set: further changes of the configuration; a cell's own take precedence.
     axes: axis -> the labels to run, instead of all. tune: values of the search, instead of the experiment's. metric:
-    the number to compare, instead of the experiment's. note: a note for readers of the file.
+    the number to compare, instead of the experiment's.
     """
 
     seeds: Seeds
@@ -94,26 +94,23 @@ class Profile(Part):
     axes: dict[str, Once[str]] = {}
     tune: Once[float] = []
     metric: Metric | None = None
-    note: str = ""
 
 
 class Experiment(Part):
     """One experiment's file.
 
-    name: the experiment's name; default: the file's. title: a title for tables and pictures. question: the question,
-    for readers of the file. metric: the number to compare, such as "test, last". rows: the axis whose labels are
-    compared, a row of a table each. reference: one of these labels, with which the others are compared. margin: a
-    difference of the metric that does not matter, in its unit; differences then get a verdict. paper: its key in
-    paper_numbers.toml. run: the tables of a run's configuration, common to all; relative paths start at this file.
-    axes: axis -> label -> changes, as { "clients.dirichlet_alpha" = 0.1 }; of two axes that set one key the later wins,
-    and an empty table removes a table. tune: the search for the best value of a key. profiles: scales to run at, by
-    name.
-    skip: combinations of labels that are not cells.
+    name: the experiment's name; default: the file's. title: a title for tables and pictures. metric: the number to
+    compare, such as "test, last". rows: the axis whose labels are compared, a row of a table each. reference: one of
+    these labels, with which the others are compared. margin: a difference of the metric that does not matter, in its
+    unit; differences then get a verdict. paper: its key in paper_numbers.toml. run: the tables of a run's
+    configuration, common to all; relative paths start at this file. axes: axis -> label -> changes, as
+    { "clients.dirichlet_alpha" = 0.1 }; of two axes that set one key the later wins, and an empty table removes a
+    table. tune: the search for the best value of a key. profiles: scales to run at, by name. skip: combinations of
+    labels that are not cells.
     """
 
     name: str
     title: str
-    question: str = ""
     metric: Metric = "test, last"
     rows: str = "method"
     reference: str | None = None
@@ -211,22 +208,21 @@ def comparison(
     *,
     name: str,
     metric: str | None = None,
-    reference: str | None = None,
     margin: float | None = None,
     tune: Tune | None = None,
 ) -> Experiment:
-    """The methods by label, on the configuration. Each run has one process and one thread, so that parallel runs change
-    no bit and do not slow each other down.
+    """The methods by label, on the configuration; the first is the reference. Each run has one process and one thread:
+    parallel runs change no bit and do not slow each other down.
 
     Args:
         methods: label -> its section. The bare name of the configuration's own method means the configuration's.
         metric: the compared number; by default the test set at the best validation round, or at the last one without
-            validation data; without a test set validation. reference: the label that the others are compared with; by
-            default the first. margin: a difference that does not matter. tune: the search for each method.
+            validation data; without a test set validation. margin: a difference that does not matter. tune: the search
+            for each method.
 
     Raises:
-        ConfigError: unknown methods or settings, all in one line; a reference that is not a label; a search on compared
-            seeds, or without validation data; no held-out data; [privacy].
+        ConfigError: unknown methods or settings, all in one line; a search on compared seeds, or without validation
+            data; no held-out data; [privacy].
     """
     if base.privacy is not None:
         raise ConfigError(
@@ -251,7 +247,7 @@ def comparison(
     return Experiment.read(
         {
             "name": name, "title": name, "metric": metric or (best if tested else "validation, best"), "run": run,
-            "reference": reference or next(iter(axis)), "margin": margin, "axes": {"method": axis}, "tune": tune,
+            "reference": next(iter(axis)), "margin": margin, "axes": {"method": axis}, "tune": tune,
             "profiles": {PROFILE: {"seeds": list(seeds)}},
         },
         "the comparison",

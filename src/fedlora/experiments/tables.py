@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
@@ -48,9 +49,13 @@ def by_cell(progress: Progress) -> Iterator[tuple[Cell, Runs]]:
 
 
 def mean_of(number: Number, runs: Runs) -> float:
-    """The mean over seeds; NaN if a run has no number, because the mean of the others would favour what fails. Of
-    rounds to a target the median, in which a run that never gets there is the worst: infinite if it is such a run."""
-    each = [number.of(line) for _, line in runs]
+    """The `middle` over seeds."""
+    return middle(number, [number.of(line) for _, line in runs])
+
+
+def middle(number: Number, each: Collection[float]) -> float:
+    """The mean; NaN if a run has no number, because the mean of the others would favour what fails. Of rounds to a
+    target the median, in which a run that never gets there is the worst: infinite if it is such a run."""
     if number.of_rounds and each:
         return float(median(math.inf if math.isnan(x) else x for x in each))
     return fmean(each) if each else math.nan
@@ -112,11 +117,11 @@ def differences(progress: Progress, number: Number, margin: float | None = None)
 def _gaps(
     progress: Progress, number: Number, margin: float | None
 ) -> tuple[dict[tuple[str, ...], stats.Gap], list[str]]:
-    """Labels -> the gap to the reference; and a note for each kind of pair that is left out, or that is odd."""
+    """Labels -> the gap to the reference; and a note for each kind of pair that is left out."""
     grid, reference = progress.grid, progress.grid.experiment.reference
     theirs = {tuple(cell.values()): {run.seed: line for run, line in runs} for cell, runs in by_cell(progress)}
     gaps: dict[tuple[str, ...], stats.Gap] = {}
-    apart, without, mixed = [], [], 0
+    apart, without = [], []
     for cell, runs in by_cell(progress) if reference is not None else ():
         if cell[grid.rows] == reference:
             continue
@@ -130,7 +135,6 @@ def _gaps(
             without.append(", ".join(place))
         elif each:
             gaps[place] = stats.paired([0.0 if math.isclose(a, b, rel_tol=ALIKE) else a - b for a, b in each], margin)
-            mixed += sum(_read_otherwise(ours, base) for ours, base in pairs)
     notes = []
     if without:
         notes.append(f"No difference where a run has no number, which would favour what fails: {'; '.join(without)}.")
@@ -139,8 +143,6 @@ def _gaps(
             f"Not compared, because one is of clients' own models on their own data: {'; '.join(apart)}. Measure the "
             f"clients' own models of all (evaluate.target = 'clients'), or compare 'clients, last'."
         )
-    if mixed:
-        notes.append(f"{mixed} of the pairs did not read the same data: it changed between their runs.")
     return gaps, notes
 
 
@@ -154,10 +156,10 @@ def costs(progress: Progress) -> Table:
 
     rows = []
     for cell, runs in by_cell(progress):
-        told = [of(line) for _, line in runs if "failed" not in line]
+        each = [of(line) for _, line in runs if "failed" not in line]
         drifts = [line["gauge_drift"].get(line["method"]) for _, line in runs if "failed" not in line]
-        means = {name: fmean(one[name] for one in told) for name in told[0]} if told else {}
-        if told:
+        if each:
+            means = {name: fmean(one[name] for one in each) for name in each[0]}
             worst = max((x for x in drifts if x is not None), default=math.nan)
             rows.append({**{axis: cell[axis] for axis in progress.grid.axes}, **means, "gauge": worst})
     note = (
@@ -174,7 +176,7 @@ def clients(progress: Progress) -> Table:
         each = line["clients_at_end"].items()
         return {f"{name} ({line['ranks'].get(name)})": scores.get(line["metric"]) for name, scores in each}
 
-    note = "Each client's (its rank's) own readout after the last round, the mean over seeds."
+    note = f"Each client's (its rank's) own readout after the last round, the mean over seeds: {_unit(progress)}."
     return _columns(progress, "client (rank)", of, note)
 
 
@@ -198,26 +200,28 @@ def _columns(progress: Progress, head: str, of: Callable[[Line], Mapping[str, fl
     """A row for each name that `of` gives, a column for each cell with one; the means over seeds."""
     columns: dict[str, dict[str, float]] = {}
     for cell, runs in by_cell(progress):
-        told: dict[str, list[float]] = {}
+        found: dict[str, list[float]] = {}
         for _, line in runs:
             for name, value in (of(line) if "failed" not in line else {}).items():
-                told.setdefault(name, []).append(math.nan if value is None else value)
-        if told:
-            columns[", ".join(cell[axis] for axis in progress.grid.axes)] = {k: fmean(x) for k, x in told.items()}
+                found.setdefault(name, []).append(math.nan if value is None else value)
+        if found:
+            columns[", ".join(cell[axis] for axis in progress.grid.axes)] = {k: fmean(x) for k, x in found.items()}
     names = sorted({name for column in columns.values() for name in column})
-    return Table(
-        pd.DataFrame([{head: name, **{c: told.get(name, math.nan) for c, told in columns.items()}} for name in names]),
-        1, [note],
-    )  # fmt: skip
+    rows = [{head: name, **{c: means.get(name, math.nan) for c, means in columns.items()}} for name in names]
+    return Table(pd.DataFrame(rows), 1, [note])
 
 
 def in_its_unit(progress: Progress, number: Number) -> str:
     """A number in words, with its unit."""
-    metric = _metric(progress)
-    unit = SCALES.get(metric, metric)
     if number.of_rounds:
-        return f"The first evaluated round whose validation {metric.replace('_', ' ')} reaches {number.target:g}"
-    return f"{number.name}: {unit}"
+        metric = _metric(progress).replace("_", " ")
+        return f"The first evaluated round whose validation {metric} reaches {number.target:g}"
+    return f"{number.name}: {_unit(progress)}"
+
+
+def _unit(progress: Progress) -> str:
+    metric = _metric(progress)
+    return SCALES.get(metric, metric)
 
 
 def warnings(progress: Progress) -> list[str]:
@@ -250,21 +254,20 @@ def _whose(progress: Progress, number: Number) -> list[str]:
 
 
 def _mixtures(progress: Progress) -> list[str]:
-    """A note for each way in which the runs are not of one kind: commits, and content of one model."""
+    """A note for each way in which the runs are not of one kind: commits, content of one model or of the same data."""
     lines = [line for _, line in progress.used if "failed" not in line]
     commits = sorted({line["commit"] for line in lines})
     found = [f"Runs of {len(commits)} commits: {', '.join(commits)}."] if len(commits) > 1 else []
-    models: dict[str, set[str]] = {}
+    models: dict[str, set[str]] = defaultdict(set)
+    data: dict[str, set[str]] = defaultdict(set)
     for line in lines:
-        models.setdefault(line["config"]["model"]["name"], set()).add(line["read"]["model"])
-    found += [f"The model {path!r} had {len(of)} different contents." for path, of in models.items() if len(of) > 1]
+        models[line["config"]["model"]["name"]].add(line["read"]["model"])
+        dealt = [line["seed"], *(line["config"].get(table) for table in ("data", "clients", "attack"))]
+        data[str(dealt)] |= {line["read"]["data"]} - {None}
+    found += [f"The model {name!r} had {len(of)} different contents." for name, of in models.items() if len(of) > 1]
+    if any(len(of) > 1 for of in data.values()):
+        found.append("Runs that compare the same data did not read the same: it changed between them.")
     return found
-
-
-def _read_otherwise(one: Line, other: Line) -> bool:
-    """Whether two runs that deal the same data in the same way read other content."""
-    alike = all(one["config"].get(table) == other["config"].get(table) for table in ("data", "clients", "attack"))
-    return alike and len({one["read"]["data"], other["read"]["data"]} - {None}) > 1
 
 
 def _metric(progress: Progress) -> str:

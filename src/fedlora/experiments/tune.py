@@ -105,15 +105,15 @@ class Progress:
             whys: dict[str, list[str]] = {}
             for over, choice in self.choices.items():
                 if choice.value is None:
-                    said = "no value of the search has a score on validation: all of them failed or diverged"
+                    why = "no value of the search has a score on validation: all of them failed or diverged"
                 elif len(choice.level) > 1:
-                    said = f"{', '.join(f'{x:g}' for x in choice.level)} tie on validation, and the smallest was taken"
+                    why = f"{', '.join(f'{x:g}' for x in choice.level)} tie on validation, and the smallest was taken"
                 elif choice.edge is not None:
-                    said = f"{choice.value:g}, the {choice.edge} tried, was chosen: the best may lie beyond"
+                    why = f"{choice.value:g}, the {choice.edge} tried, was chosen: the best may lie beyond"
                 else:
                     continue
-                whys.setdefault(said, []).append(", ".join(over) or "all")
-            found += [f"{tune.key}: {said}: {'; '.join(labels)}." for said, labels in whys.items()]
+                whys.setdefault(why, []).append(", ".join(over) or "all")
+            found += [f"{tune.key}: {why}: {'; '.join(labels)}." for why, labels in whys.items()]
             searched = [(run, self.lines.get(run.digest) or {}) for run in self.grid.searches]
             found += [
                 f"in the search, {run.label} failed: {line['failed']}" for run, line in searched if "failed" in line

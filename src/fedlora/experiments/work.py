@@ -50,8 +50,8 @@ class Work:
         """Its line of results; None if it is neither finished nor failed for good."""
         found = results.make(run, self.run_folder(run))
         if found is None and self.failure(run).exists():
-            told = json.loads(files.read(self.failure(run)))
-            return results.failed(run, told["error"]) if told["diverged"] else None
+            failure = json.loads(files.read(self.failure(run)))
+            return results.failed(run, failure["error"]) if failure["diverged"] else None
         return found
 
     def __call__(self, run: Planned) -> str | None:
@@ -79,12 +79,12 @@ class Work:
                 yield
         except Exception as error:
             kind = "" if isinstance(error, FedLoRAError) else f"{type(error).__name__}: "
-            told = {
+            failure = {
                 "run": run.label, "error": f"{kind}{error}".splitlines()[0], "diverged": isinstance(error, _DIVERGED),
                 "traceback": "".join(traceback.format_exception(error)),
             }  # fmt: skip
             with suppress(OSError):  # a full disk; the driver sees that the run has not ended
-                files.write(self.failure(run), json.dumps(told, indent=2) + "\n")
+                files.write(self.failure(run), json.dumps(failure, indent=2) + "\n")
         finally:
             gc.collect()  # models have reference cycles, and a process makes many runs
 
@@ -102,9 +102,9 @@ def begin(gpus: str = "") -> None:
 def main(tasks: Path, number: int) -> int:
     """A task of an array job. tasks: {"data_root", "runs"}, in WORK/slurm."""
     begin()
-    told = json.loads(files.read(tasks))
-    root = None if told["data_root"] is None else Path(told["data_root"])
-    why = Work(tasks.parents[1], root)(from_text(told["runs"][number]))
+    array = json.loads(files.read(tasks))
+    root = None if array["data_root"] is None else Path(array["data_root"])
+    why = Work(tasks.parents[1], root)(from_text(array["runs"][number]))
     print(why or "done", flush=True)
     return int(why is not None)
 

@@ -145,7 +145,9 @@ def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
 def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
     d, seed = config.data, config.run.seed
     if data_root is None:
-        raise ConfigError("data.task = 'superni' needs --data-root with a folder superni of task*.json files.")
+        raise ConfigError(
+            "data.task = 'superni' needs --data-root (or FEDLORA_DATA_ROOT), where superni/task*.json are."
+        )
     if config.model.task != "causal-lm":
         raise ConfigError("data.task = 'superni' consists of instructions; set model.task = 'causal-lm'.")
     if isinstance(d.validation, str) or isinstance(d.test, str) or not d.task_lists:
