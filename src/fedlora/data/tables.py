@@ -94,10 +94,7 @@ def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str] 
     file = Path(source)
     suffix = file.suffix.lower()
     if suffix not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
-        raise DataError(
-            f"{file}: the suffix {suffix!r} is not known. Use .jsonl or .json (one object per line), .csv, .tsv or "
-            f".parquet."
-        )
+        raise DataError(f"{file}: suffix {suffix!r} is not .jsonl or .json (an object per line), .csv, .tsv, .parquet.")
     try:
         if suffix == ".parquet":
             return _parquet_table(file, columns)
@@ -147,9 +144,7 @@ def _csv_table(name: str, content: str, usual: str) -> Table:
     separator, first = _separator(content, usual)
     found: list[tuple[int, list[str]]] = []
     line = first
-    reader = csv.reader(
-        io.StringIO(content.split("\n", first - 1)[-1], newline=""), delimiter=separator, strict=True
-    )
+    reader = csv.reader(io.StringIO(content.split("\n", first - 1)[-1], newline=""), delimiter=separator, strict=True)
     try:
         for fields in reader:
             if fields:
@@ -189,7 +184,7 @@ def _separator(content: str, usual: str) -> tuple[str, int]:
 def _parquet_table(file: Path, columns: Sequence[str] | None) -> Table:
     """Those of these columns that a Parquet file has."""
     try:
-        import pyarrow.parquet  # type: ignore[import-untyped] - it comes without types
+        import pyarrow.parquet  # type: ignore[import-untyped]  # it has no types
         from datasets import Dataset
     except ImportError as error:
         raise DataError(f"{file}: Parquet needs pyarrow and datasets: pip install 'fedlora[hub]'.") from error
@@ -206,8 +201,8 @@ def _dataset_table(dataset: Any, name: str, columns: Sequence[str] | None) -> Ta
     """Those of these columns that a `datasets.Dataset` has. A ClassLabel column is returned as class names."""
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__") or isinstance(dataset, Mapping):
         raise DataError(
-            f"{name} is a {type(dataset).__name__}, not a datasets.Dataset: of a dictionary of splits give one, "
-            f"data['train']; a stream's rows cannot be counted and dealt out, load it without streaming=True."
+            f"{name} is a {type(dataset).__name__}, not a datasets.Dataset: give one split, such as data['train'], "
+            f"loaded without streaming=True."
         )
     dataset = dataset.with_format(None)  # Python's numbers, whatever format the user set
     values = {c: list(dataset[c]) for c in dataset.column_names if columns is None or c in columns}

@@ -82,8 +82,7 @@ def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
     least = special + (1 if pair is None else 2)
     if max_length < least:  # transformers would cut nothing, or everything
         raise ConfigError(
-            f"max_length = {max_length} leaves no room for text: the tokenizer adds "
-            f"{counted(special, 'special token')} to {'an example' if pair is None else 'a pair of texts'}. Set "
+            f"max_length = {max_length} leaves no room for text beside {counted(special, 'special token')}: set "
             f"data.max_length to {least} or more."
         )
     encoded = tokenizer(list(data.text), pair, truncation=True, max_length=max_length)
@@ -134,8 +133,8 @@ def _asked(data: TextData, template: Template, k: int) -> _Asked:
     else:
         if len(messages) > 2:
             raise DataError(
-                "it is a conversation with a system message or earlier turns, and only a chat template can separate "
-                "these: set data.chat_template = 'chat', with a model that has one."
+                "it is a conversation of several messages, and only a chat template can separate these: set "
+                "data.chat_template = 'chat'."
             )
         head, _, tail = template.text.partition(BARE)
         text, begins = head + prompt + tail, len(head)
@@ -159,8 +158,8 @@ def _fitted(asked: _Asked, tokenizer: Any, room: int) -> list[int]:
     gone |= set([at for at in front if at not in gone][: surplus - len(gone)])
     if len(gone) < surplus:
         raise DataError(
-            f"the parts that are never cut (the template and the messages before the last prompt) have "
-            f"{len(asked.ids) - len(gone)} tokens, more than the {room} left beside the answer. Raise data.max_length."
+            f"what is never cut (the template and the messages before) has {len(asked.ids) - len(gone)} tokens, more "
+            f"than the {room} left beside the answer. Raise data.max_length."
         )
     return [token for at, token in enumerate(asked.ids) if at not in gone]
 
@@ -194,9 +193,8 @@ def check_length(examples: Encoded, longest: int | None) -> None:
     most = max((len(example["input_ids"]) for example in examples), default=0)
     if longest is not None and most > longest:
         raise ConfigError(
-            f"an example has {most} tokens, but the model has only {longest} positions: set data.max_length to "
-            f"{longest} or less (in Python: max_length of TrainSettings and the evaluator; on several machines: "
-            f"the server's setting); longer examples are then cut."
+            f"an example has {most} tokens, but the model has only {longest} positions: set data.max_length (in "
+            f"Python max_length, of the evaluator too) to {longest} or less; longer examples are then cut."
         )
 
 

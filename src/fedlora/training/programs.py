@@ -126,8 +126,8 @@ class ProgramTrainer:
         scales = {self._lora.scale(rank) for rank in adapter.ranks.values()}
         if len(scales) > 1:
             raise ConfigError(
-                f"lora.lora_alpha gives this client several scales ({sorted(scales)}), since its ranks differ: with "
-                f"train.command, set lora.scaling instead, or one rank for all modules."
+                f"with train.command, lora.lora_alpha gives this client several scales ({sorted(scales)}), since its "
+                f"ranks differ: set lora.scaling instead."
             )
         return scales.pop()
 
@@ -177,10 +177,7 @@ def check_program(program: Program) -> None:
     {word} that nothing replaces."""
     for brace in _BRACES.findall(" ".join(program.command)):
         if brace not in _FILLED_IN:
-            raise ConfigError(
-                f"train.command has {brace}, but only {', '.join(_FILLED_IN)} are filled in. Correct it; if your "
-                f"program needs braces, put its call into a script."
-            )
+            raise ConfigError(f"train.command has {brace}, but only {', '.join(_FILLED_IN)} are filled in.")
     name, *rest = program.command
     in_its_folder = os.sep in name and not os.path.isabs(name)  # the client's, which is empty
     if "{" not in name and (in_its_folder or shutil.which(name, path=search_path()) is None):
