@@ -57,7 +57,7 @@ def test_an_empty_cell_a_dictionary_of_splits_and_a_stream() -> None:
     datasets = pytest.importorskip("datasets")
     with pytest.raises(DataError, match="row 2: 'more' is empty"):
         read_classification(news(0, 1, more=["x", None]), text="more", label="label")
-    with pytest.raises(DataError, match="is a DatasetDict, .*one split"):
+    with pytest.raises(DataError, match=r"is a DatasetDict, .*one split"):
         read_classification(datasets.DatasetDict({"train": news(0)}), text="text", label="label")
     with pytest.raises(DataError, match="without streaming=True"):
         read_classification(news(0).to_iterable_dataset(), text="text", label="label")
