@@ -124,9 +124,8 @@ def test_what_is_no_template() -> None:
     ids=["none", "rewrites", "opens nothing", "refuses", "does not end"],
 )  # fmt: skip
 def test_a_template_that_cannot_be_learned_from(template: str | None, said: str) -> None:
-    with pytest.raises((ConfigError, DataError), match=said) as error:
+    with pytest.raises((ConfigError, DataError), match=said):
         encode(TALK, talking(template), max_length=64)
-    assert "\n" not in str(error.value)
 
 
 # ---- each message's text occurs in its rendering, the answer's in the part that is learned ---------------------------

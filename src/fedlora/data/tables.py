@@ -94,7 +94,7 @@ def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str] 
     file = Path(source)
     suffix = file.suffix.lower()
     if suffix not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
-        raise DataError(f"{file}: the suffix {suffix!r} is not .jsonl, .json (objects by line), .csv, .tsv or .parquet.")
+        raise DataError(f"{file}: the suffix {suffix!r} is not .jsonl, .json (an object a line), .csv, .tsv, .parquet.")
     try:
         if suffix == ".parquet":
             return _parquet_table(file, columns)
