@@ -79,8 +79,8 @@ def _read(task: GlueTask, source: str) -> TextData:
     cells = table.cells("label")
     if odd := next((cell for cell in cells if cell[1] not in known), None):
         raise DataError(
-            f"{table.name}, {odd[0]}: label {odd[1]!r} is no class of {task!r}. GLUE's test sets have -1: use "
-            f"validation."
+            f"{table.name}, {odd[0]}: label {odd[1]!r} is no class of data.task = {task!r}. GLUE's test sets have -1: "
+            f"use validation."
         )
     return TextData(
         "classification", table.texts(columns.text), table.texts(columns.pair) if columns.pair else None,

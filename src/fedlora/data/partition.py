@@ -57,7 +57,8 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
         raise DataError(f"alpha must be in (0, 1e9], and min_size >= 0; got {alpha} and {min_size}.")
     if clients < 1 or clients * min_size > y.size:
         raise DataError(
-            f"there must be at least 1 client, and {min_size} examples for each; got {clients} and {y.size} examples."
+            f"{clients} clients with {min_size} examples each need {clients * min_size}, and there are {y.size}; at "
+            f"least 1 client is needed."
         )
     rng = np.random.default_rng(derive_seed(seed, "partition", "dirichlet"))
     classes = [np.flatnonzero(y == k) for k in np.unique(y)]
