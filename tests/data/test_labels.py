@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fedlora.data import read_classification
-from fedlora.data.labels import decode_labels, in_order
 from fedlora.errors import DataError
 
 Labels = list[Any]
@@ -48,20 +45,6 @@ def as_file(folder: Path, labels: Labels) -> Path:
     rows = [{"t": "x", "y": label} for label in labels]
     (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "d.jsonl"
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_each_row_has_the_class_that_is_written_there(data: st.DataObject) -> None:
-    """Words, whole numbers or truths; with and without the names."""
-    kinds = [st.sampled_from(["b", "a", " c", "True ", "x" * 99]), st.integers(0, 9999), st.booleans()]
-    values: Labels = data.draw(st.lists(data.draw(st.sampled_from(kinds)), min_size=1, max_size=9))
-    written = [str(value).lower() if isinstance(value, bool) else str(value).strip() for value in values]
-    named = data.draw(st.none() | st.permutations([*sorted(set(written)), "more"]))
-    cells = [(f"row {k}", value) for k, value in enumerate(values)]
-    labels, names = decode_labels("d", cells, named)
-    assert [names[k] for k in labels] == written
-    assert names == (tuple(named) if named else in_order(written))
 
 
 def test_what_is_a_class(tmp_path: Path) -> None:

@@ -121,27 +121,6 @@ def test_the_server_is_the_base_plus_the_mean_update_with_the_mean_head(model: A
     assert abs(got["loss"] - by_hand(dense(classifier, bert, {}, {}), TEST)["loss"]) > 0.01, "something was learnt"
 
 
-def test_the_servers_change_of_the_base_weight_counts_once(model: AdaptedModel, classifier: Path) -> None:
-    """FedEx-LoRA: after round 2 the model is W0 + residual of round 1 + mean update of round 2, by its formula."""
-    server, records, _ = played(model, "fedex-lora", EQUAL)
-    first, second = records
-    updates = {}
-    for name in first.uploads[0].adapter.modules:
-        total = sum(u.num_examples for u in first.uploads)
-        B, A = (
-            torch.stack(
-                [u.num_examples / total * u.adapter.modules[name].factors[k].double() for u in first.uploads]
-            ).sum(0)
-            for k in (0, 1)
-        )
-        residual = exact_mean(first, name) - B @ A
-        updates[name] = (SCALING * (residual + exact_mean(second, name))).float()
-        assert float(residual.norm()) > 1e-3 * float(exact_mean(second, name).norm())
-    heads = {name: mean_head(second, name).float() for name in second.uploads[0].adapter.heads}
-    want = by_hand(dense(classifier, bert, updates, heads), TEST)
-    assert ModelEvaluator(model, TEST, []).evaluate(server, second.state) == pytest.approx(want, rel=1e-3)
-
-
 def test_a_language_model_is_measured_on_the_tokens_of_its_responses(language_model: Path) -> None:
     """Teacher-forced: each token given the true ones before it."""
     settings = LoRASettings(target_modules=["q_proj", "v_proj"], scaling=SCALING)

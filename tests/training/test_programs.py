@@ -198,14 +198,10 @@ def test_what_a_program_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         played(missing)
 
 
-def test_a_command_that_cannot_start_is_refused_before_any_round(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    script.touch()
-    for words in (["python", str(script)], ["python", "-m", "mine"], ["sh", "-c", "true"], ["{data}"]):
+def test_a_command_that_cannot_start_is_refused_before_any_round() -> None:
+    for words in (["python", "-m", "mine"], ["{data}"]):
         check_program(Program(words))
-    for words, said in ((["no-such-program"], "no program"), (["./mine.sh"], "no program"),
-                        (["python3", str(tmp_path / "other.py")], r"other.py' is no file"),
-                        (["sh", "--of={clint}"], r"has \{clint\}, but only \{data\}, \{client\}, ")):  # fmt: skip
+    for words, said in ((["no-such-program"], "no program"), (["sh", "--of={clint}"], r"\{clint\}, .* \{client\}, ")):
         with pytest.raises(ConfigError, match=said):
             check_program(Program(words))
 

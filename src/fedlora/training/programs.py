@@ -173,18 +173,13 @@ class ProgramTrainer:
 
 
 def check_program(program: Program) -> None:
-    """Raises `ConfigError` if the command's program, or the script given to Python, does not exist, or if it has a
-    {word} that nothing replaces."""
+    """Raises `ConfigError` if the command's program does not exist, or if it has a {word} that nothing replaces."""
     for brace in _BRACES.findall(" ".join(program.command)):
         if brace not in _FILLED_IN:
             raise ConfigError(f"train.command has {brace}, but only {', '.join(_FILLED_IN)} are filled in.")
-    name, *rest = program.command
-    in_its_folder = os.sep in name and not os.path.isabs(name)  # the client's, which is empty
-    if "{" not in name and (in_its_folder or shutil.which(name, path=search_path()) is None):
+    name = program.command[0]
+    if "{" not in name and shutil.which(name, path=search_path()) is None:
         raise ConfigError(f"train.command: {name!r} is no program here. Check it, or give its whole path.")
-    script = rest[0] if rest and os.path.basename(name).startswith("python") else ""
-    if script and script[0] not in "-{" and not os.path.isfile(script):
-        raise ConfigError(f"train.command: {script!r} is no file. Relative paths start at the folder of the config.")
 
 
 def search_path() -> str:
