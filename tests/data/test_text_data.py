@@ -100,16 +100,13 @@ def test_concat_joins_parts_of_one_task_only() -> None:
 def test_what_is_no_data_is_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"text": ("a", "b"), "labels": (0,), "label_names": ("x",)}, r"'text': 2, 'labels': 1"),
-        ({"pair": (), "labels": (0,), "label_names": ("x",)}, r"'pair': 0"),
         ({"labels": (0,)}, "and 0 label_names"),
-        ({"labels": (0,), "responses": ("r",), "label_names": ("x",)}, "with labels"),
         ({"labels": (-1,), "label_names": ("x",)}, "example 0 "),
         *(
             ({"labels": (0,), "label_names": ("x",), name: value}, "references, droppable, history")
             for name, value in (("references", (("r",),)), ("droppable", ((0, 1),)), ("history", ((),)))
         ),
         ({"kind": "instruction"}, "'instruction' with responses"),
-        ({"kind": "instruction", "responses": ("r",), "pair": ("b",)}, "'instruction' with responses"),
         ({"kind": "regression"}, "'regression'"),
     ]
     for fields, said in wrong:
