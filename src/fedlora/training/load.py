@@ -150,7 +150,8 @@ def load_base(
         )
         more["device_map"] = {"": device}
     otherwise = f"the model {os.fspath(path)!r} cannot be loaded"
-    with readable(otherwise, " It may be a pickle of more than tensors alone."), torch.random.fork_rng(devices=[]):
+    hint = " It needs config.json, a tokenizer, and model.safetensors or a pickle of tensors alone."
+    with readable(otherwise, hint), torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "head"))
         network, found = kind.from_pretrained(
             place, config=config, dtype=getattr(torch, dtype), ignore_mismatched_sizes=True,
