@@ -180,8 +180,7 @@ def _cell(text: str) -> str:
 def _settings(table: Section, *keys: str) -> str:
     """The table's settings of these keys (default: all) that have a value, by their names."""
     told = table.model_dump(include=set(keys) or None)
-    said = (f"{key} {value}".replace("\n", r"\n") for key, value in told.items() if value not in (None, False, []))
-    return _cell(", ".join(said))
+    return _cell(", ".join(f"{key} {value}" for key, value in told.items() if value not in (None, False, [])))
 
 
 def snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:
