@@ -164,7 +164,7 @@ def test_a_frozen_part_in_a_narrower_type_is_the_starts_own(tmp_path: Path) -> N
     begun = adapter()
     facts = RoundFacts(client="acme", round=1, rounds=1, scaling=2.0, trains=["B"])
     folder = RoundFolder(tmp_path)
-    folder.told.write_text('{"examples": 3, "loss": 0.5}')
+    folder.result_facts.write_text('{"examples": 3, "loss": 0.5}')
     write_adapter(folder.result, begun.map(Tensor.bfloat16), SPEC)
     made, _ = folder.read_result(begun, facts)
     assert all(torch.equal(made.modules[name].A, lora.A) for name, lora in begun.modules.items())

@@ -172,8 +172,8 @@ def _separator(content: str, usual: str) -> tuple[str, int]:
     quotes, the usual one among equals: Excel writes semicolons where numbers have decimal commas. Or that of Excel's
     first line `sep=;`. With a wrong one, the columns that are asked for are not in the header."""
     line, head = next(((k, text) for k, text in enumerate(content.split("\n"), 1) if text.strip()), (1, ""))
-    if said := re.fullmatch(r"sep=(.)\s*", head):
-        return said[1], line + 1
+    if named := re.fullmatch(r"sep=(.)\s*", head):
+        return named[1], line + 1
     bare = re.sub(r'"[^"]*"', "", head)
     return max((usual, *",;\t|"), key=bare.count), line
 

@@ -114,12 +114,12 @@ class ProgramTrainer:
         log = place / "program.log"
         self._run(client, facts, round, log)
         try:
-            made, said = round.read_result(begun, facts)
+            made, result = round.read_result(begun, facts)
         except ProgramFailed as failed:
             raise ProgramFailed(f"the program of {client!r} ended well, but {failed} Its log: {log}") from None
         shutil.rmtree(round.path)
         made = replace(_scaled(made, spec.scaling / unit), base=adapter.base)
-        return Trained(made, said.examples, said.loss, position + said.examples)
+        return Trained(made, result.examples, result.loss, position + result.examples)
 
     def _scale(self, adapter: Adapter) -> float:
         """The client's own alpha / r, or what stands for it."""

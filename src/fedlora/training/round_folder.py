@@ -87,7 +87,7 @@ class RoundFolder:
         return cls(Path(found)) if found else None
 
     start, base, result = place("start"), place("base"), place("result")
-    facts, told = place("round.json"), place("result.json")
+    facts, result_facts = place("round.json"), place("result.json")
 
     def write(self, facts: RoundFacts, adapter: Adapter, spec: AdapterSpec) -> RoundFacts:
         """For the federation: write the start, in an existing folder. adapter: in units of `spec.scaling`; its base
@@ -109,24 +109,24 @@ class RoundFolder:
         Raises:
             ProgramFailed: something is missing, or does not fit the round.
         """
-        missing = [path.name for path in (self.result, self.told) if not path.exists()]
+        missing = [path.name for path in (self.result, self.result_facts) if not path.exists()]
         if missing:
             raise ProgramFailed(
                 f"it left no {' and no '.join(missing)} in the folder that {VARIABLE} names: federate(trainer) writes "
                 f"them, or hand_back(model, ...) at the end of a loop (both of fedlora.hf)."
             )
-        said = _read(ResultFacts, self.told)
-        if said.base != facts.base and facts.base is not None:
+        found = _read(ResultFacts, self.result_facts)
+        if found.base != facts.base and facts.base is not None:
             raise ProgramFailed(
                 f"this method moves the base weights, but by the program's result.json it did not merge base/ before "
-                f"training: base is {said.base!r}, and round.json has {facts.base!r}. Merge it and copy the digest, or "
-                f"use fedlora.hf."
+                f"training: base is {found.base!r}, and round.json has {facts.base!r}. Merge it and copy the digest, "
+                f"or use fedlora.hf."
             )
         try:
             made, _ = read_adapter(self.result, scaling=facts.scaling)
         except FedLoRAError as error:
             raise ProgramFailed(f"its result cannot be read: {error}") from error
-        return _fitting(begun, made, facts.trains), said
+        return _fitting(begun, made, facts.trains), found
 
     def read(self) -> tuple[RoundFacts, Adapter]:
         """For the program: facts and start, with its base. Raises `ProgramFailed` or `FedLoRAError`."""
@@ -141,13 +141,13 @@ class RoundFolder:
         Raises:
             AdapterFormatError: the adapter or the loss is not finite: training diverged.
         """
-        self.told.unlink(missing_ok=True)
+        self.result_facts.unlink(missing_ok=True)
         write_adapter(self.result, replace(adapter, base=None), spec)
         try:
-            said = ResultFacts(examples=examples, loss=float(loss), base=facts.base)
+            found = ResultFacts(examples=examples, loss=float(loss), base=facts.base)
         except ValidationError as error:
             raise AdapterFormatError(f"the round's examples or loss are not numbers: {_lines(error)}.") from error
-        files.write(self.told, said.model_dump_json() + "\n")
+        files.write(self.result_facts, found.model_dump_json() + "\n")
 
 
 def trained_parts(roles: Roles) -> list[Part]:
