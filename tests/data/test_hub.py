@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from fedlora.data import TextData, read_classification, read_instructions
-from fedlora.data.hub import hub_data_set
+from fedlora.data.hub import hub_data_set, model_snapshot
 from fedlora.data.tables import open_table
 from fedlora.errors import DataError
 from support.benchmark_files import one_line
+from support.local_hub import serving
 from support.stand_in_hub import Hub, HubRows
 
 NAMES = ["world", " sports ", "business"]
@@ -123,3 +124,15 @@ def test_without_the_library_it_names_the_extra_that_brings_it(without: Callable
     extras = project["project"]["optional-dependencies"]
     for extra, library in (("hub", "datasets"), ("train", "rouge-score")):
         assert any(need.startswith(library) for need in extras[extra]), (extra, library)
+
+
+def test_a_model_is_fetched_in_one_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own weights only where there are no safetensors. A hub on this machine; its files are what is there."""
+    forms = {"a/both": ["config.json", "model.safetensors", "pytorch_model.bin"], "a/old": ["pytorch_model.bin"]}
+    for name, files in forms.items():
+        (tmp_path / name).mkdir(parents=True)
+        for file in files:
+            (tmp_path / name / file).write_text("{}")
+    with serving({name: tmp_path / name for name in forms}, tmp_path / "home", monkeypatch):
+        found = {name: {file.name for file in model_snapshot(name, None).iterdir()} for name in forms}
+    assert found == {"a/both": {"config.json", "model.safetensors"}, "a/old": {"pytorch_model.bin"}}
