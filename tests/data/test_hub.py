@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from fedlora.data import TextData, read_classification, read_instructions
+from fedlora.data.demo import model_location
 from fedlora.data.hub import hub_data_set, model_snapshot
 from fedlora.data.tables import open_table
 from fedlora.errors import DataError
@@ -135,4 +136,5 @@ def test_a_model_is_fetched_in_one_form(tmp_path: Path, monkeypatch: pytest.Monk
             (tmp_path / name / file).write_text("{}")
     with serving({name: tmp_path / name for name in forms}, tmp_path / "home", monkeypatch):
         found = {name: {file.name for file in model_snapshot(name, None).iterdir()} for name in forms}
+        assert model_location("a/old@main") == model_snapshot("a/old", "main")
     assert found == {"a/both": {"config.json", "model.safetensors"}, "a/old": {"pytorch_model.bin"}}
