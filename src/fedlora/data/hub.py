@@ -68,11 +68,11 @@ def snapshot(repository: str, revision: str | None, files: Sequence[str]) -> Pat
         )  # fmt: skip
     except Exception as error:  # the transport's exceptions change from version to version
         cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
-        at = "" if revision is None else f"@{revision}"
+        at, flag = ("", "") if revision is None else (f" at revision {revision}", f" --revision {revision}")
         raise ConfigError(
-            f"{repository + at!r} is neither a folder here (relative paths start at the config's) nor cached, and the "
+            f"{repository!r}{at} is neither a folder here (relative paths start at the config's) nor cached, and the "
             f"hub does not give it: {type(cause).__name__}: {first_line(cause)}. A private one needs `hf auth login`; "
-            f"without a network, give a folder made elsewhere by `hf download --local-dir`."
+            f"without a network, give a folder made elsewhere by `hf download {repository}{flag} --local-dir`."
         ) from error
 
 
