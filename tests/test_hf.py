@@ -329,7 +329,7 @@ def test_a_loop_that_trained_nothing_is_refused(tmp_path: Path, monkeypatch: pyt
     federate(model)
     with pytest.raises(ConfigError, match="nothing was trained"):
         hand_back(model, examples=3, loss=0.5)
-    assert not folder.told.exists()
+    assert not folder.result_facts.exists()
 
 
 def test_resuming_a_checkpoint_of_another_round_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

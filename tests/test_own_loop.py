@@ -5,7 +5,6 @@ Kind: contract.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedlora import METHODS, Adapter, Client, Server, Upload, build, write_adapter
-from fedlora.adapters.io import load_into_model, read_model
+from fedlora import METHODS, Adapter, Client, Server, build
 from fedlora.client import receive, send
 from fedlora.core.lora import LoRA, named_tensors
 from fedlora.core.trainer import Trained
-from fedlora.errors import HyperparameterError, ShapeError, UploadRefused
+from fedlora.errors import HyperparameterError
 from fedlora.simulation import simulate, start
-from fedlora.testing.federations import pushed
 from fedlora.training import AdaptedModel, LocalTrainer, LoRASettings, TrainSettings
 from support.tutorials import cells
 
@@ -118,58 +115,3 @@ def test_an_adapter_that_lost_the_base_is_refused_at_once(page: dict[str, Any], 
     with pytest.raises(HyperparameterError, match="moves the base weights"):
         list(simulate(server, [client], Fresh(), start(server, seed), rounds=1))
     send(replace(mine, modules=mine.modules), download.roles)
-
-
-@pytest.fixture
-def moved(page: dict[str, Any]) -> tuple[Server, Any, Adapter]:
-    """FLoRA after a round: a server, its state, and what a client receives. The base has moved in both modules."""
-    server = Server(build("flora"))
-    state = server.init(page["model"].seed_adapter(4, seed=0)[0])
-    download = server.download(state, Client("north", 4))
-    mine = pushed(receive(download, None), "north", 0, download.roles)
-    state = server.aggregate(state, [Upload(Client("north", 4), 1, send(mine, download.roles))])
-    return server, state, receive(server.download(state, Client("north", 4)), None)
-
-
-@torch.no_grad()
-def test_a_peft_model_of_ones_own_gets_the_base_too(moved: tuple[Server, Any, Adapter], tmp_path: Path) -> None:
-    """Oracle: dense weights W0 + 2 (base + B A) written into a plain network."""
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    def network() -> nn.Module:
-        torch.manual_seed(0)
-        both = {"first": nn.Linear(64, 128), "second": nn.Linear(128, 128)}
-        return nn.Sequential(OrderedDict(both))
-
-    def expected(adapter: Adapter) -> torch.Tensor:
-        out, plain = x, dict(network().named_parameters())
-        for name, lora in adapter.modules.items():
-            base = adapter.base[name].delta() if adapter.base else 0.0
-            weight = plain[f"{name}.weight"] + 2 * (base + lora.delta())
-            out = nn.functional.linear(out, weight, plain[f"{name}.bias"])
-        return out
-
-    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
-    model: Any = get_peft_model(network(), LoraConfig(r=4, lora_alpha=8, target_modules=["first", "second"]))  # type: ignore[arg-type]
-    received = moved[2].map(lambda t: t + 0.01)
-    mine = Adapter(received.modules, {}, received.base)
-    assert mine.base and float((expected(mine) - expected(replace(mine, base={}))).abs().max()) > 0.1
-    for adapter in (mine, replace(mine, base={}), mine, replace(mine, base=None)):
-        load_into_model(model, adapter, scaling=2.0)
-        torch.testing.assert_close(model(x), expected(adapter), rtol=1e-4, atol=1e-4)
-        said = read_model(model, scaling=2.0)[0].base
-        assert (said is None) == (adapter.base is None) and dict(said or {}) == dict(adapter.base or {})
-    # and as a directory, which is loaded on the pre-trained base
-    write_adapter(tmp_path / "mine", mine, read_model(model, scaling=2.0)[1])
-    loaded = PeftModel.from_pretrained(network(), tmp_path / "mine")  # type: ignore[arg-type]
-    torch.testing.assert_close(loaded(x), expected(mine), rtol=1e-4, atol=1e-4)
-
-
-def test_an_adapter_with_its_base_is_no_start_and_no_upload(moved: tuple[Server, Any, Adapter]) -> None:
-    server, state, mine = moved
-    with pytest.raises(ShapeError, match="folded"):
-        server.init(mine)
-    with pytest.raises(UploadRefused, match="send"):
-        server.aggregate(state, [Upload(Client("north", 4), 1, mine)])
-    after = server.global_update(server.init(mine.folded()))["first"].delta()
-    torch.testing.assert_close(after, server.global_update(state)["first"].delta())

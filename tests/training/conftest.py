@@ -36,14 +36,6 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def conv1d_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from support.tiny_models import gpt2
-    from support.training_data import save_model
-
-    return save_model(tmp_path_factory.mktemp("gpt2"), gpt2(), classifies=False)
-
-
-@pytest.fixture(scope="session")
 def load(classifier: Path) -> Loader:
     """A fresh copy of the classifier in memory, or of another model; without dropout unless asked for."""
     from support.local_training import loader

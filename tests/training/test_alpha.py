@@ -1,12 +1,10 @@
-"""A fixed alpha and rsLoRA: each client's own scale alpha / r or alpha / sqrt(r), and what the server averages.
+"""A fixed alpha and rsLoRA: each client's own scale alpha / r or alpha / sqrt(r).
 
-Kind of evidence: *oracle* - stock peft with that LoraConfig, on the same model, stepped by a plain torch loop; dense
-float64 sums for the server's mean.
+Kind of evidence: *oracle* - stock peft with that LoraConfig, on the same model, stepped by a plain torch loop.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,131 +12,64 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from fedlora import Adapter, Client, Server, build
-from fedlora.runs.config import RunConfig, parse_config
-from fedlora.server.server import start
-from fedlora.simulation import simulate
+from fedlora import Adapter
 from fedlora.training.encode import collate
 from fedlora.training.loop import LocalTrainer
-from fedlora.training.models import AdaptedModel
-from fedlora.training.settings import TrainSettings
+from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Loader, download
 from support.training_data import classification
 
 pytestmark = FUTURE_NAMES
 
-ALPHA, UNIT = 6.0, 1.0  # of a fixed alpha B A is Delta W itself
+ALPHA = 6
 PREFIX = "base_model.model."
-
-
-def fixed(rslora: bool = False) -> dict[str, Any]:
-    return {"lora": {"lora_alpha": ALPHA, "use_rslora": rslora}}
-
-
-def scale(rank: int, rslora: bool) -> float:
-    return ALPHA / math.sqrt(rank) if rslora else ALPHA / rank
 
 
 def stock(path: Path, adapter: Adapter, rank: int, rslora: bool) -> Any:
     """Plain peft at that alpha, begun with the adapter's A, its heads, and B = 0."""
     base = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3)
-    config = LoraConfig(
-        r=rank, lora_alpha=int(ALPHA), use_rslora=rslora, target_modules=["query", "value"], task_type="SEQ_CLS"
-    )
-    network = get_peft_model(base, config)
+    lora = {"target_modules": ["query", "value"], "task_type": "SEQ_CLS"}
+    network = get_peft_model(base, LoraConfig(r=rank, lora_alpha=ALPHA, use_rslora=rslora, **lora))  # type: ignore[arg-type]
     with torch.no_grad():
-        for name, lora in adapter.modules.items():
-            network.get_submodule(PREFIX + name).lora_A["default"].weight.copy_(lora.factors[1])
+        for name, one in adapter.modules.items():
+            network.get_submodule(PREFIX + name).lora_A["default"].weight.copy_(one.factors[1])
         for name, head in adapter.heads.items():
-            path_, _, own = name.rpartition(".")
-            getattr(network.get_submodule(PREFIX + path_).modules_to_save["default"], own).copy_(head)
+            module, _, own = name.rpartition(".")
+            getattr(network.get_submodule(PREFIX + module).modules_to_save["default"], own).copy_(head)
     return network.eval()  # no dropout anywhere, as the loaded model
 
 
-def stepped(network: Any, trainer: LocalTrainer, client: str, model: AdaptedModel, s: TrainSettings) -> None:
-    """Plain torch: Adam on what requires a gradient, on the same batches."""
-    order, data = trainer.order(client, 0), trainer.examples(client)
+@pytest.mark.parametrize(("rank", "rslora"), [(6, False), (4, True)])
+def test_a_client_trains_as_stock_peft_does(load: Loader, classifier: Path, rank: int, rslora: bool) -> None:
+    """Five steps of Adam on the same batches: the same A and effective updates. Adapters travel in units of B A = Delta
+    W, so the trained B is s = alpha / r or alpha / sqrt(r) times peft's."""
+    settings = TrainSettings(learning_rate=1e-2, max_steps=5, batch_size=4)
+    model = load(lora={"lora_alpha": float(ALPHA), "use_rslora": rslora})
+    adapter, _ = model.seed_adapter(rank, seed=3)
+    trainer = LocalTrainer(model, {"a": classification(16, 1)}, settings, seed=2)
+    got = trainer.train(download(adapter), adapter, 0).adapter
+
+    network, order, data = stock(classifier, adapter, rank, rslora), trainer.order("a", 0), trainer.examples("a")
     parameters = [p for p in network.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=s.learning_rate)
-    for _ in range(s.max_steps):
-        batch = collate([data[next(order)] for _ in range(s.batch_size)], model.tokenizer, torch.device("cpu"))
+    optimizer = torch.optim.Adam(parameters, lr=settings.learning_rate)
+    for _ in range(settings.max_steps):
+        batch = collate([data[next(order)] for _ in range(settings.batch_size)], model.tokenizer, torch.device("cpu"))
         network(**batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, s.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def updates(network: Any) -> dict[str, Tensor]:
-    """Module -> peft's own s B A."""
-    return {
-        name.removeprefix(PREFIX): module.get_delta_weight("default").detach().double()
-        for name, module in network.named_modules()
-        if hasattr(module, "get_delta_weight")
-    }
-
-
-SETTINGS = TrainSettings(learning_rate=1e-2, max_steps=5, batch_size=4)
-
-
-@pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("rank", [1, 4, 6])
-def test_a_client_trains_as_stock_peft_does(load: Loader, classifier: Path, rank: int, rslora: bool) -> None:
-    """Five steps of Adam: the same effective updates s B A, A and heads, whatever unit adapters travel in."""
-    model = load(**fixed(rslora))
-    adapter, _ = model.seed_adapter(rank, seed=3)
-    trainer = LocalTrainer(model, {"a": classification(16, 1)}, SETTINGS, seed=2)
-    got = trainer.train(download(adapter), adapter, 0).adapter
-    network = stock(classifier, adapter, rank, rslora)
-    layer = next(m for m in network.modules() if hasattr(m, "get_delta_weight"))
-    assert layer.scaling["default"] == pytest.approx(scale(rank, rslora))
-    stepped(network, trainer, "a", model, SETTINGS)
-    for name, want in updates(network).items():
+    for name, lora in got.modules.items():
+        layer = network.get_submodule(PREFIX + name)
+        assert layer.scaling["default"] == pytest.approx(ALPHA / (math.sqrt(rank) if rslora else rank))
+        want = layer.get_delta_weight("default").detach()
         assert want.norm() > 1e-3
-        torch.testing.assert_close(UNIT * got.modules[name].delta().double(), want, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(
-            got.modules[name].A, network.get_submodule(PREFIX + name).lora_A["default"].weight.detach()
-        )
+        torch.testing.assert_close(lora.delta(), want, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(lora.factors[1], layer.lora_A["default"].weight.detach())
 
 
-def test_the_server_averages_effective_updates(load: Loader, classifier: Path) -> None:
-    """Ranks 2 and 6 at one alpha: sum_i p_i (alpha / r_i) B_i A_i of two stock peft models, dense in float64."""
-    data = {"a": classification(12, 1), "b": classification(20, 2)}
-    model, ranks = load(**fixed()), {"a": 2, "b": 6}
-    trainer = LocalTrainer(model, data, SETTINGS, seed=2)
-    seed_adapter, _ = model.seed_adapter(6, seed=3)
-    server = Server(build("flexlora"))
-    clients = [Client(name, rank) for name, rank in ranks.items()]
-    (record,) = simulate(server, clients, trainer, start(server, seed_adapter), rounds=1)
-    want: dict[str, Tensor] = {}
-    for client in clients:
-        begun = server.download(server.init(seed_adapter), client).adapter
-        network = stock(classifier, begun, ranks[client.id], rslora=False)
-        stepped(network, trainer, client.id, model, SETTINGS)
-        for name, update in updates(network).items():
-            want[name] = want.get(name, torch.zeros(())) + len(data[client.id]) / 32 * update
-    for name, lora in server.global_update(record.state.server).items():
-        torch.testing.assert_close(UNIT * lora.delta().double(), want[name], rtol=1e-3, atol=2e-6)
-
-
-# ---- the keys --------------------------------------------------------------------------------------------------------
-
-
-def configured(**lora: Any) -> RunConfig:
-    return parse_config({"model": {"name": "m"}, "data": {"train": "demo"}, "lora": lora})
-
-
-def test_the_unit_is_the_scaling_or_one_and_configs_read_back() -> None:
+def test_the_unit_is_the_scaling_or_one() -> None:
     """Of [lora] alone: a node that names its own rank must fold by the same unit as its server."""
-    assert (configured(scaling=0.5).lora.unit, configured(lora_alpha=16).lora.unit) == (0.5, 1.0)
-    config = configured(lora_alpha=16, use_rslora=True)
-    again = parse_config(json.loads(config.canonical()))
-    assert again == config and again.digest() == config.digest()
-    digests = {
-        configured(**lora).digest()
-        for lora in ({}, {"lora_alpha": 16}, {"lora_alpha": 8}, {"lora_alpha": 8, "use_rslora": True})
-    }
-    assert len(digests) == 4 and configured(scaling=2.0).digest() == configured().digest()
+    assert (LoRASettings(scaling=0.5).unit, LoRASettings(lora_alpha=16.0).unit) == (0.5, 1.0)

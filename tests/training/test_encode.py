@@ -21,17 +21,6 @@ from support.training_data import CLS, EOS, LABELS, PAD, SEP, encode_prompts, to
 pytestmark = [FUTURE_NAMES, CONV1D]
 
 
-def test_a_pair_is_two_segments_and_the_longer_one_is_cut() -> None:
-    data = TextData(
-        "classification", ("w0 w1", "w0"), pair=("w2", "w1 w2 w3 w4 w5"), labels=(0, 1), label_names=("no", "yes")
-    )
-    ids = [e["input_ids"] for e in encode(data, tokenizer(classifies=True), max_length=7)]
-    assert ids == [
-        [CLS, word(0), word(1), SEP, word(2), SEP],
-        [CLS, word(0), SEP, word(1), word(2), word(3), SEP],
-    ]
-
-
 def test_a_model_sees_a_pair_as_transformers_would_show_it(load: Loader, classifier: Path) -> None:
     """Oracle: tokenizer and model called directly. BERT tells the two sentences apart by their segment ids."""
     data = TextData("classification", ("w0 w1", "w5"), pair=("w2", "w1 w2 w3"), labels=(0, 1), label_names=LABELS)
@@ -43,16 +32,13 @@ def test_a_model_sees_a_pair_as_transformers_would_show_it(load: Loader, classif
         torch.testing.assert_close(network(**ours).logits, network(**inputs).logits)
 
 
-@pytest.mark.parametrize(("pair", "special", "least"), [(None, 2, 3), (("w3 w4",), 3, 5)], ids=["one text", "a pair"])
-def test_a_length_that_special_tokens_fill_is_refused(pair: tuple[str] | None, special: int, least: int) -> None:
-    """Below it transformers cuts nothing at all, or all of a text."""
-    data = TextData("classification", ("w0 w1 w2",), pair=pair, labels=(0,), label_names=("no", "yes"))
-    for length in range(1, least):
-        says = rf"max_length = {length} leaves no room .* adds {special} special tokens .* to {least} or more"
-        with pytest.raises(ConfigError, match=says):
-            encode(data, tokenizer(classifies=True), max_length=length)
-    (example,) = encode(data, tokenizer(classifies=True), max_length=least)
-    assert len(example["input_ids"]) == least and example["cut"] > 0
+def test_a_length_that_special_tokens_fill_is_refused() -> None:
+    """Below it transformers cuts nothing at all, or all of a text; at it a token of each text is left."""
+    data = TextData("classification", ("w0 w1 w2",), pair=("w3 w4",), labels=(0,), label_names=("no", "yes"))
+    with pytest.raises(ConfigError, match=r"max_length = 4 .* 3 special tokens.* 5 or more"):
+        encode(data, tokenizer(classifies=True), max_length=4)
+    (example,) = encode(data, tokenizer(classifies=True), max_length=5)
+    assert example["input_ids"] == [CLS, word(0), SEP, word(3), SEP] and example["cut"] == 3
 
 
 @pytest.mark.parametrize("max_length", [4, 5, 7])
@@ -91,11 +77,10 @@ def test_what_cannot_be_encoded_is_named_by_file_and_row(tmp_path: Path) -> None
     file = tmp_path / "acme.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = TextData.concat([read_instructions(file).select([3, 2]), read_instructions(file).select([0])])
-    for template in ("w7 w8 w9 {prompt} w9 w8", "{prompt} w7 w8 w9 w9 w9"):
-        with pytest.raises(DataError, match=rf"^{file}, row 4, line 4: .* 5 tokens"):
-            encode(data, tokenizer(classifies=False), max_length=6, template=template)
+    with pytest.raises(DataError, match=rf"^{file}, row 4, line 4: .* 5 tokens"):
+        encode(data, tokenizer(classifies=False), max_length=6, template="w7 w8 w9 {prompt} w9 w8")
     by_hand = TextData("instruction", ("w0",), responses=("w1",), history=((("system", "w3"),),))
-    with pytest.raises(DataError, match=r"^example 0: it is a conversation .* only a chat template"):
+    with pytest.raises(DataError, match=r"^example 0: .* only a chat template"):
         encode(by_hand, tokenizer(classifies=False), max_length=6, template="{prompt}")
 
 
@@ -108,16 +93,15 @@ def test_what_begins_every_text_is_never_cut() -> None:
     assert example["input_ids"] == [EOS, word(4), word(5), EOS] and example["cut"] == 1
 
 
-@pytest.mark.parametrize(("template", "left"), [("{prompt}", [3, 4]), ("w7 {prompt} w8", [7, 3, 4, 8])])
-def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt(template: str, left: list[int]) -> None:
+def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt() -> None:
     """The answer stands right behind it: an end token in between would be read as the end."""
     ending = tokenizer(classifies=False)
     ending._tokenizer.post_processor = TemplateProcessing(single="$A [EOS]", special_tokens=[("[EOS]", EOS)])
     assert ending("w3")["input_ids"] == [word(3), EOS]
     data = TextData("instruction", ("w3 w4",), responses=("w5",))
-    (example,) = encode(data, ending, max_length=64, template=template)
-    assert example["input_ids"] == [*map(word, left), word(5), EOS]
-    assert encode_prompts(data, ending, max_length=64, template=template) == [[word(k) for k in left]]
+    (example,) = encode(data, ending, max_length=64, template="w7 {prompt} w8")
+    assert example["input_ids"] == [*map(word, (7, 3, 4, 8, 5)), EOS]
+    assert encode_prompts(data, ending, max_length=64, template="w7 {prompt} w8") == [[*map(word, (7, 3, 4, 8))]]
 
 
 def test_a_batch_is_padded_on_the_right_to_its_own_longest() -> None:
@@ -128,8 +112,6 @@ def test_a_batch_is_padded_on_the_right_to_its_own_longest() -> None:
         "attention_mask": [[1, 1, 0], [1, 1, 1]],
         "labels": [[IGNORED, 8, IGNORED], [IGNORED, 7, 4]],
     }
-    single = collate([{"input_ids": [7], "labels": 2}], tokenizer(classifies=True), torch.device("cpu"))
-    assert single["labels"].tolist() == [2]
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end_token_and_still_learns_to_end(
@@ -141,7 +123,6 @@ def test_a_tokenizer_without_padding_pads_with_its_end_token_and_still_learns_to
     tok = tokenizer(classifies=False)
     tok.pad_token = None
     tok.save_pretrained(folder)
-    assert AutoTokenizer.from_pretrained(folder).pad_token is None
     model = load(folder, task="causal-lm", labels=(), lora={"target_modules": ["q_proj"]})
     assert model.tokenizer.pad_token_id == EOS
     data = TextData("instruction", ("w0", "w1 w2"), responses=("w3", "w4 w5"))

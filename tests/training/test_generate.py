@@ -120,57 +120,47 @@ def updated(path: Path, adapter: Adapter, kind: Callable[[], nn.Module] = llama)
     return dense(path, kind, updates, {})
 
 
-# ---- generation ------------------------------------------------------------------------------------------------------
+def test_padding_on_the_left_makes_no_difference(counted: Path) -> None:
+    """GPT-2's places are learnt numbers: were the padding counted, an answer would change with its batch."""
+    prompts, network = prompts_of(30, 2), dense(counted, gpt2, {}, {})
+    want = [said(continued(network, prompt, 6)) for prompt in prompts]
+    assert greedy(loaded(counted, "c_attn"), prompts, max_new_tokens=6, batch_size=30) == want
 
 
-class TestGreedy:
-    def test_padding_on_the_left_makes_no_difference(self, counted: Path) -> None:
-        """GPT-2's places are learnt numbers: were the padding counted, an answer would change with its batch."""
-        prompts, network = prompts_of(30, 2), dense(counted, gpt2, {}, {})
-        want = [said(continued(network, prompt, 6)) for prompt in prompts]
-        model = loaded(counted, "c_attn")
-        for batch_size in (1, 30):
-            assert greedy(model, prompts, max_new_tokens=6, batch_size=batch_size) == want
-
-    def test_it_is_the_most_likely_token_each_time_up_to_the_end_token_or_the_limit(
-        self, talking: Path, model: AdaptedModel
-    ) -> None:
-        """Forty prompts of 1 to 8 words, by `continued`: one at a time, unpadded, without a cache; in the asked order,
-        whoever shares a batch. Some end by themselves, some at once, some not within twelve tokens: a longer limit
-        changes nothing where there was an end token. No chance is in it: torch's generator stays where it was."""
-        prompts, network = prompts_of(40, 0), dense(talking, llama, {}, {})
-        want = [continued(network, prompt, 12) for prompt in prompts]
-        assert {0, 12} < {len(ids) for ids in want}
-        before = torch.random.get_rng_state()
-        for limit, batch_size in ((1, 64), (3, 1), (6, 7), (12, 16)):
-            got = greedy(model, prompts, max_new_tokens=limit, batch_size=batch_size)
-            assert got == [said(ids[:limit]) for ids in want]
-        assert torch.equal(torch.random.get_rng_state(), before)
-        assert greedy(model, [], max_new_tokens=4, batch_size=8) == []
+def test_an_answer_is_the_most_likely_token_each_time_up_to_the_end_token_or_the_limit(
+    talking: Path, model: AdaptedModel
+) -> None:
+    """Forty prompts of 1 to 8 words, by `continued`; in the asked order, whoever shares a batch. Some end by
+    themselves, some at once, some not within twelve tokens. No chance is in it: torch's generator stays."""
+    prompts, network = prompts_of(40, 0), dense(talking, llama, {}, {})
+    want = [continued(network, prompt, 12) for prompt in prompts]
+    assert {0, 12} < {len(ids) for ids in want}
+    before = torch.random.get_rng_state()
+    for limit, batch_size in ((3, 1), (12, 16)):
+        got = greedy(model, prompts, max_new_tokens=limit, batch_size=batch_size)
+        assert got == [said(ids[:limit]) for ids in want]
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
-class TestTeacherForced:
-    def test_it_is_the_most_likely_token_at_each_place_of_the_response(
-        self, talking: Path, model: AdaptedModel
-    ) -> None:
-        """By hand, one unpadded example at a time: the argmax where the true token before it stands, the end included.
+def test_teacher_forced_is_the_most_likely_token_at_each_place_of_the_response(
+    talking: Path, model: AdaptedModel
+) -> None:
+    """By hand, one unpadded example at a time: the argmax where the true token before it stands, the end included.
 
-        As the FlexLoRA code does, but on the response alone and shifted by one, as a language model predicts.
-        """
-        seed_adapter, _ = model.seed_adapter(3, seed=0)
-        adapter = drawn(seed_adapter, 3, 1)
-        model.activate(adapter)
-        model.network.train()
-        data, network = instructions(25, 5), updated(talking, adapter)
-        want = []
-        for prompt, response in zip(data.text, data.responses or (), strict=True):
-            asked, wanted = ([READER.convert_tokens_to_ids(w) for w in text.split()] for text in (prompt, response))
-            best = logits(network, [*asked, *wanted, EOS]).argmax(-1).tolist()
-            want.append(said([best[k - 1] for k in range(len(asked), len(asked) + len(wanted) + 1)]))
-        assert len(set(want)) > 15
-        examples = encode(data, READER, max_length=64, template="{prompt}")
-        for batch_size in (1, 4, 64):
-            assert teacher_forced(model, examples, batch_size=batch_size) == want
+    As the FlexLoRA code does, but on the response alone and shifted by one, as a language model predicts.
+    """
+    adapter = drawn(model.seed_adapter(3, seed=0)[0], 3, 1)
+    model.activate(adapter)
+    model.network.train()
+    data, network = instructions(25, 5), updated(talking, adapter)
+    want = []
+    for prompt, response in zip(data.text, data.responses or (), strict=True):
+        asked, wanted = ([READER.convert_tokens_to_ids(w) for w in text.split()] for text in (prompt, response))
+        best = logits(network, [*asked, *wanted, EOS]).argmax(-1).tolist()
+        want.append(said([best[k - 1] for k in range(len(asked), len(asked) + len(wanted) + 1)]))
+    assert len(set(want)) > 15
+    examples = encode(data, READER, max_length=64, template="{prompt}")
+    assert teacher_forced(model, examples, batch_size=4) == want
 
 
 # ---- answers as scores -----------------------------------------------------------------------------------------------

@@ -106,52 +106,19 @@ def exact_mean(record: RoundRecord, name: str) -> Tensor:
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 64])
-def test_an_untrained_server_is_the_plain_model(model: AdaptedModel, classifier: Path, batch_size: int) -> None:
-    server = Server(build("glora"))
-    state = start(server, model.seed_adapter(4, seed=0)[0])
-    evaluator = ModelEvaluator(model, TEST, [Client("a", 2)], batch_size=batch_size)
-    want = by_hand(dense(classifier, bert, {}, {}), TEST)
-    assert 0 < want["accuracy"] < 1
-    assert evaluator.evaluate(server, state) == pytest.approx(want, rel=1e-4)
-
-
-@pytest.mark.parametrize("method", ["glora", "flexlora"])
-def test_the_server_is_the_base_plus_the_mean_update_with_the_mean_head(
-    model: AdaptedModel, classifier: Path, method: str
-) -> None:
+def test_the_server_is_the_base_plus_the_mean_update_with_the_mean_head(model: AdaptedModel, classifier: Path) -> None:
     """Clients of ranks 2, 4, 4. The mean of the uploaded updates is the test's own, not the server's."""
-    server, records, _ = played(model, method, RANKS)
+    server, records, _ = played(model, "glora", RANKS)
     record = records[-1]
     names = list(record.uploads[0].adapter.modules)
     updates = {name: (SCALING * exact_mean(record, name)).float() for name in names}
     heads = {name: mean_head(record, name).float() for name in record.uploads[0].adapter.heads}
     want = by_hand(dense(classifier, bert, updates, heads), TEST)
-    got = ModelEvaluator(model, TEST, [Client(n, r) for n, r in RANKS.items()]).evaluate(server, record.state)
+    clients = [Client(n, r) for n, r in RANKS.items()]
+    got = ModelEvaluator(model, TEST, clients, batch_size=7).evaluate(server, record.state)
     assert got == pytest.approx(want, rel=1e-3)
     assert set(got) == {"accuracy", "macro_f1", "matthews", "loss"}
     assert abs(got["loss"] - by_hand(dense(classifier, bert, {}, {}), TEST)["loss"]) > 0.01, "something was learnt"
-
-
-def test_the_servers_change_of_the_base_weight_counts_once(model: AdaptedModel, classifier: Path) -> None:
-    """FedEx-LoRA: after round 2 the model is W0 + residual of round 1 + mean update of round 2, by its formula."""
-    server, records, _ = played(model, "fedex-lora", EQUAL)
-    first, second = records
-    updates = {}
-    for name in first.uploads[0].adapter.modules:
-        total = sum(u.num_examples for u in first.uploads)
-        B, A = (
-            torch.stack(
-                [u.num_examples / total * u.adapter.modules[name].factors[k].double() for u in first.uploads]
-            ).sum(0)
-            for k in (0, 1)
-        )
-        residual = exact_mean(first, name) - B @ A
-        updates[name] = (SCALING * (residual + exact_mean(second, name))).float()
-        assert float(residual.norm()) > 1e-3 * float(exact_mean(second, name).norm())
-    heads = {name: mean_head(second, name).float() for name in second.uploads[0].adapter.heads}
-    want = by_hand(dense(classifier, bert, updates, heads), TEST)
-    assert ModelEvaluator(model, TEST, []).evaluate(server, second.state) == pytest.approx(want, rel=1e-3)
 
 
 def test_a_language_model_is_measured_on_the_tokens_of_its_responses(language_model: Path) -> None:
@@ -226,26 +193,18 @@ def test_clients_are_measured_at_their_own_rank_on_their_own_text(model: Adapted
     assert evaluator.evaluate(server, state) == pytest.approx(summary(scores), rel=1e-3)
     for client, score in evaluator.measure_clients(server, state).items():
         assert score == pytest.approx(scores[client], rel=1e-3)
-
-
-def test_clients_are_measured_on_the_common_set_too_where_that_is_asked(model: AdaptedModel) -> None:
-    """b has text of its own; on the common set it is what an evaluator that knows of no own text says."""
-    server, records, _ = played(model, "glora", RANKS, rounds=1)
-    clients = [Client(name, rank) for name, rank in RANKS.items()]
-    both = ModelEvaluator(model, TEST, clients, own={"b": classification(15, 201, skew=0)})
-    common = both.measure_clients(server, records[-1].state, common=True)
-    assert common == ModelEvaluator(model, TEST, clients).measure_clients(server, records[-1].state)
-    assert both.measure_clients(server, records[-1].state)["b"] != common["b"]
+    everybodys = clients_by_hand(classifier, adapters, {}, lambda _: TEST)
+    for client, score in evaluator.measure_clients(server, state, common=True).items():
+        assert score == pytest.approx(everybodys[client], rel=1e-3)
 
 
 def test_what_is_cut_is_counted_and_what_the_model_cannot_read_is_refused(model: AdaptedModel) -> None:
     """By hand: 3 tokens are left of [CLS], five words and [SEP], in two of three texts. The tiny BERT has 16 positions;
-    among short texts, one of 20 words is 22 tokens."""
+    a text of 20 words is 22 tokens."""
     texts = ("w1 w2 w3 w4 w5", "w5 w4 w3 w2 w1", "w1")
     data = TextData("classification", texts, labels=(0, 1, 0), label_names=LABELS)
     assert ModelEvaluator(model, data, [], max_length=3).cut() == {"read": Cut(3, 2, 8)}
-    assert ModelEvaluator(model, data, [], max_length=9).cut() == {}
-    long = TextData("classification", ("w1", " ".join(["w1"] * 20)), labels=(0, 1), label_names=LABELS)
+    long = TextData("classification", (" ".join(["w1"] * 20),), labels=(0,), label_names=LABELS)
     with pytest.raises(ConfigError, match=r"22 tokens, .*16 positions"):
         ModelEvaluator(model, long, [], max_length=64)
 
@@ -265,8 +224,7 @@ def test_an_empty_set_counts_nowhere(model: AdaptedModel) -> None:
 # ---- measuring changes nothing ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("method", ["fedex-lora", "fedsa-lora", "glora"])
+@pytest.mark.parametrize("method", ["fedex-lora", "fedsa-lora"])
 def test_evaluation_between_rounds_changes_no_bit_of_the_training(model: AdaptedModel, method: str) -> None:
     """Whatever was measured, on whichever adapter and base, the next client starts from what it received."""
     target = "clients" if method == "fedsa-lora" else "server"

@@ -6,9 +6,7 @@ of a dense copy), *contract* (what cannot be loaded is one line).
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +19,11 @@ from torch import nn
 from fedlora.core.lora import LoRA, named_tensors
 from fedlora.errors import ConfigError
 from fedlora.training.digests import base_digest, model_content
-from fedlora.training.load import check_device, longest_of
+from fedlora.training.load import check_device
 from fedlora.training.loop import LocalTrainer
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
-from fedlora.training.targets import check_targets
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, bits, dense, logits
 from support.tiny_models import bert, llama
@@ -64,40 +61,6 @@ def test_dropout_replaces_every_rate_of_the_model(load: Loader) -> None:
     assert rates == {0.25}
     own = {m.p for m in load(dropout=None).network.modules() if isinstance(m, nn.Dropout)}
     assert own == {0.1}, "BERT's own default"
-
-
-def test_a_model_that_cannot_be_loaded_is_one_line(load: Loader, classifier: Path, tmp_path: Path) -> None:
-    no_weights = tmp_path / "no-weights"
-    shutil.copytree(classifier, no_weights)
-    (no_weights / "model.safetensors").unlink()
-    for path in (tmp_path / "nowhere", no_weights):
-        with pytest.raises(ConfigError, match=rf"{path}") as caught:
-            load(path)
-        assert "\n" not in str(caught.value)
-
-
-ODD_CONFIGS = {
-    "no kind": "{}",
-    "no such kind": '{"model_type": "nobody-s"}',
-    "a word for a number": '{"model_type": "bert", "hidden_size": "wide"}',
-    "sizes that do not divide": '{"model_type": "bert", "hidden_size": 7, "num_attention_heads": 2}',
-    "not text": "\xff",
-}
-
-
-@pytest.mark.parametrize("odd", ODD_CONFIGS)
-def test_an_odd_configuration_is_one_line_at_every_door(
-    load: Loader, classifier: Path, tmp_path: Path, odd: str
-) -> None:
-    """`ConfigError`, which names the model. A federation's set-up reads the configuration alone."""
-    model = tmp_path / "model"
-    shutil.copytree(classifier, model)
-    (model / "config.json").write_text(ODD_CONFIGS[odd], "latin-1")
-    for door in (lambda: load(model), lambda: longest_of(model, "sequence-classification")):
-        with pytest.raises(ConfigError, match=re.escape(str(model))):
-            door()
-    with contextlib.suppress(ConfigError):  # it may find nothing odd, and leave it to the others
-        check_targets(model, "sequence-classification", ["query"])
 
 
 def test_a_model_without_its_tokenizer_is_refused(load: Loader, classifier: Path, tmp_path: Path) -> None:
@@ -170,9 +133,8 @@ def test_weights_of_other_shapes_than_wanted_are_our_error(load: Loader, classif
         (lambda: load(labels=("no", "yes")), r"cannot be loaded: .*\(3,\) .*2 classes.*data\.label_names"),
         (lambda: load(folder), r"position_embeddings.weight' has the shape .* but \(7, 32\) by its config"),
     ):
-        with pytest.raises(ConfigError, match=said) as caught:
+        with pytest.raises(ConfigError, match=said):
             door()
-        assert "\n" not in str(caught.value)
 
 
 def test_data_of_other_classes_than_the_models_are_refused(load: Loader) -> None:
@@ -183,12 +145,6 @@ def test_data_of_other_classes_than_the_models_are_refused(load: Loader) -> None
         LocalTrainer(model, {"a": right, "b": wrong}, TrainSettings(max_steps=1), seed=0)
     with pytest.raises(ConfigError, match="class k is the k-th name"):
         ModelEvaluator(model, {"": wrong}, (), target="server")
-
-
-def test_targets_that_the_model_lacks_are_one_line(load: Loader) -> None:
-    with pytest.raises(ConfigError, match=r"target 'q_proj' .* no module .* query, ") as caught:
-        load(lora={"target_modules": ["q_proj"]}).seed_adapter(4, seed=0)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True:UserWarning")
@@ -221,12 +177,5 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch)
         ("cuda:2", False, "torch sees 2 GPUs"), ("meta", False, "on device 'meta'"), ("gpu", False, "device 'gpu'"),
         ("cpu", True, "load_in_4bit needs a GPU"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=said) as error:
+        with pytest.raises(ConfigError, match=said):
             check_device(device, load_in_4bit)
-        assert "\n" not in str(error.value)
-
-
-def test_a_rank_beyond_memory_is_one_line(load: Loader) -> None:
-    with pytest.raises(ConfigError, match="cannot be put on") as error:
-        load().seed_adapter(10**12, seed=0)
-    assert "\n" not in str(error.value)

@@ -14,9 +14,7 @@ from torch import Tensor
 from fedlora import Adapter, AdapterSpec, Client, LoRA, Server, build, write_adapter
 from fedlora.client import ClientMemory, play_round
 from fedlora.core.read_only import ReadOnly
-from fedlora.data import TextData
 from fedlora.data.rows import Rows
-from fedlora.data.tables import open_table
 from fedlora.errors import ClientFailed, ConfigError
 from fedlora.server.server import start
 from fedlora.simulation import simulate
@@ -106,12 +104,8 @@ def test_the_change_of_the_base_travels_beside_the_start(tmp_path: Path) -> None
 
 FAULTS = {
     "code 3": ("import sys; print('no room'); sys.exit(3)", r"ended with code 3 after \d s. Its last line: 'no room'"),
-    "killed": ("import os; os.kill(os.getpid(), 9)", r"ended by SIGKILL \(was memory short"),
-    "nothing": ("pass", r"left no result and no result.json .* federate\(trainer\) does that, or hand_back"),
-    "no facts": (DOUBLING.split("(here / \"result.json\")")[0], r"left no result.json"),
+    "nothing": ("pass", r"left no result and no result.json .* federate\(trainer\) .* hand_back"),
     "nan": (DOUBLING.replace('1 / said["round"]', "float('nan')"), r"result.json cannot be read: loss"),
-    "no loss": (DOUBLING.replace('"loss"', '"lost"'), r"result.json cannot be read: loss: Field required"),
-    "a fraction": (DOUBLING.replace('"examples": 30', '"examples": 0.7'), r"examples: Input should be a valid int"),
     "half a file": (DOUBLING.replace("write_bytes(out)", "write_bytes(out[:200])"), r"its result cannot be read: "),
     "rank": (
         DOUBLING + "\nshutil.rmtree(here / 'result'); shutil.copytree(OTHER, here / 'result')",
@@ -124,6 +118,23 @@ FAULTS = {
 }  # fmt: skip
 
 
+def test_a_program_that_runs_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    """The kernel's list of processes says whether its child lives: a child that is over has state Z, or no entry."""
+    text = f"""
+import subprocess, time
+open({str(tmp_path / "child")!r}, "w").write(str(subprocess.Popen(["sleep", "60"]).pid))
+time.sleep(60)
+"""
+    with pytest.raises(ProgramFailed, match=r"timeout of 3 s"):
+        played(trainer_of(tmp_path, text, timeout=3.0))
+    state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    for _ in range(100):
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("the child is alive")
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_program_is_named_and_nothing_is_lost(tmp_path: Path, fault: str) -> None:
     write_adapter(tmp_path / "rank", adapter(2), SPEC)
@@ -133,6 +144,11 @@ def test_a_fault_of_the_program_is_named_and_nothing_is_lost(tmp_path: Path, fau
     with pytest.raises(ProgramFailed, match=says) as failed:
         played(trainer_of(tmp_path, text))
     assert f"Its log: {tmp_path}/work/acme/program.log" in str(failed.value)
+    old = tmp_path / "work" / "acme" / "round"  # what it left does not count as a result of the next
+    (old / "result").mkdir(parents=True, exist_ok=True)
+    (old / "result.json").write_text(json.dumps({"examples": 1, "loss": 0.0}))
+    with pytest.raises(ProgramFailed, match=r"no result and no result.json"):
+        played(trainer_of(tmp_path, "pass"))
     played(trainer_of(tmp_path, DOUBLING))  # the next round plays as if nothing had been
 
 
@@ -148,7 +164,7 @@ def test_a_frozen_part_in_a_narrower_type_is_the_starts_own(tmp_path: Path) -> N
     begun = adapter()
     facts = RoundFacts(client="acme", round=1, rounds=1, scaling=2.0, trains=["B"])
     folder = RoundFolder(tmp_path)
-    folder.told.write_text('{"examples": 3, "loss": 0.5}')
+    folder.result_facts.write_text('{"examples": 3, "loss": 0.5}')
     write_adapter(folder.result, begun.map(Tensor.bfloat16), SPEC)
     made, _ = folder.read_result(begun, facts)
     assert all(torch.equal(made.modules[name].A, lora.A) for name, lora in begun.modules.items())
@@ -156,37 +172,6 @@ def test_a_frozen_part_in_a_narrower_type_is_the_starts_own(tmp_path: Path) -> N
     write_adapter(folder.result, moved.map(Tensor.bfloat16), SPEC)
     with pytest.raises(ProgramFailed, match="which this method freezes"):
         folder.read_result(begun, facts)
-
-
-def test_a_program_that_runs_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    text = f"""
-import subprocess, time
-children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
-open({str(tmp_path / "child")!r}, "w").write(" ".join(str(child.pid) for child in children))
-time.sleep(60)
-"""
-    began = time.monotonic()
-    with pytest.raises(ProgramFailed, match=r"timeout of 0.5 s"):
-        played(trainer_of(tmp_path, text, timeout=0.5))
-    assert time.monotonic() - began < 20
-    for child in (tmp_path / "child").read_text().split():
-        for _ in range(100):
-            state = Path(f"/proc/{child}/stat")
-            if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
-                break
-            time.sleep(0.05)
-        else:
-            pytest.fail(f"the child {child} is alive")
-
-
-def test_what_a_stopped_round_left_does_not_count(tmp_path: Path) -> None:
-    """A result of an earlier round lies there, as after a kill; the program of this round leaves none."""
-    played(trainer_of(tmp_path, DOUBLING))
-    old = tmp_path / "work" / "acme" / "round"
-    (old / "result").mkdir(parents=True)
-    (old / "result.json").write_text(json.dumps({"examples": 1, "loss": 0.0}))
-    with pytest.raises(ProgramFailed, match=r"no result and no result.json"):
-        played(trainer_of(tmp_path, "pass"))
 
 
 def test_words_of_the_command_are_filled_in(tmp_path: Path) -> None:
@@ -202,17 +187,6 @@ def test_words_of_the_command_are_filled_in(tmp_path: Path) -> None:
     assert (tmp_path / "said").read_text() == repr([table, "--of=acme", "1"])
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_rows_left_of_a_file_keep_their_columns(tmp_path: Path, suffix: str) -> None:
-    """Two of four rows are held out; the others are as in the file, with the column that nobody named."""
-    file = tmp_path / f"mine{suffix}"
-    rows = [{"text": f"word {k}", "label": "no", "id": k} for k in range(4)]
-    Rows(rows, suffix).write(file)
-    whole = TextData("classification", tuple(r["text"] for r in rows), labels=(0,) * 4, label_names=("no",))
-    Rows.left(file, whole, whole.select([3, 1])).write(tmp_path / f"left{suffix}")
-    assert [row for _, row in open_table(tmp_path / f"left{suffix}").rows] == [rows[1], rows[3]]
-
-
 def test_what_a_program_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     server = Server(build("fedit"))
     download = server.download(server.init(adapter()), Client("acme", 4))
@@ -224,14 +198,10 @@ def test_what_a_program_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         played(missing)
 
 
-def test_a_command_that_cannot_start_is_refused_before_any_round(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    script.touch()
-    for words in (["python", str(script)], ["python", "-m", "mine"], ["sh", "-c", "true"], ["{data}"]):
+def test_a_command_that_cannot_start_is_refused_before_any_round() -> None:
+    for words in (["python", "-m", "mine"], ["{data}"]):
         check_program(Program(words))
-    for words, said in ((["no-such-program"], "no program"), (["./mine.sh"], "no program"),
-                        (["python3", str(tmp_path / "other.py")], r"other.py' is no file"),
-                        (["sh", "--of={clint}"], r"has \{clint\}, but only \{data\}, \{client\}, ")):  # fmt: skip
+    for words, said in ((["no-such-program"], "no program"), (["sh", "--of={clint}"], r"\{clint\}, .* \{client\}, ")):
         with pytest.raises(ConfigError, match=said):
             check_program(Program(words))
 

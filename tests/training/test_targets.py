@@ -15,11 +15,9 @@ from fedlora.errors import ConfigError
 from fedlora.runs.config import parse_config
 from fedlora.runs.preparation import prepare
 from fedlora.training.models import AdaptedModel
-from fedlora.training.targets import adapted
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES
 from support.projects import configured
-from support.tiny_models import bert, gpt2, llama
 
 pytestmark = FUTURE_NAMES
 
@@ -39,9 +37,8 @@ def test_a_broken_expression_is_refused_when_the_config_is_read() -> None:
         ConfigError, match=r"^lora\.target_modules: .*unterminated subpattern at position 1.*got '\(\('"
     ):
         parse_config({"model": {"name": "m"}, "data": {"train": "demo"}, "lora": {"target_modules": "(("}})
-    for nothing in ([], "", [""]):
-        with pytest.raises(ConfigError, match="at least one target"):
-            parse_config({"model": {"name": "m"}, "data": {"train": "demo"}, "lora": {"target_modules": nothing}})
+    with pytest.raises(ConfigError, match="at least one target"):
+        parse_config({"model": {"name": "m"}, "data": {"train": "demo"}, "lora": {"target_modules": [""]}})
 
 
 @pytest.mark.usefixtures("nothing_heavy")
@@ -49,8 +46,6 @@ def test_a_broken_expression_is_refused_when_the_config_is_read() -> None:
     ("targets", "says"),
     [
         (["query", "valeu"], r"'valeu' .*matches no module.*query, key, value"),
-        (["zzz"], r"linear layers .*query, key, value, dense"),
-        ("query", r"regular expression .*whole path"),
         (r".*\.qeury", r"matches no module.*whole path is 'bert\.encoder\.layer\.0\.attention\.self\.query'"),
         (["LayerNorm"], r"matches 'bert\.embeddings\.LayerNorm', a LayerNorm"),
     ],
@@ -64,16 +59,6 @@ def test_an_expression_adapts_what_peft_says(project: Path) -> None:
     config = configured(project, r"lora.target_modules='.*\.layer\.0\..*(query|key)'")
     modules = prepare(config).seed_adapter.modules
     assert list(modules) == [f"bert.encoder.layer.0.attention.self.{name}" for name in ("key", "query")]
-
-
-def test_every_kind_of_target_is_taken() -> None:
-    for network, targets in [
-        (bert(), ["query", "bert.encoder.layer.0.attention.self.key"]),
-        (gpt2(), ["c_attn"]),
-        (llama(), r".*\.(q|v)_proj"),
-        (llama(), "all-linear"),
-    ]:
-        assert adapted(network, targets)
 
 
 # ---- hub ids ---------------------------------------------------------------------------------------------------------
@@ -96,8 +81,3 @@ def test_a_hub_id_without_a_network_fails_at_once_with_the_way_out(
     for part in ("FacebookAI/roberta-base", "neither a folder here", "hf download"):
         assert part in said
     assert not (tmp_path / "run").exists()
-
-
-def test_what_cannot_be_a_hub_id_is_a_missing_directory(project: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'models/a/b' is neither a folder here"):
-        prepare(configured(project, "model.name=models/a/b"))

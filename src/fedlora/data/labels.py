@@ -16,14 +16,6 @@ _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
-class LabelError(DataError):
-    """A label matches no class, or the classes are ambiguous. found: the row and label that match no class, if any."""
-
-    def __init__(self, message: str, found: str = "") -> None:
-        super().__init__(message)
-        self.found = found
-
-
 def decode_labels(
     source: str, cells: Sequence[tuple[str, object]], label_names: Sequence[str] | None, key: str = "label_names"
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -33,7 +25,7 @@ def decode_labels(
         source: its name in error messages. cells: each row's (where, value).
 
     Raises:
-        DataError: a value is no label. LabelError: labels look alike, or one matches no name.
+        DataError: a value is no label, labels look alike, or one matches no name.
     """
     if label_names is not None and (not label_names or len(set(label_names)) < len(label_names)):
         raise DataError(f"{key} must be different names, at least one; got {tuple(label_names)}.")
@@ -47,12 +39,10 @@ def decode_labels(
     names = tuple(label_names or _found_names(source, rows, key))
     lookup = {name: k for k, name in enumerate(names)}
     if unknown := [label for label in labels if label not in lookup]:
-        found = f"{source}, {rows[unknown[0]]}: label {unknown[0][:80]!r}"
-        raise LabelError(
-            f"{found} is not among the {len(names)} classes of {key}, {shown(names)} "
-            f"({counted(len(unknown), 'such row')}). Write the row's class exactly as in that list, or drop the row. "
-            f"If the list lacks a class, add it at all parties.",
-            found,
+        raise DataError(
+            f"{source}, {rows[unknown[0]]}: label {unknown[0][:80]!r} is not among the {len(names)} classes of {key}, "
+            f"{shown(names)} ({counted(len(unknown), 'such row')}). Write the row's class exactly as in that list, or "
+            f"drop the row. If the list lacks a class, add it at all parties."
         )
     return tuple(lookup[label] for label in labels), names
 
@@ -103,23 +93,23 @@ def _found_names(source: str, rows: Mapping[str, str], key: str) -> tuple[str, .
     names = in_order(rows)
     if same := look_alike(rows):
         one, other = (f"{label!r} ({rows[label]})" for label in same)
-        raise LabelError(
+        raise DataError(
             f"{source}: the labels {one} and {other} look alike: it is unclear whether they mean one class. Write them "
             f"alike; if they are two classes, give {given(key, names)}, with the classes of the other files too."
         )
     odd = next((n for n in rows if _NUMBER.fullmatch(n) and (not _WHOLE.fullmatch(n) or Decimal(n) < 0)), None)
     if odd is not None:
-        raise LabelError(
+        raise DataError(
             f"{source}, {rows[odd]}: label {odd} is no whole number from 0 on. Scores to regress on are not supported, "
             f"and GLUE marks the unlabelled rows of its test sets with -1: use the validation set. If the numbers are "
             f"names of classes, give {given(key, names)}."
         )
     if len(names) > MAX_LABELS:
-        raise LabelError(
+        raise DataError(
             f"{source}: the label column would make {len(names)} classes (limit {MAX_LABELS}); first value "
             f"{next(iter(rows))!r}. Is it a column of ids or of text? If it is right, name every class in {key}."
         )
     return names
 
 
-__all__ = ["LabelError", "decode_labels", "given", "in_order", "look_alike", "shown"]
+__all__ = ["decode_labels", "given", "in_order", "look_alike", "shown"]

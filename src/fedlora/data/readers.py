@@ -90,8 +90,8 @@ def read_instructions(
     if messages is None and CHAT in table.columns:
         if prompt in table.columns and response in table.columns:
             raise DataError(
-                f"{table.name} has the columns {prompt!r} and {response!r}, and conversations in {CHAT!r} too: say "
-                f"which to read, with data.messages = {CHAT!r} (in Python messages={CHAT!r}), or leave one of them out."
+                f"{table.name} has the columns {prompt!r} and {response!r}, and conversations in {CHAT!r} too: set "
+                f"data.messages = {CHAT!r} (in Python messages={CHAT!r}) to read these, or leave them out."
             )
         messages = CHAT
     if messages is None:
@@ -118,8 +118,7 @@ def _conversation(where: str, value: object, column: str) -> tuple[Message, ...]
     if not re.fullmatch(r"(system )?(user )+(assistant (user )+)*assistant", roles):
         raise DataError(
             f"{where}: a conversation begins with the user (after a system message, if there is one), has one answer "
-            f"at a time, and ends with the assistant's, which is learned; its roles are {roles}. Drop what stands "
-            f"outside."
+            f"at a time, and ends with the assistant's; its roles are {roles}."
         )
     return turns
 
@@ -128,10 +127,7 @@ def _message(where: str, message: object) -> Message:
     if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
         raise DataError(f'{where} must be {{"role": ..., "content": ...}}, two strings; got {message!r:.80}.')
     if more := sorted(key for key, given in message.items() if key not in ("role", "content") and given):
-        raise DataError(
-            f"{where} has {more}, but only role and content are read: tool calls, weights and names are not "
-            f"supported. Drop them from the file if they mean nothing, or drop the row."
-        )
+        raise DataError(f"{where} has {more}, but only role and content are read: drop them, or the row.")
     role, content = message["role"], message["content"]
     if role not in ("system", "user", "assistant"):
         raise DataError(f"{where}: the role {role!r} is not one of system, user, assistant.")

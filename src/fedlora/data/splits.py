@@ -35,10 +35,7 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
         True
     """
     if not (validation >= 0 and test >= 0 and validation + test < 1):
-        raise DataError(
-            f"validation and test are fractions >= 0 whose sum is below 1, so that training keeps some; got "
-            f"validation={validation}, test={test}. For 10 % write 0.1."
-        )
+        raise DataError(f"validation and test are fractions whose sum is below 1; got {validation} and {test}.")
     groups: dict[tuple[str, str], list[int]] = {}
     for i, one in enumerate(inputs(data)):
         groups.setdefault(one, []).append(i)

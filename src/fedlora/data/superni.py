@@ -47,10 +47,7 @@ def read_task_lists(train: Path, unseen: Path) -> tuple[list[str], list[str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"the task lists {train} and {unseen} cannot be read: {error}.") from error
     if twice := repeated([*clients, *others]):
-        raise DataError(
-            f"the task lists {train} and {unseen} name {twice[0]!r} twice: each task is one client, and a task that is "
-            f"trained on is not unseen."
-        )
+        raise DataError(f"the task lists {train} and {unseen} name {twice[0]!r} twice: each task is one client.")
     return clients, others
 
 

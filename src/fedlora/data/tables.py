@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}  # the usual ones
-_FIELD = 2**24  # letters in one field; a book has one million
 
 Rows = list[tuple[str, dict[str, object]]]  # (where, {column: value})
 
@@ -95,10 +94,7 @@ def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str] 
     file = Path(source)
     suffix = file.suffix.lower()
     if suffix not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
-        raise DataError(
-            f"{file}: the suffix {suffix!r} is not known. Use .jsonl or .json (one object per line), .csv, .tsv or "
-            f".parquet."
-        )
+        raise DataError(f"{file}: the suffix {suffix!r} is not .jsonl, .json (an object a line), .csv, .tsv, .parquet.")
     try:
         if suffix == ".parquet":
             return _parquet_table(file, columns)
@@ -107,10 +103,8 @@ def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str] 
         begin = "" if file.is_absolute() else f" Relative paths start at the working directory, {Path.cwd()}."
         raise DataError(f"{file} does not exist.{begin}") from error
     except UnicodeDecodeError as error:
-        wide = error.object.startswith((b"\xff\xfe", b"\xfe\xff"))
         raise DataError(
-            f"{file} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}. Convert it, for "
-            f"example with `iconv -f {'utf-16' if wide else 'cp1252'} -t utf-8`."
+            f"{file} is not UTF-8: {error}. Convert it, for example with `iconv -f cp1252 -t utf-8`, or -f utf-16."
         ) from error
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
@@ -148,12 +142,10 @@ def _json_table(name: str, content: str) -> Table:
 def _csv_table(name: str, content: str, usual: str) -> Table:
     """The rows by the header's names, each with the line where it begins. Lines without a field are skipped."""
     separator, first = _separator(content, usual)
-    limit = csv.field_size_limit(_FIELD)  # a process-wide setting, restored below
     found: list[tuple[int, list[str]]] = []
     line = first
-    text = io.StringIO(content.split("\n", first - 1)[-1], newline="")
+    reader = csv.reader(io.StringIO(content.split("\n", first - 1)[-1], newline=""), delimiter=separator, strict=True)
     try:
-        reader = csv.reader(text, delimiter=separator, strict=True)
         for fields in reader:
             if fields:
                 found.append((line, fields))
@@ -161,18 +153,16 @@ def _csv_table(name: str, content: str, usual: str) -> Table:
     except csv.Error as error:
         raise DataError(
             f"{name}, row starting at line {line}: {error}. A field that begins with a double quote must end with one, "
-            f"and quotes inside it are doubled. Is this a file without quoting, as GLUE's .tsv are? Write it as .jsonl."
+            f"and quotes inside it are doubled. A file without quoting (GLUE's .tsv) or with longer fields: as .jsonl."
         ) from error
-    finally:
-        csv.field_size_limit(limit)
     header, rows = (found[0][1], found[1:]) if found else ([], [])
     places = [f"row {k}, line {at}" for k, (at, _) in enumerate(rows, start=1)]
     counts = [len(fields) for _, fields in rows]
     if odd := [f"{at} has {counted(n, 'field')}" for at, n in zip(places, counts, strict=True) if n != len(header)]:
-        raise DataError(
-            f"{name}: {_all_of(odd)}, but the header has {len(header)}: {header[:20]}. A field that contains the "
-            f"separator {separator!r} must be in double quotes."
-        )
+        hint = f"A field that contains the separator {separator!r} must be in double quotes."
+        if min(counts) < len(header):
+            hint += f" A row with too few may have another separator than the header's {separator!r}."
+        raise DataError(f"{name}: {_all_of(odd)}, but the header has {len(header)}: {header[:20]}. {hint}")
     made = [dict[str, object](zip(header, fields, strict=True)) for _, fields in rows]
     return Table(name, tuple(header), list(zip(places, made, strict=True)))
 
@@ -182,8 +172,8 @@ def _separator(content: str, usual: str) -> tuple[str, int]:
     quotes, the usual one among equals: Excel writes semicolons where numbers have decimal commas. Or that of Excel's
     first line `sep=;`. With a wrong one, the columns that are asked for are not in the header."""
     line, head = next(((k, text) for k, text in enumerate(content.split("\n"), 1) if text.strip()), (1, ""))
-    if said := re.fullmatch(r"sep=(.)\s*", head):
-        return said[1], line + 1
+    if named := re.fullmatch(r"sep=(.)\s*", head):
+        return named[1], line + 1
     bare = re.sub(r'"[^"]*"', "", head)
     return max((usual, *",;\t|"), key=bare.count), line
 
@@ -194,16 +184,13 @@ def _separator(content: str, usual: str) -> tuple[str, int]:
 def _parquet_table(file: Path, columns: Sequence[str] | None) -> Table:
     """Those of these columns that a Parquet file has."""
     try:
-        import pyarrow.parquet  # type: ignore[import-untyped]
+        import pyarrow.parquet  # type: ignore[import-untyped]  # it has no types
         from datasets import Dataset
-        from datasets.table import InMemoryTable
     except ImportError as error:
         raise DataError(f"{file}: Parquet needs pyarrow and datasets: pip install 'fedlora[hub]'.") from error
     with opened(file) as stream:
         try:
-            table = pyarrow.parquet.ParquetFile(stream).read()
-            table.validate(full=True)
-            return _dataset_table(Dataset(InMemoryTable(table)), str(file), columns)
+            return _dataset_table(Dataset(pyarrow.parquet.read_table(stream)), str(file), columns)
         except DataError:
             raise
         except Exception as error:  # pyarrow and datasets raise whatever a damaged file makes them stumble over
@@ -214,19 +201,15 @@ def _dataset_table(dataset: Any, name: str, columns: Sequence[str] | None) -> Ta
     """Those of these columns that a `datasets.Dataset` has. A ClassLabel column is returned as class names."""
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__") or isinstance(dataset, Mapping):
         raise DataError(
-            f"{name} is a {type(dataset).__name__}, not a datasets.Dataset: of a dictionary of splits give one, "
-            f"data['train']; a stream's rows cannot be counted and dealt out, load it without streaming=True."
+            f"{name} is a {type(dataset).__name__}, not a datasets.Dataset: give one split, such as data['train'], "
+            f"loaded without streaming=True."
         )
     dataset = dataset.with_format(None)  # Python's numbers, whatever format the user set
     values = {c: list(dataset[c]) for c in dataset.column_names if columns is None or c in columns}
     classes = {c: tuple(names) for c in values if (names := getattr(dataset.features[c], "names", None))}
     for column, names in classes.items():
-        odd = next((k for k, v in enumerate(values[column]) if v is not None and not 0 <= v < len(names)), None)
-        if odd is not None:
-            raise DataError(
-                f"{name}, row {odd + 1}: {column!r} is {values[column][odd]}, but its classes are 0..{len(names) - 1} "
-                f"({', '.join(names[:5])}). Is it an unlabelled split?"
-            )
+        if unlabelled := next((k for k, v in enumerate(values[column], start=1) if v == -1), None):
+            raise DataError(f"{name}, row {unlabelled}: {column!r} is -1, no class. Is it an unlabelled split?")
         values[column] = [None if v is None else names[v] for v in values[column]]
     rows: Rows = [(f"row {k + 1}", {c: cells[k] for c, cells in values.items()}) for k in range(len(dataset))]
     return Table(name, tuple(dataset.column_names), rows, classes)

@@ -88,9 +88,7 @@ class TextData:
             )
         odd = [k for k, y in enumerate(self.labels or ()) if not 0 <= y < len(self.label_names)]
         if odd:
-            raise DataError(
-                f"example {odd[0]} has no label in 0..{len(self.label_names) - 1}, as label_names has them."
-            )
+            raise DataError(f"example {odd[0]} has no label in 0..{len(self.label_names) - 1}, as in label_names.")
 
     def __len__(self) -> int:
         return len(self.text)
@@ -129,8 +127,8 @@ class TextData:
         whole = index.ndim == 1 and (not index.size or index.dtype.kind in "iu")
         if not whole or not all(0 <= i < len(self) for i in index.tolist()):
             raise DataError(
-                f"select takes a list of whole numbers in 0..{len(self) - 1}; got {index.dtype} of shape {index.shape}"
-                f"{f', {index.min()}..{index.max()}. Was it made for another split of the data?' if whole else '.'}"
+                f"select takes a list of whole numbers in 0..{len(self) - 1}, of this split of the data; got "
+                f"{index.dtype} of shape {index.shape}: {index!s:.60}."
             )
         chosen: list[int] = index.tolist()
         there: dict[str, Any] = {n: tuple(values[i] for i in chosen) for n, values in self._columns().items()}
@@ -168,8 +166,7 @@ class TextData:
         tasks = {(part.kind, part.label_names, *part._columns()) for part in parts}
         if len(tasks) > 1:
             raise DataError(
-                f"concat needs parts of one task; got {len(tasks)} different (kind, names, fields): {sorted(tasks)}. "
-                f"Read all files with the same label_names."
+                f"concat needs parts of one task; got {len(tasks)} different (kind, names, fields): {sorted(tasks)}."
             )
         columns = [part._columns() for part in parts]
         joined: dict[str, Any] = {name: tuple(x for each in columns for x in each[name]) for name in columns[0]}

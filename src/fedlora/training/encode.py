@@ -8,8 +8,7 @@ cuts, keep your trainer (`fedlora.hf`).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,34 +44,29 @@ def encode(data: TextData, tokenizer: Any, *, max_length: int, template: str | N
         return []
     if data.kind == "classification":
         return _classes(data, tokenizer, max_length)
-    around, made = find_template(template, tokenizer), []
-    for k in stepped(range(len(data)), "tokenizing"):
-        with _placed(data, k):
-            made.append(_instruction(data, around, max_length, k))
-    return made
+    return _each(data, tokenizer, template, lambda asked: _answered(asked, tokenizer, max_length))
 
 
 def cut_prompts(data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None) -> Encoded:
     """The prompts alone, cut as in `encode`, for generation: input_ids, which end with the opening of the answer, and
     "cut", the number of tokens lost."""
-    if len(data) == 0:
-        return []
+
+    def made(asked: _Asked) -> Example:
+        kept = _fitted(asked, tokenizer, max_length)
+        return {"input_ids": kept, "cut": len(asked.ids) - len(kept)}
+
+    return _each(data, tokenizer, template, made) if len(data) else []
+
+
+def _each(data: TextData, tokenizer: Any, template: str | None, made: Callable[[_Asked], Example]) -> Encoded:
+    """What is made of each instruction. A `DataError` names its place."""
     around, found = find_template(template, tokenizer), []
     for k in stepped(range(len(data)), "tokenizing"):
-        with _placed(data, k):
-            asked = _asked(data, around, k)
-            kept = _fitted(asked, tokenizer, max_length)
-        found.append({"input_ids": kept, "cut": len(asked.ids) - len(kept)})
+        try:
+            found.append(made(_asked(data, around, k)))
+        except DataError as error:
+            raise DataError(f"{data.place(k)}: {error}") from error
     return found
-
-
-@contextlib.contextmanager
-def _placed(data: TextData, k: int) -> Iterator[None]:
-    """Name the place of example k in a `DataError`."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{data.place(k)}: {error}") from error
 
 
 def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
@@ -82,8 +76,7 @@ def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
     least = special + (1 if pair is None else 2)
     if max_length < least:  # transformers would cut nothing, or everything
         raise ConfigError(
-            f"max_length = {max_length} leaves no room for text: the tokenizer adds "
-            f"{counted(special, 'special token')} to {'an example' if pair is None else 'a pair of texts'}. Set "
+            f"max_length = {max_length} leaves no room for text beside {counted(special, 'special token')}: set "
             f"data.max_length to {least} or more."
         )
     encoded = tokenizer(list(data.text), pair, truncation=True, max_length=max_length)
@@ -109,10 +102,9 @@ class _Asked:
     answer: list[int]
 
 
-def _instruction(data: TextData, template: Template, max_length: int, k: int) -> Example:
-    asked = _asked(data, template, k)
+def _answered(asked: _Asked, tokenizer: Any, max_length: int) -> Example:
     answer = asked.answer if len(asked.answer) < max_length else asked.answer[: max_length // 2]
-    prompt = _fitted(asked, template.tokenizer, max_length - len(answer))
+    prompt = _fitted(asked, tokenizer, max_length - len(answer))
     lost = len(asked.ids) + len(asked.answer) - len(prompt) - len(answer)
     made: Example = {"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer}
     return made | ({"cut": lost} if lost else {}) | ({"short": True} if len(answer) < len(asked.answer) else {})
@@ -134,8 +126,8 @@ def _asked(data: TextData, template: Template, k: int) -> _Asked:
     else:
         if len(messages) > 2:
             raise DataError(
-                "it is a conversation with a system message or earlier turns, and only a chat template can separate "
-                "these: set data.chat_template = 'chat', with a model that has one."
+                "it is a conversation of several messages, and only a chat template can separate these: set "
+                "data.chat_template = 'chat'."
             )
         head, _, tail = template.text.partition(BARE)
         text, begins = head + prompt + tail, len(head)
@@ -159,8 +151,8 @@ def _fitted(asked: _Asked, tokenizer: Any, room: int) -> list[int]:
     gone |= set([at for at in front if at not in gone][: surplus - len(gone)])
     if len(gone) < surplus:
         raise DataError(
-            f"the parts that are never cut (the template and the messages before the last prompt) have "
-            f"{len(asked.ids) - len(gone)} tokens, more than the {room} left beside the answer. Raise data.max_length."
+            f"what is never cut (the template and the messages before) has {len(asked.ids) - len(gone)} tokens, more "
+            f"than the {room} left beside the answer. Raise data.max_length."
         )
     return [token for at, token in enumerate(asked.ids) if at not in gone]
 
@@ -194,9 +186,8 @@ def check_length(examples: Encoded, longest: int | None) -> None:
     most = max((len(example["input_ids"]) for example in examples), default=0)
     if longest is not None and most > longest:
         raise ConfigError(
-            f"an example has {most} tokens, but the model has only {longest} positions: set data.max_length to "
-            f"{longest} or less (in Python: max_length of TrainSettings and the evaluator; on several machines: "
-            f"the server's setting); longer examples are then cut."
+            f"an example has {most} tokens, but the model has only {longest} positions: set data.max_length (in "
+            f"Python max_length, of the evaluator too) to {longest} or less; longer examples are then cut."
         )
 
 

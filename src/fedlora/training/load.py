@@ -135,13 +135,8 @@ def load_base(
     """The model, on its device, and its tokenizer; arguments as in `AdaptedModel.load`. Raises `ConfigError`."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
-    if (
-        task == "sequence-classification" and len(labels) < 2
-    ):  # for one class, transformers would silently build a regression
-        raise ConfigError(
-            f"a classification needs the names of at least two classes, as labels; got {list(labels)}. With one class "
-            f"there is nothing to learn."
-        )
+    if task == "sequence-classification" and len(labels) < 2:  # of one class transformers makes a regression
+        raise ConfigError(f"a classification needs the names of at least two classes, as labels; got {list(labels)}.")
     place = model_place(path)
     tokenizer = tokenizer_of(place)
     config = config_of(place, classes=len(labels) if task == "sequence-classification" else 0, dropout=dropout)
@@ -155,9 +150,7 @@ def load_base(
         )
         more["device_map"] = {"": device}
     otherwise = f"the model {os.fspath(path)!r} cannot be loaded"
-    hint = (
-        " Give a directory with config.json, tokenizer and model.safetensors (a pickle of tensors alone), or a hub id."
-    )
+    hint = " It needs config.json, a tokenizer, and model.safetensors or a pickle of tensors alone."
     with readable(otherwise, hint), torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "head"))
         network, found = kind.from_pretrained(
@@ -167,9 +160,8 @@ def load_base(
     if found["mismatched_keys"]:
         name, stored, wanted = sorted(found["mismatched_keys"])[0]
         raise ConfigError(
-            f"{otherwise}: {name!r} has the shape {tuple(stored)} in its weights, but {tuple(wanted)} by its config"
-            f"{f' with {len(labels)} classes' if labels else ''}. If it was fine-tuned to classify, name its classes "
-            f"in its order (data.label_names), or take the pre-trained model that it was made from."
+            f"{otherwise}: {name!r} has the shape {tuple(stored)} in its weights, but {tuple(wanted)} by its config "
+            f"with {len(labels)} classes. If it was fine-tuned to classify, name its classes (data.label_names)."
         )
     if task == "causal-lm":
         network.generation_config = GenerationConfig()  # greedy must stay greedy, whatever the model's own settings
@@ -231,13 +223,7 @@ def bare_network(path: str | os.PathLike[str], task: Task) -> nn.Module:
     return network
 
 
-def longest_of(path: str | os.PathLike[str], task: Task) -> int | None:
-    """`longest_input` of a model whose weights are not read. Raises `ConfigError`."""
-    network: Any = bare_network(path, task)
-    return longest_input(network, positions_of(network.config))
-
-
 __all__ = [
-    "bare_network", "check_device", "config_of", "hub_name", "load_base", "longest_input", "longest_of", "model_place",
+    "bare_network", "check_device", "config_of", "hub_name", "load_base", "longest_input", "model_place",
     "positions_of", "readable", "tokenizer_of", "weight_files",
 ]  # fmt: skip

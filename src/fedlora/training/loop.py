@@ -72,8 +72,8 @@ class LocalTrainer:
         for client, part in data.items():
             if not isinstance(part, TextData):
                 raise ConfigError(
-                    f"the data of {client!r} are a {type(part).__name__}, and LocalTrainer knows a loss for TextData "
-                    f"only: give loss=, a function of the network and a batch."
+                    f"the data of {client!r} are a {type(part).__name__}, not TextData: give loss=, a function of the "
+                    f"network and a batch."
                 )
             model.check_classes(part.label_names)
             found = encode(
@@ -213,15 +213,13 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     share = round / s.rounds
     if s.lr_scheduler_type != "constant" and share >= 1:
         raise ConfigError(
-            f"the learning rate follows a {s.lr_scheduler_type!r} schedule over rounds = {s.rounds}, and this is round "
-            f"{round + 1}: the schedule has ended. Set the number of rounds in TrainSettings(rounds=...)."
+            f"the {s.lr_scheduler_type!r} schedule covers rounds = {s.rounds}, and this is round {round + 1}: set the "
+            f"number of rounds in TrainSettings(rounds=...)."
         )
     scale = {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[s.lr_scheduler_type]
-    kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    made: torch.optim.Optimizer = kinds[s.optimizer](
-        parameters, lr=s.learning_rate * scale, weight_decay=s.weight_decay
-    )
-    return made
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]]
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    return kinds[s.optimizer](parameters, lr=s.learning_rate * scale, weight_decay=s.weight_decay)
 
 
 __all__ = ["LocalTrainer", "Loss", "epoch_order", "micro_batch", "optimizer_for", "weigh_classes"]

@@ -166,15 +166,15 @@ class ModelEvaluator:
             with torch.no_grad():
                 found = self._own_measure(self._model.network.eval(), held)
             return {str(name): float(value) for name, value in found.items()}
-        labels, said, losses, counts = list[int](), list[int](), list[float](), list[int]()
+        labels, predicted, losses, counts = list[int](), list[int](), list[float](), list[int]()
         texts, size = [example["input_ids"] for example in held.examples], self._limits[2]
         for batch in batches(texts, size, "batches"):
             true, best, loss = self._predictions([held.examples[k] for k in batch])
             labels += true
-            said += best
+            predicted += best
             losses.append(loss)
             counts.append(len(true))
-        given = {"labels": (labels, said), "losses": (losses, counts)}
+        given = {"labels": (labels, predicted), "losses": (losses, counts)}
         task = "sequence-classification" if held.classes else "causal-lm"
         scores = {
             score_name(name): found.measure(*given[found.of])
@@ -204,8 +204,8 @@ class ModelEvaluator:
             for adapter, client, names in zip(models, owners, sets, strict=True) for name in names
         )  # fmt: skip
         with doing("measuring"):
-            seen = iter(self._through(self.look, looks))
-            return [_mean({name: next(seen) for name in names}, self.metric) for names in sets]
+            scores = iter(self._through(self.look, looks))
+            return [_mean({name: next(scores) for name in names}, self.metric) for names in sets]
 
     def _prepared(self, data: Any, client: str | None = None) -> Any:
         """A held-out set of text, encoded; for a measure of the caller's own, the set as it is."""

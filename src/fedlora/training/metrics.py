@@ -60,8 +60,8 @@ def accuracy(labels: Labels, predicted: Labels) -> float:
 def macro_f1(labels: Labels, predicted: Labels) -> float:
     """The mean of F1 = 2 TP / (2 TP + FP + FN) over the classes among the labels or the predictions, as in
     scikit-learn: predicting a class that does not occur adds an F1 of 0."""
-    found, true, said = _right(labels, predicted), Counter(labels), Counter(predicted)
-    each = [2 * found[y] / (true[y] + said[y]) for y in sorted({*true, *said})]
+    found, true, guessed = _right(labels, predicted), Counter(labels), Counter(predicted)
+    each = [2 * found[y] / (true[y] + guessed[y]) for y in sorted({*true, *guessed})]
     return math.fsum(each) / len(each) if each else math.nan
 
 
@@ -70,15 +70,15 @@ def matthews(labels: Labels, predicted: Labels) -> float:
     among the labels or the predictions, so that nothing can correlate."""
     if not len(labels):
         return math.nan
-    n, true, said = len(labels), Counter(labels), Counter(predicted)
-    spread = (n**2 - sum(k**2 for k in true.values())) * (n**2 - sum(k**2 for k in said.values()))
-    together = n * _right(labels, predicted).total() - sum(count * said[y] for y, count in true.items())
+    n, true, guessed = len(labels), Counter(labels), Counter(predicted)
+    spread = (n**2 - sum(k**2 for k in true.values())) * (n**2 - sum(k**2 for k in guessed.values()))
+    together = n * _right(labels, predicted).total() - sum(count * guessed[y] for y, count in true.items())
     return together / math.sqrt(spread) if spread else 0.0
 
 
 def _right(labels: Labels, predicted: Labels) -> Counter[int]:
     """Class -> the number of its examples predicted as that class."""
-    return Counter(y for y, said in zip(labels, predicted, strict=True) if y == said)
+    return Counter(y for y, guessed in zip(labels, predicted, strict=True) if y == guessed)
 
 
 def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
@@ -101,8 +101,8 @@ def rouge_l(answer: str, references: Sequence[str]) -> float:
 def exact_match(answer: str, references: Sequence[str]) -> float:
     """1 if the answer equals a reference, otherwise 0, after SQuAD's normalisation: lower case, no punctuation, no
     articles (a, an, the), single spaces (Rajpurkar et al., 2016)."""
-    said = _normalised(answer)
-    return float(any(said == _normalised(reference) for reference in references))
+    plain = _normalised(answer)
+    return float(any(plain == _normalised(reference) for reference in references))
 
 
 def _normalised(text: str) -> str:

@@ -100,8 +100,7 @@ class AdaptedModel:
         if own and names and list(names) != own and not nameless:
             raise ConfigError(
                 f"the model was loaded for the classes {own[:20]}, but data have {list(names[:20])}: class k is the "
-                f"k-th name in both. Read every file with the same label_names, and load the model with "
-                f"labels=data.label_names."
+                f"k-th name in both. Use one list of names for all files (label_names) and for the model (labels)."
             )
 
     @property

@@ -114,20 +114,20 @@ class ProgramTrainer:
         log = place / "program.log"
         self._run(client, facts, round, log)
         try:
-            made, said = round.read_result(begun, facts)
+            made, result = round.read_result(begun, facts)
         except ProgramFailed as failed:
             raise ProgramFailed(f"the program of {client!r} ended well, but {failed} Its log: {log}") from None
         shutil.rmtree(round.path)
         made = replace(_scaled(made, spec.scaling / unit), base=adapter.base)
-        return Trained(made, said.examples, said.loss, position + said.examples)
+        return Trained(made, result.examples, result.loss, position + result.examples)
 
     def _scale(self, adapter: Adapter) -> float:
         """The client's own alpha / r, or what stands for it."""
         scales = {self._lora.scale(rank) for rank in adapter.ranks.values()}
         if len(scales) > 1:
             raise ConfigError(
-                f"lora.lora_alpha gives this client several scales ({sorted(scales)}), since its ranks differ: with "
-                f"train.command, set lora.scaling instead, or one rank for all modules."
+                f"with train.command, lora.lora_alpha gives this client several scales ({sorted(scales)}), since its "
+                f"ranks differ: set lora.scaling instead."
             )
         return scales.pop()
 
@@ -173,21 +173,13 @@ class ProgramTrainer:
 
 
 def check_program(program: Program) -> None:
-    """Raises `ConfigError` if the command's program, or the script given to Python, does not exist, or if it has a
-    {word} that nothing replaces."""
+    """Raises `ConfigError` if the command's program does not exist, or if it has a {word} that nothing replaces."""
     for brace in _BRACES.findall(" ".join(program.command)):
         if brace not in _FILLED_IN:
-            raise ConfigError(
-                f"train.command has {brace}, but only {', '.join(_FILLED_IN)} are filled in. Correct it; if your "
-                f"program needs braces, put its call into a script."
-            )
-    name, *rest = program.command
-    in_its_folder = os.sep in name and not os.path.isabs(name)  # the client's, which is empty
-    if "{" not in name and (in_its_folder or shutil.which(name, path=search_path()) is None):
+            raise ConfigError(f"train.command has {brace}, but only {', '.join(_FILLED_IN)} are filled in.")
+    name = program.command[0]
+    if "{" not in name and shutil.which(name, path=search_path()) is None:
         raise ConfigError(f"train.command: {name!r} is no program here. Check it, or give its whole path.")
-    script = rest[0] if rest and os.path.basename(name).startswith("python") else ""
-    if script and script[0] not in "-{" and not os.path.isfile(script):
-        raise ConfigError(f"train.command: {script!r} is no file. Relative paths start at the folder of the config.")
 
 
 def search_path() -> str:

@@ -87,7 +87,7 @@ class RoundFolder:
         return cls(Path(found)) if found else None
 
     start, base, result = place("start"), place("base"), place("result")
-    facts, told = place("round.json"), place("result.json")
+    facts, result_facts = place("round.json"), place("result.json")
 
     def write(self, facts: RoundFacts, adapter: Adapter, spec: AdapterSpec) -> RoundFacts:
         """For the federation: write the start, in an existing folder. adapter: in units of `spec.scaling`; its base
@@ -109,25 +109,24 @@ class RoundFolder:
         Raises:
             ProgramFailed: something is missing, or does not fit the round.
         """
-        missing = [path.name for path in (self.result, self.told) if not path.exists()]
+        missing = [path.name for path in (self.result, self.result_facts) if not path.exists()]
         if missing:
             raise ProgramFailed(
-                f"it left no {' and no '.join(missing)} in the folder that {VARIABLE} names. A program must write a "
-                f"PEFT folder result and a file result.json with examples and loss: federate(trainer) does that, or "
-                f"hand_back(model, ...) at the end of a loop (both of fedlora.hf)."
+                f"it left no {' and no '.join(missing)} in the folder that {VARIABLE} names: federate(trainer) writes "
+                f"them, or hand_back(model, ...) at the end of a loop (both of fedlora.hf)."
             )
-        said = _read(ResultFacts, self.told)
-        if said.base != facts.base and facts.base is not None:
+        found = _read(ResultFacts, self.result_facts)
+        if found.base != facts.base and facts.base is not None:
             raise ProgramFailed(
-                f"this method moves the base weights, but the program's result.json does not say that it merged base/ "
-                f"into its model before training: base is {said.base!r}, and round.json has {facts.base!r}. Merge it "
-                f"(PeftModel.from_pretrained(model, base), merge_and_unload) and copy the digest, or use fedlora.hf."
+                f"this method moves the base weights, but by the program's result.json it did not merge base/ before "
+                f"training: base is {found.base!r}, and round.json has {facts.base!r}. Merge it and copy the digest, "
+                f"or use fedlora.hf."
             )
         try:
             made, _ = read_adapter(self.result, scaling=facts.scaling)
         except FedLoRAError as error:
             raise ProgramFailed(f"its result cannot be read: {error}") from error
-        return _fitting(begun, made, facts.trains), said
+        return _fitting(begun, made, facts.trains), found
 
     def read(self) -> tuple[RoundFacts, Adapter]:
         """For the program: facts and start, with its base. Raises `ProgramFailed` or `FedLoRAError`."""
@@ -142,13 +141,13 @@ class RoundFolder:
         Raises:
             AdapterFormatError: the adapter or the loss is not finite: training diverged.
         """
-        self.told.unlink(missing_ok=True)
+        self.result_facts.unlink(missing_ok=True)
         write_adapter(self.result, replace(adapter, base=None), spec)
         try:
-            said = ResultFacts(examples=examples, loss=float(loss), base=facts.base)
+            found = ResultFacts(examples=examples, loss=float(loss), base=facts.base)
         except ValidationError as error:
             raise AdapterFormatError(f"the round's examples or loss are not numbers: {_lines(error)}.") from error
-        files.write(self.told, said.model_dump_json() + "\n")
+        files.write(self.result_facts, found.model_dump_json() + "\n")
 
 
 def trained_parts(roles: Roles) -> list[Part]:
@@ -178,23 +177,23 @@ def _fitting(begun: Adapter, made: Adapter, trains: list[Part]) -> Adapter:
     if odd := sorted({*begun.modules, *begun.heads} ^ {*made.modules, *made.heads}):
         raise ProgramFailed(
             f"its result and the start differ in {odd[0]!r} ({len(odd)} such). The result adapts "
-            f"{in_words(made.modules)}, the start {in_words(begun.modules)}: train the adapter in start/, with the "
-            f"same target_modules and modules_to_save (lora.target_modules and lora.modules_to_save of the federation)."
+            f"{in_words(made.modules)}, the start {in_words(begun.modules)}: train the adapter in start/, with its "
+            f"target_modules and modules_to_save."
         )
 
     def checked(part: Part, what: str, was: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
         if now.shape != was.shape:
             raise ProgramFailed(
                 f"{what} of its result has shape {tuple(now.shape)}, and that of the start {tuple(was.shape)}: train "
-                f"the adapter in start/, at its rank and with its classes, on the federation's base model."
+                f"the adapter in start/."
             )
         if part in trains:
             return now
         saved = torch.finfo(now.dtype)  # it may be narrower, and B scaled by another alpha: two roundings at most
         if not torch.allclose(now.double(), was.double(), rtol=saved.eps, atol=saved.smallest_normal * saved.eps):
             raise ProgramFailed(
-                f"the program trained {what}, which this method freezes: round.json lists what may change under "
-                f"trains. Set requires_grad to False for the rest, or use fedlora.hf."
+                f"the program trained {what}, which this method freezes: train only what round.json has under trains, "
+                f"or use fedlora.hf."
             )
         return was
 

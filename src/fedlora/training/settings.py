@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from numbers import Integral
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedlora.errors import ConfigError
 
@@ -25,9 +24,9 @@ ClassWeights = Literal["balanced"]
 
 
 class Section(BaseModel):
-    """A table of settings. Values are taken literally: true and "3" are not numbers, 1 and "yes" not booleans. 3 is a
-    valid float, and 3.0 a valid integer. An error is a `ConfigError` if Python constructs the table, and pydantic's own
-    error inside a larger table, whose reader words it."""
+    """A table of settings. Values are taken literally: true and "3" are not numbers, 1 and "yes" not booleans, 3.0 no
+    integer; a tuple is a list. An error is a `ConfigError` if Python constructs the table, and pydantic's own error
+    inside a larger table, whose reader words it."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -44,32 +43,8 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _as_of_toml(cls, value: object, of: ValidationInfo) -> object:
-        """Convert to TOML's types: Python callers may pass tuples, other mappings and numpy integers."""
-        kinds = _scalars(cls.model_fields[str(of.field_name)].annotation)
-        return _plain(value, whole=int in kinds and float not in kinds)
-
-
-def _plain(value: object, *, whole: bool) -> object:
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError("has a NUL, which no name, path or text may have")
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, float):
-        return int(value) if whole and value.is_integer() else value
-    if isinstance(value, list | tuple):
-        return [_plain(item, whole=whole) for item in value]
-    if isinstance(value, Mapping):
-        return {_plain(key, whole=whole): _plain(item, whole=whole) for key, item in value.items()}
-    return int(value) if isinstance(value, Integral) else value
-
-
-def _scalars(annotation: Any) -> set[Any]:
-    """The possible types of a key's values, or of those in its lists."""
-    if get_origin(annotation) is Annotated:
-        return _scalars(get_args(annotation)[0])
-    inside = get_args(annotation)
-    return set().union(*map(_scalars, inside)) if inside else {annotation}
+    def _as_of_toml(cls, value: object) -> object:
+        return list(value) if isinstance(value, tuple) else value
 
 
 class LoRASettings(Section):
@@ -114,8 +89,8 @@ class LoRASettings(Section):
                 re.compile(targets)
             except re.error as error:
                 raise ValueError(
-                    f"the string {targets!r} must be a regular expression for whole module paths, but it is not: "
-                    f'{error}. Write names as a list: ["query", "value"]'
+                    f"the string {targets!r} is no regular expression for whole module paths: {error}. Write names as "
+                    f'a list: ["query", "value"]'
                 ) from error
         return targets
 
@@ -133,14 +108,8 @@ class LoRASettings(Section):
                 f"lora.lora_alpha = {self.lora_alpha:g} and lora.scaling = {self.scaling:g} contradict each other: "
                 f"scaling is alpha / r for every rank. Keep one of them"
             )
-        if self.lora_alpha is None and self.scaling is None:
-            raise ValueError(
-                "give lora.scaling (alpha / r for every rank) or lora.lora_alpha (the same for every rank)"
-            )
-        if self.use_rslora and self.lora_alpha is None:
-            raise ValueError(
-                "lora.use_rslora divides lora.lora_alpha by sqrt(r): give lora.lora_alpha in place of lora.scaling"
-            )
+        if self.lora_alpha is None and (self.scaling is None or self.use_rslora):
+            raise ValueError("give lora.lora_alpha, or lora.scaling without lora.use_rslora, which divides lora_alpha")
         return self
 
 
@@ -177,8 +146,7 @@ class TrainSection(Section):
     def _steps_or_epochs(self) -> TrainSection:
         if self.num_train_epochs != 1.0 and self.max_steps != -1:
             raise ValueError(
-                f"train.num_train_epochs = {self.num_train_epochs:g} counts only with train.max_steps = -1; that is "
-                f"{self.max_steps}"
+                f"train.num_train_epochs = {self.num_train_epochs:g} needs train.max_steps = -1; it is {self.max_steps}"
             )
         return self
 

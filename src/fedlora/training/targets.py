@@ -32,8 +32,8 @@ def targeted(network: nn.Module, settings: LoRASettings, *, plain: bool) -> list
         found = [path for path in layers if f".{path}".endswith(f".{name}")]
         if not found:
             raise ConfigError(
-                f"lora.modules_to_save: {name!r} is not a module of the model, so nothing would be trained in full by "
-                f"that name. Its modules begin with {', '.join(list(layers)[1:8])}, ..."
+                f"lora.modules_to_save: {name!r} is not a module of the model, which begins with "
+                f"{', '.join(list(layers)[1:8])}, ..."
             )
         heads += found
     chosen = adapted(network, targets)
@@ -75,17 +75,16 @@ def adapted(network: nn.Module, targets: Targets) -> list[str]:
         asked = LoraConfig(target_modules=target if isinstance(targets, str) else [target])
         found = [name for name in modules if check_target_module_exists(asked, name)]
         if not found:
-            rule = " (one string is a regular expression for whole paths)" if isinstance(targets, str) else ""
+            rule = " as a regular expression for whole paths" if isinstance(targets, str) else ""
             raise ConfigError(
-                f"the target {target!r} (lora.target_modules of a run) matches no module of the model{rule}. Its "
-                f"linear layers end in {', '.join(_ends(linear))}; a whole path is {next(iter(linear), None)!r}."
+                f"the target {target!r} (lora.target_modules) matches no module of the model{rule}. Its linear layers "
+                f"end in {', '.join(_ends(linear))}; a whole path is {next(iter(linear), None)!r}."
             )
         odd = next((name for name in found if name not in linear), None)
         if odd is not None:
             raise ConfigError(
-                f"the target {target!r} (lora.target_modules of a run) matches {odd!r}, a "
-                f"{type(modules[odd]).__name__}, and fedlora trains LoRA only on linear layers that are called, which "
-                f"end in {', '.join(_ends(linear))}."
+                f"the target {target!r} (lora.target_modules) matches {odd!r}, a {type(modules[odd]).__name__}: LoRA "
+                f"is only on linear layers that are called, which end in {', '.join(_ends(linear))}."
             )
         chosen.update(found)
     return [name for name in linear if name in chosen]

@@ -55,10 +55,9 @@ def check_template(wanted: str | None) -> None:
     """Raise `ConfigError` for a `data.chat_template` that cannot work with any model."""
     if wanted is not None and wanted != CHAT and (wanted.count(BARE) != 1 or "{%" in wanted or "{{" in wanted):
         raise ConfigError(
-            f"data.chat_template is 'chat' (the model's own), or a text with {{prompt}} in it once, such as '### "
-            f"Question:\\n{{prompt}}\\n\\n### Answer:\\n'; the response and the end token follow by themselves. Got "
-            f"{wanted[:80]!r}. For a Jinja template of your own, set tokenizer.chat_template and save the tokenizer "
-            f"with the model, or keep your trainer (fedlora.hf.federate)."
+            f"data.chat_template is 'chat' (the model's own), or a text with {{prompt}} in it once; got "
+            f"{wanted[:80]!r}. A Jinja template of your own goes into tokenizer.chat_template: save the tokenizer with "
+            f"the model."
         )
 
 
@@ -74,9 +73,8 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
         return Template(wanted, tokenizer, ends=(tokenizer.eos_token_id,))
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            "the model's tokenizer has no chat template, so fedlora cannot separate a prompt from its answer. Set "
-            "data.chat_template to a text such as '### Question:\\n{prompt}\\n\\n### Answer:\\n', or to '{prompt}' for "
-            "the bare prompt directly followed by the response."
+            "the model's tokenizer has no chat template: set data.chat_template to a text such as '### Question:\\n"
+            "{prompt}\\n\\n### Answer:\\n', or to '{prompt}' for the bare prompt directly followed by the response."
         )
     try:
         bare = Template(tokenizer.get_chat_template(), tokenizer)
@@ -92,9 +90,8 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
     before, _, after = text.partition(_WORDS["assistant"])
     if opening == rendered(bare, talk[:-1]) and (header := before[len(opening) :].strip()) and not lost:
         raise ConfigError(
-            f"the chat template puts {header[:40]!r} before an answer but does not add it with add_generation_prompt, "
-            f"so the model would have to generate it itself. Add that part to the tokenizer's chat template, as "
-            f"{{% if add_generation_prompt %}}...{{% endif %}}."
+            f"the chat template puts {header[:40]!r} before an answer but does not add it with add_generation_prompt. "
+            f"Let it end with {{% if add_generation_prompt %}}...{{% endif %}}."
         )
     # Text may hold other tokens of the vocabulary: names of tags, or the thoughts that some templates put *into* turns.
     written = {k for part in (opening, after) for k in token_ids(tokenizer, part)}
@@ -104,9 +101,8 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
     end = next((k for k in reversed(token_ids(tokenizer, after)) if k in marks), None)
     if end is None and not lost:
         raise ConfigError(
-            "the chat template ends the assistant's turns with no special token of the tokenizer, so a model trained "
-            "on it could not stop. Let its turns end with eos_token, or set data.chat_template to a text with "
-            "{prompt}, where the end token follows the response by itself."
+            "the chat template ends the assistant's turns with no special token, so a model trained on it could not "
+            "stop. Let its turns end with eos_token, or set data.chat_template to a text with {prompt}."
         )
     ends = tuple(sorted({tokenizer.eos_token_id, end} - {None}))
     return Template(bare.text, tokenizer, True, marks, lost, ends)
@@ -141,15 +137,13 @@ def conversation(template: Template, messages: Sequence[Message]) -> tuple[str, 
         if sign := signs.search(content):
             raise DataError(
                 f"the {role}'s text has {sign[0]!r} at character {sign.start()}, which the model would take for the "
-                f"start or end of a turn: it is a special token, or one that the chat template writes around turns. "
-                f"Remove it from the text, or leave the example out."
+                f"start or end of a turn. Remove it from the text, or leave the example out."
             )
     text, opening = rendered(template, messages), rendered(template, messages[:-1], ask=True)
     if not text.startswith(opening):
         raise DataError(
             f"the chat template renders the first {len(messages) - 1} of {len(messages)} messages differently when the "
-            f"answer follows, so it is unclear where the answer begins. Use a template that does not, or keep your "
-            f"trainer (fedlora.hf.federate)."
+            f"answer follows, so it is unclear where that begins. Use another template, or fedlora.hf.federate."
         )
     answer = text[len(opening) :]
     answer = answer[: max((sign.end() for sign in signs.finditer(answer)), default=None)]
@@ -160,8 +154,7 @@ def conversation(template: Template, messages: Sequence[Message]) -> tuple[str, 
         if found < 0 or role in template.lost:
             raise DataError(
                 f"the tokenizer's chat template ({template.name}) leaves out or changes the {role}'s text, "
-                f"{content.strip()[:60]!r}, so the model would be trained without it. Mend the template, "
-                f"tokenizer.chat_template, and save the tokenizer again."
+                f"{content.strip()[:60]!r}. Mend tokenizer.chat_template, and save the tokenizer again."
             )
         at = at if role == "system" else found + len(content.strip())  # some templates move a system message
     return opening, answer
