@@ -180,7 +180,8 @@ def _cell(text: str) -> str:
 def _settings(table: Section, *keys: str) -> str:
     """The table's settings of these keys (default: all) that have a value, by their names."""
     values = table.model_dump(include=set(keys) or None)
-    return _cell(", ".join(f"{key} {value}" for key, value in values.items() if value not in (None, False, [])))
+    given = (f"{key} {value}" for key, value in values.items() if value not in (None, False, []))
+    return _cell(", ".join(given).replace("\n", r"\n"))  # a template keeps its line breaks
 
 
 def snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:
