@@ -217,7 +217,7 @@ KINDS: dict[str, tuple[dict[str, int], dict[str, int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_reader_gets_the_scale_right(kind: str, tmp_path: Path) -> None:
-    """docs/decisions/0018: one rank, alpha = r. The inputs, with alpha = 2 r and patterns, are not so."""
+    """docs/decisions.md, 0018: one rank, alpha = r. The inputs, with alpha = 2 r and patterns, are not so."""
     one, other, options = KINDS[kind]
     merge([bare(tmp_path / "a", one), bare(tmp_path / "b", other)], tmp_path / "m", **options)
     want = updates(tmp_path / "m")  # which the tests above compare with the dense mean
