@@ -1,6 +1,5 @@
 """How the site is built: `make docs`. Nothing is fetched from a network, and a warning is an error."""
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -21,9 +20,6 @@ author = "the fedlora authors"
 version = release = fedlora.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["generate"]
-
-# A section may wait for its pages. This one warning has no name by which `suppress_warnings` could leave it out.
-logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda said: "toctree glob" not in said.getMessage())
 
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4  # as on a code host, so that a link works in both places

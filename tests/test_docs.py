@@ -27,12 +27,9 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize(("page", "lines"), [("README.md", 17), ("docs/index.md", 12)])
-def test_the_first_example_runs(page: str, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is short, and prints the mean of two clients of ranks 4 and 8 at rank 12, with nothing cut."""
-    example = python_blocks(ROOT / page)[0]
-    assert len([line for line in example.splitlines() if line.strip()]) <= lines
-    exec(compile(example, page, "exec"), {})
+def test_the_first_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints the mean of two clients of ranks 4 and 8 at rank 12, with nothing cut."""
+    exec(compile(python_blocks(ROOT / "README.md")[0], "README.md", "exec"), {})
     assert "B=(64, 12)" in capsys.readouterr().out
 
 
@@ -131,13 +128,11 @@ def test_files_that_a_contributor_is_sent_to_are_there(name: str) -> None:
         assert not test or f"def {test}(" in found[0].read_text(encoding="utf-8"), f"{name} names {path}::{test}"
 
 
-def test_every_decision_is_in_the_list() -> None:
-    """Under the number of its file, and no number twice."""
-    folder = ROOT / "docs" / "decisions"
-    listed = re.findall(r"^\| \[(\d{4})\]\((\1-[\w-]+\.md)\) \|", (folder / "index.md").read_text(), flags=re.M)
-    pages = sorted(path.name for path in folder.glob("0*.md"))
-    assert [page for _, page in listed] == pages and len({number for number, _ in listed}) == len(pages)
-    assert all((folder / page).read_text(encoding="utf-8").startswith(f"# {number} ") for number, page in listed)
+def test_decisions_are_numbered() -> None:
+    """No number twice, in order, and each says what was decided."""
+    parts = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    numbers = [int(part[:4]) for part in parts]
+    assert numbers == sorted(set(numbers)) and all("**Decision.**" in part for part in parts)
 
 
 def test_the_package_of_experiments_lists_its_files() -> None:

@@ -62,7 +62,7 @@ def stuck(code: str) -> str | None:
 
 @pytest.mark.parametrize("page", [*PAGES, TOUR], ids=lambda page: page.stem)
 def test_a_cell_can_be_typed_at_python_s_prompt_and_hides_no_error(page: Path) -> None:
-    """docs/tutorials/index.md says that it can."""
+    """docs/start/install.md says that it can."""
     for cell in cells(page.read_text(encoding="utf-8")):
         assert cell.magic or stuck(cell.code) is None
         assert "/dev/null" not in cell.code
