@@ -15,6 +15,8 @@ import pytest
 
 import method_table
 from fedlora import METHODS
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.spec import load_experiment
 from fedlora.runs.config import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -36,11 +38,9 @@ def test_the_first_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_toy_method_of_the_docs_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """docs/how-to/add-a-method.md: the module as a file, its use, and its own tests."""
-    module, use, tests = (
-        block for block in python_blocks(ROOT / "docs" / "how-to" / "add-a-method.md") if "FedAvgM" in block
-    )
-    (tmp_path / "fedavgm.py").write_text(module)
+    """examples/own-method with docs/how-to/add-a-method.md: its use, and its own tests."""
+    use, tests = (block for block in python_blocks(ROOT / "docs" / "how-to" / "add-a-method.md") if "FedAvgM" in block)
+    monkeypatch.syspath_prepend(ROOT / "examples" / "own-method")
     monkeypatch.syspath_prepend(tmp_path)
     exec(compile(use, "add-a-method.md", "exec"), {})
     assert "B=(64, 8)" in capsys.readouterr().out
@@ -56,14 +56,22 @@ def test_the_toy_method_of_the_docs_runs(
     assert defined["sound"](findings), [finding.why for finding in findings if finding.why]
 
 
+def test_the_files_to_copy_load() -> None:
+    """examples/run and examples/compare, which pages show; their keys are read by hand."""
+    run = load_config(ROOT / "examples" / "run" / "my.toml")
+    assert [*run.clients.ranks] == [8, 16] and set(run.data.clients or ()) == {"berlin", "lyon"}
+    grid = Grid(load_experiment(ROOT / "examples" / "compare" / "optimizers.toml"), "mini")
+    assert grid.faults() == {} and (len(grid.searches), len(grid.seeds)) == (4, 3)
+
+
 def test_the_language_models_page_and_its_example(capsys: pytest.CaptureFixture[str]) -> None:
     """The page's code runs; the example's configuration is one that loads, and reads what its script writes."""
     pytest.importorskip("datasets")
     (block,) = python_blocks(ROOT / "docs" / "how-to" / "language-models.md")
     exec(compile(block, "language-models.md", "exec"), {})
     assert "(('user', 'Name a colour.'), ('assistant', 'Blue.'))" in capsys.readouterr().out
-    config = load_config(ROOT / "examples" / "smollm2" / "reviews.toml")
-    assert Path(config.data.train or "").name in (ROOT / "examples" / "smollm2" / "make_reviews.py").read_text()
+    config = load_config(ROOT / "examples" / "run" / "reviews.toml")
+    assert Path(config.data.train or "").name in (ROOT / "examples" / "run" / "make_reviews.py").read_text()
     assert config.data.prompting() == "chat"
 
 
