@@ -30,11 +30,9 @@ class FedAvgM(Method[MomentumState]):
         return MomentumState(seed, seed.map(torch.zeros_like))
 
     def aggregate(self, state, updates):
-        steps = [
-            new - old + self.momentum * v
-            for new, old, v in zip(mean_factors(updates).factors, state.pair.factors, state.velocity.factors)
-        ]
-        pair = LoRA(*(old + step for old, step in zip(state.pair.factors, steps)))
+        new, old, velocity = mean_factors(updates).factors, state.pair.factors, state.velocity.factors
+        steps = [new[k] - old[k] + self.momentum * velocity[k] for k in (0, 1)]
+        pair = LoRA(*(old[k] + steps[k] for k in (0, 1)))
         return MomentumState(pair, LoRA(*steps))
 
     def readout(self, state, client, rank):

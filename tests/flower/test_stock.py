@@ -65,7 +65,7 @@ def test_stock_peft_clients_need_nothing_of_fedlora() -> None:
 
 
 def test_a_flowertune_server_adopts_it_in_two_lines() -> None:
-    """examples/flower/flowertune: all other arguments of `start` are FedAvg's, and what comes back loads into the model."""
+    """examples/flower/flowertune: all else of `start` is FedAvg's, and what comes back loads into the model."""
     grid, strategy = stock_grid(), FedLoRA("glora", 3, r=4, lora_alpha=16)
     seen: list[tuple[int, set[str]]] = []
 
