@@ -32,6 +32,8 @@ default_role = "py:obj"
 
 # Cells run at every build, for the library may have changed under them. FEDLORA_DOCS_EXECUTE=off skips them.
 nb_execution_mode = os.environ.get("FEDLORA_DOCS_EXECUTE", "force")
+# Without a kernel every cell counts as Python, also one of bash.
+suppress_warnings = ["misc.highlighting_failure"] if nb_execution_mode == "off" else []
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_merge_streams = True
