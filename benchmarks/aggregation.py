@@ -159,10 +159,10 @@ def table_6(times: Times) -> Table:
 
 def goals(found: Mapping[str, Times]) -> list[Goal]:
     return [
-        Goal.of(f"server, {name}: glora, rho = 1, over a thin SVD core", Ratio.of(found[name][OURS], found[name][THIN]),
-                bound, "`baseline.thin_svd`")
-        for name, bound in GOALS.items() if name in found
-    ]  # fmt: skip
+        Goal.of(f"{name}: glora over a thin SVD", Ratio.of(found[name][OURS], found[name][THIN]), bound)
+        for name, bound in GOALS.items()
+        if name in found
+    ]
 
 
 def compare(table: Table, stored: Mapping[str, Any]) -> None:

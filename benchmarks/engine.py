@@ -202,14 +202,13 @@ def main() -> None:
     table += [[name, f"{median(times):.2f}", str(Ratio.of(base, times))] for name, times in rounds.items()]
     held = [["processes", "before the first round, MB", "at most, MB"]]
     held += [[f"{workers} worker{'s' * (workers > 1)}", *(f"{mb:.0f}" for mb in memory[workers])] for workers in memory]
-    besides = [["a round's time", "share"], *([name, f"{x:.2%}"] for name, x in shares.items() if name != "total")]
     goals = [
-        Goal.of(f"two workers, rounds of {clients} clients, times as fast as one", gain, ">= 1.8", "engine.py"),
-        Goal("memory of two workers, over one", took, "<= 1.6", "engine.py"),
-        Goal("a round outside forward, backward and optimiser", outside, "<= 0.1", "engine.py", form=".1%"),
-        Goal(f"peak memory of {crowd} clients over 3", many / few, "<= 1.1", "engine.py"),
+        Goal.of("two workers, times as fast as one", gain, ">= 1.8"),
+        Goal("memory of two workers, over one", took, "<= 1.6"),
+        Goal("of a round outside forward, backward, optimiser", outside, "<= 0.1", form=".1%"),
+        Goal(f"peak memory of {crowd} clients over 3", many / few, "<= 1.1"),
     ]
-    tables = {"workers": table, "memory": held, "besides training": besides}
+    tables = {"workers": table, "memory": held}
     peaks = {"3": few, str(crowd): many}
     figures = {"rounds": rounds, "workers' memory": memory, "shares": shares, "peak memory": peaks}
     report(args.json, began, tables=tables, goals=goals, figures=figures)

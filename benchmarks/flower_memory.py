@@ -292,7 +292,7 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
              Goal("Flower: SuperLink's peak above an idle one, in adapters", link, "<= 4", form=".1f")]  # fmt: skip
     if "bare" in by:
         ratio = own["processor"] / by["bare"]["processor"]
-        found.append(Goal("Flower: a round's processor time", ratio, "<= 1.5", "a bare app, `flower_memory.py`"))
+        found.append(Goal("Flower: a round's processor time over a bare app", ratio, "<= 1.5"))
     return found
 
 

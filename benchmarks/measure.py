@@ -132,20 +132,18 @@ class Ratio:
 class Goal:
     """A row of the page's first table.
 
-    what: in the page's words. bound: "<= 1.5" or ">= 1.8". baseline: the script that the figure is a multiple of, where
-    it is one. spread: nan where nothing was repeated.
+    what: in the page's words. bound: "<= 1.5" or ">= 1.8". spread: nan where nothing was repeated.
     """
 
     what: str
     measured: float
     bound: str
-    baseline: str = ""
     spread: float = math.nan
     form: str = ".2f"
 
     @classmethod
-    def of(cls, what: str, ratio: Ratio, bound: str, baseline: str) -> Goal:
-        return cls(what, ratio.value, bound, baseline, ratio.spread)
+    def of(cls, what: str, ratio: Ratio, bound: str) -> Goal:
+        return cls(what, ratio.value, bound, ratio.spread)
 
     @property
     def met(self) -> bool:
@@ -155,10 +153,10 @@ class Goal:
     def as_row(self) -> list[str]:
         noise = "" if math.isnan(self.spread) else f"{self.spread:.0%}"
         verdict = "yes" if self.met else "**no**"
-        return [self.what, format(self.measured, self.form), noise, self.bound, verdict, self.baseline]
+        return [self.what, format(self.measured, self.form), noise, self.bound, verdict]
 
 
-GOAL_HEAD = ["", "measured", "spread", "goal", "met", "beside"]
+GOAL_HEAD = ["", "measured", "spread", "goal", "met"]
 Table = Sequence[Sequence[str]]  # its head first
 
 

@@ -6,8 +6,8 @@
     python benchmarks/page.py --run --only merging,dense
 
 Between the page's markers stands a table of one result (`bench: aggregation methods`), how it was measured (`bench:
-aggregation measured`), or the goals of all results (`bench: goals`). `tests/test_benchmarks.py` compares page and
-results.
+aggregation measured`), or of all results the goals (`bench: goals`) or the machines (`bench: machines`).
+`tests/test_benchmarks.py` compares page and results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from measure import GOAL_HEAD, as_markdown
+from measure import as_markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS, SMALL = ROOT / "benchmarks" / "results", ROOT / "build" / "bench"
@@ -31,18 +31,17 @@ MARKED = re.compile(r"(<!-- bench: (\S+)(?: ([^>]+?))? -->\n).*?(<!-- end of ben
 # Result -> script and options, in the order of the page. Each takes --json FILE.
 BENCHMARKS = {
     "aggregation": "aggregation.py",
-    "small_modules": "small_modules.py",
+    "small_modules": "small_modules.py --repeats 3",
     "dense": "dense.py",
     "exactness": "exactness.py --quick --every 5",
-    "rank_tolerance": "rank_tolerance.py --draws 30",
-    "robust_rules": "robust_rules.py",
-    "many_clients": "many_clients.py --d 768 --clients 1000,5000",
-    "merging": "merging.py",
-    "engine": "engine.py",
+    "robust_rules": "robust_rules.py --repeats 3",
+    "many_clients": "many_clients.py --d 768 --clients 1000,3000",
+    "merging": "merging.py --layers 16",
+    "engine": "engine.py --repeats 2",
     "training": "training.py --repeats 2",
 }
 # What makes one small, where that is not --quick.
-QUICK = {"rank_tolerance": "--draws 3", "many_clients": "--clients 100", "exactness": "--every 97"}
+QUICK = {"many_clients": "--clients 100", "exactness": "--every 97"}
 
 
 def stored(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
@@ -59,6 +58,8 @@ def filled(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
         begin, name, what, end = found.groups()
         if name == "goals":
             text = goals(results)
+        elif name == "machines":
+            text = machines(results)
         elif name not in results:
             text = "Not measured yet.\n"
         elif what == "measured":
@@ -71,16 +72,24 @@ def filled(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def goals(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Every goal of every result."""
-    return as_markdown([GOAL_HEAD, *(row for result in results.values() for row in result.get("goals", ()))])
+    """Every goal of every result; a missed one in bold."""
+    rows = [["", "measured", "goal"]]
+    for what, figure, _, bound, met in (row for result in results.values() for row in result.get("goals", ())):
+        rows.append([what, figure if met == "yes" else f"**{figure}**", bound])
+    return as_markdown(rows)
 
 
 def measured(result: Mapping[str, Any]) -> str:
-    """The command, the code and the machine of a result."""
-    m = result["machine"]
-    where = f"{m['processor']}, {m['cores']} cores, torch {m['torch']}, Python {m['python']}"
+    """The command and the code of a result."""
     took = f" in {result['seconds']} s" if "seconds" in result else ""
-    return f"Measured by `{m['command']}`{took}: commit {m['commit']}, {result['date']}, {where}.\n"
+    return f"`{result['machine']['command']}`{took}, {result['date']}, commit {result['machine']['commit']}\n"
+
+
+def machines(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """What the results were measured on; one line where it was one machine."""
+    found = [result["machine"] for name, result in results.items() if name in BENCHMARKS]
+    lines = (f"{m['processor']}, {m['cores']} cores, torch {m['torch']}, Python {m['python']}\n" for m in found)
+    return "".join(dict.fromkeys(lines))
 
 
 def run(only: list[str], folder: Path, *, quick: bool) -> list[str]:

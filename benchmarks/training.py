@@ -167,12 +167,12 @@ def measured(name: str, work: Work, times: Mapping[str, list[float]]) -> tuple[l
     for contestant, seconds in times.items():
         table.append([contestant, f"{work.tokens / median(seconds):.0f}", str(Ratio.of(seconds, times["bare"]))])
     cost = Ratio.of(times["engine, one batch a step"], times["bare"])
-    goals = [Goal.of(f"the training loop over a bare one, {name}", cost, "<= 1.03", "training.py")]
+    goals = [Goal.of(f"the training loop over a bare one, {name}", cost, "<= 1.03")]
     others = {who: seconds for who, seconds in times.items() if "Trainer" in who}
     if others:
         best = min(others, key=lambda who: median(others[who]))
         ahead = Ratio.of(others[best], times["engine"])
-        goals.append(Goal.of(f"{best} over the engine, {name}", ahead, ">= 1.0", "training.py"))
+        goals.append(Goal.of(f"{best} over the engine, {name}", ahead, ">= 1.0"))
     return table, goals
 
 

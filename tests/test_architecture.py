@@ -13,15 +13,6 @@ import draw_idea
 from fedlora import METHODS
 
 ROOT = Path(__file__).parent.parent
-WORDS = {
-    9: "nine",
-    10: "ten",
-    22: "twenty-two",
-    23: "twenty-three",
-    24: "twenty-four",
-    25: "twenty-five",
-    26: "twenty-six",
-}
 
 
 def test_the_drawing_of_the_packages_is_the_codes() -> None:
@@ -31,14 +22,6 @@ def test_the_drawing_of_the_packages_is_the_codes() -> None:
     boxes = {text.text for text in ET.fromstring(stored).iter("{http://www.w3.org/2000/svg}text")}
     packages = {path.parent.name for path in (ROOT / "src" / "fedlora").glob("*/__init__.py")}
     assert packages <= boxes, "a new package wants a row in pyproject.toml and words in tools/draw_architecture.py"
-
-
-def test_what_the_pages_say_of_the_rows_is_so() -> None:
-    """Rows of the rule, from pyproject.toml, in the words beside the drawing."""
-    rows = draw_architecture.layers()
-    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
-    counts = f"{WORDS[sum(map(len, rows))]} boxes in {WORDS[len(rows)]} rows".capitalize()
-    assert counts in page
 
 
 def test_every_method_is_among_those_that_import_no_other() -> None:

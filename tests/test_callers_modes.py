@@ -53,17 +53,10 @@ def played(server: Server) -> Any:
 
 @pytest.mark.quick(7)
 @modes
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "glora, a rule"])
 def test_a_server_gives_the_same_bits(method: str, mode: str) -> None:
-    server = Server(build(method))
-    want = played(server)
-    with MODES[mode]():
-        assert played(server) == want
-
-
-@modes
-def test_so_does_a_robust_rule(mode: str) -> None:
-    server = Server(build("glora"), round=Kept(GeometricMedian()))
+    name, _, rule = method.partition(", ")
+    server = Server(build(name), round=Kept(GeometricMedian() if rule else None))
     want = played(server)
     with MODES[mode]():
         assert played(server) == want

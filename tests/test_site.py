@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel
 
 import fedlora
 import generate
@@ -51,11 +51,6 @@ class TestConfiguration:
         silent = [key for key, meaning in entries.items() if len(meaning) < 5]
         assert not silent, f"say in the section's docstring what these mean, as 'key: meaning.': {silent}"
 
-    def test_a_key_that_nobody_explained_is_found(self) -> None:
-        made = create_model("Made", __doc__='Words.\n\nold: what it is ("new": no).', old=(int, 1), new=(int, 2))
-        about, meanings = config_keys.split(made.__doc__ or "", list(made.model_fields))
-        assert about == "Words." and meanings == {"old": 'What it is ("new": no).'}
-
     def test_types_and_defaults_are_the_fields(self) -> None:
         keys = {f"{table.name}.{key.name}": key for table in config_keys.tables() for key in table.keys}
         assert keys["run.rounds"].kind == "integer ≥1" and keys["run.rounds"].default == "`10`"
@@ -80,10 +75,6 @@ class TestExperiments:
         assert len(wanted) > 20 and set(entries) == wanted
         silent = [key for key, meaning in entries.items() if len(meaning) < 10]
         assert not silent, f"say in the class's docstring what these mean, as 'key: meaning.': {silent}"
-
-    def test_a_class_without_words_is_seen_as_such(self) -> None:
-        made = create_model("Made", __doc__="Words.", old=(int, 1))
-        assert config_keys.split(made.__doc__ or "", ["old"]) == ("Words.", {})
 
 
 def parts_of(whole: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -128,10 +119,6 @@ class TestCommands:
             if "[" in (getattr(parameter, "help", None) or "")
         ]
         assert not eaten, eaten
-
-    def test_options_are_the_program_s(self) -> None:
-        merge = commands.page().split("## `fedlora merge`\n")[1].split("\n## ")[0]
-        assert "`--rank` · " in merge and "`--weights` · " in merge
 
 
 class TestNames:

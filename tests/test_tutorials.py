@@ -62,7 +62,7 @@ def stuck(code: str) -> str | None:
 
 @pytest.mark.parametrize("page", [*PAGES, TOUR], ids=lambda page: page.stem)
 def test_a_cell_can_be_typed_at_python_s_prompt_and_hides_no_error(page: Path) -> None:
-    """docs/tutorials/index.md says that it can."""
+    """docs/start/install.md says that it can."""
     for cell in cells(page.read_text(encoding="utf-8")):
         assert cell.magic or stuck(cell.code) is None
         assert "/dev/null" not in cell.code
@@ -72,27 +72,6 @@ def test_the_readme_s_python_can_be_typed_too() -> None:
     """It is the first that anybody types, and it is no file."""
     for block in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL):
         assert stuck(block) is None
-
-
-def chatter(code: str) -> list[str]:
-    """Calls in loops and `with` that return a number: Python's prompt prints each of them, on one page 360."""
-    loose: list[ast.stmt] = [s for s in ast.parse(code).body if isinstance(s, ast.For | ast.While | ast.With)]
-    inner = (call for statement in loose for call in ast.walk(statement) if isinstance(call, ast.Expr))
-    return [ast.unparse(c) for c in inner if re.search(r"\.(write|writerow|write_text|write_bytes)\(", ast.unparse(c))]
-
-
-@pytest.mark.parametrize("page", [*PAGES, TOUR], ids=lambda page: page.stem)
-def test_a_cell_prints_no_column_of_numbers_at_python_s_prompt(page: Path) -> None:
-    assert not [
-        said for cell in cells(page.read_text(encoding="utf-8")) if not cell.magic for said in chatter(cell.code)
-    ]
-
-
-def test_what_the_prompt_would_print_is_found() -> None:
-    """As CPython does: `write` and csv's `writerow` return a number, `writelines` and csv's `writerows` return None."""
-    assert chatter("with open(x) as file:\n    for row in rows:\n        file.write(row)") == ["file.write(row)"]
-    assert not chatter("with open(x) as file:\n    csv.writer(file).writerows(rows)\n    file.writelines(rows)")
-    assert not chatter("def write(rows):\n    for row in rows:\n        file.write(row)")
 
 
 def test_what_python_s_prompt_refuses_is_found() -> None:

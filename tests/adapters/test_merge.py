@@ -206,7 +206,7 @@ READERS: dict[str, Callable[[dict[str, Any], str, int], float]] = {
 
 
 def test_every_reader_gets_the_scale_right(tmp_path: Path) -> None:
-    """docs/decisions/0018: one rank, alpha = r. The inputs, with alpha = 2 r and patterns, are not so."""
+    """docs/decisions.md, 0018: one rank, alpha = r. The inputs, with alpha = 2 r and patterns, are not so."""
     a, b = bare(tmp_path / "a", {Q: 2, V: 3}), bare(tmp_path / "b", {Q: 3})
     for rank in ("exact", 4, "energy=0.9"):
         merge([a, b], tmp_path / "m", rank=rank, force=True)

@@ -65,7 +65,7 @@ def test_stock_peft_clients_need_nothing_of_fedlora() -> None:
 
 
 def test_a_flowertune_server_adopts_it_in_two_lines() -> None:
-    """examples/flowertune: all other arguments of `start` are FedAvg's, and what comes back loads into the model."""
+    """examples/flower/flowertune: all else of `start` is FedAvg's, and what comes back loads into the model."""
     grid, strategy = stock_grid(), FedLoRA("glora", 3, r=4, lora_alpha=16)
     seen: list[tuple[int, set[str]]] = []
 
@@ -137,10 +137,10 @@ def test_a_robust_rule_weighs_stock_clients() -> None:
 
 
 def test_the_app_to_copy_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """examples/flower-app with its own clients, on this grid in place of a simulation; Flower takes its project."""
+    """examples/flower/app with its own clients, on this grid in place of a simulation; Flower takes its project."""
     from flwr.cli.config_utils import load_and_validate
 
-    app = Path(__file__).parents[2] / "examples" / "flower-app"
+    app = Path(__file__).parents[2] / "examples" / "flower" / "app"
     monkeypatch.syspath_prepend(str(app))
     from lora_app.client_app import train  # type: ignore[import-not-found, unused-ignore]
     from lora_app.task import CLIENTS, model  # type: ignore[import-not-found, unused-ignore]

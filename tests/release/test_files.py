@@ -49,7 +49,7 @@ def test_the_wheel_holds_the_package_its_types_and_its_licence(built: Built) -> 
     assert facts["License-Expression"] == "Apache-2.0" and facts["Requires-Python"] == ">=3.11"
     assert "Typing :: Typed" in facts.get_all("Classifier", [])
     core = [line for line in facts.get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert sorted(line.split(">")[0] for line in core) == ["safetensors", "torch"]
+    assert sorted(line.split(">")[0] for line in core) == ["numpy", "safetensors", "torch"]
 
 
 def test_the_source_holds_all_that_is_tracked(built: Built) -> None:

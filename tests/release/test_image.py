@@ -40,7 +40,7 @@ def test_the_images_steps_make_an_environment_that_serves(built: Built, tmp_path
     found = image.python.distributions()
     assert "flwr" in found and not [name for name in found if name.startswith("nvidia-")]
     assert "Usage" in image.entry("--help")
-    assert "flower-superlink" in image.entry("doctor")
+    assert "flwr" in image.entry("doctor")
     assert "serve" in image.entry("flower", "--help") and "node" in image.entry("flower", "--help")
 
 

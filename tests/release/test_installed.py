@@ -39,7 +39,7 @@ def test_the_core_keeps_and_hands_out_what_it_computes(core: Environment) -> Non
 
 
 def test_the_readmes_lines_run_on_the_core(core: Environment) -> None:
-    """README.md, "Fifteen lines"."""
+    """README.md, "One round in Python"."""
     (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     (core.work / "lines.py").write_text(lines, encoding="utf-8")
     assert "B=(64, 12)" in core.run("-W", "ignore", "lines.py")
@@ -57,7 +57,7 @@ def test_an_extra_brings_what_it_is_for(built: Built, tmp_path: Path, extra: str
     if "train" in extra or extra == "flower":
         merges(made)
     if extra == "flower":
-        assert "flower-superlink" in made.fedlora("doctor")
+        assert re.search(r"flwr .*ok", made.fedlora("doctor"))
 
 
 def merges(made: Environment) -> None:
@@ -80,5 +80,5 @@ def test_the_source_builds_the_wheel_and_its_tests_run_there(built: Built, tmp_p
     own = {"PYTHONPATH": str(unpacked / "src")}
     imported = run([sys.executable, "-c", "import fedlora; print(fedlora.__file__)"], unpacked, own)
     assert imported.strip() == str(unpacked / "src" / "fedlora" / "__init__.py")
-    chosen = ["tests/test_exactness.py", "tests/adapters/test_formats.py", "tests/test_golden_methods.py"]
+    chosen = ["tests/test_exactness.py", "tests/adapters/test_sums.py", "tests/test_golden_methods.py"]
     assert "passed" in run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen], unpacked, own)

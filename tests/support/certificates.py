@@ -14,6 +14,51 @@ from cryptography.x509.oid import NameOID
 
 NOW = datetime.timedelta()
 DAY = datetime.timedelta(days=1)
+Key = ec.EllipticCurvePrivateKey
+
+
+def new_key() -> Key:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def named(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+
+
+def signed(
+    subject: x509.Name,
+    key: Key,
+    issuer: x509.Name,
+    signer: Key,
+    begins: datetime.timedelta,
+    ends: datetime.timedelta,
+    hosts: Sequence[str] = (),
+) -> x509.Certificate:
+    """Of an authority, or with `hosts` of a server; it holds from `begins` to `ends`, counted from now."""
+    now, ca = datetime.datetime.now(datetime.UTC), not hosts
+    no = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment"), False)
+    no |= dict.fromkeys(("key_agreement", "encipher_only", "decipher_only"), False)
+    usage = x509.KeyUsage(digital_signature=not ca, key_cert_sign=ca, crl_sign=ca, **no)
+    made = (
+        x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
+        .serial_number(x509.random_serial_number()).not_valid_before(now + begins).not_valid_after(now + ends)
+        .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+    )  # fmt: skip
+    if hosts:
+        made = made.add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=False)
+    return made.sign(signer, hashes.SHA256())
+
+
+def write_server(folder: Path, certificate: x509.Certificate, key: Key) -> None:
+    """server.crt, and server.key, which nobody else may read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "server.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (folder / "server.key").touch(mode=0o600)
+    (folder / "server.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, form, plain))
 
 
 def certificates(
@@ -27,45 +72,15 @@ def certificates(
     """ca.crt, server.crt, server.key in `folder`: an authority, and a certificate for `hosts` that holds from `begins`
     to `ends`, counted from now. of: the folder of an authority that is there, ca.crt and ca.key."""
     folder.mkdir(exist_ok=True)
-    now = datetime.datetime.now(datetime.UTC)
-    authority, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    issuer = _name("test CA")
-    if of is not None:
-        kept = serialization.load_pem_private_key((of / "ca.key").read_bytes(), None)
-        assert isinstance(kept, ec.EllipticCurvePrivateKey)
-        authority, issuer = kept, x509.load_pem_x509_certificate((of / "ca.crt").read_bytes()).subject
-
-    def one(subject: x509.Name, public: ec.EllipticCurvePublicKey, *, ca: bool) -> x509.CertificateBuilder:
-        no = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment"), False)
-        no |= dict.fromkeys(("key_agreement", "encipher_only", "decipher_only"), False)
-        usage = x509.KeyUsage(digital_signature=not ca, key_cert_sign=ca, crl_sign=ca, **no)
-        return (
-            x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(public)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - 60 * DAY if ca else now + begins)
-            .not_valid_after(now + 60 * DAY if ca else now + ends)
-            .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-            .add_extension(usage, critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
-        )  # fmt: skip
-
-    root = one(issuer, authority.public_key(), ca=True).sign(authority, hashes.SHA256())
-    names = x509.SubjectAlternativeName([_host(host) for host in hosts])
-    leaf = one(_name(hosts[0]), key.public_key(), ca=False).add_extension(names, critical=False)
+    authority, key, issuer = new_key(), new_key(), named("test CA")
     if of is None:
+        root = signed(issuer, authority, issuer, authority, -60 * DAY, 60 * DAY)
         (folder / "ca.crt").write_bytes(root.public_bytes(serialization.Encoding.PEM))
-    signed = leaf.sign(authority, hashes.SHA256())
-    (folder / "server.crt").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    (folder / "server.key").touch(mode=0o600)
-    (folder / "server.key").write_bytes(private)
-
-
-def _name(common: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+    else:
+        kept = serialization.load_pem_private_key((of / "ca.key").read_bytes(), None)
+        assert isinstance(kept, Key)
+        authority, issuer = kept, x509.load_pem_x509_certificate((of / "ca.crt").read_bytes()).subject
+    write_server(folder, signed(named(hosts[0]), key, issuer, authority, begins, ends, hosts), key)
 
 
 def _host(name: str) -> x509.GeneralName:

@@ -9,7 +9,6 @@ is fast.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,7 +20,6 @@ from typing import Any
 import opendp.prelude  # noqa: F401  before the forks
 import torch
 
-from fedlora import build
 from fedlora.core.trainer import Trained
 from fedlora.flower.server.journal import Journal as Told
 from fedlora.flower.strategy import FedLoRA
@@ -29,6 +27,7 @@ from fedlora.privacy import Journal, Ledger
 from fedlora.runs.private_run import PrivateRun
 from fedlora.server.state import RunState
 from support.flower_grid import Toy, play
+from support.killed_private_runs import digest, forked, sums
 from support.private_flower import private_federation
 
 ROUNDS = 2
@@ -53,33 +52,8 @@ def played(home: Path, log: Path) -> RunState:
     return strategy.state
 
 
-def digest(state: RunState) -> str:
-    found = hashlib.sha256()
-    updates = [build("glora").effective(s) for s in state.server.modules.values()]
-    for tensor in [*(t for lora in updates for t in lora.tensors().values()), *state.server.heads.values()]:
-        found.update(tensor.contiguous().numpy().tobytes())
-    return found.hexdigest()
-
-
-def journal(home: Path) -> dict[str, str]:
-    folder = home / "private" / "journal"
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.glob("*.noised"))}
-
-
 def trained(log: Path) -> list[Any]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-
-
-def forked(work: Any) -> int:
-    """The exit code of a child that does this."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(work() or 0)
-        except BaseException as error:
-            print(f"it failed by itself: {error!r}", file=sys.stderr)
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
@@ -122,7 +96,7 @@ def main(folder: Path, stages: list[str]) -> None:
 
         if forked(once) != 9:
             raise RuntimeError(f"{stage}: it was not killed")
-        entry: dict[str, Any] = {"journal": journal(home), "charged before": len(charged(home))}
+        entry: dict[str, Any] = {"journal": sums(home / "private"), "charged before": len(charged(home))}
         log.unlink(missing_ok=True)
 
         def again(home: Path = home, log: Path = log) -> None:
@@ -131,7 +105,11 @@ def main(folder: Path, stages: list[str]) -> None:
         if forked(again):
             raise RuntimeError(f"{stage}: it could not go on")
         lines = (home / "server" / "rounds.jsonl").read_text().splitlines()
-        entry |= {"trained": trained(log), "after": journal(home), "lines": [json.loads(x)["round"] for x in lines]}
+        entry |= {
+            "trained": trained(log),
+            "after": sums(home / "private"),
+            "lines": [json.loads(x)["round"] for x in lines],
+        }
         entry |= {"charged": charged(home), "digest": (home / "digest").read_text()}
         if stage == "before its line":
             shutil.rmtree(home / "server")  # from the journal alone, with nobody trained

@@ -83,9 +83,9 @@ def digest(state: RunState) -> str:
     return found.hexdigest()
 
 
-def journal(home: Path) -> dict[str, str]:
-    folder = home / "run" / "private" / "journal"
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.glob("*.noised"))}
+def sums(private: Path) -> dict[str, str]:
+    """Of the journal below: noised sum's file -> its digest."""
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted((private / "journal").glob("*.noised"))}
 
 
 def trained(log: Path) -> list[list[str]]:
@@ -122,7 +122,7 @@ def main(folder: Path, stride: int) -> None:
         code = forked(once)
         if code not in (0, 9):
             raise RuntimeError(f"step {step}: code {code}")
-        entry: dict[str, Any] = {"step": step, "journal": journal(home)}
+        entry: dict[str, Any] = {"step": step, "journal": sums(home / "run" / "private")}
         log.unlink(missing_ok=True)
 
         def again(home: Path = home, log: Path = log) -> None:
@@ -130,7 +130,7 @@ def main(folder: Path, stride: int) -> None:
 
         if forked(again):
             raise RuntimeError(f"step {step}: the resumed run failed")
-        entry |= {"trained": trained(log), "after": journal(home)}
+        entry |= {"trained": trained(log), "after": sums(home / "run" / "private")}
         entry["charged"] = [[c.round, c.released] for c in Ledger(home / "ledger", "toys").read().events]
         shutil.rmtree(home / "run" / "checkpoints")  # from the journal alone, with nobody trained
         log.unlink(missing_ok=True)

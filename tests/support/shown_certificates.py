@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import http.server
-import ipaddress
 import ssl
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from cryptography.hazmat.primitives import serialization
 
-DAY = datetime.timedelta(days=1)
+from support.certificates import DAY, Key, named, new_key, signed, write_server
 
 
 @dataclass(frozen=True)
 class Authority:
     """Who vouches for servers."""
 
-    key: ec.EllipticCurvePrivateKey
+    key: Key
     certificate: x509.Certificate
 
     @property
@@ -34,50 +31,18 @@ class Authority:
 
 
 def authority(name: str = "a CA") -> Authority:
-    key = ec.generate_private_key(ec.SECP384R1())
-    return Authority(key, _certificate(name, [], key, name, key, -1, 30, ca=True))
+    key = new_key()
+    return Authority(key, signed(named(name), key, named(name), key, -DAY, 30 * DAY))
 
 
 def server_files(
     folder: Path, by: Authority, names: Sequence[str], begin: float = -1, end: float = 30
 ) -> tuple[Path, Path]:
     """(certificate, key) of a server of those names, from `begin` to `end` days from now."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    issuer = by.certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
-    made = _certificate(names[0], names, key, str(issuer), by.key, begin, end, ca=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "server.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    (folder / "server.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, form, plain))
+    key = new_key()
+    made = signed(named(names[0]), key, by.certificate.subject, by.key, begin * DAY, end * DAY, names)
+    write_server(folder, made, key)
     return folder / "server.crt", folder / "server.key"
-
-
-def _certificate(
-    name: str, names: Sequence[str], key: Any, by: str, signer: Any, begin: float, end: float, *, ca: bool
-) -> Any:
-    now = datetime.datetime.now(datetime.UTC)
-
-    def said(of: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, of)])
-
-    def host(text: str) -> x509.GeneralName:
-        with contextlib.suppress(ValueError):
-            return x509.IPAddress(ipaddress.ip_address(text))
-        return x509.DNSName(text)
-
-    made = (
-        x509.CertificateBuilder().subject_name(said(name)).issuer_name(said(by)).public_key(key.public_key())
-        .serial_number(x509.random_serial_number()).not_valid_before(now + begin * DAY).not_valid_after(now + end * DAY)
-        .add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
-    )  # fmt: skip
-    if ca:
-        made = made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-    else:
-        made = made.add_extension(x509.SubjectAlternativeName([host(n) for n in names]), critical=False)
-        made = made.add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
-        )
-    return made.sign(signer, hashes.SHA384())
 
 
 @contextlib.contextmanager
@@ -92,7 +57,7 @@ def answering(
             self.rfile.read(int(self.headers.get("content-length", 0)))
             self.send_response_only(status)
             if dated:
-                self.send_header("Date", self.date_time_string(_time() - late))
+                self.send_header("Date", self.date_time_string(time.time() - late))
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -120,7 +85,3 @@ def answering(
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def _time() -> float:
-    return datetime.datetime.now().timestamp()

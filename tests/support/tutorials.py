@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "tutorials"
-PAGES = sorted(page for page in FOLDER.glob("*.md") if page.stem != "index")
+PAGES = sorted(FOLDER.glob("*.md"))
 _CELL = re.compile(r"^```\{code-cell\} ipython3\n((?::[^\n]*\n)*)\n?(.*?)^```$", re.M | re.S)
 _START = """\
 import subprocess

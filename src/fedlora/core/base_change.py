@@ -15,7 +15,7 @@ from fedlora.core.lora import LoRA, stack
 from fedlora.linalg import Spectrum, svd_of_product
 
 # The most that all recompressions together may cut, relative to the change: 1,000 steps stay within 1e-9 of their sum
-# even if every one cuts that much in the same direction. docs/decisions/0013-exact-means-exact.md
+# even if every one cuts that much in the same direction. docs/decisions.md, 0013
 _INVISIBLE = 1e-12
 
 
