@@ -95,6 +95,32 @@ class LastOneWins(Sound):
         return super().mean(state, [replace(updates[-1], weight=1.0)])
 
 
+class EndsDecide(Sound):
+    """The list turned round gives the same, a list that begins elsewhere does not."""
+
+    def mean(self, state: Any, updates: Sequence[Update]) -> LoRA:
+        return super().mean(state, [replace(u, weight=0.5) for u in (updates[0], updates[-1])])
+
+
+class DoublesTheStart(Sound):
+    def init(self, seed: LoRA) -> Any:
+        seed.factors[1].mul_(2)
+        return State(seed)
+
+
+class ForgetsTheStart(Sound):
+    def init(self, seed: LoRA) -> Any:
+        return State(LoRA(torch.zeros_like(seed.factors[0]), seed.A))
+
+
+class OnlyWide(Sound):
+    """A constant in float64, which no float32 factor can be multiplied with."""
+
+    def mean(self, state: Any, updates: Sequence[Update]) -> LoRA:
+        mean = super().mean(state, updates)
+        return LoRA(mean.B, torch.eye(len(mean.factors[1]), dtype=torch.float64) @ mean.factors[1])
+
+
 class KeepsASet(Sound):
     def aggregate(self, state: Any, updates: Sequence[Update]) -> Any:
         return replace(super().aggregate(state, updates), extra={u.client for u in updates})
@@ -140,7 +166,11 @@ CAUGHT: dict[type[Method[Any]], tuple[str, str]] = {
     OverwritesItsState: ("purity", "`aggregate` changed what it was given"),
     Draws: ("purity", "the same inputs gave other bits"),
     KeepsASet: ("purity", "a set at /modules/attn.q/extra"),
-    LastOneWins: ("order", "updates turned round moves it by"),
+    LastOneWins: ("order", "updates in another order moves it by"),
+    EndsDecide: ("order", "updates in another order moves it by"),
+    DoublesTheStart: ("purity", "`init` changed what it was given"),
+    ForgetsTheStart: ("purity", "a trained start"),
+    OnlyWide: ("rank", "same dtype"),
     DividesByWeights: ("sums", "linear in products: sums in place of updates move it by"),
     SquaresWeights: ("sums", "linear in factors: sums in place of updates move it by"),
 }

@@ -28,7 +28,8 @@ class Spectrum:
 
     sound: how many leading components exceed the rounding of the stored factors. Readouts use only these, because the
     others point elsewhere in every gauge; the update keeps them all. rounding: the share of the energy in components
-    that rounding could have made, including those that count as sound because there is too much to leave out.
+    that rounding could have made, including those that count as sound because there is too much to leave out. cut: the
+    share of the energy that `head` left out: ||Delta W - what is here||^2 / ||Delta W||^2.
     """
 
     B: Tensor
@@ -36,6 +37,7 @@ class Spectrum:
     A: Tensor
     sound: int
     rounding: float = 0.0
+    cut: float = 0.0
 
     @property
     def rank(self) -> int:
@@ -59,7 +61,8 @@ class Spectrum:
     def head(self, rank: int) -> Spectrum:
         """The `rank` strongest components: the best approximation of that rank (Eckart-Young)."""
         B, A = self.B[:, :rank].contiguous(), self.A[:rank]
-        return Spectrum(B, self.s[:rank], A, min(self.sound, rank), self.rounding)
+        cut = self.cut + (1 - self.cut) * _share(self.s, rank)
+        return Spectrum(B, self.s[:rank], A, min(self.sound, rank), self.rounding, cut)
 
     def rank_of_energy(self, share: float) -> int:
         """The least number of leading components whose squares make up `share` of all squares; 1: every component."""
@@ -69,6 +72,14 @@ class Spectrum:
         left_out = s.square().flip(0).cumsum(0).flip(0)  # by a cut before each one; smallest summed first
         # 1 - 0.8 is a little less than 0.2
         return max(1, int((left_out > (1 - share) * (1 + 1e-9) * left_out[0]).sum()))
+
+
+def _share(s: Tensor, rank: int) -> float:
+    """The share of the squares of s (l,), descending, that comes after the first `rank`."""
+    if rank >= len(s):
+        return 0.0
+    squares = (s.double() / s[0].double()).square()  # squares of tiny numbers are zero
+    return float(squares[rank:].sum() / squares.sum())
 
 
 class Part(NamedTuple):

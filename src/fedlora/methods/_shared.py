@@ -47,7 +47,7 @@ def balanced(spectrum: Spectrum, chosen: Tensor | None = None) -> LoRA:
 def diagnostics_of(spectrum: Spectrum) -> dict[str, object]:
     """What a method that keeps its update as a `Spectrum` has to say of it."""
     return {
-        "rank": spectrum.sound, "components": spectrum.rank, "rounding": spectrum.rounding,
+        "rank": spectrum.sound, "components": spectrum.rank, "rounding": spectrum.rounding, "cut": spectrum.cut,
         "singular_values": spectrum.s.tolist(),
     }  # fmt: skip
 

@@ -39,8 +39,8 @@ class FlexLoRA(Method[Spectrum]):
         return mean_products(updates)
 
     def readout(self, state: Spectrum, client: str | None, rank: int) -> LoRA:
-        r = min(rank, state.sound)
-        return LoRA(state.U[:, :r] * state.s[:r], state.Vh[:r])
+        best = state.head(min(rank, state.sound))
+        return LoRA(best.U * best.s, best.Vh)
 
     def effective(self, state: Spectrum) -> LoRA:
         return balanced(state)

@@ -64,8 +64,8 @@ class SVD(Method[Spectrum]):
         return mean.head(self.rank if self.rank is not None else mean.rank_of_energy(self.energy))
 
     def readout(self, state: Spectrum, client: str | None, rank: int) -> LoRA:
-        r = min(rank, state.sound)
-        return LoRA(state.U[:, :r] * state.s[:r], state.Vh[:r])
+        best = state.head(min(rank, state.sound))
+        return LoRA(best.U * best.s, best.Vh)
 
     def effective(self, state: Spectrum) -> LoRA:
         return balanced(state)

@@ -100,7 +100,7 @@ class _KeptRound(OpenRound):
         if rule is None:
             return None
         if len(p) < (least := rule.least(len(p))):
-            self._too_few(f"{rule} needs {least} clients, and {len(p)} came")
+            self._too_few(f"{rule} needs {least} clients, and {len(p)} came: lower f, or take a rule without it")
         uploads = list(self._kept.values())
         self._begun = {u.client.id: self._server.download(self.state, u.client).adapter for u in uploads}
         heads = self.state.heads if self.roles.heads == "shared" else {}

@@ -25,7 +25,7 @@ from fedlora.core.messages import Upload
 from fedlora.core.method import Update
 from fedlora.core.text import shown
 from fedlora.errors import UploadRefused
-from fedlora.linalg import Term, projected_sum, unit_roundoff
+from fedlora.linalg import Spectrum, Term, projected_sum, unit_roundoff
 from fedlora.linalg.stored import stored_bytes
 from fedlora.privacy.geometry import Bases, Layout, bases_of
 from fedlora.privacy.sampling import poisson_sample
@@ -124,7 +124,7 @@ class PrivateRound(OpenRound):
         # The next effective update is base + the round's sum, so the origin is effective less base: all of the update
         # for glora, nothing for flora, which starts afresh on a base that holds everything.
         effective, base = (call(self.method, what, state) for what in ("effective", "base"))
-        return _sum([(1.0, effective)] if base is None else [(1.0, effective), (-1.0, base.total)])
+        return LoRA(*_sum([(1.0, effective)] if base is None else [(1.0, effective), (-1.0, base.total)]).balanced())
 
     def _layout(self) -> Layout:
         """The coordinates of a round; they depend only on the state before it and on public constants."""
@@ -175,7 +175,12 @@ class PrivateRound(OpenRound):
         origin, like = self._origins[module], self.state.start.modules[module].factors[0]
         if self._products:
             change = self._changes[module].map(lambda t: t.to(origin.factors[0]))
-            lora, rank = _sum([(1.0, origin), (1.0, change)], self._options.rank), self._options.rank
+            rank = self._options.rank
+            best = _sum([(1.0, origin), (1.0, change)]).head(rank)
+            lora = LoRA(*best.balanced())
+            log.info(
+                "round %d: the cut to rank %d leaves out %.2g of %s's energy.", self.number, rank, best.cut, module
+            )
         else:
             moved = {
                 f: origin.tensors()[f].double() + self._changes[f"{module}.{f}"].delta().to(like.device)
@@ -189,7 +194,6 @@ class PrivateRound(OpenRound):
         return {name: (heads[name].double().cpu() + moved).to(heads[name]) for name, moved in self._of_heads.items()}
 
 
-def _sum(terms: Sequence[tuple[float, LoRA]], rank: int | None = None) -> LoRA:
-    """sum_k w_k B_k A_k as one balanced float64 pair, largest first, of its own rank or at most `rank`."""
-    spectrum = projected_sum([Term(*lora.factors, w, 0.0) for w, lora in terms], dtype=torch.float64).spectrum
-    return LoRA(*(spectrum if rank is None else spectrum.head(rank)).balanced())
+def _sum(terms: Sequence[tuple[float, LoRA]]) -> Spectrum:
+    """sum_k w_k B_k A_k in energy order, float64."""
+    return projected_sum([Term(*lora.factors, w, 0.0) for w, lora in terms], dtype=torch.float64).spectrum

@@ -211,7 +211,8 @@ def require_sums(kind: str, method: Method[Any]) -> None:
     if method.linear_in == "clients":
         raise HyperparameterError(
             f"{kind} rounds have only a sum of the round's uploads, and {method} needs every client's, because it has "
-            f"weights or votes of its own. {_KEEP}; or, to cut an exact mean to a rank, use svd with that rank."
+            f"weights or votes of its own. {_KEEP}; or, to cut an exact mean to a rank, use svd with that rank. A "
+            f"method of yours that uses only sums says so in `linear_in`."
         )
     if method.linear_in == "products" and method.one_rank:  # fedex-lora
         raise HyperparameterError(

@@ -5,8 +5,8 @@ Always (s a state, us the updates of a round, c a client, r its rank):
     rank      each client gets r slots, from init on, in one dtype; a global model is there in every state or in none
     alive     no slot k of a download has both B[:, k] = 0 and A[k] = 0: its gradient would be zero for ever
     order     uploads in another order change no bit; aggregate(s, us) depends on the order of us up to rounding only
-    purity    inputs keep their bits, the same inputs give the same bits, a client owns what it gets, and a state that
-              was stored continues with the same bits
+    purity    inputs keep their bits, the same inputs give the same bits, a client owns what it gets, a state that was
+              stored continues with the same bits, and the update of a trained start is there before the first round
     sums      what `linear_in` says: one term of nobody with the whole sum in place of all updates gives the same
 
 If `claims` has them:
@@ -16,15 +16,18 @@ If `claims` has them:
     readouts  nor does it change what clients start from
     halves    one client as two of half its weight changes the update by rounding only
 
-The federations have three rounds, missing clients, mixed ranks unless `one_rank`, and float64 factors.
+The federations have three rounds, missing clients, mixed ranks unless `one_rank`, and float64 factors; in `rank`
+float32 ones, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedlora.analysis.audit import regauge
@@ -37,7 +40,7 @@ from fedlora.methods.fedit import mean_factors
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 from fedlora.testing.comparing import differing, drift, leaves, moved, readout_drift, relative
-from fedlora.testing.federations import EQUAL, MIXED, Ranks, Who, rounds, seed_adapter, stored, trained
+from fedlora.testing.federations import EQUAL, MIXED, Ranks, Who, pushed, rounds, seed_adapter, stored, trained
 
 # Relative, of float64 federations: a method that keeps a contract is off by rounding, any other by per cents. Some then
 # solve for a minimum, which multiplies the rounding.
@@ -118,7 +121,8 @@ def _found(method: Method[Any], name: str) -> Finding:
 def rank(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
     """The server itself refuses wrong shapes, dtypes and numbers (`MethodFault`)."""
     server, count, models = Server(method), 0, set()
-    for state, client, name, lora in _handed_out(server, ranks, who):
+    every = (_handed_out(server, ranks, who, dtype) for dtype in (torch.float64, torch.float32))
+    for state, client, name, lora in chain.from_iterable(every):
         count += 1
         if lora.rank != client.rank:
             return Measured(False, f"{name!r} for {client} has {lora.rank} slots after {state.round} rounds")
@@ -146,13 +150,21 @@ def order(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
         if differing(server.aggregate(played.before, played.uploads[::-1]).modules, played.after.modules):
             return Measured(False, "uploads in another order changed a bit")
         for name, (state, updates) in played.modules():
-            moves.append(moved(method, method.aggregate(state, updates[::-1]), played.after.modules[name], ranks))
-    return _below(SAME_ORDER, moves, "no bit differs; the list of updates turned round moves it by")
+            for other in (updates[::-1], updates[1:] + updates[:1]):
+                moves.append(moved(method, method.aggregate(state, other), played.after.modules[name], ranks))
+    return _below(SAME_ORDER, moves, "no bit differs; the list of updates in another order moves it by")
 
 
 def purity(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
-    server = Server(method)
-    state = server.init(seed_adapter(max(ranks.values())))
+    server, seed = Server(method), seed_adapter(max(ranks.values()))
+    state = server.init(seed)
+    if leaves(state.start) != leaves(seed):
+        return Measured(False, "`init` changed what it was given")
+    if server.has_global_model(state):
+        start = pushed(seed, "a start", 0)
+        update = server.global_update(server.init(start))
+        if any(relative(update[name].delta(), lora.delta()) > EXACT for name, lora in start.modules.items()):
+            return Measured(False, "the update of a trained start is not what `effective` gives after `init`")
     kept: dict[str, Adapter | None] = {}
     for names in who:
         _, uploads = trained(server, state, ranks, names, kept)
@@ -232,7 +244,7 @@ _ADVICE = {
     "alive": "A slot of a frozen factor must keep a row of A, or a column of B, that is not zero.",
     "order": "Do not pick updates by their place, and draw no random numbers.",
     "purity": "Make new tensors instead of changing those you get, and keep only what a checkpoint can hold.",
-    "sums": "Leave `linear_in` at its default, or use the updates through these sums only.",
+    "sums": "Use `u.weight` as it is, and the updates through these sums only; or leave `linear_in` at its default.",
     "exact": "Average products, not factors, with `u.weight`; or do not claim it.",
     "gauge": "Use B_i and A_i through their product or its subspaces only; or do not claim it.",
     "readouts": "Read out of what the product determines, and fix signs and ties; or do not claim it.",
@@ -248,10 +260,12 @@ def _mean(updates: Sequence[Update], rank: int) -> Update:
     return Update(None, share, rank, mean, some[0].roundoff)
 
 
-def _handed_out(server: Server, ranks: Ranks, who: Who) -> Iterator[tuple[ServerState, Client, str, LoRA]]:
+def _handed_out(
+    server: Server, ranks: Ranks, who: Who, dtype: torch.dtype = torch.float64
+) -> Iterator[tuple[ServerState, Client, str, LoRA]]:
     """(state, client, matrix, what the client gets of it), of every state of the federation, from its start on."""
-    first = server.init(seed_adapter(max(ranks.values())))
-    for state in (first, *(played.after for played in rounds(server, ranks, who))):
+    first = server.init(seed_adapter(max(ranks.values()), dtype))
+    for state in (first, *(played.after for played in rounds(server, ranks, who, dtype))):
         for client, download in _downloads(server, state, ranks):
             yield from ((state, client, name, lora) for name, lora in download.adapter.modules.items())
 
