@@ -53,10 +53,7 @@ class Arrival:
 
 def too_large(size: int, most: int) -> str:
     """Why a reply is refused."""
-    return (
-        f"its reply has {size:,} bytes or more, and {most:,} are allowed (twice what its upload can have, or the "
-        f"policy's max_upload_mb)"
-    )
+    return f"its reply has {size:,} bytes or more, and {most:,} are allowed (twice what its upload can have)"
 
 
 def untested() -> str:
@@ -109,7 +106,7 @@ class HttpInbox:
     def __init__(self, grid: Any) -> None:
         self._grid, self.client = grid, grid._runtime_client
         self._coming: dict[str, _Coming] = {}
-        self._trouble: dict[str, str] = {}
+        self._warned: set[str] = set()
 
     def look(self, wanted: Mapping[str, Limit]) -> Iterator[Arrival]:
         """One reply at a time; the caller must be done with one before the next is pulled.
@@ -121,12 +118,10 @@ class HttpInbox:
             try:
                 found = self._look(message_id, limit)
             except httpx.HTTPError as error:
-                said = shown(f"the SuperLink answers {_of(error)}")
-                if self._trouble.get(message_id) != said:
-                    log.warning("%s when a reply is asked for; it is asked again until the deadline", said)
-                self._trouble[message_id] = said
+                if message_id not in self._warned:
+                    log.warning("no reply can be pulled, which is tried until the deadline: %s", shown(error, 200))
+                self._warned.add(message_id)
                 continue
-            self._trouble.pop(message_id, None)
             if found is not None:
                 self._coming.pop(message_id, None)
                 yield found
@@ -135,7 +130,6 @@ class HttpInbox:
     def forget(self, message_id: str) -> None:
         """Let go of what has come of a reply."""
         self._coming.pop(message_id, None)
-        self._trouble.pop(message_id, None)
 
     def _look(self, message_id: str, limit: Limit) -> Arrival | None:
         from flwr.common.serde_utils import metadata_from_proto
@@ -296,10 +290,6 @@ def _ids(tree: Any) -> Iterator[str]:
         node = waiting.pop()
         yield node.object_id
         waiting += node.children
-
-
-def _of(error: httpx.HTTPError) -> str:
-    return str(error.response.status_code) if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
 
 
 @contextmanager
