@@ -34,7 +34,6 @@ from support.flower_grid import (
     FastClock,
     LocalGrid,
     bits,
-    changed,
     fates,
     federation,
     last_line,
@@ -110,17 +109,6 @@ def test_too_few_answers_end_the_run_by_name_and_it_is_played_again(tmp_path: Pa
     again, grid = federation(tmp_path, server)
     play(again, grid, 2)
     assert again.round == 2 and set(fates(again).values()) == {"trained"}
-
-
-@pytest.mark.parametrize("loss", [-1e300, -1e-9, 1e300, float("inf"), float("nan")])
-def test_a_loss_that_cannot_be_is_refused_by_name(tmp_path: Path, loss: float) -> None:
-    strategy, grid = federation(tmp_path, Server(build("glora")))
-    grid.meddle = {"three": changed(loss=loss)}
-    play(strategy, grid, 1)
-    assert (
-        fates(strategy)["three"] == "refused" and f"loss is {loss:.3g}" in last_line(strategy)["fates"]["three"]["why"]
-    )
-    assert set(last_line(strategy)["losses"]) == {"one", "two"}
 
 
 def test_a_client_that_the_method_cannot_serve_costs_itself_the_round(tmp_path: Path) -> None:
