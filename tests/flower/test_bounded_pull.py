@@ -30,7 +30,7 @@ from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.errors import ConfigError
 from fedlora.flower import inside
-from fedlora.flower.inside import HttpInbox, Limit, TooLarge, answers_at_most, heartbeats_outlive_errors, http_inbox
+from fedlora.flower.inside import HttpInbox, Limit, TooLarge, answers_at_most, http_inbox
 from fedlora.flower.records import record_upload, upload_record
 from fedlora.flower.server import federation
 from support import flower_grid
@@ -139,30 +139,6 @@ def test_a_reply_that_the_superlink_cannot_give_costs_nobody_else_the_round(link
     link.PullMessages = broken  # type: ignore[method-assign]
     inbox = HttpInbox(link.grid)
     assert [a.reply_to for a in inbox.look({bad: LIMIT, good: LIMIT})] == [good]
-
-
-def test_a_heartbeat_that_is_answered_500_is_sent_again() -> None:
-    """By flwr's own sender, which ends in silence at a 500 and goes on at a 503. Nothing else is softened."""
-    from flwr.supercore.heartbeat import make_task_heartbeat_fn_http
-    from flwr.superlink.grid.http_grid import HttpGrid
-
-    grid = HttpGrid("127.0.0.1:1", insecure=True, token="x")
-    grid._retry_invoker.max_tries = 1
-    client = grid._runtime_client
-    client._client.close()
-    client._client = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(500)))
-    send = make_task_heartbeat_fn_http(client)
-    with pytest.raises(httpx.HTTPStatusError):
-        send()
-    with heartbeats_outlive_errors(grid):
-        assert send() is False
-        with pytest.raises(httpx.HTTPStatusError, match="500"):
-            list(grid.get_nodes())
-    with pytest.raises(httpx.HTTPStatusError):
-        send()
-    with heartbeats_outlive_errors(flower_grid.LocalGrid({})):
-        pass
-    grid.close()
 
 
 def test_equal_pieces_that_multiply_are_refused_before_they_are_put_together(

@@ -15,7 +15,7 @@ import json
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -293,25 +293,6 @@ def _ids(tree: Any) -> Iterator[str]:
 
 
 @contextmanager
-def heartbeats_outlive_errors(grid: Grid) -> Iterator[None]:
-    """Repeat a heartbeat that is answered with 500, like one that is answered with 503.
-
-    flwr's own sender ends silently at the first 500, and a minute later its SuperLink considers the ServerApp dead.
-    """
-    inbox = http_inbox(grid)
-    if inbox is None:
-        yield
-        return
-
-    def soften(response: httpx.Response) -> None:
-        if response.status_code >= 500 and response.request.url.path.endswith("/send-task-heartbeat"):
-            response.status_code = httpx.codes.SERVICE_UNAVAILABLE
-
-    with _seen_first(inbox.client, soften):
-        yield
-
-
-@contextmanager
 def answers_at_most(client: Any, most: int) -> Iterator[None]:
     """Refuse an answer of more than `most` bytes by its head, before its body is read: `TooLarge`."""
 
@@ -320,15 +301,8 @@ def answers_at_most(client: Any, most: int) -> Iterator[None]:
         if said.isdigit() and int(said) > most:
             raise TooLarge(int(said))
 
-    with _seen_first(client, refuse):
-        yield
-
-
-@contextmanager
-def _seen_first(client: Any, by: Callable[[Any], None]) -> Iterator[None]:
-    """Show each response's head to `by` before anybody reads its body."""
     http, before = client._client, client._client.event_hooks
-    http.event_hooks = {**before, "response": [*before.get("response", []), by]}
+    http.event_hooks = {**before, "response": [*before.get("response", []), refuse]}
     try:
         yield
     finally:

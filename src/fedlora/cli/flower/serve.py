@@ -150,15 +150,12 @@ def _show(found: Mapping[str, Any], rounds: int) -> None:
     from fedlora.flower.server.status import headline, since
 
     console.print(headline(found))
-    ruled = any(site["after_the_rule"] is not None for site in found["sites"].values())
     scored = any(site["score"] is not None for site in found["sites"].values())
-    more = [*(["weight, after the rule"] if ruled else []), *([f"its {found['metric']}"] if scored else [])]
+    more = [f"its {found['metric']}"] if scored else []
     table = Table("site", "rank", "node", "last seen", "last round", "loss", *more, "rounds")
     for name, site in found["sites"].items():
         seen = f"{since(site['last_seen'])} ago" if site["last_seen"] else "never" if found["superlink"] else "unknown"
-        after, weight = site["after_the_rule"], site["weight"]
-        weights = [f"{weight:.1%}, {after:.1%}" if after is not None and weight is not None else "-"] if ruled else []
-        mine = [*weights, *([_number(site["score"])] if scored else []), str(site["fates"].get("trained", 0))]
+        mine = [*([_number(site["score"])] if scored else []), str(site["fates"].get("trained", 0))]
         table.add_row(
             cell(name), cell(site["rank"]), site["node"], seen, cell(site["fate"] or "-"), _number(site["loss"]),
             *mine,

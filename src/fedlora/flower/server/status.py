@@ -82,7 +82,6 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
     online, keys = _nodes(folder), keys_of(folder)
     last = lines[-1] if lines else {}
     scored: Mapping[str, Any] = next((line["site_metrics"] for line in reversed(lines) if line.get("site_metrics")), {})
-    judged = (last.get("robust") or {}).get("clients") or {}
     sites = {}
     for name, rank in now.ranks.items():
         node, fated = (online or {}).get(name), (last.get("fates") or {}).get(name, {})
@@ -95,7 +94,6 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
             "loss": (last.get("losses") or {}).get(name),
             "weight": (last.get("weights") or {}).get(name),
             "score": scored.get(name, {}).get(now.metric),
-            "after_the_rule": judged[name]["coefficient"] if name in judged else None,
             "fates": dict(Counter(str(line["fates"][name]["fate"]) for line in lines if name in line.get("fates", {}))),
         }  # fmt: skip
     told = {
