@@ -1,10 +1,10 @@
 """The two files that travel by hand when a site joins: join.toml to every site, a public key back from each.
 
 join.toml holds the server's address and certificate authority, and the agreed settings and facts: everything by which a
-site checks itself and trains. Messages only name its digest, so a server that wants other settings needs a new file at
-each site. It holds no secret, but whoever can change it on its way names the server that a site believes: send it by a
-way that you trust. A site answers with the one line of its key.pub; whoever can change that is admitted in its place,
-so both sides compare `ssh-keygen -l -f key.pub` by telephone.
+site checks itself and trains. Messages only name its digest, so other settings need a new file at each site. It holds
+no secret, but whoever can change it on its way names the server that a site believes: send it by a way that you trust.
+A site answers with the one line of its key.pub; whoever can change that is admitted in its place, so both sides compare
+`ssh-keygen -l -f key.pub` by telephone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class JoinFile(Section):
     def terms(self) -> str:
         """A digest of what is agreed and known, which each of the server's messages names. run.rounds counts only where
         it may not change."""
-        fixed = {key: value for key, value in flat(self.agreed).items() if key not in self.settings().may_change}
+        free = self.settings().may_change
+        fixed = {key: value for key, value in flat(self.agreed).items() if key not in free}
         return hashlib.sha256(json.dumps([fixed, self.facts], sort_keys=True).encode()).hexdigest()
 
     def text(self) -> str:
