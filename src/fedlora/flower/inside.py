@@ -2,11 +2,11 @@
 
 Replies from a real SuperLink are measured before they are in memory (`HttpInbox`).
 
-Flower cuts a message into objects: first comes a tree of their ids, then each is pulled by its id. `HttpGrid` pulls all
-of a reply, whatever its size, waits up to two hours for objects that were announced but never sent, and ends the run if
-one of them cannot be read. Equal pieces are stored once and multiplied on assembly, so a few megabytes become as many
-gigabytes as their sender likes. Here a reply is counted while it is pulled and before it is assembled; if it is too
-large, or cannot be read, only its sender loses the round.
+Flower cuts a message into objects: a tree of their ids, and each by its id. `HttpGrid` pulls all of a reply, whatever
+its size, waits up to two hours for objects that never come, and ends the run if one cannot be read. Equal pieces are
+stored once and multiplied on assembly, so a few megabytes become as many gigabytes as their sender likes. Here a reply
+is counted while it is pulled and before it is assembled; if it is too large, or unreadable, only its sender loses the
+round.
 """
 
 from __future__ import annotations
@@ -109,11 +109,8 @@ class HttpInbox:
         self._warned: set[str] = set()
 
     def look(self, wanted: Mapping[str, Limit]) -> Iterator[Arrival]:
-        """One reply at a time; the caller must be done with one before the next is pulled.
-
-        If the SuperLink answers with an error, it is asked again at the next check: one node may have brought it to its
-        limits, and no other node shall lose the round for that.
-        """
+        """One reply at a time; the caller must be done with one before the next is pulled. If the SuperLink answers
+        with an error, it is asked again at the next look: no other node loses the round for that."""
         for message_id, limit in wanted.items():
             try:
                 found = self._look(message_id, limit)
@@ -209,13 +206,9 @@ class HttpInbox:
 
         coming.contents = {}
         try:
-            self.client.ConfirmMessageReceived(
-                ConfirmMessageReceivedRequest(
-                    node=self._grid.node,
-                    run_id=self._grid.run.run_id,
-                    message_object_id=coming.told.metadata.message_id,
-                )
-            )
+            self.client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(
+                node=self._grid.node, run_id=self._grid.run.run_id, message_object_id=coming.told.metadata.message_id,
+            ))  # fmt: skip
         except Exception as error:  # it deletes it at the run's end
             log.warning("the SuperLink keeps a reply longer than it need: %s", shown(error))
 
