@@ -168,8 +168,8 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "a tensor too many": (arrays(lambda f: f.update({"B/evil": to_array(torch.ones(2, 2))})), "1 were not asked for"),
     "NaN examples": (numbers(num_examples=float("nan")), "num_examples"),
     "no examples": (altered(metrics=lambda r: MetricRecord({"loss": 1.0})), "no number 'num-examples'"),
-    "an earlier round": (said(round=-1), "this is round 0"),
-    "another run": (said(run="other"), "of 'test'"),
+    "an earlier round": (said(round=-1), "after round -1"),
+    "another run": (said(run="other"), "of run 'other'"),
     "kept names that nobody has": (said(kept=["x" * 1000]), "list of kept parts"),
     "no json": (altered(config=lambda r: ConfigRecord({"protocol": PROTOCOL, "upload": "{"})), "not JSON"),
     "deep json": (
