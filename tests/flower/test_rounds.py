@@ -34,6 +34,7 @@ from support.flower_grid import (
     FastClock,
     LocalGrid,
     bits,
+    changed,
     fates,
     federation,
     last_line,
@@ -129,8 +130,10 @@ def test_a_client_that_the_method_cannot_serve_costs_itself_the_round(tmp_path: 
 
 def test_weights_are_the_shares_of_examples(tmp_path: Path) -> None:
     strategy, grid = federation(tmp_path, Server(build("glora")))
+    grid.meddle = {"three": changed(loss=0.0)}
     play(strategy, grid, 1)
     assert last_line(strategy)["weights"] == pytest.approx({"one": 13 / 41, "two": 13 / 41, "three": 15 / 41})
+    assert last_line(strategy)["losses"] == {"one": 0.5, "two": 0.5, "three": 0.0}
 
 
 def test_what_a_reply_may_take_follows_from_ranks_and_heads(tmp_path: Path) -> None:
