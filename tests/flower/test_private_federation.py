@@ -28,6 +28,7 @@ from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
 from fedlora.flower.terms.site_file import Site
 from fedlora.privacy import recompute
+from fedlora.runs.privacy_section import SIMULATED
 from support.federation_folders import RANKS, FederationOnDisk
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.private_flower import leave
@@ -86,6 +87,7 @@ def test_the_table_sets_what_nobody_set_and_the_ledger_stays_at_the_server(tmp_p
         ({"privacy": {"delta": 0.4}}, "promises nothing"),
         ({"privacy": {"epsilon": 3.0}}, "give either privacy"),
         ({"privacy": {"ledger": ""}}, r"privacy\.ledger is missing"),
+        ({"privacy": {"population": SIMULATED}}, "sites are real"),
     ],
 )
 def test_what_would_break_the_promise_is_refused(tmp_path: Path, tables: dict[str, Any], words: str) -> None:
