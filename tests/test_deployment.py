@@ -46,11 +46,11 @@ pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.deployment_all, pytest.mark.t
 
 ROUNDS = 6
 CONFIG = """\
-model = {{ path = "{base}" }}
-lora = {{ targets = ["query", "value"] }}
+model = {{ name = "{base}" }}
+lora = {{ target_modules = ["query", "value"] }}
 server = {{ quorum = 3 }}
 clients = {{ ranks = [1, 2, 4] }}
-train = {{ lr = 0.01, steps = 2, batch_size = 4 }}
+train = {{ learning_rate = 0.01, max_steps = 2, batch_size = 4 }}
 run = {{ rounds = {rounds}, threads = 1 }}
 evaluate = {{ every = 6 }}
 [data]

@@ -134,7 +134,7 @@ def test_a_reply_of_half_a_gigabyte_costs_its_sender_the_round_and_the_server_no
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert [line["fates"]["bomb"]["fate"] for line in lines] == ["trained", "refused", "refused", "refused"]
     assert all(line["fates"][name]["fate"] == "trained" for line in lines for name in ("one", "two"))
-    assert re.search("500,0.* 20,971,520 are allowed", lines[1]["fates"]["bomb"]["why"])
+    assert re.search("500,0.* 20,000,000 are allowed", lines[1]["fates"]["bomb"]["why"])
     peaks = json.loads((tmp_path / "peaks.json").read_text())
     print("peak memory of the ServerApp in MB, before the rounds and after each:", peaks)
     assert peaks[4] - peaks[1] < 100, peaks  # MB; the first round loads what any round needs
