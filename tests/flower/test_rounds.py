@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import ArrayRecord, Error, Message
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message
 
 from fedlora import Kept, Server, Streamed, build
 from fedlora.core.messages import Client
@@ -67,7 +67,9 @@ def test_everyone_has_a_fate_in_every_round(tmp_path: Path) -> None:
     asked = sample_clients(online, 4 / 6, seed=3, round=0)
     meddling: dict[str, Any] = dict(zip(asked, (nan, boom, never), strict=False))
     grid.offline, grid.meddle = {"away"}, meddling
-    strategy.start(BoundedGrid(grid, clock=FastClock()), num_rounds=1, timeout=50.0)
+    mine = ConfigRecord({"mine": 7})
+    strategy.start(BoundedGrid(grid, clock=FastClock()), num_rounds=1, timeout=50.0, train_config=mine)
+    assert all(message.content["config"]["mine"] == 7 for message in grid.sent)
     want = dict.fromkeys(online, "not drawn") | dict(zip(asked, ("refused", "failed", "late", "trained"), strict=True))
     assert fates(strategy) == want | {"away": "offline"}
     line = read_rounds(tmp_path / "server" / "rounds.jsonl")[0]
