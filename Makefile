@@ -20,10 +20,9 @@ test: $(VENV)/.ready
 deployment: $(VENV)/.ready
 	$(BIN)/python -m pytest -m deployment -rs
 
-# All faults, half an hour; writes the table of docs/how-to/federation.md.
+# All faults, half an hour.
 deployment-all: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "deployment or deployment_all" -rs
-	$(BIN)/python tests/support/faults.py --write
 
 # A grid on a real Slurm (as root: apt-get install slurm-wlm munge) and a real Ray (pip install ray) of this machine.
 cluster: $(VENV)/.ready

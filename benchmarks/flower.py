@@ -33,12 +33,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedlora.client import receive, send
 from fedlora.core.messages import Upload
 from fedlora.core.parcels import pack
-from fedlora.flower.envelope import Envelope
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.records import parcel_record, record_parcel, record_upload, upload_record
 from fedlora.flower.server.up import make, play
 from fedlora.flower.site.trainer import Trainer
-from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.joining import JoinFile
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import Prepared, prepare
 from fedlora.server.server import start
@@ -102,10 +101,9 @@ def resident(prepared: Prepared, folder: Path, repeats: int = 3) -> dict[str, fl
     """Seconds of one message's work: by a trainer that stays (its first and later ones), and with loading each time."""
     server, state = prepared.server, start(prepared.server, prepared.seed_adapter)
     client = prepared.clients[0]
-    settings = FederationSettings.load(FederationFolder(folder).settings)
     site = FederationFolder(folder).site(client.id)
-    parcel = pack(server.download(state.server, client), None)
-    record = parcel_record(parcel, "b", Envelope(settings.travelling()))
+    parcel, join = pack(server.download(state.server, client), None), JoinFile.read(site.join)
+    record = parcel_record(parcel, join.federation, join.terms())
     times, stays = [], Trainer(site)
     for _ in range(repeats + 1):
         began = time.perf_counter()

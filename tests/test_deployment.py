@@ -46,11 +46,11 @@ pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.deployment_all, pytest.mark.t
 
 ROUNDS = 6
 CONFIG = """\
-model = {{ path = "{base}" }}
-lora = {{ targets = ["query", "value"] }}
+model = {{ name = "{base}" }}
+lora = {{ target_modules = ["query", "value"] }}
 server = {{ quorum = 3 }}
 clients = {{ ranks = [1, 2, 4] }}
-train = {{ lr = 0.01, steps = 2, batch_size = 4 }}
+train = {{ learning_rate = 0.01, max_steps = 2, batch_size = 4 }}
 run = {{ rounds = {rounds}, threads = 1 }}
 evaluate = {{ every = 6 }}
 [data]
@@ -156,7 +156,7 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     finally:
         last.kill()
     said = again.read_text()
-    assert f"complete after {ROUNDS} rounds" in said and "raise [run] rounds" in said
+    assert f"complete after {ROUNDS} rounds" in said and "raise run.rounds" in said
     assert not running()
 
     finished = main(*words)
@@ -175,9 +175,8 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     prepared: Any = prepare(loaded_config, keep=keeping(FederationSettings.load(folder.settings)))
     state = start(prepared.server, prepared.seed_adapter)
     expected = list(simulate(prepared.server, prepared.clients, prepared.trainer, state, rounds=ROUNDS))[-1]
-    newest = opening(folder.path).newest
-    assert newest is not None and newest.state.round == ROUNDS
-    assert bits(newest.state.server) == bits(expected.state.server)
+    _, newest = opening(folder.path)
+    assert newest.state.round == ROUNDS and bits(newest.state.server) == bits(expected.state.server)
 
 
 def free_port() -> int:

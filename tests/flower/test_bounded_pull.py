@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.errors import ConfigError
 from fedlora.flower import inside
-from fedlora.flower.inside import HttpInbox, Limit, TooLarge, answers_at_most, heartbeats_outlive_errors, http_inbox
+from fedlora.flower.inside import HttpInbox, Limit, TooLarge, answers_at_most, http_inbox
 from fedlora.flower.records import record_upload, upload_record
 from fedlora.flower.server import federation
 from support import flower_grid
@@ -140,30 +141,6 @@ def test_a_reply_that_the_superlink_cannot_give_costs_nobody_else_the_round(link
     assert [a.reply_to for a in inbox.look({bad: LIMIT, good: LIMIT})] == [good]
 
 
-def test_a_heartbeat_that_is_answered_500_is_sent_again() -> None:
-    """By flwr's own sender, which ends in silence at a 500 and goes on at a 503. Nothing else is softened."""
-    from flwr.supercore.heartbeat import make_task_heartbeat_fn_http
-    from flwr.superlink.grid.http_grid import HttpGrid
-
-    grid = HttpGrid("127.0.0.1:1", insecure=True, token="x")
-    grid._retry_invoker.max_tries = 1
-    client = grid._runtime_client
-    client._client.close()
-    client._client = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(500)))
-    send = make_task_heartbeat_fn_http(client)
-    with pytest.raises(httpx.HTTPStatusError):
-        send()
-    with heartbeats_outlive_errors(grid):
-        assert send() is False
-        with pytest.raises(httpx.HTTPStatusError, match="500"):
-            list(grid.get_nodes())
-    with pytest.raises(httpx.HTTPStatusError):
-        send()
-    with heartbeats_outlive_errors(flower_grid.LocalGrid({})):
-        pass
-    grid.close()
-
-
 def test_equal_pieces_that_multiply_are_refused_before_they_are_put_together(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,12 +197,9 @@ def test_a_reply_is_in_memory_once_from_its_pieces_to_its_tensors() -> None:
     assert before > 16 * one and more < 4 * one, (more / one, "arrays")
 
 
-@pytest.mark.parametrize("size", [3, 30])
-def test_pieces_that_differ_are_pulled_no_further_than_the_limit(link: Link, size: int) -> None:
-    import random
-
-    data = random.Random(0).randbytes(size * MB)
-    answers = link.hold(reply(arrays(**{f"n{k}": data[k * MB : (k + 1) * MB] for k in range(size)})))
+def test_pieces_that_differ_are_pulled_no_further_than_the_limit(link: Link) -> None:
+    data = random.Random(0).randbytes(3 * MB)
+    answers = link.hold(reply(arrays(**{f"n{k}": data[k * MB : (k + 1) * MB] for k in range(3)})))
     arrival = pulled(link, answers)
     assert arrival.message is None and "2,097,152 are allowed" in arrival.why
     got = sum(len(link.objects[i]) for i in link.pulled[:-1])
@@ -312,17 +286,6 @@ def test_objects_that_flwr_does_not_make_cost_their_sender_the_round(link: Link,
         assert harmless or (name == "another kind" and kind != "ArrayRecord")
 
 
-def test_an_array_whose_list_of_pieces_lies(link: Link) -> None:
-    answers = link.hold(reply(arrays(x=b"abcd" * 10)))
-    for object_id, content in link.objects.items():
-        if content.startswith(b"Array "):
-            head, _, body = content.partition(b"\0")
-            told = json.loads(body) | {"arraychunk_ids": [0] * 6_000}
-            link.objects[object_id] = head + b"\0" + json.dumps(told).encode()
-    arrival = pulled(link, answers, Limit(100_000, 100, 50_000))
-    assert arrival.message is None and "100,000 are allowed" in arrival.why
-
-
 def test_who_answers_is_the_superlinks_word_and_not_the_messages(link: Link) -> None:
     sent = reply(arrays(x=b"abcd"))
     answers = link.hold(sent)
@@ -377,10 +340,3 @@ def test_flwr_is_inside_as_the_bounded_pull_takes_it_to_be() -> None:
     content = array(b"abcd").deflate()
     assert inside._head(content)[0] == "Array" and get_object_id(content), CHANGED
     assert json.loads(content.partition(b"\0")[2])["arraychunk_ids"] == [0], CHANGED + "Arrays say otherwise."
-
-
-def test_the_inbox_fits_the_grid() -> None:
-    from flwr.superlink.grid.http_grid import HttpGrid
-
-    assert isinstance(http_inbox(HttpGrid("127.0.0.1:1", insecure=True, token="x")), HttpInbox)
-    assert http_inbox(flower_grid.LocalGrid({})) is None

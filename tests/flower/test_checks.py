@@ -16,7 +16,8 @@ from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.checks import look, private_key
 from fedlora.flower.terms.facts import Facts, model_facts
 from fedlora.flower.terms.joining import Address, JoinFile
-from fedlora.flower.terms.settings import FederationSettings, Site
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.shown_certificates import answering, authority, server_files
@@ -38,11 +39,11 @@ class Place:
         self.data.write_text(ROWS)
         tables: dict[str, Any] = {"data": {"label_names": ["no", "yes", "maybe"], "max_length": 16}}
         self.settings = FederationSettings(id="fed-1", lora={"target_modules": ["query"]}, **tables)  # type: ignore[arg-type]
-        self.facts = Facts()
+        self.facts: Facts = {}
 
     def join(self, port: int = 9) -> JoinFile:
-        server, agreed = Address(name="127.0.0.1", port=port, ca=CA.pem), json.loads(self.settings.travelling())
-        return JoinFile(federation="fed-1", server=server, agreed=agreed, facts=dict(self.facts.values))
+        server = Address(name="127.0.0.1", port=port, ca=CA.pem)
+        return JoinFile(federation="fed-1", server=server, agreed=self.settings.agreed(), facts=dict(self.facts))
 
     def made(self, main: Callable[..., Said], *more: object) -> Said:
         (self.root / "join.toml").write_text(self.join().text())
@@ -91,7 +92,7 @@ def test_another_base_model_than_the_servers_is_refused(place: Place, main: Call
     weights = place.base / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
     said = place.made(main)
-    assert said.code == 2 and str(place.facts.values["base"])[:12] in said.err and not place.site.path.exists()
+    assert said.code == 2 and place.facts["base"][:12] in said.err and not place.site.path.exists()
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------

@@ -133,17 +133,13 @@ def numpy_header(text: str, length: int | None = None) -> bytes:
 
 ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "wrong shape": (forged(shape=(12, 2)), "it must be (12, 3)"),
-    "transposed": (forged(shape=(3, 12)), "it must be (12, 3)"),
     "rank-1 broadcast": (
         arrays(lambda f: f.update({"B/a.q": to_array(torch.ones(12, 1)), "A/a.q": to_array(torch.ones(1, 9))})),
         "it must be (12, 3)",
     ),
-    "one dimension": (forged(shape=(36,)), "it must be (12, 3)"),
     "a huge count": (forged(shape=(12, 2**30)), "it must be (12, 3)"),
     "fewer bytes": (forged(data=b"\0" * 10), "and 10 came"),
-    "more bytes": (forged(data=b"\0" * 1000), "and 1,000 came"),
     "another type": (forged(dtype="int64"), "one of float64"),
-    "object type": (forged(dtype="object"), "one of float64"),
     "unknown packing": (forged(stype="pickle"), "packed as 'pickle'"),
     "no numpy": (forged(stype=NUMPY), "numpy header that is not read"),
     "numpy header too long": (
@@ -168,20 +164,12 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
         "numpy header that is not read",
     ),
     "NaN": (arrays(lambda f: f.update({"B/a.q": to_array(torch.full((12, 3), float("nan")))})), "NaN or Inf"),
-    "infinite head": (
-        arrays(lambda f: f.update({"heads/head.weight": to_array(torch.full((3, 5), float("inf")))})),
-        "NaN or Inf",
-    ),
     "a missing tensor": (arrays(lambda f: f.pop("A/b.v") and None), "1 tensors are missing"),
     "a tensor too many": (arrays(lambda f: f.update({"B/evil": to_array(torch.ones(2, 2))})), "1 were not asked for"),
-    "no arrays": (altered(arrays=lambda r: ArrayRecord({})), "tensors are missing"),
     "NaN examples": (numbers(num_examples=float("nan")), "num_examples"),
-    "infinite examples": (numbers(num_examples=float("inf")), "num_examples"),
-    "negative examples": (numbers(num_examples=-5.0), "num_examples"),
     "no examples": (altered(metrics=lambda r: MetricRecord({"loss": 1.0})), "no number 'num-examples'"),
-    "an earlier round": (said(round=-1), "this is round 0"),
-    "another run": (said(run="other"), "of 'test'"),
-    "kept names": (said(kept=[1, 2]), "list of kept parts"),
+    "an earlier round": (said(round=-1), "after round -1"),
+    "another run": (said(run="other"), "of run 'other'"),
     "kept names that nobody has": (said(kept=["x" * 1000]), "list of kept parts"),
     "no json": (altered(config=lambda r: ConfigRecord({"protocol": PROTOCOL, "upload": "{"})), "not JSON"),
     "deep json": (
@@ -193,8 +181,8 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "its app raised": (lambda asked, reply: Message(Error(2, "boom"), reply_to=asked), "it failed: boom"),
     "nothing came": (lambda asked, reply: None, "no answer within 3600 s"),
     "loss NaN": (numbers(loss=float("nan")), "its loss is nan"),
-    "loss -inf": (numbers(loss=float("-inf")), "its loss is -inf"),
-    "loss inf": (numbers(loss=float("inf")), "its loss is inf"),
+    "a loss below 0": (numbers(loss=-1e-9), "its loss is -1e-09"),
+    "a loss that drowns all others'": (numbers(loss=1e300), "its loss is 1e+300"),
 }
 
 

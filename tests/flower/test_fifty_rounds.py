@@ -19,18 +19,9 @@ from fedlora.flower.site.node import Node
 from fedlora.flower.strategy import FedLoRA
 from support.flower_grid import FastClock, Toy, fates, seed_adapter
 from support.stored_link import StoredLink
+from support.toy_federations import Ruler
 
 RANKS = dict.fromkeys(("one", "two", "three"), 4)
-
-
-class Ruler:
-    """An evaluator that looks at nothing."""
-
-    def measure_adapter(self, adapter: Any, client: str | None = None) -> dict[str, float]:
-        return {"accuracy": 0.5}
-
-    def count(self, client: str | None = None) -> int:
-        return 7
 
 
 def rows(path: Path) -> dict[str, int]:

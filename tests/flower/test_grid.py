@@ -136,12 +136,14 @@ def test_a_reply_over_its_limit_is_refused_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize(("until", "fate"), [(25.0, "answered"), (60.0, "answered"), (1000.0, "not sent")])
-def test_a_superlink_that_fails_for_a_while_still_gets_its_messages(until: float, fate: str) -> None:
+def test_a_superlink_that_fails_for_a_while_still_gets_its_messages(
+    until: float, fate: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Once it has failed for the deadline of all, each of them fails at once, by name."""
     grid = Scripted(**{name: [(1, good(node))] for name, node in NODES.items()})
     grid.failing = until
     found = asked(grid)
-    assert fates(found) == [fate] * 3 and grid.clock.now < TIMEOUT + 10
+    assert fates(found) == [fate] * 3 and grid.clock.now < TIMEOUT + 10 and "is asked again" in caplog.text
     assert fate == "answered" or "500" in found["acme"][1]
 
 

@@ -23,75 +23,44 @@ from fedlora.flower.envelope import Receipt
 from fedlora.flower.records import PROTOCOL, RecordError, parcel_record
 from fedlora.flower.scores import SiteRound, SiteScores, as_question, asked_part, record_measured
 from fedlora.flower.site.node import Node
-from support.flower_grid import RANKS, RUN, Message, Toy, bits, federation, play, seed_adapter, wired
-from support.toy_federations import toy_federation
-
-
-class Ruler:
-    """An evaluator of pure arithmetic: a function of the adapter that it is given, and of nothing else."""
-
-    def __init__(self, examples: int = 7) -> None:
-        self.examples, self.seen = examples, []  # type: int, list[Adapter]
-
-    def measure_adapter(self, adapter: Adapter, client: str | None = None) -> Any:
-        self.seen.append(adapter)
-        size = sum(float(lora.factors[0].double().abs().sum()) for lora in adapter.modules.values())
-        return {"accuracy": 1 / (1 + size), "loss": size, "perplexity": float("nan")}
-
-    def count(self, client: str | None = None) -> int:
-        return self.examples
+from support.flower_grid import RANKS, RUN, Message, Toy, federation, play
+from support.toy_federations import Ruler, toy_federation
 
 
 def question(download: Any, part: Any, receipt: Receipt = Receipt()) -> RecordDict:  # noqa: B008 - immutable
     return as_question(parcel_record(pack(download, None), RUN, receipt=receipt), part)
 
 
+class Noting(Toy):
+    def __init__(self) -> None:
+        self.given: dict[tuple[str, int], Adapter] = {}
+
+    def train(self, download: Any, adapter: Adapter, position: int) -> Any:
+        self.given[download.client.id, download.round] = adapter
+        return super().train(download, adapter, position)
+
+
 @pytest.mark.parametrize("method", ["glora", "fedsa-lora", "ffa-lora", "fedex-lora", "rolora"])
-def test_a_site_measures_what_it_would_start_its_next_round_with_and_changes_no_work(
-    tmp_path: Path, method: str
+def test_a_site_measures_what_it_would_start_its_next_round_with(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The adapter that is measured is the one that the next round trains; measuring in between moves no bit of it."""
-    ranks = dict.fromkeys(RANKS, 4)
-    rulers = {name: Ruler() for name in ranks}
+    """After each round, the adapter that the next one trains. That measuring moves no bit: test_travels_once."""
+    seen, trainer, measured = dict[str, list[Adapter]](), Noting(), Ruler.measure_adapter
 
-    class Noting(Toy):
-        def __init__(self) -> None:
-            self.given: dict[tuple[str, int], Adapter] = {}
+    def noting(self: Ruler, adapter: Adapter, client: str) -> Any:
+        seen.setdefault(client, []).append(adapter)
+        return measured(self, adapter, client)
 
-        def train(self, download: Any, adapter: Adapter, position: int) -> Any:
-            self.given[download.client.id, download.round] = adapter
-            return super().train(download, adapter, position)
-
-    def made(folder: Path, trainer: Toy) -> dict[str, Node]:
-        return {
-            name: Node(name, trainer, folder / name, evaluators={"validation": rulers[name]})  # type: ignore[dict-item]
-            for name in ranks
-        }
-
-    trainer, seed = Noting(), seed_adapter()
-    nodes = made(tmp_path / "nodes", trainer)
-    strategy, grid = federation(tmp_path, Server(build(method)), ranks, nodes=nodes)
-    play(strategy, grid, 2)
-    state = strategy.state
-    for name in ranks:
-        download = strategy.server.download(state.server, Client(name, 4))
-        asked = wired(Message(question(download, "validation", Receipt(2)), 7, "evaluate"))
-        answer = nodes[name].measure(asked.content)
-        found = record_measured(
-            answer, run=RUN, round=2, part="validation", metric="accuracy", local=seed.ranks | seed.heads
-        )
-        assert set(found.scores) == {"accuracy", "loss"} and found.examples == 7  # NaN and names of classes stay home
+    monkeypatch.setattr(Ruler, "measure_adapter", noting)
+    strategy, grid = toy_federation(tmp_path, Server(build(method)), dict.fromkeys(RANKS, 4), trainer=trainer)
     play(strategy, grid, 3)
-    for name, ruler in rulers.items():
-        want = trainer.given[name, 2]
-        assert want.modules.keys() == ruler.seen[0].modules.keys()
-        for module, lora in want.modules.items():
-            for mine, theirs in zip(lora.factors, ruler.seen[0].modules[module].factors, strict=True):
-                assert torch.equal(mine, theirs), (name, module)
-
-    undisturbed, grid = federation(tmp_path / "b", Server(build(method)), ranks, trainer=Toy())
-    play(undisturbed, grid, 3)
-    assert bits(undisturbed.state.server) == bits(strategy.state.server)
+    assert set(strategy.lines()[0]["site_metrics"]["one"]) == {"accuracy", "loss", "examples"}  # NaN stays home
+    for name in RANKS:
+        for number in (1, 2):
+            want, got = trainer.given[name, number], seen[name][number - 1]
+            assert want.modules.keys() == got.modules.keys()
+            for module, lora in want.modules.items():
+                assert all(map(torch.equal, lora.factors, got.modules[module].factors)), (name, module, number)
 
 
 def test_who_holds_nothing_out_or_lost_its_state_says_so(tmp_path: Path) -> None:

@@ -23,17 +23,16 @@ from fedlora import Client, Server, build
 from fedlora.core.parcels import pack
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, DataError
-from fedlora.flower.envelope import Envelope, enclose
+from fedlora.flower.envelope import enclose
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.records import parcel_record, to_tensor
-from fedlora.flower.site import trainer
 from fedlora.flower.site.checks import Found
 from fedlora.flower.site.node import Node
 from fedlora.flower.site.run import wait_until_admitted
 from fedlora.flower.site.trainer import TrainerFailed, answer, ask, held_out, listening_at, told_to_server
+from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.server.server import start
-from support.deployed_folders import federation_folder, site_folder
 from support.flower_grid import RUN, Toy, seed_adapter
 from support.processes import Program
 
@@ -218,19 +217,22 @@ def test_a_row_stays_on_its_side_whatever_becomes_of_the_file() -> None:
     assert sides(names, seed=1) != before
 
 
-def test_no_server_changes_what_is_held_out(tmp_path: Path) -> None:
-    """By another seed or share in its messages than in the site's join.toml: nothing is loaded or trained."""
-    tables: dict[str, Any] = {"id": "f", "data": {"label_names": ["no", "yes"]}, "lora": {"target_modules": ["q"]}}
-    site, settings = site_folder(tmp_path / "s", federation_folder(tmp_path / "fed")), FederationSettings(**tables)
-    for other in ({"run": {"seed": 1}}, {"data": {"label_names": ["no", "yes"], "validation": 0.0}}):
-        asked = question()
-        enclose(asked, Envelope(FederationSettings(**{**tables, **other}).travelling()))
+def test_no_server_plays_by_other_terms_than_the_join_file_has(tmp_path: Path) -> None:
+    """Another seed, share or base model at the server: nothing is trained or measured. More rounds are the same."""
+
+    def terms(base: str = "b", rounds: int = 3, **data: Any) -> str:
+        tables: dict[str, Any] = {"data": {"label_names": ["no", "yes"], **data}, "run": {"rounds": rounds}}
+        agreed = FederationSettings(id="f", lora={"target_modules": ["q"]}, **tables).agreed()  # type: ignore[arg-type]
+        address = Address(name="x", port=1, ca="")
+        return JoinFile(federation="f", server=address, agreed=agreed, facts={"base": base}).terms()
+
+    assert len({terms(), terms("c"), terms(validation=0.0), terms(test=0.3)}) == 4 and terms(rounds=9) == terms()
+    node, asked = Node("one", Toy(), tmp_path, terms=terms()), question()
+    for work in (node.work, node.measure):
         with pytest.raises(ConfigError, match=r"join\.toml"):
-            trainer.Trainer(site)("train", asked)
-    with pytest.raises(ConfigError, match="nowhere"):  # the site's model is not there: it went on
-        asked = question()
-        enclose(asked, Envelope(settings.travelling()))
-        trainer.Trainer(site)("train", asked)
+            work(enclose(asked, terms("c")))
+    assert not [*tmp_path.iterdir()]
+    assert node.work(enclose(asked, terms()))["arrays"]
 
 
 def test_a_file_without_a_row_to_train_on_is_refused() -> None:

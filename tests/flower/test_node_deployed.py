@@ -5,7 +5,6 @@ Marked `deployment_all`: it takes a minute.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -22,7 +21,8 @@ from fedlora.flower.places import SiteFolder
 from fedlora.flower.server.superlink import SuperLink
 from fedlora.flower.site.run import fill_site
 from fedlora.flower.terms.joining import Address, JoinFile
-from fedlora.flower.terms.settings import FederationSettings, Site
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
 from support.small_apps import packed, small_link
 
 pytestmark = [
@@ -36,9 +36,9 @@ def made(tmp_path: Path) -> tuple[SuperLink, SiteFolder]:
     """A server's folder, and a site of it."""
     link, here = small_link(tmp_path / "fed"), SiteFolder(tmp_path / "site")
     host, _, port = link.address.rpartition(":")
-    settings = FederationSettings.from_travelling('{"id": "fed-1", "data": {"label_names": ["no", "yes"]}}')
+    settings = FederationSettings(id="fed-1", data={"label_names": ["no", "yes"]})  # type: ignore[arg-type]
     address = Address(name=host, port=int(port), ca=(link.folder.certificates / "ca.crt").read_text())
-    join = JoinFile(federation="fed-1", server=address, agreed=json.loads(settings.travelling()), facts={})
+    join = JoinFile(federation="fed-1", server=address, agreed=settings.agreed(), facts={})
     here.path.mkdir()
     fill_site(here.path, join, Site("acme", {"data": {"train": "notes.csv"}, "model": {"name": "base"}}))
     return link, here

@@ -13,7 +13,7 @@ from fedlora import Kept, Server, build
 from fedlora.errors import ConfigError
 from fedlora.flower.records import record_parcel
 from fedlora.flower.terms.policy import Policy, policy_text, server_name, sites, with_client, without_client
-from fedlora.flower.terms.settings import Site
+from fedlora.flower.terms.site_file import Site
 from support.flower_grid import RANKS, fates, play
 from support.toy_federations import toy_federation, write_policy
 
@@ -51,7 +51,7 @@ def test_no_name_is_a_path_or_an_option(name: str, tmp_path: Path) -> None:
         ("[clients]\na = 5000\n", "clients.a: must be at most 4096"),
         ("[clients]\na = {q = true}\n", "clients.a.q: must be a whole number"),
         ("colour = 1\n[clients]\na = 8\n", "unknown key 'colour'"),
-        ("max_upload_mb = -1\n[clients]\na = 8\n", "max_upload_mb"),
+        ("deadline = -1\n[clients]\na = 8\n", "deadline"),
         ("[clients\n", "is not TOML"),
     ],
 )

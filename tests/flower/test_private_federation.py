@@ -5,7 +5,6 @@ Kinds of evidence: *contract* (what is refused, written and said).
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,10 @@ from fedlora.flower.site.checks import checked_work
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
-from fedlora.flower.terms.settings import FederationSettings, NetworkSection, Site
+from fedlora.flower.terms.settings import FederationSettings, NetworkSection
+from fedlora.flower.terms.site_file import Site
 from fedlora.privacy import recompute
+from fedlora.runs.privacy_section import SIMULATED
 from support.federation_folders import RANKS, FederationOnDisk
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.private_flower import leave
@@ -65,10 +66,10 @@ def test_the_table_sets_what_nobody_set_and_the_ledger_stays_at_the_server(tmp_p
     settings = loaded(tmp_path)
     assert (settings.data.validation, settings.data.test) == (0.0, 0.0)
     assert settings.privacy is not None and settings.privacy.ledger == str(tmp_path / "sites.jsonl")
-    said = json.loads(settings.travelling())["privacy"]
-    assert "ledger" not in said and said["members"] == list(RANKS) and str(tmp_path) not in settings.travelling()
-    there = FederationSettings.from_travelling(settings.travelling())
-    assert there.travelling() == settings.travelling()
+    said = settings.agreed()["privacy"]
+    assert "ledger" not in said and said["members"] == list(RANKS) and str(tmp_path) not in str(settings.agreed())
+    there = FederationSettings.model_validate(settings.agreed())
+    assert there.agreed() == settings.agreed()
     assert there.for_site(Site("acme", SITE)).privacy is None  # nothing of it is a site's
 
 
@@ -86,6 +87,7 @@ def test_the_table_sets_what_nobody_set_and_the_ledger_stays_at_the_server(tmp_p
         ({"privacy": {"delta": 0.4}}, "promises nothing"),
         ({"privacy": {"epsilon": 3.0}}, "give either privacy"),
         ({"privacy": {"ledger": ""}}, r"privacy\.ledger is missing"),
+        ({"privacy": {"population": SIMULATED}}, "sites are real"),
     ],
 )
 def test_what_would_break_the_promise_is_refused(tmp_path: Path, tables: dict[str, Any], words: str) -> None:
@@ -109,7 +111,7 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "ledgers").mkdir()  # what charges it writes beside it, so that nothing else may lie there
     (tmp_path / "run.toml").write_text(tomli_w.dumps(run))
-    made = federation(tmp_path / "run.toml", [], NETWORK, RANKS, None, None)
+    made = federation(tmp_path / "run.toml", [], NETWORK, RANKS, None)
     terms = made.settings.privacy
     assert terms is not None and terms.members == list(RANKS) and terms.rank == 4
     assert made.settings.server.quorum is None
@@ -130,7 +132,7 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="this budget leaves nothing"):
         tables = {**run, "privacy": {**run["privacy"], "noise_multiplier": 50.0}}
         (tmp_path / "run.toml").write_text(tomli_w.dumps(tables))
-        federation(tmp_path / "run.toml", [], NETWORK, RANKS, None, None)
+        federation(tmp_path / "run.toml", [], NETWORK, RANKS, None)
 
 
 def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
         words = path.read_bytes()
         assert b"offline" not in words and b"not online" not in words and str(tmp_path).encode() not in words, path
     assert not (server / "private").stat().st_mode & 0o077
-    assert re.search("(?i)all 2 rounds .*epsilon", ending(summary))
+    assert re.search("complete after 2 rounds.*epsilon", ending(summary))
     fed.write(run={"rounds": 3})
     with pytest.raises(ConfigError, match=r"run\.rounds was 2 and is 3"):
         fed.play()

@@ -16,17 +16,15 @@ pytest.importorskip("flwr")
 from flwr.common.serde import message_from_proto
 from flwr.proto.message_pb2 import Message as Proto
 
-from fedlora import Client, Kept, Server, build
+from fedlora import Client, Server, build
 from fedlora.core.messages import Download
 from fedlora.core.parcels import pack
-from fedlora.flower.envelope import Envelope, opened
 from fedlora.flower.processes import OWNER
 from fedlora.flower.records import RecordError, parcel_record, record_parcel
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms import PROTOCOL
-from fedlora.flower.terms.facts import Facts
 from fedlora.server.server import start
-from support.flower_grid import RANKS, RUN, Toy, federation, play, seed_adapter
+from support.flower_grid import RUN, Toy, seed_adapter
 
 OLDER = Path(__file__).parents[1] / "older" / "messages"
 
@@ -90,39 +88,3 @@ def test_a_client_app_ends_with_its_node(tmp_path: Path) -> None:
             app.kill()
             app.wait()
             app.stdout.close()  # type: ignore[union-attr]
-
-
-# ---- what server and site agreed on, over Flower's wire --------------------------------------------------------------
-
-FACTS = Facts({"base": "b" * 64, "labels": '["no", "yes"]', "scaling": 2.0, "max_length": 16})
-
-
-def nodes(folder: Path, **others: Facts) -> dict[str, Node]:
-    return {n: Node(n, Toy(), folder / n, facts=others.get(n, FACTS)) for n in RANKS}
-
-
-def agreeing(folder: Path, facts: Facts, server: Server | None = None, **others: Facts) -> tuple[Any, Any]:
-    """A strategy whose clients must have these facts."""
-    strategy, grid = federation(folder, server or Server(build("glora")), nodes=nodes(folder, **others))
-    strategy._facts = lambda: facts  # type: ignore[method-assign]
-    return strategy, grid
-
-
-def test_settings_and_facts_travel_with_every_message(tmp_path: Path) -> None:
-    strategy, grid = agreeing(tmp_path, FACTS)
-    strategy._envelope = lambda: Envelope('{"id": "x"}', FACTS.text())
-    play(strategy, grid, 2)
-    assert strategy.state.round == 2
-    for message in grid.sent:
-        said = opened(message.content, "a", "b")
-        assert said.settings == '{"id": "x"}' and Facts.from_text(said.facts) == FACTS
-
-
-def test_a_site_with_another_base_model_trains_nothing_and_is_named(tmp_path: Path) -> None:
-    odd = FACTS.and_these(base="d" * 64)
-    strategy, grid = agreeing(tmp_path, FACTS, Server(build("glora"), round=Kept(quorum=2)), two=odd)
-    play(strategy, grid, 1)
-    assert not (tmp_path / "two").exists() and (tmp_path / "one").exists()
-    [line] = strategy.journal.lines()
-    assert "dddddddddddd" in json.dumps(line["fates"]["two"])
-    assert line["fates"]["one"]["fate"] == "trained"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,7 +24,6 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora.flower.server.journal import read_now
-from support.faults import tell
 
 pytestmark = [pytest.mark.deployment_all, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -134,14 +134,7 @@ def test_a_reply_of_half_a_gigabyte_costs_its_sender_the_round_and_the_server_no
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert [line["fates"]["bomb"]["fate"] for line in lines] == ["trained", "refused", "refused", "refused"]
     assert all(line["fates"][name]["fate"] == "trained" for line in lines for name in ("one", "two"))
-    why = lines[1]["fates"]["bomb"]["why"]
-    assert "500,0" in why and "20,971,520 are allowed" in why
+    assert re.search("500,0.* 20,000,000 are allowed", lines[1]["fates"]["bomb"]["why"])
     peaks = json.loads((tmp_path / "peaks.json").read_text())
     print("peak memory of the ServerApp in MB, before the rounds and after each:", peaks)
     assert peaks[4] - peaks[1] < 100, peaks  # MB; the first round loads what any round needs
-    tell(
-        "a site sends half a gigabyte",
-        "its round is lost, and nothing else",
-        "the server",
-        f"bomb: refused: {why}",
-    )

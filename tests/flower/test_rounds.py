@@ -15,22 +15,20 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import ArrayRecord, Error, Message
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message
 
-from fedlora import Adapter, Kept, LoRA, Server, Streamed, build
-from fedlora.core.messages import Client, Upload
+from fedlora import Kept, Server, Streamed, build
+from fedlora.core.messages import Client
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
 from fedlora.flower.envelope import receipt_of
 from fedlora.flower.grid import BoundedGrid
 from fedlora.flower.records import to_array
-from fedlora.flower.server.answers import update_norm
 from fedlora.flower.server.journal import read_now, read_rounds
 from fedlora.flower.server.state import drawn, least_usable, reply_limit
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.rules import Krum
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
-from support.federations import noise
 from support.flower_grid import (
     RANKS,
     FastClock,
@@ -69,12 +67,14 @@ def test_everyone_has_a_fate_in_every_round(tmp_path: Path) -> None:
     asked = sample_clients(online, 4 / 6, seed=3, round=0)
     meddling: dict[str, Any] = dict(zip(asked, (nan, boom, never), strict=False))
     grid.offline, grid.meddle = {"away"}, meddling
-    strategy.start(BoundedGrid(grid, clock=FastClock()), num_rounds=1, timeout=50.0)
+    mine = ConfigRecord({"mine": 7})
+    strategy.start(BoundedGrid(grid, clock=FastClock()), num_rounds=1, timeout=50.0, train_config=mine)
+    assert all(message.content["config"]["mine"] == 7 for message in grid.sent)
     want = dict.fromkeys(online, "not drawn") | dict(zip(asked, ("refused", "failed", "late", "trained"), strict=True))
     assert fates(strategy) == want | {"away": "offline"}
     line = read_rounds(tmp_path / "server" / "rounds.jsonl")[0]
     assert line["fates"][asked[2]]["why"] == "no answer within 50 s" and line["loss"] == pytest.approx(0.5)
-    assert list(line["weights"]) == list(line["losses"]) == list(line["norms"]) == [asked[3]]
+    assert list(line["weights"]) == list(line["losses"]) == [asked[3]]
     now = read_now(tmp_path / "server" / "now.json")
     assert (
         now["round"] == 1 and {*now["asked"]} == {*asked} == {*now["answered"]} and now["ended"]["kind"] == "complete"
@@ -114,17 +114,6 @@ def test_too_few_answers_end_the_run_by_name_and_it_is_played_again(tmp_path: Pa
     assert again.round == 2 and set(fates(again).values()) == {"trained"}
 
 
-@pytest.mark.parametrize("loss", [-1e300, -1e-9, 1e300, float("inf"), float("nan")])
-def test_a_loss_that_cannot_be_is_refused_by_name(tmp_path: Path, loss: float) -> None:
-    strategy, grid = federation(tmp_path, Server(build("glora")))
-    grid.meddle = {"three": changed(loss=loss)}
-    play(strategy, grid, 1)
-    assert (
-        fates(strategy)["three"] == "refused" and f"loss is {loss:.3g}" in last_line(strategy)["fates"]["three"]["why"]
-    )
-    assert set(last_line(strategy)["losses"]) == {"one", "two"}
-
-
 def test_a_client_that_the_method_cannot_serve_costs_itself_the_round(tmp_path: Path) -> None:
     """FedIT needs one rank. Other ranks are refused at the start; if a site gets one later, the others go on."""
     server, ranks = Server(build("fedit"), round=Kept(quorum=1)), {"one": 4, "two": 4, "three": 2}
@@ -143,31 +132,16 @@ def test_a_client_that_the_method_cannot_serve_costs_itself_the_round(tmp_path: 
 
 def test_weights_are_the_shares_of_examples(tmp_path: Path) -> None:
     strategy, grid = federation(tmp_path, Server(build("glora")))
+    grid.meddle = {"three": changed(loss=0.0)}
     play(strategy, grid, 1)
     assert last_line(strategy)["weights"] == pytest.approx({"one": 13 / 41, "two": 13 / 41, "three": 15 / 41})
-
-
-def test_the_norm_is_that_of_the_dense_difference_in_any_gauge() -> None:
-    """Reference: ||B A - B_0 A_0||_F computed densely, summed over modules in squares."""
-    server = Server(build("glora"))
-    download = server.download(start(server, seed_adapter()).server, Client("one", 3))
-    begun = download.adapter.modules
-    modules = {
-        m: LoRA(noise((lora.factors[0].shape[0], 3), m, "B"), noise((3, lora.factors[1].shape[1]), m, "A"))
-        for m, lora in begun.items()
-    }
-    want = sum(float(((lora.delta() - begun[m].delta().double()) ** 2).sum()) for m, lora in modules.items()) ** 0.5
-    Q = noise((3, 3), "Q") + 3 * torch.eye(3)
-    turned = {m: LoRA(lora.factors[0] @ Q, torch.linalg.inv(Q) @ lora.factors[1]) for m, lora in modules.items()}
-    for one in (modules, turned):
-        assert update_norm(Upload(Client("one", 3), 1, Adapter(one)), download) == pytest.approx(want, rel=1e-6)
+    assert last_line(strategy)["losses"] == {"one": 0.5, "two": 0.5, "three": 0.0}
 
 
 def test_what_a_reply_may_take_follows_from_ranks_and_heads(tmp_path: Path) -> None:
     """By hand: rank 2 on (12, 9) and (7, 10) is 2 (12 + 9 + 7 + 10) = 76 numbers, the head 15, of 4 bytes each."""
     state = start(Server(build("glora")), seed_adapter()).server
     assert reply_limit([Client("one", 2)], state).bytes == 2 * 4 * (76 + 15) + 2**20
-    assert reply_limit([Client("one", 2)], state, 0.5).bytes == 2**19
 
     def large(asked: Message, reply: Message) -> Message:
         found = dict(reply.content["arrays"])

@@ -24,7 +24,6 @@ from fedlora.flower.server.serve import Lost, Pace, Supervisor
 from fedlora.flower.server.status import Standing
 from fedlora.flower.server.superlink import RunFacts, SuperLinkError
 from fedlora.flower.server.superlink_process import SAYS
-from fedlora.flower.terms.facts import Disagreement
 from support.fake_link import (
     CLIENTS,
     FakeLink,
@@ -166,7 +165,7 @@ def test_wrong_settings_are_told_as_such(tmp_path: Path) -> None:
         served(home)
 
 
-_FINAL = [ConfigError, AdapterFormatError, Disagreement, BudgetSpent, LedgerError]
+_FINAL = [ConfigError, AdapterFormatError, BudgetSpent, LedgerError]
 
 
 @pytest.mark.parametrize("error", [*_FINAL, ValueError, MemoryError])

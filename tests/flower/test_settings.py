@@ -3,7 +3,7 @@ sends). Expected values by hand."""
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora.errors import ConfigError
-from fedlora.flower.terms.settings import FederationSettings, Site
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
+from fedlora.runs.reading import checked
 
 TABLES: dict[str, Any] = {
     "id": "fed-1", "model": {"name": "demo", "dtype": "float32"}, "data": {"label_names": ["no", "yes"]},
@@ -29,10 +31,10 @@ def of(folder: Path = Path("/fed"), **tables: Any) -> FederationSettings:
 def test_what_a_site_gets_is_all_but_what_is_the_servers(tmp_path: Path) -> None:
     """The server's model, files, address and ledger stay; a site's settings are otherwise the same."""
     here = of(data={"label_names": ["no", "yes"], "validation": "held.csv"}, network={"name": "fl.example.org"})
-    text = here.travelling()
-    assert not any(word in text for word in ("/fed", "held.csv", "fl.example.org", '"demo"'))
-    there = FederationSettings.from_travelling(text)
-    assert there.travelling() == text and there.run == here.run and there.data.label_names == ["no", "yes"]
+    agreed = here.agreed()
+    assert not any(word in str(agreed) for word in ("/fed", "held.csv", "fl.example.org", "demo"))
+    there = FederationSettings.model_validate(agreed)
+    assert there.agreed() == agreed and there.run == here.run and there.data.label_names == ["no", "yes"]
     assert here.files() == {"validation": "/fed/held.csv"}
     assert here.share("validation") == there.data.validation == 0.0
     assert here.share("test") == there.data.test == 0.1  # a share is each site's
@@ -69,30 +71,26 @@ def test_a_sites_own_program_takes_the_place_of_the_servers_training(tmp_path: P
 
 def test_no_server_sets_what_is_a_sites_own() -> None:
     """Whatever it sends: the site's trainer has the paths, the program and the device of site.toml alone."""
-    said = json.loads(of().travelling())
+    said = of().agreed()
     said["train"] |= {"command": ["rm", "-r", "/"], "timeout": 1.0}
     said["model"] |= {"name": "/etc", "adapter": "/etc/adapter", "device": "cuda", "revision": "main"}
     said["data"] |= {"clients": {"a": "/etc"}, "train": None, "validation": "/etc/passwd"}
     said |= {"clients": {"ranks": [9]}, "attack": {"kind": "sign-flip", "fraction": 0.5}, "network": {"port": 1}}
-    config = FederationSettings.from_travelling(json.dumps(said)).for_site(Site("acme", OWN), rank=4)
+    config = FederationSettings.model_validate(said).for_site(Site("acme", OWN), rank=4)
     assert (config.train.command, config.train.timeout) == (None, None)
     assert (config.model.name, config.model.adapter, config.model.device) == ("/models/bert", None, "auto")
     assert (config.data.clients, config.data.train, config.data.validation) == ({"acme": "notes.csv"}, None, 0.0)
     assert (config.model.revision, config.clients.ranks, config.attack.kind) == (None, [4], "none")
 
 
-def test_a_servers_module_is_not_imported_unless_the_site_names_it() -> None:
-    there = FederationSettings.from_travelling(of(method={"name": "theirs:Method"}).travelling())
-    with pytest.raises(ConfigError, match="importing a module runs it"):
-        there.for_site(Site("a", OWN))
-    config = there.for_site(Site("a", {**OWN, "method": {"name": "theirs:Method"}}))
-    assert config.method.name == "theirs:Method"
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "7", "[" * 100_000, '{"id": "f", "colour": 1}'])
-def test_what_is_no_settings_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        FederationSettings.from_travelling(text)
+def test_a_module_of_a_servers_choice_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies where the site stands, and is refused before it is judged."""
+    (tmp_path / "theirs_only.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"theirs_only:Theirs.* runs it"):
+        checked(FederationSettings, of().agreed() | {"method": {"name": "theirs_only:Theirs"}})
+    assert "theirs_only" not in sys.modules
 
 
 @pytest.mark.parametrize(
@@ -105,7 +103,7 @@ def test_what_is_no_settings_is_refused(text: str) -> None:
         ({"run": {"workers": 4}}, "run.workers is no setting .*fedlora run"),
         ({"evaluate": {"target": "server"}}, "evaluate.target .*data.validation"),
         ({"train": {"learnig": 1}}, "unknown key"),
-        ({"id": "a/b"}, "64 letters"),
+        ({"id": "a/b"}, "id"),
     ],
 )
 def test_what_a_federation_does_not_have_is_said(tables: dict[str, Any], words: str) -> None:

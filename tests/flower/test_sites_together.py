@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,14 @@ pytest.importorskip("flwr")
 
 from safetensors.torch import load_file, save_file
 
-from fedlora.errors import ConfigError
 from fedlora.flower.server.opening import opening
 from fedlora.flower.site.trainer import keeping
 from fedlora.flower.terms.facts import model_facts
-from fedlora.flower.terms.settings import FederationSettings, Site
 from fedlora.runs.config import parse_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from support.federation_folders import RANKS, SETTINGS, FederationOnDisk, merged, write_join
+from support.federation_folders import RANKS, SETTINGS, FederationOnDisk, merged
 from support.flower_grid import bits
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.training_data import LABELS, classification, rows
@@ -46,8 +42,7 @@ def federation(root: Path, **tables: Any) -> FederationOnDisk:
 
 def knowing(made: FederationOnDisk) -> FederationOnDisk:
     """The server knows the base model, as after `init` with one."""
-    facts = model_facts(str(made.model), made.settings())
-    write_join(made.home, SETTINGS["id"], facts=facts)
+    made.facts = model_facts(str(made.model), made.settings())
     return made
 
 
@@ -57,32 +52,7 @@ def rewrite(made: FederationOnDisk, name: str, **tables: Any) -> None:
 
 
 def state_of(made: FederationOnDisk) -> Any:
-    newest = opening(made.home).newest
-    assert newest is not None
-    return newest.state.server
-
-
-def test_a_site_imports_no_module_of_the_server_s_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The server names a class in a module that lies where the site stands: it is not imported, not even to be judged,
-    until the site's operator names it in site.toml. Nor does a method of no sense run what it names."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "here")])
-    ran = tmp_path / "ran"
-    code = f"from pathlib import Path\nPath({str(ran)!r}).write_text('x')\n"
-    (tmp_path / "here" / "theirs_only.py").write_text(f"{code}from fedlora.methods.glora import GLoRA as Theirs\n")
-    made = federation(tmp_path / "fed", run={"rounds": 1})
-    settings = made.settings()
-    named = settings.model_copy(update={"method": settings.method.model_copy(update={"name": "theirs_only:Theirs"})})
-    received = FederationSettings.from_travelling(named.travelling())
-    site = Site.read(made.root / "sites" / "acme" / "site.toml")
-    with pytest.raises(ConfigError, match=r"theirs_only:Theirs.*site\.toml"):
-        received.for_site(site)
-    assert "theirs_only" not in sys.modules and not ran.exists()
-    config = received.for_site(replace(site, own={**site.own, "method": {"name": "theirs_only:Theirs"}}))
-    assert config.method.build().name == "glora" and ran.read_text() == "x"
+    return opening(made.home)[1].state.server
 
 
 def test_sites_are_bit_for_bit_the_engine_on_the_same_files(tmp_path: Path) -> None:

@@ -59,14 +59,14 @@ def test_status_without_a_superlink(tmp_path: Path, main: Any) -> None:
     assert (found["round"], found["rounds"], found["finished"], found["served_by"]) == (1, 3, None, None)
     assert found["superlink"] is False and found["sites"]["berlin"]["node"] == "no key"
     assert found["sites"]["acme"] == {
-        "rank": 8, "node": "unknown", "last_seen": None, "fate": "trained", "why": "", "loss": 1.0, "norm": 0.5,
-        "weight": 0.5, "after_the_rule": 1.0, "score": 0.75, "fates": {"trained": 1},
+        "rank": 8, "node": "unknown", "last_seen": None, "fate": "trained", "why": "", "loss": 1.0,
+        "weight": 0.5, "score": 0.75, "fates": {"trained": 1},
     }  # fmt: skip
     assert json.loads(main("flower", "status", home, "--json", "--rounds", 0).out)["last_rounds"] == []
     with locked(home / "state" / "serve.lock", "serves it"):
         said = main("flower", "status", home)
     assert said.code == 0 and "served by process" in said.out and "1 of 3 rounds done" in said.out
-    assert "cork, last round: refused: so" in said.out and "50.0%, 0.0%" in " ".join(said.out.split())
+    assert "cork, last round: refused: so" in said.out
     assert "its accuracy" in said.out and "accuracy at the sites" in " ".join(said.out.split())
     assert main("flower", "status", tmp_path).error()
 

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flwr.app import Message
 
 from fedlora import Server, build
 from fedlora.flower.grid import BoundedGrid
@@ -62,26 +61,3 @@ def test_a_measured_adapter_is_trained_where_it_is(tmp_path: Path, method: str, 
     assert bits(strategy.state.server) == state
     strategy.measure(BoundedGrid(grid, clock=FastClock()), "test")
     assert sizes(grid, "evaluate")[3:] == [0], "at the end the test share is measured of what is there"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_server_that_forgot_the_measurement_plays_the_same_rounds(
-    tmp_path: Path, method: str, unmeasured: Any
-) -> None:
-    """Killed after it measured, it begins with the checkpoint from before: what the sites hold now is not in it."""
-
-    class Killed(BaseException): ...
-
-    def die(asked: Message, reply: Message) -> Message:
-        raise Killed
-
-    strategy, grid = measuring(tmp_path, method)
-    play(strategy, grid, 2)
-    grid.meddle["one"] = die
-    with pytest.raises(Killed):
-        play(strategy, grid, 3)
-    again, grid = measuring(tmp_path, method)
-    assert again.round == 2
-    play(again, grid, 3)
-    assert bits(again.state.server) == unmeasured[method][0]
-    assert sizes(grid, "train") == unmeasured[method][1][2:], "each is sent what it had before it measured, and once"

@@ -19,7 +19,8 @@ from fedlora.flower.server.status import keys_of
 from fedlora.flower.server.up import make
 from fedlora.flower.site.checks import checked_site
 from fedlora.flower.terms.policy import Policy
-from fedlora.flower.terms.settings import FederationSettings, Site
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig, load_config
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS

@@ -36,11 +36,10 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 def played(fed: FederationFolder, rounds: int) -> None:
     """Store the start as the state after so many rounds, and their lines."""
-    first = opening(fed.path)
-    state = RunState(rounds, replace(first.state.server, round=rounds), first.state.clients)
+    first, begun = opening(fed.path)
+    state = RunState(rounds, replace(begun.state.server, round=rounds), begun.state.clients)
     of = run_identity(first.settings.id, first.server, state.server)
     checkpoint.save(fed.checkpoints, rounds, FederationState(first.settings.id, state), of=of)
-    fed.played_with.write_text(first.settings.travelling())
     fed.rounds.write_text("".join(f'{{"round": {k}, "fates": {{}}}}\n' for k in range(1, rounds + 1)))
 
 
@@ -86,7 +85,7 @@ def test_rounds_whose_states_are_gone_are_refused_and_not_played_again(tmp_path:
         assert str(refused.value) in [found for _, found, sound in doctor.checked_folder(fed.path) if sound is False]
         assert fed.rounds.read_text() == "".join(lines)
         fed.rounds.write_text("".join(lines[:state]))
-        assert opening(fed.path).rounds == state
+        assert opening(fed.path)[0].rounds == state
 
 
 def test_a_damaged_newest_state_is_told_where_the_operator_looks(

@@ -62,9 +62,11 @@ def claimed_names(grid: Grid, count: int, seconds: float = 60.0) -> Mapping[str,
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     from fedlora import Kept, Server, build
+    from fedlora.flower import strategy as module
+    from fedlora.flower.inside import Limit
     from fedlora.flower.strategy import FedLoRA
-    from fedlora.flower.terms.policy import Policy
 
+    module.reply_limit = lambda *_: Limit(20 * MB, 200, 2 * MB)  # room for one piece of flwr's
     plan = json.loads((home() / "plan.json").read_text())
     names, ranks = claimed_names(grid, len(NAMES)), dict.fromkeys(NAMES, 4)
     peaks = [peak()]
@@ -82,7 +84,6 @@ def main(grid: Grid, context: Context) -> None:
 
     server = Server(build("glora"), round=Kept(quorum=1), seed=3)
     strategy = Claimed(server, ranks, adapter=toys().seed_adapter(), folder=home())
-    strategy.policy = Policy(clients=ranks, max_upload_mb=20)
     strategy.start(grid, num_rounds=len(plan), timeout=90, should_stop=after)
 
 
@@ -115,7 +116,3 @@ def train(message: Message, context: Context) -> Message:
         elif kind == "sleep":
             time.sleep(size)
     return Message(reply, reply_to=message)
-
-
-def one_array(data: bytes) -> ArrayRecord:
-    return ArrayRecord({"B/a.q": Array("float32", (len(data) // 4,), "fedlora.raw", data)})

@@ -12,9 +12,9 @@ from fedlora import Adapter, AdapterSpec, LoRA
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.server.init import Federation, Start, make_federation
 from fedlora.flower.site.run import fill_site
-from fedlora.flower.terms.facts import Facts
 from fedlora.flower.terms.joining import JoinFile
-from fedlora.flower.terms.settings import FederationSettings, Site
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
 
 SERVER_NAME = "fl.example.org"
 SITE: dict[str, Any] = {"data": {"train": "/nowhere/notes.csv"}, "model": {"name": "/nowhere/model"}}
@@ -27,7 +27,7 @@ def federation_folder(path: Path, port: int = 443, **tables: object) -> Federati
     settings = FederationSettings.model_validate({**said, "lora": {"target_modules": ["q"]}, **tables})
     adapter = Adapter({"q": LoRA(B=torch.zeros(8, 2), A=torch.ones(2, 6) / 7)})
     start = Start(adapter, AdapterSpec({"peft_type": "LORA", "target_modules": ["q"]}))
-    make_federation(path, Federation(text, settings, {"one": 2, "two": 2}, start, Facts({"base": "b" * 64})))
+    make_federation(path, Federation(text, settings, {"one": 2, "two": 2}, start, {"base": "b" * 64}))
     return FederationFolder(path)
 
 

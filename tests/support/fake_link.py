@@ -38,7 +38,6 @@ def play_round(
         "round": number, "seconds": 2.5, "loss": sum(losses.values()) / len(losses) if losses else None,
         "losses": losses, "weights": dict.fromkeys(losses, 1 / max(len(losses), 1)),
         "fates": {name: {"fate": fate, "why": "" if fate == "trained" else "so"} for name, fate in fates.items()},
-        "norms": dict.fromkeys(losses, 0.5),
     }  # fmt: skip
     scores = {name: {"accuracy": 0.75, "examples": 8} for name in losses}
     if after is not None:
@@ -59,7 +58,7 @@ def play_round(
 def end_rounds(home: Path, number: int, why: str = "complete") -> None:
     """What a ServerApp writes when it ends well."""
     Journal(home / "server").ended("stopped" if why == "stopped early" else why, "")
-    settings = json.loads(FederationSettings.load(home / "federation.toml").travelling())
+    settings = FederationSettings.load(home / "federation.toml").agreed()
     early = {"why": why} if why == "stopped early" else None
     summary = {"rounds": number, "stopped_early": early, "settings": settings}
     (home / "server" / "summary.json").write_text(json.dumps(summary))

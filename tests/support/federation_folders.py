@@ -15,7 +15,7 @@ from fedlora.flower.places import SiteFolder
 from fedlora.flower.server.federation import play
 from fedlora.flower.server.journal import read_rounds
 from fedlora.flower.site.trainer import Trainer
-from fedlora.flower.terms.facts import Facts
+from fedlora.flower.terms.facts import Facts, versions_here
 from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.sections import ModelSection
@@ -44,11 +44,11 @@ def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def write_join(folder: Path, federation: str, settings: str = "{}", facts: Facts | None = None) -> None:
+def write_join(folder: Path, settings: FederationSettings, facts: Facts | None = None) -> None:
     """A join file, as far as a site's trainer and the server's rounds read it."""
     address = Address(name="fl.example.org", port=443, ca=CA)
-    known = dict(facts.values) if facts is not None else {}
-    join = JoinFile(federation=federation, server=address, agreed=json.loads(settings), facts=known)
+    known = dict(facts or versions_here())
+    join = JoinFile(federation=settings.id, server=address, agreed=settings.agreed(), facts=known)
     (folder / "join.toml").write_text(join.text())
 
 
@@ -76,17 +76,16 @@ class FederationOnDisk:
             site = {"model": {"name": str(self.model), "device": "cpu"}, "data": {"train": str(root / f"{name}.jsonl")}}
             (root / "sites" / name).mkdir(parents=True)
             (root / "sites" / name / "site.toml").write_text(tomli_w.dumps({"name": name, **site}))
-            write_join(root / "sites" / name, SETTINGS["id"])
         for k, name in enumerate(("validation", "test")):
             (root / f"{name}.jsonl").write_text(rows(classification(40, 10 + k)))
         self.tables = merged(SETTINGS, {"model": {"name": str(self.model)}})
         self.home.mkdir(mode=0o700)
         self.write(**tables)
+        self.facts: Facts | None = None
         settings = self.settings()
         model = ModelSection(name=str(self.model), dropout=0.0)
         adapter, spec = model.load(settings.lora, LABELS, 0, device="cpu").seed_adapter(4, seed=0)
         write_adapter(self.home / "start", adapter, spec)
-        write_join(self.home, SETTINGS["id"])
         (self.home / "policy.toml").write_text(tomli_w.dumps({"deadline": 30.0, "clients": RANKS}))
 
     def write(self, **tables: Any) -> None:
@@ -103,10 +102,15 @@ class FederationOnDisk:
 
     def grid(self) -> LocalGrid:
         """The sites, over what they keep on their disks."""
-        for name in RANKS:
-            write_join(self.root / "sites" / name, SETTINGS["id"], self.settings().travelling())
+        if not self.lines():
+            self.agree()
         nodes: dict[str, Any] = {name: SiteNode(self.root / "sites" / name / "site.toml") for name in RANKS}
         return LocalGrid(nodes)
+
+    def agree(self) -> None:
+        """join.toml, at the server and at the sites."""
+        for folder in (self.home, *(self.root / "sites").iterdir()):
+            write_join(folder, self.settings(), self.facts)
 
     def play(self, grid: LocalGrid | None = None) -> dict[str, Any]:
         return play(grid or self.grid(), self.home, clock=FastClock())

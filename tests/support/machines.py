@@ -6,8 +6,7 @@
         server.start("node", "fedlora", "flower", "node", ...)  beside it, its output in a file
         server.link(up=False)                                   the cable is out
 
-The bridge and all links are inside namespaces too: nothing of the host's network is touched, and nothing leaves. Where
-namespaces are not permitted the machines are addresses of loopback, 127.0.0.x, and the server is called localhost.
+The bridge and all links are inside namespaces too: nothing of the host's network is touched, and nothing leaves.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class Machine:
     name: str
     address: str
     folder: Path
-    namespace: str = ""
+    namespace: str
     clock: str = ""
     """What faketime takes, such as "+600s"; empty: the right time."""
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -107,22 +106,13 @@ class Machine:
         # which ends only when all that it has started has ended; $LIB is the linker's word.
         late = ["env", f"FAKETIME={self.clock}", "LD_PRELOAD=/usr/$LIB/faketime/libfaketime.so.1"]
         late = [*late, "FAKETIME_DONT_FAKE_MONOTONIC=1", "DONT_FAKE_MONOTONIC=1"] if self.clock else []
-        return [*(["ip", "netns", "exec", self.namespace] if self.namespace else []), *late, *words]
+        return ["ip", "netns", "exec", self.namespace, *late, *words]
 
     @property
     def env(self) -> dict[str, str]:
         """Of its commands: what a page put into /usr/local/bin, what stands in for systemd, and this environment."""
         kept = {k: os.environ[k] for k in ("PYTHONPATH", "LANG", "OMP_NUM_THREADS", "TMPDIR") if k in os.environ}
-        programs = [
-            str(self.folder / ".bin"),
-            str(STAND_INS),
-            str(Path(sys.executable).parent),
-            "/usr/local/bin",
-            "/usr/bin",
-            "/bin",
-            "/usr/sbin",
-            "/sbin",
-        ]
+        programs = [str(self.folder / ".bin"), str(STAND_INS), str(Path(sys.executable).parent), PROGRAMS]
         return {
             "PATH": os.pathsep.join(programs), "HOME": str(self.folder), "PWD": str(self.folder), "COLUMNS": "200",
             "NO_COLOR": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **kept,
@@ -139,7 +129,7 @@ class Machine:
             try:
                 process.communicate(say.encode(), timeout=seconds)
             except subprocess.TimeoutExpired:
-                _end(process, signal.SIGKILL)
+                _killed(process)
         out = log.read_text(errors="replace")
         log.unlink()
         return Done(process.returncode, out)
@@ -162,25 +152,20 @@ class Machine:
         path = self.log(called)
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def runs(self, called: str) -> bool:
-        return called in self._running and self._running[called].poll() is None
-
-    def end(self, called: str, how: signal.Signals = signal.SIGTERM, seconds: float = 20) -> int | None:
-        """End what was started under that name, as `how` does; killed if it stays. Returns its exit code."""
+    def end(self, called: str, seconds: float = 20) -> None:
+        """End what was started under that name; killed if it stays."""
         process = self._running.pop(called)
-        if how == signal.SIGTERM:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
-        _end(process, signal.SIGKILL)
-        return process.returncode
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        _killed(process)
 
     def pids(self, word: str = "") -> list[int]:
-        """The processes of this machine whose command line has that word (those of its namespace, or of its folder)."""
-        found = []
+        """The processes of this machine whose command line has that word."""
+        found, here = [], f"net:[{os.stat(f'/run/netns/{self.namespace}').st_ino}]"
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and int(entry.name) != os.getpid() and self._mine(entry):
+                if entry.name.isdigit() and os.readlink(entry / "ns/net") == here:
                     line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                     if word in line:
                         found.append(int(entry.name))
@@ -205,29 +190,20 @@ class Machine:
         return len(killed)
 
     def link(self, *, up: bool) -> None:
-        """Its cable in or out. Namespaces only."""
-        assert self.namespace, "addresses of loopback have no cable"
+        """Its cable in or out."""
         _ip("-n", self.namespace, "link", "set", "eth0", "up" if up else "down")
-
-    def _mine(self, process: Path) -> bool:
-        if not self.namespace:
-            return Path(os.readlink(process / "cwd")).is_relative_to(self.folder)
-        return os.readlink(process / "ns/net") == _inode(self.namespace)
 
 
 class Network:
     """Machines that reach one another at 10.77.0.x, and nobody else; the first is the server, by its name."""
 
     def __init__(self, root: Path, names: Sequence[str]) -> None:
-        self.why_not = why_no_namespaces()
         self._prefix = f"fl{os.getpid()}n{next(_NETWORKS)}"  # of a process that has several, each its own
-        self.server_name = "localhost" if self.why_not else SERVER_NAME
         self.machines: dict[str, Machine] = {}
         for k, name in enumerate(names):
             folder = root / name
             folder.mkdir()
-            address = f"127.0.0.{k + 11}" if self.why_not else f"10.77.0.{k + 11}"
-            self.machines[name] = Machine(name, address, folder, "" if self.why_not else f"{self._prefix}-{name}")
+            self.machines[name] = Machine(name, f"10.77.0.{k + 11}", folder, f"{self._prefix}-{name}")
 
     def __getitem__(self, name: str) -> Machine:
         return self.machines[name]
@@ -236,9 +212,6 @@ class Network:
         return iter(self.machines.values())
 
     def __enter__(self) -> Network:
-        if self.why_not:
-            print(f"note: machines are addresses of loopback, for {self.why_not}", file=sys.stderr)
-            return self
         try:
             self._wire()
         except BaseException:
@@ -251,8 +224,7 @@ class Network:
     ) -> None:
         for machine in self:
             machine.kill()
-        if not self.why_not:
-            self._tear_down()
+        self._tear_down()
 
     def _wire(self) -> None:
         hub = f"{self._prefix}-hub"
@@ -298,14 +270,10 @@ def _logs(machine: Machine) -> list[Path]:
     return sorted(path for path in found if path.is_file())  # a unit that has not run has a link to nothing
 
 
-def _end(process: subprocess.Popen[bytes], how: signal.Signals) -> None:
+def _killed(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, how)
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _inode(namespace: str) -> str:
-    return f"net:[{os.stat(f'/run/netns/{namespace}').st_ino}]"
 
 
 def _ip(*words: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from transformers import BertConfig, BertModel
 
 from fedlora.flower.server.journal import read_rounds
-from support.machines import SERVER_NAME, Done, Machine, Network, until
+from support.machines import Done, Machine, Network, until
 from support.page import PAGE, Block, under
 from support.tiny_models import VOCABULARY
 from support.training_data import save_model
@@ -109,8 +109,7 @@ class Road:
                         coming.result()
 
     def play(self, machine: Machine, block: Block, seconds: float = 180) -> Done:
-        text = block.text.replace(SERVER_NAME, self.network.server_name)
-        text = text.replace("~fedlora", '"$HOME"').replace("--name NAME", f"--name {machine.name}")
+        text = block.text.replace("~fedlora", '"$HOME"').replace("--name NAME", f"--name {machine.name}")
         text = text.replace("examples/deploy", str(EXAMPLES))
         if block.language == "python":
             done = machine.run("python", "-c", text, seconds=seconds)

@@ -14,9 +14,9 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.scores import choosing_of
 from fedlora.flower.server.federation import Federation
 from fedlora.flower.server.opening import AtServer, Opening
-from fedlora.flower.server.state import newest
+from fedlora.flower.server.state import FederationState, newest
 from fedlora.flower.site.node import Node
-from fedlora.flower.terms.facts import Facts, server_facts
+from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.server.server import start
@@ -55,13 +55,17 @@ def toy_federation(
         write_policy(folder, ranks)
     state = start(server, seed)
     found = newest(home.checkpoints, settings.id, server, state.server)
-    choosing, spec = choosing_of(settings, server.has_global_model(state.server)), None
-    opening = Opening(home, settings, Policy.read(home.policy), server, None, seed, spec, state, Facts(), AtServer(),
-                      choosing, 0)  # type: ignore[arg-type]  # fmt: skip
-    facts, ruler = server_facts(settings, Facts(), seed.modules), Ruler()
+    choosing, spec, policy = (
+        choosing_of(settings, server.has_global_model(state.server)),
+        None,
+        Policy.read(home.policy),
+    )
+    join = JoinFile(federation="toys", server=Address(name="x", port=1, ca=""), agreed=settings.agreed(), facts={})
+    opening = Opening(home, settings, policy, server, None, spec, join, AtServer(), choosing, 0)  # type: ignore[arg-type]
+    ruler = Ruler()
     nodes = {
-        name: Node(name, trainer or Toy(), folder / "nodes" / name, facts=facts, run="toys",
+        name: Node(name, trainer or Toy(), folder / "nodes" / name, terms=join.terms(), run="toys",
                    evaluators={"validation": ruler, "test": ruler})  # type: ignore[dict-item]
         for name in ranks
     }  # fmt: skip
-    return Federation(opening, found, None), LocalGrid(nodes)
+    return Federation(opening, found or FederationState("toys", state), None), LocalGrid(nodes)

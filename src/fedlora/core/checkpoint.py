@@ -23,7 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -31,10 +30,15 @@ from torch import Tensor
 from fedlora.core import files
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import CheckpointError
+from fedlora.linalg.stored import stored_bytes
 
 T = TypeVar("T")
 
 _FACTS = "checkpoint"
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 _NAME = re.compile(r"round-(\d{5,})\.([0-9a-f]{16})\.safetensors")
 
 
@@ -46,25 +50,39 @@ def save(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2
         CheckpointError: the value holds something that cannot be stored, or the disk refuses; older checkpoints stay.
     """
     tree, tensors = encoded(value)
-    apart: dict[str, Tensor] = {}
-    stored: set[int] = set()
-    for name, tensor in tensors.items():  # safetensors refuses tensors that share memory; copies of all would double it
-        memory = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if memory in stored else tensor
-        stored.add(memory)
-    facts = json.dumps({"run": of, "tree": tree})  # in one key: safetensors mixes the order of several
-    content = safetensors.torch.save(apart, {_FACTS: facts})
-    path = directory / f"round-{round:05d}.{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+    header = _header(tensors, json.dumps({"run": of, "tree": tree}))
+    digest, size = hashlib.sha256(header), len(header)
+    for tensor in tensors.values():
+        digest.update(stored_bytes(tensor))
+        size += tensor.nbytes
+    path = directory / f"round-{round:05d}.{digest.hexdigest()[:16]}.safetensors"
     try:
-        files.write(path, content)
+        with files.replacing(path) as file:  # tensor by tensor: safetensors' `save` has all of it in memory twice more
+            file.write(header)
+            for tensor in tensors.values():
+                file.write(stored_bytes(tensor))
         files.sweep(directory)
         _remove_older(directory, path, round, keep)
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint of round {round} ({len(content):,} bytes) could not be written to {directory}: {error}. "
+            f"the checkpoint of round {round} ({size:,} bytes) could not be written to {directory}: {error}. "
             f"Earlier checkpoints are untouched; free some space and resume."
         ) from error
     return path
+
+
+def _header(tensors: Mapping[str, Tensor], facts: str) -> bytes:
+    """The head of a safetensors file: its length, and as JSON each tensor's dtype, shape and place in what follows."""
+    places: dict[str, Any] = {"__metadata__": {_FACTS: facts}}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(f"the tensor at {name} ({tensor.dtype}) cannot be stored in a checkpoint.")
+        begin, end = end, end + tensor.nbytes
+        places[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(places).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    return len(text).to_bytes(8, "little") + text
 
 
 def _remove_older(directory: Path, newest: Path, round: int, keep: int) -> None:

@@ -31,18 +31,17 @@ client_app = ClientApp()
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """Play the federation in the run's folder to its end."""
-    from fedlora.flower.inside import heartbeats_outlive_errors, http_inbox
+    from fedlora.flower.inside import http_inbox
     from fedlora.flower.server.federation import ending, play
     from fedlora.flower.server.journal import Journal
-    from fedlora.flower.terms.facts import Disagreement
 
     if http_inbox(grid):  # Flower's own SIGINT does not reach a main thread that waits to push to a dead SuperLink
         ends_with(os.getppid())
     home = FederationFolder(Path(str(context.run_config["folder"])))
-    with _kept_log(home.logs / "serverapp.log"), heartbeats_outlive_errors(grid):
+    with _kept_log(home.logs / "serverapp.log"):
         try:
             summary = play(grid, home.path)
-        except (ConfigError, AdapterFormatError, Disagreement, BudgetSpent, LedgerError) as error:
+        except (ConfigError, AdapterFormatError, BudgetSpent, LedgerError) as error:
             log.exception("the rounds are refused")
             Journal(home.server).ended("refused", str(error))
             raise

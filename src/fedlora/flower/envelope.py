@@ -1,5 +1,5 @@
-"""What every message says besides its work: the protocol, the current settings, and its sender's facts; to a site also
-which of its earlier work counted, because only the server knows.
+"""What every message says besides its work: the protocol; to a site also by which terms the server plays, and which of
+the site's earlier work counted, because only the server knows.
 
 No torch here, because a node's ClientApp process reads this before anything else.
 """
@@ -32,43 +32,27 @@ def parts(record: RecordDict, kind: type[T]) -> dict[str, T]:
     return {name: part for name, part in record.items() if isinstance(part, kind)}
 
 
-@dataclass(frozen=True)
-class Envelope:
-    """settings: `FederationSettings.travelling`, "" in a reply. facts: the sender's `Facts.text`, "" if it has none."""
-
-    settings: str = ""
-    facts: str = ""
-
-
-def enclose(record: RecordDict, envelope: Envelope) -> RecordDict:
-    """The record with the envelope."""
+def enclose(record: RecordDict, terms: str = "") -> RecordDict:
+    """The record with the envelope. terms: `JoinFile.terms`, "" in a reply and where there is no such file."""
     config = parts(record, ConfigRecord)["config"]
-    config["protocol"] = PROTOCOL
-    config["settings"], config["agreement"] = envelope.settings, envelope.facts
+    config["protocol"], config["terms"] = PROTOCOL, terms
     return record
 
 
-def opened(record: RecordDict, sender: str, reader: str) -> Envelope:
-    """What a message says besides its work.
-
-    Args:
-        sender, reader: the names of the two in error messages, "the server" and "this site".
+def opened(record: RecordDict, sender: str, reader: str) -> str:
+    """The terms of a message. sender, reader: the names of the two in errors, "the server" and "this site".
 
     Raises:
         RecordError: the message has another protocol (the text names both), or is not a message of fedlora.
     """
-    config = parts(record, ConfigRecord).get("config")
-    theirs = config.get("protocol") if config is not None else None
+    config = parts(record, ConfigRecord).get("config") or ConfigRecord()
+    theirs = config.get("protocol")
     if theirs != PROTOCOL:
         raise RecordError(
             f"{sender} sent a message of protocol {quoted(theirs, 40)}, and {reader} speaks {PROTOCOL}: install one "
             f"version of fedlora on both sides."
         )
-    assert config is not None
-    said = [config.get(key, "") for key in ("settings", "agreement")]
-    if not all(isinstance(text, str) and len(text) <= 16 * 2**20 for text in said):
-        raise RecordError(f"the settings or the agreement in the message of {sender} are not text.")
-    return Envelope(str(said[0]), str(said[1]))
+    return str(config.get("terms"))
 
 
 @dataclass(frozen=True)

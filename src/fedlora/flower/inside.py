@@ -2,11 +2,11 @@
 
 Replies from a real SuperLink are measured before they are in memory (`HttpInbox`).
 
-Flower cuts a message into objects: first comes a tree of their ids, then each is pulled by its id. `HttpGrid` pulls all
-of a reply, whatever its size, waits up to two hours for objects that were announced but never sent, and ends the run if
-one of them cannot be read. Equal pieces are stored once and multiplied on assembly, so a few megabytes become as many
-gigabytes as their sender likes. Here a reply is counted while it is pulled and before it is assembled; if it is too
-large, or cannot be read, only its sender loses the round.
+Flower cuts a message into objects: a tree of their ids, and each by its id. `HttpGrid` pulls all of a reply, whatever
+its size, waits up to two hours for objects that never come, and ends the run if one cannot be read. Equal pieces are
+stored once and multiplied on assembly, so a few megabytes become as many gigabytes as their sender likes. Here a reply
+is counted while it is pulled and before it is assembled; if it is too large, or unreadable, only its sender loses the
+round.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -53,10 +53,7 @@ class Arrival:
 
 def too_large(size: int, most: int) -> str:
     """Why a reply is refused."""
-    return (
-        f"its reply has {size:,} bytes or more, and {most:,} are allowed (twice what its upload can have, or the "
-        f"policy's max_upload_mb)"
-    )
+    return f"its reply has {size:,} bytes or more, and {most:,} are allowed (twice what its upload can have)"
 
 
 def untested() -> str:
@@ -109,24 +106,19 @@ class HttpInbox:
     def __init__(self, grid: Any) -> None:
         self._grid, self.client = grid, grid._runtime_client
         self._coming: dict[str, _Coming] = {}
-        self._trouble: dict[str, str] = {}
+        self._warned: set[str] = set()
 
     def look(self, wanted: Mapping[str, Limit]) -> Iterator[Arrival]:
-        """One reply at a time; the caller must be done with one before the next is pulled.
-
-        If the SuperLink answers with an error, it is asked again at the next check: one node may have brought it to its
-        limits, and no other node shall lose the round for that.
-        """
+        """One reply at a time; the caller must be done with one before the next is pulled. If the SuperLink answers
+        with an error, it is asked again at the next look: no other node loses the round for that."""
         for message_id, limit in wanted.items():
             try:
                 found = self._look(message_id, limit)
             except httpx.HTTPError as error:
-                said = shown(f"the SuperLink answers {_of(error)}")
-                if self._trouble.get(message_id) != said:
-                    log.warning("%s when a reply is asked for; it is asked again until the deadline", said)
-                self._trouble[message_id] = said
+                if message_id not in self._warned:
+                    log.warning("no reply can be pulled, which is tried until the deadline: %s", shown(error, 200))
+                self._warned.add(message_id)
                 continue
-            self._trouble.pop(message_id, None)
             if found is not None:
                 self._coming.pop(message_id, None)
                 yield found
@@ -135,7 +127,6 @@ class HttpInbox:
     def forget(self, message_id: str) -> None:
         """Let go of what has come of a reply."""
         self._coming.pop(message_id, None)
-        self._trouble.pop(message_id, None)
 
     def _look(self, message_id: str, limit: Limit) -> Arrival | None:
         from flwr.common.serde_utils import metadata_from_proto
@@ -215,13 +206,9 @@ class HttpInbox:
 
         coming.contents = {}
         try:
-            self.client.ConfirmMessageReceived(
-                ConfirmMessageReceivedRequest(
-                    node=self._grid.node,
-                    run_id=self._grid.run.run_id,
-                    message_object_id=coming.told.metadata.message_id,
-                )
-            )
+            self.client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(
+                node=self._grid.node, run_id=self._grid.run.run_id, message_object_id=coming.told.metadata.message_id,
+            ))  # fmt: skip
         except Exception as error:  # it deletes it at the run's end
             log.warning("the SuperLink keeps a reply longer than it need: %s", shown(error))
 
@@ -298,29 +285,6 @@ def _ids(tree: Any) -> Iterator[str]:
         waiting += node.children
 
 
-def _of(error: httpx.HTTPError) -> str:
-    return str(error.response.status_code) if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
-
-
-@contextmanager
-def heartbeats_outlive_errors(grid: Grid) -> Iterator[None]:
-    """Repeat a heartbeat that is answered with 500, like one that is answered with 503.
-
-    flwr's own sender ends silently at the first 500, and a minute later its SuperLink considers the ServerApp dead.
-    """
-    inbox = http_inbox(grid)
-    if inbox is None:
-        yield
-        return
-
-    def soften(response: httpx.Response) -> None:
-        if response.status_code >= 500 and response.request.url.path.endswith("/send-task-heartbeat"):
-            response.status_code = httpx.codes.SERVICE_UNAVAILABLE
-
-    with _seen_first(inbox.client, soften):
-        yield
-
-
 @contextmanager
 def answers_at_most(client: Any, most: int) -> Iterator[None]:
     """Refuse an answer of more than `most` bytes by its head, before its body is read: `TooLarge`."""
@@ -330,15 +294,8 @@ def answers_at_most(client: Any, most: int) -> Iterator[None]:
         if said.isdigit() and int(said) > most:
             raise TooLarge(int(said))
 
-    with _seen_first(client, refuse):
-        yield
-
-
-@contextmanager
-def _seen_first(client: Any, by: Callable[[Any], None]) -> Iterator[None]:
-    """Show each response's head to `by` before anybody reads its body."""
     http, before = client._client, client._client.event_hooks
-    http.event_hooks = {**before, "response": [*before.get("response", []), by]}
+    http.event_hooks = {**before, "response": [*before.get("response", []), refuse]}
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ class FederationFolder:
     start = place("start", "The common start, a PEFT directory.")
     flower_home = place("state/flwr", "$FLWR_HOME of the processes that are started here.")
     certificates = place("certs", "Of the proxy and the SuperLink: ca.crt, ca.key, server.crt, server.key.")
-    join = place("join.toml", "What every site gets to join with.")
+    join = place("join.toml", "What every site gets to join with: what was agreed.")
     keys = place("keys", "NAME.pub of each admitted site.")
     proxy = place("proxy", "All that the proxy may write: logs, its process id, temporary files.")
     state = place("state", "What the server's processes write beside `server`: database, logs, locks.")
@@ -38,7 +38,6 @@ class FederationFolder:
     rounds = place("server/rounds.jsonl", "A line for each finished round, and one with its scores.")
     adapter = place("server/adapter", "The server's adapter, a PEFT directory.")
     summary = place("server/summary.json", "What came of it all, once it is over.")
-    played_with = place("server/settings.json", "The settings of its rounds.")
     private = place("server/private", "Of a private federation: its id, and the noised sums.")
 
     def key(self, name: str) -> Path:

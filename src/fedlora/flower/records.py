@@ -26,7 +26,7 @@ from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.core.parcels import Parcel
 from fedlora.core.text import shown
-from fedlora.flower.envelope import Envelope, Receipt, RecordError, enclose, opened, parts
+from fedlora.flower.envelope import Receipt, RecordError, enclose, opened, parts
 from fedlora.flower.terms import PROTOCOL
 from fedlora.linalg.stored import stored_bytes
 
@@ -91,16 +91,14 @@ def _shown(shape: Sequence[int | None]) -> str:
 # ------------------------------------------------------------------------------------------------------ to the client
 
 
-def parcel_record(
-    parcel: Parcel, run: str, envelope: Envelope | None = None, receipt: Receipt | None = None
-) -> RecordDict:  # fmt: skip
+def parcel_record(parcel: Parcel, run: str, terms: str = "", receipt: Receipt | None = None) -> RecordDict:
     """A client's message with a parcel. `run`: the federation's name, so that no other federation's state is used.
-    envelope: the current settings, and the server's facts. receipt: for the client's earlier work."""
+    terms: by which the server plays. receipt: for the client's earlier work."""
     tree, tensors = encoded(parcel)
     arrays = ArrayRecord({name: to_array(tensor) for name, tensor in tensors.items()})
     said = {"run": run, "round": parcel.round, "parcel": tree}
     config = ConfigRecord({"parcel": json.dumps(said, sort_keys=True), "receipt": (receipt or Receipt()).text()})
-    return enclose(RecordDict({"arrays": arrays, "config": config}), envelope or Envelope())
+    return enclose(RecordDict({"arrays": arrays, "config": config}), terms)
 
 
 def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
@@ -135,7 +133,7 @@ def upload_record(
             "config": ConfigRecord({"upload": json.dumps(said, sort_keys=True)}),
         }
     )
-    return enclose(record, Envelope())
+    return enclose(record)
 
 
 def record_upload(

@@ -23,7 +23,7 @@ from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
-from fedlora.flower.envelope import Envelope, RecordError, enclose, opened, parts
+from fedlora.flower.envelope import RecordError, enclose, opened, parts
 from fedlora.flower.inside import Limit
 from fedlora.flower.records import kept_names
 from fedlora.flower.terms.settings import FederationSettings
@@ -54,8 +54,8 @@ class SiteScores:
     kept: tuple[str, ...] = ()
 
 
-def as_question(record: RecordDict, part: HeldOut) -> RecordDict:
-    """Turns a training message into the question how its readout scores on a held-out part."""
+def as_question(record: RecordDict, part: str) -> RecordDict:
+    """Turns a training message into the question how its readout scores on a held-out part (`HELD_OUT`)."""
     parts(record, ConfigRecord)["config"]["measure"] = part
     return record
 
@@ -89,7 +89,7 @@ def measured_record(
     names = [*kept.modules, *kept.heads] if kept is not None else []
     metrics = MetricRecord({"num-examples": evaluator.count(client), **named})
     config = ConfigRecord({"measured": json.dumps(said, sort_keys=True), "kept": names})
-    return enclose(RecordDict({"metrics": metrics, "config": config}), Envelope())
+    return enclose(RecordDict({"metrics": metrics, "config": config}))
 
 
 def record_measured(

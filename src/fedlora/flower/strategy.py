@@ -27,11 +27,11 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter
-from fedlora.core.messages import Client, ClientMemory, Download
+from fedlora.core.messages import Client, ClientMemory, Download, Held
 from fedlora.core.parcels import held_after, pack
 from fedlora.core.text import shown
 from fedlora.errors import BudgetSpent, ConfigError, QuorumNotMet
-from fedlora.flower.envelope import Envelope, Receipt, parts
+from fedlora.flower.envelope import Receipt, parts
 from fedlora.flower.grid import BoundedGrid, Exchange, NoAnswer
 from fedlora.flower.peft import peft_adapter, peft_record, peft_upload, ranks_of_clients, require_stock
 from fedlora.flower.records import parcel_record, record_upload
@@ -48,7 +48,6 @@ from fedlora.flower.server.state import (
     reply_limit,
     run_identity,
 )
-from fedlora.flower.terms.facts import Facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.methods.registry import build
 from fedlora.runs.private_run import PrivateRun
@@ -108,8 +107,10 @@ class FedLoRA(Strategy):
         self._kept: FederationState | None = None
         self._answers: Answers | None = None
         self._not_sent: dict[str, str] = {}  # client -> why it gets no message
+        self._sent: dict[str, Held] = {}  # client -> what it holds once it has the message that it was sent
 
     _patience = _WAIT  # seconds until a round begins with the nodes that are there
+    _terms = ""  # that fedlora's own clients must have in their join.toml
 
     # ------------------------------------------------------------------------------------------- Flower's own methods
 
@@ -123,8 +124,8 @@ class FedLoRA(Strategy):
 
         Args:
             num_rounds: in all, those of a resumed run too. timeout: seconds for each client's answer, from when its own
-                message was sent. should_stop: called after each round; True ends the rounds. The result has its arrays
-                once they have ended: they are another adapter in memory.
+                message was sent. should_stop: called after each round; True ends the rounds. The result has the
+                metrics of this call's rounds, and its arrays once they have ended: they are another adapter in memory.
 
         Raises:
             ConfigError: a start or clients that the method cannot serve, or too few nodes for names in order.
@@ -134,7 +135,7 @@ class FedLoRA(Strategy):
         log_to_stdout()
         grid, self.stopped, self._timeout = BoundedGrid.around(grid), None, timeout
         self._begin(initial_arrays)
-        result, train, evaluate = self._result(), train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        result, train, evaluate = Result(), train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self.summary()
         with self._telling_the_end():
             self._refresh()
@@ -162,7 +163,7 @@ class FedLoRA(Strategy):
         chosen = self._chosen(opened, online)
         self._answers = Answers(self.kept, opened, [*self.policy.clients], online, chosen, self.policy.max_examples)
         asked = [self.policy.client(name) for name in self._answers.asked]
-        grid.limit = reply_limit(asked, self.state.server, self.policy.max_upload_mb)
+        grid.limit = reply_limit(asked, self.state.server)
         self._asked = self._exchange(MessageType.TRAIN, self._answers.asked, online, config)
         return self._asked.questions()
 
@@ -180,7 +181,9 @@ class FedLoRA(Strategy):
         after = answers.close(self._more, seconds=round(self._clock.monotonic() - self._began, 3))
         self._answers = answers = None  # its uploads, before the state is written
         self._store(after)
-        return _metrics(self.journal.lines(self.round)[-1])
+        line = self.journal.lines(self.round)[-1]
+        trained = sum(one["fate"] == "trained" for one in line["fates"].values())
+        return MetricRecord({"train_loss": math.nan if line["loss"] is None else line["loss"], "clients": trained})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -294,14 +297,6 @@ class FedLoRA(Strategy):
         """Further facts for the round's line, once it is aggregated."""
         return {} if self.private is None else {"privacy": self.private.spent(round)}
 
-    def _envelope(self) -> Envelope:
-        """What every message to fedlora's own clients says besides its work."""
-        return Envelope("", self._facts().text())
-
-    def _facts(self) -> Facts:
-        """The facts that such clients must share."""
-        return Facts()
-
     def _measure(
         self, grid: BoundedGrid, result: Result, config: ConfigRecord,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
@@ -345,17 +340,6 @@ class FedLoRA(Strategy):
         if self.kept.line:
             self.journal.played(self.kept.line)
 
-    def _result(self) -> Result:
-        """What the rounds until now gave."""
-        result = Result()
-        for line in self.journal.lines(self.round):
-            result.train_metrics_clientapp[line["round"]] = _metrics(line)
-            tables = {"clients": result.evaluate_metrics_clientapp, "server": result.evaluate_metrics_serverapp}
-            for key, table in tables.items():
-                if line.get(key):
-                    table[line["round"]] = MetricRecord({k: math.nan if x is None else x for k, x in line[key].items()})
-        return result
-
     def _download(self, name: str) -> Download:
         return self.server.download(self.state.server, self.policy.client(name))
 
@@ -382,13 +366,14 @@ class FedLoRA(Strategy):
         if self.stock:
             arrays = peft_record(download.adapter, self.factor)
             return RecordDict({"arrays": arrays, "config": ConfigRecord({**dict(config), "server-round": number})})
-        name = download.client.id
+        name, asks = download.client.id, kind == MessageType.EVALUATE
+        self._sent[name] = held_after(download, download.start, untrained=asks)
         held = self.state.clients.get(name, ClientMemory()).held
         receipt = self.kept.receipts.get(name, Receipt())
-        record = parcel_record(pack(download, held), self.run, self._envelope(), receipt)
+        record = parcel_record(pack(download, held), self.run, self._terms, receipt)
         for key, value in config.items():
             parts(record, ConfigRecord)["config"].setdefault(key, value)
-        return record if kind == MessageType.TRAIN else as_question(record, config.get("measure", "validation"))  # type: ignore[arg-type]
+        return as_question(record, str(config.get("measure", "validation"))) if asks else record
 
     def _take(self, answers: Answers, reply: Message) -> None:
         """Give a client the fate of its answer."""
@@ -397,22 +382,22 @@ class FedLoRA(Strategy):
             fate: Any = reply.error.fate if isinstance(reply.error, NoAnswer) else "failed"
             answers.settle(name, fate, reply.error.reason or "it gave no reason")
         else:
-            sent = self._download(name)
-            answers.take(name, sent, lambda: self._read(reply.content, sent))
+            answers.take(name, lambda: self._read(reply.content, self.policy.client(name)))
         self.journal.answered(name)
 
-    def _read(self, content: RecordDict, sent: Download) -> Reply:
+    def _read(self, content: RecordDict, client: Client) -> Reply:
         """A reply as an upload. Raises `RecordError`; the server checks values."""
-        state, client = self.state.server, sent.client
+        state = self.state.server
         factors = {name: state.start.modules[name].factors for name in client.ranks(state.start.modules)}
         shapes = {name: (B.shape[0], A.shape[1]) for name, (B, A) in factors.items()}
         if self.stock:
             upload, loss = peft_upload(content, client, shapes, self.factor)
             return Reply(upload, loss, None)
         upload, loss, kept = record_upload(
-            content, client, run=self.run, round=sent.round, shapes=shapes, roles=sent.roles, heads=state.heads,
+            content, client, run=self.run, round=state.round, shapes=shapes, roles=self.server.roles(state),
+            heads=state.heads,
         )  # fmt: skip
-        return Reply(upload, loss, replace(held_after(sent), local=tuple(kept)))
+        return Reply(upload, loss, replace(self._sent[client.id], local=tuple(kept)))
 
     def _store(self, after: FederationState) -> None:
         """Store a round, and tell it."""
@@ -447,9 +432,3 @@ class FedLoRA(Strategy):
             raise
         finally:
             self.journal.ended(kind, why)
-
-
-def _metrics(line: Mapping[str, Any]) -> MetricRecord:
-    """A round's metrics, from its line."""
-    trained = sum(one["fate"] == "trained" for one in line["fates"].values())
-    return MetricRecord({"train_loss": math.nan if line["loss"] is None else line["loss"], "clients": trained})

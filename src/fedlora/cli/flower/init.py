@@ -12,7 +12,7 @@ from fedlora.cli.flower import Folder, needed, typed
 from fedlora.cli.options import fetched
 from fedlora.cli.screen import console, notes
 from fedlora.core.folders import check_target
-from fedlora.errors import ConfigError, counted
+from fedlora.errors import counted
 
 
 def init(
@@ -24,9 +24,6 @@ def init(
     sites: Annotated[
         str, typer.Option(metavar="NAME=RANK,...", help="the sites and their ranks, such as acme=8,berlin=4")
     ],
-    labels: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="the classes, in the order of their numbers, such as no,yes")
-    ] = None,
     start: Annotated[
         Path | None,
         typer.Option(
@@ -47,7 +44,7 @@ def init(
     from fedlora.flower.terms import policy
 
     check_target(folder)  # before a model is loaded
-    clients, name, classes = policy.sites(sites), policy.server_name(server_name), _classes(labels)
+    clients, name = policy.sites(sites), policy.server_name(server_name)
     from fedlora.flower.server.init import federation, make_federation
     from fedlora.flower.terms.privacy import promise
     from fedlora.flower.terms.settings import NetworkSection
@@ -56,7 +53,7 @@ def init(
     quiet_libraries()
     notes.print("checking the start ..." if start else "loading the model, for the common start ...")
     network = NetworkSection(name=name, port=port, superlink_port=superlink_port)
-    made = federation(config, set or [], network, clients, classes, start)
+    made = federation(config, set or [], network, clients, start)
     make_federation(folder, made)
     fed, settings = typed(folder), made.settings
     console.print(
@@ -70,15 +67,6 @@ def init(
             f"Private: {promise(settings.privacy, settings.run.rounds)}. The server asks all sites in every round, and "
             f"a missing site counts as zero. Members, rounds and [privacy] cannot change later."
         )
-
-
-def _classes(labels: str | None) -> list[str] | None:
-    if labels is None:
-        return None
-    found = [name.strip() for name in labels.split(",")]
-    if not all(found) or len(set(found)) < max(2, len(found)):
-        raise ConfigError(f"--labels must name at least two classes, each once, such as no,yes; got {labels!r}.")
-    return found
 
 
 def admit(
@@ -120,8 +108,8 @@ def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", 
 def renew(folder: Folder) -> None:
     """At the server: sign the next certificate, and write join.toml anew.
 
-    For a certificate that expires soon, another name or port in federation.toml, an upgrade. It leaves keys, settings,
-    policy and results alone. Then restart the proxy and the server.
+    For a certificate that expires soon, a change in federation.toml, an upgrade. It leaves keys, settings, policy and
+    results alone. Then restart the proxy and the server.
     """
     needed()
     from fedlora.flower.server.members import renew as renewed
@@ -129,10 +117,7 @@ def renew(folder: Folder) -> None:
     changed = renewed(folder)
     console.print(f"{folder}: a new certificate. Restart the proxy and the server.")
     if changed:
-        console.print(
-            f"{folder}/join.toml is another one. If name, port or authority changed, every site puts it in place of "
-            f"its own."
-        )
+        console.print(f"{folder}/join.toml is another one: every site puts it in place of its own.")
 
 
 def _rank(rank: object) -> str:

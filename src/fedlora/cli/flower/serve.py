@@ -121,7 +121,9 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str) -> None:
     Raises `typer.Exit` with code 130 if Ctrl-C ended it before its last round.
     """
     from fedlora.flower.places import FederationFolder
+    from fedlora.flower.server.federation import ending
     from fedlora.flower.server.status import status_of
+    from fedlora.given_files import RECORDS, parse_json, read_given
 
     place = FederationFolder(folder)
     if not now.why:
@@ -132,13 +134,8 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str) -> None:
     found = status_of(place)
     console.print(_rounds_table(found["last_rounds"][-20:]))
     _tell_rule(found)
-    text = f"{now.name}: {now.why} after {now.done} rounds; the adapter is {place.adapter}."
-    if not place.adapter.is_dir():
-        text = f"{now.name}: {now.why} after {now.done} rounds; the summary is {place.summary}."
-    more = f"For more rounds raise [run] rounds in {place.settings} and start it again."
-    if now.privacy is not None:
-        more = "Epsilon was promised for these rounds: for more, make another federation that charges the same ledger."
-    console.print(f"{text} {more}")
+    summary = parse_json(read_given(place.summary, RECORDS), nan_as_none=True)
+    console.print(f"{now.name}, {place.path}: {ending(summary)}")
 
 
 def _tell_rule(found: Mapping[str, Any]) -> None:
@@ -153,18 +150,15 @@ def _show(found: Mapping[str, Any], rounds: int) -> None:
     from fedlora.flower.server.status import headline, since
 
     console.print(headline(found))
-    ruled = any(site["after_the_rule"] is not None for site in found["sites"].values())
     scored = any(site["score"] is not None for site in found["sites"].values())
-    more = [*(["weight, after the rule"] if ruled else []), *([f"its {found['metric']}"] if scored else [])]
-    table = Table("site", "rank", "node", "last seen", "last round", "loss", "norm", *more, "rounds")
+    more = [f"its {found['metric']}"] if scored else []
+    table = Table("site", "rank", "node", "last seen", "last round", "loss", *more, "rounds")
     for name, site in found["sites"].items():
         seen = f"{since(site['last_seen'])} ago" if site["last_seen"] else "never" if found["superlink"] else "unknown"
-        after, weight = site["after_the_rule"], site["weight"]
-        weights = [f"{weight:.1%}, {after:.1%}" if after is not None and weight is not None else "-"] if ruled else []
-        mine = [*weights, *([_number(site["score"])] if scored else []), str(site["fates"].get("trained", 0))]
+        mine = [*([_number(site["score"])] if scored else []), str(site["fates"].get("trained", 0))]
         table.add_row(
             cell(name), cell(site["rank"]), site["node"], seen, cell(site["fate"] or "-"), _number(site["loss"]),
-            _number(site["norm"]), *mine,
+            *mine,
         )  # fmt: skip
     console.print(table)
     for name, site in found["sites"].items():

@@ -44,7 +44,7 @@ def site(
     from fedlora.flower.site.checks import checked_work
     from fedlora.flower.site.run import fill_site
     from fedlora.flower.terms.joining import JoinFile
-    from fedlora.flower.terms.settings import Site
+    from fedlora.flower.terms.site_file import Site
     from fedlora.runs.config import overridden
     from fedlora.runs.quiet import quiet_libraries
 

@@ -13,11 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from fedlora.core.lora import LoRA, change_of
-from fedlora.core.messages import ClientMemory, Download, Held, Upload
+from fedlora.core.messages import ClientMemory, Held, Upload
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import shown
 from fedlora.core.trainer import round_loss
@@ -63,7 +59,7 @@ class Answers:
         self._after: dict[str, ClientMemory] = {}
         self._counted: dict[str, float] = {}  # client -> examples that count
         self.fates: dict[str, tuple[Fate, str]] = {}
-        self._told: dict[str, dict[str, float]] = {"losses": {}, "examples": {}, "norms": {}}
+        self._told: dict[str, dict[str, float]] = {"losses": {}, "examples": {}}
         for name in clients:
             if name not in self.asked:
                 away = name not in online
@@ -75,7 +71,7 @@ class Answers:
             self._opened.refuse(UploadRefused(name, shown(why, 500)))
         self.fates[name] = (fate, shown(why, 1000))
 
-    def take(self, name: str, sent: Download, read: Callable[[], Reply]) -> None:
+    def take(self, name: str, read: Callable[[], Reply]) -> None:
         """Give an asked client the fate of its upload. read: reads it, and raises `RecordError`. Nothing that a reply
         holds is raised."""
         try:
@@ -98,7 +94,6 @@ class Answers:
         if not examples:  # nobody has checked its adapter
             return self.settle(name, "abstained", "it has 0 examples for this round")
         self._told["examples"][name] = float(upload.num_examples)
-        self._told["norms"][name] = update_norm(upload, sent)
         if found.loss is not None:
             self._told["losses"][name] = found.loss
         self.settle(name, "trained", "")
@@ -177,24 +172,3 @@ def _possible(reply: Reply) -> Reply:
         f"its loss is {loss:.3g}, and a possible one lies between 0 and {_MOST_LOSS:,.0f}: training diverged (use a "
         f"smaller train.learning_rate, or check the site's data)"
     )
-
-
-def update_norm(upload: Upload, download: Download) -> float:
-    """sqrt of the sum over modules of ||B A - B_0 A_0||_F^2: how far the client moved from its readout (B_0, A_0).
-
-    The line reports it for people; a robust rule (`fedlora.server.rules`) is what weighs changes. Heads do not count. A
-    frozen factor is the download's. If a factor stays at the client, it is the norm of only the other one's change,
-    which depends on coordinates, but equally for all clients of the round.
-    """
-    begun = download.adapter.modules
-    return math.hypot(*(_moved(lora, begun.get(name)) for name, lora in upload.adapter.modules.items()))
-
-
-def _moved(lora: LoRA, begun: LoRA | None) -> float:
-    if begun is not None and len(begun.tensors()) == 2:
-        return change_of(lora, begun).norm()
-    if len(lora.tensors()) == 2:
-        return lora.norm()
-    ((factor, tensor),) = lora.map(Tensor.double).tensors().items()
-    was = None if begun is None else begun.tensors().get(factor)
-    return float(torch.linalg.vector_norm(tensor if was is None or was.shape != tensor.shape else tensor - was))

@@ -46,7 +46,7 @@ def checked_folder(folder: Path) -> list[Row]:
 def _begins(there: FederationFolder) -> list[Found]:
     """The checks that `serve` and its ServerApp make when they start, and of what would fail at the sites."""
     damaged: list[str] = []
-    found = opening(there.path, damaged.append)
+    found, _ = opening(there.path, damaged.append)
     said = "would begin: nothing in the settings is refused"
     if found.settings.privacy is not None:
         said += f". Private: {promise(found.settings.privacy, found.settings.run.rounds)}"

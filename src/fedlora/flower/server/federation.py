@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -15,13 +14,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from fedlora.core import checkpoint, files
+from fedlora.core import checkpoint
 from fedlora.core.messages import ClientMemory
-from fedlora.core.parcels import held_after
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import shown
-from fedlora.errors import ConfigError, FedLoRAError
-from fedlora.flower.envelope import Envelope, RecordError
+from fedlora.errors import ConfigError, FedLoRAError, counted
+from fedlora.flower.envelope import RecordError
 from fedlora.flower.grid import BoundedGrid, Clock
 from fedlora.flower.inside import untested
 from fedlora.flower.places import FederationFolder
@@ -33,7 +31,6 @@ from fedlora.flower.server.opening import Opening, opening
 from fedlora.flower.server.private import opened_private
 from fedlora.flower.server.state import FederationState, check_playable, run_identity
 from fedlora.flower.strategy import FedLoRA
-from fedlora.flower.terms.facts import Facts, server_facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.runs.finishing import best_state
 from fedlora.runs.folder import plain
@@ -50,20 +47,20 @@ class Federation(FedLoRA):
     at the server, until run.rounds are played or patience ends.
 
     Args:
-        b: the checked start. newest: the state to go on from; None: its start. private: its releases, if it is.
+        b: the checked start. begun: the state to go on from. private: its releases, if it is.
     """
 
     trackers: Trackers
     _patience = math.inf  # a round waits as long as needed for its sites
 
-    def __init__(self, b: Opening, newest: FederationState | None, private: PrivateRun | None) -> None:
+    def __init__(self, b: Opening, begun: FederationState, private: PrivateRun | None) -> None:
         run = b.settings.run
         super().__init__(
             b.server if private is None else private.server, b.policy.clients, run=b.settings.id, folder=b.home.server,
             fraction_train=run.participation, seed=run.seed,
         )  # fmt: skip
         self.opening, self.private, self.policy = b, private, b.policy
-        self._kept = newest or FederationState(b.settings.id, b.state)
+        self._kept, self._terms = begun, b.join.terms()
         self._part: HeldOut = "validation"
         self._policy_error, self._sites = "", SiteRound()
         super()._begin(None)
@@ -75,7 +72,7 @@ class Federation(FedLoRA):
         b, owed = self.opening, self.opening.choosing.due(self.round) and not self.journal.measured(self.round)
         self._tracked = self.round - owed
         self.trackers = Trackers(
-            b.settings.run.report_to, b.home.server, {"federation": self.run, **json.loads(b.settings.travelling())},
+            b.settings.run.report_to, b.home.server, {"federation": self.run, **b.settings.agreed()},
             self.lines(self._tracked), anew=self.round > 0, called=Called(self.run),
         )  # fmt: skip
 
@@ -128,12 +125,6 @@ class Federation(FedLoRA):
             log.warning("round %d on: %s may take part no longer", self.round + 1, name)
         self._kept = self.kept.under(self.policy.clients)
 
-    def _envelope(self) -> Envelope:
-        return Envelope(self.opening.settings.travelling(), self._facts().text())
-
-    def _facts(self) -> Facts:
-        return server_facts(self.opening.settings, self.opening.known, self.opening.seed_adapter.modules)
-
     # --------------------------------------------------------------------------------------------------- measuring them
 
     def configure_evaluate(
@@ -157,8 +148,7 @@ class Federation(FedLoRA):
             name = self._asked.whose(reply)
             found[name] = one = self._scores(name, reply)
             if isinstance(one, SiteScores):
-                sent = self._download(name)
-                held = replace(held_after(sent, sent.start, untrained=True), local=one.kept)
+                held = replace(self._sent[name], local=one.kept)
                 clients[name] = replace(clients.get(name, ClientMemory()), held=held)
             self.journal.answered(name)
         self._kept = replace(self.kept, state=replace(self.state, clients=ReadOnly(clients)))
@@ -177,12 +167,10 @@ class Federation(FedLoRA):
         """A site's scores, or why it has none. It never raises, because a reply is a stranger's."""
         if reply.has_error():
             return reply.error.reason or "it gave no reason"
-        sent = self._download(name)
-        local = {*sent.start.modules, *sent.start.heads}
         try:
             return record_measured(
                 reply.content, run=self.run, round=self.round, part=self._part, metric=self.opening.choosing.metric,
-                local=local,
+                local=self._sent[name].local,
             )  # fmt: skip
         except RecordError as error:
             return str(error)
@@ -247,16 +235,14 @@ def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
     home = FederationFolder(folder.resolve())
     with locked(home.server / ".lock", f"plays the rounds in {home.server}"):
         Journal(home.server).asked(0, "", [])  # nothing of how an earlier process ended
-        b = opening(folder, log.warning)
-        newest, b = b.newest, replace(b, newest=None)  # kept by the strategy alone, whose rounds replace it
+        b, begun = opening(folder, log.warning)
         private = opened_private(home, b.settings, b.server, b.plan, b.rounds) if b.plan is not None else None
-        federation = Federation(b, newest, private)
-        del newest
+        federation = Federation(b, begun, private)
+        del begun  # kept by the strategy alone, whose rounds replace it
         summary, over = fitting_summary(home.summary, b.settings, b.rounds), b.rounds == b.settings.run.rounds
         if summary is not None and (over or federation.ended is not None):
             log.info("%s", ending(summary))
             return summary
-        files.write(home.played_with, b.settings.travelling() + "\n")
         home.summary.unlink(missing_ok=True)
         bounded = BoundedGrid(grid, clock=clock)
         federation.start(bounded, num_rounds=b.settings.run.rounds)
@@ -266,22 +252,15 @@ def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
 
 
 def ending(summary: Mapping[str, Any]) -> str:
-    """A sentence or two: the federation is over, and how to continue."""
-    early, private = summary.get("stopped_early"), "privacy" in summary
+    """The federation is over, and how to continue, in two sentences."""
+    early, rounds = summary.get("stopped_early"), counted(summary["rounds"], "round")
+    said, way = f"complete after {rounds}", "raise run.rounds in federation.toml and start it again"
+    if "privacy" in summary:
+        way = "make another federation that charges the same ledger: epsilon was promised for these rounds"
     if early:
+        said = f"stopped early after {rounds} of {summary['of']}: {early['why']}"
         way = "begin another federation with its adapter (fedlora flower init --start)"
-        if private and early.get("best_round") is None:
-            way = (
-                "raise the budget in the ledger, if the population may lose more (fedlora privacy LEDGER --budget), "
-                "and start it again"
-            )
-        return (
-            f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To go on, {way}."
-        )
-    way = "To go on, raise run.rounds in federation.toml"
-    if private:
-        way = "Epsilon was promised for these: more rounds are another federation, charged to the same ledger"
-    return (
-        f"this federation is finished: all {summary['rounds']} rounds are played, and its adapter is in "
-        f"server/adapter. {way}."
-    )
+        if "privacy" in summary and early.get("best_round") is None:
+            way = "raise the ledger's budget, if the population may lose more (fedlora privacy), and start it again"
+    place = "server/adapter is its adapter" if summary.get("adapter", True) else "server/summary.json has its scores"
+    return f"{said}; {place}. To go on, {way}."

@@ -6,7 +6,6 @@ server/adapter/      the last round's model          server/best/      the best 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -66,7 +65,7 @@ def fitting_summary(path: Path, settings: FederationSettings, rounds: int) -> di
     """A federation's summary, if it is of these settings and of this number of rounds; None: there is work left."""
     try:
         found = parse_json(read_given(path, RECORDS), nan_as_none=True)
-        same = found["rounds"] == rounds and found["settings"] == json.loads(settings.travelling())
+        same = found["rounds"] == rounds and found["settings"] == settings.agreed()
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return dict(found) if same else None
@@ -108,7 +107,7 @@ def _summary(
         "seconds": sum(line["seconds"] or 0.0 for line in lines),
         "adapter": "last" in tested,
         "versions": code_facts()["versions"],
-        "settings": json.loads(settings.travelling()),
+        "settings": settings.agreed(),
     }  # fmt: skip
 
 
@@ -129,7 +128,7 @@ def _base(opening: Opening) -> BaseName:
     if (found := base_name(model, opening.at_server.digests)).name is not None:
         return found
     short = PurePath(model).name
-    digest = f" Its weights have the digest `{agreed}`." if (agreed := opening.known.values.get("base")) else ""
+    digest = f" Its weights have the digest `{agreed}`." if (agreed := opening.join.facts.get("base")) else ""
     return BaseName(
         None,
         f"a local directory, `{short}`",
@@ -151,7 +150,7 @@ def _facts(federation: Federation) -> dict[str, Any]:
     examples = {name: count for line in lines for name, count in line["examples"].items()}  # with its last upload
     return {
         **code_facts(),
-        "config_digest": hashlib.sha256(settings.travelling().encode()).hexdigest()[:16],
+        "config_digest": opening.join.terms()[:16],
         "model": {"sha256": here.digests},
         "data": {
             "train": {name: {"examples": examples.get(name)} for name in clients},

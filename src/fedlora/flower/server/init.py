@@ -5,7 +5,6 @@ It contains no site's data and no site's private key.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,18 +23,20 @@ from fedlora.flower.server.opening import playable
 from fedlora.flower.server.private import check_affordable
 from fedlora.flower.server.state import number_drawn
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.facts import Facts, model_facts, server_facts
+from fedlora.flower.terms.facts import Facts, model_facts, targets_of, versions_here
 from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.policy import Policy, Rank, policy_text
-from fedlora.flower.terms.settings import FederationSettings, NetworkSection, absolute
+from fedlora.flower.terms.settings import FederationSettings, NetworkSection
+from fedlora.flower.terms.site_file import absolute
 from fedlora.given_files import read_given
 from fedlora.runs.config import override_in
 from fedlora.runs.exported import base_name, named
 from fedlora.training.digests import model_content
 
 _HEAD = """\
-# What server and sites agree on: a run's file with an id and [network]. Sites receive it with every message: edit it
-# here, and nowhere else. After the first round only run.rounds may change, [network], and paths of the server's own.
+# What server and sites agree on: a run's file with an id and [network]. Sites have it in join.toml: after a change here
+# `fedlora flower renew`, and give them the new one. After the first round only run.rounds may change, [network], and
+# paths of the server's own.
 """
 
 
@@ -60,8 +61,7 @@ class Federation:
 
 
 def federation(
-    config: Path, overrides: Sequence[str], network: NetworkSection, clients: Mapping[str, Rank],
-    labels: Sequence[str] | None, start: Path | None,
+    config: Path, overrides: Sequence[str], network: NetworkSection, clients: Mapping[str, Rank], start: Path | None
 ) -> Federation:  # fmt: skip
     """A federation from a file as for `fedlora run`: it writes nothing yet, and reads no site's data.
 
@@ -74,8 +74,6 @@ def federation(
         raise ConfigError(f"the config {config} cannot be read: {error}.") from error
     for override in overrides:
         override_in(raw, override)
-    if labels is not None:
-        put(raw, "data", "label_names", list(labels))
     text, settings = agreed_text(raw, config.parent, network, clients)
     if settings.base is None:
         raise ConfigError(f"{config} has no model.name: the common start and the sites' copies are compared with it.")
@@ -128,16 +126,9 @@ def agreed_text(
     if settings.privacy is not None:  # a private round has no quorum
         settings.privacy.check_members(clients)
     elif settings.server.quorum is None:
-        put(raw, "server", "quorum", drawn // 2 + 1)
+        raw.setdefault("server", {})["quorum"] = drawn // 2 + 1
     text = head + tomlkit.dumps(raw) + tail
     return text, FederationSettings.of(tomlkit.parse(text).unwrap(), folder)
-
-
-def put(raw: dict[str, Any], table: str, key: str, value: Any) -> None:
-    """Set a key of a table that may not be there yet."""
-    if table not in raw:
-        raw[table] = {}
-    raw[table][key] = value
 
 
 def write_federation(building: Path, made: Federation) -> None:
@@ -163,10 +154,9 @@ def write_join(there: FederationFolder, settings: FederationSettings, known: Fac
     """Write join.toml, which follows from the other files and from what is known of the base model. Returns whether it
     is another one than before."""
     network, adapter = settings.network, read_adapter(there.start, scaling=settings.lora.unit)[0]
-    facts = server_facts(settings, known, adapter.modules)
+    facts = {**known, **versions_here(), "targets": targets_of(adapter.modules)}
     address = Address(name=network.name, port=network.port, ca=(there.certificates / "ca.crt").read_text("ascii"))
-    agreed_on = json.loads(settings.travelling())
-    text = JoinFile(federation=settings.id, server=address, agreed=agreed_on, facts=dict(facts.values)).text()
+    text = JoinFile(federation=settings.id, server=address, agreed=settings.agreed(), facts=facts).text()
     if there.join.is_file() and there.join.read_text(encoding="utf-8") == text:
         return False
     files.write(there.join, text)

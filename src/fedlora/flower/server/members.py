@@ -22,9 +22,9 @@ from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import locked
 from fedlora.flower.server.init import write_join
-from fedlora.flower.server.opening import playable
+from fedlora.flower.server.journal import rounds_done
+from fedlora.flower.server.opening import check_agreed, playable
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.facts import Facts
 from fedlora.flower.terms.joining import JoinFile, site_key
 from fedlora.flower.terms.policy import Policy, Rank, check_site, with_client, without_client
 from fedlora.flower.terms.settings import FederationSettings
@@ -103,11 +103,15 @@ def remove(home: Path, name: str) -> None:
 
 def renew(home: Path) -> bool:
     """Sign the server's next certificate, if the authority's key is here, and write join.toml anew. Returns whether
-    join.toml is another one: then the sites need it. Raises `ConfigError`."""
+    join.toml is another one: then the sites need it. Raises `ConfigError`: also for settings that may not change any
+    more."""
     with changing(home) as (there, settings, _):
+        join = JoinFile.read(there.join)
+        if rounds := rounds_done(there.rounds):
+            check_agreed(there, settings, join, rounds)
         if (there.certificates / "ca.key").is_file():  # otherwise somebody else's authority signs
             certificates.write_server(there.certificates, settings.network.name)
-        return write_join(there, settings, Facts.of(JoinFile.read(there.join).facts))
+        return write_join(there, settings, join.facts)
 
 
 @contextmanager

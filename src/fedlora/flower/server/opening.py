@@ -23,8 +23,7 @@ from fedlora.flower.scores import Choosing, choosing_of
 from fedlora.flower.server.journal import rounds_done
 from fedlora.flower.server.private import check_affordable, has_released, planned
 from fedlora.flower.server.state import FederationState, check_playable, newest
-from fedlora.flower.terms.facts import Facts, model_facts, server_facts
-from fedlora.flower.terms.facts import check as check_facts
+from fedlora.flower.terms.facts import check, model_facts, targets_of, versions_here
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
@@ -62,9 +61,8 @@ class AtServer:
 class Opening:
     """The checked start of the rounds: nothing in it is refused later.
 
-    server: if it is private, it releases nothing before `opened_private`, and `plan` is set. seed_adapter, spec: of the
-    common start.
-    state: before the first round. rounds: the number up to the newest sound checkpoint, which is `newest`.
+    server: if it is private, it releases nothing before `opened_private`, and `plan` is set. spec: of the common start.
+    join: as the sites have it. rounds: the number of those that are played.
     """
 
     home: FederationFolder
@@ -72,24 +70,22 @@ class Opening:
     policy: Policy
     server: Server
     plan: PrivacyPlan | None
-    seed_adapter: Adapter
     spec: AdapterSpec
-    state: RunState
-    known: Facts
+    join: JoinFile
     at_server: AtServer
     choosing: Choosing
     rounds: int
-    newest: FederationState | None = None
 
 
-def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
-    """Make all checks of a ServerApp before it asks a site; `fedlora doctor` calls it too. It writes nothing.
+def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> tuple[Opening, FederationState]:
+    """Make all checks of a ServerApp before it asks a site; `fedlora doctor` calls it too. It writes nothing. Also
+    returns the state to go on from: the newest sound one, or that before the first round.
 
     tell: receives a line for each damaged checkpoint in whose place an older one is used.
 
     Raises:
-        ConfigError, AdapterFormatError, Disagreement: files that are missing or do not fit; other settings than the
-            played rounds had; rounds that would be taken back or lost.
+        ConfigError, AdapterFormatError: files that are missing or do not fit; other settings than the sites have;
+            rounds that would be taken back or lost.
     """
     home = FederationFolder(folder.resolve())
     settings = FederationSettings.load(home.settings)
@@ -101,12 +97,10 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     server, plan, state = playable(settings, policy, seed_adapter)
     if plan is not None and not has_released(home):
         check_affordable(settings, server, plan)
-    known = Facts.of(JoinFile.read(home.join).facts)
-    config = settings.for_server()
-    at_server = AtServer()
-    if config is not None:
-        _check_base(settings, known)
-        at_server = load_at_server(config, seed_adapter)
+    join, config = JoinFile.read(home.join), settings.for_server()
+    here = versions_here() if config is None else model_facts(str(settings.base), settings)
+    check(join.facts, {**here, "targets": targets_of(seed_adapter.modules)}, "the server now")
+    at_server = AtServer() if config is None else load_at_server(config, seed_adapter)
     choosing = choosing_of(settings, server.has_global_model(state.server))
     damaged: list[str] = []
 
@@ -115,9 +109,9 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
         tell(line)
 
     found = newest(home.checkpoints, settings.id, server, state.server, skip)
-    rounds = found.state.round if found is not None else 0
-    if rounds:
-        _check_unchanged(home, settings, rounds)
+    begun = found or FederationState(settings.id, state)
+    rounds = begun.state.round
+    check_agreed(home, settings, join, rounds)
     if rounds > settings.run.rounds:
         raise ConfigError(
             f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can undo a "
@@ -129,30 +123,23 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
             f"{rounds}: later ones were moved or deleted. Restore them from a backup; or, to play these rounds again, "
             f"remove their lines from {home.rounds.name} by hand. Nothing was changed."
         )
-    return Opening(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
-                   rounds, found)  # fmt: skip
+    return Opening(home, settings, policy, server, plan, spec, join, at_server, choosing, rounds), begun
 
 
-def _check_unchanged(home: FederationFolder, settings: FederationSettings, rounds: int) -> None:
-    """Only run.rounds may change after the first round, and not if it is the base of a schedule, or of a promise of
-    epsilon.
-
-    Raises:
-        ConfigError: another setting differs: each key with both values; or settings.json cannot be read.
-    """
-    try:
-        then, now = (flat(json.loads(text)) for text in (home.played_with.read_text(), settings.travelling()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{home.played_with}, the settings of the played rounds: {error}. Restore it.") from error
-    free = () if settings.privacy is not None or settings.train.lr_scheduler_type != "constant" else ("run.rounds",)
-    keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in free]
+def check_agreed(home: FederationFolder, settings: FederationSettings, join: JoinFile, rounds: int) -> None:
+    """Raises `ConfigError` if a setting differs from that in join.toml, by which sites train and the rounds until now
+    were played: each key with both values, and what to do."""
+    then, now = flat(join.agreed), flat(settings.agreed())
+    keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in settings.may_change]
     if keys:
         said = "; ".join(f"{key} was {json.dumps(then.get(key))} and is {json.dumps(now.get(key))} now" for key in keys)
-        raise ConfigError(
-            f"{rounds} rounds are played, and federation.toml says something else than it did for them: {said}. Set it "
-            f"back, or make another federation (fedlora flower init, with --start {home.adapter} to begin with this "
-            f"one's adapter)."
-        )
+        way = f"Call fedlora flower renew {home.path}, and give every site the new join.toml"
+        if rounds:
+            way = (
+                f"{rounds} rounds are played: set it back, or make another federation (fedlora flower init, with "
+                f"--start {home.adapter} to begin with this one's adapter)"
+            )
+        raise ConfigError(f"federation.toml says something else than join.toml, which the sites have: {said}. {way}.")
 
 
 def playable(
@@ -172,12 +159,6 @@ def playable(
     state = start(server, seed_adapter)
     check_playable(policy.clients, server, state.server, settings.run.participation)
     return server, plan, state
-
-
-def _check_base(settings: FederationSettings, known: Facts) -> None:
-    """Raises `Disagreement` if the server would measure with another base model than the sites train."""
-    mine = model_facts(str(settings.base), settings)
-    check_facts(server_facts(settings, known), mine, "the server's own model")
 
 
 def load_at_server(config: RunConfig, start: Adapter) -> AtServer:

@@ -115,8 +115,8 @@ def check_playable(clients: Ranks, server: Server, state: ServerState, participa
         check_rule(server.round.rule, count)
 
 
-def reply_limit(clients: Iterable[Client], state: ServerState, most_mb: float | None = None) -> Limit:
-    """The limit of these clients' uploads: twice the largest possible one and 1 MB, or `most_mb` in 2^20 bytes."""
+def reply_limit(clients: Iterable[Client], state: ServerState) -> Limit:
+    """The limit of these clients' uploads: twice the largest possible one and 1 MB."""
     largest = tensors = 0
     for client in clients:
         ranks = ranks_of(client, state)
@@ -128,5 +128,5 @@ def reply_limit(clients: Iterable[Client], state: ServerState, most_mb: float | 
         largest, tensors = max(largest, size), max(tensors, 2 * len(ranks))
     largest += sum(head.numel() * max(4, head.element_size()) for head in state.heads.values())
     tensors += len(state.heads)
-    most = 2 * largest + _MB if most_mb is None else int(most_mb * _MB)
+    most = 2 * largest + _MB
     return Limit(most, 64 + 4 * tensors + most // (_MB // 4), 2 * _MB + 2048 * tensors)

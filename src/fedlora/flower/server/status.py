@@ -70,8 +70,8 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
     """The current facts, with the last `rounds` rounds; None: all.
 
     sites: name -> rank; node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted),
-    "unknown" (no SuperLink answers); last_seen: the last contact with its node; fate, why, loss, norm, weight: of the
-    last round; score: its own of the last measured round, if sites measure; fates: how often it trained, was late, ....
+    "unknown" (no SuperLink answers); last_seen: the last contact with its node; fate, why, loss, weight: of the last
+    round; score: its own of the last measured round, if sites measure; fates: how often it trained, was late, ....
     privacy: a private federation's guarantee, and the spending that its last round reports. served_by: the process that
     serves it, or None. superlink: whether it answers.
 
@@ -82,7 +82,6 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
     online, keys = _nodes(folder), keys_of(folder)
     last = lines[-1] if lines else {}
     scored: Mapping[str, Any] = next((line["site_metrics"] for line in reversed(lines) if line.get("site_metrics")), {})
-    judged = (last.get("robust") or {}).get("clients") or {}
     sites = {}
     for name, rank in now.ranks.items():
         node, fated = (online or {}).get(name), (last.get("fates") or {}).get(name, {})
@@ -92,10 +91,9 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
             "last_seen": None if node is None or node.seen is None else _time_at(node.seen),
             "fate": fated.get("fate"),
             "why": fated.get("why", ""),
-            **{one: (last.get(many) or {}).get(name)
-               for one, many in (("loss", "losses"), ("norm", "norms"), ("weight", "weights"))},
+            "loss": (last.get("losses") or {}).get(name),
+            "weight": (last.get("weights") or {}).get(name),
             "score": scored.get(name, {}).get(now.metric),
-            "after_the_rule": judged[name]["coefficient"] if name in judged else None,
             "fates": dict(Counter(str(line["fates"][name]["fate"]) for line in lines if name in line.get("fates", {}))),
         }  # fmt: skip
     told = {

@@ -29,9 +29,9 @@ def main() -> None:
     from flwr.superlink.servicer.fleet import fleet_handlers
 
     fleet_handlers.push_messages = under_own_name(fleet_handlers.push_messages)
-    vars(sql_mixin)["SQLITE_PRAGMAS"] += (("busy_timeout", str(_PATIENCE)),)
+    vars(sql_mixin)["SQLITE_PRAGMAS"] += (("busy_timeout", str(_PATIENCE)),)  # imported there: typed as not exported
     sys.argv[0] = "flower-superlink"
-    sys.exit(flower_superlink())  # type: ignore[func-returns-value]
+    flower_superlink()
 
 
 def under_own_name(push: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,7 +32,8 @@ from fedlora.flower.server.superlink import SuperLink
 from fedlora.flower.site.run import fill_site
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Rank
-from fedlora.flower.terms.settings import ELSEWHERE, OWN, NetworkSection, Site, without_effect
+from fedlora.flower.terms.settings import ELSEWHERE, NetworkSection, without_effect
+from fedlora.flower.terms.site_file import OWN, Site
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.preparation import prepare

@@ -20,10 +20,11 @@ from fedlora.core.text import shown
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.trainer import keeping
-from fedlora.flower.terms.facts import Facts, check, model_facts
+from fedlora.flower.terms.facts import check, model_facts
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.privacy import promise
-from fedlora.flower.terms.settings import FederationSettings, Site
+from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.site_file import Site
 
 Row = tuple[str, str, bool | None]  # (check, finding, whether it is sound); None: not yet, by nobody's fault
 
@@ -62,10 +63,10 @@ def checked_work(join: JoinFile, site: Site) -> list[Row]:
         rows.append(("privacy", promise(settings.privacy, settings.run.rounds), True))
     try:
         facts = model_facts(site.model, settings, site.own["model"].get("revision"))
-        check(Facts.of(join.facts), facts, f"site {site.name!r}")
+        check(join.facts, facts, f"site {site.name!r}")
     except FedLoRAError as error:
         return [*rows, ("base model", str(error), False)]
-    return [*rows, ("base model", f"{site.model}: {str(facts.values['base'])[:12]}, as the server's", True)]
+    return [*rows, ("base model", f"{site.model}: {facts['base'][:12]}, as the server's", True)]
 
 
 def _data(settings: FederationSettings, site: Site) -> list[Row]:

@@ -25,7 +25,6 @@ from fedlora.errors import ConfigError, KeptStateError
 from fedlora.flower.envelope import Receipt, RecordError, opened, receipt_of
 from fedlora.flower.records import record_parcel, upload_record
 from fedlora.flower.scores import Evaluators, asked_part, measured_record
-from fedlora.flower.terms.facts import Facts, check
 
 log = logging.getLogger(__name__)
 _KEPT = 4  # states: of the round in progress, the one that it began with, and that one's own
@@ -53,24 +52,24 @@ class Node:
 
     Args:
         client: its registered name; work for another is refused. folder: for its states, by run. evaluators: for its
-            held-out data, "validation" and "test". facts: the trainer's actual ones; the server's must be the same.
-        run: the only one that it works for; None: any.
+            held-out data, "validation" and "test". terms: of its join.toml; the server's must be the same. run: the
+            only one that it works for; None: any.
     """
 
     def __init__(
         self, client: str, trainer: Trainer, folder: Path, *, evaluators: Evaluators | None = None,
-        facts: Facts | None = None, run: str | None = None,
+        terms: str = "", run: str | None = None,
     ) -> None:  # fmt: skip
         self._client, self._trainer, self._folder, self._run = client, trainer, folder, run
-        self._evaluators, self._facts = evaluators or {}, facts or Facts()
+        self._evaluators, self._terms = evaluators or {}, terms
 
     def work(self, record: RecordDict) -> RecordDict:
         """Play a round: the reply to the server's message.
 
         Raises:
             KeptStateError: the parcel leaves out a part that this node no longer has, or the state to continue from is
-                missing. RecordError: not a message of fedlora. Disagreement: the server has another base model, other
-                classes, ...; nothing is trained. UploadRefused: training diverged in a part that stays here.
+                missing. RecordError: not a message of fedlora. ConfigError: the server plays by other terms; nothing is
+                trained. UploadRefused: training diverged in a part that stays here.
         """
         parcel, run, receipt = self._read(record)
         folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
@@ -104,7 +103,11 @@ class Node:
 
     def _read(self, record: RecordDict) -> tuple[Parcel, str, Receipt]:
         """The parcel, the federation's name, and the receipt, from a server that agrees with this site."""
-        check(Facts.from_text(opened(record, "the server", "this site").facts), self._facts, self._client)
+        if opened(record, "the server", "this site") != self._terms:
+            raise ConfigError(
+                "the server plays by other settings than this site's join.toml has, and nothing was done: the site "
+                "needs the server's FED/join.toml of today in place of its own."
+            )
         parcel, run = record_parcel(record)
         if parcel.client.id != self._client:
             raise ConfigError(f"this node is {self._client!r}, and the work is for {parcel.client.id!r}.")

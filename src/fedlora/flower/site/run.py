@@ -31,7 +31,7 @@ from fedlora.flower.site.supernode import BROKEN_OFF
 from fedlora.flower.site.trainer import Trainer, answer, listening_at, say
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile
-from fedlora.flower.terms.settings import Site
+from fedlora.flower.terms.site_file import Site
 
 PAUSES = (2.0, 4.0, 8.0, 15.0, 30.0)  # seconds between tries; the last one repeats
 GONE = 60  # seconds without the server until a SuperNode ends; by then Flower has also given up this site

@@ -2,9 +2,8 @@
 
 Flower starts a new process for each message to a node. That process (`ask`) passes the message through a UNIX socket in
 the site's folder to the node's process, which answers one after the other (`answer`). Only this user can reach the
-socket: a node makes its folders with mode 0700. A trainer is loaded for one content of site.toml and of the server's
-settings; if either changes, another one takes its place. It compares the server's facts with the site's before it loads
-the model, and again before it trains.
+socket: a node makes its folders with mode 0700. A trainer is loaded for one content of site.toml and of join.toml,
+whose facts are compared with the site's; if either file changes, another trainer takes its place.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fedlora.core.text import shown
 from fedlora.doing import beating
 from fedlora.errors import ConfigError, FedLoRAError, KeptStateError, UploadRefused
-from fedlora.flower.envelope import Envelope, RecordError, opened, parts, receipt_of
+from fedlora.flower.envelope import RecordError, opened, parts, receipt_of
 from fedlora.flower.places import SiteFolder
 
 if TYPE_CHECKING:  # torch is loaded with the first message, and never in a ClientApp's process
@@ -88,41 +87,34 @@ class Trainer:
         """The reply to the server's message.
 
         Raises:
-            Disagreement: the facts of server and site differ; nothing was trained. FedLoRAError, Exception: others.
+            ConfigError: the facts of server and site differ; nothing was trained. FedLoRAError, Exception: others.
         """
-        envelope = opened(record, "the server", "this site")
-        if not envelope.settings:
-            raise RecordError("the server's message carries no settings; it must come from `fedlora flower serve`.")
-        content = self._site.site.read_bytes() + b"\0" + envelope.settings.encode()
+        opened(record, "the server", "this site")  # another protocol is told before a model is loaded
+        content = self._site.site.read_bytes() + b"\0" + self._site.join.read_bytes()
         if self._node is None or content != self._content:
             self._node = None
             gc.collect()  # before another model takes the memory of this one
-            self._node, self._content = self._loaded(envelope), content
+            self._node, self._content = self._loaded(), content
         return self._node.work(record) if do == "train" else self._node.measure(record)
 
-    def _loaded(self, envelope: Envelope) -> Node:
+    def _loaded(self) -> Node:
         from fedlora.flower.site.node import Node
-        from fedlora.flower.terms.facts import Facts, check, model_facts, targets_of
+        from fedlora.flower.terms.facts import check, model_facts, targets_of
         from fedlora.flower.terms.joining import JoinFile
-        from fedlora.flower.terms.settings import FederationSettings, Site
+        from fedlora.flower.terms.site_file import Site
         from fedlora.runs.preparation import prepare
 
-        settings, site = FederationSettings.from_travelling(envelope.settings), Site.read(self._site.site)
-        config, join = settings.for_site(site), JoinFile.read(self._site.join)
-        keep, agreed = keeping(settings), keeping(join.settings())
-        if keep.keywords != agreed.keywords:  # or a server could have this site train on what it measures on
-            raise ConfigError(
-                f"the server now holds out other rows ({keep.keywords}) than join.toml says ({agreed.keywords}): "
-                f"nothing is trained. If that is meant, put the server's new join.toml in place of this one."
-            )
+        site, join = Site.read(self._site.site), JoinFile.read(self._site.join)
+        settings = join.settings()
+        config, name = settings.for_site(site), f"site {site.name!r}"
         files = model_facts(site.model, settings, config.model.revision)  # before the model is loaded, which would hide
-        check(Facts.from_text(envelope.facts), files, site.name)  # the cause of a difference
-        prepared = prepare(config, None, keep=keep, programs=self._site.state / "programs")
+        check(join.facts, files, name)  # the cause of a difference
+        prepared = prepare(config, None, keep=keeping(settings), programs=self._site.state / "programs")
+        check(join.facts, {"targets": targets_of(prepared.seed_adapter.modules)}, name)
         return Node(
             site.name, prepared.trainer, self._site.state,
             evaluators={"validation": prepared.validation, "test": prepared.test},
-            facts=files.and_these(targets=targets_of(prepared.seed_adapter.modules)),
-            run=join.federation,
+            terms=join.terms(), run=join.federation,
         )  # fmt: skip
 
 
@@ -198,9 +190,7 @@ def _answered(work: Trainer, do: Do, record: RecordDict, folder: Path) -> tuple[
 def told_to_server(error: BaseException, folder: Path) -> str:
     """An error's text for the server: all of it if it can contain nothing of the data, otherwise only its kind. The
     paths of the site's machine are replaced by their last part. folder: the site's."""
-    from fedlora.flower.terms.facts import Disagreement
-
-    if not isinstance(error, (*_TOLD, Disagreement)):
+    if not isinstance(error, _TOLD):
         return f"{type(error).__name__}: the reason is only in the site's own log, as it may contain its data"
     words = re.sub(r"(?<!\w)/[^\s'\"]*/", "", str(error).replace(str(folder), "/site"))
     return f"{type(error).__name__}: {shown(words, 2000)}"

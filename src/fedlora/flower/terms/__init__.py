@@ -1,3 +1,3 @@
 """What server and sites agree on: settings, policy, facts, privacy, the files that travel by hand, certificates."""
 
-PROTOCOL = "fedlora/6"  # of the messages; both sides refuse another one by name
+PROTOCOL = "fedlora/7"  # of the messages; both sides refuse another one by name

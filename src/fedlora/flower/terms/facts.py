@@ -1,8 +1,8 @@
-"""The facts that server and sites must share: with another base model, renamed classes or another version, training
+"""The facts that server and sites must share beside the settings: with another base model or another version, training
 would run without an error, but its result would be worthless.
 
-The server's facts travel in join.toml and with every train message; a node compares them with its own before it trains,
-and sends its own with every reply. All are flat, name -> digest or value, and compared alike.
+join.toml has the server's; a site compares them with its own when its node starts and before it loads a model, and so
+does the server, whose machine may have changed.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from packaging.version import Version
 
 from fedlora import __version__
 from fedlora.core.lora import LoRA
-from fedlora.core.read_only import ReadOnly
-from fedlora.core.text import quoted, shown
-from fedlora.errors import FedLoRAError
+from fedlora.core.text import shown
+from fedlora.errors import ConfigError
 from fedlora.flower.terms import PROTOCOL
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.versions import installed
 
-Plain = str | int | float | bool
-_MOST = 2000  # facts
-_WATCHED = ("torch", "transformers", "peft")  # another major version is refused
-_VERSIONS = ("protocol", "fedlora", *_WATCHED)
-_OF_MODEL = ("base", "config", "tokenizer", "template")
+Facts = Mapping[str, str]
+"""One side's facts; what it does not know is missing.
+
+base, config, tokenizer, template: SHA-256 of the base model's weights, of its config.json, of its tokenizer's
+behaviour, and of its chat template if the federation uses that. targets: all adapted modules with their shapes, as a
+count and a digest. protocol; fedlora: major and minor version; torch, transformers, peft: major version.
+"""
+
+_LIBRARIES = ("torch", "transformers", "peft")  # another major version is refused
 # Keys of config.json that name its place or its writer, or that each federation sets itself.
 _OWN = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "id2label", "label2id",
         "num_labels", "problem_type", "use_cache", "_commit_hash")  # fmt: skip
@@ -42,93 +41,23 @@ _HINTS = {
     "tokenizer": "the same text becomes other tokens. Copy tokenizer.json and tokenizer_config.json with the model",
     "template": "copy the chat template with the tokenizer, or let data.chat_template name one",
     "targets": "their base models have different shapes, or the common start belongs to another model",
-    **dict.fromkeys(_VERSIONS, "these do not work together: install the server's"),
+    **dict.fromkeys(("protocol", "fedlora", *_LIBRARIES), "these do not work together: install the same here (after an "
+                    "upgrade of the server: fedlora flower renew, and the new join.toml for all sites)"),
 }  # fmt: skip
-_SETTING = "it comes from the server's federation.toml"
 
 
-class Disagreement(FedLoRAError, ValueError):
-    """A site and its server differ in facts that they must share. The message names both sides."""
+def check(agreed: Facts, own: Facts, name: str) -> None:
+    """Raises `ConfigError` if two sides may not work together, of the facts that both know: both values, and what to
+    do. agreed: of join.toml. name: of the other side, in words."""
+    wrong = []
+    for fact in [fact for fact in agreed if fact in own and agreed[fact] != own[fact]][:6]:
+        both = f"is {_value(agreed[fact])} in join.toml, and {_value(own[fact])} at {name}"
+        wrong.append(f"{shown(fact, 60)} {both}: {_HINTS.get(fact, 'make them alike')}")
+    if wrong:
+        raise ConfigError("; ".join(wrong) + ".")
 
 
-@dataclass(frozen=True)
-class Facts:
-    """One side's facts; what it does not know is missing.
-
-    base, config, tokenizer, template: SHA-256 of the base model's weights, of its config.json, of its tokenizer's
-    behaviour, and of its chat template if the federation uses that. labels: the classes in order, as JSON. scaling:
-    alpha / r, or its replacement. max_length: in tokens. targets: all adapted modules with their shapes, as a count and
-    a digest. protocol, fedlora, torch, transformers, peft: versions.
-
-    Example:
-        >>> differences(Facts({"max_length": 128}), Facts({"max_length": 64}))[0].split(":")[0]
-        'max_length is 128 at the server, and 64 at this site'
-    """
-
-    values: Mapping[str, Plain] = field(default_factory=dict)
-
-    def text(self) -> str:
-        """The facts as canonical JSON, for a message."""
-        return json.dumps(dict(self.values), sort_keys=True)
-
-    @classmethod
-    def from_text(cls, text: str) -> Facts:
-        """Facts from a message; "" knows nothing. Raises `Disagreement`."""
-        try:
-            return cls.of(json.loads(text)) if text else cls()
-        except (ValueError, RecursionError) as error:
-            raise Disagreement(f"the other side's facts cannot be read: {shown(error, 200)}.") from error
-
-    @classmethod
-    def of(cls, table: Any) -> Facts:
-        """Facts from plain values that the other side wrote. Raises `Disagreement`."""
-        if not isinstance(table, Mapping) or len(table) > _MOST:
-            raise Disagreement(f"the other side's facts are no table of at most {_MOST} values.")
-        for name, value in table.items():
-            if not isinstance(value, str | int | float):
-                raise Disagreement(f"the other side's facts cannot be read: {shown(name, 40)} = {quoted(value, 60)}.")
-        return cls(ReadOnly(table))
-
-    def and_these(self, **values: Plain) -> Facts:
-        """With further facts; what is empty is not known."""
-        return Facts(ReadOnly({**self.values, **{name: value for name, value in values.items() if value != ""}}))
-
-
-# ---------------------------------------------------------------------------------------------------------- comparing
-
-
-def check(server: Facts, site: Facts, name: str = "this site") -> None:
-    """Raises `Disagreement` if the two may not work together, of the facts that both know."""
-    if wrong := differences(server, site, name):
-        raise Disagreement("; ".join(wrong) + ".")
-
-
-def differences(server: Facts, site: Facts, name: str = "this site") -> list[str]:
-    """A sentence for each difference: both sides' values, and what to do. name: the site's, in sentences."""
-    ours, theirs, said = server.values, site.values, list[str]()
-    for fact in [fact for fact in ours if fact in theirs and not _alike(fact, ours[fact], theirs[fact])][:6]:
-        both = f"is {_value(ours[fact])} at the server, and {_value(theirs[fact])} at {name}"
-        said.append(f"{shown(fact, 60)} {both}: {_HINTS.get(fact, _SETTING)}")
-    return said
-
-
-def _alike(fact: str, ours: Plain, theirs: Plain) -> bool:
-    """Whether two values work together: of a library its major version, of fedlora major and minor."""
-    if fact == "protocol" or fact not in _VERSIONS:
-        return ours == theirs
-    parts = 2 if fact == "fedlora" else 1
-    return _number_of(str(ours))[:parts] == _number_of(str(theirs))[:parts]
-
-
-def _number_of(text: str) -> tuple[int, ...]:
-    """ "2.13.0+cpu" as (2, 13, 0); () for what is no version."""
-    try:
-        return Version(text).release
-    except ValueError:  # also for a number with too many digits for Python
-        return ()
-
-
-def _value(value: Plain) -> str:
+def _value(value: str) -> str:
     """A fact in words: of a digest the beginning."""
     text = shown(value, 200)
     return f"{text[:12]}..." if len(text) == 64 and text.isalnum() else text
@@ -137,15 +66,15 @@ def _value(value: Plain) -> str:
 # ---------------------------------------------------------------------------------------------------------- gathering
 
 
-def versions_here() -> dict[str, Plain]:
-    """The versions on this machine."""
-    found = {name: installed(name) for name in _WATCHED}  # a torch built by hand has no version here
-    return {"protocol": PROTOCOL, "fedlora": __version__, **{name: at for name, at in found.items() if at is not None}}
+def versions_here() -> dict[str, str]:
+    """The versions on this machine. A torch built by hand has none."""
+    found = {name: at.split(".")[0] for name in _LIBRARIES if (at := installed(name)) is not None}
+    return {"protocol": PROTOCOL, "fedlora": ".".join(__version__.split(".")[:2]), **found}
 
 
-def model_facts(model: str, settings: FederationSettings, revision: str | None = None) -> Facts:
-    """The facts from a base model's files and from the settings: nothing of anybody's data. No model is loaded; its
-    weights are read once.
+def model_facts(model: str, settings: FederationSettings, revision: str | None = None) -> dict[str, str]:
+    """The versions, and what a base model's files are: nothing of anybody's data. No model is loaded; its weights are
+    read once.
 
     Raises:
         ConfigError: no such model, or files that cannot be read.
@@ -158,24 +87,12 @@ def model_facts(model: str, settings: FederationSettings, revision: str | None =
     place = ModelSection(name=model, revision=revision).location()
     tokenizer = tokenizer_of(place)
     chats = settings.model.task == "causal-lm" and (settings.data.chat_template or CHAT) == CHAT
-    known: dict[str, Plain] = {"base": base_digest(place), "tokenizer": tokenizer_digest(tokenizer)}
+    known = {**versions_here(), "base": base_digest(place), "tokenizer": tokenizer_digest(tokenizer)}
     if not Path(place).is_file():  # a GGUF file's digest covers all of it
         known["config"] = _config_digest(place)
     if chats:
         known["template"] = template_digest(tokenizer)
-    return server_facts(settings, Facts(known))
-
-
-def server_facts(settings: FederationSettings, known: Facts, modules: Mapping[str, LoRA] | None = None) -> Facts:
-    """The facts of these settings. known: about the base model. modules: of the adapters."""
-    of_model = {name: value for name, value in known.values.items() if name in _OF_MODEL}
-    return Facts(of_model).and_these(
-        labels=json.dumps(list(settings.data.label_names)) if settings.data.label_names else "",
-        scaling=settings.lora.unit,
-        max_length=settings.data.max_length,
-        targets="" if modules is None else targets_of(modules),
-        **versions_here(),
-    )
+    return known
 
 
 def targets_of(modules: Mapping[str, LoRA]) -> str:

@@ -1,13 +1,15 @@
 """The two files that travel by hand when a site joins: join.toml to every site, a public key back from each.
 
-join.toml holds the server's address and certificate authority, and the agreed settings and facts: everything with which
-a site checks itself before it sends anything. It holds no secret, but whoever can change it on its way names the server
-that a site believes: send it by a way that you trust. A site answers with the one line of its key.pub; whoever can
-change that is admitted in its place, so both sides compare `ssh-keygen -l -f key.pub` by telephone.
+join.toml holds the server's address and certificate authority, and the agreed settings and facts: everything by which a
+site checks itself and trains. Messages only name its digest, so other settings need a new file at each site. It holds
+no secret, but whoever can change it on its way names the server that a site believes: send it by a way that you trust.
+A site answers with the one line of its key.pub; whoever can change that is admitted in its place, so both sides compare
+`ssh-keygen -l -f key.pub` by telephone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +21,9 @@ from pydantic import Field
 
 from fedlora.errors import ConfigError
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.settings import FederationId, FederationSettings
 from fedlora.given_files import parse_toml, read_given
-from fedlora.runs.reading import checked
+from fedlora.runs.reading import checked, flat
 from fedlora.training.settings import Section
 
 _MOST = 2**20  # bytes: a certificate and a page of settings are a hundredth of it
@@ -38,13 +40,13 @@ class Address(Section):
 class JoinFile(Section):
     """What the server hands to the sites.
 
-    federation: its id. agreed: the settings, as they travel. facts: the server's about the base model, its versions.
+    federation: its id. agreed: the settings that sites share. facts: the server's about the base model, its versions.
     """
 
-    federation: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    federation: FederationId
     server: Address
     agreed: dict[str, Any]
-    facts: dict[str, Any]
+    facts: dict[str, str]
 
     @property
     def address(self) -> str:
@@ -53,7 +55,20 @@ class JoinFile(Section):
 
     def settings(self) -> FederationSettings:
         """The agreed ones. Raises `ConfigError`."""
-        return FederationSettings.from_travelling(json.dumps(self.agreed))
+        try:
+            return checked(FederationSettings, self.agreed)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the settings in join.toml cannot be read here: {error}. Does the server run another version of "
+                f"fedlora? (fedlora doctor lists the versions)"
+            ) from error
+
+    def terms(self) -> str:
+        """A digest of what is agreed and known, which each of the server's messages names. run.rounds counts only where
+        it may not change."""
+        free = self.settings().may_change
+        fixed = {key: value for key, value in flat(self.agreed).items() if key not in free}
+        return hashlib.sha256(json.dumps([fixed, self.facts], sort_keys=True).encode()).hexdigest()
 
     def text(self) -> str:
         """The file."""

@@ -34,7 +34,6 @@ _HEAD = """\
 # anew at the beginning of each round. Sites come and go by `fedlora flower admit` and `fedlora flower remove`.
 deadline = 600.0        # seconds; a round waits no longer for answers
 # max_examples = 1e9    # the most that a site's claim of examples counts for
-# max_upload_mb = 100   # of one reply; left out: twice what the site's own upload can have, and 1 MB
 
 [clients]               # name = rank
 """
@@ -44,14 +43,12 @@ class Policy(Section):
     """What the server allows.
 
     clients: name -> its rank, or its ranks by module: the allow-list, in the order in which rounds draw from it.
-    max_examples: the most that a claim counts for. max_upload_mb: for one reply, in 2^20 bytes; None: twice this
-    client's largest upload, and 1. deadline: seconds for a reply, also the life of a message.
+    max_examples: the most that a claim counts for. deadline: seconds for a reply, also the life of a message.
     """
 
     clients: Annotated[dict[SiteName, OneRank | RanksByModule], Field(min_length=1)]
     max_examples: Above = 1e9
     deadline: Above = 3600.0
-    max_upload_mb: Above | None = None
 
     def client(self, name: str) -> Client:
         """A client, with its rank or its ranks by module."""

@@ -1,56 +1,37 @@
-"""federation.toml: a run's TOML with an id and the table [network]; and site.toml, which overlays a site's own keys.
+"""federation.toml: a run's TOML with an id and the table [network]. Each site lays its own keys over it (site_file.py).
 
     id = "fed-4f21c0"       made once; sites keep their state by it
     [network]               the server's address
     [model] [data] [lora] [method] [server] [robust] [privacy] [train] [run] [evaluate]      as in a run's file
 
 model.name is the server's copy of the base model, and a *file* in data.validation or data.test is the server's; a
-*share* there is what each site holds out of its own. Every message carries the settings to the sites, without what
-belongs to the server's machine. A key that has no effect in a federation is refused (`ELSEWHERE`).
-
-    name = "acme"           site.toml: the keys of `OWN`, over the server's
-    [model]
-    name = "/models/bert"
-    [data]
-    train = "notes.csv"     relative paths start at the file's own folder
-    text = "note"           a column with another name in this file
+*share* there is what each site holds out of its own. join.toml carries the settings to the sites, without what belongs
+to the server's machine. A key that has no effect in a federation is refused (`ELSEWHERE`).
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from fedlora.core.text import quoted
-from fedlora.data.demo import PACKAGED
-from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
-from fedlora.flower.terms.policy import check_site
 from fedlora.flower.terms.privacy import FederationPrivacy, refusals
+from fedlora.flower.terms.site_file import Site, absolute
 from fedlora.given_files import read_toml
-from fedlora.runs.config import RunConfig, located_command
+from fedlora.runs.config import RunConfig
 from fedlora.runs.data_sections import DataSection
 from fedlora.runs.reading import checked
 from fedlora.runs.sections import ModelSection
 from fedlora.training.settings import Section
 
 Port = Annotated[int, Field(ge=1, le=65535)]
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+FederationId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]  # it names folders
 _PARTS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
 UNNAMED = "each site's own"  # model.name and data.train where nobody has named one
-
-OWN: Mapping[str, tuple[str, ...]] = {
-    "model": ("name", "revision", "device"),
-    "data": ("train", "text", "text_pair", "label", "prompt", "response", "messages"),
-    "train": ("command", "timeout"), "run": ("threads",), "method": ("name",),
-}  # fmt: skip
-"""The keys of site.toml beside `name`, by table."""
 
 # What a site's trainer takes from the settings; quorum, participation and stopping are the server's.
 _OF_SITES: dict[str, Any] = {
@@ -77,7 +58,7 @@ ELSEWHERE: Mapping[str, str] = {
 }  # fmt: skip
 """Keys of a run's file, and tables, that have no effect in a federation -> what has it instead."""
 
-# What never travels; nor is it read out of what a server sends.
+# What is not in join.toml; nor is it read out of such a file.
 _STAYS = (*ELSEWHERE, "network", "model.name", "model.revision", "run.report_to", "privacy.ledger")
 
 
@@ -103,11 +84,11 @@ class FederationSettings(RunConfig):
         >>> settings = FederationSettings(
         ...     id="fed-1", data={"label_names": ["no", "yes"]}, lora={"target_modules": ["q_proj"]}
         ... )
-        >>> FederationSettings.from_travelling(settings.travelling()).data.label_names
+        >>> settings.agreed()["data"]["label_names"]
         ['no', 'yes']
     """
 
-    id: str
+    id: FederationId
     network: NetworkSection = NetworkSection()
     model: ModelSection = ModelSection(name=UNNAMED)
     data: DataSection = DataSection(train=UNNAMED)
@@ -124,19 +105,18 @@ class FederationSettings(RunConfig):
         data = {"train": UNNAMED, **held, **raw.get("data", {})}
         return {**raw, "model": {"name": UNNAMED, **raw.get("model", {})}, "data": data}
 
-    @field_validator("id")
-    @classmethod
-    def _names_a_folder(cls, name: str) -> str:
-        if not _ID.fullmatch(name):
-            raise ValueError("a federation's id is up to 64 letters, digits, '.', '_' and '-'; `init` makes one")
-        return name
-
     @model_validator(mode="after")
     def _whole(self) -> FederationSettings:
         if self.model.task == "sequence-classification" and not self.data.label_names:
             raise ValueError(
                 "data.label_names is missing: the names of the classes, in the order of their numbers. They are needed "
-                "here because no site's file has to hold all classes (fedlora flower init --labels no,yes)"
+                "here because no site's file has to hold all classes"
+            )
+        if ":" in self.method.name:
+            raise ValueError(
+                f"method.name = {quoted(self.method.name)} is a class in a module, and importing a module of another's "
+                f"choice runs it: install it as a package with an entry point in fedlora.methods, at the server and at "
+                f"each site, and give that name (docs/how-to/add-a-method.md)"
             )
         return self
 
@@ -153,7 +133,13 @@ class FederationSettings(RunConfig):
         """The server's own files to measure on, by part."""
         return {part: value for part in _PARTS if isinstance(value := getattr(self.data, part), str)}
 
-    # ------------------------------------------------------------------------------------------------- there and back
+    @property
+    def may_change(self) -> tuple[str, ...]:
+        """The keys that may change after the first round: run.rounds, unless a schedule or a promise of epsilon is made
+        of it."""
+        return () if self.privacy is not None or self.train.lr_scheduler_type != "constant" else ("run.rounds",)
+
+    # ----------------------------------------------------------------------------------------------------------- files
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], folder: Path) -> FederationSettings:
@@ -181,47 +167,21 @@ class FederationSettings(RunConfig):
         except ConfigError as error:
             raise ConfigError(f"the federation's settings {path}: {error}") from error
 
-    def travelling(self) -> str:
-        """The settings for sites, as canonical JSON, without `_STAYS`. Defaults are included, because another version
-        may have others."""
-        said = self.model_dump(mode="json", exclude=_staying())
-        said["data"] |= {part: self.share(part) for part in _PARTS}
-        return json.dumps(said, sort_keys=True)
-
-    @classmethod
-    def from_travelling(cls, text: str) -> FederationSettings:
-        """Settings from a server's message. Raises `ConfigError`."""
-        try:
-            raw = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"the server's settings are not JSON: {error}.") from error
-        if not isinstance(raw, dict):
-            raise ConfigError("the server's settings are not a table.")
-        try:
-            return checked(cls, raw)
-        except ConfigError as error:
-            raise ConfigError(
-                f"the server's settings cannot be read here: {error}. Does the server run another version of fedlora? "
-                f"(fedlora doctor lists the versions)"
-            ) from error
+    def agreed(self) -> dict[str, Any]:
+        """The tables for join.toml, plain values, without `_STAYS`. Defaults are included, because another version may
+        have others."""
+        found = self.model_dump(mode="json", exclude=_staying())
+        found["data"] |= {part: self.share(part) for part in _PARTS}
+        return found
 
     # -------------------------------------------------------------------------------------------------- what it means
 
     def for_site(self, site: Site, rank: int = 1) -> RunConfig:
         """The input of `runs.preparation.prepare` for a site's trainer: the settings with its own keys over them.
 
-        Raises:
-            ConfigError: a mistake in site.toml; a module chosen by the server, because importing it here would run it.
+        Raises `ConfigError` for a mistake in site.toml.
         """
-        own = {table: dict(keys) for table, keys in site.own.items()}
-        if ":" in self.method.name and own.get("method", {}).get("name") != self.method.name:
-            raise ConfigError(
-                f"the server's method {quoted(self.method.name)} is a class in a module of its choice, and importing a "
-                f"module runs it. Nothing was imported. If {site.name} has that module and wants to run it, set "
-                f"[method] name = {quoted(self.method.name)} in site.toml."
-            )
-        own.pop("method", None)
-        said = self.model_dump(exclude_defaults=True, include=_OF_SITES, exclude=_staying())
+        own, said = site.own, self.model_dump(exclude_defaults=True, include=_OF_SITES, exclude=_staying())
         data, mine = said.get("data", {}), own.get("data", {})
         for these, others in ((("messages",), ("prompt", "response")), (("prompt", "response"), ("messages",))):
             if any(key in mine for key in these):  # one form of rows stands in place of the other
@@ -250,7 +210,7 @@ class FederationSettings(RunConfig):
     def as_run(self, model: str, **data: Any) -> RunConfig:
         """The federation as one run with that base model, as its adapters' cards and its measurements take it. data:
         further keys of [data]."""
-        config = self.for_site(Site("server", {"model": {"name": model}, "method": {"name": self.method.name}}))
+        config = self.for_site(Site("server", {"model": {"name": model}}))
         found = {"data": config.data.model_copy(update=data), "evaluate": self.evaluate, "robust": self.robust}
         return config.model_copy(update=found)
 
@@ -263,69 +223,4 @@ def _staying() -> dict[str, Any]:
             found[table] = True
         elif found.setdefault(table, set()) is not True:
             found[table].add(key)
-    return found
-
-
-@dataclass(frozen=True)
-class Site:
-    """A site's own settings: its name, and the keys of `OWN` by table. Nothing of this travels.
-
-    Example:
-        >>> Site("acme", {"data": {"train": "notes.csv", "text": "note"}, "model": {"name": "demo"}}).data
-        'notes.csv'
-    """
-
-    name: str
-    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    @property
-    def data(self) -> str:
-        """Its file of examples, or a data set "hf://..."."""
-        return str(self.own["data"]["train"])
-
-    @property
-    def model(self) -> str:
-        """Its copy of the base model."""
-        return str(self.own["model"]["name"])
-
-    @classmethod
-    def of(cls, raw: Mapping[str, Any], folder: Path) -> Site:
-        """From the tables of site.toml, with paths made absolute from `folder`. It does not look for the files, and
-        values are checked with the settings, in `FederationSettings.for_site`. Raises `ConfigError`."""
-        name, tables = raw.get("name"), {table: keys for table, keys in raw.items() if table != "name"}
-        if not isinstance(name, str):
-            raise ConfigError("key 'name' is missing: the site's, as the server admits it")
-        check_site(name)
-        given = [(table, key) for table, keys in tables.items() for key in (keys if isinstance(keys, dict) else [""])]
-        if odd := [f"{table}.{key}" for table, key in given if key not in OWN.get(table, ())]:
-            known = "; ".join(f"[{one}] {', '.join(keys)}" for one, keys in OWN.items())
-            raise ConfigError(f"{quoted(odd[0])} is no key of a site; it may set {known}, and the server all others")
-        for table, key in (("data", "train"), ("model", "name")):
-            if not isinstance(tables.get(table, {}).get(key), str) or not tables[table][key]:
-                raise ConfigError(f"[{table}] {key} is missing")
-        return cls(name, absolute(tables, folder))
-
-    @classmethod
-    def read(cls, path: Path) -> Site:
-        """From site.toml. Raises `ConfigError`."""
-        try:
-            return cls.of(read_toml(path, "the site file"), path.parent)
-        except ConfigError as error:
-            raise ConfigError(f"the site file {path}: {error}.") from error
-
-
-def absolute(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A file's tables with the paths in them absolute; relative ones start at `folder`."""
-    found = {name: dict(table) if isinstance(table, Mapping) else table for name, table in raw.items()}
-
-    for table, key in (*(("data", part) for part in ("train", *_PARTS)), ("privacy", "ledger"), ("model", "name")):
-        keys = found.get(table)
-        path = keys.get(key) if isinstance(keys, dict) else None
-        named = isinstance(path, str) and path and not is_hub(path) and path not in PACKAGED
-        there = named and (table != "model" or (folder / str(path)).exists())  # otherwise an id on the hub
-        if isinstance(keys, dict) and there:
-            keys[key] = str((folder / str(path)).resolve())
-    train = found.get("train")
-    if isinstance(train, dict) and isinstance(train.get("command"), list):
-        train["command"] = located_command([str(word) for word in train["command"]], folder)
     return found
