@@ -49,8 +49,8 @@ RELEASED: Mapping[str, Allowed] = {
 EMPTY: Mapping[str, Mapping[str, Any]] = {
     "metrics.jsonl": {"loss": None, "losses": {}, "examples": {}, "weights": {}, "refused": {}, "seconds": {},
                       "bytes": {}, "padded_error": None, "gauge_drift": None},
-    "summary.json": {"clients_at_end": {}, "clients_at_end_common": {}, "seconds": {}, "bytes": {},
-                     "padded_error": None, "gauge_drift": None, "refused": None},
+    "summary.json": {"clients_at_end": {}, "seconds": {}, "bytes": {}, "padded_error": None, "gauge_drift": None,
+                     "refused": None},
     "manifest.json": {"cut": {}, "copies": {}},
     "server/summary.json": {"site_test": {}, "sites": {}, "seconds": None},
 }  # fmt: skip

@@ -109,8 +109,7 @@ def _begun(
 
 # A table of a line -> the word before its names at a tracker
 _TABLES = {
-    "metrics": "metrics", "site_mean": "sites", "losses": "loss", "weights": "weight", "norms": "norm",
-    "seconds": "seconds",
+    "metrics": "metrics", "site_mean": "sites", "losses": "loss", "weights": "weight", "seconds": "seconds",
 }  # fmt: skip
 
 
@@ -119,8 +118,8 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     private round what may be released.
 
     metrics/NAME with all details, loss (the round's) and loss/CLIENT, weight/CLIENT, seconds or seconds/PHASE, bytes,
-    server_rank, padded_error; of a federation sites/NAME (the sites' weighted mean), site/SITE/NAME, norm/CLIENT; with
-    a robust rule change/CLIENT (a change's norm) and weight_after/CLIENT; of a private round privacy/epsilon and
+    server_rank, padded_error; of a federation sites/NAME (the sites' weighted mean), site/SITE/NAME; with a robust
+    rule change/CLIENT (a change's norm) and weight_after/CLIENT; of a private round privacy/epsilon and
     privacy/epsilon_planned.
     """
     found: dict[str, Any] = {key: line.get(key) for key in ("loss", "seconds", "server_rank", "padded_error")}

@@ -138,17 +138,14 @@ class ModelEvaluator:
         assert worst is not None
         return {**means, "worst": mine[worst], **{f"client/{client}": score for client, score in mine.items()}}
 
-    def measure_clients(self, server: Server, state: RunState, *, common: bool = False) -> dict[str, Scores]:
-        """Client -> scores of the model it would start its next round with, on its own held-out text if it has some.
-
-        common: use the common sets even for clients with their own.
-        """
+    def measure_clients(self, server: Server, state: RunState) -> dict[str, Scores]:
+        """Client -> scores of the model it would start its next round with, on its own held-out text if it has some."""
         models = (
             client_model(server, state.server, client, state.clients.get(client.id, ClientMemory()))
             for client in self._clients
         )
         names = [client.id for client in self._clients]
-        return dict(zip(names, self._measured(models, [None] * len(names) if common else names), strict=True))
+        return dict(zip(names, self._measured(models, names), strict=True))
 
     def measure_adapter(self, adapter: Adapter, client: str | None = None) -> Scores:
         """Scores of any adapter, on its base; on the client's own held-out text if it has some."""
