@@ -1,7 +1,7 @@
 """A round's mean update within the consensus subspace of its clients, in energy order: the aggregation.
 
     mean = sum_i p_i B_i A_i = Q C P^T     from the factors as stored (`product`)
-    K    = sum_i p_i U_i U_i^T             the clients' votes (`consensus`)
+    K    = sum_i p_i U_i U_i^T             the clients' votes (`_cuts` weighs them, `consensus` takes the strongest)
     U_ref = TopEig_R(K)                    which directions R keeps
     U_ref U_ref^T C = O diag(s) W^T,       B = Q O sqrt(s),   A = sqrt(s) W^T P^T
 

@@ -2,7 +2,7 @@
 
     v_i = w_i (what client i changed)                     ||v_i|| <= C
     S   = sum_i round(v_i / gamma) + discrete Gaussian    integers; stored, charged, then used
-    M  <- M + gamma S / (q n), cut to R                   M: what a client of any rank would start from
+    M  <- M + gamma S / (q n), products cut to R          M: what a client of any rank would start from
 
 The round draws the clients to ask, and takes one upload from each. A client that is refused, offline, fails or abstains
 counts as zero: there is no quorum, no second draw and no retry, and the `Tally` is empty. What a kill at each step
