@@ -41,8 +41,8 @@ class FedIT(Method[LoRA]):
 
 
 def mean_factors(updates: Sequence[Update]) -> LoRA:
-    """The weighted mean of each factor that travelled, B (d_out, r) and A (r, d_in), all of one rank. Other methods that
-    average factors call it too."""
+    """The weighted mean of each factor that travelled, B (d_out, r) and A (r, d_in), all of one rank. The other methods
+    that average factors call it, too."""
     weights = [u.weight for u in updates]
     sent = [u.lora.tensors() for u in updates]
     means = {name: weighted_mean([tensors[name] for tensors in sent], weights) for name in sent[0]}

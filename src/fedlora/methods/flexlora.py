@@ -2,9 +2,9 @@
 
     Delta W = sum_i p_i B_i A_i = U diag(s) V^T        read out: B = U_r diag(s_r), A = V_r^T
 
-Exact before truncation, gauge-invariant, any ranks. All energy is in B, as in the authors' code. The SVD is that
-of the small core between orthonormal bases; the paper computes Delta W and its full SVD. Components that may be rounding are not read
-out. Cost: O((sum r_i)^2 (d_out + d_in)).
+Exact before truncation, gauge-invariant, any ranks. All energy is in B, as in the authors' code. The SVD is that of the
+small core between orthonormal bases; the paper computes Delta W and its full SVD. Components that may be rounding are
+not read out. Cost: O((sum r_i)^2 (d_out + d_in)).
 """
 
 from __future__ import annotations
