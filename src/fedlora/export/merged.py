@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
+from fedlora.adapters.truncation import name_of
 from fedlora.adapters.writer import base_line
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
@@ -94,7 +95,7 @@ def export_merged(
     if name := _not_finite(full):
         raise AdapterFormatError(
             f"{file.directory}: {name!r} would hold NaN or a number beyond {torch.finfo(full.dtype).max:.6g}, the "
-            f"largest of {str(full.dtype)[6:]}: write with --dtype float32, or find out where it comes from."
+            f"largest of {name_of(full.dtype)}: write with --dtype float32, or find out where it comes from."
         )
     with replacing_folder(out, **place) as building:
         with quiet():
