@@ -215,8 +215,6 @@ def _card(file: AdapterFile, base: Path, found: Attached) -> str:
         licence = ModelCard(own.read_text(encoding="utf-8")).data.get("license") if own.is_file() else None
     except Exception:  # a card without front matter, or with another's
         licence = None
-    ranks = sorted(set(file.ranks.values()))
-    rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     return f"""---
 library_name: transformers
 {f"license: {licence}{chr(10)}" if isinstance(licence, str) and licence.isprintable() else ""}\
@@ -227,7 +225,7 @@ library_name: transformers
 
 # A full model with a LoRA adapter in it
 
-A base model with an adapter of {counted(len(file.ranks), "module")}, {rank}, merged into its weights:
+A base model with an adapter of {counted(len(file.ranks), "module")} merged into its weights:
 {counted(len(found.changed), "tensor")} changed.
 `transformers.{found.kind.__name__}` loads it.
 Measurements of the base model alone do not hold for it.
