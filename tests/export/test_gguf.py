@@ -147,7 +147,7 @@ def test_what_llama_cpp_would_leave_out_is_named_before(tmp_path: Path, main: Ma
 
 
 def classifier() -> Any:
-    return LlamaForSequenceClassification(llama().config)  # type: ignore[arg-type]
+    return LlamaForSequenceClassification(llama().config)
 
 
 def test_other_models_are_refused(tmp_path: Path, main: Main) -> None:
