@@ -169,6 +169,13 @@ class TestRefusedWrites:
         assert not (tmp_path / "new").exists()
         assert before == {path.name: path.read_bytes() for path in there.iterdir()}
 
+    def test_what_the_reader_refuses_does_not_appear(self, tmp_path):
+        _, adapter, spec = like("heads", (4,))
+        wrapped = Adapter({f"_orig_mod.{name}": lora for name, lora in adapter.modules.items()})
+        with pytest.raises(AdapterFormatError, match="wrapper"):
+            write_adapter(tmp_path / "out", wrapped, spec)
+        assert not list(tmp_path.iterdir())
+
     def test_heads_that_the_spec_does_not_save(self, tmp_path):
         build, adapter, spec = like("heads", (4,))
         spec = AdapterSpec({**spec.config, "modules_to_save": None, "task_type": None})

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
 
 from fedlora.adapters.reader import AdapterFile
 from fedlora.export.gguf import write_gguf
 from support.bases import small
 from support.command_line import Said
 from support.peft_cases import CASES, loaded, saved
-from support.tiny_models import VOCABULARY, gpt2
+from support.tiny_models import VOCABULARY, gpt2, llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Main = Callable[..., Said]
@@ -146,12 +146,18 @@ def test_what_llama_cpp_would_leave_out_is_named_before(tmp_path: Path, main: Ma
     assert set(updates(tmp_path / "g" / "adapter.gguf")) == {f"model.layers.{k}.self_attn.q_proj" for k in range(2)}
 
 
+def classifier() -> Any:
+    return LlamaForSequenceClassification(llama().config)
+
+
 def test_other_models_are_refused(tmp_path: Path, main: Main) -> None:
     adapter, base = small(tmp_path / "llama")
     other, of_other = small(tmp_path / "gpt2", build=gpt2, target_modules=["c_attn"])
+    scorer, of_scorer = small(tmp_path / "scorer", build=classifier, target_modules=["score"])
     to = ["-o", tmp_path / "out"]
     for command, why in (
         ([other, "--format", "gguf", "--model", of_other], "is of type 'gpt2'; .* llama, mistral"),
+        ([scorer, "--format", "gguf", "--model", of_scorer], "no tensor for 'score'"),
         ([adapter, "--format", "tgi", "--model", base], "merged, gguf"),
         ([adapter, "--format", "gguf", "--model", base, "--dtype", "float64"], "float16, bfloat16, float32"),
     ):

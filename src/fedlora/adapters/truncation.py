@@ -89,10 +89,10 @@ class Combined:
         unit = s[0] if s else 1.0
         energy = [(x / unit) ** 2 for x in s]  # unscaled squares would underflow or overflow
         total = math.fsum(energy)
+        norm = math.sqrt(total) * unit
         kept = rule.keep(energy)
-        error = math.sqrt(math.fsum(energy[kept:]) / total) if total else 0.0
-        error = math.hypot(error, self.lost / (math.sqrt(total) * unit)) if total else error
-        report = ModuleReport(self.module, self.stacked, self.full, kept, error, math.sqrt(total) * unit, tuple(s))
+        error = math.hypot(math.sqrt(math.fsum(energy[kept:]) / total), self.lost / norm) if s else 0.0
+        report = ModuleReport(self.module, self.stacked, self.full, kept, error, norm, tuple(s))
         return LoRA(*self.components.pair(kept)), report
 
 

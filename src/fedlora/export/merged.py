@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
+from fedlora.adapters.truncation import name_of
 from fedlora.adapters.writer import base_line
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
@@ -94,7 +95,7 @@ def export_merged(
     if name := _not_finite(full):
         raise AdapterFormatError(
             f"{file.directory}: {name!r} would hold NaN or a number beyond {torch.finfo(full.dtype).max:.6g}, the "
-            f"largest of {str(full.dtype)[6:]}: write with --dtype float32, or find out where it comes from."
+            f"largest of {name_of(full.dtype)}: write with --dtype float32, or find out where it comes from."
         )
     with replacing_folder(out, **place) as building:
         with quiet():
@@ -214,8 +215,6 @@ def _card(file: AdapterFile, base: Path, found: Attached) -> str:
         licence = ModelCard(own.read_text(encoding="utf-8")).data.get("license") if own.is_file() else None
     except Exception:  # a card without front matter, or with another's
         licence = None
-    ranks = sorted(set(file.ranks.values()))
-    rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     return f"""---
 library_name: transformers
 {f"license: {licence}{chr(10)}" if isinstance(licence, str) and licence.isprintable() else ""}\
@@ -226,7 +225,7 @@ library_name: transformers
 
 # A full model with a LoRA adapter in it
 
-A base model with an adapter of {counted(len(file.ranks), "module")}, {rank}, merged into its weights:
+A base model with an adapter of {counted(len(file.ranks), "module")} merged into its weights:
 {counted(len(found.changed), "tensor")} changed.
 `transformers.{found.kind.__name__}` loads it.
 Measurements of the base model alone do not hold for it.
