@@ -136,8 +136,11 @@ def show_plan(
         trials = cost.tried(todo, data_root, lambda run: notes.print(f"two trial rounds of {run.label}"))
         rows.append(cost.row_of(progress, trials, price))
         notes.warn(*dict.fromkeys(f"a trial failed: {why}" for why in trials.values() if isinstance(why, str)))
-    caption = "What would run." + (" Hours of one process, from two trial rounds here." if measure else "")
+    tried = any("hours" in row for row in rows)
+    caption = "What would run." + (" Hours of one process, from two trial rounds here." if tried else "")
     show([Shown(pd.DataFrame(rows), 1, [caption])], [], Format.table)
+    if measure and not tried and any(row["to do"] for row in rows):
+        raise typer.Exit(NOT_WHOLE)
 
 
 def show_table(grid: Grid, results: Path, metric: str | None, margin: float | None, form: Format) -> None:

@@ -76,7 +76,7 @@ def tried(runs: Sequence[Planned], data_root: Path | None, tell: Callable[[Plann
             try:
                 kinds[kind] = executor.submit(_trial, run, data_root).result()
             except Exception as error:  # one that fails must not end the plan
-                kinds[kind] = f"{type(error).__name__}: {error}".splitlines()[0]
+                kinds[kind] = (str(error) or type(error).__name__).splitlines()[0]
             finally:
                 end(executor)
         found[run.digest] = kinds[kind]
