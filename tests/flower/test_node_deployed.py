@@ -1,10 +1,10 @@
-"""A site's node against Flower's own SuperLink, with TLS and node authentication. Kind: *end to end*, real processes.
-
-Marked `deployment_all`: it takes a minute.
+"""A site runs no app but that of its fedlora, against Flower's own SuperLink with TLS and node authentication. Kind:
+*end to end*, real processes. What a node waits for and outlives: tests/deployment/test_road.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -53,31 +53,26 @@ main()
 
 
 class Running:
-    """A site's node as a process, started again when it ends, as its unit is; and the lines that it says."""
+    """A site's node as a process, and the lines that it says."""
 
     def __init__(self, here: SiteFolder, lines: Path) -> None:
         self.lines = lines
-        self._command = [sys.executable, "-c", UNCHECKED, "flower", "node", str(here.path)]
-        self.process = self._started()
-
-    def _started(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", UNCHECKED, "flower", "node", str(here.path)]
         env = {name: value for name, value in os.environ.items() if name != "JOURNAL_STREAM"}
-        with self.lines.open("ab") as file:
-            return subprocess.Popen(self._command, stderr=file, stdout=file, env=env, start_new_session=True)
+        with lines.open("ab") as file:
+            self.process = subprocess.Popen(command, stderr=file, stdout=file, env=env, start_new_session=True)
 
     def until(self, words: str, times: int = 1, path: Path | None = None) -> None:
         """Wait until the node has said these words, or a file has them."""
         end, place = time.monotonic() + 150, path or self.lines
         while not place.is_file() or place.read_text().count(words) < times:
-            assert time.monotonic() < end, (words, self.lines.read_text())
-            if self.process.poll() is not None:
-                self.process = self._started()
+            assert time.monotonic() < end and self.process.poll() is None, (words, self.lines.read_text())
             time.sleep(0.2)
 
     def end(self) -> None:
-        if self.process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        self.process.wait()
 
 
 def test_a_site_runs_no_app_but_that_of_its_fedlora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,35 +95,4 @@ def test_a_site_runs_no_app_but_that_of_its_fedlora(tmp_path: Path, monkeypatch:
         assert not [path for path in everything if b'"other' in path.read_bytes()]
     finally:
         node.end()
-        link.stop()
-
-
-def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path: Path) -> None:
-    """In this order: no server, an unknown key, admitted, the server gone and back, the key taken away, SIGTERM.
-    Nothing is left behind."""
-    link, here = made(tmp_path)
-    running = Running(here, tmp_path / "lines")
-    until = running.until
-    try:
-        until("cannot be reached from here")
-        link.start()
-        until("this site's key is not registered there")
-        link.keep_keys({"acme": here.public_key})
-        until("admitted: online")
-        assert [(node.name, node.status) for node in link.nodes()] == [("acme", "online")]
-        assert link.process is not None
-        os.killpg(link.process.pid, signal.SIGKILL)
-        link.process.wait()
-        until("cannot be reached from here", 2)
-        link.start()
-        until("admitted: online", 2)
-        link.keep_keys({})
-        until("this site's key is not registered there", 2)
-        running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(30) == 0
-        time.sleep(2)  # what a SuperNode has started ends with it
-        left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-        assert not [line for line in left.splitlines() if str(here.path) in line]
-    finally:
-        running.end()
         link.stop()

@@ -24,7 +24,7 @@ from fedlora.flower.envelope import receipt_of
 from fedlora.flower.grid import BoundedGrid
 from fedlora.flower.records import to_array
 from fedlora.flower.server.journal import read_now, read_rounds
-from fedlora.flower.server.state import drawn, least_usable, reply_limit
+from fedlora.flower.server.state import least_usable, reply_limit
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.rules import Krum
 from fedlora.server.sampling import sample_clients
@@ -168,16 +168,6 @@ def test_what_a_reply_may_take_follows_from_ranks_and_heads(tmp_path: Path) -> N
 def test_what_a_round_needs(quorum: Any, rule: Any, participation: float, want: int) -> None:
     """By hand, of six clients, and of Krum's bound."""
     assert least_usable(Policy(clients=dict.fromkeys("abcdef", 4)), quorum, rule, participation) == want
-
-
-def test_the_draw_is_the_engines_and_takes_others_for_those_that_are_away() -> None:
-    names = list("abcdefgh")
-    for round in range(5):
-        sample = sample_clients(names, 0.5, seed=1, round=round)
-        assert drawn(names, names, 0.5, seed=1, round=round) == sample and len(sample) == 4
-        there = [name for name in names if name not in sample[:2]]
-        assert len(found := drawn(names, there, 0.5, seed=1, round=round)) == 4 and set(found) <= set(there)
-    assert drawn(names, names[:3], 0.5, seed=1, round=0) == names[:3] and drawn(names, [], 0.5, seed=1, round=0) == []
 
 
 # ---- order and bits --------------------------------------------------------------------------------------------------

@@ -79,15 +79,12 @@ class FakeLink:
         self.online = list(CLIENTS)
         self.comes: Callable[[], None] = lambda: None
         self.code: int | None = None
-        self.fails = list[Exception]()
         self.listed = list[RunFacts]()
         self._turns: list[Turn] = []
 
     def start(self) -> None:
         self.done.append("start")
         self.code = None
-        if self.fails:
-            raise self.fails.pop(0)
 
     def stop(self) -> None:
         self.done.append("stop")
