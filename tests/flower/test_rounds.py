@@ -5,6 +5,7 @@ Kinds of evidence: *contract* (what files and lines say), *parity* (bit for bit 
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -168,6 +169,36 @@ def test_what_a_reply_may_take_follows_from_ranks_and_heads(tmp_path: Path) -> N
 def test_what_a_round_needs(quorum: Any, rule: Any, participation: float, want: int) -> None:
     """By hand, of six clients, and of Krum's bound."""
     assert least_usable(Policy(clients=dict.fromkeys("abcdef", 4)), quorum, rule, participation) == want
+
+
+# ---- a robust rule ---------------------------------------------------------------------------------------------------
+
+FIVE = dict.fromkeys("abcde", 4)
+
+
+def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In rounds.jsonl and in the log; a client that is left out has trained and is not refused."""
+    caplog.set_level(logging.INFO, logger="fedlora")
+    strategy, grid = federation(tmp_path, Server(build("glora"), round=Kept(Krum(1))), FIVE)
+    play(strategy, grid, 2)
+    for line in strategy.journal.lines():
+        clients = line["robust"]["clients"]
+        assert set(clients) == set(FIVE) and line["robust"]["rule"] == "krum (f = 1)"
+        assert [one["coefficient"] for one in clients.values()].count(0.0) == 4
+        assert {said["fate"] for said in line["fates"].values()} == {"trained"}
+    told = [receipt.why for receipt in strategy.kept.receipts.values() if receipt.why]
+    assert len(told) == 4 and all("no weight" in why and " away from " in why for why in told)
+    assert "round 1: krum left out" in caplog.text
+
+
+def test_too_few_clients_are_refused_before_and_in_a_round(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"krum \(f = 2\) needs 7 clients, but a round has 5"):
+        play(*federation(tmp_path, Server(build("glora"), round=Kept(Krum(2))), FIVE), 1)
+    strategy, grid = federation(tmp_path, Server(build("glora"), round=Kept(Krum(1))), FIVE)
+    grid.offline = {"b"}
+    with pytest.raises(QuorumNotMet, match=r"krum \(f = 1\) needs 5 clients, and 4 came"):
+        play(strategy, grid, 1)
+    assert strategy.round == 0
 
 
 # ---- order and bits --------------------------------------------------------------------------------------------------

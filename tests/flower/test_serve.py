@@ -15,7 +15,6 @@ import pytest
 pytest.importorskip("flwr")
 
 
-from fedlora import doing
 from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, LedgerError
 from fedlora.flower import apps
 from fedlora.flower.processes import holder, locked
