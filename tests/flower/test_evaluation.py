@@ -112,22 +112,6 @@ def test_the_server_measures_chooses_and_leaves_adapters_that_load_anywhere(tmp_
             assert str(tmp_path).encode() not in path.read_bytes(), path
 
 
-def test_without_a_model_at_the_server_the_folder_still_loads(tmp_path: Path) -> None:
-    fed = FederationOnDisk(tmp_path)
-    fed.write(data={"validation": 0.0}, run={"rounds": 1})
-    grid = fed.grid()
-    grid.offline = {"cork"}
-    summary = fed.play(grid)
-    assert summary["measured_by"] is None and summary["best_round"] is None
-    folder = fed.home / "server" / "adapter"
-    base = AutoModelForSequenceClassification.from_pretrained(fed.model, num_labels=3)
-    assert PeftModel.from_pretrained(base, folder).active_adapters == ["default"]
-    card = (folder / "README.md").read_text()
-    assert 'AutoTokenizer.from_pretrained(model.peft_config["default"].base_model_name_or_path)' in card
-    assert "Trained by 2 clients" in card and "cork" not in card  # which was away
-    assert not (folder / "tokenizer.json").exists() and not (fed.home / "server" / "best").exists()
-
-
 def test_it_stops_when_nothing_gets_better_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the first of equals is best."""
     fed = FederationOnDisk(

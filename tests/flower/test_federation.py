@@ -26,7 +26,7 @@ from fedlora.flower.records import (
     to_tensor,
 )
 from support.federations import noise
-from support.flower_grid import bits, fates, federation, last_line, play, wired
+from support.flower_grid import bits, changed, fates, federation, last_line, nan, play, wired
 
 # ---- what travels ----------------------------------------------------------------------------------------------------
 
@@ -94,11 +94,6 @@ def said(**changes: Any) -> Callable[[Message, Message], Message]:
     return altered(config=alter)
 
 
-def numbers(**changes: Any) -> Callable[[Message, Message], Message]:
-    names = {name.replace("_", "-"): value for name, value in changes.items()}
-    return altered(metrics=lambda record: MetricRecord({**dict(record), **names}))
-
-
 def numpy_header(text: str, length: int | None = None) -> bytes:
     body = text.encode()
     return b"\x93NUMPY\x01\x00" + (length or len(body)).to_bytes(2, "little") + body
@@ -128,10 +123,10 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
         forged(stype=NUMPY, data=numpy_header("__import__('os').abort()") + b"\0" * 144),
         "numpy header that is not read",
     ),
-    "NaN": (arrays(lambda f: f.update({"B/a.q": to_array(torch.full((12, 3), float("nan")))})), "NaN or Inf"),
+    "NaN": (nan, "NaN or Inf"),
     "a missing tensor": (arrays(lambda f: f.pop("A/b.v") and None), "1 tensors are missing"),
     "a tensor too many": (arrays(lambda f: f.update({"B/evil": to_array(torch.ones(2, 2))})), "1 were not asked for"),
-    "NaN examples": (numbers(num_examples=float("nan")), "num_examples"),
+    "NaN examples": (changed(num_examples=float("nan")), "num_examples"),
     "no examples": (altered(metrics=lambda r: MetricRecord({"loss": 1.0})), "no number 'num-examples'"),
     "an earlier round": (said(round=-1), "after round -1"),
     "another run": (said(run="other"), "of run 'other'"),
@@ -140,9 +135,9 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "deep json": (altered(config=lambda r: ConfigRecord({"protocol": PROTOCOL, "upload": "[" * 100000})), "not JSON"),
     "another protocol": (altered(config=lambda r: ConfigRecord({"protocol": "x", "upload": "{}"})), PROTOCOL),
     "nothing at all": (lambda asked, reply: Message(RecordDict(), reply_to=asked), PROTOCOL),
-    "loss NaN": (numbers(loss=float("nan")), "its loss is nan"),
-    "a loss below 0": (numbers(loss=-1e-9), "its loss is -1e-09"),
-    "a loss that drowns all others'": (numbers(loss=1e300), "its loss is 1e+300"),
+    "loss NaN": (changed(loss=float("nan")), "its loss is nan"),
+    "a loss below 0": (changed(loss=-1e-9), "its loss is -1e-09"),
+    "a loss that drowns all others'": (changed(loss=1e300), "its loss is 1e+300"),
 }
 
 

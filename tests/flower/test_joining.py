@@ -12,23 +12,8 @@ pytest.importorskip("flwr")
 
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.certificates import new_key, verdict, write_server
-from fedlora.flower.terms.joining import Address, JoinFile, site_key
-from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.terms.joining import JoinFile, site_key
 from support.shown_certificates import authority, server_files
-
-SETTINGS = FederationSettings(id="fed-1", data={"label_names": ["no", "yes"]}).agreed()  # type: ignore[arg-type]
-
-
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """Also with the line ends of another system."""
-    address = Address(name="fl.example.org", port=443, ca=authority().pem)
-    facts = {"base": "b" * 64, "torch": "2"}
-    said = JoinFile(federation="fed-1", server=address, agreed=SETTINGS, facts=facts)
-    for text in (said.text(), said.text().replace("\n", "\r\n")):
-        (tmp_path / "join.toml").write_bytes(text.encode())
-        read = JoinFile.read(tmp_path / "join.toml")
-        assert (read.federation, read.address, read.facts) == ("fed-1", "fl.example.org:443", facts)
-        assert read.settings().agreed() == SETTINGS
 
 
 @pytest.mark.parametrize("text", ["", "x = [", 'id = "fed"\n', 'federation = "../up"\n', "federation = 1979-05-27\n"])

@@ -148,22 +148,6 @@ def test_a_round_without_answers_takes_place_and_is_charged(tmp_path: Path) -> N
     assert 0.1 < float(moved.std()) < 0.6
 
 
-def test_the_mean_is_divided_by_the_members_whoever_is_in_the_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same released sum gives the same state with one, or with all three, in policy.toml."""
-    monkeypatch.setattr(Mechanism, "noised", same_release)
-    states = []
-    for names in (("one",), tuple(RANKS)):
-        folder = tmp_path / str(len(names))
-        policy = Policy(clients={name: RANKS[name] for name in names})
-        strategy, grid = private_federation(folder)
-        strategy.policy = policy
-        play(strategy, grid, 1)
-        states.append(bits(strategy.state.server))
-    assert states[0] == states[1]
-
-
 # ---- the budget ------------------------------------------------------------------------------------------------------
 
 

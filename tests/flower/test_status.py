@@ -15,32 +15,12 @@ pytest.importorskip("flwr")
 from rich.console import Console
 
 from fedlora.cli.flower.serve import Stop, _rounds_table, tell_end
-from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import locked
 from fedlora.flower.server.journal import Journal
 from fedlora.flower.server.status import headline, standing, status_of
 from fedlora.flower.server.superlink import NodeFacts
-from support.fake_link import end_rounds, federation_folder, play_round
-
-
-def test_where_it_stands_is_read_from_files_that_a_crash_tore(tmp_path: Path) -> None:
-    home = federation_folder(tmp_path / "f")
-    folder = FederationFolder(home)
-    assert standing(folder).done == 0 and not standing(folder).why
-    play_round(home, 1)
-    with folder.rounds.open("a") as file:
-        file.write('{"round": 2, "los')
-    assert standing(folder).done == 1
-    for number in (2, 3):
-        play_round(home, number)
-    assert not standing(folder).why  # the adapter is not written yet
-    end_rounds(home, 3)
-    assert standing(folder).why == "complete"
-    folder.summary.write_text("{")
-    assert not standing(folder).why
-    with pytest.raises(ConfigError, match=r"fedlora flower init.*federation\.toml"):
-        standing(FederationFolder(tmp_path))
+from support.fake_link import federation_folder, play_round
 
 
 def loopback(home: Path) -> None:
