@@ -43,13 +43,6 @@ def test_what_a_site_gets_is_all_but_what_is_the_servers(tmp_path: Path) -> None
     assert measured.model.name == "demo" and of().for_server() is None
 
 
-def test_one_form_of_rows_stands_in_place_of_the_other() -> None:
-    chats = of(model={"name": "demo", "task": "causal-lm"}, data={"messages": "talk"})
-    pairs = Site("a", {**OWN, "data": {"train": "n.csv", "prompt": "q", "response": "a"}})
-    config = chats.for_site(pairs)
-    assert (config.data.prompt, config.data.response, config.data.messages) == ("q", "a", None)
-
-
 def test_no_server_sets_what_is_a_sites_own() -> None:
     """Whatever it sends: the site's trainer has the paths, the program and the device of site.toml alone."""
     said = of().agreed()
