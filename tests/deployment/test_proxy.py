@@ -174,53 +174,23 @@ def test_what_nodes_ask_for_passes_with_the_headers_of_a_node_alone(door: Door) 
     assert set(sent) == {"host", "content-length", "x-forwarded-for", *of_a_node}
 
 
-OTHER_PATHS = [
-    "/",
-    "/health",
-    "/docs",
-    "/openapi.json",
-    "/v1/control/list-runs",
-    "/v1/control/start-run",
-    "/v1/runtime/get-nodes",
-    "/closed",
-    "/v1/fleet",
-    "/v1/fleet/",
-    "/v1/fleet/other",
-    "/v1/fleet/pull-messages/",
-    "/v1/fleet/pull-messages?x=1",
-    "/v1/fleet/../control/list-runs",
-    "/v1/fleet/..%2fcontrol/list-runs",
-    "/v1/fleet/%2e%2e/control/list-runs",
-    "/v1/fleet/.%2e/control/list-runs",
-    "/v1/fleet/%252e%252e/control/list-runs",
-    "/v1/fleet/..;/control/list-runs",
-    "/v1/fleet/pull-messages/../../control/list-runs",
-    "/v1/fleet/./pull-messages",
-    "/v1/fleet/pull-messages/..",
-    "//v1/control/list-runs",
-    "//v1/fleet/pull-messages",
-    "/v1//fleet/pull-messages",
-    "/v1/fleet//pull-messages",
-    "/V1/FLEET/PULL-MESSAGES",
-    "/v1/Fleet/pull-messages",
-    "/v1/fleet/pull%2dmessages",
-    "/v1/%66leet/pull-messages",
-    "/v1/fleet/pull-messages%00",
-    "/v1/fleet/pull-messages%0a",
-    "/v1/fleet/pull-messages%20HTTP/1.1",
-    "/v1/fleet/pull-messages;x",
-    "/v1/fleet/pull-messages#x",
-    "/v1\\control\\list-runs",
-    "/v1/fleet/é",
-    "*",
-    "http://127.0.0.1/v1/control/list-runs",
-    "https://fl.example.org/v1/control/list-runs",
-    "https://fl.example.org/v1/fleet/pull-messages",
-]
+OTHER_PATHS = """
+    / /health /docs /openapi.json /v1/control/list-runs /v1/control/start-run /v1/runtime/get-nodes /closed
+    /v1/fleet /v1/fleet/ /v1/fleet/other /v1/fleet/pull-messages/ /v1/fleet/pull-messages?x=1
+    /v1/fleet/../control/list-runs /v1/fleet/..%2fcontrol/list-runs /v1/fleet/%2e%2e/control/list-runs
+    /v1/fleet/.%2e/control/list-runs /v1/fleet/%252e%252e/control/list-runs /v1/fleet/..;/control/list-runs
+    /v1/fleet/pull-messages/../../control/list-runs /v1/fleet/./pull-messages /v1/fleet/pull-messages/..
+    //v1/control/list-runs //v1/fleet/pull-messages /v1//fleet/pull-messages /v1/fleet//pull-messages
+    /V1/FLEET/PULL-MESSAGES /v1/Fleet/pull-messages /v1/fleet/pull%2dmessages /v1/%66leet/pull-messages
+    /v1/fleet/pull-messages%00 /v1/fleet/pull-messages%0a /v1/fleet/pull-messages%20HTTP/1.1
+    /v1/fleet/pull-messages;x /v1/fleet/pull-messages#x /v1\\control\\list-runs /v1/fleet/\u00e9 *
+    http://127.0.0.1/v1/control/list-runs https://fl.example.org/v1/control/list-runs
+    https://fl.example.org/v1/fleet/pull-messages
+"""
 OTHER_METHODS = ["GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "post"]
 CLOSED = [
     *(f"{method} /v1/fleet/pull-messages HTTP/1.1" for method in OTHER_METHODS),
-    *(f"POST {path} HTTP/1.1" for path in OTHER_PATHS),
+    *(f"POST {path} HTTP/1.1" for path in OTHER_PATHS.split()),
     "POST /v1/fleet/" + "a" * 7000 + " HTTP/1.1",
     "POST /v1/fleet/pull-messages HTTP/1.1 x HTTP/1.1",
     "CONNECT 127.0.0.1:18080 HTTP/1.1",
