@@ -39,7 +39,6 @@ from support.command_line import Said
 from support.flower_grid import bits
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.machines import free_port
-from support.marked import started_for
 from support.tiny_models import bert
 from support.training_data import classification, save_model
 
@@ -85,6 +84,12 @@ class Kept:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def started_for(flower_home: Path) -> list[psutil.Process]:
+    """All processes of that folder, with those that an earlier launcher left, by their environments."""
+    found = psutil.process_iter(["environ"])
+    return [one for one in found if (one.info["environ"] or {}).get(processes.OF) == str(flower_home)]
 
 
 def until(true: Callable[[], bool], seconds: float, log: Path, up: Kept) -> None:
