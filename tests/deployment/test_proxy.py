@@ -80,11 +80,11 @@ class Behind:
                     if not mark:
                         continue
                     found = re.search(rb"\r\ncontent-length: *(\d+)", head, re.I)
-                    length = int(found[1]) if found else 0
-                    while len(body) < length:
-                        body += link.recv(65536)
-                    self.came.append((head, body))
-                    data = body[length:]
+                    length, received = int(found[1]) if found else 0, bytearray(body)
+                    while len(received) < length:
+                        received += link.recv(65536)
+                    self.came.append((head, bytes(received)))
+                    data = bytes(received[length:])
                     link.sendall(b"HTTP/1.1 200 OK\r\nServer: uvicorn\r\nContent-Length: 7\r\n\r\nreached")
         except OSError:
             return
