@@ -147,6 +147,22 @@ def test_a_superlink_that_fails_for_a_while_still_gets_its_messages(
     assert fate == "answered" or "500" in found["acme"][1]
 
 
+def test_a_superlink_that_says_who_is_offline_is_not_dead() -> None:
+    """It fails for the first message's whole patience, answers the second ("offline"), and fails ten seconds more."""
+
+    class Back(Scripted):
+        def push_messages(self, messages: Iterable[Message]) -> list[str]:
+            [message] = messages
+            if message.metadata.dst_node_id != 12:
+                return super().push_messages([message])
+            self.failing = self.clock.now + 10
+            return []
+
+    grid = Back(cork=[(1, good(13))])
+    grid.failing = TIMEOUT + 1
+    assert fates(asked(grid)) == ["not sent", "offline", "answered"]
+
+
 def test_a_message_that_cannot_be_sent_is_that_clients_alone() -> None:
     class Full(Scripted):
         def push_messages(self, messages: Iterable[Message]) -> list[str]:

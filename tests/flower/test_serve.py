@@ -3,6 +3,7 @@ stand-in for its unit starts it again. Kind: *unit*."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ pytest.importorskip("flwr")
 
 from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, LedgerError
 from fedlora.flower import apps
-from fedlora.flower.processes import holder
+from fedlora.flower.processes import holder, locked
 from fedlora.flower.server.journal import read_now
 from fedlora.flower.server.serve import Lost, Pace, Supervisor
 from fedlora.flower.server.status import Standing
@@ -211,6 +212,15 @@ def test_keys_that_come_while_it_runs_are_admitted(tmp_path: Path) -> None:
     assert "dublin: its key is admitted" in said
     keys = [line for line in link.done if line.startswith("keys")]
     assert keys == ["keys acme,berlin,cork", "keys acme,berlin,cork,dublin"]
+
+
+def test_two_cannot_serve_one_folder(tmp_path: Path) -> None:
+    home = federation_folder(tmp_path / "f")
+    with locked(home / "state" / "serve.lock", "serves it"):
+        assert holder(home / "state" / "serve.lock") == os.getpid()
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} already serves"):
+            served(home)
+    assert holder(home / "state" / "serve.lock") is None
 
 
 def test_too_few_answers_are_never_given_up_and_who_comes_and_goes_is_told_once(tmp_path: Path) -> None:
