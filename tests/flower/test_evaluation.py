@@ -53,6 +53,7 @@ def test_sites_measure_what_fedlora_run_measures_of_them(tmp_path: Path, monkeyp
     run is given the sites' way to hold rows out."""
     fed = FederationOnDisk(tmp_path)
     lacking = [row for row in rows(classification(60, 5)).splitlines() if json.loads(row)["label"] != LABELS[-1]]
+    assert 0 < len(lacking) < 60
     (tmp_path / "cork.jsonl").write_text("\n".join(lacking))
     (tmp_path / "own.jsonl").write_text((tmp_path / "acme.jsonl").read_text().replace('"text":', '"note":'))
     site = tmp_path / "sites" / "acme" / "site.toml"
