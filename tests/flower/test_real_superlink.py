@@ -29,7 +29,8 @@ def played(folder: Path, plan: list[Any]) -> None:
     (folder / "plan.json").write_text(json.dumps(plan))
     app, home, port = folder / "app", folder / "flwr", free_port()
     (app / "changed").mkdir(parents=True)
-    shims = {f"changed/{side}.py": f"from support.bomb_app import {side}_app as app\n" for side in ("server", "client")}
+    shim = "from support.bomb_app import {}_app as app\n__all__ = ['app']\n"  # Flower looks for the name in the text
+    shims = {f"changed/{side}.py": shim.format(side) for side in ("server", "client")}
     for name, text in (APP | shims).items():
         (app / name).write_text(text)
     home.mkdir()
