@@ -86,7 +86,7 @@ def _shapes(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _no_fsync() -> Iterator[None]:
     """Files need not survive a power cut here. Processes of their own do wait for the disk; that one which refuses is
-    heard is asked in test_checkpoint.py and test_federation.py."""
+    heard is asked in test_checkpoint.py."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda descriptor: None)
         yield

@@ -38,7 +38,7 @@ from fedlora.simulation import simulate
 from support.command_line import Said
 from support.flower_grid import bits
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
-from support.marked import started_for
+from support.machines import free_port
 from support.tiny_models import bert
 from support.training_data import classification, save_model
 
@@ -84,6 +84,12 @@ class Kept:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def started_for(flower_home: Path) -> list[psutil.Process]:
+    """All processes of that folder, with those that an earlier launcher left, by their environments."""
+    found = psutil.process_iter(["environ"])
+    return [one for one in found if (one.info["environ"] or {}).get(processes.OF) == str(flower_home)]
 
 
 def until(true: Callable[[], bool], seconds: float, log: Path, up: Kept) -> None:
@@ -177,12 +183,3 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     expected = list(simulate(prepared.server, prepared.clients, prepared.trainer, state, rounds=ROUNDS))[-1]
     _, newest = opening(folder.path)
     assert newest.state.round == ROUNDS and bits(newest.state.server) == bits(expected.state.server)
-
-
-def free_port() -> int:
-    """A port of loopback that nobody uses at the moment."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

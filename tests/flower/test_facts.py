@@ -1,12 +1,16 @@
-"""What all sides have alike. Kinds of evidence: *contract* (the same model in other files has the same facts), *attack*
-(each fact alone is changed, and the difference is named with both sides)."""
+"""What all sides have alike: the same model in other files has the same facts. Kind: *contract*. Sites whose facts
+differ: *fault*, over Flower's wire with real tiny models."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tomli_w
 import torch
 
 pytest.importorskip("flwr")
@@ -14,24 +18,15 @@ pytest.importorskip("flwr")
 from safetensors.torch import load_file, save_file
 
 from fedlora import LoRA
-from fedlora.errors import ConfigError
 from fedlora.flower.terms import facts
-from fedlora.flower.terms.facts import check, model_facts, targets_of, versions_here
+from fedlora.flower.terms.facts import model_facts, targets_of, versions_here
 from fedlora.flower.terms.settings import FederationSettings
+from support.federation_folders import FederationOnDisk, merged
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
 from support.training_data import save_model
 
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
-SERVER = {"base": "a" * 64, "targets": "2 modules, 0123456789abcdef", "protocol": "fedlora/7", "fedlora": "0.1"}
-
-
-@pytest.mark.parametrize("fact", SERVER)
-def test_each_difference_alone_is_named_with_both_sides(fact: str) -> None:
-    check(SERVER, {**SERVER, "of another kind": "1"}, "acme")
-    with pytest.raises(ConfigError) as error:
-        check(SERVER, {**SERVER, fact: "c" * 64}, "acme")
-    assert all(word in str(error.value) for word in (fact, SERVER[fact][:12], "c" * 12, "acme"))
 
 
 def test_patch_releases_and_new_minor_torches_work_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,3 +55,44 @@ def test_targets_are_modules_and_shapes_whatever_the_rank() -> None:
         return targets_of({"q": LoRA(torch.zeros(8, rank), torch.zeros(rank, d_in))})
 
     assert of(2, 6) == of(4, 6) != of(2, 5)
+
+
+def one_byte(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = min(tensors)
+    flat = tensors[name].contiguous().view(-1)
+    flat[0] = flat[0] + 1e-3
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+
+
+def other_words(model: Path) -> None:
+    path = model / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    vocabulary = raw["model"]["vocab"]
+    a, b = [word for word in vocabulary if word.startswith("w")][:2]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    path.write_text(json.dumps(raw))
+
+
+def other_numbers(model: Path) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "layer_norm_eps": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(one_byte, "base is"), (other_words, "tokenizer is"), (other_numbers, "config is")]
+)
+def test_a_site_with_another_model_is_named_and_costs_nobody_the_round(
+    tmp_path: Path, change: Callable[[Path], None], said: str
+) -> None:
+    made = FederationOnDisk(tmp_path, run={"rounds": 1}, evaluate={"every": 9})
+    made.facts = model_facts(str(made.model), made.settings())
+    other = tmp_path / "other"
+    shutil.copytree(made.model, other)
+    change(other)
+    path = tmp_path / "sites" / "berlin" / "site.toml"
+    path.write_text(tomli_w.dumps(merged(tomllib.loads(path.read_text()), {"model": {"name": str(other)}})))
+    made.play()
+    (line,) = made.lines()
+    assert said in line["fates"]["berlin"]["why"] and set(line["losses"]) == {"acme", "cork"}, line["fates"]
+    assert not list((tmp_path / "sites" / "berlin").rglob("round-*"))

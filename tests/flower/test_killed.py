@@ -4,7 +4,6 @@ engine: server and sites die in turn at each place where a file appears, is flus
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -116,14 +115,3 @@ def test_a_federation_that_measures_chooses_the_same_round_wherever_it_is_killed
         found = strategy.best_state()
         assert found is not None and found.round == best["round"], (place, died)
     assert place > 100
-
-
-def test_lines_are_appended_and_those_of_a_round_that_is_played_again_hold(tmp_path: Path) -> None:
-    path = tmp_path / "rounds.jsonl"
-    lines: list[Any] = [{"round": n, "loss": n, "fates": {}} for n in (1, 2, 3)]
-    lines[2:2] = [{"round": 2, "scores": {"metrics": {"accuracy": 0.5}}}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"round": 4, "fa')
-    assert [line["round"] for line in read_rounds(path)] == [1, 2, 3]
-    assert read_rounds(path)[1]["metrics"] == {"accuracy": 0.5}
-    path.write_text(path.read_text() + "\n" + json.dumps({"round": 2, "loss": 9, "fates": {}}) + "\n")
-    assert [(line["round"], line["loss"], line["metrics"]) for line in read_rounds(path)] == [(1, 1, {}), (2, 9, {})]

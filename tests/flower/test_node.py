@@ -3,7 +3,8 @@ contract (the same work in this process), *attack*."""
 
 from __future__ import annotations
 
-import signal
+import json
+import os
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ import torch
 pytest.importorskip("flwr")
 
 from flwr.app import RecordDict
+from flwr.common.serde import message_from_proto
+from flwr.proto.message_pb2 import Message
 
 from fedlora import Client, Server, build
 from fedlora.core.parcels import pack
@@ -25,11 +28,13 @@ from fedlora.data import TextData
 from fedlora.errors import ConfigError, DataError
 from fedlora.flower.envelope import enclose
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.records import parcel_record, to_tensor
+from fedlora.flower.processes import OWNER
+from fedlora.flower.records import RecordError, parcel_record, record_parcel, to_tensor
 from fedlora.flower.site.checks import Found
 from fedlora.flower.site.node import Node
 from fedlora.flower.site.run import wait_until_admitted
 from fedlora.flower.site.trainer import TrainerFailed, answer, ask, held_out, listening_at, told_to_server
+from fedlora.flower.terms import PROTOCOL
 from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.server.server import start
@@ -100,6 +105,7 @@ from pathlib import Path
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site import run
 from fedlora.flower.processes import locked
+from fedlora.flower.terms import PROTOCOL
 from fedlora.flower.terms.joining import Address, JoinFile
 run.Trainer = lambda site: None
 run.supernode_command = lambda *_: [sys.executable, "-c", {child!r}]
@@ -119,9 +125,9 @@ sys.exit(7)
 """
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "the SuperNode ends"])
+@pytest.mark.parametrize("how", ["SIGTERM", "the SuperNode ends"])
 def test_node_and_supernode_end_together(how: str, tmp_path: Path) -> None:
-    """However one of them ends. What the node makes is for this user only."""
+    """Whichever of them ends. What the node makes is for this user only. kill -9: test_deployment.py."""
     mine, end = tmp_path / "mine", tmp_path / "end"
     code = NODE.format(child=CHILD.format(mine=str(mine), end=str(end)), site=str(tmp_path))
     node, until = subprocess.Popen([sys.executable, "-c", code]), time.monotonic() + 60
@@ -135,7 +141,7 @@ def test_node_and_supernode_end_together(how: str, tmp_path: Path) -> None:
             end.write_text("")
             assert node.wait(20) == 7
         else:
-            node.send_signal(getattr(signal, how))
+            node.terminate()
             node.wait(20)
         gone = time.monotonic() + 10
         while Path(f"/proc/{supernode}").exists() and time.monotonic() < gone:
@@ -144,6 +150,28 @@ def test_node_and_supernode_end_together(how: str, tmp_path: Path) -> None:
     finally:
         node.kill()
         node.wait()
+
+
+def test_a_client_app_ends_with_its_node(tmp_path: Path) -> None:
+    """If a node was started by hand, nothing else ends a ClientApp that hangs: it waits for a trainer that is gone, or
+    for a node that accepts no answer."""
+    code = (
+        "import time; from types import SimpleNamespace as N; from fedlora.flower import apps\n"
+        "apps.ask = lambda *_: (print('asked', flush=True), time.sleep(600))\n"
+        "from flwr.app import RecordDict; said = N(node_config={'site': 'site.toml'})\n"
+        "apps._answered(N(content=RecordDict()), said, 'train')\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as node:
+        env = {**os.environ, OWNER: str(node.pid)}
+        app = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
+        try:
+            assert app.stdout is not None and app.stdout.readline() == b"asked\n"
+            node.kill()
+            assert app.wait(30) == 1
+        finally:
+            app.kill()
+            app.wait()
+            app.stdout.close()  # type: ignore[union-attr]
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
@@ -238,3 +266,29 @@ def test_no_server_plays_by_other_terms_than_the_join_file_has(tmp_path: Path) -
 def test_a_file_without_a_row_to_train_on_is_refused() -> None:
     with pytest.raises(ConfigError, match="none to train on"):
         held_out((texts(["a"]), texts([]), texts([])), seed=0, validation=0.99, test=0.0099)
+
+
+# ---- what a server sends ---------------------------------------------------------------------------------------------
+
+
+def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None:
+    """What fedlora/2 wrote, in tests/older."""
+    proto = Message.FromString((Path(__file__).parents[1] / "older" / "messages" / "parcel.bin").read_bytes())
+    old, node = message_from_proto(proto).content, Node("one", Toy(), tmp_path)
+    assert old["config"]["protocol"] == "fedlora/2" != PROTOCOL
+    for work in (node.work, node.measure):
+        with pytest.raises(RecordError, match=rf"the server .*'fedlora/2', .*{PROTOCOL}: install one version"):
+            work(old)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [None, {"tensor": "/nothing"}, {"dataclass": "os.path", "fields": {}},
+     {"dataclass": "client/1", "fields": {"id": "one", "rank": 2}}],
+)  # fmt: skip
+def test_a_parcel_that_is_none_is_refused(tree: Any) -> None:
+    record = question()
+    record.config_records["config"]["parcel"] = json.dumps({"run": RUN, "parcel": tree})
+    with pytest.raises(RecordError, match="cannot be read"):
+        record_parcel(record)

@@ -95,7 +95,7 @@ def test_a_site_that_knows_another_s_message_cannot_answer_it(tmp_path: Path, mo
             node = http_request_response(link.address, False, ca, (key, key.public_key()), max_retries=0)
             nodes[name] = node.__enter__()
             stack.callback(node.__exit__, None, None, None)  # of an exception it would make a line of its log
-        app = packed("any")
+        app = packed()
         monkeypatch.setattr("fedlora.flower.server.superlink.bundle", lambda: app)
         link.run()
         asked, until = dict[str, Message](), time.monotonic() + 60

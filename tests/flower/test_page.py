@@ -1,11 +1,10 @@
-"""The page of a federation: each command is one, and the words of its table are said. Kind: *enumeration*. Whether its
-blocks lead to an adapter: tests/deployment/test_road.py."""
+"""The page of a federation: each of its commands is one. Kind: *enumeration*. Whether its blocks lead to an adapter:
+tests/deployment/test_road.py."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import click
 import pytest
@@ -38,13 +37,3 @@ def test_each_command_is_one(line: str) -> None:
         context = click.Context(command, info_name=name, parent=context)
     if words and whole:  # "`fedlora flower serve` is not running" names a command and calls none
         command.make_context("page", words, parent=context.parent)
-
-
-def test_what_is_seen_is_what_is_said() -> None:
-    """The words of the table stand in the code that says them."""
-    package = Path(fedlora.__file__).parent / "flower" / "site"
-    code = re.sub(r'"\s*f?"', "", "".join(path.read_text(encoding="utf-8") for path in sorted(package.glob("*.py"))))
-    rows = re.findall(r"^\| `([^`]+)` \|", TEXT, re.MULTILINE)
-    assert len(rows) > 5
-    parts = [part.strip(" .,") for row in rows for part in row.split("...")]
-    assert [part for part in parts if part and part not in code] == []

@@ -45,32 +45,7 @@ TABLES: dict[str, Any] = {
 }  # fmt: skip
 
 
-SITE: dict[str, Any] = {"data": {"train": "a.csv"}, "model": {"name": "m"}}
 NETWORK = NetworkSection(name="fl.example.org")
-
-
-def with_(**tables: Any) -> dict[str, Any]:
-    return {**TABLES, **{name: {**TABLES.get(name, {}), **table} for name, table in tables.items()}}
-
-
-def loaded(folder: Path, **tables: Any) -> FederationSettings:
-    path = folder / "federation.toml"
-    path.write_text(tomli_w.dumps(with_(**tables)))
-    return FederationSettings.load(path)
-
-
-# ---- settings --------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_sets_what_nobody_set_and_the_ledger_stays_at_the_server(tmp_path: Path) -> None:
-    settings = loaded(tmp_path)
-    assert (settings.data.validation, settings.data.test) == (0.0, 0.0)
-    assert settings.privacy is not None and settings.privacy.ledger == str(tmp_path / "sites.jsonl")
-    said = settings.agreed()["privacy"]
-    assert "ledger" not in said and said["members"] == list(RANKS) and str(tmp_path) not in str(settings.agreed())
-    there = FederationSettings.model_validate(settings.agreed())
-    assert there.agreed() == settings.agreed()
-    assert there.for_site(Site("acme", SITE)).privacy is None  # nothing of it is a site's
 
 
 @pytest.mark.parametrize(
@@ -91,7 +66,7 @@ def test_the_table_sets_what_nobody_set_and_the_ledger_stays_at_the_server(tmp_p
     ],
 )
 def test_what_would_break_the_promise_is_refused(tmp_path: Path, tables: dict[str, Any], words: str) -> None:
-    found = with_(**tables)
+    found = {**TABLES, **{name: {**TABLES.get(name, {}), **table} for name, table in tables.items()}}
     found["privacy"] = {k: v for k, v in found["privacy"].items() if v is not None}
     (tmp_path / "federation.toml").write_text(tomli_w.dumps(found))
     with pytest.raises(ConfigError, match=words):
@@ -114,7 +89,8 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     made = federation(tmp_path / "run.toml", [], NETWORK, RANKS, None)
     terms = made.settings.privacy
     assert terms is not None and terms.members == list(RANKS) and terms.rank == 4
-    assert made.settings.server.quorum is None
+    assert made.settings.server.quorum is None and made.settings.share("validation") == made.settings.share("test") == 0
+    assert "ledger" not in made.settings.agreed()["privacy"] and str(tmp_path) not in str(made.settings.agreed())
     home = tmp_path / "made"
     make_federation(home, made)
     assert dict(Policy.read(home / "policy.toml").clients) == RANKS

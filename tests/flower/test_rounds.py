@@ -5,6 +5,7 @@ Kinds of evidence: *contract* (what files and lines say), *parity* (bit for bit 
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +25,7 @@ from fedlora.flower.envelope import receipt_of
 from fedlora.flower.grid import BoundedGrid
 from fedlora.flower.records import to_array
 from fedlora.flower.server.journal import read_now, read_rounds
-from fedlora.flower.server.state import drawn, least_usable, reply_limit
+from fedlora.flower.server.state import least_usable, reply_limit
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.rules import Krum
 from fedlora.server.sampling import sample_clients
@@ -170,14 +171,34 @@ def test_what_a_round_needs(quorum: Any, rule: Any, participation: float, want: 
     assert least_usable(Policy(clients=dict.fromkeys("abcdef", 4)), quorum, rule, participation) == want
 
 
-def test_the_draw_is_the_engines_and_takes_others_for_those_that_are_away() -> None:
-    names = list("abcdefgh")
-    for round in range(5):
-        sample = sample_clients(names, 0.5, seed=1, round=round)
-        assert drawn(names, names, 0.5, seed=1, round=round) == sample and len(sample) == 4
-        there = [name for name in names if name not in sample[:2]]
-        assert len(found := drawn(names, there, 0.5, seed=1, round=round)) == 4 and set(found) <= set(there)
-    assert drawn(names, names[:3], 0.5, seed=1, round=0) == names[:3] and drawn(names, [], 0.5, seed=1, round=0) == []
+# ---- a robust rule ---------------------------------------------------------------------------------------------------
+
+FIVE = dict.fromkeys("abcde", 4)
+
+
+def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In rounds.jsonl and in the log; a client that is left out has trained and is not refused."""
+    caplog.set_level(logging.INFO, logger="fedlora")
+    strategy, grid = federation(tmp_path, Server(build("glora"), round=Kept(Krum(1))), FIVE)
+    play(strategy, grid, 2)
+    for line in strategy.journal.lines():
+        clients = line["robust"]["clients"]
+        assert set(clients) == set(FIVE) and line["robust"]["rule"] == "krum (f = 1)"
+        assert [one["coefficient"] for one in clients.values()].count(0.0) == 4
+        assert {said["fate"] for said in line["fates"].values()} == {"trained"}
+    told = [receipt.why for receipt in strategy.kept.receipts.values() if receipt.why]
+    assert len(told) == 4 and all("no weight" in why and " away from " in why for why in told)
+    assert "round 1: krum left out" in caplog.text
+
+
+def test_too_few_clients_are_refused_before_and_in_a_round(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"krum \(f = 2\) needs 7 clients, but a round has 5"):
+        play(*federation(tmp_path, Server(build("glora"), round=Kept(Krum(2))), FIVE), 1)
+    strategy, grid = federation(tmp_path, Server(build("glora"), round=Kept(Krum(1))), FIVE)
+    grid.offline = {"b"}
+    with pytest.raises(QuorumNotMet, match=r"krum \(f = 1\) needs 5 clients, and 4 came"):
+        play(strategy, grid, 1)
+    assert strategy.round == 0
 
 
 # ---- order and bits --------------------------------------------------------------------------------------------------

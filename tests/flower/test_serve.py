@@ -15,7 +15,6 @@ import pytest
 pytest.importorskip("flwr")
 
 
-from fedlora import doing
 from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, LedgerError
 from fedlora.flower import apps
 from fedlora.flower.processes import holder, locked
@@ -46,11 +45,7 @@ FAST = Pace(log=0.0, look=0.0, remind=100.0, pending=0.2, thin=0.0, unanswered=3
 
 
 def served(
-    home: Path,
-    *scripts: list[Turn],
-    pace: Pace = FAST,
-    before: Callable[[FakeLink], None] = lambda link: None,
-    starts: int = 1,
+    home: Path, *scripts: list[Turn], before: Callable[[FakeLink], None] = lambda link: None, starts: int = 1
 ) -> tuple[Standing, FakeLink, list[str]]:
     """`serve` on these runs, to its end: the standing, the link, and the output. starts: how often its unit starts it
     again after a failure (code 1); the last failure is raised."""
@@ -58,7 +53,7 @@ def served(
     before(link)
     for left in reversed(range(starts)):
         try:
-            now = Supervisor(link, said.append, pace=pace).serve()
+            now = Supervisor(link, said.append, pace=FAST).serve()
             assert not left, "it was to fail more often"
             return now, link, said
         except RuntimeError as error:
@@ -102,9 +97,7 @@ def test_a_finished_federation_is_left_alone(tmp_path: Path) -> None:
     assert now.why and link.done == []
     settings = home / "federation.toml"
     settings.write_text(settings.read_text().replace("rounds = 3", "rounds = 5"))
-    told = list[str]()
-    now, link, said = served(home, [lambda link: told.append(doing.now()), rounds(4, 5), completes(5)])
-    assert told == ["rounds: 3 of 5 done"]  # before, "0 of 5" until the first new round
+    now, link, said = served(home, [rounds(4, 5), completes(5)])
     assert now.done == 5 and "run" in link.done and said[0].startswith("fed-1: 3 sites, 5 rounds, 3 ")
 
 
@@ -140,7 +133,7 @@ def test_a_superlink_that_hangs_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_failure_ends_it_with_the_cause_and_nothing_is_left(tmp_path: Path) -> None:
-    """The ServerApp's process killed is one of them: Flower says so after a minute."""
+    """The ServerApp's process killed is the second one: Flower says so after a minute."""
     home = federation_folder(tmp_path / "f")
     fail = fails("ServerApp failed with exception: out of memory")
     with pytest.raises(Lost, match=r"1 of 3 rounds done: .*out of memory"):
@@ -148,11 +141,6 @@ def test_a_failure_ends_it_with_the_cause_and_nothing_is_left(tmp_path: Path) ->
     assert holder(home / "state" / "serve.lock") is None
     now, link, said = served(home, [fails("No heartbeat")], [rounds(2, 3), completes(3)], starts=2)
     assert now.why and link.done[-1] == "stop" and any("No heartbeat" in line for line in said)
-    with pytest.raises(SuperLinkError, match="port 1 is in use"):
-        served(
-            federation_folder(tmp_path / "g"),
-            before=lambda link: link.fails.append(SuperLinkError("port 1 is in use")),
-        )
 
 
 def test_wrong_settings_are_told_as_such(tmp_path: Path) -> None:
@@ -220,28 +208,10 @@ def test_keys_that_come_while_it_runs_are_admitted(tmp_path: Path) -> None:
     def dublin(link: FakeLink) -> None:
         (home / "keys" / "dublin.pub").write_text("key")
 
-    def erfurt(link: FakeLink) -> None:
-        (home / "keys" / "erfurt.pub").write_text("key")
-
-    _, link, said = served(home, [rounds(1), dublin, erfurt, wait, wait, rounds(2, 3), completes(3)])
-    assert [line for line in said if "admitted" in line] == [f"{n}: its key is admitted" for n in ("dublin", "erfurt")]
-    assert [line for line in link.done if line.startswith("keys")] == [
-        "keys acme,berlin,cork", "keys acme,berlin,cork,dublin", "keys acme,berlin,cork,dublin,erfurt",
-    ]  # fmt: skip
-
-
-def test_a_policy_that_is_broken_meanwhile_stops_nothing(tmp_path: Path) -> None:
-    home = federation_folder(tmp_path / "f")
-    good = (home / "policy.toml").read_text()
-
-    def broken(link: FakeLink) -> None:
-        (home / "policy.toml").write_text("[clients\n")
-
-    def mended(link: FakeLink) -> None:
-        (home / "policy.toml").write_text(good)
-
-    now, _, said = served(home, [rounds(1), broken, rounds(2), mended, rounds(3), completes(3)])
-    assert now.why and sum("until this run" in line for line in said) == 1
+    _, link, said = served(home, [rounds(1), dublin, wait, wait, rounds(2, 3), completes(3)])
+    assert "dublin: its key is admitted" in said
+    keys = [line for line in link.done if line.startswith("keys")]
+    assert keys == ["keys acme,berlin,cork", "keys acme,berlin,cork,dublin"]
 
 
 def test_two_cannot_serve_one_folder(tmp_path: Path) -> None:

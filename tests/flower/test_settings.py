@@ -43,32 +43,6 @@ def test_what_a_site_gets_is_all_but_what_is_the_servers(tmp_path: Path) -> None
     assert measured.model.name == "demo" and of().for_server() is None
 
 
-def test_a_site_lays_its_own_keys_over(tmp_path: Path) -> None:
-    raw = {"name": "acme", "model": {"name": "base", "device": "cpu"}, "run": {"threads": 4},
-           "data": {"train": "n.csv", "text": "note"}}  # fmt: skip
-    (tmp_path / "base").mkdir()
-    site = Site.of(raw, tmp_path)
-    config = of().for_site(site, rank=4)
-    assert config.data.clients == {"acme": str(tmp_path / "n.csv")} and config.data.text == "note"
-    assert (config.model.name, config.model.device) == (str(tmp_path / "base"), "cpu")
-    assert (config.run.threads, config.run.rounds, config.train.max_steps) == (4, 6, 3)
-    assert config.data.label_names == ["no", "yes"] and config.clients.ranks == [4]
-
-
-def test_one_form_of_rows_stands_in_place_of_the_other() -> None:
-    chats = of(model={"name": "demo", "task": "causal-lm"}, data={"messages": "talk"})
-    pairs = Site("a", {**OWN, "data": {"train": "n.csv", "prompt": "q", "response": "a"}})
-    config = chats.for_site(pairs)
-    assert (config.data.prompt, config.data.response, config.data.messages) == ("q", "a", None)
-
-
-def test_a_sites_own_program_takes_the_place_of_the_servers_training(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("")
-    site = Site.of({"name": "a", **OWN, "train": {"command": ["python", "mine.py"], "timeout": 60.0}}, tmp_path)
-    train = of().for_site(site).train
-    assert (train.command, train.timeout, train.max_steps) == (["python", str(tmp_path / "mine.py")], 60.0, 10)
-
-
 def test_no_server_sets_what_is_a_sites_own() -> None:
     """Whatever it sends: the site's trainer has the paths, the program and the device of site.toml alone."""
     said = of().agreed()

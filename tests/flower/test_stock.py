@@ -14,11 +14,8 @@ pytest.importorskip("flwr")
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedlora import Server, build
 from fedlora.errors import ConfigError
 from fedlora.flower import BoundedGrid, FedLoRA
-from fedlora.server.kept import Kept
-from fedlora.server.rules import GeometricMedian
 from support.flower_grid import RANKS, SHAPES, FastClock, LocalGrid, changed, fates, seed_adapter
 
 PEFT = "base_model.model.{}.lora_{}.weight"
@@ -126,14 +123,6 @@ def test_what_cannot_be_is_said_before_the_first_round(tmp_path: Path) -> None:
     start(FedLoRA("glora", 3, r=4, lora_alpha=16, folder=tmp_path), stock_grid(), 1)
     with pytest.raises(ConfigError, match=r"round 1, .*simulation.*Name the clients"):
         start(FedLoRA("glora", 3, r=4, lora_alpha=16, folder=tmp_path), stock_grid(), 2)
-
-
-def test_a_robust_rule_weighs_stock_clients() -> None:
-    server = Server(build("glora"), heads="frozen", round=Kept(GeometricMedian(), quorum=1))
-    strategy = FedLoRA(server, [*RANKS], r=4, lora_alpha=16)
-    start(strategy, stock_grid(), 1)
-    tally = strategy.state.server.tally
-    assert tally is not None and tally.judged is not None and set(tally.judged.clients) == set(RANKS)
 
 
 def test_the_app_to_copy_learns(monkeypatch: pytest.MonkeyPatch) -> None:

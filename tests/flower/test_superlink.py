@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import sqlite3
-import stat
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,14 +14,12 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from cryptography.hazmat.primitives.serialization import load_pem_public_key, load_ssh_public_key
 
 from fedlora.errors import ConfigError
 from fedlora.flower import processes
 from fedlora.flower.server import superlink
 from fedlora.flower.server.superlink import NodeFacts, SuperLink, forget_unregistered, public_key
 from fedlora.flower.terms import certificates
-from support.marked import started_for
 from support.small_apps import settings_with_port
 
 
@@ -33,35 +28,6 @@ def home(path: Path, port: int = 1) -> Path:
     settings_with_port(path, port)
     certificates.write_server(path / "certs", "localhost")
     return path
-
-
-def program(folder: Path, name: str, words: str) -> Path:
-    """A stand-in program of that name in Python."""
-    folder.mkdir(exist_ok=True)
-    place = folder / name
-    place.write_text(f"#!{sys.executable}\n{words}\n")
-    place.chmod(0o755)
-    return place
-
-
-def killed(process: subprocess.Popen[bytes]) -> None:
-    """With its group, as a power cut would."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def test_a_public_key_is_what_flower_stores(tmp_path: Path) -> None:
-    """Flower stores PEM of the same numbers; other files are refused by name."""
-    private, public = certificates.new_key()
-    path, secret = tmp_path / "a.pub", tmp_path / "a"
-    path.write_bytes(public)
-    secret.write_bytes(private)
-    loaded, original = load_pem_public_key(public_key(path)), load_ssh_public_key(path.read_bytes())
-    assert loaded.public_numbers() == original.public_numbers()  # type: ignore[union-attr]
-    for wrong in (secret, tmp_path / "none.pub"):
-        with pytest.raises(ConfigError, match=rf"{wrong.name} is not a public key"):
-            public_key(wrong)
 
 
 def test_its_list_becomes_that_of_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,67 +71,29 @@ def test_it_listens_on_loopback_and_knows_only_registered_nodes(tmp_path: Path) 
         SuperLink(tmp_path)
 
 
-def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path: Path) -> None:
-    """A detached grandchild, as Flower's SuperExec is one, is found by whose it is, and ended."""
-    sleeper = program(tmp_path / "bin", "flower-superexec", "import time; time.sleep(60)")
-    program(
-        tmp_path / "bin", processes.SUPERLINK,
-        "import subprocess, sys, time\nopen(sys.argv[1], 'w')\n"
-        f"subprocess.Popen([{str(sleeper)!r}], start_new_session=True)\n"
-        "time.sleep(60)",
-    )  # fmt: skip
-    ours, another = tmp_path / "f" / "flwr", tmp_path / "g" / "flwr"
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    made = tmp_path / "superlink.db"
-    command = [processes.SUPERLINK, str(made)]
-    process = processes.started(command, tmp_path / "logs" / "log", {**processes.environment(ours), "PATH": path})
-    env = {**processes.environment(another), "PATH": path}
-    other = processes.started(["flower-superexec"], tmp_path / "logs" / "o", env)
-    try:
-        until = time.monotonic() + 20
-        while len(started_for(ours)) < 2 or not made.exists():
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        assert stat.S_IMODE(made.stat().st_mode) == 0o600
-        killed(process)
-        left = started_for(ours)
-        assert len(left) == 1 and left[0].pid not in (process.pid, other.pid)
-        processes.end_all_of(ours)
-        assert started_for(ours) == [] and other.poll() is None
-    finally:
-        killed(process)
-        killed(other)
-
-
 def test_a_killed_launcher_leaves_nothing_running(tmp_path: Path) -> None:
-    """kill -9 of who started it: a child ends that ignores signals and became another program, as a node does. Flower's
-    own processes: test_deployment.py."""
-    stubborn = program(
-        tmp_path / "bin", "stubborn",
-        "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint(os.getpid(), flush=True)\ntime.sleep(60)",
-    )  # fmt: skip
-    becomes = program(tmp_path / "bin", "node", f"import os\nos.execv({str(stubborn)!r}, ['stubborn'])")
-    log = tmp_path / "log"
+    """kill -9 of who started it. What it made is for this user only. Flower's own processes: test_deployment.py."""
+    child = "import os, time; open('made', 'w'); print(os.getpid(), flush=True); time.sleep(60)"
     code = f"""
-import os, time
+import os, sys, time
 from pathlib import Path
 from fedlora.flower import processes
-processes.started([{str(becomes)!r}], Path({str(log)!r}), dict(os.environ))
+processes.started([sys.executable, "-c", {child!r}], Path("log"), os.environ)
 time.sleep(60)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    launcher = subprocess.Popen([sys.executable, "-c", code], env=env)
+    launcher, log = subprocess.Popen([sys.executable, "-c", code], env=env, cwd=tmp_path), tmp_path / "log"
     try:
         until = time.monotonic() + 60
         while not processes.tail(log).endswith("\n"):
             assert launcher.poll() is None and time.monotonic() < until
             time.sleep(0.02)
-        child = psutil.Process(int(processes.tail(log)))
-        assert child.is_running()
+        started = psutil.Process(int(processes.tail(log)))
+        assert started.is_running() and (tmp_path / "made").stat().st_mode & 0o077 == 0
     finally:
         launcher.kill()
         launcher.wait()
-    _, left = psutil.wait_procs([child], 10)
+    _, left = psutil.wait_procs([started], 10)
     assert not left
 
 

@@ -113,6 +113,4 @@ def train(message: Message, context: Context) -> Message:
             reply["arrays"] = ArrayRecord({"B/a.q": Array("float32", (size * MB // 4,), "fedlora.raw", data)})
         elif kind == "said":
             reply["config"] = ConfigRecord({"upload": "x" * (size * MB)})
-        elif kind == "sleep":
-            time.sleep(size)
     return Message(reply, reply_to=message)

@@ -28,10 +28,8 @@ def federation_folder(home: Path, rounds: int = 3, quorum: int = 2) -> Path:
     return home
 
 
-def play_round(
-    home: Path, number: int, fates: Mapping[str, str] | None = None, after: Mapping[str, float] | None = None
-) -> None:
-    """What a ServerApp writes of a round. after: the clients' weights after a robust rule."""
+def play_round(home: Path, number: int, fates: Mapping[str, str] | None = None) -> None:
+    """What a ServerApp writes of a round."""
     fates = {**dict.fromkeys(CLIENTS, "trained"), **(fates or {})}
     losses = {name: 1 / number + k / 10 for k, name in enumerate(fates) if fates[name] == "trained"}
     line = {
@@ -40,12 +38,6 @@ def play_round(
         "fates": {name: {"fate": fate, "why": "" if fate == "trained" else "so"} for name, fate in fates.items()},
     }  # fmt: skip
     scores = {name: {"accuracy": 0.75, "examples": 8} for name in losses}
-    if after is not None:
-        judged = {
-            name: {"weight": line["weights"][name], "coefficient": x, "norm": 1.0, "reason": ""}  # type: ignore[index]
-            for name, x in after.items()
-        }
-        line["robust"] = {"rule": "multi-krum (byzantine = 1)", "clients": judged}
     told = Journal(home / "server")
     told.asked(number, "train", list(fates))
     told.played(json.dumps(line))
@@ -55,12 +47,11 @@ def play_round(
         file.write(f"2026-01-31 12:00:00,000 round {number} is played\n")
 
 
-def end_rounds(home: Path, number: int, why: str = "complete") -> None:
+def end_rounds(home: Path, number: int) -> None:
     """What a ServerApp writes when it ends well."""
-    Journal(home / "server").ended("stopped" if why == "stopped early" else why, "")
+    Journal(home / "server").ended("complete", "")
     settings = FederationSettings.load(home / "federation.toml").agreed()
-    early = {"why": why} if why == "stopped early" else None
-    summary = {"rounds": number, "stopped_early": early, "settings": settings}
+    summary = {"rounds": number, "stopped_early": None, "settings": settings}
     (home / "server" / "summary.json").write_text(json.dumps(summary))
 
 
@@ -79,15 +70,12 @@ class FakeLink:
         self.online = list(CLIENTS)
         self.comes: Callable[[], None] = lambda: None
         self.code: int | None = None
-        self.fails = list[Exception]()
         self.listed = list[RunFacts]()
         self._turns: list[Turn] = []
 
     def start(self) -> None:
         self.done.append("start")
         self.code = None
-        if self.fails:
-            raise self.fails.pop(0)
 
     def stop(self) -> None:
         self.done.append("stop")
@@ -135,9 +123,9 @@ def rounds(*numbers: int, **fates: str) -> Turn:
     return turn
 
 
-def completes(number: int, why: str = "complete") -> Turn:
+def completes(number: int) -> Turn:
     def turn(link: FakeLink) -> RunFacts:
-        end_rounds(link.folder.path, number, why)
+        end_rounds(link.folder.path, number)
         return RunFacts(7, "finished:completed")
 
     return turn

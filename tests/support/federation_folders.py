@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -117,7 +116,3 @@ class FederationOnDisk:
 
     def lines(self) -> list[dict[str, Any]]:
         return read_rounds(self.home / "server" / "rounds.jsonl")
-
-    def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.home / "server" / "summary.json").read_text())
-        return found

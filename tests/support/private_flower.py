@@ -24,33 +24,28 @@ DELTA = 1e-3
 
 
 def private_run(
-    folder: Path, members: Mapping[str, Any] = RANKS, *, method: str = "glora", rounds: int = 3,
-    budget: Budget | None = None, dims: int | None = 3, noise: float = 1.0,
+    folder: Path, members: Mapping[str, Any] = RANKS, *, method: str = "glora", budget: Budget | None = None,
+    dims: int | None = 3,
 ) -> PrivateRun:  # fmt: skip
-    """Its rounds are charged to FOLDER/ledger.jsonl, and kept in FOLDER/private."""
-    privacy = Private(1.0, noise, tuple(members), 4, Planned(), dims)
+    """Three rounds with z = 1, charged to FOLDER/ledger.jsonl and kept in FOLDER/private."""
+    privacy = Private(1.0, 1.0, tuple(members), 4, Planned(), dims)
     server = Server(build(method), round=privacy)
     opened = server.open(server.init(seed_adapter()))
     assert isinstance(opened, PrivateRound)
     size = opened.layout.size
-    plan = PrivacyPlan(20.0, DELTA, rounds, noise, 1.0, privacy.sampling, len(members), 4, size, 0.0, {})
+    plan = PrivacyPlan(20.0, DELTA, 3, 1.0, 1.0, privacy.sampling, len(members), 4, size, 0.0, {})
     ledger = Ledger(folder / "ledger.jsonl", "toys")
-    releases = OnDisk(folder / "private", "this-run", ledger, budget, rounds, DELTA)
-    return PrivateRun(
-        replace(server, round=replace(privacy, releases=releases)), releases, plan
-    )  # fmt: skip
+    releases = OnDisk(folder / "private", "this-run", ledger, budget, 3, DELTA)
+    return PrivateRun(replace(server, round=replace(privacy, releases=releases)), releases, plan)
 
 
 def private_federation(
-    folder: Path, members: Mapping[str, Any] = RANKS, *, trainer: Any = None, run: PrivateRun | None = None,
-    others: tuple[str, ...] = (),
-) -> tuple[FedLoRA, LocalGrid]:  # fmt: skip
-    """others: nodes of strangers that are online too."""
+    folder: Path, members: Mapping[str, Any] = RANKS, *, trainer: Any = None, run: PrivateRun | None = None
+) -> tuple[FedLoRA, LocalGrid]:
     found = run or private_run(folder, members)
     strategy = FedLoRA(found.server, members, adapter=seed_adapter(), run=RUN, folder=folder / "server")
     strategy.private = found
-    names = [*members, *others]
-    return strategy, LocalGrid({name: Node(name, trainer or Toy(), folder / "nodes" / name) for name in names})
+    return strategy, LocalGrid({name: Node(name, trainer or Toy(), folder / "nodes" / name) for name in members})
 
 
 def leave(grid: LocalGrid, *names: str) -> None:

@@ -47,27 +47,14 @@ def main(grid, context):
             with (folder / "replies").open("a") as file:
                 file.write((reply.error.reason if reply.has_error() else "done") + "\\n")
 """,
-    "changed/client.py": """\
-from pathlib import Path
-from flwr.app import Message, RecordDict
-from flwr.clientapp import ClientApp
-
-app = ClientApp()
-
-@app.train()
-def train(message, context):
-    (Path(str(context.node_config["site"])).parent / "ran").open("a").write("VERSION\\n")
-    return Message(RecordDict(), reply_to=message)
-""",
+    "changed/client.py": "from flwr.clientapp import ClientApp\n\napp = ClientApp()\n",
 }
 
 
-def packed(version: str) -> bytes:
-    """An app of two shims, which leaves a word at the site where it runs."""
+def packed() -> bytes:
     from flwr.cli.build import build_fab_from_files
 
-    files = {name: text.replace("VERSION", version).encode() for name, text in APP.items()}
-    return build_fab_from_files(files)[0]
+    return build_fab_from_files({name: text.encode() for name, text in APP.items()})[0]
 
 
 def settings_with_port(home: Path, port: int) -> None:

@@ -43,25 +43,16 @@ def toy_federation(
 ) -> tuple[Federation, LocalGrid]:
     """A federation that goes on in FOLDER. tables: of its settings; each round is measured if they do not say no."""
     home = FederationFolder(folder)
-    said: dict[str, Any] = {
-        "id": "toys",
-        "data": {"label_names": ["no", "yes"]},
-        "lora": {"target_modules": ["q"]},
-        **tables,
-    }
+    said = {"id": "toys", "data": {"label_names": ["no", "yes"]}, "lora": {"target_modules": ["q"]}, **tables}
     settings, seed = FederationSettings.model_validate(said), seed_adapter()
     if not home.policy.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_policy(folder, ranks)
     state = start(server, seed)
     found = newest(home.checkpoints, settings.id, server, state.server)
-    choosing, spec, policy = (
-        choosing_of(settings, server.has_global_model(state.server)),
-        None,
-        Policy.read(home.policy),
-    )
+    choosing, policy = choosing_of(settings, server.has_global_model(state.server)), Policy.read(home.policy)
     join = JoinFile(federation="toys", server=Address(name="x", port=1, ca=""), agreed=settings.agreed(), facts={})
-    opening = Opening(home, settings, policy, server, None, spec, join, AtServer(), choosing, 0)  # type: ignore[arg-type]
+    opening = Opening(home, settings, policy, server, None, None, join, AtServer(), choosing, 0)  # type: ignore[arg-type]
     ruler = Ruler()
     nodes = {
         name: Node(name, trainer or Toy(), folder / "nodes" / name, terms=join.terms(), run="toys",
