@@ -109,10 +109,11 @@ class DataSection(Section):
     numbers; default: all that occur. prompt: the column of an instruction. response: of its answer. messages: of
     conversations; default: "messages", if the rows have it. validation: a share of each file to hold out, or a file; it
     chooses the best round. test: likewise; GLUE has its own. max_train: the most training examples (superni: per
-    client). max_test: the most test examples, and the most validation examples (superni: per task). task_lists: for superni, files that name the clients'
-    tasks and those nobody trains on. tasks: how many of the first list are clients. unseen_tasks: how many of the
-    second are measured. chat_template: around prompts: "chat", the model's own (the default), or a text with {prompt}
-    in it (superni: "{prompt}"). max_length: tokens per example; longer ones are cut, and the manifest counts them.
+    client). max_test: the most test examples, and the most validation examples (superni: per task). task_lists: for
+    superni, files that name the clients' tasks and those nobody trains on. tasks: how many of the first list are
+    clients. unseen_tasks: how many of the second are measured. chat_template: around prompts: "chat", the model's own
+    (the default), or a text with {prompt} in it (superni: "{prompt}"). max_length: tokens per example; longer ones are
+    cut, and the manifest counts them.
     """
 
     train: str | None = None
