@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.analysis.audit import (
@@ -147,3 +148,10 @@ def test_a_mean_of_zero_is_said() -> None:
     found = audit("glora", build("glora"), [one, other], draws=1)
     assert found.zero_mean and found.error is None
     assert not audit("glora", build("glora"), [one], draws=1).zero_mean
+
+
+def test_the_start_has_the_uploads_rank_though_their_mean_has_less() -> None:
+    """Two of three slots hold something. fedrot-lora turns every pair to the start's slots, and keeps as many."""
+    B, A = pad(noise((30, 2), "B"), (0, 1)), noise((3, 20), "A")
+    sent = [Upload(Client(c, 3), 1, Adapter({"m": LoRA(B * k, A / k)})) for c, k in (("a", 1.0), ("b", 2.0))]
+    assert audit("fedrot-lora", build("fedrot-lora"), sent, draws=1).modules["m"]["rank"] == 3

@@ -134,8 +134,10 @@ def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
     """Two rounds and then one more are the three of a federation that was never finished."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    whole, fed = (FederationOnDisk(tmp_path / name, run={"rounds": 3}) for name in ("a", "b"))
+    tables = {"run": {"rounds": 3}, "evaluate": {"every": 2}}
+    whole, fed = (FederationOnDisk(tmp_path / name, **tables) for name in ("a", "b"))
     whole.play()
+    assert ["site_mean" in line for line in whole.lines()] == [False, True, True]  # every second round, and the last
     fed.write(run={"rounds": 2})
     first = fed.play()
     caplog.set_level("INFO")

@@ -40,6 +40,8 @@ def test_tensors_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     back = to_tensor(message.content.array_records["arrays"]["x"], (3, 5), "x")
     assert back.dtype == dtype
     assert torch.equal(back.contiguous().view(torch.uint8), tensor.mT.contiguous().view(torch.uint8))
+    empty = to_tensor(to_array(tensor[:, :0]), (5, None), "B")  # as of a base change whose steps cancelled
+    assert (empty.shape, empty.dtype) == ((5, 0), dtype)
 
 
 def test_a_transposed_array_of_a_stock_client_is_taken() -> None:

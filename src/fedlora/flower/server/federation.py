@@ -195,7 +195,7 @@ class Federation(FedLoRA):
         been."""
         b, number = self.opening, self.round
         if number and number != self._tracked:
-            if b.choosing.due(number) and not self.journal.measured(number):
+            if b.choosing.due(number):
                 scores: dict[str, Any] = {"metrics": plain(dict(self._at_server()))}
                 if b.choosing.by == "sites":
                     scores |= plain(self.measure(grid, "validation").facts())
