@@ -137,5 +137,5 @@ def test_a_clinics_export_is_read_as_it_is(tmp_path: Path) -> None:
     where = [at for at, _ in open_table(tmp_path / "d.csv").rows]
     assert where == ["row 1, line 2", "row 2, line 4", "row 3, line 5", "row 4, line 6"]
     assert open_table(tmp_path / "d.csv").rows[0][1]["Befund"] == 'Kn\xf6chel, links\r\n"prall" geschwollen'
-    with pytest.raises(DataError, match=r"row 3, line 5; row 4, line 6: 'Befund' is empty\."):
+    with pytest.raises(DataError, match=r"row 3, line 5; row 4, line 6: 'Befund' is empty"):
         read_classification(tmp_path / "d.csv", text="Befund", label="Grad")

@@ -59,7 +59,9 @@ class Table:
                 raise DataError(f"{self.name} has no column {column!r}; it has {list(self.columns[:20])}.")
             empty = [where for where, row in self.rows if row.get(column) is None or not str(row[column]).strip()]
             if empty:
-                raise DataError(f"{self.name}, {_all_of(empty)}: {column!r} is empty. Fill it in, or drop the row.")
+                raise DataError(
+                    f"{self.name}, {_all_of(empty)}: {column!r} is empty or missing. Fill it in, or drop the row."
+                )
         return self
 
     def cells(self, column: str) -> list[tuple[str, object]]:

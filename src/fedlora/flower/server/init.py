@@ -150,17 +150,14 @@ def make_federation(folder: Path, made: Federation) -> None:
         write_federation(building, made)
 
 
-def write_join(there: FederationFolder, settings: FederationSettings, known: Facts) -> bool:
-    """Write join.toml, which follows from the other files and from what is known of the base model. Returns whether it
-    is another one than before."""
+def write_join(there: FederationFolder, settings: FederationSettings, known: Facts) -> None:
+    """Write join.toml, which follows from the other files and from what is known of the base model."""
     network, adapter = settings.network, read_adapter(there.start, scaling=settings.lora.unit)[0]
     facts = {**known, **versions_here(), "targets": targets_of(adapter.modules)}
     address = Address(name=network.name, port=network.port, ca=(there.certificates / "ca.crt").read_text("ascii"))
-    text = JoinFile(federation=settings.id, server=address, agreed=settings.agreed(), facts=facts).text()
-    if there.join.is_file() and there.join.read_text(encoding="utf-8") == text:
-        return False
-    files.write(there.join, text)
-    return True
+    files.write(
+        there.join, JoinFile(federation=settings.id, server=address, agreed=settings.agreed(), facts=facts).text()
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- the start

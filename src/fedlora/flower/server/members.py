@@ -103,7 +103,7 @@ def remove(home: Path, name: str) -> None:
 
 def renew(home: Path) -> bool:
     """Sign the server's next certificate, if the authority's key is here, and write join.toml anew. Returns whether
-    join.toml is another one: then the sites need it. Raises `ConfigError`: also for settings that may not change any
+    the sites need it: address or terms are others. Raises `ConfigError`: also for settings that may not change any
     more."""
     with changing(home) as (there, settings, _):
         join = JoinFile.read(there.join)
@@ -111,7 +111,9 @@ def renew(home: Path) -> bool:
             check_agreed(there, settings, join, rounds)
         if (there.certificates / "ca.key").is_file():  # otherwise somebody else's authority signs
             certificates.write_server(there.certificates, settings.network.name)
-        return write_join(there, settings, join.facts)
+        write_join(there, settings, join.facts)
+        now = JoinFile.read(there.join)
+        return (join.server, join.terms()) != (now.server, now.terms())
 
 
 @contextmanager

@@ -183,7 +183,9 @@ class Supervisor:
         elif facts.status == "finished:completed" and new:
             self._say(f"{done}: going on")
         elif facts.status == "finished:failed":
-            raise Lost(f"the run failed, {done}: {facts.details or 'logs/serverapp.log says why'}")
+            raise Lost(
+                f"the run failed, {done}: {facts.details or 'logs/serverapp.log says why'} (served again, it goes on)"
+            )
         else:
             raise Lost(f"the run is {facts.status}, and {done}")
 

@@ -149,8 +149,8 @@ def _unreached(server: JoinFile, error: BaseException) -> Found:
     if isinstance(error, ssl.SSLCertVerificationError):
         return Found("certificate", (
             f"the certificate of {server.address} is not trusted: {shown(error.verify_message)}. By this machine's "
-            f"clock it is {datetime.now(UTC):%Y-%m-%d %H:%M} UTC. If it has expired, the server must renew it; if name "
-            f"or authority differ, ask for the server's new join.toml. Nothing is sent until then."
+            f"clock it is {datetime.now(UTC):%Y-%m-%d %H:%M} UTC: if that is wrong, timedatectl set-ntp true. If it "
+            f"has expired, the server must renew it; if name or authority differ, ask for its new join.toml."
         ))  # fmt: skip
     said = shown(getattr(error, "strerror", None) or str(error) or type(error).__name__)
     return Found("silent", f"{server.address} cannot be reached from here: {said}.")
