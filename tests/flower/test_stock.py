@@ -120,9 +120,22 @@ def test_what_cannot_be_is_said_before_the_first_round(tmp_path: Path) -> None:
     for said, state, words in wrong:
         with pytest.raises(ConfigError, match=words):
             start(FedLoRA(**{"server": "glora", "clients": 3, "r": 4, "lora_alpha": 16} | said), stock_grid(), 1, state)
-    start(FedLoRA("glora", 3, r=4, lora_alpha=16, folder=tmp_path), stock_grid(), 1)
-    with pytest.raises(ConfigError, match=r"round 1, .*simulation.*Name the clients"):
-        start(FedLoRA("glora", 3, r=4, lora_alpha=16, folder=tmp_path), stock_grid(), 2)
+
+
+def test_stock_clients_in_order_go_on_at_the_same_nodes_alone(tmp_path: Path) -> None:
+    """To the bits of an unbroken run; and not where the ids are others, for data follow the node."""
+
+    def made(folder: Path) -> FedLoRA:
+        return FedLoRA("glora", 3, r=4, lora_alpha=16, folder=folder)
+
+    whole = start(made(tmp_path / "whole"), stock_grid(), 2).arrays.to_torch_state_dict()
+    start(made(tmp_path), stock_grid(), 1)
+    others = stock_grid()
+    others.nodes = {id + 1: node for id, node in others.nodes.items()}
+    with pytest.raises(ConfigError, match=r"round 1, .*simulation"):
+        start(made(tmp_path), others, 2)
+    resumed = start(made(tmp_path), stock_grid(), 2).arrays.to_torch_state_dict()
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 
 def test_the_app_to_copy_learns(monkeypatch: pytest.MonkeyPatch) -> None:

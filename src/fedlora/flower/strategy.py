@@ -85,7 +85,7 @@ class FedLoRA(Strategy):
     def __init__(
         self, server: Server | str, clients: int | Sequence[str] | Mapping[str, Any], *, r: int | None = None,
         lora_alpha: float | None = None, adapter: Adapter | None = None, run: str = "federation",
-        folder: Path | None = None, fraction_train: float = 1.0, fraction_evaluate: float = 0.0, seed: int = 0,
+        folder: Path | str | None = None, fraction_train: float = 1.0, fraction_evaluate: float = 0.0, seed: int = 0,
         names: Literal["registered", "order"] | None = None,
     ) -> None:  # fmt: skip
         if (r is None) != (lora_alpha is None) or (lora_alpha is not None and not 0 < lora_alpha < math.inf):
@@ -97,10 +97,10 @@ class FedLoRA(Strategy):
         self.stock, self.names = r is not None, names or ("order" if isinstance(clients, int) else "registered")
         if isinstance(server, str):
             server = Server(build(server), "frozen" if self.stock else None, seed, Kept(quorum=1))
-        self.server, self.run, self.folder = server, run, folder
+        self.server, self.run, self.folder = server, run, None if folder is None else Path(folder)
         self.policy = Policy.made({"clients": ranks_of_clients(clients, rank)}, "FedLoRA")
         self.fraction_train, self.fraction_evaluate, self.seed = fraction_train, fraction_evaluate, seed
-        self.journal = Journal(folder)
+        self.journal = Journal(self.folder)
         self.stopped: str | None = None  # why no further round is played
         self.private: PrivateRun | None = None  # what a private server releases, and charges
         self._adapter, self._timeout, self._began = adapter, 3600.0, 0.0
@@ -139,7 +139,7 @@ class FedLoRA(Strategy):
         self.summary()
         with self._telling_the_end():
             self._refresh()
-            self._wait(grid, None, _WAIT)  # once; later for as many as a round needs
+            self._know(self._wait(grid, None, _WAIT))  # once; later for as many as a round needs
             while True:
                 self._measure(grid, result, evaluate, evaluate_fn)
                 stop = should_stop is not None and self.round > 0 and should_stop(self.round, result)
@@ -277,6 +277,10 @@ class FedLoRA(Strategy):
                 told = now
                 away = ", ".join(name for name in self.policy.clients if name not in found)
                 log.warning("round %d waits for %d clients; not online: %s", self.round + 1, wanted, away)
+                if self.names == "registered" and (nameless := sum(not node.name for node in grid.get_nodes())):
+                    log.warning(
+                        "%d nodes are online without a registered name: register it, or names='order'", nameless
+                    )
             clock.sleep(1.0)
             self._refresh()
         wanted = len(self.policy.clients)
@@ -331,14 +335,23 @@ class FedLoRA(Strategy):
             found = None
             if self.folder is not None:
                 found = newest(self.folder / "checkpoints", self.run, self.server, begun.server)
-            if found is not None and self.stock and self.names == "order":
-                raise ConfigError(
-                    f"{self.folder} has round {found.state.round}, and the nodes of a new simulation have other ids: "
-                    f"their order would give clients the history of others. Name the clients, or take a new folder."
-                )
             self._kept, self._adapter = found or FederationState(self.run, begun), None
         if self.kept.line:
             self.journal.played(self.kept.line)
+
+    def _know(self, online: Mapping[str, int]) -> None:
+        """Keep the nodes of clients that are told apart by nothing else. Raises `ConfigError` for others than before:
+        stock clients choose their data by the node."""
+        if self.names != "order":
+            return
+        nodes = tuple(online.values())
+        if self.stock and self.kept.nodes not in ((), nodes):
+            raise ConfigError(
+                f"{self.folder} has round {self.round}, and these nodes have other ids than then, as those of a new "
+                f"simulation: their order would give clients the history of others. Take a new folder; or keep the "
+                f"SuperLink and its nodes running, or register their names."
+            )
+        self._kept = replace(self.kept, nodes=nodes)
 
     def _download(self, name: str) -> Download:
         return self.server.download(self.state.server, self.policy.client(name))

@@ -130,9 +130,8 @@ class Answers:
         }
         clients, receipts = self._known_after(after.round, left_out)
         state = RunState(after.round, after, ReadOnly(sorted(clients.items())))
-        return FederationState(
-            self._before.run, state, ReadOnly(sorted(receipts.items())), json.dumps(plain(line), allow_nan=False)
-        )
+        text = json.dumps(plain(line), allow_nan=False)
+        return replace(self._before, state=state, receipts=ReadOnly(sorted(receipts.items())), line=text)
 
     def _known_after(
         self, round: int, left_out: Mapping[str, str]

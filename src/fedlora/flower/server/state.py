@@ -35,13 +35,14 @@ class FederationState:
     """A federation after a round: all of it is in one file, so that there is no moment at which only a part is stored.
 
     receipts: client -> which of its work counted (absent: never asked). line: the round's line of rounds.jsonl, as
-    JSON; "" before the first round.
+    JSON; "" before the first round. nodes: the ids of the clients' nodes, where these are told apart by nothing else.
     """
 
     run: str
     state: RunState
     receipts: Mapping[str, Receipt] = field(default_factory=dict)
     line: str = ""
+    nodes: tuple[int, ...] = ()
 
     def under(self, clients: Collection[str]) -> FederationState:
         """The state without the memory of other clients. Their receipts stay: a site that is admitted again finds its
