@@ -65,7 +65,8 @@ def test_a_server_shares_the_tensors_of_what_it_is_given() -> None:
     """For GPUs, where `begin` moves them. Sums by hand: 12 ones, of which a process sees the other's writing."""
     with Processes({"base": torch.ones(3, 4)}, 2, server=["fedlora.workers.processes"]) as processes:
         assert list(processes.map(work.address, ["base"] * 2)) == [(True, 12)] * 2
-        assert sorted(processes.map(work.write, ["base"] * 2)) == [24, 36]
+        assert list(processes.map(work.write, ["base"])) == [24]
+        assert list(processes.map(work.address, ["base"] * 2)) == [(True, 24)] * 2
 
 
 def test_a_fork_works_whatever_threads_its_owner_had() -> None:
