@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,3 +161,13 @@ def test_the_app_to_copy_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = [metrics["train_loss"] for metrics in result.train_metrics_clientapp.values()]
     assert losses[1] < losses[0] / 2
     assert load_and_validate(app / "pyproject.toml")
+
+
+def test_the_pages_server_can_begin() -> None:
+    """docs/how-to/flower.md, its block for mixed ranks: method, ranks and quorum fit together."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "flower.md").read_text(encoding="utf-8")
+    block = next(text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "strategy = FedLoRA(" in text)
+    names: dict[str, Any] = {"seed_adapter": seed_adapter(8)}
+    exec(block.replace('folder=Path("/srv/my-app/fed"),', ""), names)
+    names["strategy"]._begin(None)
+    assert names["strategy"].round == 0
