@@ -51,7 +51,7 @@ def test_the_toy_method_of_the_docs_runs(
     (products,) = (
         block for block in python_blocks(ROOT / "docs" / "how-to" / "add-a-method.md") if "SlowProducts" in block
     )
-    (tmp_path / "slow_products.py").write_text(f"from fedavgm import *\n{products}")
+    (tmp_path / "slow_products.py").write_text(products)
     findings = defined["check"](importlib.import_module("slow_products").SlowProducts())
     assert defined["sound"](findings), [finding.why for finding in findings if finding.why]
 
