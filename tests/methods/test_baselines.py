@@ -275,12 +275,12 @@ def test_lora_fair_is_at_a_minimum(size: float, metric: str) -> None:
     pairs = [(1 / 4, size * (B_0 + 0.5 * B), A_0 + 0.5 * A) for _, B, A in others]
     (B, A), X, rng = averaged(pairs), mean(pairs), np.random.default_rng(5)
     method, columns = build("lora-fair", metric=metric), metric == "columns"
-    best_B = np64(state_of(method, pairs).pair.B)
+    best_B = np64(state_of(method, pairs).B)
     for step in size * rng.standard_normal((20, *B.shape)):
         down, here, up = (fair_loss(B, best_B - B + h * step, A, X, 0.01, columns)[0] for h in (-1e-3, 0, 1e-3))
         assert here < min(down, up) and abs(up - down) < 0.01 * (up + down - 2 * here)
     assert abs(np.sum((best_B - B) * best_B)) < 1e-3 * np.linalg.norm(best_B - B) * np.linalg.norm(best_B)
-    assert not bool(state_of(method, [(0.5, B, A), (0.5, -B, -A)]).pair.B.any())
+    assert not bool(state_of(method, [(0.5, B, A), (0.5, -B, -A)]).B.any())
 
 
 def test_lora_fair_counts_a_column_without_direction_as_zero() -> None:
@@ -290,11 +290,11 @@ def test_lora_fair_counts_a_column_without_direction_as_zero() -> None:
     A, D = A_0 + 0.3 * A, A_0 + 0.3 * D
     D[:, 0] = -A[:, 0]
     pairs = [(0.5, B_0 + 0.3 * B, A), (0.5, B_0 + 0.3 * C, D)]
-    found = state_of(build("lora-fair", lambda_=0.6), pairs).pair.B
-    want = state_of(build("lora-fair", lambda_=0.7), [(p, B, A[:, 1:]) for p, B, A in pairs]).pair.B
+    found = state_of(build("lora-fair", lambda_=0.6), pairs).B
+    want = state_of(build("lora-fair", lambda_=0.7), [(p, B, A[:, 1:]) for p, B, A in pairs]).B
     assert_close(found, np64(want), 1e-6)
     idle = [(p, np.pad(B, ((0, 0), (0, 1))), np.pad(A, ((0, 1), (0, 0)))) for p, B, A in pairs]  # an empty slot
-    assert_close(state_of(build("lora-fair", lambda_=0.6), idle).pair.B, np.pad(np64(found), ((0, 0), (0, 1))), 1e-6)
+    assert_close(state_of(build("lora-fair", lambda_=0.6), idle).B, np.pad(np64(found), ((0, 0), (0, 1))), 1e-6)
 
 
 def test_a_seed_with_zero_slots_starts_clients_alive() -> None:

@@ -1,4 +1,4 @@
-"""What several methods share: a round's mean update as one SVD, or within its clients' consensus; zero-padding."""
+"""What several methods share: a round's mean update as one SVD; zero-padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Update
 from fedlora.errors import RankMismatch
-from fedlora.linalg import ProjectedSum, Spectrum, Term, projected_sums, svd_of_product
+from fedlora.linalg import Spectrum, Term, projected_sums, svd_of_product
 
 
 def mean_product(updates: Sequence[Update]) -> Spectrum:
@@ -23,15 +23,6 @@ def mean_products(matrices: Sequence[Sequence[Update]], dtype: torch.dtype | Non
     """`mean_product` of each matrix, in `dtype` (None: that of its updates)."""
     sums = [[Term(*u.lora.factors, u.weight, u.roundoff) for u in updates] for updates in matrices]
     return [made.spectrum for made in projected_sums(sums, [None] * len(sums), dtype)]
-
-
-def consensus(matrices: Sequence[Sequence[Update]], ranks: Sequence[int]) -> list[ProjectedSum]:
-    """For each matrix, its mean within the R directions that most of its clients' updates span, and each client's U_i.
-
-    Terms of nobody count in the mean, and have no vote.
-    """
-    sums = [[Term(*u.lora.factors, u.weight, u.roundoff, u.client is not None) for u in sent] for sent in matrices]
-    return projected_sums(sums, ranks)
 
 
 def spectrum_of(seed: LoRA) -> Spectrum:
