@@ -245,18 +245,6 @@ def test_a_run_resumed_from_any_round_is_the_uninterrupted_one_to_the_bit(
                 assert facts == (first.losses, first.weights, first.bytes, first.server_rank)
 
 
-def test_rounds_are_only_played_when_they_are_asked_for() -> None:
-    toy = Toy()
-    records = run(trainer=toy, rounds=1000)
-    assert toy.calls == []
-    next(records)
-    assert len(toy.calls) == 4
-    next(records)
-    assert len(toy.calls) == 8
-    records.close()  # type: ignore[attr-defined]
-    assert len(toy.calls) == 8
-
-
 # ---- what is handed in -----------------------------------------------------------------------------------------------
 
 

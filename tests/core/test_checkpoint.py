@@ -141,13 +141,6 @@ def test_tensors_round_trip_bit_for_bit(tmp_path: Path) -> None:
         assert not got.requires_grad
 
 
-def test_one_tensor_in_two_places_comes_back_in_both(tmp_path: Path) -> None:
-    """safetensors refuses shared memory; overlapping views of one tensor are stored as their values."""
-    t = noise((4, 4), "shared")
-    value = {"whole": t, "again": t, "top": t[:2], "left": t[:, :2]}
-    assert content(round_trip(tmp_path, value)) == content(value)
-
-
 def test_names_with_slashes_are_kept_apart(tmp_path: Path) -> None:
     """Client ids and module paths are any strings: {"a/b": x} beside {"a": {"b": y}} must not share one place."""
     value = {"a/b": torch.zeros(2), "a": {"b": torch.ones(2)}, "": torch.full((2,), 2.0), "/": torch.full((2,), 3.0)}

@@ -347,21 +347,6 @@ def test_two_dtypes_in_one_pair_are_promoted_together() -> None:
 # ------------------------------------------------------------------------------------------------ start and readout
 
 
-@every_method
-def test_a_warm_start_hands_out_the_trained_seed(name: str) -> None:
-    """At the seed's own rank every client starts from its product, dense; FedSA-LoRA's B comes as the local start, and
-    FLoRA's product as a change of the base."""
-    server, seed = Server(build(name)), pushed(seed_adapter(4), "before", 0)
-    state = server.init(seed)
-    download = server.download(state, Client("stranger", 4))
-    mine = receive(download, None)
-    for module in SHAPES:
-        base = download.base_delta[module].delta() if module in download.base else 0.0
-        assert relative(base + mine.modules[module].delta(), seed.modules[module].delta()) < 1e-13
-        if server.has_global_model(state):
-            assert relative(server.global_update(state)[module].delta(), seed.modules[module].delta()) < 1e-13
-
-
 @pytest.mark.parametrize("name", ["flexlora", "glora"])
 def test_fresh_rows_are_a_function_of_seed_round_client_and_module(name: str) -> None:
     """After a round of zeros every slot is fresh: B = 0, and rows of A that repeat exactly, others for each client. In
