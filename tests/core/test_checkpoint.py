@@ -269,13 +269,6 @@ def test_only_the_newest_are_kept(keep: int, tmp_path: Path) -> None:
     assert content(loaded(tmp_path)) == content(Box({"round": 5})), "the newer value, of another digest"
 
 
-def test_newest_is_by_round_not_by_name_or_time(tmp_path: Path) -> None:
-    paths = series(tmp_path, [10, 2, 9])
-    for age, path in enumerate(paths):
-        os.utime(path, (age, age))
-    assert loaded(tmp_path).value["round"] == 10
-
-
 # ------------------------------------------------------------------------------------------------------- full disk
 
 
