@@ -233,6 +233,7 @@ def test_svd_keeps_the_least_rank_of_its_energy() -> None:
         state = state_of(method, [(1.0, np.diag(values), np.eye(len(values)))])
         assert state.rank == rank
         assert_close(method.effective(state).delta(), np.diag(sorted(values)[::-1][:rank] + [0] * (len(values) - rank)))
+    assert state_of(build("svd", rank=1), [(1.0, np.diag([3, 1]), np.eye(2))]).rank == 1
 
 
 @pytest.mark.parametrize("size", [1.0, 0.001])
