@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import jaxtyping
 import pytest
 
 from fedlora import METHODS, Method, build
 from fedlora.methods.glora import GLoRA
-from fedlora.testing import CONTRACTS, EQUAL, MIXED, check, sound
+from fedlora.testing import CONTRACTS, EQUAL, MIXED
 from fedlora.testing.contracts import ALWAYS
 from fedlora.testing.federations import Ranks, Who
 
@@ -67,18 +66,3 @@ def test_a_cut_needs_its_clients() -> None:
 
     assert build("glora", rank=4).linear_in == build("glora", rho=0.5).linear_in == "clients"
     assert CONTRACTS["sums"](Sums(), *MIXED).holds and not CONTRACTS["sums"](Sums(rank=4), *MIXED).holds
-
-
-@pytest.fixture
-def shapes_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The annotations of linalg, where every method calls it in every federation."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", False)
-
-
-@pytest.mark.quick(6)
-@pytest.mark.usefixtures("shapes_checked")
-@pytest.mark.parametrize("name", METHODS)
-def test_check_passes_every_method_as_it_is_built(name: str) -> None:
-    findings = check(build(name))
-    assert sound(findings) and [f.contract for f in findings] == list(CONTRACTS)
-    assert {f.contract for f in findings if f.claimed == "yes"} == build(name).claims

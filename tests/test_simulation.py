@@ -1,7 +1,7 @@
 """The in-process engine, with a stand-in for training (`federations.pushed`): no model, no text.
 
-Kinds of evidence: *contract* (what a record holds, what a failure does, resuming gives the same bits) and *oracle*
-(bytes counted by hand from the shapes in `federations`, the padding error from dense float64 matrices).
+Kind of evidence: *contract* (what a record holds, what a failure does, resuming gives the same bits). Bytes:
+core/test_parcels.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedlora.errors import ClientFailed, ConfigError, HyperparameterError, Quoru
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
 from fedlora.server.state import RunState
-from fedlora.simulation import Traffic, simulate
+from fedlora.simulation import simulate
 from support.federations import EQUAL, EXAMPLES, MIXED, SHAPES, seed_adapter
 from support.toy_trainer import BATCH, Toy, clients, diverging, loss, run
 
@@ -87,18 +87,6 @@ def test_evaluation_comes_every_so_many_rounds_and_at_the_end() -> None:
     assert evaluator.rounds == [2, 4, 5]
     assert [r.metrics for r in records] == [{}, {"accuracy": 0.2}, {}, {"accuracy": 0.4}, {"accuracy": 0.5}]
     assert ["evaluate" in r.seconds for r in records] == [False, True, False, True, True]
-
-
-# ---- bytes, counted by hand ------------------------------------------------------------------------------------------
-
-
-def test_bytes_of_fedsa_lora() -> None:
-    """Four clients of rank 4: rows of A have 44 entries in all modules together, columns of B 48, the heads 93. A goes
-    both ways. B and the heads come once, as a client's start, and never travel again. Of all methods:
-    core/test_parcels.py."""
-    first, *later = run("fedsa-lora", EQUAL)
-    assert first.bytes == Traffic(4 * 4 * 44 * 4, 0, 4 * 4 * (44 + 48) * 4, 4 * 93 * 4, 0)
-    assert {r.bytes for r in later} == {Traffic(4 * 4 * 44 * 4, 0, 4 * 4 * 44 * 4, 0, 0)}
 
 
 # ---- participation ---------------------------------------------------------------------------------------------------
@@ -243,18 +231,6 @@ def test_a_run_resumed_from_any_round_is_the_uninterrupted_one_to_the_bit(
             for again, first in zip(rest, whole[record.round :], strict=True):
                 facts = (again.losses, again.weights, again.bytes, again.server_rank)
                 assert facts == (first.losses, first.weights, first.bytes, first.server_rank)
-
-
-def test_rounds_are_only_played_when_they_are_asked_for() -> None:
-    toy = Toy()
-    records = run(trainer=toy, rounds=1000)
-    assert toy.calls == []
-    next(records)
-    assert len(toy.calls) == 4
-    next(records)
-    assert len(toy.calls) == 8
-    records.close()  # type: ignore[attr-defined]
-    assert len(toy.calls) == 8
 
 
 # ---- what is handed in -----------------------------------------------------------------------------------------------

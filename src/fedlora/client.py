@@ -191,15 +191,6 @@ def keep(adapter: Adapter, roles: Roles) -> Adapter | None:
 
 
 __all__ = [
-    "Client",
-    "ClientMemory",
-    "Download",
-    "Played",
-    "Upload",
-    "begin_round",
-    "finish_round",
-    "keep",
-    "play_round",
-    "receive",
-    "send",
-]
+    "Client", "ClientMemory", "Download", "Played", "Upload", "begin_round", "finish_round", "keep", "play_round",
+    "receive", "send",
+]  # fmt: skip

@@ -1,23 +1,20 @@
-"""`server.gauge_stress`: every upload in other coordinates, in every round. Who trains on as if nothing had happened.
+"""`server.gauge_stress`: every upload in other coordinates, in every round, the same ones again. Kind: end-to-end.
 
-Kinds of evidence: contract (the trajectory of gauge-invariant methods is that without stress), end-to-end (a config).
+Which methods train on as if nothing had happened: test_audit.py, and the contract `gauge`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from fedlora import Server, build
-from fedlora.analysis.audit import MOST, random_gauge, relative_difference
-from fedlora.simulation import RoundRecord
+from fedlora.analysis.audit import MOST, random_gauge
 from support.command_line import Said
-from support.federations import EQUAL, MIXED
+from support.federations import MIXED
 from support.known_warnings import FUTURE_NAMES
 from support.projects import configured, make_project, ran, same_run
 from support.states import content
@@ -28,36 +25,7 @@ pytestmark = FUTURE_NAMES
 F64 = torch.float64
 
 
-def models(records: list[RoundRecord], server: Server) -> list[Mapping[str, Any]]:
-    """The server's whole update after each round."""
-    return [server.global_update(record.state.server) for record in records]
-
-
-def drift(name: str, ranks: Mapping[str, int], condition: float, **options: Any) -> list[float]:
-    """By round: how far the model of a stressed run is from that of the same run without."""
-    plain, moved = (
-        models(list(run(name, ranks, gauge_stress=stress, **{"dtype": F64, **options})), Server(build(name)))
-        for stress in (None, condition)
-    )
-    return [relative_difference(b, a) for a, b in zip(plain, moved, strict=True)]
-
-
 # ---- the engine ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.quick(3)
-@pytest.mark.parametrize("name", ["glora", "flexlora", "svd"])
-def test_a_method_of_updates_trains_on_as_if_nothing_had_happened(name: str) -> None:
-    """Theory: state and readout are functions of the products B_i A_i, which the stress leaves alone. Over five rounds
-    of mixed ranks in float64 what is left is round-off times the condition."""
-    assert max(drift(name, MIXED, 1000.0, rounds=5)) < 1e-9
-
-
-@pytest.mark.parametrize("name", ["fedit", "hetlora", "padded-average"])
-def test_a_method_of_factors_leaves_its_trajectory(name: str) -> None:
-    """Averages of (B_i Q_i, Q_i^-1 A_i) are other averages: by whole parts, from the first round on."""
-    moves = drift(name, EQUAL, 10.0)
-    assert min(moves) > 0.3
 
 
 def test_it_is_a_function_of_seed_and_round() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedlora import Adapter
-from fedlora.attacks import KINDS, Adversary, Attack, choose_attackers, flip_labels
+from fedlora.attacks import KINDS, Adversary, Attack, choose_attackers
 from fedlora.core.sent import Attacked, Sent, Tampered
 from fedlora.core.trainer import Trained
 from fedlora.errors import HyperparameterError
@@ -93,6 +93,7 @@ def test_the_chosen_are_a_function_of_names_and_seed_and_nested_in_the_share() -
     drawn = [choose_attackers(names, 0.2, seed=seed) for seed in range(40)]
     assert len(set(drawn)) > 30
     assert len({name for chosen in drawn for name in chosen}) == 15
+    assert len(choose_attackers([str(k) for k in range(100)], 0.29, seed=0)) == 29, "28.999999999999996 in binary"
 
 
 @pytest.mark.parametrize(
@@ -101,15 +102,3 @@ def test_the_chosen_are_a_function_of_names_and_seed_and_nested_in_the_share() -
 def test_a_share_of_nobody_is_refused(share: float, words: str) -> None:
     with pytest.raises(HyperparameterError, match=words):
         choose_attackers(["a", "b", "c"], share, seed=0)
-
-
-def test_floor_of_a_share_that_is_a_whole_number_in_decimals() -> None:
-    """0.29 * 100 is 28.999999999999996 in binary."""
-    assert len(choose_attackers([str(k) for k in range(100)], 0.29, seed=0)) == 29
-
-
-def test_flipped_labels() -> None:
-    """The first class becomes the last; twice is as it was; the middle of three stays."""
-    assert flip_labels([0, 1, 1], 2) == (1, 0, 0)
-    assert flip_labels([0, 1, 2], 3) == (2, 1, 0)
-    assert flip_labels(flip_labels(range(7), 7), 7) == tuple(range(7))

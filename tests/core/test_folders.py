@@ -106,14 +106,6 @@ def test_what_killed_writers_left_is_found_and_swept_and_nothing_else(tmp_path: 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
-    files.write(tmp_path / "file", "old")
-    with pytest.raises(KeyError), files.replacing(tmp_path / "file") as file:
-        file.write(b"half")
-        raise KeyError
-    assert tree(tmp_path) == {"file": b"old"}
-
-
 def test_what_was_written_is_flushed_before_its_name_and_the_name_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,14 +156,6 @@ def test_a_file_system_that_cannot_flush_a_folder_is_not_a_disk_that_fails(
     monkeypatch.setattr(os, "fsync", refuse(number))
     with pytest.raises(OSError, match="Input/output") if number == errno.EIO else nullcontext():
         files.sync_folder(tmp_path)
-
-
-def test_a_lock_is_held_by_one_until_it_closes_the_file(tmp_path: Path) -> None:
-    descriptors = [os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT) for _ in range(2)]
-    assert [files.hold(descriptor) for descriptor in descriptors] == [True, False]
-    os.close(descriptors[0])
-    assert files.hold(descriptors[1]) is True
-    os.close(descriptors[1])
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from fedlora import Adapter, LoRA
-from fedlora.core.lora import change_of, filled, fresh_rows, stack
+from fedlora import LoRA
+from fedlora.core.lora import filled, fresh_rows
 from fedlora.errors import FactorNotShared, FedLoRAError, ShapeError
 
 
@@ -38,12 +38,6 @@ def test_the_norm_is_that_of_the_product_in_any_gauge(cond: float) -> None:
     assert LoRA(torch.zeros(5, 2), torch.zeros(2, 4)).norm() == 0
 
 
-def test_stack_is_the_weighted_sum() -> None:
-    pairs = [LoRA(torch.randn(6, r, dtype=torch.float64), torch.randn(r, 5, dtype=torch.float64)) for r in (1, 3)]
-    got = stack(pairs, [0.25, -2.0])
-    torch.testing.assert_close(got.delta(), 0.25 * pairs[0].delta() - 2 * pairs[1].delta())
-
-
 def test_fresh_rows_are_lora_rows_and_stable() -> None:
     """Uniform on +-1/sqrt(d_in), as peft's kaiming_uniform(a = sqrt 5); pinned bits, for they must never change."""
     rows = fresh_rows(200, 64, 7, 1, "site", like=torch.zeros(1, dtype=torch.float64))
@@ -68,20 +62,3 @@ def test_filled_touches_dead_and_missing_slots_only() -> None:
     assert torch.equal(made.factors[1][[1, 3]], rows[[1, 3]]) and torch.equal(made.factors[1][[0, 2]], A[[0, 2]])
     assert not bool(made.factors[0][:, 3].any())
     torch.testing.assert_close(made.delta(), B @ A)
-
-
-def test_an_adapter_is_sorted_and_read_only() -> None:
-    lora = LoRA(torch.zeros(2, 1), torch.zeros(1, 2))
-    adapter = Adapter({"b": lora, "a": lora}, {"z": torch.zeros(1), "y": torch.zeros(1)})
-    assert list(adapter.modules) == ["a", "b"]
-    assert list(adapter.heads) == ["y", "z"]
-    with pytest.raises(TypeError):
-        adapter.modules["c"] = lora  # type: ignore[index]
-
-
-def test_the_change_of_one_factor_has_no_more_columns_than_it() -> None:
-    """(2 B) A - B A = B A by hand, without columns that cancel."""
-    begun = LoRA(torch.ones(4, 2), torch.ones(2, 3))
-    for sent in (LoRA(2 * begun.factors[0], None), LoRA(None, 2 * begun.factors[1])):
-        moved = change_of(sent, begun)
-        assert moved.rank == 2 and torch.equal(moved.delta(), begun.map(torch.Tensor.double).delta())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +15,9 @@ import pytest
 import torch
 
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Update, Upload, build, keep, receive, send
-from fedlora.errors import HyperparameterError, LostUpdate, RankMismatch, UploadRefused
+from fedlora.errors import HyperparameterError, LostUpdate
 from fedlora.linalg import unit_roundoff
-from fedlora.methods._shared import padded
+from fedlora.methods.fedsvd import reparameterised
 from fedlora.methods.rolora import _alive
 from support.formulas import (
     ROWS,
@@ -167,35 +166,6 @@ def test_an_impossible_hyper_parameter_is_refused_by_name() -> None:
                 build(name, **{field: value})
 
 
-@pytest.mark.parametrize("name", ["fedsvd", "ffa-lora", "rolora"])
-def test_a_rank_above_the_common_start_is_refused_by_name(name: str) -> None:
-    """Further slots would be in nobody's coordinates: the message has both ranks, at either door."""
-    server, big = Server(build(name)), Client("big", 3)
-    state = server.init(Adapter({"m": LoRA(torch.zeros(9, 2), torch.ones(2, 7))}))
-    upload = Upload(big, 1, Adapter({"m": LoRA(torch.ones(9, 3), None)}))
-    for ask in (partial(server.download, state, big), partial(server.aggregate, state, [upload])):
-        with pytest.raises((RankMismatch, UploadRefused), match=rf"big.*{name}.* rank 2.* 3 is larger"):
-            ask()
-    with pytest.raises(RankMismatch, match=r"rank 3 .* 2 slots"):  # torch's own padding would cut in silence
-        padded(upload.adapter.modules["m"], 2)
-
-
-@pytest.mark.parametrize(("part", "stretch", "moves"), [(1.5, 1.0, False), (1.5, 3.0, True), (0.4, 1.0, True)])
-def test_fedrot_undoes_orthogonal_gauges_and_no_others(part: float, stretch: float, moves: bool) -> None:
-    """From a trained start, Q_i rotations and reflections by turns; not with a stretched column, not part-way."""
-    server, rng = Server(build("fedrot-lora", rotate_lambda=part)), np.random.default_rng(4)
-    for before, after, uploads, _ in play(server, dict.fromkeys(MIXED, 3), warm=True):
-        turned = []
-        for k, u in enumerate(uploads):
-            Q = np.linalg.qr(rng.standard_normal((3, 3)))[0]
-            Q[:, 0] *= stretch * np.sign(np.linalg.det(Q)) * (-1) ** k
-            (B, A), Q = u.adapter.modules["m"].factors, torch.from_numpy(Q)
-            turned.append(replace(u, adapter=Adapter({"m": LoRA(B @ Q, torch.linalg.inv(Q) @ A)})))
-        a, b = (s.modules["m"].mean for s in (after, server.aggregate(before, turned)))
-        drift = float((a.B - b.B).norm() / a.B.norm() + (a.A - b.A).norm() / a.A.norm())
-        assert drift > 1e-2 if moves else drift < 1e-10
-
-
 @pytest.mark.parametrize("part", [0.4, 1.0, 1.5])
 def test_fedrot_goes_part_of_the_way_to_a_rotation_and_the_whole_way_to_a_reflection(part: float) -> None:
     """A client in mirrored coordinates, from a trained start, by B and by A. Expected: the closed angles of rank 2."""
@@ -263,6 +233,7 @@ def test_svd_keeps_the_least_rank_of_its_energy() -> None:
         state = state_of(method, [(1.0, np.diag(values), np.eye(len(values)))])
         assert state.rank == rank
         assert_close(method.effective(state).delta(), np.diag(sorted(values)[::-1][:rank] + [0] * (len(values) - rank)))
+    assert state_of(build("svd", rank=1), [(1.0, np.diag([3, 1]), np.eye(2))]).rank == 1
 
 
 @pytest.mark.parametrize("size", [1.0, 0.001])
@@ -275,12 +246,12 @@ def test_lora_fair_is_at_a_minimum(size: float, metric: str) -> None:
     pairs = [(1 / 4, size * (B_0 + 0.5 * B), A_0 + 0.5 * A) for _, B, A in others]
     (B, A), X, rng = averaged(pairs), mean(pairs), np.random.default_rng(5)
     method, columns = build("lora-fair", metric=metric), metric == "columns"
-    best_B = np64(state_of(method, pairs).pair.B)
+    best_B = np64(state_of(method, pairs).B)
     for step in size * rng.standard_normal((20, *B.shape)):
         down, here, up = (fair_loss(B, best_B - B + h * step, A, X, 0.01, columns)[0] for h in (-1e-3, 0, 1e-3))
         assert here < min(down, up) and abs(up - down) < 0.01 * (up + down - 2 * here)
     assert abs(np.sum((best_B - B) * best_B)) < 1e-3 * np.linalg.norm(best_B - B) * np.linalg.norm(best_B)
-    assert not bool(state_of(method, [(0.5, B, A), (0.5, -B, -A)]).pair.B.any())
+    assert not bool(state_of(method, [(0.5, B, A), (0.5, -B, -A)]).B.any())
 
 
 def test_lora_fair_counts_a_column_without_direction_as_zero() -> None:
@@ -290,40 +261,23 @@ def test_lora_fair_counts_a_column_without_direction_as_zero() -> None:
     A, D = A_0 + 0.3 * A, A_0 + 0.3 * D
     D[:, 0] = -A[:, 0]
     pairs = [(0.5, B_0 + 0.3 * B, A), (0.5, B_0 + 0.3 * C, D)]
-    found = state_of(build("lora-fair", lambda_=0.6), pairs).pair.B
-    want = state_of(build("lora-fair", lambda_=0.7), [(p, B, A[:, 1:]) for p, B, A in pairs]).pair.B
+    found = state_of(build("lora-fair", lambda_=0.6), pairs).B
+    want = state_of(build("lora-fair", lambda_=0.7), [(p, B, A[:, 1:]) for p, B, A in pairs]).B
     assert_close(found, np64(want), 1e-6)
     idle = [(p, np.pad(B, ((0, 0), (0, 1))), np.pad(A, ((0, 1), (0, 0)))) for p, B, A in pairs]  # an empty slot
-    assert_close(state_of(build("lora-fair", lambda_=0.6), idle).pair.B, np.pad(np64(found), ((0, 0), (0, 1))), 1e-6)
+    assert_close(state_of(build("lora-fair", lambda_=0.6), idle).B, np.pad(np64(found), ((0, 0), (0, 1))), 1e-6)
 
 
-def test_a_seed_with_zero_slots_starts_clients_alive() -> None:
-    """Contract `alive`, from init on: a seed padded to a rank has slots of zeros."""
-    for label in ROWS:
-        server, A = Server(ROWS[label][0]), torch.eye(3, 7) * torch.tensor([[1], [1], [0]])
-        download = server.download(server.init(Adapter({"m": LoRA(torch.zeros(9, 3), A)})), Client("a", 3))
-        B, A = receive(download, None).modules["m"].factors
-        assert bool((B.any(dim=0) | A.any(dim=1)).all()), label
-
-
-@pytest.mark.parametrize(("method", "column"), [("hetlora", 3), ("fedex-lora", 3), ("flora", None)])
-def test_slots_that_hold_nothing_start_differently_at_each_client(method: str, column: int | None) -> None:
-    """As LoRA starts: B = 0 and a random row of A, of (key, round, client). column: that every upload leaves empty;
-    None: the method starts all anew."""
-    server = Server(build(method))
-    state = server.init(Adapter({"m": LoRA(torch.zeros(9, 4), torch.ones(4, 7))}))
-    lora = LoRA(*(torch.from_numpy(t).float() for t in drawn(4)[0][1:]))
-    if column is not None:
-        lora = LoRA(lora.B.index_fill(1, torch.tensor(column), 0.0), lora.A.index_fill(0, torch.tensor(column), 0.0))
-    clients = [Client("north", 4), Client("south", 4)]
-    state = server.aggregate(state, [Upload(client, 5, Adapter({"m": lora})) for client in clients])
-    rows = []
-    for client in clients:
-        given = receive(server.download(state, client), None).modules["m"]
-        again = receive(server.download(state, client), None).modules["m"]
-        assert torch.equal(given.A, again.A)
-        row = slice(None) if column is None else column
-        assert not given.B[:, row].any()
-        rows.append(given.A[row])
-    assert rows[0].any()
-    assert not torch.isclose(rows[0], rows[1]).any()
+@pytest.mark.parametrize("shape", [(5, 9, 7), (4, 3, 6), (30, 22, 4)])
+def test_fedsvd_keeps_the_update_in_any_shape(shape: tuple[int, int, int]) -> None:
+    """Also where the rank exceeds d_out or d_in, and where B is zero; and no row of A is zero, so that each slot
+    trains."""
+    d_out, d_in, rank = shape
+    generator = torch.Generator().manual_seed(0)
+    B, A = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((d_out, rank), (rank, d_in)))
+    for left in (B, torch.zeros_like(B)):
+        made = reparameterised(LoRA(left, A))
+        assert made.rank == rank and bool(made.factors[1].any(dim=1).all())
+        torch.testing.assert_close(made.delta(), left @ A, rtol=0, atol=1e-11)
+        rows = made.factors[1][:d_in]
+        torch.testing.assert_close(rows @ rows.mT, torch.eye(len(rows)).double(), rtol=0, atol=1e-12)

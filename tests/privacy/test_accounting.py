@@ -51,7 +51,7 @@ def test_the_noise_for_an_epsilon() -> None:
             noise_multiplier_for(eps, 20, 1e-3)
     with pytest.raises(HyperparameterError, match="releases nothing"):
         noise_multiplier_for(8.0, 0, 1e-3)
-    for eps, rounds, delta, sampling in ((0.5, 10, 1e-6, 1.0), (1.0, 5, 1e-5, 0.5), (2.0, 1, 1e-3, 1.0)):
+    for eps, rounds, delta, sampling in ((0.5, 10, 1e-6, 1.0), (1.0, 5, 1e-5, 0.5), (30.0, 1, 1e-3, 1.0)):
         z = noise_multiplier_for(eps, rounds, delta, sampling)
         assert epsilon(z, rounds, delta, sampling) <= eps < epsilon(z * (1 - 3e-4), rounds, delta, sampling)
 
@@ -141,17 +141,3 @@ def test_without_dp_accounting_nothing_is_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(HyperparameterError, match=r"dp-accounting.*fedlora\[privacy\]"):
         epsilon(1.0, 1, 1e-5)
-
-
-@PLD
-def test_with_all_clients_the_budget_is_a_gaussian_filter() -> None:
-    """By hand: epsilon of Gaussian releases is a function of the sum of 1 / z^2, and grows with it. So to stop by
-    epsilon is to stop by that sum, which Smith and Thakurta (2022) prove for z that are chosen by earlier releases."""
-    mixtures = [[(2.0, 3), (5.0, 10)], [(1.5, 1), (8.0, 4), (3.0, 2)], [(1.0, 2), (0.7, 1)]]
-    found = []
-    for mixture in mixtures:
-        mu_squared = sum(rounds / z**2 for z, rounds in mixture)
-        together = epsilon_of([Spending(z, rounds) for z, rounds in mixture], 1e-3)
-        assert together == pytest.approx(epsilon(mu_squared**-0.5, 1, 1e-3), rel=1e-3)
-        found.append((mu_squared, together))
-    assert [e for _, e in sorted(found)] == sorted(e for _, e in found)

@@ -20,7 +20,8 @@ from torch import Tensor
 from fedlora.errors import HyperparameterError
 from fedlora.runs.robust import RobustSection
 from fedlora.server import rules
-from fedlora.server.rules import NNM, CenteredClipping, GeometricMedian, Krum, MultiKrum, NormClipping, Rule, verdicts
+from fedlora.server.judged import verdicts
+from fedlora.server.rules import NNM, CenteredClipping, GeometricMedian, Krum, MultiKrum, NormClipping, Rule
 from fedlora.testing.federations import noise
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden" / "robust_rules.json").read_text())

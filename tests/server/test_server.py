@@ -30,7 +30,7 @@ from fedlora.errors import (
 from fedlora.methods.fedit import FedIT
 from fedlora.methods.svd import SVD
 from fedlora.server.rounds import warn_of_losses
-from support.federations import EQUAL, EXAMPLES, HEADS, MIXED, SHAPES, pushed, seed_adapter
+from support.federations import EQUAL, EXAMPLES, MIXED, SHAPES, pushed, seed_adapter
 from support.states import content, tensors_in
 
 F64 = torch.float64
@@ -180,37 +180,6 @@ def test_weights_are_examples_or_uniform() -> None:
         assert float(after.heads["h"]) == pytest.approx(want)
 
 
-@pytest.mark.parametrize("name", ["glora", "fedsa-lora"])
-@pytest.mark.parametrize("heads", ["average", "local", "frozen", None])
-def test_heads_average_stay_local_or_frozen(name: str, heads: str | None) -> None:
-    """average: the dense weighted sum, back to all. local: never here, the seed as a start. frozen: the seed, always.
-
-    None is the method's own choice: local for FedSA-LoRA, average for all others (docs of each method).
-    """
-    server, ranks = Server(build(name), heads=heads), RANKS[name]  # type: ignore[arg-type]
-    seed = seed_adapter(max(ranks.values()))
-    state = server.init(seed)
-    sent = uploads_of(server, state, ranks)
-    after = server.aggregate(state, sent)
-    mode = heads or ("local" if name == "fedsa-lora" else "average")
-    first, second = (server.download(s, sent[0].client) for s in (state, after))
-    assert first.roles.heads == {"average": "shared", "local": "local", "frozen": "frozen"}[mode]
-    assert [sorted(u.adapter.heads) for u in sent] == [sorted(HEADS) if mode == "average" else []] * 4
-
-    if mode == "average":
-        assert content(first.adapter.heads) == content(seed.heads)
-        for key in HEADS:
-            want = sum(u.num_examples / 90 * u.adapter.heads[key] for u in sent)
-            torch.testing.assert_close(second.adapter.heads[key], want, rtol=0, atol=1e-14)
-    else:
-        assert content(after.heads) == content(seed.heads)
-        for download in (first, second):
-            travels = download.adapter.heads if mode == "frozen" else download.start.heads
-            absent = download.start.heads if mode == "frozen" else download.adapter.heads
-            assert content(travels) == content(seed.heads)
-            assert not absent
-
-
 # ------------------------------------------------------------------------------------------------- missing modules
 
 
@@ -345,21 +314,6 @@ def test_two_dtypes_in_one_pair_are_promoted_together() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ start and readout
-
-
-@every_method
-def test_a_warm_start_hands_out_the_trained_seed(name: str) -> None:
-    """At the seed's own rank every client starts from its product, dense; FedSA-LoRA's B comes as the local start, and
-    FLoRA's product as a change of the base."""
-    server, seed = Server(build(name)), pushed(seed_adapter(4), "before", 0)
-    state = server.init(seed)
-    download = server.download(state, Client("stranger", 4))
-    mine = receive(download, None)
-    for module in SHAPES:
-        base = download.base_delta[module].delta() if module in download.base else 0.0
-        assert relative(base + mine.modules[module].delta(), seed.modules[module].delta()) < 1e-13
-        if server.has_global_model(state):
-            assert relative(server.global_update(state)[module].delta(), seed.modules[module].delta()) < 1e-13
 
 
 @pytest.mark.parametrize("name", ["flexlora", "glora"])

@@ -24,15 +24,4 @@ __getattr__ = face(
     },
 )
 
-__all__ = [
-    "Adapter",
-    "Client",
-    "Download",
-    "LoRA",
-    "Method",
-    "Roles",
-    "Trained",
-    "Trainer",
-    "Update",
-    "Upload",
-]
+__all__ = ["Adapter", "Client", "Download", "LoRA", "Method", "Roles", "Trained", "Trainer", "Update", "Upload"]

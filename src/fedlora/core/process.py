@@ -65,6 +65,3 @@ def how_ended(code: int) -> str:
 def _signal_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-
-
-__all__ = ["end", "ends_with", "how_ended", "killed_with"]

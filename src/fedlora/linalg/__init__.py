@@ -12,16 +12,6 @@ from fedlora.linalg.projection import Components, ProjectedSum, projected_sum, p
 from fedlora.linalg.spectrum import Spectrum
 
 __all__ = [
-    "Components",
-    "ProjectedSum",
-    "Spectrum",
-    "Term",
-    "norm",
-    "norm_of_product",
-    "projected_sum",
-    "projected_sums",
-    "rank_tolerance",
-    "svd_of_product",
-    "unit_roundoff",
-    "weighted_mean",
-]
+    "Components", "ProjectedSum", "Spectrum", "Term", "norm", "norm_of_product", "projected_sum", "projected_sums",
+    "rank_tolerance", "svd_of_product", "unit_roundoff", "weighted_mean",
+]  # fmt: skip

@@ -23,6 +23,3 @@ def own_modes() -> Iterator[None]:
             off.enter_context(torch.inference_mode(False))
             off.enter_context(torch.no_grad())
         yield
-
-
-__all__ = ["own_modes"]

@@ -1,4 +1,4 @@
-"""What several methods share: a round's mean update as one SVD, or within its clients' consensus; zero-padding."""
+"""What several methods share: a round's mean update as one SVD; zero-padding."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch.nn.functional import pad
 
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Update
-from fedlora.errors import RankMismatch
-from fedlora.linalg import ProjectedSum, Spectrum, Term, projected_sums, svd_of_product
+from fedlora.linalg import Spectrum, Term, projected_sums, svd_of_product
 
 
 def mean_product(updates: Sequence[Update]) -> Spectrum:
@@ -23,15 +22,6 @@ def mean_products(matrices: Sequence[Sequence[Update]], dtype: torch.dtype | Non
     """`mean_product` of each matrix, in `dtype` (None: that of its updates)."""
     sums = [[Term(*u.lora.factors, u.weight, u.roundoff) for u in updates] for updates in matrices]
     return [made.spectrum for made in projected_sums(sums, [None] * len(sums), dtype)]
-
-
-def consensus(matrices: Sequence[Sequence[Update]], ranks: Sequence[int]) -> list[ProjectedSum]:
-    """For each matrix, its mean within the R directions that most of its clients' updates span, and each client's U_i.
-
-    Terms of nobody count in the mean, and have no vote.
-    """
-    sums = [[Term(*u.lora.factors, u.weight, u.roundoff, u.client is not None) for u in sent] for sent in matrices]
-    return projected_sums(sums, ranks)
 
 
 def spectrum_of(seed: LoRA) -> Spectrum:
@@ -53,16 +43,7 @@ def diagnostics_of(spectrum: Spectrum) -> dict[str, object]:
 
 
 def padded(lora: LoRA, rank: int) -> LoRA:
-    """[B 0] and [A; 0] of `rank` slots; a factor that did not travel stays absent.
-
-    Raises:
-        RankMismatch: it has more slots than that, whose coordinates nobody else knows.
-    """
-    empty = rank - lora.rank
-    if empty < 0:
-        raise RankMismatch(
-            f"an update of rank {lora.rank} does not fit into the common start's {rank} slots. Start the server from "
-            f"an adapter of the largest rank."
-        )
-    B, A = lora.B, lora.A
+    """[B 0] and [A; 0] of `rank` slots; a factor that did not travel stays absent. It has no more slots than that: the
+    server refuses others (`server.checks.unserved`)."""
+    B, A, empty = lora.B, lora.A, rank - lora.rank
     return LoRA(None if B is None else pad(B, (0, empty)), None if A is None else pad(A, (0, 0, 0, empty)))

@@ -13,21 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from fedlora.core.base_change import BaseChange, added, moved
 from fedlora.core.lora import LoRA, stack
 from fedlora.core.method import LinearIn, Method, Update
-from fedlora.linalg import Term, norm, projected_sums, unit_roundoff
+from fedlora.linalg import Term, norm, projected_sums
+from fedlora.linalg.basics import U64
 from fedlora.methods.fedit import mean_factors
 
 # Storing the pair rounds it by u times its terms b_j a_j. Usually that is u times the mean, as with every method. If
 # clients' coordinates are bad, the terms are larger and cancel in the sum; beyond this factor the residual also takes
 # back what storing rounded. It has 2 r columns more then, which all clients must be sent.
 _LARGE = 4.0
-
-U64 = unit_roundoff(torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +76,7 @@ class FedExLoRA(Method[FedExLoRAState]):
         return state.moved
 
     def diagnostics(self, state: FedExLoRAState) -> Mapping[str, object]:
-        return {"rank": state.mean.rank, "base_rank": state.moved.total.rank if state.moved else 0}
+        return {"rank": state.mean.rank}
 
 
 def _mean_and_residual(updates: Sequence[Update]) -> tuple[LoRA, list[Term]]:

@@ -1,6 +1,6 @@
 """FedRot-LoRA: turn each client's factors towards the last average, then average them (2602.23638, ICML 2026).
 
-    R_i = argmin over orthogonal R of ||A_i - R A_ref||     in odd rounds, counted from 0
+    R_i = argmin over orthogonal R of ||A_i - R A_ref||     in odd rounds, counted from 0 as in the authors' code
     R_i = argmin over orthogonal R of ||B_i R - B_ref||     in even rounds
     B <- sum_i p_i B_i R_i        A <- sum_i p_i R_i^T A_i
 
@@ -32,11 +32,6 @@ class FedRotLoRAState:
 
     mean: LoRA
     rounds: int
-
-    @property
-    def turns_by(self) -> str:
-        """The factor by which the next round turns. As in the authors' code, which counts rounds from 0."""
-        return "A" if self.rounds % 2 else "B"
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ class FedRotLoRA(Method[FedRotLoRAState]):
         (B, A), (B_ref, A_ref) = lora.factors, state.mean.map(Tensor.double).factors
         if not bool(B_ref.any()):
             return lora
-        cross = A @ A_ref.mT if state.turns_by == "A" else B.mT @ B_ref
+        cross = A @ A_ref.mT if state.rounds % 2 else B.mT @ B_ref
         R = _nearest_orthogonal(cross)
         if self.rotate_lambda <= 1:
             if float(torch.linalg.det(R)) < 0:  # no path from I leads to a reflection
@@ -90,7 +85,7 @@ class FedRotLoRA(Method[FedRotLoRAState]):
         return state.mean
 
     def diagnostics(self, state: FedRotLoRAState) -> Mapping[str, object]:
-        return {"rank": state.mean.rank, "turns_by": state.turns_by}
+        return {"rank": state.mean.rank}
 
 
 def _nearest_orthogonal(X: Tensor, *, rotation: bool = False) -> Tensor:

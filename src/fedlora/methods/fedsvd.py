@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch.nn.functional import pad
 
 from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Roles, Update
@@ -64,6 +65,5 @@ def reparameterised(lora: LoRA) -> LoRA:
     rows = V @ W.mT
     sign = torch.where(rows.amax(dim=1) >= -rows.amin(dim=1), 1.0, -1.0).to(rows)[:, None]
     empty = lora.rank - len(rows)  # slots beyond d_in: B = 0 and the rows as they were, so that they can be trained
-    made = LoRA(core @ (sign * V).mT, sign * rows)
-    made = LoRA(padded(made, lora.rank).B, torch.cat([sign * rows, A[lora.rank - empty :]]))
+    made = LoRA(pad(core @ (sign * V).mT, (0, empty)), torch.cat([sign * rows, A[len(rows) :]]))
     return made.map(lambda t: t.to(lora.factors[0]))

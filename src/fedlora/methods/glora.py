@@ -27,8 +27,8 @@ from torch import Tensor
 from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import ProjectedSum, Spectrum
-from fedlora.methods._shared import balanced, consensus, diagnostics_of, spectrum_of
+from fedlora.linalg import ProjectedSum, Spectrum, Term, projected_sums
+from fedlora.methods._shared import balanced, diagnostics_of, spectrum_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,27 +43,14 @@ class Trace:
     alignment: Tensor | None
 
 
-@dataclass(frozen=True)
-class Cut:
-    """What R kept of the last mean, as measured; each but `server_rank`, which is R, as in `linalg.ProjectedSum`."""
-
-    server_rank: int
-    union_rank: int | None
-    gap: float
-    tied: bool
-    captured: float
-    dropped: float
-    error: float
-    factored: str
-
-
 @dataclass(frozen=True, eq=False)
 class GLoRAState:
-    """spectrum: the projected mean. history: client -> its trace, longest absent first. cut: None before any round."""
+    """spectrum: the projected mean. history: client -> its trace, longest absent first. measured: what R, which is
+    `server_rank`, kept of the last mean: the others as in `linalg.ProjectedSum`; {} before any round."""
 
     spectrum: Spectrum
     history: Mapping[str, Trace] = field(default_factory=dict)
-    cut: Cut | None = None
+    measured: Mapping[str, float | str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,7 +109,9 @@ class GLoRA(Method[GLoRAState]):
 
     def aggregate_all(self, states: Sequence[GLoRAState], updates: Sequence[Sequence[Update]]) -> list[GLoRAState]:
         ranks = [self.rank or _share(self.rho, sum(u.rank for u in sent)) for sent in updates]
-        means = consensus(updates, ranks)
+        # Terms of nobody count in the mean, and have no vote.
+        sums = [[Term(*u.lora.factors, u.weight, u.roundoff, u.client is not None) for u in sent] for sent in updates]
+        means = projected_sums(sums, ranks)
         return [self._after(*one) for one in zip(states, updates, ranks, means, strict=True)]
 
     def _after(self, state: GLoRAState, updates: Sequence[Update], rank: int, mean: ProjectedSum) -> GLoRAState:
@@ -132,8 +121,9 @@ class GLoRA(Method[GLoRAState]):
         older = {c: replace(trace, alignment=None) for c, trace in state.history.items() if c not in newest}
         traces = list((older | newest).items())
         dropped = 0 if self.history is None else max(0, len(traces) - self.history)
-        cut = Cut(rank, mean.union_rank, mean.gap, mean.tied, mean.captured, mean.dropped, mean.error, mean.factored)
-        return GLoRAState(mean.spectrum, dict(traces[dropped:]), cut)
+        names = ("union_rank", "gap", "tied", "captured", "dropped", "error", "factored")
+        measured = {"server_rank": rank, **{name: getattr(mean, name) for name in names}}
+        return GLoRAState(mean.spectrum, dict(traces[dropped:]), measured)
 
     def readout(self, state: GLoRAState, client: str | None, rank: int) -> LoRA:
         return balanced(state.spectrum, self.selected(state, client, rank))
@@ -163,7 +153,7 @@ class GLoRA(Method[GLoRAState]):
         return balanced(state.spectrum)
 
     def diagnostics(self, state: GLoRAState) -> Mapping[str, object]:
-        return diagnostics_of(state.spectrum) | ({} if state.cut is None else vars(state.cut))
+        return {**diagnostics_of(state.spectrum), **state.measured}
 
 
 def _share(rho: float, total: int) -> int:

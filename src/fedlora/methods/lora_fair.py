@@ -13,7 +13,7 @@ of n r columns, and O(n r^2 d_in) for each step of the search.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -28,18 +28,9 @@ from fedlora.methods.fedit import mean_factors
 Metric = Literal["columns", "cosine"]
 
 
-@dataclass(frozen=True, eq=False)
-class LoRAFAIRState:
-    """pair: the corrected average. before, after: the cosine without and with the correction; NaN: none yet."""
-
-    pair: LoRA
-    before: float
-    after: float
-
-
 @dataclass(frozen=True)
-class LoRAFAIR(Method[LoRAFAIRState]):
-    """Use it to see how much a correction of averaged factors helps.
+class LoRAFAIR(Method[LoRA]):
+    """Use it to see how much a correction of averaged factors helps. State: the corrected pair.
 
     Args:
         metric: D: 1 - the mean cosine of the "columns", as in public code that descends from the authors', or 1 - the
@@ -50,7 +41,6 @@ class LoRAFAIR(Method[LoRAFAIRState]):
 
     name: ClassVar[str] = "lora-fair"
     paper: ClassVar[str] = "arXiv 2411.14961"
-    State: ClassVar[type] = LoRAFAIRState
     one_rank: ClassVar[bool] = True
 
     metric: Metric = "columns"
@@ -62,10 +52,10 @@ class LoRAFAIR(Method[LoRAFAIRState]):
         if not 0 < self.lambda_ < math.inf:
             raise HyperparameterError(f"lora-fair: lambda_ is positive and finite; got {self.lambda_}.")
 
-    def init(self, seed: LoRA) -> LoRAFAIRState:
-        return LoRAFAIRState(seed, math.nan, math.nan)
+    def init(self, seed: LoRA) -> LoRA:
+        return seed
 
-    def aggregate(self, state: LoRAFAIRState, updates: Sequence[Update]) -> LoRAFAIRState:
+    def aggregate(self, state: LoRA, updates: Sequence[Update]) -> LoRA:
         like = updates[0].lora.factors[0]
         sent = [u.lora.map(Tensor.double) for u in updates]
         B, A = mean_factors(updates).map(Tensor.double).factors
@@ -73,9 +63,7 @@ class LoRAFAIR(Method[LoRAFAIRState]):
         # The columns of X, B and the best dB lie in the span of the clients' columns: all is done in coordinates of Q.
         Q, T = torch.linalg.qr(left)
         X, B = T @ right, Q.mT @ B
-        best = self._corrected(X, B, A)
-        before, after = (self._cosine(X, b @ A)[0] for b in (B, best))
-        return LoRAFAIRState(LoRA(Q @ best, A).map(lambda t: t.to(like)), before, after)
+        return LoRA(Q @ self._corrected(X, B, A), A).map(lambda t: t.to(like))
 
     def _corrected(self, X: Tensor, B: Tensor, A: Tensor) -> Tensor:
         """B + dB."""
@@ -87,7 +75,7 @@ class LoRAFAIR(Method[LoRAFAIRState]):
         values, V = torch.linalg.eigh(A @ A.mT)
         scale = unit * (V / (values + 1e-6 * values[-1]).sqrt()) @ V.mT
         W = torch.zeros_like(B)
-        search = torch.optim.LBFGS(
+        search: torch.optim.Optimizer = torch.optim.LBFGS(
             [W], max_iter=500, history_size=30, tolerance_grad=1e-9, tolerance_change=1e-16,
             line_search_fn="strong_wolfe",
         )  # fmt: skip
@@ -98,7 +86,7 @@ class LoRAFAIR(Method[LoRAFAIRState]):
             W.grad = (2 * self.lambda_ * dB - slope @ A.mT) @ scale
             return 1 - cosine + self.lambda_ * float(dB.square().sum())
 
-        search.step(loss)  # type: ignore[no-untyped-call]
+        search.step(loss)
         best = B + W @ scale
         # A cosine ignores length, so at the minimum dB is orthogonal to B + dB: take that point of its line. If the
         # mean update points away from B A, the line has none (its best end is zero): what the search found stays.
@@ -113,14 +101,11 @@ class LoRAFAIR(Method[LoRAFAIRState]):
             return cosine, slope.reshape(Y.shape)
         return _mean_cosine(X, Y)
 
-    def readout(self, state: LoRAFAIRState, client: str | None, rank: int) -> LoRA:
-        return state.pair
+    def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
+        return state
 
-    def effective(self, state: LoRAFAIRState) -> LoRA:
-        return state.pair
-
-    def diagnostics(self, state: LoRAFAIRState) -> Mapping[str, object]:
-        return {"rank": state.pair.rank, "cosine_before": state.before, "cosine_after": state.after}
+    def effective(self, state: LoRA) -> LoRA:
+        return state
 
 
 def _mean_cosine(X: Tensor, Y: Tensor) -> tuple[float, Tensor]:

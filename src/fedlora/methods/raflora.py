@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Method, Update
 from fedlora.linalg import Spectrum
@@ -40,7 +38,7 @@ class RaFLoRA(Method[Spectrum]):
         return mean_product(list(_partitions(updates)))
 
     def readout(self, state: Spectrum, client: str | None, rank: int) -> LoRA:
-        return balanced(state, torch.arange(min(rank, state.sound)))
+        return balanced(state.head(min(rank, state.sound)))
 
     def effective(self, state: Spectrum) -> LoRA:
         return balanced(state)

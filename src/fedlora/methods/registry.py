@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ def _require_method(cls: Any, name: str) -> None:
     wrong = [f"it has no {attribute}" for attribute in ("name", "paper") if not hasattr(cls, attribute)]
     wrong += [f"it has no {function}" for function in sorted(cls.__abstractmethods__)]
     for part, what in ((cls, "it"), (cls.State, f"its State, {cls.State.__name__},")):
-        if not is_dataclass(part) or not part.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        if not getattr(getattr(part, "__dataclass_params__", None), "frozen", False):
             wrong.append(f"{what} is no @dataclass(frozen=True)")
     if wrong:
         raise HyperparameterError(

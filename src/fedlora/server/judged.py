@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-FULL = 0.95  # from this share of its weight on, a change counts in full
+from fedlora.errors import MethodFault
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedlora.server.rules import Rule
+
+_FULL = 0.95  # from this share of its weight on, a change counts in full
+_NOTHING = 1e-12  # a coefficient below this share of the client's weight is zero: it leaves no history
 _SHOWN = 4  # names in a sentence
 
 
@@ -47,6 +55,37 @@ class Judged:
         return {"rule": self.rule, "clients": {name: asdict(one) for name, one in self.clients.items()}}
 
 
+def verdicts(rule: Rule, gram: Tensor, weights: Mapping[str, float]) -> dict[str, Verdict]:
+    """Client -> what the rule made of it. A coefficient below 1e-12 p_i is zero.
+
+    Args:
+        gram: (n, n), from `changes.gram_of_changes`. weights: client -> p_i, in the same order.
+
+    Raises:
+        MethodFault: the rule gave something other than n finite coefficients >= 0.
+
+    Example:
+        >>> from fedlora.server.rules import GeometricMedian
+        >>> x = torch.tensor([1.0, 1.0, 9.0], dtype=torch.float64)
+        >>> found = verdicts(GeometricMedian(), x.outer(x), dict.fromkeys("abc", 1 / 3))
+        >>> found["c"].coefficient, found["c"].reason
+        (0.0, 'its change is 8 away from the robust one; the median client is 0 away')
+    """
+    from fedlora.server.rules import distances_from, norms_of  # imports torch
+
+    p = gram.new_tensor(list(weights.values()))
+    c = rule.coefficients(gram, p)
+    if c.shape != p.shape or not bool((c.isfinite() & (c >= 0)).all()):
+        raise MethodFault(f"{rule} gave {c}; a rule gives each of {len(p)} clients a finite coefficient >= 0.")
+    c = c.where(c >= _NOTHING * p, 0.0)
+    apart = distances_from(c, gram)
+    found, norms, usual = {}, norms_of(gram), float(apart.median())
+    for k, client in enumerate(weights):
+        far = f"its change is {float(apart[k]):.4g} away from the robust one; the median client is {usual:.4g} away"
+        found[client] = Verdict(float(p[k]), float(c[k]), float(norms[k]), far if c[k] < _FULL * p[k] else "")
+    return found
+
+
 def in_words(line: Mapping[str, Any]) -> str:
     """What a rule did in a round, from `Judged.plain`, in one sentence; "" if all changes counted in full.
 
@@ -57,7 +96,7 @@ def in_words(line: Mapping[str, Any]) -> str:
     """
     share = {name: one["coefficient"] / one["weight"] for name, one in line["clients"].items()}
     out = [name for name, x in share.items() if x == 0]
-    less = sorted((name for name, x in share.items() if 0 < x < FULL), key=lambda name: (share[name], name))
+    less = sorted((name for name, x in share.items() if 0 < x < _FULL), key=lambda name: (share[name], name))
     said = [f"left out {_listed(out)} ({len(out)} of {len(share)} clients)"] if out else []
     said += ["held back " + _listed(f"{name} to {share[name]:.0%} of its weight" for name in less)] if less else []
     return f"{line['rule'].split(' (')[0]} {' and '.join(said)}" if said else ""

@@ -25,9 +25,9 @@ from fedlora.core.method import Method, Roles, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import weighted_mean
 from fedlora.server.changes import distinct_slots, gram_of_changes
-from fedlora.server.judged import Judged
+from fedlora.server.judged import Judged, verdicts
 from fedlora.server.rounds import OpenRound, RoundKind, Weighting, require_counting, roundoff_of, shares
-from fedlora.server.rules import Rule, verdicts
+from fedlora.server.rules import Rule
 from fedlora.server.state import ServerState
 
 if TYPE_CHECKING:

@@ -16,15 +16,13 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedlora.errors import HyperparameterError, MethodFault
-from fedlora.server.judged import FULL, Verdict
+from fedlora.errors import HyperparameterError
 
 log = logging.getLogger("fedlora.server")
 
@@ -33,7 +31,6 @@ Count = int | float  # how many clients: a number, or a share of a round's below
 _EQUAL = 1e-6  # scores and slopes that differ by less are equal: a gauge of condition 1e6 moves them by 1e-7
 _APART = 1e-13  # squared distances below this, relative to the squared norms, are float64 rounding
 _SETTLED, _ITERATIONS = 1e-10, 1000  # the median's iteration ends when no coefficient changes by more, or here
-_NOTHING = 1e-12  # a coefficient below this share of the client's weight is zero: it leaves no history
 
 
 class Rule(ABC):
@@ -64,9 +61,6 @@ class Tolerant(Rule):
 
     f: Count
 
-    def least(self, n: int) -> int:
-        return 2 * self.byzantine(n) + 1
-
     def byzantine(self, n: int) -> int:
         """f in a round of n clients, of which it may be a share."""
         return self.f if isinstance(self.f, int) else math.ceil(self.f * n - 1e-9)
@@ -91,7 +85,7 @@ class NormClipping(Rule):
     threshold: float | None = None
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
-        norms = _norms(gram)
+        norms = norms_of(gram)
         return p * _cut(norms, self.threshold, norms)
 
 
@@ -110,9 +104,9 @@ class CenteredClipping(Rule):
     iterations: int = 3
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
-        norms, c = _norms(gram), torch.zeros_like(p)
+        norms, c = norms_of(gram), torch.zeros_like(p)
         for _ in range(self.iterations):
-            kept = p * _cut(_distances_from(c, gram), self.tau, norms)
+            kept = p * _cut(distances_from(c, gram), self.tau, norms)
             c = c + kept - kept.sum() * c
         return c
 
@@ -171,7 +165,7 @@ class GeometricMedian(Rule):
             return _mean_of((squares[medians] == 0).any(dim=0).nonzero()[:, 0].tolist(), p)
         c, step = p, 0.0
         for _ in range(_ITERATIONS):
-            apart = _distances_from(c, gram)
+            apart = distances_from(c, gram)
             # A change that the iteration meets by chance is no median: the clamp lets it go on from there.
             pulls = p / apart.clamp(min=1e-8 * float(apart[apart > 0].median()))
             before, c = c, pulls / pulls.sum()
@@ -196,7 +190,7 @@ class NNM(Tolerant):
     f: Count
 
     def least(self, n: int) -> int:
-        return max(super().least(n), self.rule.least(n))
+        return max(2 * self.byzantine(n) + 1, self.rule.least(n))
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         n = len(p)
@@ -206,34 +200,6 @@ class NNM(Tolerant):
 
     def __str__(self) -> str:
         return f"{self.rule} after mixing"
-
-
-def verdicts(rule: Rule, gram: Tensor, weights: Mapping[str, float]) -> dict[str, Verdict]:
-    """Client -> what the rule made of it. A coefficient below 1e-12 p_i is zero.
-
-    Args:
-        gram: (n, n), from `changes.gram_of_changes`. weights: client -> p_i, in the same order.
-
-    Raises:
-        MethodFault: the rule gave something other than n finite coefficients >= 0.
-
-    Example:
-        >>> x = torch.tensor([1.0, 1.0, 9.0], dtype=torch.float64)
-        >>> found = verdicts(GeometricMedian(), x.outer(x), dict.fromkeys("abc", 1 / 3))
-        >>> found["c"].coefficient, found["c"].reason
-        (0.0, 'its change is 8 away from the robust one; the median client is 0 away')
-    """
-    p = torch.tensor(list(weights.values()), dtype=torch.float64)
-    c = rule.coefficients(gram, p)
-    if c.shape != p.shape or not bool((torch.isfinite(c) & (c >= 0)).all()):
-        raise MethodFault(f"{rule} gave {c}; a rule gives each of {len(p)} clients a finite coefficient >= 0.")
-    c = torch.where(c < _NOTHING * p, 0.0, c)
-    apart = _distances_from(c, gram)
-    found, norms, usual = {}, _norms(gram), float(apart.median())
-    for k, client in enumerate(weights):
-        far = f"its change is {float(apart[k]):.4g} away from the robust one; the median client is {usual:.4g} away"
-        found[client] = Verdict(float(p[k]), float(c[k]), float(norms[k]), far if c[k] < FULL * p[k] else "")
-    return found
 
 
 def _cut(sizes: Tensor, most: float | None, norms: Tensor) -> Tensor:
@@ -262,13 +228,14 @@ def _by_score(gram: Tensor, f: int) -> list[int]:
 
 def _in_order(values: list[float]) -> list[int]:
     """Indices, smallest first; equal values in the order of client ids, whatever gauge the clients chose."""
-    order: list[int] = []
-    equal: list[int] = []
-    for k in sorted(range(len(values)), key=lambda k: values[k]):
-        if equal and values[k] > values[equal[0]] + _EQUAL * abs(values[equal[0]]):
-            order, equal = order + sorted(equal), []
-        equal.append(k)
-    return order + sorted(equal)
+    ascending = sorted(range(len(values)), key=values.__getitem__)
+    least = values[ascending[0]]
+    level: dict[int, float] = {}  # index -> the least of the values that are equal to its own
+    for k in ascending:
+        if values[k] > least + _EQUAL * abs(least):
+            least = values[k]
+        level[k] = least
+    return sorted(ascending, key=lambda k: (level[k], k))
 
 
 def _mean_of(chosen: list[int], p: Tensor) -> Tensor:
@@ -277,7 +244,7 @@ def _mean_of(chosen: list[int], p: Tensor) -> Tensor:
     return c
 
 
-def _norms(gram: Tensor) -> Tensor:
+def norms_of(gram: Tensor) -> Tensor:
     return gram.diagonal().clamp(min=0).sqrt()
 
 
@@ -288,7 +255,7 @@ def _squared_distances(gram: Tensor) -> Tensor:
     return torch.where(squares > _APART * (own[:, None] + own), squares, 0.0)
 
 
-def _distances_from(c: Tensor, gram: Tensor) -> Tensor:
+def distances_from(c: Tensor, gram: Tensor) -> Tensor:
     """(n,): ||X_i - sum_j c_j X_j||."""
     along = gram @ c
     return (gram.diagonal() - 2 * along + c @ along).clamp(min=0).sqrt()

@@ -19,14 +19,7 @@ from torch import Tensor
 from fedlora.core.lora import LoRA, compute_dtype
 from fedlora.core.messages import Upload
 from fedlora.core.method import Method, Roles, Update
-from fedlora.server.rounds import (
-    OpenRound,
-    RoundKind,
-    Weighting,
-    require_counting,
-    require_sums,
-    roundoff_of,
-)
+from fedlora.server.rounds import OpenRound, RoundKind, Weighting, require_counting, require_sums, roundoff_of
 from fedlora.server.state import ServerState
 
 if TYPE_CHECKING:
