@@ -5,9 +5,6 @@ engine: server and sites die in turn at each place where a file appears, is flus
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +17,14 @@ from fedlora.flower.server.journal import read_rounds
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from support.flower_grid import RANKS, LocalGrid, Toy, bits, federation, play, seed_adapter
+from support.kills import dying_at
 from support.toy_federations import toy_federation
 
 ROUNDS = 3
 KINDS = {"glora": RANKS, "fedex-lora": dict.fromkeys(RANKS, 4), "fedsa-lora": dict.fromkeys(RANKS, 4)}
 
 
-class Killed(BaseException):
-    """Nothing of the rounds catches it."""
-
-
-@contextmanager
-def dying_at(place: int) -> Iterator[list[str]]:
-    """The process ends at that place, counted from 1. What it was about to do, if it came so far."""
-    real: dict[Any, Any] = {(os, "replace"): os.replace, (os, "fsync"): os.fsync, (Path, "unlink"): Path.unlink,
-                            (LocalGrid, "push_messages"): LocalGrid.push_messages}  # fmt: skip
-    seen, died = 0, list[str]()
-
-    def dying(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal seen
-            seen += 1
-            if died or seen == place:  # the dead do nothing more, such as cleaning up
-                died.append(f"{sys._getframe(1).f_code.co_name}: {name}")
-                raise Killed
-            return work(*args, **kwargs)
-
-        return call
-
-    for (owner, name), work in real.items():
-        setattr(owner, name, dying(name, work))
-    try:
-        yield died
-    except Killed:
-        pass
-    finally:
-        for (owner, name), work in real.items():
-            setattr(owner, name, work)
+WRITES = [(os, "replace"), (os, "fsync"), (Path, "unlink"), (LocalGrid, "push_messages")]
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
@@ -77,7 +45,7 @@ def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, me
     while True:
         place += 1
         folder = tmp_path / str(place)
-        with dying_at(place) as died:
+        with dying_at(place, WRITES) as died:
             play(*federation(folder, server, ranks), ROUNDS)
         if not died:
             break
@@ -105,7 +73,7 @@ def test_a_federation_that_measures_chooses_the_same_round_wherever_it_is_killed
     assert best is not None and all(set(line["site_metrics"]) == set(RANKS) for line in whole)
     while True:
         place += 1
-        with dying_at(place) as died:
+        with dying_at(place, WRITES) as died:
             play(*toy_federation(tmp_path / str(place), server, KINDS["fedsa-lora"]), ROUNDS)
         if not died:
             break
