@@ -80,9 +80,7 @@ def test_a_kill_at_any_step_of_a_replacement_loses_neither_folder(tmp_path: Path
             return content(home / "out")
         return ", ".join(sorted(content(path) for path in home.glob(".*.part")))
 
-    found = at_each_step(
-        tmp_path, lambda home: fill(home / "out", "new"), look, lambda home: fill(home / "out", "old")
-    )
+    found = at_each_step(tmp_path, lambda home: fill(home / "out", "new"), look, lambda home: fill(home / "out", "old"))
     then = Counter(seen for seen, _ in found)
     assert set(then) == {"old", "new, old", "new"} and then["new, old"] == 1
     assert {at_last for _, at_last in found} == {"new"}

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("flwr")
 
 
-from support.certificates import certificates
+from fedlora.flower.terms.certificates import write_server
 from support.containers import PLACE
 from support.machines import PROGRAMS, answers, free_port, program_needed, until
 
@@ -130,7 +130,7 @@ class Door:
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     folder = tmp_path_factory.mktemp("a federation")  # with a space
-    certificates(folder / "certs", ["fl.example.org", "localhost", "127.0.0.1"])
+    write_server(folder / "certs", "fl.example.org")
     port, behind = free_port(), Behind(free_port())
     program = nginx_in(folder, port, behind.port)
     checked = subprocess.run([*program, "-t"], capture_output=True, text=True, check=False)
@@ -309,7 +309,7 @@ def test_a_superlink_with_another_certificate_gets_nothing(door: Door, tmp_path:
     """Whoever takes the SuperLink's port on the server's loopback while it is down learns nothing of the sites."""
     folder, port, false = tmp_path / "fed", free_port(), Behind(free_port())
     shutil.copytree(door.folder, folder)
-    certificates(tmp_path / "other", ["localhost"])
+    write_server(tmp_path / "other", "localhost")
     listening = false.serve(tmp_path / "other")
     nginx = subprocess.Popen(nginx_in(folder, port, false.port))
     try:

@@ -38,7 +38,7 @@ def new_key(site: Machine, server: Machine) -> None:
 
 
 def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Road) -> None:
-    """Three rounds: of all; after a site's node was killed, which its unit starts again; after another got a new key."""
+    """Three rounds: of all, after a node was killed (its unit starts it again), and after another site got a new key."""
     road.walk(*START[:-1])
     for site in road.sites:  # its program is there before the server has admitted it
         road.wait_said(site, SITE, "this site's key is not registered")

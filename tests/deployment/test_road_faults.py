@@ -1,7 +1,7 @@
 """Faults on real machines, and the containers' commands. Kind: *attack*.
 
-One federation runs all the while, that of test_road.py, where a site is killed; each test makes another fault, mends it,
-and asks for more rounds of all three sites. They are for `make deployment-all`.
+One federation runs all the while, that of test_road.py, where a site is killed; each test makes another fault, mends
+it, and asks for more rounds of all three sites. They are for `make deployment-all`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from support.certificates import DAY, certificates
+from support.certificates import kept_authority, server_files
 from support.containers import services
 from support.machines import SERVER_NAME, Machine, machines_needed
 from support.road import PROXY, SERVER, SITE, SITES, Road, stopped, write_notes
@@ -77,7 +77,7 @@ def test_nobody_trains_who_has_another_model_key_clock_or_certificate(running: R
     road.wait_said(stranger, "node", "this site's key is not registered")
     stranger.end("node")
     told = len(cork.said(SITE))
-    certificates(public, [SERVER_NAME, "localhost"], begins=-40 * DAY, ends=-DAY, of=public)
+    server_files(public, kept_authority(public), [SERVER_NAME, "localhost"], begin=-40, end=-1)
     with stopped(road.server, PROXY):
         pass
     road.wait_said(cork, SITE, "certificate of \\S+ is not trusted: certificate has expired", told)

@@ -41,7 +41,6 @@ from support.kills import dying_at
 from support.private_flower import DELTA, fixed_noise, leave, private_federation, private_run, same_noise, same_release
 
 
-
 def of_values(value: float) -> Meddle:
     """Every number that was sent becomes this one."""
 
@@ -213,8 +212,8 @@ STAGES: dict[str, tuple[int, Any, str, int, int]] = {  # at which call of what; 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_at_any_stage_the_same_sums_leave_and_are_charged_once(tmp_path: Path, stage: str) -> None:
-    """Killed in each stage of the second round's end. What the journal held stays, byte for byte; each round has one sum
-    and one event; nobody trains for a sum that was there; and the journal alone gives the same state."""
+    """Killed in each stage of the second round's end. What the journal held stays, byte for byte; each round has one
+    sum and one event; nobody trains for a sum that was there; and the journal alone gives the same state."""
 
     def sums() -> dict[str, str]:
         found = (tmp_path / "private" / "journal").glob("*.noised")

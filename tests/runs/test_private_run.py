@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
