@@ -1,6 +1,6 @@
 """The road of docs/how-to/federation.md on five machines, by the page's own commands: from nothing to an adapter.
 
-On the way a site is killed, and another gets a new key. Other faults: test_road_faults.py. Kind: *end to end*.
+On the way a site's key is replaced, and another site is killed. More faults: test_road_faults.py. Kind: *end to end*.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ pytest.importorskip("flwr")
 from fedlora import read_adapter
 from support.machines import Machine, machines_needed
 from support.page import KINDS, PAGE, blocks
-from support.road import SERVER, SITE, SITES, START, Road, stopped
+from support.road import SERVER, SITE, SITES, START, Road
 
 pytestmark = [
     pytest.mark.deployment, machines_needed("nginx", "mount"), pytest.mark.timeout(1200)
@@ -38,35 +38,31 @@ def new_key(site: Machine, server: Machine) -> None:
 
 
 def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Road) -> None:
-    """Three rounds: of all, after a node was killed (its unit starts it again), and after another site got a new key."""
+    """One site's key is replaced before its first round; then another's node is killed, and its unit starts it again."""
+    _, berlin, cork = road.sites
     road.walk(*START[:-1])
     for site in road.sites:  # its program is there before the server has admitted it
         road.wait_said(site, SITE, "this site's key is not registered")
         assert site.run("systemctl", "stop", SITE).code == 0
+    road.set_deadline(30)  # a message that a kill swallows is waited for as long
     road.walk(START[-1])
+    new_key(berlin, road.server)
     for site in road.sites:
         assert site.run("systemctl", "start", SITE).code == 0
     for site in road.sites:  # nothing but its own is at a site, and none of it at the server
         assert not list(road.fed.rglob("*.csv"))
         assert (site.folder / "site" / "key").stat().st_mode & 0o077 == 0
-    road.set_deadline(60)  # a message that a broken line swallows is waited for as long
-
-    berlin, cork = road.network["berlin"], road.network["cork"]
     road.until_round(1, 300)
     told = len(cork.said(SITE))
-    with stopped(berlin, SITE):
-        assert cork.kill("flower node") >= 1  # with its SuperNode
-        new_key(berlin, road.server)
+    assert cork.kill("flower node") >= 1  # with its SuperNode
     road.wait_said(cork, SITE, "admitted: online", told, 180)
-    road.wait_said(road.server, SERVER, "complete after 3 rounds", seconds=300)
+    road.wait_said(road.server, SERVER, "complete after 2 rounds", seconds=300)
     road.walk("4. Watch the rounds", "5. After the last round")
 
     assert "{0: 'no', 1: 'yes'}" in road.seen[-1][2].out  # what the page's Python printed: the adapter is in peft
     lines = road.rounds()
-    assert [line["round"] for line in lines] == [1, 2, 3]
-    assert all(set(line["fates"]) == set(SITES) for line in lines)
-    assert set(lines[-1]["weights"]) == set(SITES)  # both are back
+    assert [line["round"] for line in lines] == [1, 2] and set(lines[0]["weights"]) == set(SITES)
     adapter, _ = read_adapter(road.fed / "server" / "adapter")
     assert adapter.modules
     summary = json.loads((road.fed / "server" / "summary.json").read_text())
-    assert summary["rounds"] == 3
+    assert summary["rounds"] == 2

@@ -1,7 +1,6 @@
 """Faults on real machines, and the containers' commands. Kind: *attack*.
 
-One federation runs all the while, that of test_road.py, where a site is killed; each test makes another fault, mends
-it, and asks for more rounds of all three sites. They are for `make deployment-all`.
+One federation runs all the while, that of test_road.py; each test makes a fault, mends it, and asks for more rounds of all three sites. They are for `make deployment-all`.
 """
 
 from __future__ import annotations
@@ -95,6 +94,15 @@ def test_nobody_trains_who_has_another_model_key_clock_or_certificate(running: R
     for site in road.sites:
         assert site.run("systemctl", "start", SITE).code == 0
     road.until_next_rounds(1, 400)
+
+
+def test_a_node_is_killed(running: Road) -> None:
+    """With its SuperNode; its unit starts both again."""
+    cork = running.network["cork"]
+    told = len(cork.said(SITE))
+    assert cork.kill("flower node") >= 1
+    running.wait_said(cork, SITE, "admitted: online", told, 180)
+    running.until_next_rounds(1, 400)
 
 
 def test_a_cable_is_out_and_the_superlink_is_killed(running: Road) -> None:

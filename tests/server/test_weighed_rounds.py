@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
+from fedlora.analysis.audit import regauge
 from fedlora.core import checkpoint
 from fedlora.core.method import Method, Roles
 from fedlora.errors import HyperparameterError, MethodFault, QuorumNotMet
@@ -25,7 +26,6 @@ from fedlora.server.kept import Kept
 from fedlora.server.rules import NNM, CenteredClipping, GeometricMedian, Krum, MultiKrum, NormClipping, Rule
 from fedlora.server.state import ServerState
 from support.federations import EQUAL, EXAMPLES, MIXED, SHAPES, noise, rounds
-from support.gauges import in_other_coordinates
 
 PRODUCTS: dict[str, dict[str, Any]] = {
     "glora": {},
@@ -158,7 +158,7 @@ def test_every_rule_holds_two_of_nine_in_any_coordinates_and_order(lie: str) -> 
         carried = float((plain.global_update(plain.aggregate(state, uploads))["q"].delta() - mean).norm())
         assert off < (0.6 if "clip" in name else 2 * spread), (name, off, spread)
         assert lie == "nothing" or carried > 2 * off, (name, carried)
-        moved = server.aggregate(state, in_other_coordinates(uploads, 1e6, seed=1))
+        moved = server.aggregate(state, [regauge(upload, 1e6, seed=1) for upload in uploads])
         assert after.tally is not None and after.tally.judged is not None
         assert moved.tally is not None and moved.tally.judged is not None
         for client, one in after.tally.judged.clients.items():

@@ -1,11 +1,11 @@
-"""Methods that a user could have written, named in configurations as module:Class."""
+"""A method that a user could have written, named in configurations as module:Class."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedlora import LoRA, Roles
+from fedlora import LoRA
 from fedlora.methods.fedit import FedIT
 
 
@@ -20,13 +20,3 @@ class Halved(FedIT):
     def aggregate(self, state: Any, updates: Any) -> Any:
         after = super().aggregate(state, updates)
         return LoRA(after.factors[0] * self.share, after.factors[1])
-
-
-@dataclass(frozen=True)
-class FrozenHeads(FedIT):
-    """Another: FedIT with heads as they came."""
-
-    name: ClassVar[str] = "frozen-heads"
-
-    def roles(self, round: int) -> Roles:
-        return Roles(heads="frozen")

@@ -31,7 +31,7 @@ SITES = ("acme", "berlin", "cork")
 EXAMPLES = Path(__file__).parents[2] / "examples" / "deploy"
 START = ("1. At the server", "2. At each site", "3. At the server: admit the sites")
 LABELS = ("no", "yes")
-ROUNDS = 3  # of the page's six
+ROUNDS = 2  # of the page's six
 SITE, SERVER, PROXY = "fedlora-site", "fedlora-server", "fedlora-proxy"  # the units
 
 
