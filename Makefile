@@ -18,11 +18,12 @@ demo: $(VENV)/.demo
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal --assert=plain
 
-# Real processes on separate machines (network namespaces, as root): the road of docs/how-to/federation.md.
+# A smoke, two minutes: real processes on separate machines (network namespaces, as root) walk docs/how-to/federation.md;
+# a site's key is replaced, a node is killed; nginx and the units under a real systemd keep out what they are to keep out.
 deployment: $(VENV)/.ready
 	$(BIN)/python -m pytest -m deployment -rs
 
-# All faults, half an hour.
+# And every fault of that page's table, before a release: half an hour.
 deployment-all: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "deployment or deployment_all" -rs
 

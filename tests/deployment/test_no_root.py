@@ -25,7 +25,7 @@ from support.containers import PLACE
 from support.deployed_folders import federation_folder, site_folder
 from support.real_systemd import UID, Booted, booted, furnish, systemd_needed
 
-pytestmark = [pytest.mark.deployment_all, systemd_needed(), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deployment, systemd_needed(), pytest.mark.timeout(300)]
 
 HOSTILE = Path(__file__).parent.parent / "support" / "hostile_unit.py"
 UNITS = {"site": "fedlora-site.service", "server": "fedlora-server.service", "proxy": "fedlora-proxy.service"}

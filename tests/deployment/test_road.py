@@ -38,7 +38,7 @@ def new_key(site: Machine, server: Machine) -> None:
 
 
 def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Road) -> None:
-    """One site's key is replaced before its first round; then another's node is killed, and its unit starts it again."""
+    """One site's key is replaced before its first round; then another's node is killed: its unit starts it again."""
     _, berlin, cork = road.sites
     road.walk(*START[:-1])
     for site in road.sites:  # its program is there before the server has admitted it

@@ -1,6 +1,7 @@
 """Faults on real machines, and the containers' commands. Kind: *attack*.
 
-One federation runs all the while, that of test_road.py; each test makes a fault, mends it, and asks for more rounds of all three sites. They are for `make deployment-all`.
+One federation runs all the while, that of test_road.py; each test makes a fault, mends it, and asks for more rounds of
+all three sites. They are for `make deployment-all`.
 """
 
 from __future__ import annotations
