@@ -22,14 +22,9 @@ pytest.importorskip("flwr")
 
 from fedlora.flower.terms.certificates import write_server
 from support.containers import PLACE
-from support.machines import PROGRAMS, answers, free_port, program_needed, until
+from support.machines import PROGRAMS, answers, free_port, machines_needed, until
 
-pytestmark = [
-    pytest.mark.deployment,
-    program_needed("nginx"),
-]
-
-
+pytestmark = [pytest.mark.deployment, machines_needed("nginx", machines=False)]
 TEXT = (PLACE / "nginx.conf").read_text(encoding="utf-8")
 FLEET = re.findall(r"[^|(]+", re.findall(r"/v1/fleet/[(]([a-z|-]+)[)] HTTP", TEXT)[0])
 BODY_LIMIT, LISTED_LIMIT, CALL_LIMIT = 16 * 2**20, 512 * 2**10, 16 * 2**10
