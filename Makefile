@@ -18,8 +18,8 @@ demo: $(VENV)/.demo
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal --assert=plain
 
-# A smoke, two minutes: real processes on separate machines (network namespaces, as root) walk docs/how-to/federation.md;
-# a site's key is replaced, a node is killed; nginx and the units under a real systemd keep out what they are to keep out.
+# A smoke, two minutes: docs/how-to/federation.md on separate machines (network namespaces, as root), with a new key and a
+# killed server; and what nginx and the units under a real systemd keep out.
 deployment: $(VENV)/.ready
 	$(BIN)/python -m pytest -m deployment -rs
 
