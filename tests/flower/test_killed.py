@@ -32,8 +32,13 @@ def told(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "seconds"} for line in read_rounds(folder / "rounds.jsonl")]
 
 
+# Every fourth place, which are others in each round; `make exhaustive` takes all of them.
+every = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
+
+
+@every
 @pytest.mark.parametrize("method", KINDS)
-def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, method: str) -> None:
+def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, method: str, stride: int) -> None:
     """Expected: the in-process engine's state; an unbroken federation's lines. Of a line that a kill cut, a part is on
     the disk; at each fifth place the newest checkpoint is damaged besides, and the one before it is there."""
     server, ranks = Server(build(method)), KINDS[method]
@@ -43,7 +48,7 @@ def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, me
     play(strategy, grid, ROUNDS)
     whole, place, kinds = told(tmp_path / "whole" / "server"), 0, set[str]()
     while True:
-        place += 1
+        place += stride
         folder = tmp_path / str(place)
         with dying_at(place, WRITES) as died:
             play(*federation(folder, server, ranks), ROUNDS)
@@ -63,7 +68,8 @@ def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, me
     assert place > 60 and {"_append: fsync", "replacing: replace", "_remove_older: unlink"} <= kinds, kinds
 
 
-def test_a_federation_that_measures_chooses_the_same_round_wherever_it_is_killed(tmp_path: Path) -> None:
+@every
+def test_a_federation_that_measures_chooses_the_same_round_wherever_it_is_killed(tmp_path: Path, stride: int) -> None:
     """Scores of each site, the best round and its stored state; the writes of a measurement are among the places.
     Expected: those of a federation that was never killed."""
     server = Server(build("fedsa-lora"))
@@ -72,7 +78,7 @@ def test_a_federation_that_measures_chooses_the_same_round_wherever_it_is_killed
     whole, best, state, place = told(tmp_path / "whole" / "server"), strategy.best, bits(strategy.state.server), 0
     assert best is not None and all(set(line["site_metrics"]) == set(RANKS) for line in whole)
     while True:
-        place += 1
+        place += stride
         with dying_at(place, WRITES) as died:
             play(*toy_federation(tmp_path / str(place), server, KINDS["fedsa-lora"]), ROUNDS)
         if not died:
