@@ -85,7 +85,7 @@ class FakeLink:
 
 
 def rounds(*numbers: int, **fates: str) -> Turn:
-    """A turn in which these rounds are played."""
+    """A turn in which these rounds are played, or nothing happens."""
 
     def turn(link: FakeLink) -> RunFacts | None:
         for number in numbers:
@@ -122,10 +122,6 @@ def dies(code: int = -9) -> Turn:
         return None
 
     return turn
-
-
-def wait(link: FakeLink) -> None:
-    """A look at which nothing has happened."""
 
 
 FAST = Pace(log=0.0, look=0.0, remind=100.0, pending=0.2, thin=0.0, unanswered=3)
@@ -272,7 +268,7 @@ def test_keys_that_come_while_it_runs_are_admitted(tmp_path: Path) -> None:
     def dublin(link: FakeLink) -> None:
         (home / "keys" / "dublin.pub").write_text("key")
 
-    _, link, said = served(home, [rounds(1), dublin, wait, wait, rounds(2, 3), completes(3)])
+    _, link, said = served(home, [rounds(1), dublin, rounds(), rounds(), rounds(2, 3), completes(3)])
     assert "dublin: its key is admitted" in said
     keys = [line for line in link.done if line.startswith("keys")]
     assert keys == ["keys acme,berlin,cork", "keys acme,berlin,cork,dublin"]
@@ -296,7 +292,9 @@ def test_too_few_answers_are_never_given_up_and_who_comes_and_goes_is_told_once(
         link.comes = lambda: setattr(link, "online", seen.pop(0) if len(seen) > 1 else seen[0])
 
     quorum = fails("ServerApp failed with exception: round 1: 1 of 2", ended="quorum")
-    now, link, said = served(home, *[[quorum] for _ in range(5)], [wait, rounds(1, 2, 3), completes(3)], before=coming)
+    now, link, said = served(
+        home, *[[quorum] for _ in range(5)], [rounds(), rounds(1, 2, 3), completes(3)], before=coming
+    )
     assert now.done == 3 and link.done.count("run") == 6 and link.done.count("start") == 1
     assert [line for line in said if line.startswith("online")] == [
         "online: acme; missing: berlin, cork", "online: acme, cork; missing: berlin",
