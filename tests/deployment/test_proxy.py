@@ -19,7 +19,6 @@ import pytest
 
 pytest.importorskip("flwr")
 
-
 from fedlora.flower.terms.certificates import write_server
 from support.containers import PLACE
 from support.machines import PROGRAMS, answers, free_port, machines_needed, until

@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("flwr")
 
-
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import holder, locked
