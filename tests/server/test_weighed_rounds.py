@@ -158,7 +158,7 @@ def test_every_rule_holds_two_of_nine_in_any_coordinates_and_order(lie: str) -> 
         carried = float((plain.global_update(plain.aggregate(state, uploads))["q"].delta() - mean).norm())
         assert off < (0.6 if "clip" in name else 2 * spread), (name, off, spread)
         assert lie == "nothing" or carried > 2 * off, (name, carried)
-        moved = server.aggregate(state, [regauge(upload, 1e6, seed=1) for upload in uploads])
+        moved = server.aggregate(state, [regauge(u, 1e6, seed=1) for u in uploads])
         assert after.tally is not None and after.tally.judged is not None
         assert moved.tally is not None and moved.tally.judged is not None
         for client, one in after.tally.judged.clients.items():
