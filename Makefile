@@ -18,11 +18,12 @@ demo: $(VENV)/.demo
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal --assert=plain
 
-# Real processes on separate machines (network namespaces, as root): the road of docs/how-to/federation.md.
+# A smoke, two minutes: docs/how-to/federation.md on separate machines (network namespaces, as root), with a new key and a
+# killed server; and what nginx and the units under a real systemd keep out.
 deployment: $(VENV)/.ready
 	$(BIN)/python -m pytest -m deployment -rs
 
-# All faults, half an hour.
+# And every fault of that page's table, before a release: half an hour.
 deployment-all: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "deployment or deployment_all" -rs
 

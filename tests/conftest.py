@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
@@ -141,21 +142,18 @@ def finished(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Finishe
 
 @pytest.fixture(scope="session")
 def forked() -> Any:
-    """The context of processes that are forked from one which has imported what runs need, started once: for tests that
-    kill processes, and for those whose own code would start such a server with less in it."""
-    from support.fork_server import fork_server
-
-    return fork_server()
+    """The context of processes that are forked from this one: for tests that kill processes."""
+    return multiprocessing.get_context("fork")
 
 
 @pytest.fixture(scope="session")
 def program(forked: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Program]:
-    """`python SCRIPT ARGS` without the seconds in which Python imports torch: a process forked from that server."""
-    from support.processes import begun, script
+    """`python SCRIPT ARGS` without the seconds in which Python imports torch."""
+    from support.processes import Program, begun, script
 
     def begin(path: Path, *args: object) -> Program:
         said = tmp_path_factory.mktemp("said")
-        return begun(forked, said, script, path, [str(arg) for arg in args], said, dict(os.environ))
+        return Program(begun(forked, script, path, [str(arg) for arg in args], said), said)
 
     return begin
 

@@ -18,15 +18,12 @@ from fedlora import METHODS
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.spec import load_experiment
 from fedlora.runs.config import load_config
+from support.worked_examples import python_blocks
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 BUILDING = ("how-to/add-a-method", "how-to/extending", "explanation/architecture")
 MADE = ("dist/", "build/site/index.html")  # by make
-
-
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 def test_the_first_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""docs/how-to/python.md runs as it stands, block after block, in a user's project. Kind: end-to-end."""
+"""Pages that run as they stand, block after block. Kind: end-to-end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import make_project
 from support.worked_examples import python_blocks, run_page
 
-PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "python.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = DOCS / "how-to" / "python.md"
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
 @pytest.mark.exhaustive
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own numbers: three rounds that lower the loss, two more after a checkpoint, an adapter that comes back."""
+    """docs/how-to/python.md in a user's project. Three rounds that lower the loss, two more after a checkpoint, an
+    adapter that comes back."""
     monkeypatch.chdir(make_project(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     found = run_page(PAGE, tmp_path)
@@ -33,3 +35,11 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_run_is_ten_lines() -> None:
     first = python_blocks(PAGE)[0]
     assert len([line for line in first.splitlines() if line.strip()]) <= 10
+
+
+def test_the_streamed_round_of_the_page_on_scale_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And prints what the page says that it prints."""
+    page = DOCS / "explanation" / "scale.md"
+    run_page(page, tmp_path)
+    text = page.read_text(encoding="utf-8")
+    assert f"# {capsys.readouterr().out.strip()}\n" in text and f"{8 * 64 * 48:,} bytes of sums" in text

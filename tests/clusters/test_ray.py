@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from support.grids import COMMAND, GRID, fedlora, in_the_middle, outcomes, write_grid
-from support.slurm_cluster import until
+from support.machines import until
 
 pytestmark = [
     pytest.mark.cluster, pytest.mark.timeout(900),

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from clusters.slurm_cluster import Slurm, slurm, slurm_needed
 from support.grids import COMMAND, GRID, environment, fedlora, in_the_middle, outcomes, write_grid
-from support.slurm_cluster import Slurm, slurm, slurm_needed, until
+from support.machines import until
 
 pytestmark = [pytest.mark.cluster, slurm_needed, pytest.mark.timeout(1500)]
 PLACES = ("--results", "results", "--work-dir", "work")

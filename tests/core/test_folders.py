@@ -1,14 +1,12 @@
 """Files and folders that appear whole. Kinds of evidence: contract (the old one or the new one after a kill before any
 single step), end to end (the command line, a full disk).
 
-What a kill leaves is looked at from another process (support.killed_writers); a full disk is a limit on the size of
-files.
+A kill is played in this process (support.kills); a full disk is a limit on the size of files.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
 import stat
@@ -22,14 +20,13 @@ import pytest
 import safetensors.torch
 import torch
 
-import support
 from fedlora import read_adapter, write_adapter
 from fedlora.adapters.io import AdapterSpec
 from fedlora.core import files
 from fedlora.core.folders import ANY_FOLDER, FolderKind, check_target, replacing_folder
 from fedlora.errors import ConfigError
 from support.adapter_folders import saved
-from support.processes import Program
+from support.kills import at_each_step
 
 NOTES = FolderKind("a note", "note.txt", r"note\.txt|deep/[^/]+")
 
@@ -51,41 +48,50 @@ def put(target: Path, text: str = "new", **how: Any) -> None:
 # ---- a kill at any step ----------------------------------------------------------------------------------------------
 
 
-Kills = dict[str, list[dict[str, Any]]]
-SCENARIOS = ("parents", "replaced", "file")
+def fill(target: Path, text: str) -> None:
+    with replacing_folder(target, force=True, kind=ANY_FOLDER) as building:
+        (building / "deep").mkdir()
+        (building / "deep" / "one.txt").write_text(text)
+        (building / "two.txt").write_text(text)
 
 
-@pytest.fixture(scope="module")
-def kills(tmp_path_factory: pytest.TempPathFactory, program: Callable[..., Program]) -> Kills:
-    """Scenario -> what was found after each kill (support.killed_writers)."""
-    place = tmp_path_factory.mktemp("kills")
-    done = program(Path(str(support.__file__)).parent / "killed_writers.py", place, *SCENARIOS).ended()
-    assert done.returncode == 0, done.stderr
-    found: Kills = json.loads(done.stdout)
-    for entries in found.values():  # until the writer came to its end
-        assert [entry["killed"] for entry in entries] == [True] * (len(entries) - 1) + [False] and len(entries) > 5
-    return found
+def content(target: Path) -> str:
+    """Which of the two it is: "new", "old", "none", or all that is in it where it is a mixture."""
+    found, texts = tree(target), set(tree(target).values())
+    if not target.exists():
+        return "none"
+    return texts.pop().decode() if len(found) == 2 and len(texts) == 1 else str(found)
 
 
-def test_a_kill_at_any_step_leaves_nothing_or_the_whole_folder(kills: Kills) -> None:
+def test_a_kill_at_any_step_leaves_nothing_or_the_whole_folder(tmp_path: Path) -> None:
     """Never a part; the next writing gives the new one, whatever is left beside it."""
-    found = kills["parents"]
-    then = [entry["then"] for entry in found]
+    place = Path("a", "b", "out")
+    found = at_each_step(tmp_path, lambda home: fill(home / place, "new"), lambda home: content(home / place))
+    then = [seen for seen, _ in found]
     assert set(then) == {"none", "new"} and then == sorted(then, key=["none", "new"].index), then
-    assert {(entry["next"], entry["finally"]) for entry in found} == {("done", "new")}
+    assert {at_last for _, at_last in found} == {"new"} and len(found) > 5
 
 
-def test_a_kill_at_any_step_of_a_replacement_loses_neither_folder(kills: Kills) -> None:
+def test_a_kill_at_any_step_of_a_replacement_loses_neither_folder(tmp_path: Path) -> None:
     """Between two renames there is one step with nothing in its place: then both are beside it, whole."""
-    found = kills["replaced"]
-    then = Counter(entry["then"] for entry in found)
+
+    def look(home: Path) -> str:
+        if (home / "out").exists():
+            return content(home / "out")
+        return ", ".join(sorted(content(path) for path in home.glob(".*.part")))
+
+    found = at_each_step(tmp_path, lambda home: fill(home / "out", "new"), look, lambda home: fill(home / "out", "old"))
+    then = Counter(seen for seen, _ in found)
     assert set(then) == {"old", "new, old", "new"} and then["new, old"] == 1
-    assert {(entry["next"], entry["finally"]) for entry in found} == {("done", "new")}
+    assert {at_last for _, at_last in found} == {"new"}
 
 
-def test_a_kill_at_any_step_leaves_the_old_file_or_the_new_one(kills: Kills) -> None:
-    assert {entry["then"] for entry in kills["file"]} == {"old", "new"}
-    assert {entry["finally"] for entry in kills["file"]} == {"new"}
+def test_a_kill_at_any_step_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    found = at_each_step(
+        tmp_path, lambda home: files.write(home / "f", "new"), lambda home: (home / "f").read_text(),
+        lambda home: files.write(home / "f", "old"),
+    )  # fmt: skip
+    assert {seen for seen, _ in found} == {"old", "new"} and {at_last for _, at_last in found} == {"new"}
 
 
 def test_what_killed_writers_left_is_found_and_swept_and_nothing_else(tmp_path: Path) -> None:

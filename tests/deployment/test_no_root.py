@@ -20,14 +20,15 @@ import pytest
 pytest.importorskip("flwr")
 
 import fedlora
+from deployment.real_systemd import UID, Booted, booted, furnish, why_no_systemd
 from fedlora.flower.places import FederationFolder, SiteFolder
 from support.containers import PLACE
 from support.deployed_folders import federation_folder, site_folder
-from support.real_systemd import UID, Booted, booted, furnish, systemd_needed
+from support.machines import unless
 
-pytestmark = [pytest.mark.deployment_all, systemd_needed(), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deployment, unless(why_no_systemd()), pytest.mark.timeout(300)]
 
-HOSTILE = Path(__file__).parent.parent / "support" / "hostile_unit.py"
+HOSTILE = Path(__file__).parent / "hostile_unit.py"
 UNITS = {"site": "fedlora-site.service", "server": "fedlora-server.service", "proxy": "fedlora-proxy.service"}
 SOCKETS = ("/run/user/4242/bus", "/run/dbus/system_bus_socket", "/run/docker.sock", "/tmp/tmux")
 OUTSIDER = """

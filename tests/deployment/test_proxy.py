@@ -19,17 +19,11 @@ import pytest
 
 pytest.importorskip("flwr")
 
-
-from support.certificates import certificates
+from fedlora.flower.terms.certificates import write_server
 from support.containers import PLACE
-from support.machines import PROGRAMS, answers, free_port, program_needed, until
+from support.machines import PROGRAMS, answers, free_port, machines_needed, until
 
-pytestmark = [
-    pytest.mark.deployment,
-    program_needed("nginx"),
-]
-
-
+pytestmark = [pytest.mark.deployment, machines_needed("nginx", machines=False)]
 TEXT = (PLACE / "nginx.conf").read_text(encoding="utf-8")
 FLEET = re.findall(r"[^|(]+", re.findall(r"/v1/fleet/[(]([a-z|-]+)[)] HTTP", TEXT)[0])
 BODY_LIMIT, LISTED_LIMIT, CALL_LIMIT = 16 * 2**20, 512 * 2**10, 16 * 2**10
@@ -130,7 +124,7 @@ class Door:
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     folder = tmp_path_factory.mktemp("a federation")  # with a space
-    certificates(folder / "certs", ["fl.example.org", "localhost", "127.0.0.1"])
+    write_server(folder / "certs", "fl.example.org")
     port, behind = free_port(), Behind(free_port())
     program = nginx_in(folder, port, behind.port)
     checked = subprocess.run([*program, "-t"], capture_output=True, text=True, check=False)
@@ -309,7 +303,7 @@ def test_a_superlink_with_another_certificate_gets_nothing(door: Door, tmp_path:
     """Whoever takes the SuperLink's port on the server's loopback while it is down learns nothing of the sites."""
     folder, port, false = tmp_path / "fed", free_port(), Behind(free_port())
     shutil.copytree(door.folder, folder)
-    certificates(tmp_path / "other", ["localhost"])
+    write_server(tmp_path / "other", "localhost")
     listening = false.serve(tmp_path / "other")
     nginx = subprocess.Popen(nginx_in(folder, port, false.port))
     try:

@@ -301,7 +301,7 @@ def test_another_flwr_takes_the_public_path_and_says_what_it_lacks(
 
 def test_flwr_is_inside_as_the_bounded_pull_takes_it_to_be() -> None:
     """What inside.py uses of flwr's client beside its public interface: another version that has changed it fails here.
-    Its handlers: test_fifty_rounds.py."""
+    Its handlers: test_real_superlink.py."""
     from flwr.supercore.runtime import RuntimeHttpClient
 
     client = RuntimeHttpClient("http://127.0.0.1:1")

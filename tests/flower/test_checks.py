@@ -3,8 +3,13 @@ server that answers as a test says."""
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import json
-from collections.abc import Callable
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +23,9 @@ from fedlora.flower.terms.facts import Facts, model_facts
 from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
+from support.certificates import authority, pem, server_files
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
-from support.shown_certificates import answering, authority, server_files
 from support.tiny_models import bert
 from support.training_data import save_model
 
@@ -42,7 +47,7 @@ class Place:
         self.facts: Facts = {}
 
     def join(self, port: int = 9) -> JoinFile:
-        server = Address(name="127.0.0.1", port=port, ca=CA.pem)
+        server = Address(name="127.0.0.1", port=port, ca=pem(CA))
         return JoinFile(federation="fed-1", server=server, agreed=self.settings.agreed(), facts=dict(self.facts))
 
     def made(self, main: Callable[..., Said], *more: object) -> Said:
@@ -98,6 +103,48 @@ def test_another_base_model_than_the_servers_is_refused(place: Place, main: Call
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def answering(
+    status: int, body: bytes = b"", *, files: tuple[Path, Path] | None = None, late: float = 0.0, dated: bool = True
+) -> Iterator[int]:
+    """A server on loopback that answers everything so; its port. files: with TLS. late: seconds of its clock behind
+    ours. dated: whether it says its time."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response_only(status)
+            if dated:
+                self.send_header("Date", self.date_time_string(time.time() - late))
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST  # noqa: N815
+
+        def log_message(self, *said: Any) -> None: ...
+
+    class Quiet(http.server.ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None: ...
+
+    server = Quiet(("127.0.0.1", 0), Handler)
+    if files is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*map(str, files))
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from support.deployed_folders import federation_folder, site_folder
@@ -114,7 +161,7 @@ def answer(made: Any, status: int, code: int | None = None, **more: Any) -> str:
 
 
 def at(name: str, port: int) -> JoinFile:
-    return JoinFile(federation="f", server=Address(name=name, port=port, ca=CA.pem), agreed={}, facts={})
+    return JoinFile(federation="f", server=Address(name=name, port=port, ca=pem(CA)), agreed={}, facts={})
 
 
 def test_each_obstacle_has_its_word(made: Any, tmp_path: Path) -> None:

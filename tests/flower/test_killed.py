@@ -5,9 +5,6 @@ engine: server and sites die in turn at each place where a file appears, is flus
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +17,14 @@ from fedlora.flower.server.journal import read_rounds
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from support.flower_grid import RANKS, LocalGrid, Toy, bits, federation, play, seed_adapter
+from support.kills import dying_at
 from support.toy_federations import toy_federation
 
 ROUNDS = 3
 KINDS = {"glora": RANKS, "fedex-lora": dict.fromkeys(RANKS, 4), "fedsa-lora": dict.fromkeys(RANKS, 4)}
 
 
-class Killed(BaseException):
-    """Nothing of the rounds catches it."""
-
-
-@contextmanager
-def dying_at(place: int) -> Iterator[list[str]]:
-    """The process ends at that place, counted from 1. What it was about to do, if it came so far."""
-    real: dict[Any, Any] = {(os, "replace"): os.replace, (os, "fsync"): os.fsync, (Path, "unlink"): Path.unlink,
-                            (LocalGrid, "push_messages"): LocalGrid.push_messages}  # fmt: skip
-    seen, died = 0, list[str]()
-
-    def dying(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal seen
-            seen += 1
-            if died or seen == place:  # the dead do nothing more, such as cleaning up
-                died.append(f"{sys._getframe(1).f_code.co_name}: {name}")
-                raise Killed
-            return work(*args, **kwargs)
-
-        return call
-
-    for (owner, name), work in real.items():
-        setattr(owner, name, dying(name, work))
-    try:
-        yield died
-    except Killed:
-        pass
-    finally:
-        for (owner, name), work in real.items():
-            setattr(owner, name, work)
+WRITES = [(os, "replace"), (os, "fsync"), (Path, "unlink"), (LocalGrid, "push_messages")]
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
@@ -64,8 +32,13 @@ def told(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "seconds"} for line in read_rounds(folder / "rounds.jsonl")]
 
 
+# Every fourth place, which are others in each round; `make exhaustive` takes all of them.
+every = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
+
+
+@every
 @pytest.mark.parametrize("method", KINDS)
-def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, method: str) -> None:
+def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, method: str, stride: int) -> None:
     """Expected: the in-process engine's state; an unbroken federation's lines. Of a line that a kill cut, a part is on
     the disk; at each fifth place the newest checkpoint is damaged besides, and the one before it is there."""
     server, ranks = Server(build(method)), KINDS[method]
@@ -75,9 +48,9 @@ def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, me
     play(strategy, grid, ROUNDS)
     whole, place, kinds = told(tmp_path / "whole" / "server"), 0, set[str]()
     while True:
-        place += 1
+        place += stride
         folder = tmp_path / str(place)
-        with dying_at(place) as died:
+        with dying_at(place, WRITES) as died:
             play(*federation(folder, server, ranks), ROUNDS)
         if not died:
             break
@@ -95,7 +68,8 @@ def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, me
     assert place > 60 and {"_append: fsync", "replacing: replace", "_remove_older: unlink"} <= kinds, kinds
 
 
-def test_a_federation_that_measures_chooses_the_same_round_wherever_it_is_killed(tmp_path: Path) -> None:
+@every
+def test_a_federation_that_measures_chooses_the_same_round_wherever_it_is_killed(tmp_path: Path, stride: int) -> None:
     """Scores of each site, the best round and its stored state; the writes of a measurement are among the places.
     Expected: those of a federation that was never killed."""
     server = Server(build("fedsa-lora"))
@@ -104,8 +78,8 @@ def test_a_federation_that_measures_chooses_the_same_round_wherever_it_is_killed
     whole, best, state, place = told(tmp_path / "whole" / "server"), strategy.best, bits(strategy.state.server), 0
     assert best is not None and all(set(line["site_metrics"]) == set(RANKS) for line in whole)
     while True:
-        place += 1
-        with dying_at(place) as died:
+        place += stride
+        with dying_at(place, WRITES) as died:
             play(*toy_federation(tmp_path / str(place), server, KINDS["fedsa-lora"]), ROUNDS)
         if not died:
             break

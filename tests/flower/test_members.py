@@ -18,10 +18,10 @@ from fedlora.flower.terms.certificates import new_key, verdict, write_server
 from fedlora.flower.terms.joining import JoinFile, site_key
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
+from support.certificates import authority, pem, server_files
 from support.command_line import Said
 from support.deployed_folders import federation_folder
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
-from support.shown_certificates import authority, server_files
 from support.training_data import save_encoder
 
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
@@ -170,11 +170,9 @@ def test_one_certificate_is_good_for_the_name_and_for_loopback(tmp_path: Path) -
 
 @pytest.mark.parametrize(("end", "words"), [(-0.5, "expired"), (10, "renew it soon"), (30.5, "valid for 30 days")])
 def test_what_a_node_would_say_of_a_certificate(tmp_path: Path, end: float, words: str) -> None:
-    by = authority()
-    server_files(tmp_path, by, ["fl.example.org"], begin=-1, end=end)
-    (tmp_path / "ca.crt").write_text(by.pem)
+    server_files(tmp_path, authority(), ["fl.example.org"], begin=-1, end=end)
     assert words in verdict(tmp_path, "fl.example.org")[0]
-    (tmp_path / "ca.crt").write_text(authority("another").pem)
+    (tmp_path / "ca.crt").write_text(pem(authority("another")))
     assert not verdict(tmp_path, "fl.example.org")[1]
     (tmp_path / "server.crt").unlink()
     assert "server.crt" in verdict(tmp_path, "fl.example.org")[0]

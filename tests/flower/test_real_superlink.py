@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,6 @@ def test_a_reply_of_half_a_gigabyte_costs_its_sender_the_round_and_the_server_no
     peaks = json.loads((tmp_path / "peaks.json").read_text())
     print("peak memory of the ServerApp in MB, before the rounds and after each:", peaks)
     assert peaks[4] - peaks[1] < 100, peaks  # MB; the first round loads what any round needs
+    with closing(sqlite3.connect(tmp_path / "state.db")) as file:  # Flower's database keeps nothing of a finished round
+        for table in ("message_ins", "message_res", "objects", "object_children", "run_objects"):
+            assert file.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,), table

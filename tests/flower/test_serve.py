@@ -6,39 +6,121 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("flwr")
 
-
-from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, LedgerError
-from fedlora.flower import apps
+from fedlora.errors import ConfigError
+from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import holder, locked
-from fedlora.flower.server.journal import read_now
+from fedlora.flower.server.journal import Journal
 from fedlora.flower.server.serve import Lost, Pace, Supervisor
 from fedlora.flower.server.status import Standing
-from fedlora.flower.server.superlink import RunFacts, SuperLinkError
+from fedlora.flower.server.superlink import NodeFacts, RunFacts, SuperLinkError
 from fedlora.flower.server.superlink_process import SAYS
-from support.fake_link import (
-    CLIENTS,
-    FakeLink,
-    Turn,
-    completes,
-    dies,
-    end_rounds,
-    fails,
-    federation_folder,
-    play_round,
-    rounds,
-)
+from support.played_folders import CLIENTS, end_rounds, federation_folder, play_round
+
+Turn = Callable[["FakeLink"], RunFacts | None]  # one look at the run; None: it goes on as it is
 
 
-def wait(link: FakeLink) -> None:
-    """A look at which nothing has happened."""
+class FakeLink:
+    """A SuperLink whose runs are a script: runs -> the turns of each, one for a look.
+
+    done: what was asked of it, in order. online: who is there; `comes` is called at each look at the nodes.
+    """
+
+    address = "127.0.0.1:1"
+
+    def __init__(self, home: Path, *scripts: list[Turn]) -> None:
+        self.folder, self.log, self.scripts = FederationFolder(home), home / "superlink.log", list(scripts)
+        self.done: list[str] = []
+        self.keys = set[str]()
+        self.online = list(CLIENTS)
+        self.comes: Callable[[], None] = lambda: None
+        self.code: int | None = None
+        self.listed = list[RunFacts]()
+        self._turns: list[Turn] = []
+
+    def start(self) -> None:
+        self.done.append("start")
+        self.code = None
+
+    def stop(self) -> None:
+        self.done.append("stop")
+        self.code = None
+
+    def ended(self) -> int | None:
+        return self.code
+
+    def nodes(self) -> list[NodeFacts]:
+        self.comes()
+        return [NodeFacts(n, k, "online" if n in self.online else "offline", b"") for k, n in enumerate(CLIENTS)]
+
+    def runs(self) -> list[RunFacts]:
+        return self.listed
+
+    def look(self, run: int) -> RunFacts:
+        found = self._turns.pop(0)(self) if self._turns else None
+        return found or RunFacts(run, "running")
+
+    def keep_keys(self, keys: Mapping[str, Path]) -> list[str]:
+        new = sorted(keys.keys() - self.keys)
+        if new or keys.keys() != self.keys:
+            self.done.append("keys " + ",".join(keys))
+        self.keys = set(keys)
+        return [f"{name}: its key is admitted" for name in new if len(self.done) > 2]
+
+    def run(self) -> int:
+        assert self.scripts, "no more runs were expected"
+        self.done.append("run")
+        self._turns = self.scripts.pop(0)
+        return 7
+
+    def stop_run(self, run: int) -> None:
+        self.done.append(f"stop run {run}")
+
+
+def rounds(*numbers: int, **fates: str) -> Turn:
+    """A turn in which these rounds are played, or nothing happens."""
+
+    def turn(link: FakeLink) -> RunFacts | None:
+        for number in numbers:
+            play_round(link.folder.path, number, fates)
+        return None
+
+    return turn
+
+
+def completes(number: int) -> Turn:
+    def turn(link: FakeLink) -> RunFacts:
+        end_rounds(link.folder.path, number)
+        return RunFacts(7, "finished:completed")
+
+    return turn
+
+
+def fails(details: str, *, ended: str = "") -> Turn:
+    """The run fails. ended: why, in now.json."""
+
+    def turn(link: FakeLink) -> RunFacts:
+        if ended:
+            Journal(link.folder.path / "server").ended(ended, details)
+        return RunFacts(7, "finished:failed", details)
+
+    return turn
+
+
+def dies(code: int = -9) -> Turn:
+    """The SuperLink ends."""
+
+    def turn(link: FakeLink) -> RunFacts | None:
+        link.code = code
+        return None
+
+    return turn
 
 
 FAST = Pace(log=0.0, look=0.0, remind=100.0, pending=0.2, thin=0.0, unanswered=3)
@@ -153,29 +235,6 @@ def test_wrong_settings_are_told_as_such(tmp_path: Path) -> None:
         served(home)
 
 
-_FINAL = [ConfigError, AdapterFormatError, BudgetSpent, LedgerError]
-
-
-@pytest.mark.parametrize("error", [*_FINAL, ValueError, MemoryError])
-def test_the_app_says_what_would_fail_the_same_way_again(
-    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the error's type, in now.json; and why stands in its log."""
-
-    def play(grid: object, folder: Path) -> None:
-        raise error("it is so")
-
-    monkeypatch.setattr("fedlora.flower.server.federation.play", play)
-    wrong = error in _FINAL
-    context = SimpleNamespace(run_config={"folder": str(tmp_path)})
-    with pytest.raises(error, match=r"^it is so$"):
-        apps.main(SimpleNamespace(), context)  # type: ignore[arg-type]
-    told = read_now(tmp_path / "server" / "now.json")
-    assert (told["ended"] == {"kind": "refused", "why": "it is so"}) if wrong else not told
-    log = tmp_path / "state" / "logs" / "serverapp.log"
-    assert "it is so" in log.read_text() and "Traceback" in log.read_text()
-
-
 def test_a_run_that_never_begins_is_explained(tmp_path: Path) -> None:
     home = federation_folder(tmp_path / "f")
     (home / "superlink.log").write_text("certificate verify failed: IP address mismatch\n")
@@ -208,7 +267,7 @@ def test_keys_that_come_while_it_runs_are_admitted(tmp_path: Path) -> None:
     def dublin(link: FakeLink) -> None:
         (home / "keys" / "dublin.pub").write_text("key")
 
-    _, link, said = served(home, [rounds(1), dublin, wait, wait, rounds(2, 3), completes(3)])
+    _, link, said = served(home, [rounds(1), dublin, rounds(), rounds(), rounds(2, 3), completes(3)])
     assert "dublin: its key is admitted" in said
     keys = [line for line in link.done if line.startswith("keys")]
     assert keys == ["keys acme,berlin,cork", "keys acme,berlin,cork,dublin"]
@@ -232,7 +291,9 @@ def test_too_few_answers_are_never_given_up_and_who_comes_and_goes_is_told_once(
         link.comes = lambda: setattr(link, "online", seen.pop(0) if len(seen) > 1 else seen[0])
 
     quorum = fails("ServerApp failed with exception: round 1: 1 of 2", ended="quorum")
-    now, link, said = served(home, *[[quorum] for _ in range(5)], [wait, rounds(1, 2, 3), completes(3)], before=coming)
+    now, link, said = served(
+        home, *[[quorum] for _ in range(5)], [rounds(), rounds(1, 2, 3), completes(3)], before=coming
+    )
     assert now.done == 3 and link.done.count("run") == 6 and link.done.count("start") == 1
     assert [line for line in said if line.startswith("online")] == [
         "online: acme; missing: berlin, cork", "online: acme, cork; missing: berlin",

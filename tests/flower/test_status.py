@@ -20,7 +20,7 @@ from fedlora.flower.processes import locked
 from fedlora.flower.server.journal import Journal
 from fedlora.flower.server.status import headline, standing, status_of
 from fedlora.flower.server.superlink import NodeFacts
-from support.fake_link import federation_folder, play_round
+from support.played_folders import federation_folder, play_round
 
 
 def loopback(home: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("flwr")
 
-
 from fedlora.errors import ConfigError
 from fedlora.flower import processes
 from fedlora.flower.server import superlink

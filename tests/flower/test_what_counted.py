@@ -24,6 +24,7 @@ from fedlora.flower.strategy import FedLoRA
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from support.flower_grid import RANKS, LocalGrid, Watching, bits, fates, federation, last_line, play, seed_adapter
+from support.kills import dying_at
 from support.private_flower import private_federation
 
 EQUAL = dict.fromkeys(RANKS, 4)
@@ -185,14 +186,7 @@ def test_after_a_kill_in_a_private_round_the_sites_go_on_from_the_last_work_that
     the engine's clients, whose memory is that of the checkpoint."""
     strategy, grid = private_federation(tmp_path, EQUAL)
     play(strategy, grid, 1)
-
-    class Killed(BaseException): ...
-
-    def die(state: Any) -> None:
-        raise Killed
-
-    strategy._store = die  # type: ignore[method-assign]
-    with pytest.raises(Killed):
+    with dying_at(1, [(FedLoRA, "_store")]):
         play(strategy, grid, 2)
     trainer = Sick()
     again, grid = private_federation(tmp_path, EQUAL, trainer=trainer)

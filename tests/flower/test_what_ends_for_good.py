@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ import tomli_w
 pytest.importorskip("flwr")
 
 from fedlora.core import checkpoint
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, FedLoRAError, LedgerError
+from fedlora.flower import apps
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.server import doctor
+from fedlora.flower.server.journal import read_now
 from fedlora.flower.server.opening import opening
 from fedlora.flower.server.serve import Stopped, Supervisor
 from fedlora.flower.server.state import FederationState, run_identity
@@ -99,3 +102,26 @@ def test_serve_ends_with_2_for_the_folder_alone(
     monkeypatch.setattr(Supervisor, "serve", serve)
     passes = issubclass(error, RuntimeError | OSError | MemoryError)
     assert main("flower", "serve", fed.path).code == (1 if passes else 2)
+
+
+_FINAL = [ConfigError, AdapterFormatError, BudgetSpent, LedgerError]
+
+
+@pytest.mark.parametrize("error", [*_FINAL, ValueError, MemoryError])
+def test_the_app_says_what_would_fail_the_same_way_again(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the error's type, in now.json; and why stands in its log."""
+
+    def play(grid: object, folder: Path) -> None:
+        raise error("it is so")
+
+    monkeypatch.setattr("fedlora.flower.server.federation.play", play)
+    wrong = error in _FINAL
+    context = SimpleNamespace(run_config={"folder": str(tmp_path)})
+    with pytest.raises(error, match=r"^it is so$"):
+        apps.main(SimpleNamespace(), context)  # type: ignore[arg-type]
+    told = read_now(tmp_path / "server" / "now.json")
+    assert (told["ended"] == {"kind": "refused", "why": "it is so"}) if wrong else not told
+    log = tmp_path / "state" / "logs" / "serverapp.log"
+    assert "it is so" in log.read_text() and "Traceback" in log.read_text()

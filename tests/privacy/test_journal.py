@@ -6,21 +6,19 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
+import os
+import secrets
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import support
 from fedlora.errors import BudgetSpent, LedgerError
 from fedlora.privacy import Budget, Event, Journal, Ledger, Mechanism
-from support.processes import Program
+from support.kills import STEPS, at_each_step
 
-ROUNDS = Path(support.__file__).parent / "privacy_rounds.py"
 PLD = pytest.mark.skipif(importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
 SIZE = 6
 MECHANISM = Mechanism.of(1.0, 1.0, SIZE)
@@ -44,31 +42,43 @@ def the_file(home: Path) -> Path:
 # ---- kills -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["kills", "torn"])
-def test_a_kill_at_any_step_releases_once_and_charged(
-    tmp_path: Path, how: str, program: Callable[..., Program]
-) -> None:
-    """By definition: after the resume there is one noised sum, one event with its digest, all that ever left was that
-    sum, and no other draw is left anywhere. What was in the journal at the kill is what leaves at the end; whatever had
-    left was charged."""
-    done = program(ROUNDS, how, tmp_path).ended()
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert sum(entry["killed"] for entry in found) >= (2 if how == "torn" else 15)
+def play(home: Path) -> None:
+    """A round, drawn or taken from the journal; what leaves is left behind. The noise here is any secret integers: what
+    is drawn twice differs."""
+    journal = a_journal(home)
+    total = journal.stored(1)
+    if total is None:
+        drawn = torch.tensor([secrets.randbelow(2**50) for _ in range(SIZE)])
+        total = journal.store(drawn, an_event())
+    (home / f"left-{secrets.token_hex(4)}").write_text(str(total.tolist()))
+
+
+def look(home: Path) -> tuple[dict[str, str], list[tuple[int, str]], set[str]]:
+    """What is in the journal (its digest -> the sum), in the ledger, and what has left."""
+    held = {}
+    for path in (home / "run" / "journal").glob("*.noised"):
+        raw = path.read_bytes()
+        numbers = torch.frombuffer(bytearray(raw.partition(b"\n")[2]), dtype=torch.int64)
+        held[hashlib.sha256(raw).hexdigest()] = str(numbers.tolist())
+    charged = [(event.round, event.released) for event in a_journal(home).ledger.read().events]
+    return held, charged, {path.read_text() for path in home.glob("left-*")}
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_kill_at_any_step_releases_once_and_charged(tmp_path: Path, torn: bool) -> None:
+    """By definition: after the resume there is one noised sum, one event with its digest, and all that ever left was
+    that sum. What was in the journal at the kill is what leaves at the end; whatever had left was charged."""
+    found = at_each_step(tmp_path, play, look, calls=[(os, "pwrite")] if torn else STEPS, torn=torn)
+    assert len(found) > (1 if torn else 15)
     seen = Counter()
-    for entry in found:
-        then, finally_ = json.loads(entry["then"]), json.loads(entry["finally"])
-        assert entry["next"] == "done" and not any(".round-" in name for name in entry["left"])
-        ((number, digest),) = finally_["charged"]
-        (shown, whole) = finally_["held"]["1"]
-        assert (number, digest) == (1, whole)
-        assert set(finally_["left"]) == {f"1 {shown}"}
-        if then["held"]:
-            assert then["held"] == finally_["held"]
-        if then["left"]:
-            assert then["charged"] == finally_["charged"]
-        seen[(bool(then["held"]), bool(then["charged"]), bool(then["left"]))] += 1
-    if how == "kills":  # stages: drawn; written; charged
+    for then, (held, charged, left) in found:
+        ((digest, total),) = held.items()
+        assert charged == [(1, digest)] and left == {total}
+        assert not then[0] or then[0] == held
+        assert not then[2] or then[1] == charged
+        seen[tuple(map(bool, then))] += 1
+    assert not list(tmp_path.rglob(".round-*")), "another draw"
+    if not torn:  # stages: drawn; written; charged
         assert {(False, False, False), (True, False, False), (True, True, False)} <= set(seen), seen
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from release.conftest import ROOT, Built
 from support.environments import Environment, empty, run
-from support.needs import ADAPTERS, NEEDS, ON_THE_CORE
+from support.needs import ADAPTERS, NEEDS
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 
@@ -23,6 +23,45 @@ OF_TORCH = {
     "setuptools",
 }  # fmt: skip
 CORE = {"fedlora", "safetensors", "numpy"}
+
+
+# What the pages promise of the core alone: all methods, audits, checkpoints, adapters in and out.
+ON_THE_CORE = """
+from pathlib import Path
+
+import torch
+
+from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Server, Upload, build, read_adapter, write_adapter
+from fedlora.adapters import merge, resize
+from fedlora.analysis.audit import audit
+from fedlora.client import receive, send
+from fedlora.core.checkpoint import load_newest, save
+from fedlora.server import ServerState
+from fedlora.testing import check, comparing
+
+start = Adapter({"q": LoRA(B=torch.zeros(8, 2), A=torch.ones(2, 6) / 7)})
+for name in METHODS:
+    server = Server(build(name))
+    state = server.init(start)
+    for _ in range(2):
+        uploads = []
+        for client in (Client("a", 2), Client("b", 2)):
+            download = server.download(state, client)
+            mine = receive(download, kept=None).map(lambda t: t + torch.randn_like(t) / 9)
+            uploads.append(Upload(client, 3, send(mine, download.roles)))
+        state = server.aggregate(state, uploads)
+    save(Path(name), 2, state)
+    again = load_newest(Path(name), ServerState, type(state.modules["q"]))
+    assert again is not None and comparing.leaves(again[1]) == comparing.leaves(state), name
+check(build("glora"))
+spec = AdapterSpec({"peft_type": "LORA", "target_modules": ["q"]})
+for name in "ab":
+    write_adapter(name, start.map(lambda t: t + 1), spec)
+merge(["a", "b"], "merged")
+resize("merged", "small", rank=1)
+assert read_adapter("small")[0].modules["q"].rank == 1
+print("sound")
+"""
 
 
 def test_the_core_is_torch_safetensors_and_numpy(core: Environment) -> None:

@@ -1,21 +1,24 @@
 """`fedlora run` with [privacy]: an epsilon that an outsider recomputes, and nothing else that tells of a client.
 
 Kinds of evidence: *end-to-end* (real transformers, the command line in this process, dp-accounting asked directly),
-*kill* (processes that die at their steps).
+*kill* (before steps on the disk).
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedlora import Server, build
+from fedlora.core import checkpoint
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError
 from fedlora.privacy import Budget, Ledger, Spending, accounting
 from fedlora.runs.checks import check_private
@@ -23,13 +26,20 @@ from fedlora.runs.config import RunConfig, load_config, parse_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
-from fedlora.runs.private_releases import shown_config
+from fedlora.runs.private_releases import OnDisk, begin, private_folder, read_private, shown_config
 from fedlora.runs.private_run import check_affordable
+from fedlora.server.private import Private
+from fedlora.server.server import start
+from fedlora.server.state import RunState
+from fedlora.simulation import simulate
 from fedlora.training import LocalTrainer
 from support.command_line import Said, invoke
+from support.federations import EQUAL, seed_adapter
+from support.kills import dying_at
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.processes import Program
 from support.projects import make_project
+from support.states import content
+from support.toy_trainer import Toy, clients
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
@@ -41,7 +51,6 @@ delta = 1e-3
 population = "three toy sites"
 ledger = "ledger.jsonl"
 """
-TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -239,23 +248,53 @@ def test_it_stops_before_the_budget_is_passed_and_leaves_what_it_has(place: Path
     assert not list(execute(prepare(own), folder, resume=True)), "privacy.budget is free to differ"
 
 
+class Toys:
+    """A run of two rounds of toys in a folder, gone on with wherever it is: journal, ledger and checkpoints are the
+    real ones. Nothing is accounted, so it is fast."""
+
+    def __init__(self, home: Path) -> None:
+        self.folder, self.trainer = RunFolder(home / "run"), Toy()
+        self.ledger = Ledger(home / "ledger", "toys")
+
+    def play(self) -> RunState:
+        if not (self.folder.path / "private" / "run.json").exists():
+            begin(self.folder)
+        releases = OnDisk(private_folder(self.folder), read_private(self.folder)[0], self.ledger, None, 2, 1e-3)
+        privacy = Private(1.0, 1.0, tuple(EQUAL), 4, releases, dims=4, sampling=0.5)
+        server = Server(build("glora"), round=privacy)
+        loaded = checkpoint.load_newest(self.folder.checkpoints, RunState, server.method.State)
+        state = loaded[1] if loaded else start(server, seed_adapter(4))
+        for record in simulate(server, clients(EQUAL), self.trainer, state, rounds=2):
+            state = record.state
+            checkpoint.save(self.folder.checkpoints, state.round, state, keep=2)
+        return state
+
+    def sums(self) -> dict[int, str]:
+        """Round -> the digest of its noised sum in the journal."""
+        paths = (self.folder.path / "private" / "journal").glob("*.noised")
+        return {int(p.name.split("-")[1]): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
+
+
 @pytest.mark.parametrize("stride", [9, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_killed_at_its_steps_it_releases_each_sum_once(
-    tmp_path: Path, program: Callable[..., Program], stride: int
-) -> None:
-    """Every ninth step of a run's disk writes (every second in `make exhaustive`): the
-    journal's bytes stay, each is charged once, and the journal alone gives the same bits with nobody trained."""
-    done = program(TESTS / "support" / "killed_private_runs.py", tmp_path, stride).ended()
-    assert done.returncode == 0, done.stderr
-    entries = json.loads(done.stdout)
-    assert len(entries) * stride > 54
-    for entry in entries:
-        assert entry["journal"].items() <= entry["after"].items() and len(entry["after"]) == 2
-        assert entry["charged"] == [[k, entry["after"][name]] for k, name in enumerate(sorted(entry["after"]), start=1)]
-        assert entry["digest"] == entry["digest from the journal"]
-        assert entry["trained from the journal"] == [] and entry["charged from the journal"] == 2
-        rounds = {f"{int(name.split('-')[1])}" for name in entry["journal"]}
-        assert not [line for line in entry["trained"] if line[0] in rounds], "what was released is not trained again"
+def test_killed_at_its_steps_it_releases_each_sum_once(tmp_path: Path, stride: int) -> None:
+    """Every ninth step of a run's disk writes (every second in `make exhaustive`): what was released is neither drawn
+    nor trained again, each is charged once, and the journal alone gives the same bits with nobody trained."""
+    for step in itertools.count(1, stride):
+        (home := tmp_path / str(step)).mkdir()
+        with dying_at(step) as died:
+            Toys(home).play()
+        before, run = Toys(home).sums(), Toys(home)
+        state = run.play()
+        assert run.sums().keys() == {1, 2} and before.items() <= run.sums().items()
+        assert not {t + 1 for _, t, _ in run.trainer.calls} & before.keys(), "what was released is not trained again"
+        shutil.rmtree(run.folder.checkpoints)
+        again = Toys(home)
+        assert content(again.play().server) == content(state.server) and not again.trainer.calls
+        assert {event.round: event.released for event in run.ledger.read().events} == run.sums()
+        assert len(run.ledger.read().events) == 2
+        if not died:
+            break
+    assert step > 54
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import DTypeLike
 
 Uploads = dict[str, tuple[np.ndarray, np.ndarray]]  # client -> (B (d_out, r), A (r, d_in))
@@ -17,7 +18,7 @@ Weights = dict[str, float]
 
 MIXED_RANKS = (2, 8, 5, 4)
 NUM_EXAMPLES = (3, 5, 7, 2, 4)  # unequal on purpose; weights are these, normalised over the clients of a case
-MIN_DIM = 24  # the families need room for 24 independent directions
+TWICE = (("c1", 0, 1), ("c2", 2, -1))  # client, a column (or row), and which other one becomes equal to it
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Case:
     name: str
     uploads: Uploads
     weights: Weights
-    note: str
+    note: str = ""
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
@@ -36,10 +37,6 @@ class Case:
 def _weights(num_clients: int) -> Weights:
     counts = NUM_EXAMPLES[:num_clients]
     return {f"c{k}": count / sum(counts) for k, count in enumerate(counts)}
-
-
-def _equal_weights(num_clients: int) -> Weights:
-    return {f"c{k}": 1.0 / num_clients for k in range(num_clients)}
 
 
 def _gaussian(ranks: tuple[int, ...], rng: np.random.Generator, d_out: int, d_in: int) -> Uploads:
@@ -72,10 +69,7 @@ def _in_gauge(uploads: Uploads, cond: float, rng: np.random.Generator) -> Upload
 
 
 def _round_to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Nearest bfloat16 value, ties to even, as float64: a bfloat16 is the upper half of a float32."""
-    bits = x.astype(np.float32).view(np.uint32)
-    round_up = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return ((bits + round_up) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+    return torch.from_numpy(x).float().bfloat16().double().numpy()
 
 
 # ---- builders: (rng, d_out, d_in) -> float64 uploads -----------------------------------------------------------------
@@ -94,25 +88,34 @@ def _near_equal(eps: float) -> Callable[..., Uploads]:
     return build
 
 
-def _zero_b(rng: np.random.Generator, d_out: int, d_in: int) -> Uploads:
-    uploads = _generic(rng, d_out, d_in)
-    B, A = uploads["c2"]
-    return {**uploads, "c2": (np.zeros_like(B), A)}
+def _with(defect: Callable[[Uploads], object]) -> Callable[..., Uploads]:
+    """The generic case, changed in place."""
+
+    def build(rng: np.random.Generator, d_out: int, d_in: int) -> Uploads:
+        uploads = _generic(rng, d_out, d_in)
+        defect(uploads)
+        return uploads
+
+    return build
 
 
-def _zero_column(rng: np.random.Generator, d_out: int, d_in: int) -> Uploads:
-    uploads = _generic(rng, d_out, d_in)
+def _zero_b(uploads: Uploads) -> None:
+    uploads["c2"][0][:] = 0.0
+
+
+def _zero_column(uploads: Uploads) -> None:
     uploads["c1"][0][:, 0] = 0.0
     uploads["c2"][0][:, -1] = 0.0
-    return uploads
 
 
-def _duplicated_column(rng: np.random.Generator, d_out: int, d_in: int) -> Uploads:
-    uploads = _generic(rng, d_out, d_in)
-    for client, original, copy in (("c1", 0, 1), ("c2", 2, -1)):
-        B = uploads[client][0]
-        B[:, copy] = B[:, original]
-    return uploads
+def _duplicated_column(uploads: Uploads) -> None:
+    for client, original, copy in TWICE:
+        uploads[client][0][:, copy] = uploads[client][0][:, original]
+
+
+def _deficient_a(uploads: Uploads) -> None:
+    for client, original, copy in TWICE:
+        uploads[client][1][copy] = uploads[client][1][original]
 
 
 def _column_scales(rng: np.random.Generator, d_out: int, d_in: int) -> Uploads:
@@ -121,14 +124,6 @@ def _column_scales(rng: np.random.Generator, d_out: int, d_in: int) -> Uploads:
         scales = 10.0 ** rng.uniform(-6.0, 3.0, size=B.shape[1])
         scaled[client] = (B * scales, A / scales[:, None])
     return scaled
-
-
-def _deficient_a(rng: np.random.Generator, d_out: int, d_in: int) -> Uploads:
-    uploads = _generic(rng, d_out, d_in)
-    for client, original, copy in (("c1", 0, 1), ("c2", 2, -1)):
-        A = uploads[client][1]
-        A[copy] = A[original]
-    return uploads
 
 
 def _zero_padded(rng: np.random.Generator, d_out: int, d_in: int) -> Uploads:
@@ -167,10 +162,7 @@ def _orthogonal_equal(rng: np.random.Generator, d_out: int, d_in: int) -> Upload
 
 
 def _wide(rng: np.random.Generator, d_out: int, d_in: int) -> Uploads:
-    ranks = tuple(d_out // 4 + extra for extra in (1, -1, 2, 0, 1))
-    if max(ranks) > d_in:
-        raise ValueError(f"wide needs d_in >= d_out // 4 + 2; got d_out = {d_out}, d_in = {d_in}")
-    return _gaussian(ranks, rng, d_out, d_in)
+    return _gaussian(tuple(d_out // 4 + extra for extra in (1, -1, 2, 0, 1)), rng, d_out, d_in)
 
 
 def _one_client(rng: np.random.Generator, d_out: int, d_in: int) -> Uploads:
@@ -194,28 +186,20 @@ _GAUGE = "generic in random coordinates of that condition number, in float64, th
 _TABLE: dict[str, tuple[_Builder, Weights, str]] = {
     # name: (builder, weights, note)
     "generic": (_generic, _weights(4), "independent normal factors, full rank"),
-    "near_equal_1e-1": (_near_equal(1e-1), _weights(3), _NEAR_EQUAL),
-    "near_equal_1e-2": (_near_equal(1e-2), _weights(3), _NEAR_EQUAL),
-    "near_equal_1e-3": (_near_equal(1e-3), _weights(3), _NEAR_EQUAL),
-    "near_equal_1e-4": (_near_equal(1e-4), _weights(3), _NEAR_EQUAL),
-    "near_equal_1e-5": (_near_equal(1e-5), _weights(3), _NEAR_EQUAL),
-    "near_equal_1e-6": (_near_equal(1e-6), _weights(3), _NEAR_EQUAL),
-    "zero_B": (_zero_b, _weights(4), "B = 0 at c2, the client of the largest weight"),
-    "zero_column": (_zero_column, _weights(4), "one zero column in B of c1 (the first) and of c2 (the last)"),
-    "duplicated_column": (_duplicated_column, _weights(4), "one column of B twice, at c1 and at c2"),
+    **{f"near_equal_1e-{k}": (_near_equal(float(f"1e-{k}")), _weights(3), _NEAR_EQUAL) for k in range(1, 7)},
+    "zero_B": (_with(_zero_b), _weights(4), "B = 0 at c2, the client of the largest weight"),
+    "zero_column": (_with(_zero_column), _weights(4), "one zero column in B of c1 (the first) and of c2 (the last)"),
+    "duplicated_column": (_with(_duplicated_column), _weights(4), "one column of B twice, at c1 and at c2"),
     "column_scales": (_column_scales, _weights(4), "columns of B times 1e-6..1e3, rows of A by the inverse"),
-    "deficient_A": (_deficient_a, _weights(4), "one row of A twice, at c1 and c2: rank(B A) < rank(B) = r"),
+    "deficient_A": (_with(_deficient_a), _weights(4), "one row of A twice, at c1 and c2: rank(B A) < rank(B) = r"),
     "zero_padded": (_zero_padded, _weights(4), "B = [B0 0], A = [A0; 0]: nominal rank 8, true ranks 2, 8, 5, 4"),
-    "gauge_1e1": (_gauge(1e1), _weights(4), _GAUGE),
-    "gauge_1e3": (_gauge(1e3), _weights(4), _GAUGE),
-    "gauge_1e4": (_gauge(1e4), _weights(4), _GAUGE),
-    "gauge_1e6": (_gauge(1e6), _weights(4), _GAUGE),
+    **{f"gauge_1e{k}": (_gauge(float(f"1e{k}")), _weights(4), _GAUGE) for k in (1, 3, 4, 6)},
     "bf16": (_bf16, _weights(4), "generic, every entry a bfloat16 value"),
     "dominant_rank": (_dominant_rank, _weights(3), "ranks 2, 3, 8: K has the eigenvalue p_c2 at least 3 times"),
     "orthogonal_equal": (
         _orthogonal_equal,
-        _equal_weights(3),
-        "orthogonal column spaces, p = 1/3: all eigenvalues tie",
+        dict.fromkeys(("c0", "c1", "c2"), 1 / 3),
+        "orthogonal: all eigenvalues tie",
     ),
     "wide": (_wide, _weights(5), "the sum of ranks exceeds d_out: the union is everything"),
     "one_client": (_one_client, _weights(1), "K is one projector: every non-zero eigenvalue is 1"),
@@ -226,9 +210,8 @@ FAMILIES: tuple[str, ...] = tuple(_TABLE)
 
 
 def family(name: str, seed: int = 0, d_out: int = 48, d_in: int = 40, dtype: DTypeLike = np.float32) -> Case:
-    """Build one case of the table. The gauge_* and single-defect families start from the same draws as generic."""
-    if min(d_out, d_in) < MIN_DIM:
-        raise ValueError(f"the families need d_out and d_in >= {MIN_DIM}; got {d_out} and {d_in}")
+    """Build one case of the table, of at least 24 x 24. The gauge_* and single-defect families start from the same
+    draws as generic."""
     build, weights, note = _TABLE[name]
     uploads = build(np.random.default_rng(seed), d_out, d_in)
     stored = {client: (B.astype(dtype), A.astype(dtype)) for client, (B, A) in uploads.items()}

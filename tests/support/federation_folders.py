@@ -18,11 +18,11 @@ from fedlora.flower.terms.facts import Facts, versions_here
 from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.sections import ModelSection
+from support.certificates import authority, pem
 from support.flower_grid import FastClock, LocalGrid
-from support.shown_certificates import authority
 from support.training_data import LABELS, classification, rows, save_encoder
 
-CA = authority().pem
+CA = pem(authority())
 RANKS = {"acme": 2, "berlin": 4, "cork": 4}
 SETTINGS: dict[str, Any] = {
     "id": "fed-test",

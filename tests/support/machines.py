@@ -25,12 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
 
 SERVER_NAME = "fl.example.org"
 STAND_INS = Path(__file__).parent / "stand_in_commands"
 PROGRAMS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+LOGS = ("*.said", "*/state/logs/*.log")
 _NETNS = Path("/etc/netns")
 _NETWORKS = itertools.count()
 
@@ -61,23 +63,18 @@ def why_no_namespaces() -> str:
     return "" if tried.returncode == 0 else f"network namespaces do not work here: {tried.stderr.strip()}"
 
 
-def program_needed(*programs: str) -> pytest.MarkDecorator:
-    """A mark: skipped, with the reason, where a program is missing.
+def machines_needed(*programs: str, machines: bool = True) -> pytest.MarkDecorator:
+    """A mark: skipped, with the reason, where a program is missing, or where separate machines are not permitted.
 
     With FEDLORA_DEPLOYMENT_MUST_RUN set, as CI has it, nothing is skipped: what is missing fails.
     """
-    return _unless([f"`{name}` is not installed" for name in programs if shutil.which(name, path=PROGRAMS) is None])
-
-
-def machines_needed(*programs: str) -> pytest.MarkDecorator:
-    """The same, also where separate machines are not permitted."""
     reasons = [f"`{name}` is not installed" for name in programs if shutil.which(name, path=PROGRAMS) is None]
-    return _unless([*reasons, *([why] if (why := why_no_namespaces()) else [])])
+    return unless("; ".join([*reasons, *filter(None, [why_no_namespaces() if machines else ""])]))
 
 
-def _unless(reasons: Sequence[str]) -> pytest.MarkDecorator:
+def unless(reason: str) -> pytest.MarkDecorator:
     must = bool(os.environ.get("FEDLORA_DEPLOYMENT_MUST_RUN"))
-    return pytest.mark.skipif(bool(reasons) and not must, reason="; ".join(reasons) or "-")
+    return pytest.mark.skipif(bool(reason) and not must, reason=reason or "-")
 
 
 @dataclass(frozen=True)
@@ -253,21 +250,16 @@ class Network:
             _NETNS.rmdir()
 
 
-def until(true: Callable[[], object], seconds: float, what: str, *machines: Machine) -> None:
-    """Wait for it; the machines' last words are in the failure."""
+def until(true: Callable[[], Any], seconds: float, what: str, *machines: Machine) -> Any:
+    """Wait until it is true, and return it; the machines' last words are in the failure."""
     end = time.monotonic() + seconds
-    while not true():
+    while not (found := true()):
         if time.monotonic() > end:
-            logs = [
-                f"--- {m.name}: {p.name}\n{p.read_text(errors='replace')[-1500:]}" for m in machines for p in _logs(m)
-            ]
-            raise AssertionError("\n".join([f"not within {seconds:.0f} s: {what}", *logs]))
+            logs = [path for m in machines for pattern in LOGS for path in sorted(m.folder.glob(pattern))]
+            said = [f"--- {p}\n{p.read_text(errors='replace')[-1500:]}" for p in logs if p.is_file()]
+            raise AssertionError("\n".join([f"not within {seconds:.0f} s: {what}", *said]))
         time.sleep(0.3)
-
-
-def _logs(machine: Machine) -> list[Path]:
-    found = [*machine.folder.glob("*.said"), *machine.folder.glob("*/state/logs/*.log")]
-    return sorted(path for path in found if path.is_file())  # a unit that has not run has a link to nothing
+    return found
 
 
 def _killed(process: subprocess.Popen[bytes]) -> None:

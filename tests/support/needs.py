@@ -7,43 +7,6 @@ for name, rank in (("a", 2), ("b", 3)):
     lora = LoRA(B=torch.ones(8, rank), A=torch.ones(rank, 6) / 7)
     write_adapter(name, Adapter({"q": lora}), AdapterSpec({"peft_type": "LORA", "target_modules": ["q"]}))
 """
-# What the pages promise of the core alone: all methods, audits, checkpoints, adapters in and out.
-ON_THE_CORE = """
-from pathlib import Path
-
-import torch
-
-from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Server, Upload, build, read_adapter, write_adapter
-from fedlora.adapters import merge, resize
-from fedlora.analysis.audit import audit
-from fedlora.client import receive, send
-from fedlora.core.checkpoint import load_newest, save
-from fedlora.server import ServerState
-from fedlora.testing import check, comparing
-
-start = Adapter({"q": LoRA(B=torch.zeros(8, 2), A=torch.ones(2, 6) / 7)})
-for name in METHODS:
-    server = Server(build(name))
-    state = server.init(start)
-    for _ in range(2):
-        uploads = []
-        for client in (Client("a", 2), Client("b", 2)):
-            download = server.download(state, client)
-            mine = receive(download, kept=None).map(lambda t: t + torch.randn_like(t) / 9)
-            uploads.append(Upload(client, 3, send(mine, download.roles)))
-        state = server.aggregate(state, uploads)
-    save(Path(name), 2, state)
-    again = load_newest(Path(name), ServerState, type(state.modules["q"]))
-    assert again is not None and comparing.leaves(again[1]) == comparing.leaves(state), name
-check(build("glora"))
-spec = AdapterSpec({"peft_type": "LORA", "target_modules": ["q"]})
-for name in "ab":
-    write_adapter(name, start.map(lambda t: t + 1), spec)
-merge(["a", "b"], "merged")
-resize("merged", "small", rank=1)
-assert read_adapter("small")[0].modules["q"].rank == 1
-print("sound")
-"""
 # Extra -> what needs it. With `train` where the extra adds something to runs, as its line in pyproject.toml says.
 NEEDS = {
     "train": "import fedlora.training.loop, fedlora.runs.execution, fedlora.training.metrics\n"

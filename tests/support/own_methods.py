@@ -1,4 +1,4 @@
-"""Methods that a user could have written, named in configurations as module:Class."""
+"""A method that a user could have written, named in configurations as module:Class."""
 
 from __future__ import annotations
 

@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fedlora import Server, build
 from fedlora.flower.site.node import Node
 from fedlora.flower.strategy import FedLoRA
@@ -59,19 +56,3 @@ def leave(grid: LocalGrid, *names: str) -> None:
         return push(messages)
 
     grid.push_messages = push_messages  # type: ignore[method-assign]
-
-
-def same_noise(self: Any, total: Tensor) -> Tensor:
-    """In place of `Mechanism.noised`: the same noise whenever vectors are as long, so that sums can be compared."""
-    return total + fixed_noise(len(total))
-
-
-def same_release(self: Any, total: Tensor) -> Tensor:
-    """In place of `Mechanism.noised`: what is released says nothing of the sum, so that all that differs otherwise is
-    a leak."""
-    return fixed_noise(len(total))
-
-
-def fixed_noise(size: int) -> Tensor:
-    made = torch.randn(size, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return (made * 2**18).round().to(torch.int64)

@@ -1,42 +1,59 @@
-"""Runs in processes of their own, which can be killed; fork_server.py forks them."""
+"""Runs in processes of their own, which can be killed: forked from pytest's, which has imported all that they need.
+
+Started by Python anew each would import that again, five seconds.
+"""
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
+import posix
 import runpy
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import config
 
 from support.command_line import call
 
 
-def said_to(out: Path, err: Path) -> None:
-    """From now on, whatever this process says goes to these files."""
+def as_python_begins(out: Path, err: Path) -> None:
+    """Takes back what pytest and conftest.py changed; from now on, whatever this process says goes to these files."""
     for descriptor, path in ((1, out), (2, err)):
         with path.open("ab") as file:
             os.dup2(file.fileno(), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(k, "w", 1, "utf-8", closefd=False) for k in (1, 2))
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    importlib.reload(warnings)  # pytest gathers them, and makes errors of them
+    logging.root.handlers.clear()
+    logging.root.setLevel(logging.WARNING)
+    for handler in filter(None, (known() for known in logging._handlerList)):  # libraries' own, on pytest's stderr
+        if type(handler) is logging.StreamHandler:
+            handler.stream = sys.stderr  # setStream flushes the old one first, which pytest may have closed
+            handler.flush = sys.stderr.flush  # type: ignore[method-assign]  # as transformers sets it
+    os.fsync = posix.fsync
+    config.update("jaxtyping_disable", True)
+    torch.set_num_threads(1)
 
 
 def command_line(args: Sequence[str], log: str) -> None:
     """`fedlora ARGS` in a process of its own; what it says goes to `log`."""
-    said_to(Path(log), Path(log))
-    torch.set_num_threads(1)
+    as_python_begins(Path(log), Path(log))
     call(args)
 
 
-def script(path: Path, args: Sequence[str], said: Path, environment: Mapping[str, str]) -> None:
-    """`python PATH ARGS` in a process of its own. Forked, it would have the environment of when the server began."""
-    said_to(said / "out", said / "err")
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(1)
+def script(path: Path, args: Sequence[str], said: Path) -> None:
+    """`python PATH ARGS` in a process of its own."""
+    as_python_begins(said / "out", said / "err")
     sys.argv = [str(path), *args]
     runpy.run_path(str(path), run_name="__main__")
 
@@ -55,19 +72,19 @@ class Program:
         return subprocess.CompletedProcess([], self.process.exitcode, out, err)
 
 
-def begun(forked: Any, said: Path, target: Callable[..., None], *args: object) -> Program:
-    """target: of this module, `script` or `command_line`."""
+def begun(forked: Any, target: Callable[..., None], *args: object) -> Any:
+    """A process at work. target: of this module, `script` or `command_line`."""
     process = forked.Process(target=target, args=args, daemon=True)
-    process.start()
-    return Program(process, said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns where threads run: xdist has one, which waits
+        process.start()
+    return process
 
 
 def started(forked: Any, project: Path, out: Path, sets: Sequence[str]) -> Any:
     args = ["run", str(project / "config.toml"), "--out", str(out), "--resume"]
     args += [a for s in sets for a in ("--set", s)]
-    child = forked.Process(target=command_line, args=(args, str(out.parent / "log.txt")), daemon=True)
-    child.start()
-    return child
+    return begun(forked, command_line, args, str(out.parent / "log.txt"))
 
 
 def lines_in(folder: Path) -> int:

@@ -13,16 +13,6 @@ from pathlib import Path
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "tutorials"
 PAGES = sorted(FOLDER.glob("*.md"))
 _CELL = re.compile(r"^```\{code-cell\} ipython3\n((?::[^\n]*\n)*)\n?(.*?)^```$", re.M | re.S)
-_START = """\
-import subprocess
-from pathlib import Path
-
-
-def bash(commands):
-    subprocess.run(["bash", "-c", commands], check=True)
-
-
-"""
 
 
 @dataclass(frozen=True)
@@ -47,10 +37,10 @@ def cells(page: str) -> list[Cell]:
 
 def as_script(page: str) -> str:
     """What the page does, as Python, in the folder where it is started; without the cells that nobody sees."""
-    parts = [_START]
+    parts = ["import subprocess\nfrom pathlib import Path\n"]
     for cell in cells(page):
         if cell.magic == "bash":
-            parts.append(f"bash({cell.code!r})\n")
+            parts.append(f"subprocess.run(['bash', '-c', {cell.code!r}], check=True)\n")
         elif cell.magic == "writefile":
             parts.append(f"Path({cell.word!r}).write_text({cell.code!r})\n")
         elif not cell.hidden:

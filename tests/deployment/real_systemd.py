@@ -14,12 +14,11 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from support.machines import until
 
 UID = 4242
 SYSTEMD = Path("/lib/systemd/systemd")
@@ -59,12 +58,6 @@ def why_no_systemd() -> str:
     return "" if tried.returncode == 0 else f"namespaces and cgroups do not work here: {tried.stderr.strip()}"
 
 
-def systemd_needed() -> pytest.MarkDecorator:
-    """A mark: skipped, with the reason, where none can be booted; with FEDLORA_DEPLOYMENT_MUST_RUN it fails there."""
-    why = why_no_systemd()
-    return pytest.mark.skipif(bool(why) and not os.environ.get("FEDLORA_DEPLOYMENT_MUST_RUN"), reason=why or "-")
-
-
 @dataclass
 class Booted:
     """One that runs. pid: of its process 1, as the host counts."""
@@ -83,10 +76,7 @@ class Booted:
 
     def until(self, *words: str, seconds: float = 30) -> None:
         """Until a command succeeds."""
-        end = time.monotonic() + seconds
-        while (done := self.run(*words)).returncode:
-            assert time.monotonic() < end, (words, done.stdout, done.stderr, (self.folder / "console").read_text())
-            time.sleep(0.2)
+        until(lambda: self.run(*words).returncode == 0, seconds, f"{' '.join(words)}; see {self.folder / 'console'}")
 
 
 def furnish(folder: Path) -> None:
@@ -113,11 +103,7 @@ def booted(folder: Path) -> Iterator[Booted]:
         )  # fmt: skip
     try:
         children = Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
-        end = time.monotonic() + 20
-        while not children.read_text().split():
-            assert time.monotonic() < end and shell.poll() is None, (folder / "console").read_text()
-            time.sleep(0.05)
-        machine = Booted(folder, int(children.read_text().split()[0]))
+        machine = Booted(folder, int(until(lambda: children.read_text().split(), 20, "it boots")[0]))
         machine.until("systemctl", "is-active", "multi-user.target")
         yield machine
     finally:

@@ -11,17 +11,16 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+
+from support.machines import free_port, until
 
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 _CONF = """\
@@ -51,14 +50,6 @@ slurm_needed = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, _PROGRAMS)),
     reason=f"needs root and {', '.join(_PROGRAMS)} (apt-get install slurm-wlm munge)",
 )
-
-
-def until(ready: Callable[[], Any], seconds: float, what: str) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := ready()):
-        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
-        time.sleep(0.5)
-    return found
 
 
 @dataclass
@@ -115,14 +106,6 @@ class Slurm:
         self.daemons.pop(name).wait()
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        found = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in found]
-
-
 @contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
     """Two idle nodes, until the block ends. folder: short, for the socket's path, and readable by all."""
@@ -131,7 +114,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
-    ports = dict(zip(("controller", "n1", "n2"), _free_ports(3), strict=True))
+    ports = {name: free_port() for name in ("controller", "n1", "n2")}
     (folder / "slurm.conf").write_text(_CONF.format(folder=folder, **ports))
     cluster = Slurm(folder, {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")})
     files = {"key-file": key, "socket": folder / "munge.sock", "pid-file": folder / "munge.pid",
