@@ -212,15 +212,12 @@ def test_the_loss_of_a_language_model_is_on_the_responses_only(
     assert loss == pytest.approx(math.fsum(losses) / len(losses), rel=1e-4)
 
 
-@pytest.mark.parametrize("weights", [None, "balanced"])
-def test_gradient_accumulation_equals_one_big_batch(load: Loader, weights: Any) -> None:
+def test_gradient_accumulation_equals_one_big_batch(load: Loader) -> None:
     """As in transformers, batch_size times gradient_accumulation_steps. Also where the batches are of different sizes
-    (a client of 8 examples has 3, 3 and 2), and with class weights."""
+    (a client of 8 examples has 3, 3 and 2)."""
     model = load()
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
-    settings = {
-        "learning_rate": 0.1, "optimizer": "sgd", "max_steps": 2, "max_grad_norm": 0.05, "class_weights": weights,
-    }  # fmt: skip
+    settings = {"learning_rate": 0.1, "optimizer": "sgd", "max_steps": 2, "max_grad_norm": 0.05}
     data = classification(8, 0, skew=1)
     whole, parts = (
         trained(model, adapter, data, batch_size=b, gradient_accumulation_steps=k, **settings)

@@ -56,8 +56,8 @@ def merge(
             the scale right.
         weights: one per adapter; default: equal; "num_examples": those of each adapter's upload.json. sum: use weights
             as they are, including negative ones; otherwise they are divided by their sum.
-        missing: how to count an adapter that lacks a module; default "zero", but then adapters are refused that have
-            no module in common, or the same modules under longer names.
+        missing: how to count an adapter that lacks a module: "zero" as an update of zero, "renormalise" not at all;
+            without it, all must have the same modules.
         heads: for saved modules: the mean, the first adapter's, or none.
         dtype: float16, bfloat16, float32 or float64; default: the adapters' own.
         max_error: write nothing beyond this relative error. same_base: treat their base models as one, whatever their

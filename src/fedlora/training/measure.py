@@ -59,8 +59,8 @@ Through = Callable[[Callable[[Look], Scores], Iterable[Look]], Iterable[Scores]]
 class ModelEvaluator:
     """The scores of `training.metrics` on held-out text. Implements `simulation.Evaluator`.
 
-    Besides the chosen metric, scores always include those that cost nothing: for classes accuracy, macro_f1, matthews
-    and loss; for a language model accuracy (of tokens), loss and perplexity.
+    Besides the chosen metric, scores always include those that cost nothing: for classes accuracy, macro_f1 and loss;
+    for a language model accuracy (of tokens), loss and perplexity.
 
     Args:
         data: the common held-out sets by name; metrics are means over each set's examples, then over the sets; if there
