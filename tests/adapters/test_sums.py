@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fedlora import LoRA
 from fedlora.adapters import merge, resize
-from fedlora.adapters.io import pad_rank
 from fedlora.adapters.merge_report import ModuleReport
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import RankRule, combine, overall
+from fedlora.adapters.writer import pad_rank
 from fedlora.errors import AdapterFormatError, ConfigError, HyperparameterError, ShapeError
 from support.adapter_folders import bare, lora, updates
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, Upload, build, read_adapter, write_adapter
-from fedlora.adapters.io import AdapterSpec
+from fedlora.adapters.writer import AdapterSpec
 from support.adapter_folders import saved, updates
 from support.command_line import Said
 from support.federations import noise

@@ -72,6 +72,3 @@ def _read(task: GlueTask, source: Path) -> TextData:
         "classification", table.texts(columns.text), table.texts(columns.pair) if columns.pair else None,
         tuple(known[value] for _, value in cells), label_names=names,
     )  # fmt: skip
-
-
-__all__ = ["GLUE", "Columns", "GlueTask", "read_glue"]

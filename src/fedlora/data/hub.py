@@ -111,9 +111,3 @@ def _of_file(path: str, *_: int) -> str:
 def first_line(error: Exception) -> str:
     """What a library says, in one line without its full stop."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-__all__ = [
-    "ADAPTER_FILES", "MODEL_TEXTS", "file_digest", "first_line", "local_folder", "model_snapshot",
-    "repository_and_revision", "repository_of",
-]  # fmt: skip

@@ -133,6 +133,3 @@ def _message(where: str, message: object) -> Message:
     if not content.strip():
         raise DataError(f"{where}: the {role}'s content is empty. Fill it in, or drop the message.")
     return role, content
-
-
-__all__ = ["read_classification", "read_instructions"]

@@ -213,6 +213,3 @@ def _dataset_table(dataset: Any, columns: Sequence[str] | None, name: str = "the
         values[column] = [None if v is None else names[v] for v in values[column]]
     rows: Rows = [(f"row {k + 1}", {c: cells[k] for c, cells in values.items()}) for k in range(len(dataset))]
     return Table(name, tuple(dataset.column_names), rows, classes)
-
-
-__all__ = ["Table", "open_table"]

@@ -97,6 +97,3 @@ def template_digest(tokenizer: Any) -> str:
     """SHA-256 (hex) of the tokenizer's chat template; "" if it has none."""
     found = getattr(tokenizer, "chat_template", None)
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest() if found else ""
-
-
-__all__ = ["base_digest", "file_digest", "model_commit", "model_content", "template_digest", "tokenizer_digest"]

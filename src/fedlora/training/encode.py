@@ -221,9 +221,3 @@ def scored(example: Example) -> int:
     """How many of an example's labels count in the loss: one for a class, the answer's tokens for a language model."""
     labels = example["labels"]
     return sum(label != IGNORED for label in labels[1:]) if isinstance(labels, list) else 1
-
-
-__all__ = [
-    "IGNORED", "Cut", "Encoded", "Example", "batches", "check_length", "collate", "cut_of", "cut_prompts",
-    "encode", "scored",
-]  # fmt: skip

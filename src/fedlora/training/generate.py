@@ -57,6 +57,3 @@ def teacher_forced(model: AdaptedModel, examples: Sequence[Example], *, batch_si
             asked = inputs["labels"][row, 1:] != IGNORED
             answers[k] = tokenizer.decode(best[row, :-1][asked].tolist(), skip_special_tokens=True)
     return answers
-
-
-__all__ = ["greedy", "teacher_forced"]

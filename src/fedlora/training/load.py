@@ -223,9 +223,3 @@ def bare_network(path: str | os.PathLike[str], task: Task) -> nn.Module:
     with readable(f"the model {os.fspath(path)!r} cannot be built"), torch.device("meta"):
         network: nn.Module = kind.from_config(config, dtype=torch.float32)
     return network
-
-
-__all__ = [
-    "bare_network", "check_device", "config_of", "hub_name", "load_base", "longest_input", "model_place",
-    "positions_of", "readable", "tokenizer_of", "weight_files",
-]  # fmt: skip

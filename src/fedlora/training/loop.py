@@ -187,6 +187,3 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     kinds: dict[str, Callable[..., torch.optim.Optimizer]]
     kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     return kinds[s.optimizer](parameters, lr=s.learning_rate * scale, weight_decay=s.weight_decay)
-
-
-__all__ = ["LocalTrainer", "Loss", "epoch_order", "micro_batch", "optimizer_for"]

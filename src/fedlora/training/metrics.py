@@ -147,9 +147,3 @@ def is_better(metric: str, new: float | None, old: float | None, *, by: float = 
 def worst_of(metric: str, items: Sequence[Item], value: Callable[[Item], float | None]) -> Item | None:
     """The item with the worst value, the first among equals. An item without a number (None, NaN) is worst of all."""
     return functools.reduce(lambda a, b: b if is_better(metric, value(a), value(b)) else a, items) if items else None
-
-
-__all__ = [
-    "METRICS", "Metric", "MetricName", "accuracy", "by_guessing", "exact_match", "find_metric", "generates",
-    "is_better", "macro_f1", "mean_loss", "perplexity", "rouge_l", "score_name", "worst_of",
-]  # fmt: skip

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedlora.adapters.io import AdapterSpec, head_tensors, load_into_model, read_model
+from fedlora.adapters.io import head_tensors, load_into_model, read_model
+from fedlora.adapters.writer import AdapterSpec
 from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.reader import scaled
+from fedlora.adapters.writer import AdapterSpec
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.core.process import end, how_ended, killed_with
@@ -191,6 +191,3 @@ def _last_line(log: Path) -> str:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     return f"Its last line: {lines[-1]!r}." if lines else "It said nothing."
-
-
-__all__ = ["Program", "ProgramTrainer", "check_program", "search_path"]

@@ -168,9 +168,3 @@ class TrainSettings(TrainSection):
     max_length: Positive = 128
     bf16: bool = False
     chat_template: str | None = None
-
-
-__all__ = [
-    "DType", "LoRASettings", "Optimizer", "Positive", "Schedule", "Section", "Targets", "Task",
-    "TrainSection", "TrainSettings",
-]  # fmt: skip

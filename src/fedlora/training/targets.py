@@ -101,6 +101,3 @@ def _is_all_linear(targets: Targets) -> bool:
 
 def _ends(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(path.rpartition(".")[2] for path in paths))
-
-
-__all__ = ["adapted", "check_targets", "in_words", "targeted"]

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from fedlora.adapters.io import AdapterSpec, read_adapter
+from fedlora.adapters.io import read_adapter
+from fedlora.adapters.writer import AdapterSpec
 from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError, counted
 from fedlora.flower.places import FederationFolder
