@@ -19,7 +19,7 @@ from fedlora.adapters.uploads import FILE, check_one_each, read_facts
 from fedlora.adapters.writer import AdapterSpec, spec_of
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
-from fedlora.errors import AdapterFormatError, ConfigError, counted, repeated
+from fedlora.errors import AdapterFormatError, ConfigError, counted
 
 Missing = Literal["renormalise", "zero"]  # how a module averages over adapters that lack it
 _LARGEST = 1e12  # of a weight: a larger one is a typo, and sums could overflow
@@ -104,10 +104,6 @@ def collected(
     if missing is None:
         _check_modules(files)
     labels_by(files, heads)  # refused now, not after the sum
-    folders = [os.path.realpath(file.directory) for file in files]
-    for folder in repeated(folders):
-        places = " and ".join(str(k) for k, one in enumerate(folders, 1) if one == folder)
-        notes.append(f"inputs {places} are the same folder")
     if idle := [str(file.directory) for file, weight in zip(files, used, strict=True) if not weight]:
         more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
         names = ", ".join(quoted(name, 80) for name in idle[:8])
@@ -116,17 +112,8 @@ def collected(
 
 
 def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: bool = False) -> tuple[float, ...]:
-    """The weights of `count` adapters as used: divided by their sum for a mean, unchanged for a sum.
-
-    Args:
-        weights: one each; None: all equal. sum: weights may be negative.
-
-    Raises:
-        ConfigError: wrong number of weights; one is no number of up to 1e12, or negative in a mean; all are zero.
-
-    Example:
-        >>> used_weights(2, [1, 3]), used_weights(2, [1, -1], sum=True)
-        ((0.25, 0.75), (1.0, -1.0))
+    """The weights of `count` adapters as used: divided by their sum for a mean, unchanged for a sum. None: all equal.
+    Raises `ConfigError` for weights that make neither.
     """
     given = (1.0,) * count if weights is None else tuple(weights)
     if len(given) != count:

@@ -128,14 +128,14 @@ class TensorFile:
         return torch.frombuffer(content, dtype=FLOATS[stored.dtype])
 
 
-def json_object(path: Path, most: int = _JSON) -> dict[str, Any]:
-    """A JSON object of at most `most` bytes.
+def json_object(path: Path) -> dict[str, Any]:
+    """A JSON object of at most 3 MiB.
 
     Raises:
         AdapterFormatError: too large, not JSON, a key twice, no object.
     """
     try:
-        if not (raw := read_given(_real(path), most)):
+        if not (raw := read_given(_real(path), _JSON)):
             raise AdapterFormatError(f"{path} is not JSON: it is empty. Copy it again.")
         found = parse_json(raw)
     except OSError as error:

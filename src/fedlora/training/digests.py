@@ -76,7 +76,8 @@ def _tensors(file: Path) -> Iterator[tuple[str, str]]:
             each: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
         else:
             stored: Any = safe_open(file, framework="pt")
-            each = ((name, stored.get_tensor(name)) for name in stored.keys())  # noqa: SIM118 - no mapping
+            names: list[str] = stored.keys()
+            each = ((name, stored.get_tensor(name)) for name in names)
         for name, tensor in each:
             raw = tensor.reshape(-1).view(torch.uint8).numpy()
             yield name, f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(raw).hexdigest()}"

@@ -99,7 +99,8 @@ class LocalTrainer:
         size = len(self.examples(client))
         epoch, offset = divmod(position, size)
         while True:
-            yield from epoch_order(size, epoch, self._seed, client)[offset:]
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", client, epoch))
+            yield from torch.randperm(size, generator=generator).tolist()[offset:]
             epoch, offset = epoch + 1, 0
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
@@ -160,13 +161,6 @@ class LocalTrainer:
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._settings.bf16):
                 found = loss(network, moved)
             yield found * (len(part) / len(picked))
-
-
-def epoch_order(size: int, epoch: int, seed: int, client: str) -> list[int]:
-    """The indices of a client's examples in the order of that epoch."""
-    generator = torch.Generator().manual_seed(derive_seed(seed, "order", client, epoch))
-    order: list[int] = torch.randperm(size, generator=generator).tolist()
-    return order
 
 
 def micro_batch(size: int, device: torch.device) -> int:
