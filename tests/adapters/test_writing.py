@@ -166,7 +166,7 @@ class TestRefusedWrites:
         write_adapter(there, adapter, spec)
         before = {path.name: path.read_bytes() for path in there.iterdir()}
         change, message = UNWRITABLE[what]
-        for out in (there, tmp_path / "new" / "out"):
+        for out in (there, tmp_path / "new"):
             with pytest.raises((AdapterFormatError, FactorNotShared), match=message):
                 write_adapter(out, change(adapter), spec)
         assert not (tmp_path / "new").exists()
