@@ -162,7 +162,7 @@ def in_type(part: Part, dtype: torch.dtype) -> Part:
     """The pair in the result's type, of rank 1 at least, and what rounding to it costs."""
     lora, report = part
     pair, moved = narrowed_pair(pad_rank(lora, 1), dtype, report.module)
-    return pair, replace(report, rounding=moved / report.norm if report.norm else 0.0)
+    return pair, replace(report, rounding=moved / (report.norm or 1.0))
 
 
 def write_result(
