@@ -21,7 +21,7 @@ from torch import Tensor
 from fedlora import read_adapter
 from fedlora.adapters import AdapterFile, merge, resize
 from fedlora.adapters.base_names import Base, check_same_base, is_path, public_name
-from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
+from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError, HyperparameterError
 from support.adapter_folders import HEADS, SHAPES, bare, saved, updates
 from support.bases import rewrite
 from support.command_line import Said
@@ -298,6 +298,8 @@ def test_impossible_settings_are_refused_and_nothing_is_written(
 ) -> None:
     with pytest.raises(FedLoRAError, match=said):
         merge(two, tmp_path / "deep" / "m", **options)
+    with pytest.raises(HyperparameterError):
+        merge([tmp_path / "nowhere"], tmp_path / "m", rank=0)  # before anything is read
     with pytest.raises(AdapterFormatError, match="at least 1 adapter"):
         merge([], tmp_path / "deep" / "m")
     assert not (tmp_path / "deep").exists()

@@ -306,6 +306,8 @@ def test_what_a_model_cannot_do_is_said_before_training(classifier: Path) -> Non
         AdaptedModel.load(classifier, "sequence-classification", lora, labels=("only",))
     with pytest.raises(ConfigError, match=r"^TrainSettings: max_steps.*; got 0"):
         TrainSettings(max_steps=0)
+    with pytest.raises(ConfigError, match=r"learning_rate.*; got inf"):
+        TrainSettings(learning_rate=math.inf)
     with pytest.raises(ConfigError, match=r"lora\.lora_alpha = 8 and lora\.scaling = 2 contradict"):
         LoRASettings(lora_alpha=8.0, scaling=2.0)
     with pytest.raises(ConfigError, match=r"lora_alpha, or lora\.scaling without"):
