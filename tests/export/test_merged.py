@@ -87,27 +87,19 @@ def test_a_classifier_brings_its_head_and_its_classes(tmp_path: Path, main: Main
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 0.2), (torch.float32, 1e-2)], ids=str)
 def test_what_rounding_loses_is_measured(dtype: torch.dtype, scale: float, tmp_path: Path, main: Main) -> None:
-    """bfloat16 has 8 bits, float32 24: what the written weights lack of W + s B A is recomputed here in float64. As
-    float64 they lack nothing."""
+    """bfloat16 has 8 bits, float32 24: what the written weights lack of W + s B A is recomputed here in float64."""
     adapter, base = small(tmp_path, dtype)
     rewrite(adapter, lambda t: t.update({key: t[key] * scale for key in t}))
     done = main("export", "--format", "merged", adapter, "--model", base, "-o", tmp_path / "full", "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)["rounding"]
-    wide = ["-o", tmp_path / "wide", "--dtype", "float64"]
-    assert main("export", "--format", "merged", adapter, "--model", base, *wide).code == 0
-    before, after, whole = (
-        safetensors.torch.load_file(tmp_path / k / "model.safetensors") for k in ("base", "full", "wide")
-    )
+    before, after = (safetensors.torch.load_file(tmp_path / k / "model.safetensors") for k in ("base", "full"))
     pairs = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
     lost = size = 0.0
     for name in (f"model.layers.{k}.self_attn.q_proj" for k in range(2)):
         B, A = (pairs[f"base_model.model.{name}.lora_{f}.weight"].double() for f in "BA")
         update = 2 * B @ A  # lora_alpha 4, r 2
         off = after[f"{name}.weight"].double() - before[f"{name}.weight"].double() - update
-        torch.testing.assert_close(
-            whole[f"{name}.weight"], before[f"{name}.weight"].double() + update, rtol=0, atol=1e-15
-        )
         lost, size = lost + float(off.square().sum()), size + float(update.square().sum())
     assert told["loss"] == pytest.approx((lost / size) ** 0.5, rel=1e-3) and lost > 0
 

@@ -204,7 +204,7 @@ def write_result(
     )  # fmt: skip
     if wanted.out is not None and not wanted.dry_run:
         spec = given.spec(heads=bool(heads.tensors))
-        inputs = [(file.directory.resolve().name, file.sha256()) for file in given.files]
+        inputs = [file.directory.resolve().name for file in given.files]
         card = merge_card(report, inputs, spec.base_model, str(wanted.rank), by)
         sources = [file.directory for file in given.files]
         with replacing_folder(wanted.out, force=wanted.force, kind=ADAPTER_FOLDER, inputs=sources) as building:

@@ -7,7 +7,6 @@ would end the process if somebody cut it off meanwhile.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import stat
@@ -105,10 +104,6 @@ class TensorFile:
             for name, stored in self.tensors.items():
                 for at in range(0, stored.size, _PIECE):
                     yield name, self._piece(file, stored, at, min(_PIECE, stored.size - at))
-
-    def sha256(self) -> str:
-        with self._reading() as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
 
     @contextmanager
     def _reading(self) -> Iterator[BufferedReader]:
