@@ -27,7 +27,7 @@ from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES
-from support.local_training import Recorder, bits, dense, drawn, logits
+from support.local_training import Recorder, dense, drawn, logits
 from support.tiny_models import bert, llama
 from support.training_data import LABELS, classification, instructions, tokenizer
 
@@ -215,20 +215,3 @@ def test_an_empty_set_counts_nowhere(model: AdaptedModel) -> None:
     nothing = ModelEvaluator(model, empty, []).evaluate(server, state)
     assert set(nothing) == {"accuracy", "macro_f1", "loss"}
     assert all(math.isnan(score) for score in nothing.values())
-
-
-# ---- measuring changes nothing ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["fedex-lora", "fedsa-lora"])
-def test_evaluation_between_rounds_changes_no_bit_of_the_training(model: AdaptedModel, method: str) -> None:
-    """Whatever was measured, on whichever adapter and base, the next client starts from what it received."""
-    target = "clients" if method == "fedsa-lora" else "server"
-    clients = [Client(name, 4) for name in RANKS]
-    evaluator = ModelEvaluator(model, TEST, clients, target=target)  # type: ignore[arg-type]
-    seed_adapter, _ = model.seed_adapter(4, seed=3)
-    plain = played(model, method, EQUAL, seed_adapter=seed_adapter)
-    measured = played(model, method, EQUAL, seed_adapter=seed_adapter, evaluator=evaluator)
-    assert [r.metrics for r in plain[1]] == [{}, {}] and all(r.metrics for r in measured[1])
-    for one, other in zip(plain[2].calls, measured[2].calls, strict=True):
-        assert bits(one[3].adapter) == bits(other[3].adapter)
