@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedlora.adapters.config import check_config
 from fedlora.adapters.reader import PREFIX, AdapterFile, check_scaling, scaled
-from fedlora.adapters.writer import AdapterSpec, spec_of
+from fedlora.adapters.writer import AdapterSpec, spec_of, write_adapter
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import AdapterFormatError, ConfigError, ShapeError
 from fedlora.linalg.own_modes import own_modes
@@ -174,3 +174,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value)
     return getattr(value, "value", value)
+
+
+__all__ = ["AdapterSpec", "head_tensors", "load_into_model", "read_adapter", "read_model", "write_adapter"]

@@ -13,8 +13,7 @@ from typing import Any
 
 import tomlkit
 
-from fedlora.adapters.io import read_adapter
-from fedlora.adapters.writer import AdapterSpec, write_adapter
+from fedlora.adapters.io import AdapterSpec, read_adapter, write_adapter
 from fedlora.core import files
 from fedlora.core.folders import replacing_folder
 from fedlora.core.lora import Adapter

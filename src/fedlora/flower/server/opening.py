@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from fedlora.adapters.io import read_adapter
-from fedlora.adapters.writer import AdapterSpec
+from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError, counted
 from fedlora.flower.places import FederationFolder
