@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from support.command_line import Said
     from support.processes import Program
     from support.projects import Finished
-    from support.stand_in_hub import Hub
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # transformers starts threads for the dozen tensors of a model
@@ -165,11 +164,3 @@ def fine_losses() -> Iterator[None]:
 
     with fine():
         yield
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """Puts a stand-in `datasets` in place that answers with the given rows (by split), or raises; returns the asks."""
-    from support.stand_in_hub import stand_in
-
-    return stand_in(monkeypatch)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,9 +32,6 @@ from fedlora.data import TextData
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.hf import federate, hand_back
 from fedlora.runs.config import load_config
-from fedlora.runs.execution import execute
-from fedlora.runs.folder import RunFolder
-from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from fedlora.training.encode import encode
@@ -485,24 +481,3 @@ def test_each_script_has_its_line_and_a_config_that_loads(script: str, tmp_path:
     assert f"target_modules={json.dumps(config.lora.target_modules)}" in "\n".join(lines)
     assert config.lora.scaling == 2 and "r=8, lora_alpha=16" in "\n".join(lines)
     assert f'default="{config.model.name}"' in "\n".join(lines)
-
-
-@pytest.mark.exhaustive
-def test_a_run_of_a_posted_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`classify.toml` on a small model and two clients: two rounds of real processes, of different ranks."""
-    pytest.importorskip("datasets")
-    Site(tmp_path, "classify")
-    monkeypatch.chdir(tmp_path)
-    for name in ("acme", "berlin"):
-        shutil.copy(tmp_path / "data.jsonl", tmp_path / f"{name}.jsonl")
-    shutil.copy(EXAMPLES / "classify.py", tmp_path)
-    text = (EXAMPLES / "classify.toml").read_text().replace('"{data}"]', '"{data}", "--model", "./base"]')
-    (tmp_path / "classify.toml").write_text(text)
-    config = load_config(tmp_path / "classify.toml", [
-        "model.name=base", "model.device=cpu", "run.rounds=2", "clients.ranks=[2, 4]", "data.validation=0",
-        'data.clients={acme="acme.jsonl", berlin="berlin.jsonl"}',
-    ])  # fmt: skip
-    (_, last) = execute(prepare(config), RunFolder(tmp_path / "out"))
-    assert set(last.losses) == {"acme", "berlin"}
-    assert all(bool(lora.B.any()) for lora in read_adapter(tmp_path / "out" / "adapter")[0].modules.values())
-    assert "'berlin', rank [4], scaling 2" in (tmp_path / "out" / "programs" / "berlin" / "program.log").read_text()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from fedlora._lazy import face
 
 if TYPE_CHECKING:
-    from fedlora.adapters.io import AdapterSpec, read_adapter, write_adapter
+    from fedlora.adapters.io import read_adapter
+    from fedlora.adapters.writer import AdapterSpec, write_adapter
     from fedlora.client import keep, receive, send
     from fedlora.core.lora import Adapter, LoRA
     from fedlora.core.messages import Client, Download, Upload

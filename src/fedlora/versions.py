@@ -32,6 +32,3 @@ def report() -> str:
     rows = {"fedlora": installed("fedlora"), "python": platform.python_version(), "platform": platform.platform()}
     rows |= {name: installed(name) for name in TOLD}
     return "\n".join(f"{name:<14}{found}" for name, found in rows.items() if found)
-
-
-__all__ = ["TOLD", "installed", "least", "report"]

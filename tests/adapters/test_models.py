@@ -13,7 +13,6 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import AdapterFormatError
 from support.peft_boundary import (
     CAUSAL,
-    COMMON,
     READABLE,
     SEQ,
     assert_close,
@@ -41,8 +40,8 @@ def snapshot(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def unchanged(model, before, where=""):
-    return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items() if where in name)
+def unchanged(model, before):
+    return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 class TestModels:
@@ -56,19 +55,6 @@ class TestModels:
             assert spec.scaling == unit
             differ = {k for k, v in spec.config.items() if file_spec.config.get(k) != v}
             assert differ <= {"auto_mapping"}  # set by peft as it saves
-
-    @pytest.mark.parametrize("name", COMMON)
-    def test_read_and_load_are_exact_in_the_common_scaling(self, name):
-        _, model, scaling = readable(name)
-        before = snapshot(model)
-        adapter, _ = read_model(model, scaling=scaling)
-        for path, layer in peft_layers(model).items():
-            assert torch.equal(adapter.modules[path].B, layer.lora_B["default"].weight)
-            assert torch.equal(adapter.modules[path].A, layer.lora_A["default"].weight)
-        randomise(model, seed=2)
-        assert not unchanged(model, before)
-        load_into_model(model, adapter, scaling=scaling)
-        assert unchanged(model, before)
 
     @pytest.mark.parametrize("scaling", [1.0, 0.7, 2.0])
     @pytest.mark.parametrize("name", ["list", "Conv1D", "heads", "rsLoRA", "ranks by suffix"])

@@ -18,7 +18,7 @@ import torch
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 
-from fedlora.adapters import AdapterFile, read_adapter
+from fedlora.adapters import read_adapter
 from fedlora.adapters.io import load_into_model, read_model
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX
 from fedlora.errors import AdapterFormatError
@@ -36,7 +36,7 @@ from support.peft_boundary import (
     stored,
     updates_of,
 )
-from support.peft_models import dense_logits, peft_layers, peft_updates, saved, trained
+from support.peft_models import dense_logits, peft_updates, saved, trained
 from support.tiny_models import bert_of_two_layers, llama, logits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers:UserWarning")
@@ -66,16 +66,6 @@ def test_the_common_scaling_gives_the_stored_factors_bit_for_bit(name, written_b
             assert torch.equal(tensor, tensors.pop(f"{PREFIX}{module}.lora_{factor}.weight"))
     assert {f"{PREFIX}{head}" for head in adapter.heads} == set(tensors)
     assert all(torch.equal(head, tensors[f"{PREFIX}{path}"]) for path, head in adapter.heads.items())
-
-
-@pytest.mark.parametrize("scaling", [0.5, 3.7])
-def test_units_change_B_alone(scaling, written_by_peft):
-    _, model, _, directory = written_by_peft("alphas by suffix")
-    adapter, _ = read_adapter(directory, scaling=scaling)
-    tensors, want = stored(directory), peft_updates(model)
-    for module, update in updates_of(adapter, scaling).items():
-        torch.testing.assert_close(update, want[module], rtol=1e-5, atol=1e-6)
-        assert torch.equal(adapter.modules[module].A, tensors[f"{PREFIX}{module}.lora_A.weight"])
 
 
 @pytest.mark.parametrize("keys", list(itertools.permutations(["q_proj", "self_attn.q_proj", "v_proj"])), ids=" > ".join)
@@ -251,21 +241,6 @@ def test_names_of_a_wrapper_are_no_modules(wrapped, plain, main: Callable[..., S
     with pytest.raises(AdapterFormatError, match=r"inside a wrapper.*Unwrap the model"):
         read_adapter(plain)
     assert "wrapper" in main("validate", plain).complaint()
-
-
-# ---- a file on demand ------------------------------------------------------------------------------------------------
-
-
-def test_a_file_says_names_shapes_and_scales_before_any_number(written_by_peft):
-    _, model, _, folder = written_by_peft("ranks by suffix")
-    file, (whole, _) = AdapterFile(folder), read_adapter(folder)
-    layers = peft_layers(model)
-    assert file.modules == tuple(whole.modules) and file.ranks == whole.ranks
-    assert file.scales == {name: layers[name].scaling["default"] for name in file.modules}
-    assert file.shapes == {name: tuple(update.shape) for name, update in peft_updates(model).items()}
-    for module in file.modules:
-        for mine, theirs in zip(file.lora(module).factors, whole.modules[module].factors, strict=True):
-            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("scaling", [0.0, float("nan"), float("inf")])

@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fedlora import LoRA
 from fedlora.adapters import merge, resize
-from fedlora.adapters.io import pad_rank
 from fedlora.adapters.merge_report import ModuleReport
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import RankRule, combine, overall
+from fedlora.adapters.writer import pad_rank
 from fedlora.errors import AdapterFormatError, ConfigError, HyperparameterError, ShapeError
 from support.adapter_folders import bare, lora, updates
+from support.bases import rewrite
 
 EXACT = RankRule("exact")
 B_KEY, A_KEY = ("base_model.model.q.lora_B.weight", "base_model.model.q.lora_A.weight")
@@ -129,10 +130,9 @@ def test_the_total_error_weighs_modules_by_their_size() -> None:
 @pytest.mark.parametrize("of_A", [torch.bfloat16, torch.float32, torch.float64])
 def test_factors_of_two_types_are_read_in_the_one_that_holds_both(of_A: torch.dtype, tmp_path: Path) -> None:
     """Reference: the product of what is stored, in float64; alpha / r is 2."""
-    weights = bare(tmp_path / "a", {"q": 2}, dtype=torch.float16) / "adapter_model.safetensors"
-    tensors = load_file(weights)
-    tensors[A_KEY] = tensors[A_KEY].to(of_A)
-    save_file(tensors, weights, metadata={"format": "pt"})
+    folder = bare(tmp_path / "a", {"q": 2}, dtype=torch.float16)
+    rewrite(folder, lambda t: t.update({A_KEY: t[A_KEY].to(of_A)}))
+    tensors = load_file(folder / "adapter_model.safetensors")
     want = 2 * tensors[B_KEY].double() @ tensors[A_KEY].double()
     torch.testing.assert_close(AdapterFile(tmp_path / "a").lora("q").delta().double(), want, rtol=1e-5, atol=1e-5)
 
@@ -147,11 +147,9 @@ def stored_update(folder: Path, number: Any = np.float64) -> Any:
 
 def second(folder: Path, factor: float | Tensor) -> Path:
     """A copy beside it with B times a factor."""
-    shutil.copytree(folder, folder.parent / "two")
-    tensors = load_file(folder / "adapter_model.safetensors")
-    tensors[B_KEY] = (tensors[B_KEY].double() * factor).to(tensors[B_KEY].dtype)
-    save_file(tensors, folder.parent / "two" / "adapter_model.safetensors", metadata={"format": "pt"})
-    return folder.parent / "two"
+    two = shutil.copytree(folder, folder.parent / "two")
+    rewrite(two, lambda t: t.update({B_KEY: (t[B_KEY].double() * factor).to(t[B_KEY].dtype)}))
+    return two
 
 
 @pytest.mark.parametrize(("stored", "step"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5), (torch.float64, 1e-5)])

@@ -143,15 +143,18 @@ def poisoned(adapter, value):
 
 # what -> (the change to a good adapter with a head, what the refusal names)
 UNWRITABLE = {
-    "NaN": (lambda a: poisoned(a, math.nan), "factor B of module.*NaN"),
-    "Inf": (lambda a: poisoned(a, math.inf), "factor B of module.*Inf"),
+    "NaN": (lambda a: poisoned(a, math.nan), "lora_B.weight' holds NaN"),
+    "Inf": (lambda a: poisoned(a, math.inf), "lora_B.weight' holds NaN or Inf"),
     "NaN in a head": (lambda a: Adapter(a.modules, {n: h * math.nan for n, h in a.heads.items()}), "classifier"),
     "rank 0": (
         lambda a: Adapter({n: LoRA(m.B[:, :0], m.A[:0]) for n, m in a.modules.items()}, a.heads),
-        "query.* rank 0",
+        "each of rank 1",
     ),
-    "no A": (lambda a: Adapter({n: LoRA(m.B, None) for n, m in a.modules.items()}, a.heads), "factor A"),
-    "no modules": (lambda a: Adapter({}, a.heads), "module"),
+    "no A": (
+        lambda a: Adapter({n: LoRA(m.B, None) for n, m in a.modules.items()}, a.heads),
+        "lora_A.weight' is missing",
+    ),
+    "no modules": (lambda a: Adapter({}, a.heads), "has modules"),
 }
 
 
@@ -163,7 +166,7 @@ class TestRefusedWrites:
         write_adapter(there, adapter, spec)
         before = {path.name: path.read_bytes() for path in there.iterdir()}
         change, message = UNWRITABLE[what]
-        for out in (there, tmp_path / "new" / "out"):
+        for out in (there, tmp_path / "new"):
             with pytest.raises((AdapterFormatError, FactorNotShared), match=message):
                 write_adapter(out, change(adapter), spec)
         assert not (tmp_path / "new").exists()

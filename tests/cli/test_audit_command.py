@@ -21,8 +21,8 @@ from peft import LoraConfig
 from torch import Tensor
 
 from fedlora import METHODS, Adapter, AdapterSpec, LoRA, write_adapter
-from fedlora.adapters.io import pad_rank
 from fedlora.adapters.uploads import read_uploads
+from fedlora.adapters.writer import pad_rank
 from fedlora.errors import FedLoRAError
 from support.command_line import Said, cells, invoke
 from support.federations import SHAPES, noise

@@ -17,7 +17,7 @@ import pytest
 
 import fedlora.cli
 from fedlora import Adapter, write_adapter
-from fedlora.adapters.io import AdapterSpec
+from fedlora.adapters.writer import AdapterSpec
 from support.adapter_folders import lora
 from support.command_line import Said
 

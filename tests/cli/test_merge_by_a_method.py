@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, Upload, build, read_adapter, write_adapter
-from fedlora.adapters.io import AdapterSpec
+from fedlora.adapters.writer import AdapterSpec
 from support.adapter_folders import saved, updates
 from support.command_line import Said
 from support.federations import noise
@@ -104,7 +104,7 @@ def test_the_error_and_the_weights_are_those_of_what_the_rule_made(
     assert report["error"] < 0.7 and report["rule"] == "multi-krum (f = 1)"
     assert re.search(r"multi-krum \(f = 1\) .*0\.2, 0\.2, 0\.2, 0\.2, 0, 0\.2 \(1 left out\)", said.out)
     card = (out / "README.md").read_text()
-    assert "| site-4 | 0.166667 | " in card and "1 of 6 adapters" in card
+    assert "| site-4 | 0.166667 |" in card and "1 of 6 adapters" in card
 
 
 def test_a_bound_is_of_the_robust_mean(tmp_path: Path, sites: list[str], main: Callable[..., Said]) -> None:

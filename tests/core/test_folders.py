@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 
 from fedlora import read_adapter, write_adapter
-from fedlora.adapters.io import AdapterSpec
+from fedlora.adapters.writer import AdapterSpec
 from fedlora.core import files
 from fedlora.core.folders import ANY_FOLDER, FolderKind, check_target, replacing_folder
 from fedlora.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Data of the library `datasets`: its objects, its Parquet files, its addresses on the hub; no network.
+"""Data of the library `datasets`: its objects, its Parquet files, and models of the hub; no network.
 
 Kinds of evidence: *oracle* (by hand), *contract* (bad input is one line).
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +14,15 @@ from typing import Any
 
 import pytest
 
-from fedlora.data import TextData, read_classification, read_instructions
+from fedlora.data import TextData, read_classification
 from fedlora.data.demo import model_location
-from fedlora.data.hub import hub_data_set, model_snapshot
+from fedlora.data.hub import model_snapshot
 from fedlora.data.tables import open_table
 from fedlora.errors import DataError
 from support.benchmark_files import one_line
 from support.local_hub import serving
-from support.stand_in_hub import Hub, HubRows
 
 NAMES = ["world", " sports ", "business"]
-TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 NAMED = TextData("classification", ("a", "b"), labels=(2, 1), label_names=tuple(NAMES))
 
 
@@ -82,44 +79,10 @@ def test_odd_parquet_files(tmp_path: Path) -> None:
         open_table(tmp_path / "pipe.parquet")
 
 
-def test_what_is_no_address() -> None:
-    for wrong in ("hf://", "hf://a/b?splits=x", "hf://a/b?split=", "hf://a?split=a&split=b"):
-        with pytest.raises(DataError, match=r"hf://owner/name"):
-            hub_data_set(wrong)
-
-
-def test_the_hub_is_asked_as_written(hub: Hub) -> None:
-    """The ask is what `datasets.load_dataset` documents; errors name the data set, its configuration and the split."""
-    films = [{"review": "good", "mood": 1}, {"review": "bad", "mood": 0}]
-    rows = HubRows(films, {"mood": ("neg", "pos")})
-    asked = hub({"train": HubRows([{"messages": TALK}]), "test[:10%]": rows})
-    assert read_instructions("hf://me/chat?revision=abc").text == ("Hi",)
-    data = read_classification("hf://me/chat?config=c&split=test[:10%]", text="review", label="mood")
-    assert data == TextData("classification", ("good", "bad"), labels=(1, 0), label_names=("neg", "pos"))
-    assert asked == [("me/chat", None, "train", "abc"), ("me/chat", "c", "test[:10%]", None)]
-    with pytest.raises(DataError, match=r"me/chat/c, split 'test\[:10%\]' .* 'moood'; .*\['review', ") as error:
-        read_classification("hf://me/chat?config=c&split=test[:10%]", text="review", label="moood")
-    one_line(error)
-
-
-def test_without_a_network_it_is_said_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not offline mode, but a hub that nobody answers for: a port where nothing listens. `datasets` itself would
-    try again for 23 seconds."""
-    pytest.importorskip("datasets")
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    began = time.monotonic()
-    with pytest.raises(DataError, match=r"me/films, split 'train' .*local files.*HF_HUB_OFFLINE=1"):
-        hub_data_set("hf://me/films")
-    assert time.monotonic() - began < 8
-
-
-def test_without_the_library_it_names_the_extra_that_brings_it(without: Callable[[str], None]) -> None:
+def test_without_the_library_it_names_the_extra_that_brings_it(without: Callable[[str], None], tmp_path: Path) -> None:
     without("datasets")
     with pytest.raises(DataError, match=re.escape("pip install 'fedlora[hub]'")) as error:
-        hub_data_set("hf://me/films")
+        open_table(tmp_path / "films.parquet")
     one_line(error)
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     extras = project["project"]["optional-dependencies"]

@@ -6,7 +6,6 @@ Kinds of evidence: *property* (drawn labels: each row has the class that is writ
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +54,3 @@ def test_what_is_a_class(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=said) as error:
             read_classification(as_file(tmp_path, values), text="t", label="y", label_names=names)
         assert "\n" not in str(error.value)
-
-
-def test_a_data_set_is_read_as_a_file_with_its_rows_is(tmp_path: Path) -> None:
-    """Errors included, but for the line."""
-    datasets = pytest.importorskip("datasets")
-
-    def read(source: Any, names: Any) -> Any:
-        try:
-            return read_classification(source, text="t", label="y", label_names=names)
-        except DataError as error:
-            return re.sub(r", line \d", "", str(error).replace(str(source), "the data set"))
-
-    for values, names in (
-        ([True, False], None), ([True, False], ["no", "yes"]), (["10", "9"], None), ([1, 0], ["1", "0"]),
-        (["b", "a "], None), (["1", "01"], None), ([0.0, 1.0], None), ([1, -1], None),
-    ):  # fmt: skip
-        rows = datasets.Dataset.from_dict({"t": ["x", "x"], "y": values})
-        assert read(rows, names) == read(as_file(tmp_path, values), names), values

@@ -17,9 +17,10 @@ import safetensors.torch
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 
+from fedlora.adapters import AdapterFile
+from fedlora.export.attached import other_base
 from support.bases import reconfigure, refused, rewrite, said, small
 from support.command_line import Said
 from support.peft_cases import CASES, loaded, saved
@@ -69,7 +70,7 @@ def test_a_classifier_brings_its_head_and_its_classes(tmp_path: Path, main: Main
     """A base of two labels without a head of three: the adapter's head and labels.json make the result's."""
     adapter, base = small(tmp_path, build=bert, task_type="SEQ_CLS", target_modules=["query"])
     (adapter / "labels.json").write_text(json.dumps({"num_labels": 3, "id2label": {"0": "a", "1": "b", "2": "c"}}))
-    rewrite_base(base, lambda t: [t.pop(key) for key in list(t) if key.startswith("classifier")])
+    rewrite(base, lambda t: [t.pop(key) for key in list(t) if key.startswith("classifier")])
     reconfigure(base, id2label={"0": "x", "1": "y"}, label2id={"x": 0, "y": 1})
     done = main("export", adapter, "--format", "merged", "--model", base, "-o", tmp_path / "full")
     assert done.code == 0, done.err
@@ -79,12 +80,6 @@ def test_a_classifier_brings_its_head_and_its_classes(tmp_path: Path, main: Main
     assert full.config.id2label == {0: "a", 1: "b", 2: "c"}
     (adapter / "labels.json").write_text(json.dumps({"num_labels": 2, "id2label": {"0": "a", "1": "b"}}))
     assert main("validate", adapter, "--model", base).code == 0  # the head's rows count, not the names
-
-
-def rewrite_base(base: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    tensors = safetensors.torch.load_file(base / "model.safetensors")
-    change(tensors)
-    safetensors.torch.save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
 
 
 # ---- what rounding costs ---------------------------------------------------------------------------------------------
@@ -140,6 +135,9 @@ def test_another_base_than_the_adapter_names_is_told(tmp_path: Path, main: Main)
         for kind in ("merged", "gguf"):
             done = main("export", adapter, "--format", kind, "--model", base, "-o", tmp_path / kind, "--force")
             assert done.code == 0 and (named in done.err) == bool(notes) and done.err.count("\n") == notes, done.err
+    reconfigure(adapter, base_model_name_or_path="org/base")
+    for named, notes in (("org/base@main", 0), ("org/other@main", 1)):  # on the hub, and downloaded
+        assert len(other_base(AdapterFile(adapter), named, tmp_path / "snapshot")) == notes
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -163,7 +161,7 @@ def test_a_tied_weight_is_refused(tmp_path: Path, main: Main) -> None:
 def test_a_base_that_lacks_numbers_is_refused(tmp_path: Path, main: Main) -> None:
     """transformers would make them up, with a warning that nobody reads."""
     adapter, base = small(tmp_path)
-    rewrite_base(base, lambda t: t.pop("model.layers.0.mlp.down_proj.weight"))
+    rewrite(base, lambda t: t.pop("model.layers.0.mlp.down_proj.weight"))
     done = main("export", "--format", "merged", adapter, "--model", base, "-o", tmp_path / "full")
     assert done.code == 2 and "needs 'model.layers.0.mlp.down_proj.weight'" in done.err
     assert done.err.count("\n") == 1 and not (tmp_path / "full").exists()
@@ -172,7 +170,7 @@ def test_a_base_that_lacks_numbers_is_refused(tmp_path: Path, main: Main) -> Non
 def test_a_damaged_base_is_refused_as_such(tmp_path: Path, main: Main) -> None:
     """A NaN in it is not the adapter's; nor is a file cut to half."""
     adapter, base = small(tmp_path)
-    rewrite_base(base, lambda t: t["model.norm.weight"].fill_(torch.nan))
+    rewrite(base, lambda t: t["model.norm.weight"].fill_(torch.nan))
     done = main("export", adapter, "--format", "merged", "--model", base, "-o", tmp_path / "full")
     assert f"{base} holds NaN" in done.error() and "model.norm.weight" in done.error() and str(adapter) not in done.err
     weights = base / "model.safetensors"

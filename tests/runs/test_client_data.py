@@ -20,7 +20,6 @@ from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig, load_config, parse_config
 from fedlora.runs.manifest import straddling
 from support.benchmark_files import glue_rows, one_line, task_file, write_glue, write_tasks
-from support.stand_in_hub import Hub, HubRows
 
 
 def config_of(
@@ -73,15 +72,17 @@ class TestDealGlue:
         tests = [deal(config_of(limited, clients=CLIENTS, seed=seed), root).test[""].text for seed in range(6)]
         assert tests[0] == dealt.test[""].text and len(set(tests)) > 1, "drawn by the seed"
 
-    def test_mnlis_second_test_set_is_a_probe(self, hub: Hub) -> None:
+    def test_mnlis_second_test_set_is_a_probe(self, tmp_path: Path) -> None:
         """methods.md 12.1: MNLI-m and -mm are two validation sets of one training run; matched is the test set."""
-        sizes = {"train": 90, "validation_matched": 12, "validation_mismatched": 9}
-        hub({name: HubRows(glue_rows("mnli", count, name)) for name, count in sizes.items()})
-        dealt = deal(config_of({"task": "mnli", "max_test": 10}, clients=CLIENTS), None)
+        (folder := tmp_path / "glue" / "mnli").mkdir(parents=True)
+        for name, count in {"train": 90, "validation": 12, "validation_mismatched": 9}.items():
+            rows = glue_rows("mnli", count, name)
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        dealt = deal(config_of({"task": "mnli", "max_test": 10}, clients=CLIENTS), tmp_path)
         assert list(dealt.probes) == ["validation_mismatched"] and list(dealt.probes["validation_mismatched"]) == [""]
         mismatched = dealt.probes["validation_mismatched"][""]
         assert (len(dealt.test[""]), len(mismatched), len(dealt.validation[""])) == (10, 9, 9)
-        assert all(text.startswith("validation_matched ") for text in dealt.test[""].text)
+        assert all(text.startswith("validation ") for text in dealt.test[""].text)
         assert all(text.startswith("validation_mismatched ") for text in mismatched.text)
         assert all(text.startswith("train ") for text in (*everything(dealt.parts), *dealt.validation[""].text))
 

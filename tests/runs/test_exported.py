@@ -78,14 +78,14 @@ def test_a_base_without_a_padding_token_and_a_class_name_of_two_lines(
     (tmp_path / "c.toml").write_text(
         '[model]\nname = "model"\n[data]\ntrain = "t.jsonl"\nmax_length = 16\n'
         '[lora]\ntarget_modules = ["q_proj"]\nlora_alpha = 8\n[clients]\ncount = 2\npartition = "iid"\nranks = [2]\n'
-        '[train]\nmax_steps = 1\nclass_weights = "balanced"\n[run]\nrounds = 1\nthreads = 1\n'
+        "[train]\nmax_steps = 1\n[run]\nrounds = 1\nthreads = 1\n"
     )
     folder = ran(load_config(tmp_path / "c.toml"), tmp_path / "run").path / "adapter"
     found = executed(folder, monkeypatch, capsys)
     assert len(found["answers"]) == 2
     card = (folder / "README.md").read_text()
     assert re.search(r"^\| training examples [a-z ]+ \| a\\\|b \d+, one class \d+ \|$", card, re.MULTILINE)
-    assert "learning_rate 0.003, " in card and "class_weights balanced" in card and "lora_alpha 8.0" in card
+    assert "learning_rate 0.003, " in card and "lora_alpha 8.0" in card
 
 
 def test_the_folder_holds_what_a_stranger_needs_and_no_path(finished: Finished, project: Path) -> None:

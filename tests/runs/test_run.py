@@ -112,7 +112,7 @@ def test_metrics_summary_and_card_agree(finished: Finished) -> None:
     for line in lines:
         assert set(line["losses"]) == set(line["weights"]) == {"site-1", "site-2", "site-3"}
         assert sum(line["weights"].values()) == pytest.approx(1) and line["refused"] == {}
-        assert set(line["metrics"]) == {"accuracy", "macro_f1", "matthews", "loss"}
+        assert set(line["metrics"]) == {"accuracy", "macro_f1", "loss"}
         assert line["bytes"]["total"] == sum(v for k, v in line["bytes"].items() if k != "total")
     assert lines[0]["bytes"]["up_adapter"] == (2 + 4 + 4) * 2 * (32 + 32) * 4
     assert lines[0]["bytes"]["up_heads"] == 3 * (3 * 32 + 3) * 4

@@ -47,7 +47,7 @@ def assert_has_everything(folder: RunFolder) -> None:
         want.setdefault("clients", []).append((line["round"], len(line["weights"])))
     for which, name, round in (("last", "test", s["rounds"]), ("best", "test_best", s["best_round"])):
         want |= {f"{name}/{score}": [(round, value)] for score, value in s["test"][which].items()}
-    assert {"metrics/macro_f1", "loss/site-1", "test/matthews", "test_best/loss"} <= set(want)
+    assert {"metrics/macro_f1", "loss/site-1", "test/macro_f1", "test_best/loss"} <= set(want)
     for name, expected in want.items():
         assert [step for step, _ in points[name]] == [step for step, _ in expected], name
         assert [value for _, value in points[name]] == pytest.approx([value for _, value in expected], rel=1e-6), name

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedlora import Adapter, LoRA, read_adapter, write_adapter
-from fedlora.adapters.io import AdapterSpec
+from fedlora.adapters.writer import AdapterSpec
 from support.federations import noise
 
 SHAPES = {"bert.encoder.layer.0.attention.self.query": (32, 32), "bert.encoder.layer.1.output.dense": (32, 48)}

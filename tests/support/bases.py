@@ -28,10 +28,12 @@ def small(folder: Path, dtype: torch.dtype = torch.float32, build: Any = llama, 
     return folder / "adapter", folder / "base"
 
 
-def rewrite(adapter: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    tensors = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    """The weights of an adapter or a model, changed. They are read first: a mapped file must not be written over."""
+    (file,) = folder.glob("*model.safetensors")
+    tensors = safetensors.torch.load(file.read_bytes())
     change(tensors)
-    safetensors.torch.save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
 
 
 def reconfigure(folder: Path, **more: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import tomli_w
 from flwr.app import RecordDict
 
-from fedlora.adapters.io import write_adapter
+from fedlora.adapters.writer import write_adapter
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.server.federation import play
 from fedlora.flower.server.journal import read_rounds

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from fedlora import Adapter
 from fedlora.training.encode import collate
 from fedlora.training.loop import LocalTrainer
-from fedlora.training.settings import LoRASettings, TrainSettings
+from fedlora.training.settings import TrainSettings
 from support.known_warnings import FUTURE_NAMES
 from support.local_training import Loader, download
 from support.training_data import classification
@@ -68,8 +68,3 @@ def test_a_client_trains_as_stock_peft_does(load: Loader, classifier: Path, rank
         assert want.norm() > 1e-3
         torch.testing.assert_close(lora.delta(), want, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(lora.factors[1], layer.lora_A["default"].weight.detach())
-
-
-def test_the_unit_is_the_scaling_or_one() -> None:
-    """Of [lora] alone: a node that names its own rank must fold by the same unit as its server."""
-    assert (LoRASettings(scaling=0.5).unit, LoRASettings(lora_alpha=16.0).unit) == (0.5, 1.0)

@@ -16,7 +16,7 @@ from fedlora.errors import ConfigError, DataError
 from fedlora.training.encode import IGNORED, Cut, collate, cut_of, encode
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader
-from support.training_data import CLS, EOS, LABELS, PAD, SEP, encode_prompts, tokenizer, word
+from support.training_data import CLS, EOS, LABELS, SEP, encode_prompts, tokenizer, word
 
 pytestmark = [FUTURE_NAMES, CONV1D]
 
@@ -102,16 +102,6 @@ def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt() -> None:
     (example,) = encode(data, ending, max_length=64, template="w7 {prompt} w8")
     assert example["input_ids"] == [*map(word, (7, 3, 4, 8, 5)), EOS]
     assert encode_prompts(data, ending, max_length=64, template="w7 {prompt} w8") == [[*map(word, (7, 3, 4, 8))]]
-
-
-def test_a_batch_is_padded_on_the_right_to_its_own_longest() -> None:
-    rows = [{"input_ids": [7, 8], "labels": [IGNORED, 8]}, {"input_ids": [9, 7, 4], "labels": [IGNORED, 7, 4]}]
-    batch = collate(rows, tokenizer(classifies=False), torch.device("cpu"))
-    assert {name: t.tolist() for name, t in batch.items()} == {
-        "input_ids": [[7, 8, PAD], [9, 7, 4]],
-        "attention_mask": [[1, 1, 0], [1, 1, 1]],
-        "labels": [[IGNORED, 8, IGNORED], [IGNORED, 7, 4]],
-    }
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end_token_and_still_learns_to_end(

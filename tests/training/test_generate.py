@@ -8,7 +8,7 @@ with the dense update in its weights: no peft, no cache, no batch; ROUGE-L by a 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,30 +83,15 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("talker"), talker(), classifies=False)
 
 
-@pytest.fixture(scope="session")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that counts places from the start of the row: padding on the left moves them."""
-    return save_model(tmp_path_factory.mktemp("gpt2"), gpt2(), classifies=False)
-
-
 def loaded(path: Path, *targets: str) -> AdaptedModel:
     settings = LoRASettings(target_modules=targets or ["q_proj", "v_proj"], scaling=SCALING, lora_dropout=0.1)
     return AdaptedModel.load(path, "causal-lm", settings)
 
 
-@pytest.fixture(scope="session")
-def adapted(talking: Path) -> tuple[AdaptedModel, Adapter]:
-    """With LoRA dropout, and an adapter that changes nothing."""
-    model = loaded(talking)
-    return model, model.seed_adapter(3, seed=0)[0]
-
-
 @pytest.fixture
-def model(adapted: tuple[AdaptedModel, Adapter]) -> AdaptedModel:
-    """In memory once, as it was loaded: B = 0. Nobody changes its weights."""
-    model, nothing = adapted
-    model.activate(nothing)
-    return model
+def model(talking: Path) -> AdaptedModel:
+    """With LoRA dropout."""
+    return loaded(talking)
 
 
 def prompts_of(count: int, seed: int, longest: int = 8) -> list[list[int]]:
@@ -114,14 +99,14 @@ def prompts_of(count: int, seed: int, longest: int = 8) -> list[list[int]]:
     return [[word(k) for k in draw.sample(range(len(WORDS)), draw.randint(1, longest))] for _ in range(count)]
 
 
-def updated(path: Path, adapter: Adapter, kind: Callable[[], nn.Module] = llama) -> Any:
+def updated(path: Path, adapter: Adapter) -> Any:
     """The plain model with the adapter's update in its weights."""
-    updates = {name: SCALING * lora.delta() for name, lora in adapter.modules.items()}
-    return dense(path, kind, updates, {})
+    return dense(path, llama, {name: SCALING * lora.delta() for name, lora in adapter.modules.items()}, {})
 
 
-def test_padding_on_the_left_makes_no_difference(counted: Path) -> None:
+def test_padding_on_the_left_makes_no_difference(tmp_path: Path) -> None:
     """GPT-2's places are learnt numbers: were the padding counted, an answer would change with its batch."""
+    counted = save_model(tmp_path, gpt2(), classifies=False)
     prompts, network = prompts_of(30, 2), dense(counted, gpt2, {}, {})
     want = [said(continued(network, prompt, 6)) for prompt in prompts]
     assert greedy(loaded(counted, "c_attn"), prompts, max_new_tokens=6, batch_size=30) == want
@@ -172,8 +157,7 @@ def test_a_models_score_is_the_mean_over_a_set_and_then_over_the_sets(
 ) -> None:
     """Two sets of 12 and 5, the first with a second reference: an answer that the model gives. Prompts are cut to
     max_length - max_new_tokens = 4 tokens, and so some lose words."""
-    seed_adapter, _ = model.seed_adapter(3, seed=0)
-    warm = drawn(seed_adapter, 3, 1)
+    warm = drawn(model.seed_adapter(3, seed=0)[0], 3, 1)
     server = Server(build("glora"))
     state, network = start(server, warm), updated(talking, warm)
     sets: dict[str, TextData] = {"plain": instructions(5, 2), "more": instructions(12, 1)}

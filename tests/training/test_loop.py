@@ -212,15 +212,12 @@ def test_the_loss_of_a_language_model_is_on_the_responses_only(
     assert loss == pytest.approx(math.fsum(losses) / len(losses), rel=1e-4)
 
 
-@pytest.mark.parametrize("weights", [None, "balanced"])
-def test_gradient_accumulation_equals_one_big_batch(load: Loader, weights: Any) -> None:
+def test_gradient_accumulation_equals_one_big_batch(load: Loader) -> None:
     """As in transformers, batch_size times gradient_accumulation_steps. Also where the batches are of different sizes
-    (a client of 8 examples has 3, 3 and 2), and with class weights."""
+    (a client of 8 examples has 3, 3 and 2)."""
     model = load()
     adapter = drawn(model.seed_adapter(4, seed=0)[0], 4, 1)
-    settings = {
-        "learning_rate": 0.1, "optimizer": "sgd", "max_steps": 2, "max_grad_norm": 0.05, "class_weights": weights,
-    }  # fmt: skip
+    settings = {"learning_rate": 0.1, "optimizer": "sgd", "max_steps": 2, "max_grad_norm": 0.05}
     data = classification(8, 0, skew=1)
     whole, parts = (
         trained(model, adapter, data, batch_size=b, gradient_accumulation_steps=k, **settings)
@@ -309,6 +306,8 @@ def test_what_a_model_cannot_do_is_said_before_training(classifier: Path) -> Non
         AdaptedModel.load(classifier, "sequence-classification", lora, labels=("only",))
     with pytest.raises(ConfigError, match=r"^TrainSettings: max_steps.*; got 0"):
         TrainSettings(max_steps=0)
+    with pytest.raises(ConfigError, match=r"learning_rate.*; got inf"):
+        TrainSettings(learning_rate=math.inf)
     with pytest.raises(ConfigError, match=r"lora\.lora_alpha = 8 and lora\.scaling = 2 contradict"):
         LoRASettings(lora_alpha=8.0, scaling=2.0)
     with pytest.raises(ConfigError, match=r"lora_alpha, or lora\.scaling without"):

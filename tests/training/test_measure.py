@@ -27,7 +27,7 @@ from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES
-from support.local_training import Recorder, bits, dense, drawn, logits
+from support.local_training import Recorder, dense, drawn, logits
 from support.tiny_models import bert, llama
 from support.training_data import LABELS, classification, instructions, tokenizer
 
@@ -68,7 +68,6 @@ def by_hand(network: nn.Module, data: TextData, *, max_length: int = 128) -> dic
         return scores | {"perplexity": math.exp(scores["loss"])}
     return scores | {
         "macro_f1": float(sklearn.metrics.f1_score(data.labels, said, average="macro")),
-        "matthews": float(sklearn.metrics.matthews_corrcoef(data.labels, said)),
     }
 
 
@@ -117,7 +116,7 @@ def test_the_server_is_the_base_plus_the_mean_update_with_the_mean_head(model: A
     clients = [Client(n, r) for n, r in RANKS.items()]
     got = ModelEvaluator(model, TEST, clients, batch_size=7).evaluate(server, record.state)
     assert got == pytest.approx(want, rel=1e-3)
-    assert set(got) == {"accuracy", "macro_f1", "matthews", "loss"}
+    assert set(got) == {"accuracy", "macro_f1", "loss"}
     assert abs(got["loss"] - by_hand(dense(classifier, bert, {}, {}), TEST)["loss"]) > 0.01, "something was learnt"
 
 
@@ -214,22 +213,5 @@ def test_an_empty_set_counts_nowhere(model: AdaptedModel) -> None:
     alone = ModelEvaluator(model, TEST, []).evaluate(server, state)
     assert ModelEvaluator(model, {"x": TEST, "y": empty}, []).evaluate(server, state) == alone
     nothing = ModelEvaluator(model, empty, []).evaluate(server, state)
-    assert set(nothing) == {"accuracy", "macro_f1", "matthews", "loss"}
+    assert set(nothing) == {"accuracy", "macro_f1", "loss"}
     assert all(math.isnan(score) for score in nothing.values())
-
-
-# ---- measuring changes nothing ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["fedex-lora", "fedsa-lora"])
-def test_evaluation_between_rounds_changes_no_bit_of_the_training(model: AdaptedModel, method: str) -> None:
-    """Whatever was measured, on whichever adapter and base, the next client starts from what it received."""
-    target = "clients" if method == "fedsa-lora" else "server"
-    clients = [Client(name, 4) for name in RANKS]
-    evaluator = ModelEvaluator(model, TEST, clients, target=target)  # type: ignore[arg-type]
-    seed_adapter, _ = model.seed_adapter(4, seed=3)
-    plain = played(model, method, EQUAL, seed_adapter=seed_adapter)
-    measured = played(model, method, EQUAL, seed_adapter=seed_adapter, evaluator=evaluator)
-    assert [r.metrics for r in plain[1]] == [{}, {}] and all(r.metrics for r in measured[1])
-    for one, other in zip(plain[2].calls, measured[2].calls, strict=True):
-        assert bits(one[3].adapter) == bits(other[3].adapter)

@@ -1,21 +1,18 @@
-"""lora.target_modules before anything heavy, and hub ids without a hub. Kind of evidence: contract; what peft adapts as
-the oracle of which modules are meant."""
+"""lora.target_modules before anything heavy. Kind of evidence: contract; what peft adapts as the oracle of which
+modules are meant.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import HfApi
 
 from fedlora.errors import ConfigError
 from fedlora.runs.config import parse_config
 from fedlora.runs.preparation import prepare
 from fedlora.training.models import AdaptedModel
-from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES
 from support.projects import configured
 
@@ -59,25 +56,3 @@ def test_an_expression_adapts_what_peft_says(project: Path) -> None:
     config = configured(project, r"lora.target_modules='.*\.layer\.0\..*(query|key)'")
     modules = prepare(config).seed_adapter.modules
     assert list(modules) == [f"bert.encoder.layer.0.attention.self.{name}" for name in ("key", "query")]
-
-
-# ---- hub ids ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_hub_id_without_a_network_fails_at_once_with_the_way_out(
-    project: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said], tmp_path: Path
-) -> None:
-    """Asked once, and before data are read. transformers alone tries six times for each file, 70 seconds in all."""
-
-    def unreachable(self: object, repo_id: str, **options: Any) -> None:
-        raise OSError("[Errno -2] Name or service not known")
-
-    monkeypatch.setattr(HfApi, "repo_info", unreachable)
-    began = time.perf_counter()
-    said = main(
-        "run", project / "config.toml", "--out", tmp_path / "run", "--set", "model.name=FacebookAI/roberta-base"
-    ).complaint()
-    assert time.perf_counter() - began < 5
-    for part in ("FacebookAI/roberta-base", "neither a folder here", "hf download"):
-        assert part in said
-    assert not (tmp_path / "run").exists()

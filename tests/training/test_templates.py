@@ -1,7 +1,7 @@
 """What stands around a prompt, which tokens are learned, and what a template may not do to a text.
 
-Kinds of evidence: *oracle* (token ids written down from the template by hand; of SmolLM2 the whole text is written out
-and tokenised by the tokenizer itself), *contract* (what cannot be learned is one line that names client, file and row).
+Kinds of evidence: *oracle* (token ids written down from the template by hand), *contract* (what cannot be learned is
+one line that names client, file and row).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from fedlora.training.settings import TrainSettings
 from fedlora.training.templates import BARE, check_template, find_template, rendered
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader
-from support.packaged import smollm2_tokenizer
 from support.training_data import EOS, SEP, UNK, encode_prompts, tokenizer, word
 
 pytestmark = [FUTURE_NAMES, CONV1D]
@@ -243,30 +242,3 @@ def test_a_border_in_a_text_is_refused_by_client_file_and_row(
         with pytest.raises(DataError, match=says) as error:
             reads()
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.exhaustive  # it takes seconds to read the real tokenizer; quick: the templates above, written by hand
-def test_smollm2_learns_the_last_answer_token_by_token() -> None:
-    """The real template. Oracle: the text written out by hand in pieces, each with whether it is learned; the tokens of
-    the whole text by the tokenizer itself, each marked by the piece that its characters lie in."""
-    tok = smollm2_tokenizer()
-    if isinstance(tok, str):
-        pytest.skip(tok)
-    pieces = [
-        ("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n", False),
-        ("<|im_start|>user\nWhich colour has the sky?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("Blue, by day.<|im_end|>\n<|im_start|>user\nAnd at night?\nIn a word.<|im_end|>\n", False),
-        ("<|im_start|>assistant\n", False),
-        ("Black.<|im_end|>", True),
-    ]
-    data = asked(
-        ("user", "Which colour has the sky?"), ("assistant", "Blue, by day."), ("user", "And at night?\nIn a word."),
-        ("assistant", "Black."),
-    )  # fmt: skip
-    (example,) = encode(data, tok, max_length=128)
-    whole = tok("".join(text for text, _ in pieces), add_special_tokens=False, return_offsets_mapping=True)
-    assert example["input_ids"] == whole["input_ids"]
-    learned = [flag for text, flag in pieces for _ in text]
-    want = [t if learned[a] else IGNORED for t, (a, _) in zip(whole["input_ids"], whole["offset_mapping"], strict=True)]
-    assert example["labels"] == want and sum(y != IGNORED for y in want) == 3
-    assert find_template(None, tok).ends == (tok.eos_token_id,)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import combinations
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,11 +19,10 @@ from fedlora.adapters.uploads import FILE, check_one_each, read_facts
 from fedlora.adapters.writer import AdapterSpec, spec_of
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
-from fedlora.errors import AdapterFormatError, ConfigError, counted, repeated
+from fedlora.errors import AdapterFormatError, ConfigError, counted
 
 Missing = Literal["renormalise", "zero"]  # how a module averages over adapters that lack it
 _LARGEST = 1e12  # of a weight: a larger one is a typo, and sums could overflow
-_CANDIDATES = 32  # modules of one shape in one layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +80,8 @@ def collected(
     """The adapters and weights, checked to belong together. Arguments as in `merge`.
 
     Raises:
-        AdapterFormatError: an adapter cannot be read; different bases, matrices or classes; without `missing`, modules
-            that look like the others' under other names. ConfigError: impossible weights.
+        AdapterFormatError: an adapter cannot be read; different bases, matrices or classes; without `missing`,
+            different modules. ConfigError: impossible weights.
     """
     one_of("--missing", missing, get_args(Missing))
     if isinstance(weights, str):
@@ -104,12 +102,8 @@ def collected(
     notes = check_same_base((Base.of(file.config) for file in files), declared=same_base)
     _check_shapes(files)
     if missing is None:
-        _check_names(files)
+        _check_modules(files)
     labels_by(files, heads)  # refused now, not after the sum
-    folders = [os.path.realpath(file.directory) for file in files]
-    for folder in repeated(folders):
-        places = " and ".join(str(k) for k, one in enumerate(folders, 1) if one == folder)
-        notes.append(f"inputs {places} are the same folder")
     if idle := [str(file.directory) for file, weight in zip(files, used, strict=True) if not weight]:
         more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
         names = ", ".join(quoted(name, 80) for name in idle[:8])
@@ -118,17 +112,8 @@ def collected(
 
 
 def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: bool = False) -> tuple[float, ...]:
-    """The weights of `count` adapters as used: divided by their sum for a mean, unchanged for a sum.
-
-    Args:
-        weights: one each; None: all equal. sum: weights may be negative.
-
-    Raises:
-        ConfigError: wrong number of weights; one is no number of up to 1e12, or negative in a mean; all are zero.
-
-    Example:
-        >>> used_weights(2, [1, 3]), used_weights(2, [1, -1], sum=True)
-        ((0.25, 0.75), (1.0, -1.0))
+    """The weights of `count` adapters as used: divided by their sum for a mean, unchanged for a sum. None: all equal.
+    Raises `ConfigError` for weights that make neither.
     """
     given = (1.0,) * count if weights is None else tuple(weights)
     if len(given) != count:
@@ -157,53 +142,16 @@ def _check_shapes(files: Sequence[AdapterFile]) -> None:
                 )
 
 
-def _check_names(files: Sequence[AdapterFile]) -> None:
-    """Raise `AdapterFormatError` for an adapter that has no module in common with the first, or for two most of whose
-    lone modules are each other's under longer names: another class of model named them, and each would count twice."""
-    unlike = list({file.modules: file for file in files}.values())
-    for one, other in combinations(unlike, 2):
-        mine, theirs = ([m for m in a.modules if m not in b.ranks] for a, b in ((one, other), (other, one)))
-        alike = _alike(one, mine, other, theirs)
-        if len(alike) * 2 > min(len(mine), len(theirs)):
-            first, second = alike[0]
+def _check_modules(files: Sequence[AdapterFile]) -> None:
+    """Raise `AdapterFormatError` for adapters of different modules: other layers of one model, or the same layers as
+    another class of model names them, which would count twice."""
+    for other in files[1:]:
+        if odd := sorted(set(files[0].modules) ^ set(other.modules)):
             raise AdapterFormatError(
-                f"{one.directory} and {other.directory} name the same modules differently, {quoted(first, 80)} and "
-                f"{quoted(second, 80)} ({counted(len(alike), 'such pair')}), so each would count as two. Load both "
-                f"with the same class of model and save them again; --missing zero merges them as different modules."
-            )
-    for other in unlike[1:]:
-        if not any(module in other.ranks for module in unlike[0].modules):
-            raise AdapterFormatError(
-                f"{unlike[0].directory} and {other.directory} have no module in common: the first has "
-                f"{_some(unlike[0].modules)}, the other {_some(other.modules)}. They belong to different models, or "
-                f"train different layers of one model. In the second case choose how to count a module that an "
+                f"{quoted(odd[0], 80)} is only in one of {files[0].directory} and {other.directory} "
+                f"({counted(len(odd), 'such module')}). If they are of one model, say how to count a module that an "
                 f"adapter lacks: --missing zero or --missing renormalise."
             )
-
-
-def _alike(one: AdapterFile, mine: Sequence[str], other: AdapterFile, theirs: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of these modules, one of each, of one shape, whose names are equal but for added segments."""
-
-    def form(file: AdapterFile, module: str) -> tuple[Any, ...]:
-        return file.shapes[module], tuple(part for part in module.split(".") if part.isdigit())
-
-    by_form: dict[tuple[Any, ...], list[str]] = {}
-    for module in theirs:
-        by_form.setdefault(form(other, module), []).append(module)
-    found = []
-    for module in mine:
-        near = by_form.get(form(one, module), [])[:_CANDIDATES]
-        found += [(module, match) for match in near if _is_longer(module, match) or _is_longer(match, module)][:1]
-    return found
-
-
-def _is_longer(short: str, long: str) -> bool:
-    rest = iter(long.split("."))
-    return all(part in rest for part in short.split("."))
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(quoted(name, 80) for name in names[:2])}{', ...' if len(names) > 2 else ''}"
 
 
 def one_of(option: str, value: object, known: Sequence[str]) -> None:

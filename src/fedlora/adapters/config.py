@@ -28,15 +28,10 @@ _TAKEN = frozenset((
     "peft_version", "qalora_group_size", "runtime_config", "target_modules",
 ))
 # fmt: on
-_WHY: Mapping[str, str] = {
-    "use_dora": "DoRA rescales rows of the base's weights, so it is no update B A that could be averaged. `fedlora "
-    "export --format merged` writes the base model with it",
-    "trainable_token_indices": "rows of an embedding were trained beside the update",
-    "lora_bias": "it adds biases to the update",
-    "target_parameters": "LoRA of bare parameters (experts) is not read",
-    "layer_replication": "the base model differs from the one that its name says",
-    "alora_invocation_tokens": "aLoRA applies the update to part of the tokens only",
-}
+_DORA = (
+    "DoRA rescales rows of the base's weights, so it is no update B A that could be averaged. `fedlora export --format "
+    "merged` writes the base model with it"
+)
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # PiSSA, OLoRA, ... also change the base weights
 _TASKS = (None, "SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _NAME, _DOT = re.compile(r"[\w-]+(\.[\w-]+){0,15}", re.ASCII), re.compile(r"\.")
@@ -55,7 +50,7 @@ def check_config(config: Mapping[str, Any], *, dora: bool = False) -> None:
         # {} is not empty here: peft switches on velora_config and others whenever they are there
         empty = value is None or value is False or value in ("", [])
         if not (empty or field in _TAKEN or (dora and field == "use_dora" and value is True)):
-            raise refuse(field, f"{_WHY.get(field, 'the update may not be s B A')}. {WAY_OUT}")
+            raise refuse(field, f"{_DORA if field == 'use_dora' else 'the update may not be s B A'}. {WAY_OUT}")
     if config.get("bias") not in (None, "none"):
         raise refuse("bias", f"trained biases are no part of B A. {WAY_OUT}")
     init = config.get("init_lora_weights")

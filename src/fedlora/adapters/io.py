@@ -16,22 +16,19 @@ from torch import Tensor, nn
 
 from fedlora.adapters.config import check_config
 from fedlora.adapters.reader import PREFIX, AdapterFile, check_scaling, scaled
-from fedlora.adapters.writer import AdapterSpec, pad_rank, spec_of, write_adapter
+from fedlora.adapters.writer import AdapterSpec, spec_of, write_adapter
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import AdapterFormatError, ConfigError, ShapeError
 from fedlora.linalg.own_modes import own_modes
 
 
-def read_adapter(
-    directory: str | os.PathLike[str], *, scaling: float = 1.0, max_bytes: int | None = None
-) -> tuple[Adapter, AdapterSpec]:
+def read_adapter(directory: str | os.PathLike[str], *, scaling: float = 1.0) -> tuple[Adapter, AdapterSpec]:
     """A PEFT LoRA directory as an `Adapter` in units of `scaling`, and its spec.
 
     Args:
         directory: holds adapter_config.json and adapter_model.safetensors.
         scaling: with the default 1.0, B @ A is the update itself. Pass a run's common alpha / r to get the stored
             factors back bit for bit.
-        max_bytes: the largest weights file.
 
     Raises:
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that
@@ -42,7 +39,7 @@ def read_adapter(
         >>> adapter.ranks
         {'q': 4, 'v': 4}
     """
-    file = AdapterFile(directory, scaling=scaling, max_bytes=max_bytes)
+    file = AdapterFile(directory, scaling=scaling)
     modules = {name: file.lora(name) for name in file.modules}
     return Adapter(modules, {path: file.head(path) for path in file.heads}), spec_of(file.config, scaling)
 
@@ -179,12 +176,4 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-__all__ = [
-    "AdapterSpec",
-    "load_into_model",
-    "pad_rank",
-    "read_adapter",
-    "read_model",
-    "spec_of",
-    "write_adapter",
-]
+__all__ = ["AdapterSpec", "head_tensors", "load_into_model", "read_adapter", "read_model", "write_adapter"]

@@ -68,15 +68,14 @@ class MergeReport:
     counts: tuple[float, ...] = ()
 
 
-def merge_card(report: MergeReport, inputs: Sequence[tuple[str, str]], base: str | None, asked: str, by: str) -> str:
+def merge_card(report: MergeReport, inputs: Sequence[str], base: str | None, asked: str, by: str) -> str:
     """The README.md of a merged adapter.
 
     Args:
-        inputs: each adapter's name and the SHA-256 of its weights. base: the base model's name. asked: the requested
-            rank, as typed. by: the method.
+        inputs: each adapter's name. base: the base model's name. asked: the requested rank, as typed. by: the method.
     """
-    rows = [f"| {_cell(name)} | {w:.6g} | {sha} |" for (name, sha), w in zip(inputs, report.weights, strict=True)]
-    table = "\n".join(["| adapter | weight | SHA-256 of its weights |", "| --- | --- | --- |", *rows])
+    rows = [f"| {_cell(name)} | {weight:.6g} |" for name, weight in zip(inputs, report.weights, strict=True)]
+    table = "\n".join(["| adapter | weight |", "| --- | --- |", *rows])
     rounding = f", and writing {report.dtype} adds {report.rounding:.2e}" if report.rounding else f" ({report.dtype})"
     dropped = f"\n\nLeft out: {_names(report.dropped)}." if report.dropped else ""
     ruled = ""

@@ -56,8 +56,8 @@ def merge(
             the scale right.
         weights: one per adapter; default: equal; "num_examples": those of each adapter's upload.json. sum: use weights
             as they are, including negative ones; otherwise they are divided by their sum.
-        missing: how to count an adapter that lacks a module; default "zero", but then adapters are refused that have
-            no module in common, or the same modules under longer names.
+        missing: how to count an adapter that lacks a module: "zero" as an update of zero, "renormalise" not at all;
+            without it, all must have the same modules.
         heads: for saved modules: the mean, the first adapter's, or none.
         dtype: float16, bfloat16, float32 or float64; default: the adapters' own.
         max_error: write nothing beyond this relative error. same_base: treat their base models as one, whatever their
@@ -162,7 +162,7 @@ def in_type(part: Part, dtype: torch.dtype) -> Part:
     """The pair in the result's type, of rank 1 at least, and what rounding to it costs."""
     lora, report = part
     pair, moved = narrowed_pair(pad_rank(lora, 1), dtype, report.module)
-    return pair, replace(report, rounding=moved / report.norm if report.norm else 0.0)
+    return pair, replace(report, rounding=moved / (report.norm or 1.0))
 
 
 def write_result(
@@ -204,7 +204,7 @@ def write_result(
     )  # fmt: skip
     if wanted.out is not None and not wanted.dry_run:
         spec = given.spec(heads=bool(heads.tensors))
-        inputs = [(file.directory.resolve().name, file.sha256()) for file in given.files]
+        inputs = [file.directory.resolve().name for file in given.files]
         card = merge_card(report, inputs, spec.base_model, str(wanted.rank), by)
         sources = [file.directory for file in given.files]
         with replacing_folder(wanted.out, force=wanted.force, kind=ADAPTER_FOLDER, inputs=sources) as building:

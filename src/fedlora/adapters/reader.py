@@ -226,10 +226,6 @@ class AdapterFile:
                     some.add(key)
         return any(some.issuperset(pair.values()) for pair in self._pairs.values())
 
-    def sha256(self) -> str:
-        """SHA-256 of the weights file."""
-        return self._file.sha256()
-
     @contextmanager
     def _named(self) -> Iterator[None]:
         """Prefixes the directory to an error of its content; errors of a file name its path themselves."""

@@ -7,7 +7,6 @@ would end the process if somebody cut it off meanwhile.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import stat
@@ -106,10 +105,6 @@ class TensorFile:
                 for at in range(0, stored.size, _PIECE):
                     yield name, self._piece(file, stored, at, min(_PIECE, stored.size - at))
 
-    def sha256(self) -> str:
-        with self._reading() as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
     @contextmanager
     def _reading(self) -> Iterator[BufferedReader]:
         try:
@@ -128,14 +123,14 @@ class TensorFile:
         return torch.frombuffer(content, dtype=FLOATS[stored.dtype])
 
 
-def json_object(path: Path, most: int = _JSON) -> dict[str, Any]:
-    """A JSON object of at most `most` bytes.
+def json_object(path: Path) -> dict[str, Any]:
+    """A JSON object of at most 3 MiB.
 
     Raises:
         AdapterFormatError: too large, not JSON, a key twice, no object.
     """
     try:
-        if not (raw := read_given(_real(path), most)):
+        if not (raw := read_given(_real(path), _JSON)):
             raise AdapterFormatError(f"{path} is not JSON: it is empty. Copy it again.")
         found = parse_json(raw)
     except OSError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from fedlora.adapters.base_names import Base, check_same_base
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.untrusted_files import json_object
-from fedlora.adapters.writer import UPLOAD_FOLDER, AdapterSpec, fill_adapter, spec_of
+from fedlora.adapters.writer import UPLOAD_FOLDER, AdapterSpec, fill_adapter
 from fedlora.core import files
 from fedlora.core.folders import replacing_folder
 from fedlora.core.lora import Adapter
@@ -79,10 +79,8 @@ def write_upload(
         files.write(building / FILE, json.dumps(facts, indent=2) + "\n")
 
 
-def read_uploads(
-    directories: Sequence[str | os.PathLike[str]], *, max_bytes: int | None = None
-) -> tuple[list[Upload], AdapterSpec]:
-    """The adapters in PEFT directories as one round's uploads, and the first one's spec.
+def read_uploads(directories: Sequence[str | os.PathLike[str]], *, max_bytes: int | None = None) -> list[Upload]:
+    """The adapters in PEFT directories as one round's uploads.
 
     An adapter without upload.json is a client named by its path, with one example, so all of these count alike.
 
@@ -104,7 +102,7 @@ def read_uploads(
         checked_examples(upload)
         uploads.append(upload)
     check_one_each(upload.client.id for upload in uploads)
-    return uploads, spec_of(given[0].config, 1.0)
+    return uploads
 
 
 def check_one_each(clients: Iterable[str]) -> None:

@@ -80,7 +80,7 @@ def _uploads(
         if run.exists():
             tell_attack(run.read_json("manifest.json"))
             _tell_round(round, run)
-    uploads, _ = read_uploads(adapters, max_bytes=max_bytes)
+    uploads = read_uploads(adapters, max_bytes=max_bytes)
     if weights is None:
         return uploads
     given = numbers(weights, "--weights", least=0.0)

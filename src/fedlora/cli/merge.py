@@ -41,7 +41,7 @@ def merge(
     rank: Annotated[str, typer.Option(help="a number, exact, or energy=0.99")] = "exact",
     missing: Annotated[
         str | None,
-        typer.Option(help="how to count a module that an adapter lacks: zero or renormalise (default: zero)"),
+        typer.Option(help="how to count a module that an adapter lacks: zero or renormalise (default: refuse)"),
     ] = None,
     heads: Annotated[str, typer.Option(help="whole trained modules: average, first or drop")] = "average",
     dtype: DType = None,

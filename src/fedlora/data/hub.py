@@ -1,6 +1,6 @@
-"""The Hugging Face hub: data sets, written hf://owner/name?..., and folders, written owner/name@revision.
+"""Folders on the Hugging Face hub, written owner/name@revision, and digests of files.
 
-Both are downloaded into the hub's own cache, nothing else. A revision is a commit, a tag or a branch (`main` is the
+They are downloaded into the hub's own cache, nothing else. A revision is a commit, a tag or a branch (`main` is the
 newest state). Without one a folder's name is a path on this machine, so that a mistyped path asks no server.
 """
 
@@ -10,15 +10,10 @@ import functools
 import hashlib
 import os
 import re
-import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from fedlora.errors import ConfigError, DataError
-
-PREFIX = "hf://"
-_PARTS = ("config", "split", "revision")
+from fedlora.errors import ConfigError
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "labels.json", "upload.json")
 MODEL_TEXTS = (  # what a loader may read of a model besides its weights; .py of models whose code comes with them
@@ -100,40 +95,6 @@ def local_folder(given: str | os.PathLike[str], files: Sequence[str]) -> Path:
     return found
 
 
-def is_hub(source: object) -> bool:
-    """Whether a source is the address of a hub data set rather than a file."""
-    return isinstance(source, str | os.PathLike) and str(source).startswith(PREFIX)
-
-
-def hub_data_set(address: str) -> tuple[Any, str]:
-    """The data set at "hf://owner/name?config=...&split=...&revision=...", and what to call it in messages.
-
-    Raises:
-        DataError: no such address, `datasets` is not installed, or the hub cannot be reached (reported within seconds).
-    """
-    name, _, query = address.removeprefix(PREFIX).partition("?")
-    pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
-    given = dict(pairs)
-    if not name or len(given) < len(pairs) or not all(given.values()) or given.keys() - _PARTS:
-        raise DataError(f"{address!r} is no data set: write hf://owner/name?config=...&split=...&revision=...")
-    config, split = given.get("config"), given.get("split", "train")
-    where = f"the data set {'/'.join(filter(None, (name, config)))}, split {split!r}"
-    try:
-        from datasets import load_dataset
-        from huggingface_hub import constants, get_session
-    except ImportError as error:
-        raise DataError("data from the hub needs the library datasets: pip install 'fedlora[hub]'.") from error
-    try:
-        if not constants.HF_HUB_OFFLINE:  # one request: without a network, `datasets` would retry for half a minute
-            get_session().head(constants.ENDPOINT, timeout=_SECONDS)
-        return load_dataset(name, config, split=split, revision=given.get("revision")), where
-    except Exception as error:  # datasets passes on any transport exception
-        raise DataError(
-            f"{where} cannot be loaded from the hub: {first_line(error)}. Offline, give local files (such as its "
-            f".parquet), or set HF_HUB_OFFLINE=1 to read what was loaded here before."
-        ) from error
-
-
 def file_digest(file: Path) -> str:
     """SHA-256 (hex) of a file, read again only if its size or times change. Raises `OSError`."""
     real = file.resolve()
@@ -150,9 +111,3 @@ def _of_file(path: str, *_: int) -> str:
 def first_line(error: Exception) -> str:
     """What a library says, in one line without its full stop."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-__all__ = [
-    "ADAPTER_FILES", "MODEL_TEXTS", "file_digest", "first_line", "hub_data_set", "is_hub", "local_folder",
-    "model_snapshot", "repository_and_revision", "repository_of",
-]  # fmt: skip

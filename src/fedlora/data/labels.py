@@ -110,6 +110,3 @@ def _found_names(source: str, rows: Mapping[str, str], key: str) -> tuple[str, .
             f"{next(iter(rows))!r}. Is it a column of ids or of text? If it is right, name every class in {key}."
         )
     return names
-
-
-__all__ = ["decode_labels", "given", "in_order", "look_alike", "shown"]

@@ -104,6 +104,3 @@ def iid(size: int, clients: int, *, seed: int) -> list[Indices]:
         raise DataError(f"there must be at least 1 client, and an example for each; got {clients=}, N={size}.")
     rng = np.random.default_rng(derive_seed(seed, "partition", "iid"))
     return np.array_split(rng.permutation(size).astype(np.int64), clients)
-
-
-__all__ = ["dirichlet", "iid"]

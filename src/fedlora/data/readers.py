@@ -1,4 +1,4 @@
-"""Reads text data from a file (by its suffix), a hub data set ("hf://"), or a `datasets.Dataset`."""
+"""Reads text data from a file (by its suffix), or a `datasets.Dataset`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def read_classification(
 
     Args:
         source: a UTF-8 file, .jsonl or .json (one object per line), .csv or .tsv (a header row, Excel's quoting, the
-            separator that the header has); with the extra `hub` also a .parquet file, one split as a
-            `datasets.Dataset` (no stream), or a data set of the hub,
-            "hf://owner/name?config=...&split=...&revision=...".
+            separator that the header has); with the extra `hub` also a .parquet file, or one split as a
+            `datasets.Dataset` (no stream).
         text, label, text_pair: the columns of the sentence, of the class, and of the second sentence, if the task has
         one.
         label_names: the classes, by index.
@@ -134,6 +133,3 @@ def _message(where: str, message: object) -> Message:
     if not content.strip():
         raise DataError(f"{where}: the {role}'s content is empty. Fill it in, or drop the message.")
     return role, content
-
-
-__all__ = ["read_classification", "read_instructions"]

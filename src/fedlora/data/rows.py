@@ -59,6 +59,3 @@ def _rows(data: TextData) -> Iterator[dict[str, Any]]:
         else:
             assert data.responses is not None
             yield {"prompt": data.text[k], "response": data.responses[k]}
-
-
-__all__ = ["Rows"]

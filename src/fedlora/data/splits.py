@@ -91,6 +91,3 @@ def digests(data: TextData) -> list[str]:
 
 def _normalised(text: str) -> str:
     return " ".join(text.split()).casefold()
-
-
-__all__ = ["Parts", "digests", "inputs", "rearranged", "split"]

@@ -94,6 +94,3 @@ def _prompt(definition: str, text: str) -> tuple[str, tuple[int, int]]:
         return prompt, (0, 0)
     head = f"{_INTRO}{_WITH_INPUT}{_ASK}{definition}\n\n### Input:\n"
     return f"{head}{text}\n\n### Response:\n", (len(head), len(head) + len(text))
-
-
-__all__ = ["Task", "read_task_lists", "read_tasks"]

@@ -1,4 +1,4 @@
-"""Tables of text: CSV, TSV and JSONL files, Parquet files and objects of `datasets`, data sets of the hub.
+"""Tables of text: CSV, TSV, JSONL and Parquet files, and objects of `datasets`.
 
 The csv module and our JSON parser read text files; pandas silently drops a surplus field, turns a missing one into "",
 skips blank lines, and renames columns. Each row keeps its place for error messages.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedlora.data.hub import first_line, hub_data_set, is_hub
+from fedlora.data.hub import first_line
 from fedlora.errors import DataError, counted, repeated
 from fedlora.given_files import half_the_memory, opened, parse_json, read_given
 
@@ -81,7 +81,7 @@ class Table:
 
 
 def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str] | None = None) -> Table:
-    """A source's rows: a file by its suffix, "hf://..." or a `datasets.Dataset`.
+    """A source's rows: a file by its suffix, or a `datasets.Dataset`.
 
     Args:
         columns: those to read of a typed source; None: all. Text files are read whole.
@@ -89,10 +89,8 @@ def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str] 
     Raises:
         DataError: no such file, unknown suffix, not UTF-8, malformed rows, no rows. The message names row and line.
     """
-    if is_hub(source):
-        return _dataset_table(*hub_data_set(str(source)), columns)
     if not isinstance(source, str | os.PathLike):
-        return _dataset_table(source, "the data set", columns)
+        return _dataset_table(source, columns)
     file = Path(source)
     suffix = file.suffix.lower()
     if suffix not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
@@ -186,20 +184,20 @@ def _separator(content: str, usual: str) -> tuple[str, int]:
 def _parquet_table(file: Path, columns: Sequence[str] | None) -> Table:
     """Those of these columns that a Parquet file has."""
     try:
-        import pyarrow.parquet  # type: ignore[import-untyped]  # it has no types
+        import pyarrow.parquet
         from datasets import Dataset
     except ImportError as error:
         raise DataError(f"{file}: Parquet needs pyarrow and datasets: pip install 'fedlora[hub]'.") from error
     with opened(file) as stream:
         try:
-            return _dataset_table(Dataset(pyarrow.parquet.read_table(stream)), str(file), columns)
+            return _dataset_table(Dataset(pyarrow.parquet.read_table(stream)), columns, str(file))
         except DataError:
             raise
         except Exception as error:  # pyarrow and datasets raise whatever a damaged file makes them stumble over
             raise DataError(f"{file} cannot be read as Parquet: {first_line(error)}. Write it again.") from error
 
 
-def _dataset_table(dataset: Any, name: str, columns: Sequence[str] | None) -> Table:
+def _dataset_table(dataset: Any, columns: Sequence[str] | None, name: str = "the data set") -> Table:
     """Those of these columns that a `datasets.Dataset` has. A ClassLabel column is returned as class names."""
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__") or isinstance(dataset, Mapping):
         raise DataError(
@@ -215,6 +213,3 @@ def _dataset_table(dataset: Any, name: str, columns: Sequence[str] | None) -> Ta
         values[column] = [None if v is None else names[v] for v in values[column]]
     rows: Rows = [(f"row {k + 1}", {c: cells[k] for c, cells in values.items()}) for k in range(len(dataset))]
     return Table(name, tuple(dataset.column_names), rows, classes)
-
-
-__all__ = ["Table", "open_table"]

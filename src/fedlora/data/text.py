@@ -171,6 +171,3 @@ class TextData:
         columns = [part._columns() for part in parts]
         joined: dict[str, Any] = {name: tuple(x for each in columns for x in each[name]) for name in columns[0]}
         return replace(parts[0], **joined)
-
-
-__all__ = ["Message", "TextData"]

@@ -97,7 +97,6 @@ def _number(value: float | None) -> float:
 SCALES = {
     "loss": "log-loss in nats",
     "perplexity": "perplexity (1 is perfect)",
-    "matthews": "Matthews correlation (-1 to 1)",
     "accuracy": "accuracy (0 to 1)",
     "macro_f1": "macro F1 (0 to 1)",
     "exact_match": "share of exact matches (0 to 1)",

@@ -160,8 +160,7 @@ def _tensors(
         count = heads.get(name.split(".")[-2])  # rows 0, h/2, 1, h/2 + 1, ... of each head of h rows
         order = torch.arange(len(B)).reshape(count, 2, -1).transpose(1, 2).reshape(-1) if count else slice(None)
         found[f"{name}.lora_b"] = B[order]
-    whole = math.hypot(*sizes)
-    return found, math.hypot(*moves) / whole if whole else 0.0
+    return found, math.hypot(*moves) / (math.hypot(*sizes) or 1.0)
 
 
 def _write(path: Path, arch: str, alpha: float, tensors: Mapping[str, Tensor]) -> None:

@@ -38,7 +38,7 @@ Evaluators = Mapping[str, ModelEvaluator | None]  # a site's, by held-out part
 
 # (least, most) for scores that do not lie between 0 and 1. A loss, in nats, has the limit of training (server.answers);
 # a perplexity a thousand times that of chance among a million words. No useful model exceeds it.
-_BOUNDS = {"matthews": (-1.0, 1.0), "loss": (0.0, 1e6), "perplexity": (1.0, 1e9)}
+_BOUNDS = {"loss": (0.0, 1e6), "perplexity": (1.0, 1e9)}
 _ROOM = 1e-6  # for rounding
 _MOST_EXAMPLES = 1e12
 NUMBERS = Limit(2**20, 64, 2**20)  # a reply of numbers and of the names of parts that a site keeps

@@ -21,7 +21,6 @@ from fedlora.data import (
     read_tasks,
     split,
 )
-from fedlora.data.hub import is_hub
 from fedlora.data.labels import given, in_order, look_alike, shown
 from fedlora.data.rows import Rows
 from fedlora.data.splits import Parts, inputs
@@ -74,9 +73,14 @@ def deal(config: RunConfig, data_root: Path | None, keep: Keep | None = None) ->
             f"clients.test_fraction = {share:g} is for one file that is dealt out; with data.clients or superni each "
             f"client has a test set by data.test."
         )
-    if config.data.task == "superni":
+    if config.data.task is None:
+        dealt = _files(config, keep)
+    elif data_root is None:
+        raise ConfigError(f"data.task = {config.data.task!r} needs --data-root (or FEDLORA_DATA_ROOT), with its files.")
+    elif config.data.task == "superni":
         return _superni(config, data_root)
-    dealt = _glue(config, data_root) if config.data.task is not None else _files(config, keep)
+    else:
+        dealt = _glue(config, data_root)
     _check_classes(config, dealt)
     return dealt if share is None else _with_own_tests(dealt, share, config.run.seed)
 
@@ -121,7 +125,7 @@ def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
     return replace(dealt, parts=parts, test=common_test, own_test=tests)
 
 
-def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
+def _glue(config: RunConfig, data_root: Path) -> Dealt:
     d, seed = config.data, config.run.seed
     assert d.task is not None and d.task != "superni"  # checked in deal()
     if not isinstance(d.validation, float | int) or d.validation == 0 or d.test != _DEFAULT_TEST:
@@ -130,7 +134,7 @@ def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
         )
     if config.model.task != "sequence-classification":
         raise ConfigError(f"data.task = {d.task!r} is a classification task; model.task is {config.model.task!r}.")
-    train, tests = read_glue(d.task, data_root, d.revision)
+    train, tests = read_glue(d.task, data_root)
     train, validation, _ = split(train, validation=d.validation, test=0, seed=seed)
     tests = {name: _at_most(part, d.max_test, seed, "test") for name, part in tests.items()}
     first, *others = tests
@@ -142,12 +146,8 @@ def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
     )
 
 
-def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
+def _superni(config: RunConfig, data_root: Path) -> Dealt:
     d, seed = config.data, config.run.seed
-    if data_root is None:
-        raise ConfigError(
-            "data.task = 'superni' needs --data-root (or FEDLORA_DATA_ROOT), where superni/task*.json are."
-        )
     if config.model.task != "causal-lm":
         raise ConfigError("data.task = 'superni' consists of instructions; set model.task = 'causal-lm'.")
     if isinstance(d.validation, str) or isinstance(d.test, str) or not d.task_lists:
@@ -279,7 +279,7 @@ def training_rows(config: RunConfig, parts: Mapping[str, TextData]) -> dict[str,
     found: dict[str, Rows | Path] = {}
     for client, part in parts.items():
         path = files.get(client, "")
-        if not path or path == "demo" or is_hub(path):
+        if not path or path == "demo":
             found[client] = Rows.of(part)
             continue
         whole = read_files(config, [path])[path]

@@ -16,7 +16,7 @@ from typing import Any
 from fedlora.core.messages import Client
 from fedlora.data import TextData
 from fedlora.data.demo import PACKAGED
-from fedlora.data.hub import ADAPTER_FILES, is_hub, local_folder, repository_and_revision
+from fedlora.data.hub import ADAPTER_FILES, local_folder, repository_and_revision
 from fedlora.errors import ConfigError, refuse, said_by
 from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection
@@ -155,7 +155,7 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
     `folder`, the config file's. Raises `ConfigError`."""
 
     def absolute(path: Any) -> Any:
-        return str((folder / path).resolve()) if isinstance(path, str) and not is_hub(path) else path
+        return str((folder / path).resolve()) if isinstance(path, str) else path
 
     data, model, train, private = config.data, config.model, config.train, config.privacy
     parts: dict[str, Any] = {part: absolute(getattr(data, part)) for part in ("validation", "test")}

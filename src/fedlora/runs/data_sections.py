@@ -102,12 +102,11 @@ ClassNames = Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator
 class DataSection(Section):
     """Where the text is. Paths are relative to the config file.
 
-    Give one of three sources; each may also be a Parquet file or "hf://owner/name?config=...&split=...&revision=...".
-    train: one file, dealt out to the clients; "demo" is built in. clients: id -> that client's own file. task: GLUE,
-    from --data-root or the hub, or "superni", where each task is a client. revision: of the hub's GLUE. text: the
-    column of the text. text_pair: of a second text. label: of the class. label_names: the classes in the order of their
-    numbers; default: all that occur. prompt: the column of an instruction. response: of its answer. messages: of
-    conversations; default: "messages", if the rows have it. validation: a share of each file to hold out, or a file; it
+    Give one of three sources. train: one file, dealt out to the clients; "demo" is built in. clients: id -> that
+    client's own file. task: GLUE, or "superni", where each task is a client, both from --data-root. text: the column of
+    the text. text_pair: of a second text. label: of the class. label_names: the classes in the order of their numbers;
+    default: all that occur. prompt: the column of an instruction. response: of its answer. messages: of conversations;
+    default: "messages", if the rows have it. validation: a share of each file to hold out, or a file; it
     chooses the best round. test: likewise; GLUE has its own. max_train: the most training examples (superni: per
     client). max_test: the most test examples, and the most validation examples (superni: per task). task_lists: for
     superni, files that name the clients' tasks and those nobody trains on. tasks: how many of the first list are
@@ -119,7 +118,6 @@ class DataSection(Section):
     train: str | None = None
     clients: dict[str, str] = Field(default_factory=dict)
     task: DataTask | None = None
-    revision: str | None = None
     tasks: Positive = 50
     unseen_tasks: Annotated[int, Field(ge=0)] = 20
     task_lists: list[str] = Field(default_factory=list)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedlora.adapters.io import AdapterSpec, pad_rank, write_adapter
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
 from fedlora.adapters.uploads import LABELS_FILE, write_labels
+from fedlora.adapters.writer import AdapterSpec, pad_rank, write_adapter
 from fedlora.core.folders import ANY_FOLDER, replacing_folder
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedlora.data.hub import file_digest
 from fedlora.errors import ConfigError
-from fedlora.training.digests import file_digest, model_content
+from fedlora.training.digests import model_content
 
 if TYPE_CHECKING:
     from fedlora.runs.config import RunConfig

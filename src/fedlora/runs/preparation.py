@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fedlora.adapters.io import AdapterSpec
+from fedlora.adapters.writer import AdapterSpec
 from fedlora.attacks import Adversary
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client

@@ -28,13 +28,13 @@ from fedlora.server.rules import Rule
 from fedlora.server.server import Heads, Server
 from fedlora.server.streamed import Streamed
 from fedlora.simulation import UploadHook
-from fedlora.training.load import model_place
+from fedlora.training.load import bare_network, model_place
 from fedlora.training.measure import Target
 from fedlora.training.metrics import MetricName
 from fedlora.training.models import AdaptedModel
 from fedlora.training.programs import Program
 from fedlora.training.settings import DType, LoRASettings, Positive, Section, Targets, Task, TrainSection
-from fedlora.training.targets import check_targets
+from fedlora.training.targets import adapted
 from fedlora.workers.processes import available
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -129,7 +129,7 @@ class ModelSection(Section):
 
     def check_targets(self, targets: Targets) -> None:
         """Raise `ConfigError` if LoRA cannot go there, before weights are read."""
-        check_targets(self.location(), self.task, targets)
+        adapted(bare_network(self.location(), self.task), targets)
 
     def chosen_device(self) -> str:
         """The configured device; for "auto" a GPU if there is one."""

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from fedlora.adapters.base_names import Base, is_same_base
-from fedlora.adapters.io import AdapterSpec, read_adapter
+from fedlora.adapters.io import read_adapter
 from fedlora.adapters.uploads import labels_of
+from fedlora.adapters.writer import AdapterSpec
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import ConfigError, counted
 from fedlora.runs.config import RunConfig

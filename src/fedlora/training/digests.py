@@ -76,7 +76,8 @@ def _tensors(file: Path) -> Iterator[tuple[str, str]]:
             each: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
         else:
             stored: Any = safe_open(file, framework="pt")
-            each = ((name, stored.get_tensor(name)) for name in stored.keys())  # noqa: SIM118 - no mapping
+            names: list[str] = stored.keys()
+            each = ((name, stored.get_tensor(name)) for name in names)
         for name, tensor in each:
             raw = tensor.reshape(-1).view(torch.uint8).numpy()
             yield name, f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(raw).hexdigest()}"
@@ -97,6 +98,3 @@ def template_digest(tokenizer: Any) -> str:
     """SHA-256 (hex) of the tokenizer's chat template; "" if it has none."""
     found = getattr(tokenizer, "chat_template", None)
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest() if found else ""
-
-
-__all__ = ["base_digest", "file_digest", "model_commit", "model_content", "template_digest", "tokenizer_digest"]

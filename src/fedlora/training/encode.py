@@ -217,18 +217,7 @@ def collate(examples: Sequence[Example], tokenizer: Any, device: torch.device) -
     }
 
 
-def scored(example: Example, weights: Sequence[float] | None = None) -> float:
-    """How many of an example's labels count in the loss: one for a class, the answer's tokens for a language model.
-
-    weights: class weights; the result is then the weight of the example's class.
-    """
+def scored(example: Example) -> int:
+    """How many of an example's labels count in the loss: one for a class, the answer's tokens for a language model."""
     labels = example["labels"]
-    if isinstance(labels, list):
-        return float(sum(label != IGNORED for label in labels[1:]))
-    return 1.0 if weights is None else weights[int(labels)]
-
-
-__all__ = [
-    "IGNORED", "Cut", "Encoded", "Example", "batches", "check_length", "collate", "cut_of", "cut_prompts",
-    "encode", "scored",
-]  # fmt: skip
+    return sum(label != IGNORED for label in labels[1:]) if isinstance(labels, list) else 1

@@ -25,7 +25,8 @@ def greedy(
 
     Prompts are padded on the left, so that every continuation directly follows its prompt.
     """
-    network, tokenizer, device = model.network, model.tokenizer, model.device
+    network: Any = model.network
+    tokenizer, device = model.tokenizer, model.device
     stops = list(ends) or [tokenizer.eos_token_id]
     network.eval()
     answers = [""] * len(prompts)
@@ -34,7 +35,7 @@ def greedy(
         pads = [longest - len(prompts[k]) for k in batch]
         rows = [[tokenizer.pad_token_id] * pad + prompts[k] for k, pad in zip(batch, pads, strict=True)]
         mask = [[0] * pad + [1] * (longest - pad) for pad in pads]
-        made: Any = network.generate(  # type: ignore[operator]
+        made = network.generate(
             input_ids=torch.tensor(rows, device=device), attention_mask=torch.tensor(mask, device=device),
             max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=stops,
         )  # fmt: skip
@@ -57,6 +58,3 @@ def teacher_forced(model: AdaptedModel, examples: Sequence[Example], *, batch_si
             asked = inputs["labels"][row, 1:] != IGNORED
             answers[k] = tokenizer.decode(best[row, :-1][asked].tolist(), skip_special_tokens=True)
     return answers
-
-
-__all__ = ["greedy", "teacher_forced"]

@@ -195,24 +195,6 @@ def check_device(device: str, load_in_4bit: bool) -> None:
             raise RuntimeError(f"torch sees {counted(torch.cuda.device_count(), 'GPU')}.")
 
 
-def longest_input(network: nn.Module, positions: int | None) -> int | None:
-    """The most tokens a network can read, from its position tables and its configuration; None if it has no such
-    table."""
-    tables = [
-        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
-    ]
-    return min([*tables, *([] if positions is None else [positions])]) if tables else None
-
-
-def positions_of(config: Any) -> int | None:
-    """The longest sequence by a model's configuration; None if it does not say."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = getattr(text, "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
-
-
 def bare_network(path: str | os.PathLike[str], task: Task) -> nn.Module:
     """The model without its weights, on torch's meta device, whose tensors have shapes and no numbers. Raises
     `ConfigError` if there is none, or transformers cannot build it."""
@@ -223,9 +205,3 @@ def bare_network(path: str | os.PathLike[str], task: Task) -> nn.Module:
     with readable(f"the model {os.fspath(path)!r} cannot be built"), torch.device("meta"):
         network: nn.Module = kind.from_config(config, dtype=torch.float32)
     return network
-
-
-__all__ = [
-    "bare_network", "check_device", "config_of", "hub_name", "load_base", "longest_input", "model_place",
-    "positions_of", "readable", "tokenizer_of", "weight_files",
-]  # fmt: skip

@@ -7,7 +7,6 @@ So running one client alone reproduces its round, and resuming needs nothing els
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,11 +24,11 @@ from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.encode import Cut, Encoded, check_length, collate, cut_of, encode, scored
 from fedlora.training.models import AdaptedModel
-from fedlora.training.settings import ClassWeights, TrainSettings
+from fedlora.training.settings import TrainSettings
 
 Loss = Callable[[nn.Module, Any], Tensor]  # network and batch -> the batch's mean loss, a scalar
 Collate = Callable[[list[Any]], Any]
-_OF_TEXT = ("max_length", "class_weights", "chat_template")  # settings that a loss of your own does not use
+_OF_TEXT = ("max_length", "chat_template")  # settings that a loss of your own does not use
 
 
 class LocalTrainer:
@@ -62,7 +61,6 @@ class LocalTrainer:
     ) -> None:  # fmt: skip
         self._model, self._settings, self._seed = model, settings, seed
         self._loss, self._collate = loss, collate
-        self._weights: dict[str, tuple[float, ...] | None] = {}
         self._data: dict[str, Any] = dict(data)
         if loss is not None:
             odd = [k for k in _OF_TEXT if getattr(settings, k) != TrainSettings.model_fields[k].default]
@@ -80,7 +78,7 @@ class LocalTrainer:
                 part.of(client), model.tokenizer, max_length=settings.max_length, template=settings.chat_template
             )
             check_length(found, model.longest)
-            self._data[client], self._weights[client] = found, weigh_classes(part, settings.class_weights)
+            self._data[client] = found
 
     def cut(self) -> dict[str, Cut]:
         """Client -> how much of its text did not fit into max_length."""
@@ -101,7 +99,8 @@ class LocalTrainer:
         size = len(self.examples(client))
         epoch, offset = divmod(position, size)
         while True:
-            yield from epoch_order(size, epoch, self._seed, client)[offset:]
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", client, epoch))
+            yield from torch.randperm(size, generator=generator).tolist()[offset:]
             epoch, offset = epoch + 1, 0
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
@@ -129,8 +128,8 @@ class LocalTrainer:
             torch.manual_seed(derive_seed(self._seed, "train", download.round, client))
             for _ in stepped(range(steps), "training"):
                 picked = [data[next(order)] for _ in range(batch)]
-                for loss in self._losses(client, picked) if self._loss is None else self._own_loss(self._loss, picked):
-                    loss.backward()  # type: ignore[no-untyped-call]
+                for loss in self._losses(picked) if self._loss is None else self._own_loss(self._loss, picked):
+                    torch.autograd.backward(loss)
                     total += float(loss.detach()) * batch
                 if s.max_grad_norm:
                     nn.utils.clip_grad_norm_(parameters, s.max_grad_norm)
@@ -138,12 +137,11 @@ class LocalTrainer:
                 optimizer.zero_grad(set_to_none=True)
         return Trained(self._model.read(), len(data), total / (steps * batch), position + steps * batch)
 
-    def _losses(self, client: str, picked: Encoded) -> Iterator[Tensor]:
+    def _losses(self, picked: Encoded) -> Iterator[Tensor]:
         """The mean loss over `picked` text, as one summand for each part that goes through the network at once. Parts
         hold examples of alike length: less padding, and the gradient of the whole, up to rounding."""
         s, network, device = self._settings, self._model.network, self._model.device
-        weights = self._weights[client]
-        labels = sum(scored(example, weights) for example in picked)
+        labels = sum(map(scored, picked))
         micro = micro_batch(min(s.batch_size, len(picked)), device)
         if micro < len(picked):
             picked.sort(key=lambda example: len(example["input_ids"]))
@@ -151,7 +149,7 @@ class LocalTrainer:
             part = picked[k : k + micro]
             inputs = collate(part, self._model.tokenizer, device)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=s.bf16):
-                loss = _mean_loss(network, inputs, weights) * (sum(scored(e, weights) for e in part) / labels)
+                loss = network(**inputs).loss * (sum(map(scored, part)) / labels)
             yield loss
 
     def _own_loss(self, loss: Loss, picked: list[Any]) -> Iterator[Tensor]:
@@ -163,43 +161,6 @@ class LocalTrainer:
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._settings.bf16):
                 found = loss(network, moved)
             yield found * (len(part) / len(picked))
-
-
-def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, ...] | None:
-    """One client's weight for each class, by index; None if classes are not weighted.
-
-    The loss of a batch is sum_i w(y_i) l_i / sum_i w(y_i), as in torch's CrossEntropyLoss(weight=w).
-
-    Args:
-        data: the client's training data: n examples, n_c of class c, k classes that occur.
-        weights: "balanced": w_c = n / (k n_c), scikit-learn's formula, from this client's own counts, which it need not
-            disclose to anybody. Each of *its* classes then counts equally for it. A class that it lacks has weight 0.
-
-    Raises:
-        ConfigError: the data have no classes.
-    """
-    if weights is None:
-        return None
-    if data.labels is None:
-        raise ConfigError("train.class_weights needs classes, and instructions have none: leave it out.")
-    counts = Counter(data.labels)
-    return tuple(len(data) / (len(counts) * counts[c]) if counts[c] else 0.0 for c in range(len(data.label_names)))
-
-
-def _mean_loss(network: nn.Module, inputs: dict[str, Tensor], weights: Sequence[float] | None) -> Tensor:
-    """The batch's mean cross entropy; with class weights the weighted mean."""
-    if weights is None:
-        loss: Tensor = network(**inputs).loss
-        return loss
-    logits = network(**{name: value for name, value in inputs.items() if name != "labels"}).logits
-    return nn.functional.cross_entropy(logits.float(), inputs["labels"], torch.tensor(weights, device=logits.device))
-
-
-def epoch_order(size: int, epoch: int, seed: int, client: str) -> list[int]:
-    """The indices of a client's examples in the order of that epoch."""
-    generator = torch.Generator().manual_seed(derive_seed(seed, "order", client, epoch))
-    order: list[int] = torch.randperm(size, generator=generator).tolist()
-    return order
 
 
 def micro_batch(size: int, device: torch.device) -> int:
@@ -220,6 +181,3 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     kinds: dict[str, Callable[..., torch.optim.Optimizer]]
     kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     return kinds[s.optimizer](parameters, lr=s.learning_rate * scale, weight_decay=s.weight_decay)
-
-
-__all__ = ["LocalTrainer", "Loss", "epoch_order", "micro_batch", "optimizer_for", "weigh_classes"]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fedlora.adapters.io import pad_rank
+from fedlora.adapters.writer import pad_rank
 from fedlora.client import receive
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, ClientMemory
@@ -59,8 +59,8 @@ Through = Callable[[Callable[[Look], Scores], Iterable[Look]], Iterable[Scores]]
 class ModelEvaluator:
     """The scores of `training.metrics` on held-out text. Implements `simulation.Evaluator`.
 
-    Besides the chosen metric, scores always include those that cost nothing: for classes accuracy, macro_f1, matthews
-    and loss; for a language model accuracy (of tokens), loss and perplexity.
+    Besides the chosen metric, scores always include those that cost nothing: for classes accuracy, macro_f1 and loss;
+    for a language model accuracy (of tokens), loss and perplexity.
 
     Args:
         data: the common held-out sets by name; metrics are means over each set's examples, then over the sets; if there
@@ -275,6 +275,3 @@ def server_model(server: Server, state: ServerState, *, quantised: bool = False)
 def client_model(server: Server, state: ServerState, client: Client, memory: ClientMemory) -> Adapter:
     """The model `client` would start its next round with: its readout, completed by what it kept."""
     return receive(server.download(state, client), memory.kept)
-
-
-__all__ = ["Look", "ModelEvaluator", "Scores", "Target", "Through", "client_model", "server_model"]

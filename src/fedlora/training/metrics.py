@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedlora.training.settings import Task
 
 MetricName = Literal[
-    "accuracy", "macro-f1", "matthews", "loss", "perplexity", "rouge-l", "exact-match", "rouge-l-teacher-forced",
+    "accuracy", "macro-f1", "loss", "perplexity", "rouge-l", "exact-match", "rouge-l-teacher-forced",
 ]  # fmt: skip
 Labels = Sequence[int]
 Item = TypeVar("Item")
@@ -45,10 +45,8 @@ class Metric:
 
 
 def by_guessing(metric: str, classes: int) -> float | None:
-    """The score of guessing each of K classes with probability 1 / K: log-loss ln K, accuracy 1 / K, Matthews
-    correlation 0. None for other metrics, and without classes."""
-    if metric == "matthews":
-        return 0.0
+    """The score of guessing each of K classes with probability 1 / K: log-loss ln K, accuracy 1 / K. None for other
+    metrics, and without classes."""
     return {"loss": math.log(classes), "accuracy": 1 / classes}.get(metric) if classes > 1 else None
 
 
@@ -63,17 +61,6 @@ def macro_f1(labels: Labels, predicted: Labels) -> float:
     found, true, guessed = _right(labels, predicted), Counter(labels), Counter(predicted)
     each = [2 * found[y] / (true[y] + guessed[y]) for y in sorted({*true, *guessed})]
     return math.fsum(each) / len(each) if each else math.nan
-
-
-def matthews(labels: Labels, predicted: Labels) -> float:
-    """Matthews correlation in [-1, 1] (R_K for several classes). 0 means chance; it is also 0 if only one class occurs
-    among the labels or the predictions, so that nothing can correlate."""
-    if not len(labels):
-        return math.nan
-    n, true, guessed = len(labels), Counter(labels), Counter(predicted)
-    spread = (n**2 - sum(k**2 for k in true.values())) * (n**2 - sum(k**2 for k in guessed.values()))
-    together = n * _right(labels, predicted).total() - sum(count * guessed[y] for y, count in true.items())
-    return together / math.sqrt(spread) if spread else 0.0
 
 
 def _right(labels: Labels, predicted: Labels) -> Counter[int]:
@@ -122,7 +109,6 @@ _LANGUAGE: tuple[Task, ...] = ("causal-lm",)
 METRICS: Mapping[str, Metric] = {
     "accuracy": Metric(accuracy, "labels"),  # of a language model: of the response's tokens
     "macro-f1": Metric(macro_f1, "labels", _CLASSES),
-    "matthews": Metric(matthews, "labels", _CLASSES),
     "loss": Metric(mean_loss, "losses", larger_is_better=False),
     "perplexity": Metric(perplexity, "losses", _LANGUAGE, larger_is_better=False),
     "exact-match": Metric(exact_match, "texts", _LANGUAGE),
@@ -161,9 +147,3 @@ def is_better(metric: str, new: float | None, old: float | None, *, by: float = 
 def worst_of(metric: str, items: Sequence[Item], value: Callable[[Item], float | None]) -> Item | None:
     """The item with the worst value, the first among equals. An item without a number (None, NaN) is worst of all."""
     return functools.reduce(lambda a, b: b if is_better(metric, value(a), value(b)) else a, items) if items else None
-
-
-__all__ = [
-    "METRICS", "Metric", "MetricName", "accuracy", "by_guessing", "exact_match", "find_metric", "generates",
-    "is_better", "macro_f1", "matthews", "mean_loss", "perplexity", "rouge_l", "score_name", "worst_of",
-]  # fmt: skip

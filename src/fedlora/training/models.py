@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedlora.adapters.io import AdapterSpec, head_tensors, load_into_model, read_model
+from fedlora.adapters.io import head_tensors, load_into_model, read_model
+from fedlora.adapters.writer import AdapterSpec
 from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
-from fedlora.training.load import load_base, longest_input, positions_of
+from fedlora.training.load import load_base
 from fedlora.training.settings import DType, LoRASettings, Task
 from fedlora.training.targets import targeted
 
@@ -106,12 +107,20 @@ class AdaptedModel:
     @property
     def positions(self) -> int | None:
         """The longest sequence by the model's configuration; None if it does not say."""
-        return positions_of(getattr(self._base, "config", None))
+        config: Any = getattr(self._base, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        found = getattr(text, "max_position_embeddings", None)
+        return found if isinstance(found, int) else None
 
     @property
     def longest(self) -> int | None:
         """The most tokens the model can read: the rows of its position table. None if it has none."""
-        return longest_input(self.network, self.positions)
+        tables = [
+            module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+            for name, module in self.network.named_modules()
+            if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+        ]
+        return min([*tables, *([] if self.positions is None else [self.positions])]) if tables else None
 
     @property
     def quantised(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,8 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.reader import scaled
+from fedlora.adapters.writer import AdapterSpec
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.core.process import end, how_ended, killed_with
@@ -31,13 +30,12 @@ from fedlora.errors import ConfigError
 from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, RoundFolder, trained_parts
 from fedlora.training.settings import LoRASettings
 
-_FILLED_IN = ("{data}", "{client}", "{round}", "{start}", "{result}")
-_BRACES = re.compile(r"\{\w+\}")
+_DATA = "{data}"  # in a command: the path of the client's examples
 
 
 @dataclass(frozen=True)
 class Program:
-    """A command. {data}, {client}, {round}, {start} and {result} in its words are replaced; others are refused.
+    """A command. {data} in its words is replaced by the path of the client's examples.
 
     timeout: in seconds; None: none. "python" is this process's, unless it is given with its path, and so are other
     programs of the same environment. It runs in its client's folder, where it may write.
@@ -143,9 +141,7 @@ class ProgramTrainer:
 
     def _run(self, client: str, facts: RoundFacts, round: RoundFolder, log: Path) -> None:
         """Run the program to its end. Raises `ProgramFailed`."""
-        values = facts.data or "", client, str(facts.round), str(round.start), str(round.result)
-        words = dict(zip(_FILLED_IN, values, strict=True))
-        command = [_BRACES.sub(lambda m: words[m[0]], part) for part in self._program.command]
+        command = [word.replace(_DATA, facts.data or "") for word in self._program.command]
         env = {"HF_DATASETS_CACHE": str(log.parent / "datasets"), **os.environ}
         env |= {VARIABLE: str(round.path), "PATH": search_path()}
         what, began, limit = f"the program of {client!r}", time.monotonic(), self._program.timeout
@@ -173,12 +169,9 @@ class ProgramTrainer:
 
 
 def check_program(program: Program) -> None:
-    """Raises `ConfigError` if the command's program does not exist, or if it has a {word} that nothing replaces."""
-    for brace in _BRACES.findall(" ".join(program.command)):
-        if brace not in _FILLED_IN:
-            raise ConfigError(f"train.command has {brace}, but only {', '.join(_FILLED_IN)} are filled in.")
+    """Raises `ConfigError` if the command's program does not exist."""
     name = program.command[0]
-    if "{" not in name and shutil.which(name, path=search_path()) is None:
+    if shutil.which(name, path=search_path()) is None:
         raise ConfigError(f"train.command: {name!r} is no program here. Check it, or give its whole path.")
 
 
@@ -198,6 +191,3 @@ def _last_line(log: Path) -> str:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     return f"Its last line: {lines[-1]!r}." if lines else "It said nothing."
-
-
-__all__ = ["Program", "ProgramTrainer", "check_program", "search_path"]

@@ -20,7 +20,8 @@ from typing import Annotated, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedlora.adapters.io import AdapterSpec, read_adapter, write_adapter
+from fedlora.adapters.io import read_adapter
+from fedlora.adapters.writer import AdapterSpec, write_adapter
 from fedlora.core import files
 from fedlora.core.folders import place
 from fedlora.core.lora import Adapter, LoRA
@@ -203,6 +204,3 @@ def _fitting(begun: Adapter, made: Adapter, trains: list[Part]) -> Adapter:
         modules[name] = LoRA(checked("B", f"B of {name}", B, new_B), checked("A", f"A of {name}", A, new_A))
     heads = {name: checked("heads", f"the head {name}", head, made.heads[name]) for name, head in begun.heads.items()}
     return Adapter(modules, heads, begun.base)
-
-
-__all__ = ["VARIABLE", "Part", "ProgramFailed", "ResultFacts", "RoundFacts", "RoundFolder", "trained_parts"]

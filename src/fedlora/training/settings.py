@@ -20,7 +20,6 @@ Targets = Sequence[str] | str
 DType = Literal["float32", "bfloat16"]
 Optimizer = Literal["adam", "adamw", "sgd"]
 Schedule = Literal["constant", "linear", "cosine"]
-ClassWeights = Literal["balanced"]
 
 
 class Section(BaseModel):
@@ -121,7 +120,6 @@ class TrainSection(Section):
     client's data, if max_steps = -1. batch_size: examples at a time. gradient_accumulation_steps: how many such batches
     one step sums, so a step takes batch_size times as many examples. max_grad_norm: the largest gradient norm; 0 for
     none. lr_scheduler_type: how the learning rate changes from round to round; it is constant within one.
-    class_weights: an example's weight in the training loss, by class: "balanced", from each client's own counts.
     """
 
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
@@ -133,7 +131,6 @@ class TrainSection(Section):
     gradient_accumulation_steps: Positive = 1
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     lr_scheduler_type: Schedule = "constant"
-    class_weights: ClassWeights | None = None
 
     @field_validator("max_steps")
     @classmethod
@@ -171,9 +168,3 @@ class TrainSettings(TrainSection):
     max_length: Positive = 128
     bf16: bool = False
     chat_template: str | None = None
-
-
-__all__ = [
-    "ClassWeights", "DType", "LoRASettings", "Optimizer", "Positive", "Schedule", "Section", "Targets", "Task",
-    "TrainSection", "TrainSettings",
-]  # fmt: skip

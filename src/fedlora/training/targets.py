@@ -7,14 +7,12 @@ refuse it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
 
 from torch import nn
 
 from fedlora.errors import ConfigError, counted
-from fedlora.training.load import bare_network
-from fedlora.training.settings import LoRASettings, Targets, Task
+from fedlora.training.settings import LoRASettings, Targets
 
 
 def targeted(network: nn.Module, settings: LoRASettings, *, plain: bool) -> list[str] | str:
@@ -45,11 +43,6 @@ def targeted(network: nn.Module, settings: LoRASettings, *, plain: bool) -> list
             f"{inside[0]!r} is in lora.target_modules and in lora.modules_to_save: LoRA, or trained in full, not both."
         )
     return targets
-
-
-def check_targets(path: str | os.PathLike[str], task: Task, targets: Targets) -> None:
-    """`adapted` for the model at `path` before its weights are read. Raises `ConfigError`."""
-    adapted(bare_network(path, task), targets)
 
 
 def adapted(network: nn.Module, targets: Targets) -> list[str]:
@@ -101,6 +94,3 @@ def _is_all_linear(targets: Targets) -> bool:
 
 def _ends(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(path.rpartition(".")[2] for path in paths))
-
-
-__all__ = ["adapted", "check_targets", "in_words", "targeted"]

@@ -164,6 +164,3 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text alone, without those that a tokenizer puts around it."""
     found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return found
-
-
-__all__ = ["BARE", "CHAT", "Template", "check_template", "conversation", "find_template", "rendered", "token_ids"]

@@ -50,8 +50,7 @@ ELSEWHERE: Mapping[str, str] = {
         "data.validation and data.test say who measures: a file is the server's, a share is what each site holds out",
     ),
     **dict.fromkeys((
-        "attack", "server.gauge_stress", "data.task", "data.revision", "data.tasks", "data.unseen_tasks",
-        "data.task_lists",
+        "attack", "server.gauge_stress", "data.task", "data.tasks", "data.unseen_tasks", "data.task_lists",
         "run.workers", "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads",
         "evaluate.samples", "evaluate.test_along",
     ), _OF_RUNS),

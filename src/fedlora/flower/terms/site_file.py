@@ -17,7 +17,6 @@ from typing import Any
 
 from fedlora.core.text import quoted
 from fedlora.data.demo import PACKAGED
-from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.policy import check_site
 from fedlora.given_files import read_toml
@@ -45,7 +44,7 @@ class Site:
 
     @property
     def data(self) -> str:
-        """Its file of examples, or a data set "hf://..."."""
+        """Its file of examples."""
         return str(self.own["data"]["train"])
 
     @property
@@ -87,7 +86,7 @@ def absolute(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     for table, key in places:
         keys = found.get(table)
         path = keys.get(key) if isinstance(keys, dict) else None
-        named = isinstance(path, str) and path and not is_hub(path) and path not in PACKAGED
+        named = isinstance(path, str) and path and path not in PACKAGED
         there = named and (table != "model" or (folder / str(path)).exists())  # otherwise an id on the hub
         if isinstance(keys, dict) and there:
             keys[key] = str((folder / str(path)).resolve())
