@@ -14,7 +14,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from fedlora.core import checkpoint
 from fedlora.core.messages import ClientMemory
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import shown
@@ -29,6 +28,7 @@ from fedlora.flower.server.finishing import finish, fitting_summary
 from fedlora.flower.server.journal import Journal, scores_line
 from fedlora.flower.server.opening import Opening, opening
 from fedlora.flower.server.private import opened_private
+from fedlora.flower.server.speaking import OwnClients
 from fedlora.flower.server.state import FederationState, check_playable, run_identity
 from fedlora.flower.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
@@ -51,6 +51,7 @@ class Federation(FedLoRA):
     """
 
     trackers: Trackers
+    speaks: OwnClients
     _patience = math.inf  # a round waits as long as needed for its sites
 
     def __init__(self, b: Opening, begun: FederationState, private: PrivateRun | None) -> None:
@@ -60,7 +61,7 @@ class Federation(FedLoRA):
             fraction_train=run.participation, seed=run.seed,
         )  # fmt: skip
         self.opening, self.private, self.policy = b, private, b.policy
-        self._kept, self._terms = begun, b.join.terms()
+        self._kept, self.speaks = begun, OwnClients(b.settings.id, b.join.terms())
         self._part: HeldOut = "validation"
         self._policy_error, self._sites = "", SiteRound()
         super()._begin(None)
@@ -103,8 +104,8 @@ class Federation(FedLoRA):
 
     # ------------------------------------------------------------------------------------------------------ the rounds
 
-    def _refresh(self) -> None:
-        """Read the policy's file again. One that cannot be used changes nothing, and is told once."""
+    def _refresh(self) -> Mapping[str, Any]:
+        """The clients, after a look at the policy's file; one that cannot be used changes nothing, and is told once."""
         error, before = "", self.policy.clients
         try:
             found = Policy.read(self.opening.home.policy)
@@ -124,6 +125,7 @@ class Federation(FedLoRA):
         for name in before.keys() - self.policy.clients.keys():
             log.warning("round %d on: %s may take part no longer", self.round + 1, name)
         self._kept = self.kept.under(self.policy.clients)
+        return self.policy.clients
 
     # --------------------------------------------------------------------------------------------------- measuring them
 
@@ -132,7 +134,7 @@ class Federation(FedLoRA):
     ) -> Iterable[Message]:
         """Ask every site of the policy that is online for the scores of its readout. config: "measure", the part."""
         self._refresh()  # a site that was removed meanwhile is sent no model any more
-        online = self._online(grid)
+        online = self.nodes.online(grid, self.policy.clients)
         asked = [name for name in self.policy.clients if name in online]
         self._sites = SiteRound({}, {name: "it is not online" for name in self.policy.clients if name not in online})
         BoundedGrid.around(grid).limit = NUMBERS
@@ -148,7 +150,7 @@ class Federation(FedLoRA):
             name = self._asked.whose(reply)
             found[name] = one = self._scores(name, reply)
             if isinstance(one, SiteScores):
-                held = replace(self._sent[name], local=one.kept)
+                held = replace(self.speaks.sent[name], local=one.kept)
                 clients[name] = replace(clients.get(name, ClientMemory()), held=held)
             self.journal.answered(name)
         self._kept = replace(self.kept, state=replace(self.state, clients=ReadOnly(clients)))
@@ -156,7 +158,7 @@ class Federation(FedLoRA):
         lost = {name: one for name, one in each.items() if isinstance(one, str)}
         self._sites = SiteRound(
             {name: one for name, one in each.items() if isinstance(one, SiteScores)},
-            {**self._sites.unmeasured, **self._not_sent, **lost},
+            {**self._sites.unmeasured, **self._asked.unsent, **lost},
         )
         for name, why in lost.items():
             log.warning("round %d: %s: not measured: %s", self.round, shown(name), shown(why, 1000))
@@ -170,7 +172,7 @@ class Federation(FedLoRA):
         try:
             return record_measured(
                 reply.content, run=self.run, round=self.round, part=self._part, metric=self.opening.choosing.metric,
-                local=self._sent[name].local,
+                local=self.speaks.sent[name].local,
             )  # fmt: skip
         except RecordError as error:
             return str(error)
@@ -202,8 +204,7 @@ class Federation(FedLoRA):
                 whole = {**self.lines()[-1], **scores}
                 if b.choosing.better(whole, b.choosing.best(self.lines(number - 1))):
                     # two are kept, since the one before is the best until this round's scores are told
-                    of = run_identity(self.run, self.server, self.state.server)
-                    checkpoint.save(self._best_folder, number, self.kept, of=of, keep=2)
+                    self.kept.store(self._best_folder, self.server)
                 self.journal.scored(number, scores)
                 log.info("%s", scores_line(number, scores))
             self.trackers.log(self.lines()[-1])

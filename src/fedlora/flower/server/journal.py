@@ -17,14 +17,15 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
 from fedlora.core.text import shown
-from fedlora.errors import CheckpointError
+from fedlora.errors import CheckpointError, QuorumNotMet
 from fedlora.given_files import RECORDS, parse_json, read_given
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.runs.folder import plain
@@ -57,10 +58,14 @@ class Journal:
         return round in self._scores
 
     def played(self, line: str) -> None:
-        """Tell a round's line, as it stands in the checkpoint; after a kill, only if it is not told yet."""
+        """Tell a round's line, as it stands in the checkpoint, in rounds.jsonl and in the log; after a kill, only if it
+        is not told yet."""
         found = json.loads(line)
         if self._played.get(found["round"]) != found:
             self._append(found)
+            for said in beside(found):
+                log.warning("%s", said)
+            log.info("%s", round_line(found))
 
     def scored(self, round: int, scores: Mapping[str, Any]) -> None:
         """Tell a round's scores."""
@@ -76,9 +81,26 @@ class Journal:
             self._tell(answered=[*self._now["answered"], client])
 
     def ended(self, kind: str, why: str) -> None:
-        """now.json: no more rounds in this process. kind: "complete", "stopped", "budget", "quorum", "refused" (it
-        would fail again), "failed" or "interrupted"."""
+        """now.json: no more rounds in this process. kind: "complete", "stopped", "quorum", "refused" (it would fail
+        again), "failed" or "interrupted"."""
         self._tell(ended={"kind": kind, "why": shown(why, 4000)}, since=_time())
+
+    @contextmanager
+    def telling_the_end(self, stopped: Callable[[], str | None]) -> Iterator[None]:
+        """now.json: why the rounds in this block ended. stopped: why they stopped early, if they did."""
+        kind, why = "interrupted", ""
+        try:
+            yield
+            kind, why = "complete" if stopped() is None else "stopped", stopped() or ""
+        except QuorumNotMet as error:
+            kind, why = "quorum", str(error)
+            log.warning("%s", shown(why, 4000))
+            raise
+        except Exception as error:
+            kind, why = "failed", f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.ended(kind, why)
 
     def _tell(self, **news: Any) -> None:
         self._now |= news
