@@ -56,7 +56,7 @@ class FedLoRA(Strategy):
 
     Args:
         server: with its method, quorum, weighting and rule; or a method's name, with a quorum of 1.
-        clients: name -> rank, or ranks by module; or names of clients of rank r; or how many there are.
+        clients: name -> rank; or names of clients of rank r; or how many there are.
         r, lora_alpha: of stock PEFT clients, which exchange `get_peft_model_state_dict` and know nothing of fedlora.
             None: fedlora's own clients (`fedlora.flower.site.node.Node`).
         adapter: the common start. None: the `initial_arrays` of `start`, a PEFT state dict of linear layers.
@@ -74,7 +74,7 @@ class FedLoRA(Strategy):
     """
 
     def __init__(
-        self, server: Server | str, clients: int | Sequence[str] | Mapping[str, Any], *, r: int | None = None,
+        self, server: Server | str, clients: int | Sequence[str] | Mapping[str, int], *, r: int | None = None,
         lora_alpha: float | None = None, adapter: Adapter | None = None, run: str = "federation",
         folder: Path | str | None = None, fraction_train: float = 1.0, fraction_evaluate: float = 0.0, seed: int = 0,
         names: Literal["registered", "order"] | None = None,

@@ -184,34 +184,21 @@ def _time() -> str:
 # ---------------------------------------------------------------------------------------------------------- for people
 
 
-def fates_of(line: Mapping[str, Any]) -> dict[str, str]:
-    """client -> fate, from a round's line."""
-    return {client: str(one["fate"]) for client, one in (line.get("fates") or {}).items()}
-
-
-def spent_of(line: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Epsilon of a private round and those before it, and of all planned ones; None for other rounds."""
-    privacy = line.get("privacy")  # null: infinity
-    if privacy is None:
-        return None
-    so_far, planned = (math.inf if privacy[name] is None else privacy[name] for name in ("epsilon", "epsilon_planned"))
-    return so_far, planned
-
-
 def round_line(line: Mapping[str, Any]) -> str:
-    """A round in one line: everyone by name, with its loss if it trained, otherwise its fate."""
-    loss, seconds = line.get("loss"), line.get("seconds")
+    """A round in one line: everyone by name, with its loss if it trained, otherwise its fate. Of a private one also the
+    epsilon of the rounds until then, and of all planned ones."""
+    loss, seconds, privacy = line.get("loss"), line.get("seconds"), line.get("privacy")
     head = f"round {line['round']}"
-    if (spent := spent_of(line)) is not None:
-        head += f"  epsilon {epsilon_up(spent[0])} of {epsilon_up(spent[1])}"
+    if privacy is not None:
+        so_far, planned = (math.inf if privacy[k] is None else privacy[k] for k in ("epsilon", "epsilon_planned"))
+        head += f"  epsilon {epsilon_up(so_far)} of {epsilon_up(planned)}"
     head += f"  loss {_number(loss, 3)}" if loss is not None else "  no loss"
     head += f"  {seconds:.0f} s" if isinstance(seconds, int | float) else ""
-    fates, losses = fates_of(line), line.get("losses") or {}
-    return head + "".join(
-        f"  {shown(name)} {_number(losses[name], 2)}" if fate == "trained" and losses.get(name) is not None
-        else f"  {shown(name)} {fate}"
-        for name, fate in sorted(fates.items())
-    )  # fmt: skip
+    losses = line.get("losses") or {}
+    for name, one in sorted((line.get("fates") or {}).items()):
+        trained = one["fate"] == "trained" and losses.get(name) is not None
+        head += f"  {shown(name)} {_number(losses[name], 2) if trained else one['fate']}"
+    return head
 
 
 def beside(line: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,6 @@ from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
 
 log = logging.getLogger(__name__)
-Ranks = Mapping[str, int | Mapping[str, int]]
 _MB = 2**20
 
 
@@ -107,7 +106,7 @@ def least_usable(policy: Policy, quorum: int | None, rule: Rule | None, particip
     return min(takewhile(enough, range(number_drawn(len(policy.clients), participation), 0, -1)), default=0)
 
 
-def check_playable(clients: Ranks, server: Server, state: ServerState, participation: float) -> None:
+def check_playable(clients: Mapping[str, int], server: Server, state: ServerState, participation: float) -> None:
     """Raises `FedLoRAError` if no round could be played with these clients: their ranks or their number do not fit the
     method, the quorum or the rule."""
     served: list[Any] = []
