@@ -70,7 +70,10 @@ class _Asked:
 
 
 class BoundedGrid(Grid):
-    """limit: of each reply, until it is set anew. clock: which also waits. pause: seconds between two looks."""
+    """A Flower grid that takes any other's messages, with one answer or error for each question.
+
+    limit: of each reply, until it is set anew. clock: which also waits. pause: seconds between two looks.
+    """
 
     def __init__(self, grid: Grid, *, clock: Clock = time, pause: float | None = None) -> None:
         self.inner, self.limit, self.clock = grid, UNLIMITED, clock

@@ -17,15 +17,14 @@ from flwr.serverapp.strategy import Result
 from fedlora.core.messages import ClientMemory
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import shown
-from fedlora.errors import ConfigError, FedLoRAError, counted
+from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.envelope import RecordError
 from fedlora.flower.grid import BoundedGrid, Clock
-from fedlora.flower.inside import untested
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import locked
 from fedlora.flower.scores import NUMBERS, HeldOut, SiteRound, SiteScores, record_measured
 from fedlora.flower.server.finishing import finish, fitting_summary
-from fedlora.flower.server.journal import Journal, scores_line
+from fedlora.flower.server.journal import scores_line
 from fedlora.flower.server.opening import Opening, opening
 from fedlora.flower.server.private import opened_private
 from fedlora.flower.server.speaking import OwnClients
@@ -231,11 +230,8 @@ def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
     A finished federation plays nothing and returns its summary again; raising run.rounds in federation.toml extends it.
     If it is raised during play, this call ends with the rounds of its start, and the next one plays the others.
     """
-    if why := untested():  # where sites are strangers, no reply is taken into memory before it is measured
-        raise ConfigError(f"{why}.")
     home = FederationFolder(folder.resolve())
     with locked(home.server / ".lock", f"plays the rounds in {home.server}"):
-        Journal(home.server).asked(0, "", [])  # nothing of how an earlier process ended
         b, begun = opening(folder, log.warning)
         private = opened_private(home, b.settings, b.server, b.plan, b.rounds) if b.plan is not None else None
         federation = Federation(b, begun, private)
