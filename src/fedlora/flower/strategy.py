@@ -32,7 +32,7 @@ from fedlora.errors import BudgetSpent, ConfigError
 from fedlora.flower.envelope import parts
 from fedlora.flower.grid import BoundedGrid, Exchange
 from fedlora.flower.peft import peft_adapter, peft_record, ranks_of_clients
-from fedlora.flower.scores import averaged
+from fedlora.flower.scores import NUMBERS, averaged
 from fedlora.flower.server.answers import Answers
 from fedlora.flower.server.journal import Journal, log_to_stdout
 from fedlora.flower.server.private import require_room
@@ -186,9 +186,11 @@ class FedLoRA(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The messages to the clients that measure."""
-        online = self.nodes.online(grid, self.policy.clients)
-        asked = drawn(self.policy.clients, online, self.fraction_evaluate, seed=self.seed, round=self.round)
+        """The messages to the clients that measure. config: for fedlora's own, "measure", the part."""
+        clients = self._refresh()  # one that was removed meanwhile is sent no model any more
+        online = self.nodes.online(grid, clients)
+        asked = drawn(clients, online, self.fraction_evaluate, seed=self.seed, round=self.round)
+        BoundedGrid.around(grid).limit = NUMBERS
         self._asked = self._exchange(MessageType.EVALUATE, asked, online, config)
         return self._asked.questions()
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
@@ -22,7 +22,7 @@ from fedlora.flower.envelope import RecordError
 from fedlora.flower.grid import BoundedGrid, Clock
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import locked
-from fedlora.flower.scores import NUMBERS, HeldOut, SiteRound, SiteScores, record_measured
+from fedlora.flower.scores import HeldOut, SiteRound, SiteScores, record_measured
 from fedlora.flower.server.finishing import finish, fitting_summary
 from fedlora.flower.server.journal import scores_line
 from fedlora.flower.server.opening import Opening, opening
@@ -57,7 +57,7 @@ class Federation(FedLoRA):
         run = b.settings.run
         super().__init__(
             b.server if private is None else private.server, b.policy.clients, run=b.settings.id, folder=b.home.server,
-            fraction_train=run.participation, seed=run.seed,
+            fraction_train=run.participation, fraction_evaluate=1.0, seed=run.seed,
         )  # fmt: skip
         self.opening, self.private, self.policy = b, private, b.policy
         self._kept, self.speaks = begun, OwnClients(b.settings.id, b.join.terms())
@@ -128,18 +128,6 @@ class Federation(FedLoRA):
 
     # --------------------------------------------------------------------------------------------------- measuring them
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Ask every site of the policy that is online for the scores of its readout. config: "measure", the part."""
-        self._refresh()  # a site that was removed meanwhile is sent no model any more
-        online = self.nodes.online(grid, self.policy.clients)
-        asked = [name for name in self.policy.clients if name in online]
-        self._sites = SiteRound({}, {name: "it is not online" for name in self.policy.clients if name not in online})
-        BoundedGrid.around(grid).limit = NUMBERS
-        self._asked = self._exchange(MessageType.EVALUATE, asked, online, config)
-        return self._asked.questions()
-
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The sites' scores, checked (`_sites`); their mean. A site that measured holds all that its next training
         starts from, which then does not travel again."""
@@ -153,12 +141,10 @@ class Federation(FedLoRA):
                 clients[name] = replace(clients.get(name, ClientMemory()), held=held)
             self.journal.answered(name)
         self._kept = replace(self.kept, state=replace(self.state, clients=ReadOnly(clients)))
-        each = {name: found[name] for name in self.policy.clients if name in found}
-        lost = {name: one for name, one in each.items() if isinstance(one, str)}
-        self._sites = SiteRound(
-            {name: one for name, one in each.items() if isinstance(one, SiteScores)},
-            {**self._sites.unmeasured, **self._asked.unsent, **lost},
-        )
+        lost = {name: one for name, one in found.items() if isinstance(one, str)} | self._asked.unsent
+        measured = {name: one for name in self.policy.clients if isinstance(one := found.get(name), SiteScores)}
+        away = [name for name in self.policy.clients if name not in measured]
+        self._sites = SiteRound(measured, {name: lost.get(name, "it is not online") for name in away})
         for name, why in lost.items():
             log.warning("round %d: %s: not measured: %s", self.round, shown(name), shown(why, 1000))
         mean = self._sites.mean()

@@ -140,10 +140,7 @@ class Journal:
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
     """The lines of a federation's rounds from rounds.jsonl, in order, each with its scores; none without a file."""
-    journal = Journal(None)
-    for line in _whole_lines(path):
-        journal._take(line)
-    return journal.lines()
+    return Journal(path.parent).lines()
 
 
 def rounds_done(path: Path) -> int:
