@@ -30,8 +30,11 @@ def peft_record(adapter: Adapter, factor: float) -> ArrayRecord:
     return ArrayRecord(arrays)
 
 
-def peft_adapter(arrays: ArrayRecord, factor: float) -> Adapter:
-    """The common start from a PEFT state dict. Raises `ConfigError` for other tensors than pairs of LoRA factors."""
+def peft_adapter(arrays: ArrayRecord | None, factor: float) -> Adapter:
+    """The common start from a PEFT state dict. Raises `ConfigError` for other tensors than pairs of LoRA factors, and
+    for none."""
+    if arrays is None:
+        raise ConfigError("FedLoRA needs a start: adapter=, or initial_arrays, a PEFT state dict.")
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, array in arrays.items():
         found = _factor(key)

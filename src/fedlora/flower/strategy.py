@@ -28,7 +28,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client
 from fedlora.core.text import shown
-from fedlora.errors import BudgetSpent, ConfigError
+from fedlora.errors import BudgetSpent
 from fedlora.flower.envelope import parts
 from fedlora.flower.grid import BoundedGrid, Exchange
 from fedlora.flower.peft import peft_adapter, peft_record, ranks_of_clients
@@ -97,8 +97,6 @@ class FedLoRA(Strategy):
 
     _patience = _WAIT  # seconds until a round begins with the nodes that are there; inf: as long as needed
 
-    # ------------------------------------------------------------------------------------------- Flower's own methods
-
     def start(
         self, grid: Grid, initial_arrays: ArrayRecord | None = None, num_rounds: int = 3, timeout: float = 3600,
         train_config: ConfigRecord | None = None, evaluate_config: ConfigRecord | None = None,
@@ -123,7 +121,7 @@ class FedLoRA(Strategy):
         result, train, evaluate = Result(), train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self.summary()
         with self.journal.telling_the_end(lambda: self.stopped):
-            online = self._wait(grid, None, min(_WAIT, timeout))  # once; later for as many as a round needs
+            online = self._wait(grid, None, _WAIT)  # once; later for as many as a round needs
             self._kept = replace(self.kept, nodes=self.nodes.known(online, self.kept.nodes, self.speaks.at_nodes))
             while True:
                 self._measure(grid, result, evaluate, evaluate_fn)
@@ -150,8 +148,7 @@ class FedLoRA(Strategy):
         self._refresh()
         grid, opened = BoundedGrid.around(grid), self.server.open(self.state.server)
         online = self._awaited(grid, opened)
-        self._clock = grid.clock
-        self._began = self._clock.monotonic()
+        self._clock, self._began = grid.clock, grid.clock.monotonic()
         chosen = drawn(self.policy.clients, online, self.fraction_train, seed=self.seed, round=self.round)
         chosen = chosen if opened.asked is None else [*opened.asked]  # a private round draws its own
         self._answers = Answers(self.kept, opened, [*self.policy.clients], online, chosen, self.policy.max_examples)
@@ -210,8 +207,6 @@ class FedLoRA(Strategy):
         """Log what is played."""
         log.info("FedLoRA: %s, %d clients, round %d", self.server.method.name, len(self.policy.clients), self.round)
 
-    # ------------------------------------------------------------------------------------------------------- its own
-
     @property
     def kept(self) -> FederationState:
         """All that it remembers after the last round. There is none before `start`."""
@@ -231,11 +226,8 @@ class FedLoRA(Strategy):
     def arrays(self) -> ArrayRecord:
         """The server's model as a PEFT state dict, which stock clients read: of the start's ranks, with their
         lora_alpha; without stock clients with lora_alpha = r. A change of the base weights is not in it."""
-        state = self.state.server
-        adapter = self.server.download(state, Client("whoever asks", state.start.ranks)).adapter
-        return peft_record(adapter, self.speaks.factor)
-
-    # ---------------------------------------------------------------------------- what another kind of rounds changes
+        whoever = Client("whoever asks", self.state.server.start.ranks)
+        return peft_record(self.server.download(self.state.server, whoever).adapter, self.speaks.factor)
 
     def _refresh(self) -> Mapping[str, Any]:
         """The clients that may take part, as they are before a round, while it waits, and before a measurement."""
@@ -250,11 +242,11 @@ class FedLoRA(Strategy):
             require_room(self.private, self.round + 1)
         if opened.asked is not None:
             return self._wait(grid, None, math.inf if self.round == 0 else self._timeout)
-        kind, patience = self.server.round, self._patience
-        least = least_usable(self.policy, kind.quorum, kind.rule, self.fraction_train)
-        return self._wait(grid, least, patience if patience == math.inf else min(patience, self._timeout))
+        least = least_usable(self.policy, self.server.round.quorum, self.server.round.rule, self.fraction_train)
+        return self._wait(grid, least, self._patience)
 
     def _wait(self, grid: BoundedGrid, least: int | None, seconds: float) -> dict[str, int]:
+        seconds = seconds if seconds == math.inf else min(seconds, self._timeout)
         return self.nodes.wait(grid, self._refresh, least, seconds, self.round + 1)
 
     def _measure(
@@ -280,9 +272,7 @@ class FedLoRA(Strategy):
     def _begin(self, initial: ArrayRecord | None) -> None:
         """The state to go on from, and its line, if a kill left it untold."""
         if self._kept is None:
-            if self._adapter is None and initial is None:
-                raise ConfigError("FedLoRA needs a start: adapter=, or initial_arrays, a PEFT state dict.")
-            begun = start(self.server, self._adapter or peft_adapter(initial or ArrayRecord(), self.speaks.factor))
+            begun = start(self.server, self._adapter or peft_adapter(initial, self.speaks.factor))
             self.speaks.check(self.server, begun.server, self.policy.clients)
             check_playable(self.policy.clients, self.server, begun.server, self.fraction_train)
             self._kept, self._adapter = going_on(self._checkpoints, self.run, self.server, begun), None
