@@ -131,20 +131,23 @@ class Federation(FedLoRA):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The sites' scores, checked (`_sites`); their mean. A site that measured holds all that its next training
         starts from, which then does not travel again."""
-        found: dict[str, SiteScores | str] = {}
-        clients = dict(self.state.clients)
+        measured, lost, clients = dict[str, SiteScores](), dict[str, str](), dict(self.state.clients)
         for reply in replies:
             name = self._asked.whose(reply)
-            found[name] = one = self._scores(name, reply)
+            one = self._scores(name, reply)
             if isinstance(one, SiteScores):
+                measured[name] = one
                 held = replace(self.speaks.sent[name], local=one.kept)
                 clients[name] = replace(clients.get(name, ClientMemory()), held=held)
+            else:
+                lost[name] = one
             self.journal.answered(name)
         self._kept = replace(self.kept, state=replace(self.state, clients=ReadOnly(clients)))
-        lost = {name: one for name, one in found.items() if isinstance(one, str)} | self._asked.unsent
-        measured = {name: one for name in self.policy.clients if isinstance(one := found.get(name), SiteScores)}
-        away = [name for name in self.policy.clients if name not in measured]
-        self._sites = SiteRound(measured, {name: lost.get(name, "it is not online") for name in away})
+        lost |= self._asked.unsent
+        self._sites = SiteRound(
+            {name: measured[name] for name in self.policy.clients if name in measured},
+            {name: lost.get(name, "it is not online") for name in self.policy.clients if name not in measured},
+        )
         for name, why in lost.items():
             log.warning("round %d: %s: not measured: %s", self.round, shown(name), shown(why, 1000))
         mean = self._sites.mean()
@@ -183,7 +186,9 @@ class Federation(FedLoRA):
         b, number = self.opening, self.round
         if number and number != self._tracked:
             if b.choosing.due(number):
-                scores: dict[str, Any] = {"metrics": plain(dict(self._at_server()))}
+                evaluator, scores = b.at_server.validation, dict[str, Any](metrics={})
+                if b.choosing.by == "server" and evaluator is not None:
+                    scores["metrics"] = plain(dict(evaluator.evaluate(self.server, self.state)))
                 if b.choosing.by == "sites":
                     scores |= plain(self.measure(grid, "validation").facts())
                 whole = {**self.lines()[-1], **scores}
@@ -197,13 +202,6 @@ class Federation(FedLoRA):
         if (ended := self.ended) is not None:
             log.info("round %d: %s", number, ended["why"])
             self.stopped = "stopped early"
-
-    def _at_server(self) -> Mapping[str, float]:
-        """The server's scores, if it measures rounds."""
-        evaluator = self.opening.at_server.validation
-        if evaluator is None or self.opening.choosing.by != "server":
-            return {}
-        return evaluator.evaluate(self.server, self.state)
 
     @property
     def _best_folder(self) -> Path:

@@ -176,7 +176,8 @@ class Supervisor:
             raise ConfigError(ended["why"])
         if ended.get("kind") == "quorum":
             self._say("too few sites gave a usable answer: the round is played again")
-            self._sleep(self._pace.thin)
+            if self.stop.wait(self._pace.thin):
+                raise Stopped
         elif facts.status == "finished:completed" and new:
             self._say(f"{done}: going on")
         elif facts.status == "finished:failed":
@@ -218,10 +219,6 @@ class Supervisor:
         if now - self._said_at.get(line, -self._pace.remind) >= self._pace.remind:
             self._said_at[line] = now
             self._say(line)
-
-    def _sleep(self, seconds: float) -> None:
-        if self.stop.wait(seconds):
-            raise Stopped
 
 
 class Tail:
