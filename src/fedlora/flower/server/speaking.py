@@ -61,7 +61,7 @@ class StockClients:
         return Reply(upload, loss, None)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OwnClients:
     """Clients of fedlora, whose messages leave out what they hold.
 
@@ -102,7 +102,7 @@ def speaks(r: int | None, lora_alpha: float | None, run: str) -> OwnClients | St
     """The kind of clients: stock ones have both numbers, of their `LoraConfig`. Raises `ConfigError` for one alone."""
     if r is None and lora_alpha is None:
         return OwnClients(run)
-    if r is None or lora_alpha is None or not 0 < lora_alpha < math.inf:
+    if not r or lora_alpha is None or not 0 < lora_alpha < math.inf:
         raise ConfigError(f"r and lora_alpha are those of stock PEFT clients, both or neither; got {r}, {lora_alpha}.")
     return StockClients(r, lora_alpha)
 
