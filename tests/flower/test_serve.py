@@ -174,7 +174,6 @@ def test_the_app_says_what_would_fail_the_same_way_again(
     assert (told["ended"] == {"kind": "refused", "why": "it is so"}) if wrong else not told
     log = tmp_path / "state" / "logs" / "serverapp.log"
     assert "it is so" in log.read_text() and "Traceback" in log.read_text()
-    assert log.read_text().startswith("20"), "each line with its time"
 
 
 def test_a_run_that_never_begins_is_explained(tmp_path: Path) -> None:
