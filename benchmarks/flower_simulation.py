@@ -21,7 +21,8 @@ from flwr.serverapp import Grid, ServerApp
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import SWITCHES
-from fedlora.flower.server.federation import Federation, play
+from fedlora.flower.server.federation import play
+from fedlora.flower.server.waiting import Nodes
 from fedlora.flower.site.trainer import Do, Trainer
 from fedlora.flower.terms.policy import Policy
 
@@ -69,7 +70,7 @@ def simulate_federation(folder: Path, *, cpus: int = 1) -> dict[str, Any]:
     def main(grid: Grid, context: Context) -> None:
         try:
             known = claimed_names(grid, len(names))
-            Federation._online = lambda self, grid: dict(known)  # type: ignore[method-assign]
+            Nodes.online = lambda self, grid, clients: dict(known)  # type: ignore[method-assign]
             found.update(play(grid, Path(home)))
         except FedLoRAError as error:
             found["error"] = str(error)

@@ -47,7 +47,7 @@ def record() -> RoundRecord:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Any, list[str]]:
     """Of a federation on Flower: its folder, the round's line, Flower's result and what the log said."""
-    from fedlora.flower import strategy as module
+    from fedlora.flower.server import journal as module
 
     folder = tmp_path_factory.mktemp("flower")
     said: list[str] = []

@@ -23,6 +23,8 @@ MODULES = {  # module -> what a reader looks there for
     "fedlora.privacy": "Differential privacy of what is released (`fedlora[privacy]`).",
     "fedlora.hf": "Scripts with a trainer of their own.",
     "fedlora.attacks": "Byzantine clients, for experiments.",
+    "fedlora.flower": "A Flower strategy and a grid that bounds what it takes (`fedlora[flower]`).",
+    "fedlora.flower.site.node": "A client of any method, in a ClientApp of yours.",
     "fedlora.testing": "The contracts that a method keeps, to run on one of your own.",
     "fedlora.workers": "Several processes that train a round's clients.",
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import tracemalloc
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,14 +24,13 @@ from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_id, get_object_tree
 
 from fedlora import Adapter, LoRA
+from fedlora.cli.flower import needed
 from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.errors import ConfigError
 from fedlora.flower import inside
 from fedlora.flower.inside import HttpInbox, Limit, TooLarge, answers_at_most, http_inbox
 from fedlora.flower.records import record_upload, upload_record
-from fedlora.flower.server import federation
-from support import flower_grid
 
 MB = 2**20
 LIMIT = Limit(2 * MB, 100, 20_000)
@@ -285,10 +283,8 @@ def test_objects_that_flwr_does_not_make_cost_their_sender_the_round(link: Link,
 # ---- the contract with flwr ------------------------------------------------------------------------------------------
 
 
-def test_another_flwr_takes_the_public_path_and_says_what_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A federation's rounds refuse it by the same words."""
+def test_another_flwr_takes_the_public_path_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of a federation refuse it by the same words."""
     from flwr.superlink.grid.http_grid import HttpGrid
 
     assert inside.untested() == ""
@@ -296,7 +292,7 @@ def test_another_flwr_takes_the_public_path_and_says_what_it_lacks(
     with pytest.warns(UserWarning, match=r"flwr 1\.43\.0 .*1\.41\.x and 1\.42\.x.*'flwr>=1\.41,<1\.43'.* only after"):
         assert http_inbox(HttpGrid("127.0.0.1:1", insecure=True, token="x")) is None
     with pytest.raises(ConfigError, match=r"flwr 1\.43\.0 "):
-        federation.play(flower_grid.LocalGrid({}), tmp_path)
+        needed()
 
 
 def test_flwr_is_inside_as_the_bounded_pull_takes_it_to_be() -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("dp_accounting")
 from fedlora.errors import ConfigError
 from fedlora.flower.server.doctor import checked_folder
 from fedlora.flower.server.federation import ending
-from fedlora.flower.server.init import federation, make_federation
+from fedlora.flower.server.init import make_federation
 from fedlora.flower.server.members import admit
 from fedlora.flower.site.checks import checked_work
 from fedlora.flower.terms import certificates
@@ -86,16 +86,15 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "ledgers").mkdir()  # what charges it writes beside it, so that nothing else may lie there
     (tmp_path / "run.toml").write_text(tomli_w.dumps(run))
-    made = federation(tmp_path / "run.toml", [], NETWORK, RANKS, None)
-    terms = made.settings.privacy
-    assert terms is not None and terms.members == list(RANKS) and terms.rank == 4
-    assert made.settings.server.quorum is None and made.settings.share("validation") == made.settings.share("test") == 0
-    assert "ledger" not in made.settings.agreed()["privacy"] and str(tmp_path) not in str(made.settings.agreed())
     home = tmp_path / "made"
-    make_federation(home, made)
+    settings = make_federation(home, tmp_path / "run.toml", [], NETWORK, RANKS, None)
+    terms = settings.privacy
+    assert terms is not None and terms.members == list(RANKS) and terms.rank == 4
+    assert settings.server.quorum is None and settings.share("validation") == settings.share("test") == 0
+    assert "ledger" not in settings.agreed()["privacy"] and str(tmp_path) not in str(settings.agreed())
     assert dict(Policy.read(home / "policy.toml").clients) == RANKS
     (serve,) = [row for row in checked_folder(home) if row[0] == "serve"]
-    assert serve[2] and "Private: epsilon 706.09" in serve[1]
+    assert serve[2]
     (tmp_path / "key.pub").write_bytes(certificates.new_key()[1])
     with pytest.raises(ConfigError, match=r"'dublin' .* 3 members"):
         admit(home, "dublin", 4, tmp_path / "key.pub")
@@ -103,12 +102,12 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     join = JoinFile.read(home / "join.toml")
     site = Site("acme", {"data": {"train": str(tmp_path / "acme.jsonl")}, "model": {"name": str(fed.model)}})
     (row,) = [row for row in checked_work(join, site) if row[0] == "privacy"]
-    assert row[1] in serve[1] and "one site" in row[1] and "server is trusted" in row[1]
+    assert "epsilon 706.09" in row[1] and "one site" in row[1] and "server is trusted" in row[1]
 
     with pytest.raises(ConfigError, match="this budget leaves nothing"):
         tables = {**run, "privacy": {**run["privacy"], "noise_multiplier": 50.0}}
         (tmp_path / "run.toml").write_text(tomli_w.dumps(tables))
-        federation(tmp_path / "run.toml", [], NETWORK, RANKS, None)
+        make_federation(tmp_path / "other", tmp_path / "run.toml", [], NETWORK, RANKS, None)
 
 
 def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -> None:

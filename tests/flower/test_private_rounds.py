@@ -188,7 +188,7 @@ def test_it_stops_before_the_budget_is_passed_and_nobody_trains_for_nothing(
     assert strategy.round == 2 and len(grid.sent) == 6
     assert strategy.stopped == "budget" and said in run.releases.why_spent(strategy.round)
     assert "round 3 is not played" in caplog.text
-    assert read_now(tmp_path / "server" / "now.json")["ended"]["kind"] == "budget"
+    assert read_now(tmp_path / "server" / "now.json")["ended"]["kind"] == "stopped"
     assert len(Ledger(tmp_path / "ledger.jsonl", "toys").read().events) == 3
 
 

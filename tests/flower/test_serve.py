@@ -262,15 +262,18 @@ def test_asked_to_stop_it_ends_the_run_and_then_all(tmp_path: Path) -> None:
 
 
 def test_keys_that_come_while_it_runs_are_admitted(tmp_path: Path) -> None:
+    """And the site is missed until it is online."""
     home = federation_folder(tmp_path / "f")
 
     def dublin(link: FakeLink) -> None:
         (home / "keys" / "dublin.pub").write_text("key")
+        (home / "policy.toml").write_text((home / "policy.toml").read_text() + "dublin = 4\n")
 
     _, link, said = served(home, [rounds(1), dublin, rounds(), rounds(), rounds(2, 3), completes(3)])
     assert "dublin: its key is admitted" in said
     keys = [line for line in link.done if line.startswith("keys")]
     assert keys == ["keys acme,berlin,cork", "keys acme,berlin,cork,dublin"]
+    assert "online: acme, berlin, cork; missing: dublin" in said
 
 
 def test_two_cannot_serve_one_folder(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_stock_clients_in_order_go_on_at_the_same_nodes_alone(tmp_path: Path) ->
     start(made(tmp_path), stock_grid(), 1)
     others = stock_grid()
     others.nodes = {id + 1: node for id, node in others.nodes.items()}
-    with pytest.raises(ConfigError, match=r"round 1, .*simulation"):
+    with pytest.raises(ConfigError, match="simulation"):
         start(made(tmp_path), others, 2)
     resumed = start(made(tmp_path), stock_grid(), 2).arrays.to_torch_state_dict()
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())

@@ -64,6 +64,7 @@ def main(grid: Grid, context: Context) -> None:
     from fedlora import Kept, Server, build
     from fedlora.flower import strategy as module
     from fedlora.flower.inside import Limit
+    from fedlora.flower.server.waiting import Nodes
     from fedlora.flower.strategy import FedLoRA
 
     module.reply_limit = lambda *_: Limit(20 * MB, 200, 2 * MB)  # room for one piece of flwr's
@@ -71,10 +72,10 @@ def main(grid: Grid, context: Context) -> None:
     names, ranks = claimed_names(grid, len(NAMES)), dict.fromkeys(NAMES, 4)
     peaks = [peak()]
 
-    class Claimed(FedLoRA):
+    class Claimed(Nodes):
         """These nodes have no registered names."""
 
-        def _online(self, grid: Grid) -> dict[str, int]:
+        def online(self, grid: Grid, clients: Any) -> dict[str, int]:
             return dict(names)
 
     def after(round: int, _: Any) -> bool:
@@ -83,7 +84,8 @@ def main(grid: Grid, context: Context) -> None:
         return False
 
     server = Server(build("glora"), round=Kept(quorum=1), seed=3)
-    strategy = Claimed(server, ranks, adapter=toys().seed_adapter(), folder=home())
+    strategy = FedLoRA(server, ranks, adapter=toys().seed_adapter(), folder=home())
+    strategy.nodes = Claimed("registered")
     strategy.start(grid, num_rounds=len(plan), timeout=90, should_stop=after)
 
 

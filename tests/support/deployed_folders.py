@@ -10,7 +10,7 @@ import torch
 
 from fedlora import Adapter, AdapterSpec, LoRA
 from fedlora.flower.places import FederationFolder, SiteFolder
-from fedlora.flower.server.init import Federation, Start, make_federation
+from fedlora.flower.server.init import write_federation
 from fedlora.flower.site.run import fill_site
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
@@ -26,8 +26,9 @@ def federation_folder(path: Path, port: int = 443, **tables: object) -> Federati
     text = tomli_w.dumps({**said, "lora": {"target_modules": ["q"]}, **tables})
     settings = FederationSettings.model_validate({**said, "lora": {"target_modules": ["q"]}, **tables})
     adapter = Adapter({"q": LoRA(B=torch.zeros(8, 2), A=torch.ones(2, 6) / 7)})
-    start = Start(adapter, AdapterSpec({"peft_type": "LORA", "target_modules": ["q"]}))
-    make_federation(path, Federation(text, settings, {"one": 2, "two": 2}, start, {"base": "b" * 64}))
+    start = adapter, AdapterSpec({"peft_type": "LORA", "target_modules": ["q"]})
+    path.mkdir(parents=True)
+    write_federation(path, text, settings, {"one": 2, "two": 2}, start, {"base": "b" * 64})
     return FederationFolder(path)
 
 

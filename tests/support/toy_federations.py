@@ -14,7 +14,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.scores import choosing_of
 from fedlora.flower.server.federation import Federation
 from fedlora.flower.server.opening import AtServer, Opening
-from fedlora.flower.server.state import FederationState, newest
+from fedlora.flower.server.state import going_on
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.policy import Policy
@@ -49,7 +49,7 @@ def toy_federation(
         folder.mkdir(parents=True, exist_ok=True)
         write_policy(folder, ranks)
     state = start(server, seed)
-    found = newest(home.checkpoints, settings.id, server, state.server)
+    begun = going_on(home.checkpoints, settings.id, server, state)
     choosing, policy = choosing_of(settings, server.has_global_model(state.server)), Policy.read(home.policy)
     join = JoinFile(federation="toys", server=Address(name="x", port=1, ca=""), agreed=settings.agreed(), facts={})
     opening = Opening(home, settings, policy, server, None, None, join, AtServer(), choosing, 0)  # type: ignore[arg-type]
@@ -59,4 +59,4 @@ def toy_federation(
                    evaluators={"validation": ruler, "test": ruler})  # type: ignore[dict-item]
         for name in ranks
     }  # fmt: skip
-    return Federation(opening, found or FederationState("toys", state), None), LocalGrid(nodes)
+    return Federation(opening, begun, None), LocalGrid(nodes)

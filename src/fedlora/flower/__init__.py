@@ -2,8 +2,9 @@
 
 strategy.py   `FedLoRA`: in Flower's simulation, under `flwr run`, with stock PEFT clients (peft.py) or fedlora's own
 grid.py       `BoundedGrid`: exactly one answer to each question, measured before it is in memory (inside.py)
-server/       a federation's server: `Federation`, each answer's fate, checkpoint and journal, measurements, the end;
-              the folder and its members; the processes of `serve`; all of a federation on one machine (`up`)
+server/       the rounds' parts: who is online, what messages hold, each answer's fate, checkpoint and journal; a
+              federation's server: `Federation`, measurements, the end; the folder and its members; the processes of
+              `serve`; all of a federation on one machine (`up`)
 site/         a site: its folder, its node, the trainer that stays in memory
 terms/        what server and sites agree on: settings, facts, policy, names, keys
 records.py, scores.py, envelope.py: messages as Flower's records, checked before use

@@ -70,7 +70,10 @@ class _Asked:
 
 
 class BoundedGrid(Grid):
-    """limit: of each reply, until it is set anew. clock: which also waits. pause: seconds between two looks."""
+    """A Flower grid that takes any other's messages, with one answer or error for each question.
+
+    limit: of each reply, until it is set anew. clock: which also waits. pause: seconds between two looks.
+    """
 
     def __init__(self, grid: Grid, *, clock: Clock = time, pause: float | None = None) -> None:
         self.inner, self.limit, self.clock = grid, UNLIMITED, clock
@@ -237,16 +240,15 @@ class Exchange:
     Args:
         kind: of the messages, such as "train". group: their id. nodes: client -> its node, of those to ask. content:
             makes a client's message; it raises `RankMismatch` or `HyperparameterError` for one whom the method cannot
-            serve, who then gets none. unsent: told of each such client, and why. timeout: seconds to live.
+            serve, who then gets none (`unsent`: client -> why). timeout: seconds to live.
     """
 
     def __init__(
-        self, kind: str, group: str, nodes: Mapping[str, int], content: Callable[[str], RecordDict],
-        unsent: Callable[[str, str], None], timeout: float,
-    ) -> None:  # fmt: skip
-        self._kind, self._group, self._nodes, self._timeout = kind, group, nodes, timeout
-        self._content, self._unsent = content, unsent
+        self, kind: str, group: str, nodes: Mapping[str, int], content: Callable[[str], RecordDict], timeout: float
+    ) -> None:
+        self._kind, self._group, self._nodes, self._content, self._timeout = kind, group, nodes, content, timeout
         self._asked: dict[int, str] = {}
+        self.unsent: dict[str, str] = {}
 
     def questions(self) -> Iterator[Message]:
         """Messages for a `BoundedGrid`, which draws them one by one: Flower's own grids walk through them twice."""
@@ -254,7 +256,7 @@ class Exchange:
             try:
                 content = self._content(name)
             except (RankMismatch, HyperparameterError) as error:
-                self._unsent(name, f"the method cannot serve it: {error}")
+                self.unsent[name] = f"the method cannot serve it: {error}"
                 continue
             self._asked[node] = name
             message = Message(content, node, self._kind, ttl=self._timeout, group_id=self._group)

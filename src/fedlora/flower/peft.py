@@ -18,8 +18,6 @@ from fedlora.core.text import shown
 from fedlora.errors import ConfigError
 from fedlora.flower.envelope import RecordError, parts
 from fedlora.flower.records import number, to_tensor
-from fedlora.server.server import Server
-from fedlora.server.state import ServerState
 
 
 def peft_record(adapter: Adapter, factor: float) -> ArrayRecord:
@@ -32,8 +30,11 @@ def peft_record(adapter: Adapter, factor: float) -> ArrayRecord:
     return ArrayRecord(arrays)
 
 
-def peft_adapter(arrays: ArrayRecord, factor: float) -> Adapter:
-    """The common start from a PEFT state dict. Raises `ConfigError` for other tensors than pairs of LoRA factors."""
+def peft_adapter(arrays: ArrayRecord | None, factor: float) -> Adapter:
+    """The common start from a PEFT state dict. Raises `ConfigError` for other tensors than pairs of LoRA factors, and
+    for none."""
+    if arrays is None:
+        raise ConfigError("FedLoRA needs a start: adapter=, or initial_arrays, a PEFT state dict.")
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, array in arrays.items():
         found = _factor(key)
@@ -74,20 +75,6 @@ def peft_upload(
     told = any("train_loss" in metrics for metrics in parts(record, MetricRecord).values())
     upload = Upload(client, number(record, "num-examples"), Adapter(pairs))
     return upload, number(record, "train_loss") if told else None
-
-
-def require_stock(server: Server, state: ServerState, clients: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a method that stock clients cannot serve, or a start of another rank than theirs."""
-    found, wanted = set(state.start.ranks.values()), set(clients.values())
-    if found != wanted:
-        raise ConfigError(
-            f"the start has LoRA factors of rank {sorted(found)}, and the stock clients have r = {wanted}."
-        )
-    if not server.roles(state).both_shared or server.method.moves_base:
-        raise ConfigError(
-            f"{server.method.name} needs clients that keep or freeze a part, or that move their base weights, and "
-            f"stock PEFT clients do neither. Use glora, fedit, flexlora, svd, hetlora, or fedlora's own clients."
-        )
 
 
 def ranks_of_clients(clients: Any, rank: int | None) -> dict[str, Any]:

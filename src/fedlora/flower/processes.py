@@ -89,12 +89,6 @@ def _marked(mark: bytes) -> list[int]:
     return found
 
 
-def owner_of_this() -> int | None:
-    """The SuperNode's process, from the environment of what it starts; None if it was started by hand."""
-    named = os.environ.get(OWNER, "")
-    return int(named) if named.isdecimal() and int(named) > 1 else None
-
-
 def last_line(path: Path) -> str:
     """The last meaningful line of a log, without the frames and colours that Flower draws."""
     plain = [line.strip("│╭╮╰╯─ \t\r") for line in _COLOUR.sub("", tail(path)).splitlines()]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -162,6 +162,18 @@ class SiteRound:
             "site_mean": self.mean(),
             "site_unmeasured": dict(self.unmeasured),
         }
+
+
+def averaged(each: Iterable[MetricRecord]) -> MetricRecord | None:
+    """The mean of each finite number, weighted by num-examples, as Flower's own; None if there is none."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for metrics in each:
+        numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
+        weight = numbers.pop("num-examples", 0.0)
+        for key, value in numbers.items() if weight > 0 else ():
+            found.setdefault(key, []).append((weight, value))
+    means = {key: sum(w * x for w, x in pairs) / sum(w for w, _ in pairs) for key, pairs in found.items()}
+    return MetricRecord(dict(means)) if means else None
 
 
 @dataclass(frozen=True)

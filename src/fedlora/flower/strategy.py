@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,29 +25,20 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter
-from fedlora.core.messages import Client, ClientMemory, Download, Held
-from fedlora.core.parcels import held_after, pack
+from fedlora.core.messages import Client
 from fedlora.core.text import shown
-from fedlora.errors import BudgetSpent, ConfigError, QuorumNotMet
-from fedlora.flower.envelope import Receipt, parts
-from fedlora.flower.grid import BoundedGrid, Exchange, NoAnswer
-from fedlora.flower.peft import peft_adapter, peft_record, peft_upload, ranks_of_clients, require_stock
-from fedlora.flower.records import parcel_record, record_upload
-from fedlora.flower.scores import as_question
-from fedlora.flower.server.answers import Answers, Reply
-from fedlora.flower.server.journal import Journal, beside, log_to_stdout, round_line
+from fedlora.errors import BudgetSpent
+from fedlora.flower.envelope import parts
+from fedlora.flower.grid import BoundedGrid, Exchange
+from fedlora.flower.peft import peft_adapter, peft_record, ranks_of_clients
+from fedlora.flower.scores import NUMBERS, averaged
+from fedlora.flower.server.answers import Answers
+from fedlora.flower.server.journal import Journal, log_to_stdout
 from fedlora.flower.server.private import require_room
-from fedlora.flower.server.state import (
-    FederationState,
-    check_playable,
-    drawn,
-    least_usable,
-    newest,
-    reply_limit,
-    run_identity,
-)
+from fedlora.flower.server.speaking import speaks
+from fedlora.flower.server.state import FederationState, check_playable, drawn, going_on, least_usable, reply_limit
+from fedlora.flower.server.waiting import Nodes
 from fedlora.flower.terms.policy import Policy
 from fedlora.methods.registry import build
 from fedlora.runs.private_run import PrivateRun
@@ -57,7 +48,7 @@ from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
-_WAIT, _REMIND = 30.0, 300.0  # seconds to wait for nodes; until that is told again
+_WAIT = 30.0  # seconds until rounds begin with the nodes that are there
 
 
 class FedLoRA(Strategy):
@@ -65,7 +56,7 @@ class FedLoRA(Strategy):
 
     Args:
         server: with its method, quorum, weighting and rule; or a method's name, with a quorum of 1.
-        clients: name -> rank, or ranks by module; or names of clients of rank r; or how many there are.
+        clients: name -> rank; or names of clients of rank r; or how many there are.
         r, lora_alpha: of stock PEFT clients, which exchange `get_peft_model_state_dict` and know nothing of fedlora.
             None: fedlora's own clients (`fedlora.flower.site.node.Node`).
         adapter: the common start. None: the `initial_arrays` of `start`, a PEFT state dict of linear layers.
@@ -83,21 +74,18 @@ class FedLoRA(Strategy):
     """
 
     def __init__(
-        self, server: Server | str, clients: int | Sequence[str] | Mapping[str, Any], *, r: int | None = None,
+        self, server: Server | str, clients: int | Sequence[str] | Mapping[str, int], *, r: int | None = None,
         lora_alpha: float | None = None, adapter: Adapter | None = None, run: str = "federation",
         folder: Path | str | None = None, fraction_train: float = 1.0, fraction_evaluate: float = 0.0, seed: int = 0,
         names: Literal["registered", "order"] | None = None,
     ) -> None:  # fmt: skip
-        if (r is None) != (lora_alpha is None) or (lora_alpha is not None and not 0 < lora_alpha < math.inf):
-            raise ConfigError(
-                f"r and lora_alpha are those of stock PEFT clients, both or neither; got {r}, {lora_alpha}."
-            )
         rank = r or (max(adapter.ranks.values()) if adapter is not None else None)
-        self.factor = lora_alpha / r if r and lora_alpha else 1.0  # of clients' B to the server's
-        self.stock, self.names = r is not None, names or ("order" if isinstance(clients, int) else "registered")
+        self.speaks = speaks(r, lora_alpha, run)
+        self.nodes = Nodes(names or ("order" if isinstance(clients, int) else "registered"))
         if isinstance(server, str):
-            server = Server(build(server), "frozen" if self.stock else None, seed, Kept(quorum=1))
+            server = Server(build(server), "frozen" if r else None, seed, Kept(quorum=1))
         self.server, self.run, self.folder = server, run, None if folder is None else Path(folder)
+        self._checkpoints = None if self.folder is None else self.folder / "checkpoints"
         self.policy = Policy.made({"clients": ranks_of_clients(clients, rank)}, "FedLoRA")
         self.fraction_train, self.fraction_evaluate, self.seed = fraction_train, fraction_evaluate, seed
         self.journal = Journal(self.folder)
@@ -106,13 +94,8 @@ class FedLoRA(Strategy):
         self._adapter, self._timeout, self._began = adapter, 3600.0, 0.0
         self._kept: FederationState | None = None
         self._answers: Answers | None = None
-        self._not_sent: dict[str, str] = {}  # client -> why it gets no message
-        self._sent: dict[str, Held] = {}  # client -> what it holds once it has the message that it was sent
 
-    _patience = _WAIT  # seconds until a round begins with the nodes that are there
-    _terms = ""  # that fedlora's own clients must have in their join.toml
-
-    # ------------------------------------------------------------------------------------------- Flower's own methods
+    _patience = _WAIT  # seconds until a round begins with the nodes that are there; inf: as long as needed
 
     def start(
         self, grid: Grid, initial_arrays: ArrayRecord | None = None, num_rounds: int = 3, timeout: float = 3600,
@@ -137,16 +120,23 @@ class FedLoRA(Strategy):
         self._begin(initial_arrays)
         result, train, evaluate = Result(), train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self.summary()
-        with self._telling_the_end():
-            self._refresh()
-            self._know(self._wait(grid, None, _WAIT))  # once; later for as many as a round needs
+        with self.journal.telling_the_end(lambda: self.stopped):
+            online = self._wait(grid, None, _WAIT)  # once; later for as many as a round needs
+            self._kept = replace(self.kept, nodes=self.nodes.known(online, self.kept.nodes, self.speaks.at_nodes))
             while True:
                 self._measure(grid, result, evaluate, evaluate_fn)
                 stop = should_stop is not None and self.round > 0 and should_stop(self.round, result)
                 if self.round >= num_rounds or self.stopped is not None or stop:
                     break
-                questions = self.configure_train(self.round + 1, ArrayRecord(), train, grid)
-                metrics = self._played(grid.send_and_receive(questions, timeout=self._timeout))
+                try:
+                    questions = self.configure_train(self.round + 1, ArrayRecord(), train, grid)
+                    metrics = self._played(grid.send_and_receive(questions, timeout=self._timeout))
+                except BudgetSpent as spent:  # nothing was released for this round
+                    if not self.round:
+                        raise
+                    log.warning("round %d is not played: %s", self.round + 1, spent)
+                    self.stopped = "budget"
+                    break
                 result.train_metrics_clientapp[self.round] = metrics
         result.arrays = self.arrays()
         return result
@@ -158,9 +148,9 @@ class FedLoRA(Strategy):
         self._refresh()
         grid, opened = BoundedGrid.around(grid), self.server.open(self.state.server)
         online = self._awaited(grid, opened)
-        self._clock = grid.clock
-        self._began = self._clock.monotonic()
-        chosen = self._chosen(opened, online)
+        self._clock, self._began = grid.clock, grid.clock.monotonic()
+        chosen = drawn(self.policy.clients, online, self.fraction_train, seed=self.seed, round=self.round)
+        chosen = chosen if opened.asked is None else [*opened.asked]  # a private round draws its own
         self._answers = Answers(self.kept, opened, [*self.policy.clients], online, chosen, self.policy.max_examples)
         asked = [self.policy.client(name) for name in self._answers.asked]
         grid.limit = reply_limit(asked, self.state.server)
@@ -176,9 +166,14 @@ class FedLoRA(Strategy):
         answers = self._answers
         assert answers is not None, "configure_train opens the round"
         for reply in replies:
-            self._take(answers, reply)
+            client, state = self.policy.client(self._asked.whose(reply)), self.state.server
+            answers.take(client.id, reply, partial(self.speaks.reply, client=client, server=self.server, state=state))
+            self.journal.answered(client.id)
             del reply  # before the next one is pulled
-        after = answers.close(self._more, seconds=round(self._clock.monotonic() - self._began, 3))
+        for name, why in self._asked.unsent.items():
+            answers.settle(name, "not sent", why)
+        spent = None if self.private is None else self.private.spent
+        after = answers.close(spent, seconds=round(self._clock.monotonic() - self._began, 3))
         self._answers = answers = None  # its uploads, before the state is written
         self._store(after)
         line = self.journal.lines(self.round)[-1]
@@ -188,34 +183,29 @@ class FedLoRA(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The messages to the clients that measure, if any do."""
-        online = self._online(grid) if self.round and self.fraction_evaluate else {}
-        asked = drawn(self.policy.clients, online, self.fraction_evaluate, seed=self.seed, round=self.round)
+        """The messages to the clients that measure. config: for fedlora's own, "measure", the part."""
+        clients = self._refresh()  # one that was removed meanwhile is sent no model any more
+        online = self.nodes.online(grid, clients)
+        asked = drawn(clients, online, self.fraction_evaluate, seed=self.seed, round=self.round)
+        BoundedGrid.around(grid).limit = NUMBERS
         self._asked = self._exchange(MessageType.EVALUATE, asked, online, config)
         return self._asked.questions()
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The mean of each number that clients report, weighted by their examples. None if there is none."""
-        found: dict[str, list[tuple[float, float]]] = {}
+        each: list[MetricRecord] = []
         for reply in replies:
             name = self._asked.whose(reply)
             self.journal.answered(name)
             if reply.has_error():
                 log.warning("%s is not measured: %s", name, shown(reply.error.reason))
-                continue
-            for metrics in parts(reply.content, MetricRecord).values():
-                numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
-                weight = numbers.pop("num-examples", 0.0)
-                for key, value in numbers.items() if weight > 0 else ():
-                    found.setdefault(key, []).append((weight, value))
-        means = {key: sum(w * x for w, x in each) / sum(w for w, _ in each) for key, each in found.items()}
-        return MetricRecord(dict(means)) if means else None
+            else:
+                each += parts(reply.content, MetricRecord).values()
+        return averaged(each)
 
     def summary(self) -> None:
         """Log what is played."""
         log.info("FedLoRA: %s, %d clients, round %d", self.server.method.name, len(self.policy.clients), self.round)
-
-    # ------------------------------------------------------------------------------------------------------- its own
 
     @property
     def kept(self) -> FederationState:
@@ -234,72 +224,30 @@ class FedLoRA(Strategy):
         return self.state.round
 
     def arrays(self) -> ArrayRecord:
-        """The server's model as a PEFT state dict, which stock clients read: of rank r; otherwise of the start's ranks,
-        with lora_alpha = r. A change of the base weights is not in it."""
-        ranks: Any = self.state.server.start.ranks if not self.stock else next(iter(self.policy.clients.values()))
-        return peft_record(self.server.download(self.state.server, Client("whoever asks", ranks)).adapter, self.factor)
+        """The server's model as a PEFT state dict, which stock clients read: of the start's ranks, with their
+        lora_alpha; without stock clients with lora_alpha = r. A change of the base weights is not in it."""
+        whoever = Client("whoever asks", self.state.server.start.ranks)
+        return peft_record(self.server.download(self.state.server, whoever).adapter, self.speaks.factor)
 
-    # ---------------------------------------------------------------------------- what another kind of rounds changes
-
-    def _refresh(self) -> None:
-        """Before a round, and before a measurement."""
-
-    def _online(self, grid: Grid) -> dict[str, int]:
-        """The clients that are online -> their node ids."""
-        if self.names == "order":
-            return dict(zip(self.policy.clients, sorted(grid.get_node_ids()), strict=False))
-        return {node.name: node.node_id for node in grid.get_nodes() if node.name}
+    def _refresh(self) -> Mapping[str, Any]:
+        """The clients that may take part, as they are before a round, while it waits, and before a measurement."""
+        return self.policy.clients
 
     def _awaited(self, grid: BoundedGrid, opened: OpenRound) -> dict[str, int]:
         """Those that are online once there are enough for a round. A private round's mean is divided by all clients:
         the first one waits for all of them, a later one as long as for an answer."""
         if opened.stored:
-            return self._online(grid)
+            return self.nodes.online(grid, self.policy.clients)
         if self.private is not None:  # before any client trains
             require_room(self.private, self.round + 1)
         if opened.asked is not None:
             return self._wait(grid, None, math.inf if self.round == 0 else self._timeout)
-        rule, quorum = self.server.round.rule, self.server.round.quorum
-        return self._wait(grid, least_usable(self.policy, quorum, rule, self.fraction_train), self._patience)
+        least = least_usable(self.policy, self.server.round.quorum, self.server.round.rule, self.fraction_train)
+        return self._wait(grid, least, self._patience)
 
-    def _wait(self, grid: BoundedGrid, least: int | None, patience: float) -> dict[str, int]:
-        """Those that are online once `least` clients are (None: all), or after so many seconds."""
-        clock, told = grid.clock, -math.inf
-        until = clock.monotonic() + min(patience, math.inf if patience == math.inf else self._timeout)
-        while True:
-            found, now = self._online(grid), clock.monotonic()
-            wanted = len(self.policy.clients) if least is None else least  # the policy may change meanwhile
-            if len(found.keys() & self.policy.clients.keys()) >= wanted:
-                break
-            if now >= until:
-                break
-            if now - told >= _REMIND:
-                told = now
-                away = ", ".join(name for name in self.policy.clients if name not in found)
-                log.warning("round %d waits for %d clients; not online: %s", self.round + 1, wanted, away)
-                if self.names == "registered" and (nameless := sum(not node.name for node in grid.get_nodes())):
-                    log.warning(
-                        "%d nodes are online without a registered name: register it, or names='order'", nameless
-                    )
-            clock.sleep(1.0)
-            self._refresh()
-        wanted = len(self.policy.clients)
-        if self.names == "order" and len(found) < wanted:  # clients would get each other's names
-            raise ConfigError(
-                f"FedLoRA has {wanted} clients, one for each node in the order of ids, and {len(found)} nodes are "
-                f"online. Start as many: flwr run ... --federation-config 'num-supernodes={wanted}'."
-            )
-        return found
-
-    def _chosen(self, opened: OpenRound, online: Mapping[str, int]) -> Sequence[str]:
-        """The clients that a round asks: a private one draws its own."""
-        if opened.asked is not None:
-            return opened.asked
-        return drawn(self.policy.clients, online, self.fraction_train, seed=self.seed, round=self.round)
-
-    def _more(self, round: int) -> Mapping[str, Any]:
-        """Further facts for the round's line, once it is aggregated."""
-        return {} if self.private is None else {"privacy": self.private.spent(round)}
+    def _wait(self, grid: BoundedGrid, least: int | None, seconds: float) -> dict[str, int]:
+        seconds = seconds if seconds == math.inf else min(seconds, self._timeout)
+        return self.nodes.wait(grid, self._refresh, least, seconds, self.round + 1)
 
     def _measure(
         self, grid: BoundedGrid, result: Result, config: ConfigRecord,
@@ -321,127 +269,31 @@ class FedLoRA(Strategy):
         if scores and self.round:
             self.journal.scored(self.round, scores)
 
-    # -------------------------------------------------------------------------------------------------------- inside
-
     def _begin(self, initial: ArrayRecord | None) -> None:
         """The state to go on from, and its line, if a kill left it untold."""
         if self._kept is None:
-            if self._adapter is None and initial is None:
-                raise ConfigError("FedLoRA needs a start: adapter=, or initial_arrays, a PEFT state dict.")
-            begun = start(self.server, self._adapter or peft_adapter(initial or ArrayRecord(), self.factor))
-            if self.stock:
-                require_stock(self.server, begun.server, self.policy.clients)
+            begun = start(self.server, self._adapter or peft_adapter(initial, self.speaks.factor))
+            self.speaks.check(self.server, begun.server, self.policy.clients)
             check_playable(self.policy.clients, self.server, begun.server, self.fraction_train)
-            found = None
-            if self.folder is not None:
-                found = newest(self.folder / "checkpoints", self.run, self.server, begun.server)
-            self._kept, self._adapter = found or FederationState(self.run, begun), None
+            self._kept, self._adapter = going_on(self._checkpoints, self.run, self.server, begun), None
         if self.kept.line:
             self.journal.played(self.kept.line)
 
-    def _know(self, online: Mapping[str, int]) -> None:
-        """Keep the nodes of clients that are told apart by nothing else. Raises `ConfigError` for others than before:
-        stock clients choose their data by the node."""
-        if self.names != "order":
-            return
-        nodes = tuple(online.values())
-        if self.stock and self.kept.nodes not in ((), nodes):
-            raise ConfigError(
-                f"{self.folder} has round {self.round}, and these nodes have other ids than then, as those of a new "
-                f"simulation: their order would give clients the history of others. Take a new folder; or keep the "
-                f"SuperLink and its nodes running, or register their names."
-            )
-        self._kept = replace(self.kept, nodes=nodes)
-
-    def _download(self, name: str) -> Download:
-        return self.server.download(self.state.server, self.policy.client(name))
-
     def _exchange(self, kind: str, clients: Iterable[str], online: Mapping[str, int], config: ConfigRecord) -> Exchange:
         """An exchange with these clients, of those that are online."""
-        self._not_sent = {}
-        number, nodes = self.round + (kind == MessageType.TRAIN), {name: online[name] for name in clients}
-        self.journal.asked(number, "train" if kind == MessageType.TRAIN else "measure", nodes)
+        measure = kind == MessageType.EVALUATE
+        number, nodes = self.round + (not measure), {name: online[name] for name in clients}
+        self.journal.asked(number, "measure" if measure else "train", nodes)
 
         def content(name: str) -> RecordDict:
-            return self._content(kind, number, self._download(name), config)
+            download = self.server.download(self.state.server, self.policy.client(name))
+            return self.speaks.question(download, self.kept, config, number, measure)
 
-        return Exchange(kind, f"{self.run}-{number}-{kind}", nodes, content, self._unsent, self._timeout)
-
-    def _unsent(self, name: str, why: str) -> None:
-        """A client gets no message."""
-        self._not_sent[name] = why
-        if self._answers is not None:
-            self._answers.settle(name, "not sent", why)
-        self.journal.answered(name)
-
-    def _content(self, kind: str, number: int, download: Download, config: ConfigRecord) -> RecordDict:
-        """What a message holds, without what its client holds already."""
-        if self.stock:
-            arrays = peft_record(download.adapter, self.factor)
-            return RecordDict({"arrays": arrays, "config": ConfigRecord({**dict(config), "server-round": number})})
-        name, asks = download.client.id, kind == MessageType.EVALUATE
-        self._sent[name] = held_after(download, download.start, untrained=asks)
-        held = self.state.clients.get(name, ClientMemory()).held
-        receipt = self.kept.receipts.get(name, Receipt())
-        record = parcel_record(pack(download, held), self.run, self._terms, receipt)
-        for key, value in config.items():
-            parts(record, ConfigRecord)["config"].setdefault(key, value)
-        return as_question(record, str(config.get("measure", "validation"))) if asks else record
-
-    def _take(self, answers: Answers, reply: Message) -> None:
-        """Give a client the fate of its answer."""
-        name = self._asked.whose(reply)
-        if reply.has_error():
-            fate: Any = reply.error.fate if isinstance(reply.error, NoAnswer) else "failed"
-            answers.settle(name, fate, reply.error.reason or "it gave no reason")
-        else:
-            answers.take(name, lambda: self._read(reply.content, self.policy.client(name)))
-        self.journal.answered(name)
-
-    def _read(self, content: RecordDict, client: Client) -> Reply:
-        """A reply as an upload. Raises `RecordError`; the server checks values."""
-        state = self.state.server
-        factors = {name: state.start.modules[name].factors for name in client.ranks(state.start.modules)}
-        shapes = {name: (B.shape[0], A.shape[1]) for name, (B, A) in factors.items()}
-        if self.stock:
-            upload, loss = peft_upload(content, client, shapes, self.factor)
-            return Reply(upload, loss, None)
-        upload, loss, kept = record_upload(
-            content, client, run=self.run, round=state.round, shapes=shapes, roles=self.server.roles(state),
-            heads=state.heads,
-        )  # fmt: skip
-        return Reply(upload, loss, replace(self._sent[client.id], local=tuple(kept)))
+        return Exchange(kind, f"{self.run}-{number}-{kind}", nodes, content, self._timeout)
 
     def _store(self, after: FederationState) -> None:
         """Store a round, and tell it."""
-        if self.folder is not None:
-            of = run_identity(self.run, self.server, after.state.server)
-            checkpoint.save(self.folder / "checkpoints", after.state.round, after, of=of)
+        if self._checkpoints is not None:
+            after.store(self._checkpoints, self.server)
         self._kept = after
         self.journal.played(after.line)
-        line = self.journal.lines(self.round)[-1]
-        for said in beside(line):
-            log.warning("%s", said)
-        log.info("%s", round_line(line))
-
-    @contextmanager
-    def _telling_the_end(self) -> Iterator[None]:
-        """Tell why the rounds in this block ended. A budget that pays for no further round is no error."""
-        kind, why = "interrupted", ""
-        try:
-            yield
-            kind, why = ("stopped", self.stopped) if self.stopped is not None else ("complete", "")
-        except QuorumNotMet as error:
-            kind, why = "quorum", str(error)
-            log.warning("%s", shown(why, 4000))
-            raise
-        except BudgetSpent as spent:  # nothing was released for this round
-            log.warning("round %d is not played: %s", self.round + 1, spent)
-            kind, why, self.stopped = "budget", str(spent), "budget"
-            if not self.round:
-                raise
-        except Exception as error:
-            kind, why = "failed", f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            self.journal.ended(kind, why)

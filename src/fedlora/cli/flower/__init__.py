@@ -31,11 +31,16 @@ def _group() -> None: ...
 
 
 def needed() -> None:
-    """Raises `ConfigError` if Flower is not installed."""
+    """Raises `ConfigError` if Flower is not installed, or in a version whose inside nobody has looked at: what keeps
+    other code from a site, and a site from answering for another, might be gone there without a word."""
     try:
         version("flwr")
     except PackageNotFoundError as error:
         raise ConfigError("Flower is not installed: pip install 'fedlora[flower]'.") from error
+    from fedlora.flower.inside import untested
+
+    if why := untested():
+        raise ConfigError(f"{why}.")
 
 
 @contextmanager

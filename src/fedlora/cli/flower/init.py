@@ -45,7 +45,7 @@ def init(
 
     check_target(folder)  # before a model is loaded
     clients, name = policy.sites(sites), policy.server_name(server_name)
-    from fedlora.flower.server.init import federation, make_federation
+    from fedlora.flower.server.init import make_federation
     from fedlora.flower.terms.privacy import promise
     from fedlora.flower.terms.settings import NetworkSection
     from fedlora.runs.quiet import quiet_libraries
@@ -53,9 +53,8 @@ def init(
     quiet_libraries()
     notes.print("checking the start ..." if start else "loading the model, for the common start ...")
     network = NetworkSection(name=name, port=port, superlink_port=superlink_port)
-    made = federation(config, set or [], network, clients, start)
-    make_federation(folder, made)
-    fed, settings = typed(folder), made.settings
+    settings = make_federation(folder, config, set or [], network, clients, start)
+    fed = typed(folder)
     console.print(
         f"{folder}: ready, for {counted(len(clients), 'site')} ({', '.join(clients)}). Next:\n"
         f"  1. the proxy and the units: docs/how-to/federation.md\n  2. fedlora doctor {fed}\n"
@@ -90,10 +89,10 @@ def admit(
 
     name, rank = named_rank(site)
     done = admitted(folder, name, rank, key)
-    changed = "" if done.before in (None, done.rank) else f" in place of {_rank(done.before)}"
+    changed = "" if done.before in (None, done.rank) else f" in place of {done.before}"
     keys = {"new": "its key is admitted", "another": "another key is admitted, and the old one no longer",
             "the same": "its key is as before"}  # fmt: skip
-    console.print(f"{name}: {keys[done.key]}, rank {_rank(done.rank)}{changed}.")
+    console.print(f"{name}: {keys[done.key]}, rank {done.rank}{changed}.")
 
 
 def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", show_default=False)]) -> None:
@@ -118,7 +117,3 @@ def renew(folder: Folder) -> None:
     console.print(f"{folder}: a new certificate. Restart the proxy and the server.")
     if changed:
         console.print(f"{folder}/join.toml is another one: every site puts it in place of its own.")
-
-
-def _rank(rank: object) -> str:
-    return str(rank) if isinstance(rank, int) else "by module"

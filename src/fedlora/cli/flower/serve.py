@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.filesize import decimal
 
 from fedlora.cli.flower import Folder, ending_for_systemd, needed, typed
 from fedlora.cli.options import AsJson
@@ -79,18 +78,18 @@ def status(
     json: AsJson = False,
     rounds: Annotated[int, typer.Option(min=0, help="how many of the last rounds to show")] = 5,
 ) -> None:
-    """At the server: which sites are online and when each was last heard; losses and sites of the last rounds.
+    """At the server: which sites are online, the last outcome of each, and the last rounds as the journal has them.
 
-    It shows the last outcome of each site, even while the server is not running."""
+    Also while the server is not running."""
     needed()
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.server.status import status_of
 
-    place = FederationFolder(folder.resolve())
+    found = status_of(FederationFolder(folder.resolve()), rounds)
     if json:
-        print_json(status_of(place, rounds))
+        print_json(found)
     else:
-        _show(status_of(place), rounds)
+        _show(found)
 
 
 class Stop(threading.Event):
@@ -116,13 +115,12 @@ def stopping() -> Iterator[Stop]:
 
 
 def tell_end(folder: Path, now: Any, stop: Stop, command: str) -> None:
-    """Print the table of rounds and the next step. command: the call that continues.
+    """Print how the rounds ended, and the next step. command: the call that continues.
 
     Raises `typer.Exit` with code 130 if Ctrl-C ended it before its last round.
     """
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.server.federation import ending
-    from fedlora.flower.server.status import status_of
     from fedlora.given_files import RECORDS, parse_json, read_given
 
     place = FederationFolder(folder)
@@ -131,68 +129,25 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str) -> None:
         if stop.signalled == signal.SIGINT:
             raise typer.Exit(130)
         return
-    found = status_of(place)
-    console.print(_rounds_table(found["last_rounds"][-20:]))
-    _tell_rule(found)
     summary = parse_json(read_given(place.summary, RECORDS), nan_as_none=True)
     console.print(f"{now.name}, {place.path}: {ending(summary)}")
 
 
-def _tell_rule(found: Mapping[str, Any]) -> None:
-    """Print what the robust rule did in the last round, if there is one."""
-    from fedlora.server.judged import in_words
-
-    if found["last_rounds"] and (last := found["last_rounds"][-1].get("robust")):
-        console.print(f"robust rule, last round: {in_words(last) or 'all changes counted in full'}")
-
-
-def _show(found: Mapping[str, Any], rounds: int) -> None:
-    from fedlora.flower.server.status import headline, since
+def _show(found: Mapping[str, Any]) -> None:
+    from fedlora.flower.server.journal import beside, round_line, scores_line
+    from fedlora.flower.server.status import headline
 
     console.print(headline(found))
-    scored = any(site["score"] is not None for site in found["sites"].values())
-    more = [f"its {found['metric']}"] if scored else []
-    table = Table("site", "rank", "node", "last seen", "last round", "loss", *more, "rounds")
+    table = Table("site", "rank", "node", "last round", "loss", f"its {found['metric']}", "rounds")
     for name, site in found["sites"].items():
-        seen = f"{since(site['last_seen'])} ago" if site["last_seen"] else "never" if found["superlink"] else "unknown"
-        mine = [*([_number(site["score"])] if scored else []), str(site["fates"].get("trained", 0))]
-        table.add_row(
-            cell(name), cell(site["rank"]), site["node"], seen, cell(site["fate"] or "-"), _number(site["loss"]),
-            *mine,
-        )  # fmt: skip
+        mine = _number(site["loss"]), _number(site["score"]), str(site["fates"].get("trained", 0))
+        table.add_row(cell(name), cell(site["rank"]), site["node"], cell(site["fate"] or "-"), *mine)
     console.print(table)
-    for name, site in found["sites"].items():
-        if site["why"]:
-            console.print(f"{name}, last round: {site['fate']}: {site['why']}")
-    _tell_rule(found)
-    if rounds and found["last_rounds"]:
-        console.print(_rounds_table(found["last_rounds"][-rounds:]))
-    if "privacy" in found:
-        console.print(f"private: {found['privacy']['promise']}.")
-    console.print(f"{decimal(found['disk_free_bytes'])} of disk are free")
+    for line in found["last_rounds"]:
+        for said in (round_line(line), *beside(line), scores_line(line["round"], line)):
+            if said:
+                console.print(said)
 
 
-def _rounds_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
-    from fedlora.flower.server.journal import fates_of, spent_of
-    from fedlora.privacy.accounting import epsilon_up
-
-    names = sorted({str(name) for line in rounds for name in line.get("metrics") or {}})
-    at_sites = sorted({str(name) for line in rounds for name in line.get("site_mean") or {}} - {"examples"})
-    private = any(spent_of(line) is not None for line in rounds)
-    spent = ("epsilon", "of planned") if private else ()
-    measured = [*names, *(f"{name} at the sites" for name in at_sites)]
-    table = Table("round", *spent, "train loss", "seconds", "trained", "not", *measured)
-    for line in rounds:
-        cells: list[Any] = [epsilon_up(x) for x in spent_of(line) or ()]
-        fates = fates_of(line)
-        others = ", ".join(f"{name} {fate}" for name, fate in fates.items() if fate != "trained")
-        trained = sum(fate == "trained" for fate in fates.values())
-        cells += [_number(line.get("loss")), _number(line.get("seconds"), 0), str(trained), cell(others or "-")]
-        scores = [(line.get("metrics") or {}).get(name) for name in names]
-        scores += [(line.get("site_mean") or {}).get(name) for name in at_sites]
-        table.add_row(str(line["round"]), *cells, *map(_number, scores))
-    return table
-
-
-def _number(value: Any, digits: int = 3) -> str:
-    return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

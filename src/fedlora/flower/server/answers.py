@@ -13,12 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from flwr.app import Message, RecordDict
+
 from fedlora.core.messages import ClientMemory, Held, Upload
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import shown
 from fedlora.core.trainer import round_loss
 from fedlora.errors import QuorumNotMet, UploadRefused
 from fedlora.flower.envelope import Receipt, RecordError
+from fedlora.flower.grid import NoAnswer
 from fedlora.flower.server.state import FederationState
 from fedlora.runs.folder import plain
 from fedlora.server.rounds import OpenRound
@@ -71,11 +74,15 @@ class Answers:
             self._opened.refuse(UploadRefused(name, shown(why, 500)))
         self.fates[name] = (fate, shown(why, 1000))
 
-    def take(self, name: str, read: Callable[[], Reply]) -> None:
-        """Give an asked client the fate of its upload. read: reads it, and raises `RecordError`. Nothing that a reply
-        holds is raised."""
+    def take(self, name: str, reply: Message, read: Callable[[RecordDict], Reply]) -> None:
+        """Give an asked client the fate of its reply. read: reads its upload, and raises `RecordError`. Nothing that a
+        reply holds is raised."""
+        if reply.has_error():
+            error = reply.error
+            fate: Any = error.fate if isinstance(error, NoAnswer) else "failed"
+            return self.settle(name, fate, error.reason or "it gave no reason")
         try:
-            found = _possible(read())
+            found = _possible(read(reply.content))
         except RecordError as error:
             return self.settle(name, "refused", str(error))
         except Exception as error:  # a forged record can raise anything, and its sender is to blame
@@ -98,11 +105,11 @@ class Answers:
             self._told["losses"][name] = found.loss
         self.settle(name, "trained", "")
 
-    def close(self, more: Callable[[int], Mapping[str, Any]] = lambda round: {}, **facts: Any) -> FederationState:
+    def close(self, spent: Callable[[int], Mapping[str, Any]] | None, seconds: float) -> FederationState:
         """Aggregate the accepted uploads.
 
         Args:
-            more: further facts for the line of a round, once it is released. facts: the same, known before.
+            spent: of a private federation, its spending after a round that is released. seconds: that the round took.
 
         Raises:
             QuorumNotMet: too few usable uploads, with every fate. The state is unchanged.
@@ -125,8 +132,8 @@ class Answers:
             "weights": dict(tally.weights),
             "fates": self._in_order({name: {"fate": fate, "why": why} for name, (fate, why) in self.fates.items()}),
             **({"robust": tally.judged.plain()} if tally.judged is not None else {}),
-            **facts,
-            **more(after.round),
+            "seconds": seconds,
+            **({"privacy": spent(after.round)} if spent is not None else {}),
         }
         clients, receipts = self._known_after(after.round, left_out)
         state = RunState(after.round, after, ReadOnly(sorted(clients.items())))

@@ -12,7 +12,6 @@ from fedlora.flower.server.opening import opening
 from fedlora.flower.site.checks import Row
 from fedlora.flower.terms.certificates import verdict
 from fedlora.flower.terms.policy import Policy
-from fedlora.flower.terms.privacy import promise
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
 
 CONTROL = "/v1/control/list-runs"
@@ -46,11 +45,9 @@ def checked_folder(folder: Path) -> list[Row]:
 def _begins(there: FederationFolder) -> list[Found]:
     """The checks that `serve` and its ServerApp make when they start, and of what would fail at the sites."""
     damaged: list[str] = []
-    found, _ = opening(there.path, damaged.append)
-    said = "would begin: nothing in the settings is refused"
-    if found.settings.privacy is not None:
-        said += f". Private: {promise(found.settings.privacy, found.settings.run.rounds)}"
-    return [(said, True), *((f"{line} Is the disk failing?", False) for line in damaged)]
+    opening(there.path, damaged.append)
+    begins: list[Found] = [("would begin: nothing in the settings is refused", True)]
+    return begins + [(f"{line} Is the disk failing?", False) for line in damaged]
 
 
 def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy) -> list[Found]:

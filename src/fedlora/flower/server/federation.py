@@ -10,25 +10,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from fedlora.core import checkpoint
 from fedlora.core.messages import ClientMemory
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import shown
-from fedlora.errors import ConfigError, FedLoRAError, counted
+from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.envelope import RecordError
 from fedlora.flower.grid import BoundedGrid, Clock
-from fedlora.flower.inside import untested
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import locked
-from fedlora.flower.scores import NUMBERS, HeldOut, SiteRound, SiteScores, record_measured
+from fedlora.flower.scores import HeldOut, SiteRound, SiteScores, record_measured
 from fedlora.flower.server.finishing import finish, fitting_summary
-from fedlora.flower.server.journal import Journal, scores_line
+from fedlora.flower.server.journal import scores_line
 from fedlora.flower.server.opening import Opening, opening
 from fedlora.flower.server.private import opened_private
+from fedlora.flower.server.speaking import OwnClients
 from fedlora.flower.server.state import FederationState, check_playable, run_identity
 from fedlora.flower.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
@@ -51,16 +50,17 @@ class Federation(FedLoRA):
     """
 
     trackers: Trackers
+    speaks: OwnClients
     _patience = math.inf  # a round waits as long as needed for its sites
 
     def __init__(self, b: Opening, begun: FederationState, private: PrivateRun | None) -> None:
         run = b.settings.run
         super().__init__(
             b.server if private is None else private.server, b.policy.clients, run=b.settings.id, folder=b.home.server,
-            fraction_train=run.participation, seed=run.seed,
+            fraction_train=run.participation, fraction_evaluate=1.0, seed=run.seed,
         )  # fmt: skip
         self.opening, self.private, self.policy = b, private, b.policy
-        self._kept, self._terms = begun, b.join.terms()
+        self._kept, self.speaks = begun, OwnClients(b.settings.id, b.join.terms())
         self._part: HeldOut = "validation"
         self._policy_error, self._sites = "", SiteRound()
         super()._begin(None)
@@ -103,8 +103,8 @@ class Federation(FedLoRA):
 
     # ------------------------------------------------------------------------------------------------------ the rounds
 
-    def _refresh(self) -> None:
-        """Read the policy's file again. One that cannot be used changes nothing, and is told once."""
+    def _refresh(self) -> Mapping[str, Any]:
+        """The clients, after a look at the policy's file; one that cannot be used changes nothing, and is told once."""
         error, before = "", self.policy.clients
         try:
             found = Policy.read(self.opening.home.policy)
@@ -124,39 +124,29 @@ class Federation(FedLoRA):
         for name in before.keys() - self.policy.clients.keys():
             log.warning("round %d on: %s may take part no longer", self.round + 1, name)
         self._kept = self.kept.under(self.policy.clients)
+        return self.policy.clients
 
     # --------------------------------------------------------------------------------------------------- measuring them
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Ask every site of the policy that is online for the scores of its readout. config: "measure", the part."""
-        self._refresh()  # a site that was removed meanwhile is sent no model any more
-        online = self._online(grid)
-        asked = [name for name in self.policy.clients if name in online]
-        self._sites = SiteRound({}, {name: "it is not online" for name in self.policy.clients if name not in online})
-        BoundedGrid.around(grid).limit = NUMBERS
-        self._asked = self._exchange(MessageType.EVALUATE, asked, online, config)
-        return self._asked.questions()
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The sites' scores, checked (`_sites`); their mean. A site that measured holds all that its next training
         starts from, which then does not travel again."""
-        found: dict[str, SiteScores | str] = {}
-        clients = dict(self.state.clients)
+        measured, lost, clients = dict[str, SiteScores](), dict[str, str](), dict(self.state.clients)
         for reply in replies:
             name = self._asked.whose(reply)
-            found[name] = one = self._scores(name, reply)
+            one = self._scores(name, reply)
             if isinstance(one, SiteScores):
-                held = replace(self._sent[name], local=one.kept)
+                measured[name] = one
+                held = replace(self.speaks.sent[name], local=one.kept)
                 clients[name] = replace(clients.get(name, ClientMemory()), held=held)
+            else:
+                lost[name] = one
             self.journal.answered(name)
         self._kept = replace(self.kept, state=replace(self.state, clients=ReadOnly(clients)))
-        each = {name: found[name] for name in self.policy.clients if name in found}
-        lost = {name: one for name, one in each.items() if isinstance(one, str)}
+        lost |= self._asked.unsent
         self._sites = SiteRound(
-            {name: one for name, one in each.items() if isinstance(one, SiteScores)},
-            {**self._sites.unmeasured, **self._not_sent, **lost},
+            {name: measured[name] for name in self.policy.clients if name in measured},
+            {name: lost.get(name, "it is not online") for name in self.policy.clients if name not in measured},
         )
         for name, why in lost.items():
             log.warning("round %d: %s: not measured: %s", self.round, shown(name), shown(why, 1000))
@@ -170,7 +160,7 @@ class Federation(FedLoRA):
         try:
             return record_measured(
                 reply.content, run=self.run, round=self.round, part=self._part, metric=self.opening.choosing.metric,
-                local=self._sent[name].local,
+                local=self.speaks.sent[name].local,
             )  # fmt: skip
         except RecordError as error:
             return str(error)
@@ -196,14 +186,15 @@ class Federation(FedLoRA):
         b, number = self.opening, self.round
         if number and number != self._tracked:
             if b.choosing.due(number):
-                scores: dict[str, Any] = {"metrics": plain(dict(self._at_server()))}
+                evaluator, scores = b.at_server.validation, dict[str, Any](metrics={})
+                if b.choosing.by == "server" and evaluator is not None:
+                    scores["metrics"] = plain(dict(evaluator.evaluate(self.server, self.state)))
                 if b.choosing.by == "sites":
                     scores |= plain(self.measure(grid, "validation").facts())
                 whole = {**self.lines()[-1], **scores}
                 if b.choosing.better(whole, b.choosing.best(self.lines(number - 1))):
                     # two are kept, since the one before is the best until this round's scores are told
-                    of = run_identity(self.run, self.server, self.state.server)
-                    checkpoint.save(self._best_folder, number, self.kept, of=of, keep=2)
+                    self.kept.store(self._best_folder, self.server)
                 self.journal.scored(number, scores)
                 log.info("%s", scores_line(number, scores))
             self.trackers.log(self.lines()[-1])
@@ -211,13 +202,6 @@ class Federation(FedLoRA):
         if (ended := self.ended) is not None:
             log.info("round %d: %s", number, ended["why"])
             self.stopped = "stopped early"
-
-    def _at_server(self) -> Mapping[str, float]:
-        """The server's scores, if it measures rounds."""
-        evaluator = self.opening.at_server.validation
-        if evaluator is None or self.opening.choosing.by != "server":
-            return {}
-        return evaluator.evaluate(self.server, self.state)
 
     @property
     def _best_folder(self) -> Path:
@@ -230,11 +214,8 @@ def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
     A finished federation plays nothing and returns its summary again; raising run.rounds in federation.toml extends it.
     If it is raised during play, this call ends with the rounds of its start, and the next one plays the others.
     """
-    if why := untested():  # where sites are strangers, no reply is taken into memory before it is measured
-        raise ConfigError(f"{why}.")
     home = FederationFolder(folder.resolve())
     with locked(home.server / ".lock", f"plays the rounds in {home.server}"):
-        Journal(home.server).asked(0, "", [])  # nothing of how an earlier process ended
         b, begun = opening(folder, log.warning)
         private = opened_private(home, b.settings, b.server, b.plan, b.rounds) if b.plan is not None else None
         federation = Federation(b, begun, private)

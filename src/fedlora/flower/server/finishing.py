@@ -25,7 +25,6 @@ from fedlora.runs.manifest import code_facts, shown_rank
 from fedlora.runs.private_run import guarantee
 from fedlora.runs.stopping import Line
 from fedlora.server.judged import over_rounds
-from fedlora.server.state import RunState
 
 if TYPE_CHECKING:
     from fedlora.flower.server.federation import Federation
@@ -42,13 +41,19 @@ def finish(grid: BoundedGrid, federation: Federation) -> dict[str, Any]:
     judged = over_rounds(lines)
     spent = None if private is None else private.spent(state.round)
     exports = _exports(federation, None if spent is None else guarantee(spent))
-    tested = _tested(opening, chosen)
-    for name, measured in tested.items():
-        scores, by = measured, "server"
-        if not scores and chosen[name].round == state.round:  # the sites measured this state
+    tested: dict[str, Mapping[str, float]] = {}  # of the server's model; a method without one has none
+    for name, one in chosen.items() if federation.server.has_global_model(state.server) else ():
+        if name == "best" and one.round == state.round:
+            tested[name] = tested["last"]
+        elif (test := opening.at_server.test) is not None:
+            tested[name] = test.evaluate(federation.server, one)
+        else:
+            tested[name] = {}
+        scores, by = tested[name], "server"
+        if not scores and one.round == state.round:  # the sites measured this state
             scores, by = {k: v for k, v in at_sites.mean().items() if k != "examples"}, "the sites"
-        model = global_adapter(federation.server, chosen[name])
-        exports.write(home.server / FOLDERS[name], model, chosen[name].round, scores, by=by if scores else "server")
+        model = global_adapter(federation.server, one)
+        exports.write(home.server / FOLDERS[name], model, one.round, scores, by=by if scores else "server")
     federation.trackers.close({k: (one.round, tested.get(k, {})) for k, one in chosen.items()})
     stopped = federation.ended
     if stopped is None and private is not None and federation.stopped == "budget":
@@ -69,21 +74,6 @@ def fitting_summary(path: Path, settings: FederationSettings, rounds: int) -> di
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return dict(found) if same else None
-
-
-def _tested(opening: Opening, chosen: Mapping[str, RunState]) -> dict[str, Mapping[str, float]]:
-    """The scores of the server's model in each state on the server's test file, if there is one; for a method without a
-    model at the server, of no state."""
-    server, test = opening.server, opening.at_server.test
-    tested: dict[str, Mapping[str, float]] = {}
-    for name, one in chosen.items():
-        if not server.has_global_model(one.server):
-            continue
-        if name == "best" and one.round == chosen["last"].round:
-            tested[name] = tested["last"]
-        else:
-            tested[name] = test.evaluate(server, one) if test is not None else {}
-    return tested
 
 
 def _summary(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from fedlora.flower.server.state import number_drawn
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.facts import Facts, model_facts, targets_of, versions_here
 from fedlora.flower.terms.joining import Address, JoinFile
-from fedlora.flower.terms.policy import Policy, Rank, policy_text
+from fedlora.flower.terms.policy import Policy, policy_text
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
 from fedlora.flower.terms.site_file import absolute
 from fedlora.given_files import read_given
@@ -40,33 +39,14 @@ _HEAD = """\
 """
 
 
-@dataclass(frozen=True, eq=False)
-class Start:
-    """An adapter with which everybody begins, and the other contents of its files."""
-
-    adapter: Adapter
-    spec: AdapterSpec
-
-
-@dataclass(frozen=True, eq=False)
-class Federation:
-    """The source of a folder. text: of federation.toml, which says `settings`. clients: site -> rank, in order. known:
-    the facts about the base model."""
-
-    text: str
-    settings: FederationSettings
-    clients: Mapping[str, Rank]
-    start: Start
-    known: Facts
-
-
-def federation(
-    config: Path, overrides: Sequence[str], network: NetworkSection, clients: Mapping[str, Rank], start: Path | None
-) -> Federation:  # fmt: skip
-    """A federation from a file as for `fedlora run`: it writes nothing yet, and reads no site's data.
+def make_federation(
+    folder: Path, config: Path, overrides: Sequence[str], network: NetworkSection, clients: Mapping[str, int],
+    start: Path | None,
+) -> FederationSettings:  # fmt: skip
+    """A federation's folder from a file as for `fedlora run`; no site's data is read. start: a PEFT directory.
 
     Raises:
-        ConfigError, AdapterFormatError: the settings, the start or the model have an error.
+        ConfigError, AdapterFormatError: the settings, the start or the model have an error. Nothing is left then.
     """
     try:
         raw: Any = tomlkit.parse(read_given(config).decode("utf-8-sig"))
@@ -77,28 +57,42 @@ def federation(
     text, settings = agreed_text(raw, config.parent, network, clients)
     if settings.base is None:
         raise ConfigError(f"{config} has no model.name: the common start and the sites' copies are compared with it.")
-    if start is not None:
-        begun = given_start(start, settings)
-    else:
-        begun = made_start(settings, max(r if isinstance(r, int) else max(r.values()) for r in clients.values()))
-    return checked_federation(text, settings, clients, begun)
+    begun = made_start(settings, max(clients.values())) if start is None else given_start(start, settings)
+    known = checked_federation(settings, clients, begun[0])
+    with replacing_folder(folder) as building:
+        write_federation(building, text, settings, clients, begun, known)
+    return settings
 
 
-def checked_federation(
-    text: str, settings: FederationSettings, clients: Mapping[str, Rank], begun: Start
-) -> Federation:  # fmt: skip
-    """Raises `FedLoRAError`, before anything is written, if the rounds would refuse this federation: settings or ranks
-    that contradict each other, or a [privacy] that cannot hold, would leave only noise, or exceeds its population's
-    budget."""
-    server, plan, _ = playable(settings, Policy.made({"clients": dict(clients)}, "--sites"), begun.adapter)
+def checked_federation(settings: FederationSettings, clients: Mapping[str, int], start: Adapter) -> Facts:
+    """What is known of its base model. Raises `FedLoRAError` if the rounds would refuse this federation: settings or
+    ranks that contradict each other, or a [privacy] that cannot hold, would leave only noise, or exceeds its
+    population's budget."""
+    server, plan, _ = playable(settings, Policy.made({"clients": dict(clients)}, "--sites"), start)
     if plan is not None:
         check_affordable(settings, server, plan)
-    known = model_facts(str(settings.base), settings, settings.model.revision)
-    return Federation(text, settings, clients, begun, known)
+    return model_facts(str(settings.base), settings, settings.model.revision)
+
+
+def write_federation(
+    building: Path, text: str, settings: FederationSettings, clients: Mapping[str, int],
+    start: tuple[Adapter, AdapterSpec], known: Facts,
+) -> None:  # fmt: skip
+    """Write all files into the empty folder `building`. text: of federation.toml, which says `settings`. clients: site
+    -> rank, in order."""
+    building.chmod(0o700)
+    there = FederationFolder(building)
+    files.write(there.settings, text)
+    files.write(there.policy, policy_text(clients))
+    write_adapter(there.start, *start)
+    for place in (there.keys, there.server, there.state, there.proxy):
+        place.mkdir(mode=0o700)
+    certificates.write_server(there.certificates, settings.network.name)
+    write_join(there, settings, known)
 
 
 def agreed_text(
-    raw: dict[str, Any], folder: Path, network: NetworkSection, clients: Mapping[str, Rank]
+    raw: dict[str, Any], folder: Path, network: NetworkSection, clients: Mapping[str, int]
 ) -> tuple[str, FederationSettings]:
     """federation.toml from a run's tables, and what it says: with an id, the server's address, absolute paths, and
     what follows from the sites: a private federation's members, another's quorum. The default quorum is more than half
@@ -118,36 +112,15 @@ def agreed_text(
                 raw[table][key] = value
     if private := raw.get("privacy"):
         private.setdefault("members", list(clients))
-        private.setdefault("rank", max(r if isinstance(r, int) else max(r.values()) for r in clients.values()))
+        private.setdefault("rank", max(clients.values()))
     head = f"{_HEAD}\n{tomlkit.dumps({'id': f'fed-{secrets.token_hex(3)}'})}\n"
     tail = f"\n{tomlkit.dumps({'network': network.model_dump()})}"
     settings = FederationSettings.of(tomlkit.parse(head + tomlkit.dumps(raw) + tail).unwrap(), folder)
     drawn = number_drawn(len(clients), settings.run.participation, settings.server.quorum)
-    if settings.privacy is not None:  # a private round has no quorum
-        settings.privacy.check_members(clients)
-    elif settings.server.quorum is None:
+    if settings.privacy is None and settings.server.quorum is None:  # a private round has none
         raw.setdefault("server", {})["quorum"] = drawn // 2 + 1
     text = head + tomlkit.dumps(raw) + tail
     return text, FederationSettings.of(tomlkit.parse(text).unwrap(), folder)
-
-
-def write_federation(building: Path, made: Federation) -> None:
-    """Write all files into the empty folder `building`."""
-    building.chmod(0o700)
-    there, network = FederationFolder(building), made.settings.network
-    files.write(there.settings, made.text)
-    files.write(there.policy, policy_text(made.clients))
-    write_adapter(there.start, made.start.adapter, made.start.spec)
-    for place in (there.keys, there.server, there.state, there.proxy):
-        place.mkdir(mode=0o700)
-    certificates.write_server(there.certificates, network.name)
-    write_join(there, made.settings, made.known)
-
-
-def make_federation(folder: Path, made: Federation) -> None:
-    """Make a federation's folder. Raises `ConfigError`; then nothing is left."""
-    with replacing_folder(folder) as building:
-        write_federation(building, made)
 
 
 def write_join(there: FederationFolder, settings: FederationSettings, known: Facts) -> None:
@@ -163,7 +136,7 @@ def write_join(there: FederationFolder, settings: FederationSettings, known: Fac
 # -------------------------------------------------------------------------------------------------------- the start
 
 
-def made_start(settings: FederationSettings, rank: int) -> Start:
+def made_start(settings: FederationSettings, rank: int) -> tuple[Adapter, AdapterSpec]:
     """A fresh start of this rank, drawn from run.seed as in `fedlora run`. Loads the base model.
 
     Raises:
@@ -173,10 +146,10 @@ def made_start(settings: FederationSettings, rank: int) -> Start:
     section.check_targets(settings.lora.target_modules)
     loaded = section.load(settings.lora, settings.data.label_names or (), settings.run.seed)
     adapter, spec = loaded.seed_adapter(rank, seed=settings.run.seed)
-    return Start(adapter, named(spec, base_name(section.name, model_content(section.location())).name))
+    return adapter, named(spec, base_name(section.name, model_content(section.location())).name)
 
 
-def given_start(folder: Path, settings: FederationSettings) -> Start:
+def given_start(folder: Path, settings: FederationSettings) -> tuple[Adapter, AdapterSpec]:
     """A given PEFT directory as the start. Its alpha / r becomes that of the settings, and its update stays.
 
     Raises:
@@ -191,4 +164,4 @@ def given_start(folder: Path, settings: FederationSettings) -> Start:
             f"the start {folder} has a head of {min(rows)} rows, but there are {len(labels)} classes "
             f"({', '.join(map(str, labels))}): it was trained for others."
         )
-    return Start(adapter, spec)
+    return adapter, spec

@@ -17,14 +17,15 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
 from fedlora.core.text import shown
-from fedlora.errors import CheckpointError
+from fedlora.errors import CheckpointError, QuorumNotMet
 from fedlora.given_files import RECORDS, parse_json, read_given
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.runs.folder import plain
@@ -57,10 +58,14 @@ class Journal:
         return round in self._scores
 
     def played(self, line: str) -> None:
-        """Tell a round's line, as it stands in the checkpoint; after a kill, only if it is not told yet."""
+        """Tell a round's line, as it stands in the checkpoint, in rounds.jsonl and in the log; after a kill, only if it
+        is not told yet."""
         found = json.loads(line)
         if self._played.get(found["round"]) != found:
             self._append(found)
+            for said in beside(found):
+                log.warning("%s", said)
+            log.info("%s", round_line(found))
 
     def scored(self, round: int, scores: Mapping[str, Any]) -> None:
         """Tell a round's scores."""
@@ -76,9 +81,26 @@ class Journal:
             self._tell(answered=[*self._now["answered"], client])
 
     def ended(self, kind: str, why: str) -> None:
-        """now.json: no more rounds in this process. kind: "complete", "stopped", "budget", "quorum", "refused" (it
-        would fail again), "failed" or "interrupted"."""
+        """now.json: no more rounds in this process. kind: "complete", "stopped", "quorum", "refused" (it would fail
+        again), "failed" or "interrupted"."""
         self._tell(ended={"kind": kind, "why": shown(why, 4000)}, since=_time())
+
+    @contextmanager
+    def telling_the_end(self, stopped: Callable[[], str | None]) -> Iterator[None]:
+        """now.json: why the rounds in this block ended. stopped: why they stopped early, if they did."""
+        kind, why = "interrupted", ""
+        try:
+            yield
+            kind, why = "complete" if stopped() is None else "stopped", stopped() or ""
+        except QuorumNotMet as error:
+            kind, why = "quorum", str(error)
+            log.warning("%s", shown(why, 4000))
+            raise
+        except Exception as error:
+            kind, why = "failed", f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.ended(kind, why)
 
     def _tell(self, **news: Any) -> None:
         self._now |= news
@@ -118,10 +140,7 @@ class Journal:
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
     """The lines of a federation's rounds from rounds.jsonl, in order, each with its scores; none without a file."""
-    journal = Journal(None)
-    for line in _whole_lines(path):
-        journal._take(line)
-    return journal.lines()
+    return Journal(path.parent).lines()
 
 
 def rounds_done(path: Path) -> int:
@@ -162,34 +181,21 @@ def _time() -> str:
 # ---------------------------------------------------------------------------------------------------------- for people
 
 
-def fates_of(line: Mapping[str, Any]) -> dict[str, str]:
-    """client -> fate, from a round's line."""
-    return {client: str(one["fate"]) for client, one in (line.get("fates") or {}).items()}
-
-
-def spent_of(line: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Epsilon of a private round and those before it, and of all planned ones; None for other rounds."""
-    privacy = line.get("privacy")  # null: infinity
-    if privacy is None:
-        return None
-    so_far, planned = (math.inf if privacy[name] is None else privacy[name] for name in ("epsilon", "epsilon_planned"))
-    return so_far, planned
-
-
 def round_line(line: Mapping[str, Any]) -> str:
-    """A round in one line: everyone by name, with its loss if it trained, otherwise its fate."""
-    loss, seconds = line.get("loss"), line.get("seconds")
+    """A round in one line: everyone by name, with its loss if it trained, otherwise its fate. Of a private one also the
+    epsilon of the rounds until then, and of all planned ones."""
+    loss, seconds, privacy = line.get("loss"), line.get("seconds"), line.get("privacy")
     head = f"round {line['round']}"
-    if (spent := spent_of(line)) is not None:
-        head += f"  epsilon {epsilon_up(spent[0])} of {epsilon_up(spent[1])}"
+    if privacy is not None:
+        so_far, planned = (math.inf if privacy[k] is None else privacy[k] for k in ("epsilon", "epsilon_planned"))
+        head += f"  epsilon {epsilon_up(so_far)} of {epsilon_up(planned)}"
     head += f"  loss {_number(loss, 3)}" if loss is not None else "  no loss"
     head += f"  {seconds:.0f} s" if isinstance(seconds, int | float) else ""
-    fates, losses = fates_of(line), line.get("losses") or {}
-    return head + "".join(
-        f"  {shown(name)} {_number(losses[name], 2)}" if fate == "trained" and losses.get(name) is not None
-        else f"  {shown(name)} {fate}"
-        for name, fate in sorted(fates.items())
-    )  # fmt: skip
+    losses = line.get("losses") or {}
+    for name, one in sorted((line.get("fates") or {}).items()):
+        trained = one["fate"] == "trained" and losses.get(name) is not None
+        head += f"  {shown(name)} {_number(losses[name], 2) if trained else one['fate']}"
+    return head
 
 
 def beside(line: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from fedlora.flower.server.journal import rounds_done
 from fedlora.flower.server.opening import check_agreed, playable
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile, site_key
-from fedlora.flower.terms.policy import Policy, Rank, check_site, with_client, without_client
+from fedlora.flower.terms.policy import Policy, check_site, with_client, without_client
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import parse_toml
 
@@ -36,8 +36,8 @@ class Admitted:
     """The change. rank: the site's current one. before: its previous one, None for a new site. key: "new", "another" in
     place of its old one, or "the same"."""
 
-    rank: Rank
-    before: Rank | None
+    rank: int
+    before: int | None
     key: str
 
 

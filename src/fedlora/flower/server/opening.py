@@ -22,7 +22,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.scores import Choosing, choosing_of
 from fedlora.flower.server.journal import rounds_done
 from fedlora.flower.server.private import check_affordable, has_released, planned
-from fedlora.flower.server.state import FederationState, check_playable, newest
+from fedlora.flower.server.state import FederationState, check_playable, going_on
 from fedlora.flower.terms.facts import check, model_facts, targets_of, versions_here
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
@@ -108,8 +108,7 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> tuple[Open
         damaged.append(line)
         tell(line)
 
-    found = newest(home.checkpoints, settings.id, server, state.server, skip)
-    begun = found or FederationState(settings.id, state)
+    begun = going_on(home.checkpoints, settings.id, server, state, skip)
     rounds = begun.state.round
     check_agreed(home, settings, join, rounds)
     if rounds > settings.run.rounds:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from fedlora.doing import Step, doing
@@ -92,8 +91,8 @@ class Supervisor:
                 with doing("rounds", now.rounds) as self._step, self._beside():
                     self._bring_up()
                     while not (now := self.standing()).why:
-                        began = time.time()
-                        self._after(self._play(), began, self.standing().done > now.done)
+                        self.folder.now.unlink(missing_ok=True)  # it says how an earlier run ended
+                        self._after(self._play(), self.standing().done > now.done)
             except Stopped:
                 self._say("asked to stop: ending the run; finished rounds are stored")
             finally:
@@ -162,24 +161,23 @@ class Supervisor:
                     )
             self.stop.wait(self._pace.log)
 
-    def _after(self, facts: RunFacts, began: float, new: bool) -> None:
-        """Act on the end of a run. began: when it did. new: whether it has played a round.
+    def _after(self, facts: RunFacts, new: bool) -> None:
+        """Act on the end of a run. new: whether it has played a round.
 
         Raises:
             Lost: a failure. ConfigError: one that the app itself says would come again.
         """
         now = self.standing()
         done = f"{now.done} of {counted(now.rounds, 'round')} done"
-        last = read_now(self.folder.now)
-        fresh = bool(last) and datetime.fromisoformat(last["since"]).timestamp() >= began - 1
-        ended: Mapping[str, str] = (last["ended"] or {}) if fresh else {}
+        ended: Mapping[str, str] = read_now(self.folder.now).get("ended") or {}
         if now.why:
             return
         if ended.get("kind") == "refused":
             raise ConfigError(ended["why"])
         if ended.get("kind") == "quorum":
             self._say("too few sites gave a usable answer: the round is played again")
-            self._sleep(self._pace.thin)
+            if self.stop.wait(self._pace.thin):
+                raise Stopped
         elif facts.status == "finished:completed" and new:
             self._say(f"{done}: going on")
         elif facts.status == "finished:failed":
@@ -221,10 +219,6 @@ class Supervisor:
         if now - self._said_at.get(line, -self._pace.remind) >= self._pace.remind:
             self._said_at[line] = now
             self._say(line)
-
-    def _sleep(self, seconds: float) -> None:
-        if self.stop.wait(seconds):
-            raise Stopped
 
 
 class Tail:

@@ -26,7 +26,6 @@ from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
 
 log = logging.getLogger(__name__)
-Ranks = Mapping[str, int | Mapping[str, int]]
 _MB = 2**20
 
 
@@ -50,19 +49,26 @@ class FederationState:
         left = {name: memory for name, memory in self.state.clients.items() if name in clients}
         return replace(self, state=replace(self.state, clients=ReadOnly(left)))
 
+    def store(self, folder: Path, server: Server) -> None:
+        """Write it, beside the one before. Raises `CheckpointError`."""
+        of = run_identity(self.run, server, self.state.server)
+        checkpoint.save(folder, self.state.round, self, of=of)
 
-def newest(
-    folder: Path, run: str, server: Server, state: ServerState, tell: Callable[[str], None] = log.warning
-) -> FederationState | None:
-    """The newest sound checkpoint of a run; None: there is none. state: any of the run's, for its names and shapes.
-    tell: receives a line for each damaged one.
+
+def going_on(
+    folder: Path | None, run: str, server: Server, begun: RunState, tell: Callable[[str], None] = log.warning
+) -> FederationState:
+    """What a run goes on from: its newest sound checkpoint, or `begun`, its state before the first round, if there is
+    none. tell: receives a line for each damaged one.
 
     Raises:
         CheckpointError: there are some, but they are another run's, or damaged.
     """
-    kind, of = server.method.State, run_identity(run, server, state)
-    found = checkpoint.load_newest(folder, FederationState, kind, of=of, tell=tell)
-    return None if found is None else found[1]
+    found = None
+    if folder is not None:
+        kind, of = server.method.State, run_identity(run, server, begun.server)
+        found = checkpoint.load_newest(folder, FederationState, kind, of=of, tell=tell)
+    return FederationState(run, begun) if found is None else found[1]
 
 
 def run_identity(run: str, server: Server, state: ServerState) -> str:
@@ -100,7 +106,7 @@ def least_usable(policy: Policy, quorum: int | None, rule: Rule | None, particip
     return min(takewhile(enough, range(number_drawn(len(policy.clients), participation), 0, -1)), default=0)
 
 
-def check_playable(clients: Ranks, server: Server, state: ServerState, participation: float) -> None:
+def check_playable(clients: Mapping[str, int], server: Server, state: ServerState, participation: float) -> None:
     """Raises `FedLoRAError` if no round could be played with these clients: their ranks or their number do not fit the
     method, the quorum or the rule."""
     served: list[Any] = []

@@ -5,12 +5,9 @@ Screen and JSON tell the same facts.
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,8 @@ from fedlora.flower.processes import holder
 from fedlora.flower.server.finishing import fitting_summary
 from fedlora.flower.server.journal import read_now, read_rounds, rounds_done
 from fedlora.flower.server.superlink import NodeFacts, SuperLink, SuperLinkError
-from fedlora.flower.terms.policy import Policy, Rank
-from fedlora.flower.terms.privacy import FederationPrivacy, promise
+from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.training.metrics import score_name
 
@@ -36,7 +33,7 @@ class Standing:
     name: str
     rounds: int
     done: int
-    ranks: Mapping[str, Rank]
+    ranks: Mapping[str, int]
     why: str = ""
     privacy: FederationPrivacy | None = None
     metric: str = ""
@@ -70,10 +67,9 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
     """The current facts, with the last `rounds` rounds; None: all.
 
     sites: name -> rank; node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted),
-    "unknown" (no SuperLink answers); last_seen: the last contact with its node; fate, why, loss, weight: of the last
-    round; score: its own of the last measured round, if sites measure; fates: how often it trained, was late, ....
-    privacy: a private federation's guarantee, and the spending that its last round reports. served_by: the process that
-    serves it, or None. superlink: whether it answers.
+    "unknown" (no SuperLink answers); fate, why, loss, weight: of the last round; score: its own of the last measured
+    round, if sites measure; fates: how often it trained, was late, .... served_by: the process that serves it, or None.
+    superlink: whether it answers.
 
     Raises:
         ConfigError: this is not a folder of `fedlora flower init`.
@@ -88,7 +84,6 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
         sites[name] = {
             "rank": rank,
             "node": node.status if node is not None else "unknown" if name in keys else "no key",
-            "last_seen": None if node is None or node.seen is None else _time_at(node.seen),
             "fate": fated.get("fate"),
             "why": fated.get("why", ""),
             "loss": (last.get("losses") or {}).get(name),
@@ -96,7 +91,7 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
             "score": scored.get(name, {}).get(now.metric),
             "fates": dict(Counter(str(line["fates"][name]["fate"]) for line in lines if name in line.get("fates", {}))),
         }  # fmt: skip
-    told = {
+    return {
         "name": now.name,
         "round": now.done,
         "rounds": now.rounds,
@@ -105,14 +100,10 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
         "playing": playing if playing.get("asked") and not playing["ended"] and playing["round"] > now.done else None,
         "ended": playing.get("ended"),
         "sites": sites,
-        "last_rounds": lines if rounds is None else lines[len(lines) - rounds:] if rounds else [],
+        "last_rounds": lines if rounds is None else lines[max(0, len(lines) - rounds):],
         "served_by": holder(folder.lock),
         "superlink": online is not None,
-        "disk_free_bytes": shutil.disk_usage(folder.path).free,
     }  # fmt: skip
-    if now.privacy is not None:
-        told["privacy"] = {"promise": promise(now.privacy, now.rounds), **(last.get("privacy") or {})}
-    return told
 
 
 def headline(told: Mapping[str, Any]) -> str:
@@ -123,35 +114,14 @@ def headline(told: Mapping[str, Any]) -> str:
     if told["finished"]:
         state = f"{told['finished']} after {told['round']} rounds"
     elif playing is not None and server is not None:
-        state = f"round {playing['round']} of {told['rounds']} goes on, since {since(playing['since'])}"
+        since = playing["since"][:16].replace("T", " ")
+        state = f"round {playing['round']} of {told['rounds']} goes on, since {since} UTC"
         if waiting := [name for name in playing["asked"] if name not in playing["answered"]]:
             state += f"; no answer yet: {', '.join(waiting)}"
     else:
         state = f"{told['round']} of {counted(told['rounds'], 'round')} done"
     answers = "answers" if told["superlink"] else "does not answer"
     return f"{told['name']}: {state}\n{served}; the SuperLink {answers}"
-
-
-def time_of(seconds: float) -> str:
-    """A time span in a readable unit.
-
-    Example:
-        >>> time_of(4), time_of(200), time_of(8000), time_of(400_000)
-        ('4 s', '3 min', '2 h', '5 days')
-    """
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def since(at: str) -> str:
-    """How long ago a time in ISO 8601 was."""
-    return time_of(max(0.0, time.time() - datetime.fromisoformat(at).timestamp()))
-
-
-def _time_at(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def _nodes(folder: FederationFolder) -> dict[str, NodeFacts] | None:

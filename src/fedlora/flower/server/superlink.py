@@ -45,14 +45,12 @@ class SuperLinkError(FedLoRAError, RuntimeError):
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """A registered node. status: "registered" (never seen), "online" or "offline". key: its public key as PEM. seen:
-    the last contact, seconds since 1970; None if there was none."""
+    """A registered node. status: "registered" (never seen), "online" or "offline". key: its public key as PEM."""
 
     name: str
     id: int
     status: str
     key: bytes
-    seen: float | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ class SuperLink:
         for node in self._ask("ListNodes", "ListNodesRequest").nodes_info:
             if node.status != "unregistered":
                 name = node.name or f"node {node.node_id}"
-                found.append(NodeFacts(name, node.node_id, node.status, bytes(node.public_key), _seen(node)))
+                found.append(NodeFacts(name, node.node_id, node.status, bytes(node.public_key)))
         return sorted(found, key=lambda node: (node.name, node.id))
 
     def runs(self) -> list[RunFacts]:
@@ -240,16 +238,6 @@ def forget_unregistered(database: Path, public_key: bytes) -> None:
     with contextlib.closing(sqlite3.connect(database, timeout=10)) as file:
         file.execute("DELETE FROM node WHERE public_key = ? AND status = 'unregistered'", (public_key,))
         file.commit()
-
-
-def _seen(node: Any) -> float | None:
-    """The last contact with a node: for an online one its heartbeat, for others when the SuperLink gave it up."""
-    from flwr.common.constant import HEARTBEAT_PATIENCE
-
-    if not node.online_until:
-        return None
-    lead = HEARTBEAT_PATIENCE * node.heartbeat_interval if node.status == "online" else 0.0
-    return float(node.online_until - lead)
 
 
 def _run(run: Any) -> RunFacts:

@@ -24,14 +24,13 @@ from fedlora.data.rows import Rows
 from fedlora.errors import ConfigError
 from fedlora.flower import processes
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.server.init import Start, agreed_text, checked_federation, write_federation
+from fedlora.flower.server.init import agreed_text, checked_federation, write_federation
 from fedlora.flower.server.members import admit
 from fedlora.flower.server.serve import Say, Supervisor
 from fedlora.flower.server.status import Standing, standing
 from fedlora.flower.server.superlink import SuperLink
 from fedlora.flower.site.run import fill_site
 from fedlora.flower.terms.joining import JoinFile
-from fedlora.flower.terms.policy import Rank
 from fedlora.flower.terms.settings import ELSEWHERE, NetworkSection, without_effect
 from fedlora.flower.terms.site_file import OWN, Site
 from fedlora.runs.client_data import deal
@@ -54,13 +53,15 @@ def make(folder: Path, config: RunConfig, port: int) -> list[str]:
     if config.attack.kind != "none":
         raise ConfigError("[attack] simulates byzantine clients, which only `fedlora run` does: leave it out.")
     prepared = prepare(config, None)
-    clients: dict[str, Rank] = {c.id: c.rank if isinstance(c.rank, int) else dict(c.rank) for c in prepared.clients}
+    clients = {client.id: client.rank for client in prepared.clients if isinstance(client.rank, int)}
+    if len(clients) < len(prepared.clients):
+        raise ConfigError("a site has one rank for all modules; ranks by module are of `fedlora run`: leave them out.")
     with replacing_folder(folder) as building:
         there = FederationFolder(building)
         raw = _federation(config, prepared.parts, folder.resolve(), building)
         text, settings = agreed_text(raw, folder.resolve(), NetworkSection(port=port, superlink_port=port), clients)
-        begun = Start(prepared.seed_adapter, prepared.spec)
-        write_federation(building, checked_federation(text, settings, clients, begun))
+        known = checked_federation(settings, clients, prepared.seed_adapter)
+        write_federation(building, text, settings, clients, (prepared.seed_adapter, prepared.spec), known)
         for name in clients:
             own = {table: _own(config, table) for table in OWN}
             own["data"] = {"train": config.data.clients.get(name, "data.jsonl")}

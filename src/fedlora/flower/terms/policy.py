@@ -21,12 +21,9 @@ from fedlora.runs.reading import checked
 from fedlora.training.settings import Section
 
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Rank = int | Mapping[str, int]
-MOST_RANK = 4096
 _SITE = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}$"
 SiteName = Annotated[str, Field(pattern=_SITE)]
-OneRank = Annotated[int, Field(ge=1, le=MOST_RANK)]
-RanksByModule = Annotated[dict[str, OneRank], Field(min_length=1)]
+Rank = Annotated[int, Field(ge=1, le=4096)]
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 _HEAD = """\
@@ -42,16 +39,16 @@ deadline = 600.0        # seconds; a round waits no longer for answers
 class Policy(Section):
     """What the server allows.
 
-    clients: name -> its rank, or its ranks by module: the allow-list, in the order in which rounds draw from it.
+    clients: name -> its rank: the allow-list, in the order in which rounds draw from it.
     max_examples: the most that a claim counts for. deadline: seconds for a reply, also the life of a message.
     """
 
-    clients: Annotated[dict[SiteName, OneRank | RanksByModule], Field(min_length=1)]
+    clients: Annotated[dict[SiteName, Rank], Field(min_length=1)]
     max_examples: Above = 1e9
     deadline: Above = 3600.0
 
     def client(self, name: str) -> Client:
-        """A client, with its rank or its ranks by module."""
+        """A client, with its rank."""
         return Client(name, self.clients[name])
 
     @classmethod
@@ -68,20 +65,16 @@ class Policy(Section):
             raise ConfigError(f"{what}: {error}.") from error
 
 
-def policy_text(clients: Mapping[str, Rank]) -> str:
+def policy_text(clients: Mapping[str, int]) -> str:
     """A new policy.toml, with safe defaults."""
     return with_client(_HEAD, clients)
 
 
-def with_client(text: str, clients: Mapping[str, Rank]) -> str:
+def with_client(text: str, clients: Mapping[str, int]) -> str:
     """A policy's text with more sites at its end, or other ranks of existing ones; its comments stay."""
     found: Any = tomlkit.parse(text)
     for name, rank in clients.items():
-        value: Any = rank
-        if isinstance(rank, Mapping):  # on the site's own line
-            value = tomlkit.inline_table()
-            value.update(rank)
-        found["clients"][name] = value
+        found["clients"][name] = rank
     return tomlkit.dumps(found)
 
 
@@ -116,10 +109,11 @@ def sites(text: str) -> dict[str, int]:
 
 
 def named_rank(entry: str) -> tuple[str, int | None]:
-    """("acme", 8) from "acme=8", and ("acme", None) from "acme". Raises `ConfigError` for an invalid rank."""
+    """("acme", 8) from "acme=8", and ("acme", None) from "acme". Raises `ConfigError` for a rank that is no number."""
     name, equals, rank = (part.strip() for part in entry.partition("="))
-    whole = rank.isascii() and rank.isdecimal() and len(rank) < 9
-    return name, checked_rank(int(rank) if whole else rank, name) if equals else None
+    if equals and not (rank.isascii() and rank.isdecimal() and len(rank) < 9):
+        raise ConfigError(f"{quoted(name)}: a rank is a whole number from 1 to 4096; got {quoted(rank, 40)}.")
+    return name, int(rank) if equals else None
 
 
 def check_site(name: str, others: Collection[str] = ()) -> None:
@@ -132,13 +126,6 @@ def check_site(name: str, others: Collection[str] = ()) -> None:
     same = [other for other in others if other.casefold() == name.casefold()]
     if same:
         raise ConfigError(f"{quoted(name)} exists already, as {same[0]!r}: upper case does not make another name.")
-
-
-def checked_rank(rank: object, name: str) -> int:
-    """The rank. Raises `ConfigError` for an impossible one."""
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MOST_RANK:
-        raise ConfigError(f"{quoted(name)}: a rank is a whole number from 1 to {MOST_RANK}; got {quoted(rank, 40)}.")
-    return rank
 
 
 def server_name(name: str) -> str:
