@@ -38,7 +38,7 @@ pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
 PRIVATE: dict[str, Any] = {
     "clipping_norm": 1.0, "noise_multiplier": 0.05, "delta": 1e-3, "population": "three sites", "ledger": "sites.jsonl",
-    "members": list(RANKS), "shape": "two-sided", "dims": 4,
+    "members": list(RANKS), "dims": 4,
 }  # fmt: skip
 TABLES: dict[str, Any] = {
     "id": "f", "data": {"label_names": ["no", "yes"]}, "lora": {"target_modules": ["query"]}, "privacy": PRIVATE,

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from fedlora.cli.screen import Table as Drawn
 from fedlora.cli.screen import console
-from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
@@ -32,14 +31,6 @@ class Format(StrEnum):
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="for people, documents or programs")]
-JsonAlias = Annotated[bool, typer.Option("--json", help="the same as --format json")]
-
-
-def chosen(format: Format, json: bool) -> Format:
-    """The format; --json is an alias. Raises `ConfigError` if both are given and differ."""
-    if json and format not in (Format.table, Format.json):
-        raise ConfigError(f"--json and --format {format} are two formats; give one.")
-    return Format.json if json else format
 
 
 def show(tables: Sequence[Table], remarks: Sequence[str], format: Format) -> None:

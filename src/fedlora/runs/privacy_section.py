@@ -27,8 +27,8 @@ class PrivacySection(Section):
     clipping_norm: C, the largest norm of one client's change in a round; larger ones are scaled down to it.
     noise_multiplier: z, the noise relative to one client's largest effect; set this or `epsilon`. epsilon: the cost of
     all run.rounds together at `delta`. delta: the probability that the guarantee fails. sampling: all clients in every
-    round, or "poisson": each with chance run.participation, drawn secretly. shape: sum changes whole, or in `dims`
-    directions of each side of a module. dims: their number, if the shape is "two-sided". rank: R of the server's update
+    round, or "poisson": each with chance run.participation, drawn secretly. dims: sum changes in so many directions of
+    each side of a module (default: whole). rank: R of the server's update
     (default: the clients' largest). most_examples: a client counts min(n_i, most_examples) / most_examples; default:
     all equally. population: a name for these clients. ledger: the file that charges all runs on these clients; keep it.
     budget: the most epsilon that these runs together may spend at `delta` (default: what the first run needs); later it
@@ -43,7 +43,6 @@ class PrivacySection(Section):
     ledger: Annotated[str, Field(min_length=1)]
     budget: Above | None = None  # the population's; the ledger has its own
     sampling: Literal["all", "poisson"] = "all"
-    shape: Literal["full", "two-sided"] = "full"
     dims: Positive | None = None
     rank: Positive | None = None
     most_examples: Positive | None = None
@@ -58,11 +57,6 @@ class PrivacySection(Section):
             raise ValueError(
                 f"privacy.budget = {self.budget:g} is of all runs together, and privacy.epsilon = {self.epsilon:g} of "
                 f"this one alone is more"
-            )
-        if (self.shape == "full") != (self.dims is None):
-            raise ValueError(
-                f"privacy.dims is the number of directions that privacy.shape = 'two-sided' keeps; shape is "
-                f"{self.shape!r} and dims {self.dims}"
             )
         return self
 

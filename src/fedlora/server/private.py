@@ -127,8 +127,7 @@ class Private(RoundKind):
         require_sums("Private", method)
         if method.linear_in == "factors" and self.dims is not None:
             raise HyperparameterError(
-                f"{method.name} sums the changes of factors, which have no directions to choose: leave "
-                f"dims (and privacy.shape) out."
+                f"{method.name} sums the changes of factors, which have no directions to choose: leave dims out."
             )
 
     def require_start(self, start: Adapter) -> None:
