@@ -51,7 +51,6 @@ NETWORK = NetworkSection(name="fl.example.org")
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"privacy": {"sampling": "poisson"}}, "traffic and timing"),
         ({"run": {"participation": 0.5}}, "asks all"),
         ({"server": {"quorum": 2}}, "server.quorum = 2 "),
         ({"robust": {"rule": "norm-clipping"}}, "no bound"),

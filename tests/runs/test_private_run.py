@@ -315,10 +315,7 @@ def tables(place: Path, **changes: Any) -> dict[str, Any]:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"privacy__epsilon": 8.0}, "either privacy.epsilon"),
-    ({"privacy__shape": "two-sided"}, "privacy.dims"),
-    ({"run__participation": 0.5}, "sampling = 'poisson'"),
-    ({"privacy__sampling": "poisson"}, "set it below 1"),
-    ({"privacy__sampling": "poisson", "run__participation": 0.5, "run__report_to": ["wandb"]}, "when each round ended"),
+    ({"run__participation": 0.5, "run__report_to": ["wandb"]}, "when each round ended"),
     ({"run__keep_uploads": "last"}, "run.keep_uploads"),
     ({"run__readouts": True}, "run.readouts"),
     ({"train__command": ["x"]}, "train.command leaves"),

@@ -34,7 +34,6 @@ noise_multiplier = 1.0
 delta = 1e-3
 population = "three toy sites"
 ledger = "ledger.jsonl"
-sampling = "poisson"
 """
 THERE = [False, True, False, True, False]  # the slow client, by round
 SLOW = 1.2  # seconds

@@ -49,7 +49,7 @@ def show(tables: Sequence[Table], remarks: Sequence[str], format: Format) -> Non
         notes = [note for table in tables for note in table.notes[1:]]
         print("\n\n".join([*parts, *dict.fromkeys([*notes, *remarks])]))
     elif format is Format.latex:
-        parts = [_latex(table) for table in tables]
+        parts = [_latex(table, k) for k, table in enumerate(tables, start=1)]
         notes = [note for table in tables for note in table.notes[1:]]
         print("\n".join(["\n\n".join(parts), *(f"% {note}" for note in dict.fromkeys([*notes, *remarks]))]))
     elif format is Format.json:
@@ -106,13 +106,14 @@ def _markdown(table: Table) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 
-def _latex(table: Table) -> str:
-    """A table with its caption, for the package booktabs."""
+def _latex(table: Table, number: int) -> str:
+    """A table with its caption and the label tab:NUMBER, for the package booktabs."""
     columns = "l" * table.names + "r" * (len(table.frame.columns) - table.names)
     head, *rows = [" & ".join(map(_escaped, line)) + r" \\" for line in [table.frame.columns, *_cells(table)]]
     return "\n".join([
-        r"\begin{table}", rf"\caption{{{_escaped(table.notes[0])}}}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
-        head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}", r"\end{table}",
+        r"\begin{table}", r"\centering", rf"\caption{{{_escaped(table.notes[0])}}}", rf"\label{{tab:{number}}}",
+        rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}",
+        r"\end{table}",
     ])  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from fedlora.experiments.scores import SCALES, Line, Number
 from fedlora.experiments.spec import Cell
 from fedlora.experiments.tune import Progress
 from fedlora.runs.attack_words import attacks_of
+from fedlora.training.metrics import by_guessing
 
 ALIKE = 1e-5  # relative: scores that differ by less are the same up to rounding
 Runs = Sequence[tuple[Planned, Line]]
@@ -111,6 +112,9 @@ def differences(progress: Progress, number: Number, margin: float | None = None)
             f"equivalent: a difference below {margin:g} either way. All verdicts together err in 5 %. seeds needed: to "
             f"find two equal ones equivalent with a power of 80 % ({stats.MOST}: that or more)."
         )
+        classes = next(line["classes"] for _, line in progress.used if "failed" not in line)
+        if not number.of_rounds and (guess := by_guessing(_metric(progress), classes)) is not None:
+            notes.append(f"Guessing scores {guess:.3g}: models that learned nothing are equivalent, too.")
     return Table(frame, len(grid.axes), [*notes, *lacking])
 
 

@@ -169,17 +169,10 @@ def planned_privacy(config: RunConfig, section: PrivacySection, clients: Sequenc
 def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
     """One line per conflict: what would release more than the noised sums, or has no meaning beside them."""
     run, data, evaluate = config.run, config.data, config.evaluate
-    poisson = section.sampling == "poisson"
-    if not poisson and run.participation != 1.0:
-        yield (
-            f"run.participation = {run.participation:g} needs privacy.sampling = 'poisson', a secret draw, which "
-            f"lowers epsilon"
-        )
-    if poisson and run.participation == 1.0:
-        yield "privacy.sampling = 'poisson' draws each client with chance run.participation, now 1: set it below 1"
+    drawn = run.participation < 1
     yield from section.excludes(config.server)
     releasing = {
-        "run.report_to": (poisson and run.report_to, "stores when each round ended, which tells who was drawn"),
+        "run.report_to": (drawn and run.report_to, "stores when each round ended, which tells who was drawn"),
         "run.keep_uploads": (run.keep_uploads != "none", "stores what clients sent"),
         "run.readouts": (run.readouts, "reports on single clients"),
         "evaluate.clients_at_end": (evaluate.clients_at_end, "reports on single clients"),
