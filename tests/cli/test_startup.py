@@ -132,10 +132,8 @@ def test_the_core_alone_tells_its_versions_and_what_a_command_needs(
     ("words", "goes_on"),
     [
         (["run", "my.toml"], "with --resume"),
-        (["demo"], "with --resume"),
         (["experiment", "run", "x"], "same command again"),
         (["merge", "a", "b"], ""),
-        (["--version"], ""),
     ],
 )
 def test_an_interrupt_promises_what_the_command_can_do(

@@ -26,7 +26,7 @@ from fedlora.runs.preparation import prepare
 from fedlora.runs.private_releases import shown_config
 from fedlora.runs.private_run import check_affordable
 from fedlora.training import LocalTrainer
-from support.command_line import Said, invoke
+from support.command_line import Said, invoke, options
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.processes import Program
 from support.projects import make_project
@@ -263,15 +263,7 @@ def test_killed_at_its_steps_it_releases_each_sum_once(
 
 def test_the_plan_says_signal_and_noise_and_writes_nothing(place: Path) -> None:
     """Oracle: sigma = z C / n in each entry of the mean (the grid adds a millionth), by hand for a 32 x 32 module."""
-    words = (
-        "privacy",
-        "--plan",
-        place / "config.toml",
-        "--set",
-        "privacy.ledger=planned.jsonl",
-        "--set",
-        "run.rounds=4",
-    )
+    words = ("privacy", "--plan", place / "config.toml", *options(("privacy.ledger=planned.jsonl", "run.rounds=4")))
     found = json.loads(invoke(*words, "--json").stdout)
     assert found["sigma"] == pytest.approx(1.0 / 3, rel=1e-5) and found["size"] == 2 * 32 * 32 + 99
     part = found["parts"]["bert.encoder.layer.0.attention.self.query"]
@@ -280,22 +272,21 @@ def test_the_plan_says_signal_and_noise_and_writes_nothing(place: Path) -> None:
     assert part["lost"] == pytest.approx(math.sqrt(32) / 3 / 2, rel=1e-5), "sigma (a b)^(1/4) / sqrt(T)"
     assert found["epsilon"] == pytest.approx(accounting.epsilon(1.0, 4, 1e-3))
     assert "head classifier.weight" in invoke(*words).stdout and not (place / "planned.jsonl").exists()
+    section = configured(place).privacy
+    assert section is not None
+    asked = section.model_copy(update={"noise_multiplier": None, "epsilon": 8.0})
+    assert asked.multiplier(20, 1.0) == pytest.approx(2.147, abs=2e-3), "trust.md: q = 1, T = 20, delta = 1e-3"
+    assert asked.multiplier(20, 0.1) < asked.multiplier(20, 1.0), "a secret draw costs less"
+    assert asked.model_copy(update={"budget": 20.0}).most(20, 1.0) == Budget(20.0, 1e-3), "what was given, not the cost"
 
 
-def test_a_budget_that_leaves_nothing_is_refused(place: Path, tmp_path: Path) -> None:
+def test_a_budget_that_leaves_nothing_and_a_delta_of_one_in_n_are_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="promises nothing"):
+        prepare(configured(place, "privacy.delta=0.4"))
     config = configured(place, f"privacy.ledger={tmp_path / 'ledger'}", "privacy.noise_multiplier=500")
     with pytest.raises(ConfigError, match="leaves nothing"):
         next(execute(prepare(config), RunFolder(tmp_path / "run")))
     assert not (tmp_path / "run").exists() and not (tmp_path / "ledger").exists()
-
-
-def test_epsilon_gives_its_noise(place: Path) -> None:
-    section = configured(place, "run.rounds=20").privacy
-    assert section is not None
-    asked = section.model_copy(update={"noise_multiplier": None, "epsilon": 8.0})
-    assert asked.multiplier(20, 1.0) == pytest.approx(2.147, abs=2e-3), "trust.md: q = 1, T = 20, delta = 1e-3"
-    assert asked.cost(20, 1.0) <= 8.0
-    assert asked.model_copy(update={"budget": 20.0}).most(20, 1.0) == Budget(20.0, 1e-3), "what was given, not the cost"
 
 
 # ---- what a private run refuses --------------------------------------------------------------------------------------
@@ -342,8 +333,3 @@ def test_clients_files_need_public_data_to_measure_on(place: Path) -> None:
     config = parse_config(raw)
     with pytest.raises(ConfigError, match=r"data\.label_names .*; data\.validation = 0\.1 .*; data\.test = 0\.1 "):
         check_private(config, config.server.build(config.method.build(), 0))
-
-
-def test_a_delta_of_one_in_n_is_no_promise(place: Path) -> None:
-    with pytest.raises(ConfigError, match="promises nothing"):
-        prepare(configured(place, "privacy.delta=0.4"))
