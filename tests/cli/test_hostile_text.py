@@ -7,7 +7,6 @@ the letters that may be there.
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -31,12 +30,6 @@ FOLDERS = {
 def calm(text: str) -> bool:
     """Nothing but letters and the ends of lines."""
     return all(letter.isprintable() or letter == "\n" for letter in text)
-
-
-def odd_base(folder: Path, base: str) -> Path:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
-    return folder
 
 
 @pytest.mark.quick(12)
@@ -89,12 +82,3 @@ def test_streams_of_a_narrow_encoding_take_codes(
     monkeypatch.undo()
     assert (ended.value.code or 0) == (2 if refused else 0) and b"Error" not in written
     assert rb"\u65e5" in written and written.decode("ascii")
-
-
-@pytest.mark.parametrize("length", [4_096, 10**6])
-def test_a_long_name_of_a_base_model(length: int, main: Callable[..., Said], tmp_path: Path) -> None:
-    """Up to the length of a path it is cut where it is shown; beyond, it is no name."""
-    folder = odd_base(_one(tmp_path / "a"), "b" * length)
-    done = main("inspect", folder)
-    assert done.code == (0 if length == 4_096 else 2)
-    assert max(map(len, (done.out + done.err).splitlines())) < 1_000

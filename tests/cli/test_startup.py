@@ -165,23 +165,6 @@ fedlora.cli.main()
     assert (ended.returncode, ended.stdout) == (130, "put away\n")
 
 
-def test_an_interrupt_of_the_imports_has_the_same_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Or at any other moment at which the command line cannot answer it. Before: a traceback."""
-    import fedlora.__main__ as entry
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(entry, "beating", interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit, match="130"):
-        entry.main()
-    assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN
-    assert capsys.readouterr().err == "interrupted\n"
-
-
 def test_the_commands_with_resume_are_the_ones_that_say_so() -> None:
     found = {path[0] for path, command in walk(ROOT) if any("--resume" in option.opts for option in command.params)}
     assert found == {name for name, how in fedlora.cli.AFTER_INTERRUPT.items() if "--resume" in how}

@@ -234,16 +234,6 @@ class TestDealSuperni:
         assert all(category == f"category {int(name[4]) % 6}" for name, category in dealt.categories.items())
         assert superni({"unseen_tasks": 0}, root).probes == {}
 
-    def test_at_most_so_many_of_each_task(self, tmp_path: Path) -> None:
-        """max_train of each client's, max_test of each validation, test and unseen set, in their order."""
-        root = superni_root(tmp_path)
-        whole, dealt = superni({}, root), superni({"max_train": 12, "max_test": 2}, root)
-        kinds = ((d.parts, d.validation, d.test, d.probes["unseen"]) for d in (dealt, whole))
-        for less, more, limit in zip(*kinds, (12, 2, 2, 2), strict=True):
-            for name, part in less.items():
-                places = [more[name].text.index(text) for text in part.text]
-                assert len(places) == limit and places == sorted(set(places))
-
     def test_what_cannot_be_dealt(self, tmp_path: Path) -> None:
         """One line each: no lists, more than they name, a task in both; no folder of files, and a classifier."""
         root = superni_root(tmp_path)

@@ -6,8 +6,6 @@ Kinds of evidence: *end-to-end* (real runs; peft loads what was kept), *oracle* 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import fedlora.runs.storing
 from fedlora import read_adapter
 from fedlora.adapters.uploads import write_upload
 from fedlora.runs.folder import RunFolder
-from fedlora.training import LocalTrainer
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.local_training import bits
 from support.peft_models import dense_logits, peft_layers
@@ -50,23 +47,6 @@ def test_a_kept_upload_is_what_the_client_trained_and_peft_loads_it(project: Pat
         want = dense_logits(bert, updates, call.trained.adapter.heads)
         torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
         assert {layer.r["default"] for layer in peft_layers(model).values()} == set(call.received.ranks.values())
-
-
-def test_last_keeps_the_last_round_alone_without_whom_it_refused(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What did not count in the round would be averaged by the audit: with a quorum, NaN of site-2 is left out."""
-    train = LocalTrainer.train
-
-    def diverging(self: Any, download: Any, adapter: Any, position: int) -> Any:
-        done = train(self, download, adapter, position)
-        bad = download.client.id == "site-2"
-        return replace(done, adapter=done.adapter.map(lambda t: t * math.nan)) if bad else done
-
-    monkeypatch.setattr(LocalTrainer, "train", diverging)
-    folder = ran(configured(project, *SETS, "run.keep_uploads=last", "server.quorum=2"), tmp_path / "run")
-    found = sorted(str(path.relative_to(folder.path)) for path in folder.path.glob("uploads/*/*"))
-    assert found == [f"uploads/round-00002/site-{k}" for k in (1, 3)]
 
 
 def test_a_resumed_run_keeps_the_same_uploads(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError
 from fedlora.privacy import Budget, Ledger, Spending, accounting
 from fedlora.runs.checks import check_private
-from fedlora.runs.config import RunConfig, load_config, parse_config
+from fedlora.runs.config import parse_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
@@ -29,18 +29,10 @@ from fedlora.training import LocalTrainer
 from support.command_line import Said, invoke, options
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.processes import Program
-from support.projects import make_project
+from support.projects import configured, make_private_project
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
-PRIVACY = """
-[privacy]
-clipping_norm = 1.0
-noise_multiplier = 1.0
-delta = 1e-3
-population = "three toy sites"
-ledger = "ledger.jsonl"
-"""
 TESTS = Path(__file__).parents[1]
 
 
@@ -52,11 +44,7 @@ def libraries() -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_project(tmp_path_factory.mktemp("private"))
-    config = folder / "config.toml"
-    text = config.read_text().replace("[data]", '[data]\nlabel_names = ["blue", "green", "red"]')
-    config.write_text(text + PRIVACY)
-    return folder
+    return make_private_project(tmp_path_factory.mktemp("private"))
 
 
 class Finished:
@@ -77,10 +65,6 @@ def public_text(run: RunFolder) -> str:
     files = [path for path in run.path.rglob("*") if path.is_file()]
     secret = [run.path / "private", run.path / "checkpoints"]
     return "\n".join(p.read_text(errors="replace") for p in files if not any(p.is_relative_to(s) for s in secret))
-
-
-def configured(place: Path, *overrides: str) -> RunConfig:
-    return load_config(place / "config.toml", overrides)
 
 
 # ---- what is promised ------------------------------------------------------------------------------------------------

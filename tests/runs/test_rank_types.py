@@ -66,7 +66,9 @@ def typed(request: pytest.FixtureRequest, project: Path, tmp_path_factory: pytes
 
 
 def test_every_module_is_trained_and_uploaded_at_its_clients_own_rank(typed: Finished) -> None:
-    """Attention modules and all others by the two lists above, in both rounds."""
+    """Attention modules and all others by the two lists above, in both rounds; the manifest and the card name them."""
+    assert typed.folder.read_json("manifest.json")["clients"] == {"site-1": "2/3", "site-2": 4, "site-3": "5/2"}
+    assert "site-1: 2/3, site-2: 4, site-3: 5/2" in (typed.folder.path / "adapter" / "README.md").read_text()
     assert len(typed.calls) == 6
     for call in typed.calls:
         stored = typed.uploads(call.round)[call.client]
@@ -96,9 +98,3 @@ def test_peft_loads_the_uploads_and_readouts_at_those_ranks(typed: Finished, pro
             assert at == by_module(*ranks) and spec.scaling == 2.0
             for name, update in peft_updates(model).items():
                 torch.testing.assert_close(update, 2.0 * adapter.modules[name].delta(), rtol=0, atol=1e-6)
-
-
-def test_the_manifest_names_the_types_as_attention_and_feed_forward(typed: Finished) -> None:
-    """As explanation/methods.md writes them: attention/feed-forward, one number where they are the same."""
-    assert typed.folder.read_json("manifest.json")["clients"] == {"site-1": "2/3", "site-2": 4, "site-3": "5/2"}
-    assert "site-1: 2/3, site-2: 4, site-3: 5/2" in (typed.folder.path / "adapter" / "README.md").read_text()

@@ -21,34 +21,16 @@ import pytest
 from fedlora.runs.reading import flat
 from fedlora.server import private_round
 from fedlora.training import LocalTrainer
-from support.command_line import invoke
+from support.command_line import invoke, options
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import make_project
+from support.projects import make_private_project
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
-PRIVACY = """
-[privacy]
-clipping_norm = 1.0
-noise_multiplier = 1.0
-delta = 1e-3
-population = "three toy sites"
-ledger = "ledger.jsonl"
-"""
 THERE = [False, True, False, True, False]  # the slow client, by round
 SLOW = 1.2  # seconds
 ISO = re.compile(r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?")
 EPOCH = re.compile(r"(?<!\d)\d{10}(?:\d{3}|\d{6}|\d{9})?(?!\d)")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("opendp")
-    pytest.importorskip("dp_accounting")
-    folder = make_project(tmp_path_factory.mktemp("drawn"))
-    text = (folder / "config.toml").read_text().replace("[data]", '[data]\nlabel_names = ["blue", "green", "red"]')
-    (folder / "config.toml").write_text(text.replace("[run]", "[run]\nparticipation = 0.5") + PRIVACY)
-    return folder
 
 
 def published(run: Path, ledger: Path, into: Path) -> Path:
@@ -73,8 +55,11 @@ def moments(folder: Path) -> Iterator[tuple[str, float]]:
 
 
 def test_nothing_that_is_published_tells_where_the_slow_client_was(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: None
 ) -> None:
+    pytest.importorskip("opendp")
+    pytest.importorskip("dp_accounting")
+    config = make_private_project(tmp_path / "project") / "config.toml"
     draws, real = iter(THERE), LocalTrainer.train
 
     def train(trainer: Any, download: Any, *args: Any, **more: Any) -> Any:
@@ -87,8 +72,8 @@ def test_nothing_that_is_published_tells_where_the_slow_client_was(
         private_round, "poisson_sample", lambda *_: ["site-1", "site-2"] if next(draws) else ["site-2", "site-3"]
     )
     began = time.time()
-    sets = ("--set", f"run.rounds={len(THERE)}", "--set", f"privacy.ledger={tmp_path / 'ledger.jsonl'}")
-    invoke("run", place / "config.toml", *sets, "--out", tmp_path / "run")
+    sets = (f"run.rounds={len(THERE)}", "run.participation=0.5", f"privacy.ledger={tmp_path / 'ledger.jsonl'}")
+    invoke("run", config, *options(sets), "--out", tmp_path / "run")
     ended = time.time()
     assert ended - began > sum(THERE) * SLOW and next(draws, None) is None
     folder = published(tmp_path / "run", tmp_path / "ledger.jsonl", tmp_path / "handed out")

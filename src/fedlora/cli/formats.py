@@ -36,6 +36,7 @@ FormatOption = Annotated[Format, typer.Option("--format", help="for people, docu
 def show(tables: Sequence[Table], remarks: Sequence[str], format: Format) -> None:
     """Print tables, and below them what a reader must know. For programs: as JSON all of it, and as CSV the first table
     (with the second's columns beside it, if both are of the same cells), with the remarks on stderr."""
+    below = list(dict.fromkeys([*(note for table in tables for note in table.notes[1:]), *remarks]))
     if format is Format.table:
         for table in tables:
             console.print(table.notes[0])
@@ -46,12 +47,10 @@ def show(tables: Sequence[Table], remarks: Sequence[str], format: Format) -> Non
             console.print(remark)
     elif format is Format.markdown:
         parts = [f"{table.notes[0]}\n\n{_markdown(table)}" for table in tables]
-        notes = [note for table in tables for note in table.notes[1:]]
-        print("\n\n".join([*parts, *dict.fromkeys([*notes, *remarks])]))
+        print("\n\n".join([*parts, *below]))
     elif format is Format.latex:
         parts = [_latex(table, k) for k, table in enumerate(tables, start=1)]
-        notes = [note for table in tables for note in table.notes[1:]]
-        print("\n".join(["\n\n".join(parts), *(f"% {note}" for note in dict.fromkeys([*notes, *remarks]))]))
+        print("\n".join(["\n\n".join(parts), *(f"% {note}" for note in below)]))
     elif format is Format.json:
         each = [{"about": table.notes[0], "notes": table.notes[1:], "rows": _records(table)} for table in tables]
         print(json.dumps({"tables": each, "notes": list(remarks)}, indent=2))
@@ -62,7 +61,7 @@ def show(tables: Sequence[Table], remarks: Sequence[str], format: Format) -> Non
                 if list(other.frame.columns[: other.names]) == names:
                     frame = frame.merge(other.frame, "left", names, suffixes=("", " of pairs"))
             print(frame.to_csv(index=False), end="")
-        for note in dict.fromkeys([*(note for table in tables[:2] for note in table.notes), *remarks]):
+        for note in [*(table.notes[0] for table in tables[:2]), *below]:
             print(note, file=sys.stderr)
 
 
