@@ -65,7 +65,6 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path 
     from fedlora.core.checkpoint import newest_round
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare
-    from fedlora.runs.private_run import check_affordable
 
     folder.check_place(resume)
     if resume and not folder.exists():
@@ -77,8 +76,6 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path 
     tell_attack(prepared.manifest)
     tell_data(prepared.manifest, config.data.max_length, config.evaluate.max_new_tokens)
     if secret:
-        if not folder.exists():
-            check_affordable(prepared)  # a refusal needs neither a folder nor a progress bar
         notes.warn(
             "private: this screen names clients that fail or are refused, so only the server's operator may see it. "
             "Such a client counts as zero; even if all do, the round is released (as noise) and charged."
