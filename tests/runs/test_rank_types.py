@@ -6,6 +6,7 @@ and what peft loads of it) and *oracle* (ranks by lists of module names, bytes b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from fedlora import read_adapter
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.local_training import bits
 from support.peft_models import peft_layers, peft_updates
 from support.projects import configured, peft_model, ran
 from support.recorded import Call, recording
@@ -71,11 +73,18 @@ def test_every_module_is_trained_and_uploaded_at_its_clients_own_rank(typed: Fin
     assert "site-1: 2/3, site-2: 4, site-3: 5/2" in (typed.folder.path / "adapter" / "README.md").read_text()
     assert len(typed.calls) == 6
     for call in typed.calls:
-        stored = typed.uploads(call.round)[call.client]
         want = by_module(*RANKS[call.client])
-        assert call.received.ranks == call.trained.adapter.ranks == stored.ranks == want
-        heads = call.trained.adapter.heads
-        assert heads and all(torch.equal(stored.heads[name], head) for name, head in heads.items())
+        assert call.received.ranks == call.trained.adapter.ranks == want and call.trained.adapter.heads
+
+
+def test_a_kept_upload_is_what_the_client_trained(typed: Finished) -> None:
+    """`Trained.adapter` of the real trainer bit for bit, heads and ffa-lora's frozen factor included, and beside it
+    whose, of how many examples and of which round. That a round appears whole: tests/core/test_folders.py."""
+    examples = {c: p["examples"] for c, p in typed.folder.read_json("manifest.json")["data"]["train"].items()}
+    for call in typed.calls:
+        assert bits(typed.uploads(call.round)[call.client]) == bits(call.trained.adapter)
+        facts = json.loads((typed.folder.uploads(call.round) / call.client / "upload.json").read_text())
+        assert facts == {"client": call.client, "num_examples": examples[call.client], "round": call.round}
 
 
 def test_bytes_are_those_of_each_modules_rank(typed: Finished) -> None:
