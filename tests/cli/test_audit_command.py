@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,12 @@ from peft import LoraConfig
 from torch import Tensor
 
 from fedlora import METHODS, Adapter, AdapterSpec, LoRA, write_adapter
-from fedlora.adapters.uploads import read_uploads
 from fedlora.adapters.writer import pad_rank
-from fedlora.errors import FedLoRAError
 from support.command_line import Said, cells, invoke
 from support.federations import SHAPES, noise
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.peft_models import peft_layers, saved, trained
 from support.projects import configured, contents, pixels, ran
-from support.recorded import recording
 from support.tiny_models import bert
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
@@ -37,7 +33,7 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 Pairs = list[dict[str, tuple[Tensor, Tensor]]]  # a client each: module -> B and A, float64, B A the whole update
 SPEC = AdapterSpec({"base_model_name_or_path": "some/base", "target_modules": ["q", "v"]}, scaling=2.0)
 WEIGHTS = (900.0, 300.0, 50.0)
-QUICK = ("--conditions", "10", "--draws", 1)
+QUICK = ("--draws", 1)
 
 
 def audited(*args: object) -> dict[str, Any]:
@@ -68,10 +64,6 @@ def factor_average(pairs: Pairs, p: Sequence[float]) -> dict[str, Tensor]:
         B, A = (sum(w * x[k] for w, x in zip(p, padded, strict=True)) for k in (0, 1))
         made[m] = B @ A
     return made
-
-
-def relative(weights: Sequence[float]) -> list[float]:
-    return [w / sum(weights) for w in weights]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +102,7 @@ def test_errors_of_mixed_ranks_are_the_dense_ones_and_the_table_shows_them(
     mixed: tuple[list[Path], Pairs], undrawn: None, wide: None
 ) -> None:
     """In the units of the whole update: alpha / r differs by client. Below 1e-3 as 2.7e-15, else a percentage."""
-    (paths, pairs), p = mixed, relative(WEIGHTS)
+    (paths, pairs), p = mixed, [w / sum(WEIGHTS) for w in WEIGHTS]
     args = (*paths, "--weights", "900,300,50", "--methods", "fedit, glora, glora rho=0.5, padded-average")
     found, shown = audited(*args, *QUICK), invoke("audit", *args, *QUICK).stdout
     want = off(factor_average(pairs, p), mean(pairs, p))
@@ -142,34 +134,23 @@ def test_who_moves_with_the_coordinates_and_who_cannot_run(equal: list[Path], un
 
 
 def test_an_audit_of_a_run_is_of_its_newest_uploads(project: Path, tmp_path: Path, undrawn: None) -> None:
-    """Round 2's, against dense float64 of what the clients trained there, with p_i by the manifest's examples."""
+    """As of the folders of round 2, with the weights that these name. What is kept: tests/runs."""
     sets = ("run.keep_uploads=all", "run.rounds=2", "train.max_steps=2", "clients.ranks=[2,4,4]")
-    with recording() as calls:
-        folder = ran(configured(project, *sets), tmp_path / "run")
-    examples = folder.read_json("manifest.json")["data"]["train"]
-    last = [call for call in calls if call.round == 2]
-    pairs = [
-        {m: (2 * x.factors[0].double(), x.factors[1].double()) for m, x in call.trained.adapter.modules.items()}
-        for call in last
-    ]
-    p = relative([examples[call.client]["examples"] for call in last])
+    folder = ran(configured(project, *sets), tmp_path / "run")
     methods = ("--methods", "padded-average, glora", *QUICK)
     found = audited("--from-run", folder.path, *methods)
-    assert found["padded-average"]["error"] == pytest.approx(off(factor_average(pairs, p), mean(pairs, p)), rel=1e-6)
     assert found["glora"]["error"] < 1e-9 and max(found["glora"]["drift"].values()) < 1e-9
     first, second = (sorted(folder.uploads(t).iterdir()) for t in (1, 2))
     assert audited(*second, *methods) == found != audited(*first, *methods)
 
 
-def test_it_says_which_round_and_loudly_where_the_run_went_on(project: Path, tmp_path: Path, undrawn: None) -> None:
+def test_it_says_which_round_and_how_many_were_played(project: Path, tmp_path: Path, undrawn: None) -> None:
     """Kept at the end of a short run, which was then made longer without keeping."""
     short = ("run.rounds=1", "train.max_steps=1", "run.keep_uploads=last")
     folder = ran(configured(project, *short), tmp_path / "run")
-    arguments = ("audit", "--from-run", folder.path, "--methods", "glora", *QUICK)
-    said = invoke(*arguments).stderr
-    assert f"uploads of round 1 of {folder.path}" in said and "NOT THE LAST" not in said
     ran(configured(project, *short[1:2], "run.rounds=2"), folder.path, resume=True)
-    assert re.search(f"NOT THE LAST ROUND: .*round 1.* {folder.path} .*2", invoke(*arguments).stderr)
+    said = invoke("audit", "--from-run", folder.path, "--methods", "glora", *QUICK).stderr
+    assert re.search(f"round 1 of {folder.path}, .* 2 rounds", said)
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------
@@ -211,14 +192,3 @@ def test_what_cannot_be_audited_is_one_line(
     before = contents(equal[0].parent)
     assert words in main("audit", *args).complaint()
     assert contents(equal[0].parent) == before
-
-
-@pytest.mark.parametrize(
-    "content", [b"[1, 2]", b'{"client": "a"}', b'{"client": "a", "num_ex', b'{"client": "a", "num_examples": -3}']
-)
-def test_a_damaged_upload_json_is_an_error_of_ours(equal: list[Path], tmp_path: Path, content: bytes) -> None:
-    """Never a default in its place: the weights of the audit would be wrong without a word."""
-    shutil.copytree(equal[0], tmp_path / "a")
-    (tmp_path / "a" / "upload.json").write_bytes(content)
-    with pytest.raises(FedLoRAError):
-        read_uploads([tmp_path / "a", equal[1]])

@@ -28,6 +28,7 @@ from support.projects import contents, pixels, without_seconds
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 LEFT = {"runs", "results.jsonl", "comparison.png", "comparison-differences.png"}
 METHODS = ("glora", "svd", "glora rho=0.5")
+JSON = ("--format", "json")
 
 
 def compare(project: Path, out: Path, *more: object, methods: str = ",".join(METHODS), code: int = 0) -> Any:
@@ -60,7 +61,7 @@ def table(said: Any, about: str) -> dict[str, dict[str, Any]]:
 def test_means_and_differences_are_those_of_the_runs_own_files(compared: tuple[Path, Any], project: Path) -> None:
     """Paired with the first method. Intervals: tests/experiments."""
     out, own = compared[0], summaries(compared[0])
-    said = compare(project, out, "--seeds", "0:3", "--resume", "--json", methods="svd,glora,glora rho=0.5")
+    said = compare(project, out, "--seeds", "0:3", "--resume", *JSON, methods="svd,glora,glora rho=0.5")
     scores, gaps = table(said, "mean over seeds"), table(said, "less that of svd")
     mean = {m: statistics.fmean(own[m, seed]["test"]["best"]["accuracy"] for seed in range(3)) for m in METHODS}
     assert {m: scores[m]["mean"] for m in METHODS} == pytest.approx(mean)
@@ -96,13 +97,13 @@ def test_every_method_has_the_same_clients_data_and_start_and_one_thread(compare
 def test_more_seeds_extend_a_comparison_and_nothing_is_run_twice(compared: tuple[Path, Any], project: Path) -> None:
     out = compared[0]
     before = contents(out / "runs")
-    said = compare(project, out, "--seeds", "0:4", "--resume", "--json", methods="glora,svd")
+    said = compare(project, out, "--seeds", "0:4", "--resume", *JSON, methods="glora,svd")
     after = contents(out / "runs")
     assert {name: after[name] for name in before} == before and len({*after} - {*before}) > 0
     assert {row["n"] for row in table(said, "mean over seeds").values()} == {4}
     runs = fedlora.results(out)
     assert sorted(runs[runs.method == "svd"].seed) == [0, 1, 2, 3]
-    again = compare(project, out, "--seeds", "0:4", "--resume", "--json", methods="glora,svd")
+    again = compare(project, out, "--seeds", "0:4", "--resume", *JSON, methods="glora,svd")
     assert without_seconds(json.loads(again.stdout)) == without_seconds(json.loads(said.stdout))
 
 
@@ -129,7 +130,7 @@ def test_csv_parses_and_a_verdict_needs_a_margin(compared: tuple[Path, Any], pro
 
 def test_a_search_is_on_a_seed_of_its_own(project: Path, tmp_path: Path) -> None:
     """A rate of 1e30 diverges: its uploads are refused, and it is never chosen. The chosen value is a column."""
-    more = ("--tune", "train.learning_rate=1e-2,1e30", "--seeds", "0", "--json")
+    more = ("--tune", "train.learning_rate=1e-2,1e30", "--seeds", "0", *JSON)
     said = compare(project, tmp_path / "runs", *more, methods="svd")
     lines = read(tmp_path / "runs" / "results.jsonl").values()
     assert {(line["seed"], line["stage"]) for line in lines} == {(1000, "search"), (0, "run")}
@@ -151,7 +152,6 @@ def test_nothing_that_can_run_is_an_error(project: Path, tmp_path: Path, main: C
         (("--tune", "train.learning_rate=1,2", "--set", "data.validation=0"), "data.validation = 0 leaves nothing"),
         (("--tune", "train.learning_rate=1,2", "--set", "train.learning_rate=1"), "train.learning_rate is set twice"),
         (("--tune", "train.learning_rate=1e-3,0.001"), "names 0.001 twice"),
-        (("--json", "--format", "csv"), "two formats"),
     ],
 )
 def test_what_contradicts_itself_is_one_line_and_runs_nothing(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fedlora.experiments import cost
 from fedlora.experiments.results import read
 from support.command_line import Said, drawing, invoke
 from support.grids import GRID, write_grid
@@ -38,7 +40,7 @@ def test_a_grid_is_planned_searched_run_shown_and_drawn(place: Path) -> None:
     assert json.loads(status)["two"] == {"search": [4, 4], "runs": [2, 6], "failed": 0, "to_do": 4}
     invoke("experiment", "run", "two.toml")
     assert len(read(place / "results" / "two.jsonl")) == 4 + 4
-    scores, *_ = json.loads(invoke("experiment", "table", "two.toml", "--json").stdout)["tables"]
+    scores, *_ = json.loads(invoke("experiment", "table", "two.toml", "--format", "json").stdout)["tables"]
     found = {row["method"]: row["mean"] for row in scores["rows"]}
     assert list(found) == ["FedIT", "GLoRA", "same"] and found["GLoRA"] == found["same"]
     with drawing():
@@ -70,6 +72,21 @@ def test_what_cannot_be_done_is_one_line(place: Path, main: Callable[..., Said])
     ):
         assert says in main("experiment", *words).error()
     assert not (place / "results" / "two.jsonl").exists()
+
+
+def test_a_plan_that_could_not_be_measured_has_another_exit_code(
+    place: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No trial ran, so there are no hours; a trial of one of two runs is a plan."""
+    for trials, code in (({}, 1), ({"made": cost.Trial(1.0, 2.0, 3.0, 4.0, 5.0)}, 0)):
+
+        def tried(runs: Any, *_: object, trials: Any = trials) -> Any:
+            return {runs[0].digest: trials.get("made", "no memory"), runs[1].digest: "no memory"}
+
+        monkeypatch.setattr(cost, "tried", tried)
+        said = main("experiment", "run", "two.toml", "--measure")
+        assert said.code == code and "a trial failed: no memory" in said.err
+        assert ("hours" in said.out) == (code == 0)
 
 
 def test_faults_of_all_cells_are_told_before_anything_runs(place: Path, main: Callable[..., Said]) -> None:

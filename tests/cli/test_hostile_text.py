@@ -7,7 +7,6 @@ the letters that may be there.
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -23,8 +22,8 @@ from support.command_line import Said
 
 MODULE = "layers.0.q_proj"
 FOLDERS = {
-    "markup": "[red]x[/blue]", "a closing tag": "[/]", "emoji": ":fire:", "escape": "a\x1b[31mb", "C1": "a\x9b31mb",
-    "bidi": "a\u202eb", "newline": "a\nb", "return": "a\rb", "no UTF-8": os.fsdecode(b"a\xff b"), "bell": "a\x07b",
+    "markup": "[red]x[/blue]:fire:[/]", "escapes": "a\x1b[31mb\x9b31mc\x07", "bidi": "a\u202eb", "lines": "a\nb\rc",
+    "no UTF-8": os.fsdecode(b"a\xff b"),
 }  # fmt: skip
 
 
@@ -33,13 +32,7 @@ def calm(text: str) -> bool:
     return all(letter.isprintable() or letter == "\n" for letter in text)
 
 
-def odd_base(folder: Path, base: str) -> Path:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
-    return folder
-
-
-@pytest.mark.quick(23)
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("name", list(FOLDERS))
 @pytest.mark.parametrize("command", ["inspect", "diff", "validate", "merge", "refusal"])
 def test_names_are_letters(name: str, command: str, main: Callable[..., Said], tmp_path: Path) -> None:
@@ -68,16 +61,15 @@ def _one(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 @pytest.mark.parametrize("refused", [False, True], ids=["tables", "a refusal"])
 def test_streams_of_a_narrow_encoding_take_codes(
-    encoding: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables have letters that such streams have not; so may a folder's name. Strict ones, as Python makes them of
     PYTHONIOENCODING, in this process."""
     a, b = _one(tmp_path / "ä日"), _one(tmp_path / "b")
     given = ["validate", a, "--max-bytes", 1] if refused else ["inspect", a, b]
-    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding=encoding) for name in ("stdout", "stderr")}
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding="ascii") for name in ("stdout", "stderr")}
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)
     monkeypatch.setattr(sys, "argv", ["fedlora", *map(str, given)])
@@ -89,13 +81,4 @@ def test_streams_of_a_narrow_encoding_take_codes(
         written += stream.buffer.getvalue()  # type: ignore[attr-defined]
     monkeypatch.undo()
     assert (ended.value.code or 0) == (2 if refused else 0) and b"Error" not in written
-    assert rb"\u65e5" in written and written.decode(encoding)
-
-
-@pytest.mark.parametrize("length", [4_096, 10**6])
-def test_a_long_name_of_a_base_model(length: int, main: Callable[..., Said], tmp_path: Path) -> None:
-    """Up to the length of a path it is cut where it is shown; beyond, it is no name."""
-    folder = odd_base(_one(tmp_path / "a"), "b" * length)
-    done = main("inspect", folder)
-    assert done.code == (0 if length == 4_096 else 2)
-    assert max(map(len, (done.out + done.err).splitlines())) < 1_000
+    assert rb"\u65e5" in written and written.decode("ascii")

@@ -1,7 +1,6 @@
-"""`fedlora run` as a process of its own, and bad input.
+"""`fedlora run` by the command line: what it prints, and bad input.
 
-Kinds of evidence: *end-to-end* (the bits of the run in this process), *contract* (bad input is one line and exit code
-2, and writes nothing).
+Kinds: *end-to-end*, *contract* (bad input is one line and exit code 2, and writes nothing).
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import pytest
 
 from fedlora.cli.run_words import tell_data
 from fedlora.runs.folder import RunFolder
-from support.command_line import Said, process  # first, for it expects what typer's import warns of
+from support.command_line import Said, options  # first, for it expects what typer's import warns of
 
 # isort: split
 from fedlora.cli.screen import byte_size
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import FEDSA, Finished, same_run
+from support.projects import FEDSA, Finished
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
@@ -38,24 +37,9 @@ def test_on_stdout_there_is_only_json(
 ) -> None:
     """Asked of a finished run, where `--resume` has nothing to train."""
     run = shutil.copytree(finished.folder.path, tmp_path / "run")
-    sets = [a for s in ("run.readouts=true", "evaluate.clients_at_end=true") for a in ("--set", s)]
+    sets = options(("run.readouts=true", "evaluate.clients_at_end=true"))
     said = main("run", project / "config.toml", "--out", run, "--resume", "--json", *sets)
     assert said.code == 0 and json.loads(said.out) == RunFolder(run).read_json("summary.json")
-
-
-@pytest.mark.exhaustive  # two processes that import torch and train; the tests above ask the rest of it in this one
-def test_as_a_process_it_gives_the_same_bits_without_a_warning_and_bad_input_is_one_line(
-    finished: Finished, project: Path, tmp_path: Path
-) -> None:
-    sets = [a for s in ("run.readouts=true", "evaluate.clients_at_end=true") for a in ("--set", s)]
-    done = process("run", project / "config.toml", "--out", tmp_path / "run", "--json", *sets)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == RunFolder(tmp_path / "run").read_json("summary.json")
-    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
-    same_run(RunFolder(tmp_path / "run"), finished.folder)
-    done = process("run", tmp_path / "nowhere.toml", "--out", tmp_path / "none")
-    assert "No such file" in Said(done.returncode, done.stdout, done.stderr).error()
-    assert done.stdout == "" and not (tmp_path / "none").exists()
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
@@ -68,6 +52,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "bad override": (["run.rounds"], "--set takes KEY=VALUE"),
     "mixed ranks": (["method.name=fedit"], "entry by entry"),
     "nothing to train on": (["data.validation=0.6", "data.test=0.5"], "sum is below 1"),
+    "no such device": (["model.device=banana"], "banana"),
+    "server target without a server model": ([*FEDSA, "evaluate.target=server"], "no global model"),
 }
 
 
@@ -75,26 +61,8 @@ BAD: dict[str, tuple[list[str], str]] = {
 def test_bad_input_is_one_line_and_code_2_and_writes_nothing(
     project: Path, tmp_path: Path, main: Callable[..., Said], sets: list[str], says: str
 ) -> None:
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
-    assert says in said.complaint()
-    assert said.out == ""
-    assert not (tmp_path / "run").exists()
-
-
-LATE: dict[str, tuple[list[str], str]] = {
-    "no such device": (["model.device=banana"], "banana"),
-    "server target without a server model": ([*FEDSA, "evaluate.target=server"], "no global model"),
-}
-
-
-@pytest.mark.parametrize(("sets", "says"), LATE.values(), ids=LATE)
-def test_what_can_never_run_as_written_is_said_before_anything_is_written(
-    project: Path, tmp_path: Path, main: Callable[..., Said], sets: list[str], says: str
-) -> None:
-    """As `prepare` promises: not with a traceback, and not after the first round or the last."""
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
-    assert says in said.error()
-    assert not (tmp_path / "run").exists()
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *options(sets))
+    assert says in said.error() and said.out == "" and not (tmp_path / "run").exists()
 
 
 def test_copies_in_a_test_file_of_ones_own_are_told_and_empty_columns_left_out(
@@ -106,7 +74,7 @@ def test_copies_in_a_test_file_of_ones_own_are_told_and_empty_columns_left_out(
     (own / "train.jsonl").write_text("\n".join(lines[:-3]))
     (own / "test.jsonl").write_text("\n".join([*lines[:5], *lines[-3:]]))
     sets = ("data.test=test.jsonl", "data.validation=0", "run.rounds=1")
-    said = main("run", own / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    said = main("run", own / "config.toml", "--out", tmp_path / "run", *options(sets))
     assert said.code == 0
     assert re.search("8 examples of test, 5 are copies", said.err)
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
@@ -130,7 +98,7 @@ def test_one_of_two_held_out_sets_is_shown_alone(
     """The score that the summary has, on the screen and on the adapter's card, by the name of its data."""
     other = "data.test=0" if part == "validation" else "data.validation=0"
     sets = (other, "run.rounds=1", "evaluate.metric=accuracy")
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *options(sets))
     score = json.loads((tmp_path / "run" / "summary.json").read_text())[part]["last"]["accuracy"]
     assert re.search(rf"accuracy, last \(round 1\)\W+{part} {score:.3f}", said.out)
     assert re.search(rf"held-out {part} .*accuracy {score:.4f}", (tmp_path / "run/adapter/README.md").read_text())
@@ -142,43 +110,22 @@ def test_resuming_where_no_run_is_says_that_it_begins(project: Path, tmp_path: P
     assert done.code == 2 and "rnu" in done.err.splitlines()[0] and "round 1" in done.err
 
 
-def test_a_missing_or_broken_config_is_one_line(tmp_path: Path, main: Callable[..., Said]) -> None:
-    out = tmp_path / "run"
-    assert "nowhere.toml cannot be read" in main("run", tmp_path / "nowhere.toml", "--out", out).complaint()
-    (tmp_path / "config.toml").write_text("[model\n")
-    for command in ("run", "compare"):
-        assert "is not TOML" in main(command, tmp_path / "config.toml", "--out", out).complaint()
-    assert not out.exists()
-
-
 def test_all_that_is_wrong_with_a_file_is_said_at_once(
     project: Path, tmp_path: Path, main: Callable[..., Said]
 ) -> None:
     """Of each kind one: a misspelt key, a wrong value, two keys that contradict each other, a method that cannot be
     made, a file that is missing. And of a file whose keys are right: files, metric, ranks that do not fit."""
-    wrong = [
-        "run.round=3",
-        "train.learning_rate=fast",
-        "lora.lora_alpha=8.0",
-        "lora.scaling=2.0",
-        "method.rho=2",
-        "data.test=no.csv",
-    ]
-    says = [
-        "'rounds'",
-        "train.learning_rate: must be a number; got 'fast'",
-        "contradict",
-        "rho is a share",
-        "no.csv does not exist",
-    ]
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in wrong for a in ("--set", s)))
-    assert all(words in said.error() for words in says), said.err
-    wrong = ["data.test=no.csv", "evaluate.metric=rouge-l", "method.rho=2", "data.validation=none.csv"]
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in wrong for a in ("--set", s)))
-    assert all(words in said.error() for words in ["no.csv", "none.csv", "rouge-l", "rho is a share"]), said.err
-    wrong = ["evaluate.metric=rouge-l", "method.name=fedit", "attack.kind=sign-flip", "attack.clients=['site-9']"]
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in wrong for a in ("--set", s)))
-    assert all(words in said.error() for words in ["rouge-l", "'site-9'"]), said.err
+    keys = ("run.round=3", "train.learning_rate=fast", "lora.lora_alpha=8.0", "lora.scaling=2.0")
+    for wrong, says in (
+        ((*keys, "method.rho=2", "data.test=no.csv"),
+         ("'rounds'", "got 'fast'", "contradict", "rho is a share", "no.csv does not exist")),
+        (("data.test=no.csv", "evaluate.metric=rouge-l", "method.rho=2", "data.validation=none.csv"),
+         ("no.csv", "none.csv", "rouge-l", "rho is a share")),
+        (("evaluate.metric=rouge-l", "method.name=fedit", "attack.kind=sign-flip", "attack.clients=['site-9']"),
+         ("rouge-l", "'site-9'")),
+    ):  # fmt: skip
+        said = main("run", project / "config.toml", "--out", tmp_path / "run", *options(wrong))
+        assert all(words in said.error() for words in says), said.err
 
 
 def test_a_run_shows_its_classes_by_name_and_its_bytes_in_a_unit(finished: Finished) -> None:
@@ -187,9 +134,5 @@ def test_a_run_shows_its_classes_by_name_and_its_bytes_in_a_unit(finished: Finis
     data = finished.folder.read_json("manifest.json")["data"]
     assert s["classes"] == ["blue", "green", "red"] and "macro f1" in finished.out
     assert "blue / green / red" in finished.out and " / ".join(map(str, data["label_counts"]["site-1"])) in finished.out
-    trained = [sum(row[k] for row in data["label_counts"].values()) for k in range(3)]
-    card = (finished.folder.path / "adapter" / "README.md").read_text()
-    assert f"macro_f1 {s['test']['last']['macro_f1']:.4f}" in card
-    assert f"| training examples by class | blue {trained[0]}, green {trained[1]}, red {trained[2]} |" in card
     shown = [byte_size(n) for n in (0, 999, 30_161, 999_940, 1_500_000)]
     assert shown == ["0 bytes", "999 bytes", "30.2 KB", "999.9 KB", "1.5 MB"]

@@ -132,10 +132,8 @@ def test_the_core_alone_tells_its_versions_and_what_a_command_needs(
     ("words", "goes_on"),
     [
         (["run", "my.toml"], "with --resume"),
-        (["demo"], "with --resume"),
         (["experiment", "run", "x"], "same command again"),
         (["merge", "a", "b"], ""),
-        (["--version"], ""),
     ],
 )
 def test_an_interrupt_promises_what_the_command_can_do(
@@ -165,23 +163,6 @@ fedlora.cli.main()
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (130, "put away\n")
-
-
-def test_an_interrupt_of_the_imports_has_the_same_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Or at any other moment at which the command line cannot answer it. Before: a traceback."""
-    import fedlora.__main__ as entry
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(entry, "beating", interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit, match="130"):
-        entry.main()
-    assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN
-    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_the_commands_with_resume_are_the_ones_that_say_so() -> None:

@@ -35,8 +35,7 @@ from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 PRIVATE = (
-    '"server.weighting" = "uniform", "privacy.clipping_norm" = 1.0, "privacy.epsilon" = 8.0, "privacy.delta" = 1e-2, '
-    '"privacy.sampling" = "all"'
+    '"server.weighting" = "uniform", "privacy.clipping_norm" = 1.0, "privacy.epsilon" = 8.0, "privacy.delta" = 1e-2'
 )
 SHORT = GRID.replace("rounds = 150", "rounds = 6")
 

@@ -59,10 +59,10 @@ def test_lines_are_appended_and_sorted_and_half_a_line_does_not_count(tmp_path: 
 def test_a_history_is_kept_by_columns_without_details() -> None:
     rounds = [
         {"round": 1, "metrics": {}, "losses": {"a": 1.0}},
-        {"round": 2, "metrics": {"loss": 0.5, "test/loss": 0.6, "client/a": 0.1}, "losses": {"a": None, "b": 2.0}},
+        {"round": 2, "metrics": {"loss": 0.5, "client/a": 0.1}, "losses": {"a": None, "b": 2.0}},
     ]  # fmt: skip
     assert results.history(rounds) == {
-        "evaluated": [2], "scores": {"loss": [0.5], "test/loss": [0.6]}, "losses": {"a": [1.0, None], "b": [None, 2.0]}
+        "evaluated": [2], "scores": {"loss": [0.5]}, "losses": {"a": [1.0, None], "b": [None, 2.0]}
     }  # fmt: skip
 
 

@@ -167,14 +167,10 @@ def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, old: str, new: str
         written(tmp_path, FILE.replace(old, new))
 
 
-def test_a_search_is_over_a_number_that_there_is(tmp_path: Path) -> None:
-    for key in ("train.optimizer", "nothing.at_all"):
-        with pytest.raises(ConfigError, match=key.split(".")[0]):
-            _ = Grid(written(tmp_path, FILE.replace("[tune]", f'[tune]\nkey = "{key}"')), "mini").searches
-
-
-def test_a_searched_whole_number_stays_one(tmp_path: Path) -> None:
+def test_a_search_is_over_a_number_that_there_is_and_a_whole_one_stays_one(tmp_path: Path) -> None:
     """TOML's list is of numbers; svd takes a rank of 4, not of 4.0."""
+    with pytest.raises(ConfigError, match="nothing"):
+        _ = Grid(written(tmp_path, FILE.replace("[tune]", '[tune]\nkey = "nothing.at_all"')), "mini").searches
     text = FILE.replace('"fedit"', '"svd"').replace('"glora"', '"svd"').replace("[1e-3, 1e-2]", "[2, 4]")
     runs = Grid(written(tmp_path, text.replace("[tune]", '[tune]\nkey = "method.rank"')), "mini").searches
     assert [repr(run.config.method.build()) for run in runs[:2]] == [repr(build("svd", rank=rank)) for rank in (2, 4)]
@@ -193,16 +189,12 @@ def test_every_experiment_here_can_be_planned(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_a_table_has_the_papers_row_and_says_what_it_chose(path: Path) -> None:
-    """All that the paper leaves open, and what differs from its text, is named in a comment of the paper's profile."""
+def test_a_table_has_the_papers_row(path: Path) -> None:
+    """And its model and data are pinned."""
     experiment = load_experiment(path)
     configs = [run.config for run in planned(experiment)]
     literal = {run.config.method.build() for run in planned(experiment) if "GLoRA (paper)" in run.cell.values()}
     assert literal == {build("glora-paper")}
-    comments = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
-    for word in ("alpha = 2 r", "dropout", "held out" if path.stem != "table3" else "holds out", "constant rate", "TF32"
-                 if path.stem != "table4" else "bfloat16", "three seeds", "glora-paper", "begins anew"):  # fmt: skip
-        assert word in comments, word
     for config in configs if path.stem != "table3" else ():
         assert len(config.model.revision or "") == len(config.data.revision or "") == 40
     assert len(TABLES) == 6

@@ -38,7 +38,7 @@ pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
 PRIVATE: dict[str, Any] = {
     "clipping_norm": 1.0, "noise_multiplier": 0.05, "delta": 1e-3, "population": "three sites", "ledger": "sites.jsonl",
-    "members": list(RANKS), "shape": "two-sided", "dims": 4,
+    "members": list(RANKS), "dims": 4,
 }  # fmt: skip
 TABLES: dict[str, Any] = {
     "id": "f", "data": {"label_names": ["no", "yes"]}, "lora": {"target_modules": ["query"]}, "privacy": PRIVATE,
@@ -51,7 +51,6 @@ NETWORK = NetworkSection(name="fl.example.org")
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"privacy": {"sampling": "poisson"}}, "traffic and timing"),
         ({"run": {"participation": 0.5}}, "asks all"),
         ({"server": {"quorum": 2}}, "server.quorum = 2 "),
         ({"robust": {"rule": "norm-clipping"}}, "no bound"),

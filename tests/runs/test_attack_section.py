@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from fedlora.attacks import choose_attackers
-from fedlora.runs.attack_words import attacks_of
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke
@@ -92,12 +91,6 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
     digests = [p.manifest["data"]["train"][NAMES[1]]["sha256"] for p in (plain, flipped)]
     assert digests[0] != digests[1]
     assert plain.manifest["data"]["test"] == flipped.manifest["data"]["test"]
-
-
-def test_a_tables_note_names_its_attacks() -> None:
-    configs = [{"attack": {"kind": kind, "fraction": 0.2, "clients": []}} for kind in ("none", "gauge", "gauge")]
-    (only,) = attacks_of([{}, *configs])
-    assert only.startswith("gauge by 20%")
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ class TestDealGlue:
         """60 rows: a share of 0.2 is 12 to choose on, 48 to train on; the test set is untouched and whole."""
         root = write_glue(tmp_path, "sst2")
         dealt = deal(config_of({"task": "sst2", "validation": 0.2}, clients=CLIENTS), root)
+        even = deal(config_of({"task": "sst2", "validation": 0.2}, clients={"count": 5, "partition": "iid"}), root)
+        assert [len(part) for part in even.parts.values()] == [10, 10, 10, 9, 9], "iid: sizes differ by one at most"
         train, tests = read_glue("sst2", root)
         assert list(dealt.parts) == ["site-1", "site-2", "site-3"]
         assert (sum(map(len, dealt.parts.values())), len(dealt.validation[""])) == (48, 12)
@@ -49,14 +51,17 @@ class TestDealGlue:
         assert dealt.test == {"": tests["validation"]}
         assert not (dealt.own_validation or dealt.own_test or dealt.probes or dealt.categories)
 
-    def test_the_partition_is_the_configured_one(self, tmp_path: Path) -> None:
-        """iid sizes differ by one at most: 48 over 3 clients is 16 each, and over 5 is 9 or 10."""
-        root = write_glue(tmp_path, "qqp")
-        for count, sizes in ((3, [16, 16, 16]), (5, [10, 10, 10, 9, 9])):
-            clients = {"count": count, "partition": "iid"}
-            dealt = deal(config_of({"task": "qqp", "validation": 0.2}, clients=clients), root)
-            assert [len(part) for part in dealt.parts.values()] == sizes
-            assert all(part.pair is not None for part in dealt.parts.values())
+    def test_what_contradicts_a_benchmark_is_refused(self, tmp_path: Path) -> None:
+        """Validation is a share, the test sets are the official ones, and their rows have classes."""
+        root = write_glue(tmp_path, "sst2")
+        for data, model, says in (
+            ({"validation": "held_out.jsonl"}, "sequence-classification", "a share of train"),
+            ({"test": 0}, "sequence-classification", "leave data.test out"),
+            ({}, "causal-lm", "is a classification task; model.task is 'causal-lm'"),
+        ):
+            with pytest.raises(ConfigError, match=re.escape(says)) as error:
+                deal(config_of({"task": "sst2", **data}, task=model, clients={"count": 3}), root)
+            assert "'sst2'" in one_line(error)
 
     def test_at_most_so_many_examples(self, tmp_path: Path) -> None:
         """max_train of all clients together, max_test of the validation and the test set; drawn, in their order."""
@@ -85,21 +90,6 @@ class TestDealGlue:
         assert all(text.startswith("validation ") for text in dealt.test[""].text)
         assert all(text.startswith("validation_mismatched ") for text in mismatched.text)
         assert all(text.startswith("train ") for text in (*everything(dealt.parts), *dealt.validation[""].text))
-
-    @pytest.mark.parametrize(
-        ("data", "model", "says"),
-        [
-            ({"validation": "held_out.jsonl"}, "sequence-classification", "a share of train"),
-            ({"test": 0}, "sequence-classification", "leave data.test out"),
-            ({}, "causal-lm", "is a classification task; model.task is 'causal-lm'"),
-        ],
-    )
-    def test_impossible_combinations(self, tmp_path: Path, data: dict[str, Any], model: str, says: str) -> None:
-        """What config.py says of GLUE: validation is a share, and the test sets are the official ones."""
-        root = write_glue(tmp_path, "sst2")
-        with pytest.raises(ConfigError, match=re.escape(says)) as error:
-            deal(config_of({"task": "sst2", **data}, task=model, clients={"count": 3}), root)
-        assert "'sst2'" in one_line(error)
 
 
 def clients_of(folder: Path, files: Mapping[str, list[dict[str, Any]]], data: str = "") -> RunConfig:
@@ -154,10 +144,9 @@ def test_with_labels_named_a_file_may_lack_a_class(tmp_path: Path) -> None:
     assert set(dealt.parts["b"].labels or ()) == {0} and len(dealt.own_test["b"]) == 2
 
 
-@pytest.mark.parametrize("value", ["Yes", 1])
-def test_a_class_that_nobody_named_is_an_error_with_its_row(tmp_path: Path, value: Any) -> None:
-    """Also a number: by itself it does not say whose numbering it is of."""
-    rows = [*labelled("no", "yes"), {"text": "t", "label": value}]
+def test_a_class_that_nobody_named_is_an_error_with_its_row(tmp_path: Path) -> None:
+    """A number: by itself it does not say whose numbering it is of."""
+    rows = [*labelled("no", "yes"), {"text": "t", "label": 1}]
     config = clients_of(tmp_path, {"a": rows}, 'label_names = ["no", "yes"]\n')
     with pytest.raises(
         DataError, match=r"a\.jsonl, row 21, line 21: label .* 2 classes .*data\.label_names, \['no', 'yes'\]"
@@ -170,11 +159,10 @@ def numbers(*labels: Any) -> list[dict[str, Any]]:
     return [{"text": f"t {k} {label}", "label": label} for k in range(10) for label in labels]
 
 
-@pytest.mark.parametrize("kind", [int, str])
-def test_without_labels_the_classes_are_the_numbers_that_occur_by_size(tmp_path: Path, kind: type) -> None:
+def test_without_labels_the_classes_are_the_numbers_that_occur_by_size(tmp_path: Path) -> None:
     """By hand; the text says it."""
     classes = ("8", "9", "10")
-    dealt = deal(clients_of(tmp_path, {"a": numbers(kind(10), kind(9)), "b": numbers(kind(9), kind(8))}), None)
+    dealt = deal(clients_of(tmp_path, {"a": numbers(10, "9"), "b": numbers("9", 8)}), None)
     for part in [*dealt.parts.values(), *dealt.validation.values(), *dealt.test.values()]:
         assert part.label_names == classes and part.labels is not None
         assert [text.split()[-1] for text in part.text] == [classes[y] for y in part.labels]
@@ -191,13 +179,6 @@ def test_files_without_a_class_in_common_are_named_with_the_way_out(tmp_path: Pa
     assert dealt.parts["a"].label_names == ("2", "3", "10")
     with pytest.raises(ConfigError, match=r"b\.jsonl .*'\+1', .*a\.jsonl .*'1'"):
         deal(clients_of(tmp_path, {"a": numbers("0", "1"), "b": numbers("0", "+1")}), None)
-
-
-def test_the_demo_has_classes_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "t", "label": "no"}) + "\n")
-    data = {"train": "demo", "test": str(tmp_path / "t.jsonl"), "label_names": ["no", "yes"]}
-    with pytest.raises(ConfigError, match="the demo's classes are"):
-        deal(config_of(data, clients=CLIENTS), None)
 
 
 SUPERNI = {"task": "superni", "tasks": 3, "unseen_tasks": 2, "task_lists": ["train.txt", "unseen.txt"]}
@@ -254,30 +235,13 @@ class TestDealSuperni:
         assert all(category == f"category {int(name[4]) % 6}" for name, category in dealt.categories.items())
         assert superni({"unseen_tasks": 0}, root).probes == {}
 
-    def test_at_most_so_many_of_each_task(self, tmp_path: Path) -> None:
-        """max_train of each client's, max_test of each validation, test and unseen set, in their order."""
-        root = superni_root(tmp_path)
-        whole, dealt = superni({}, root), superni({"max_train": 12, "max_test": 2}, root)
-        kinds = ((d.parts, d.validation, d.test, d.probes["unseen"]) for d in (dealt, whole))
-        for less, more, limit in zip(*kinds, (12, 2, 2, 2), strict=True):
-            for name, part in less.items():
-                places = [more[name].text.index(text) for text in part.text]
-                assert len(places) == limit and places == sorted(set(places))
-
     def test_what_cannot_be_dealt(self, tmp_path: Path) -> None:
-        """One line each: no lists, more than they name, no such list, no such task, a task named twice or in both
-        lists, nobody to train; no folder of files, and a classifier."""
+        """One line each: no lists, more than they name, a task in both; no folder of files, and a classifier."""
         root = superni_root(tmp_path)
-        lists = {"gone": "task99_x", "twice": "task5_x\ntask5_x\ntask1_x", "both": "task0_x\ntask2_x", "empty": ""}
-        for name, text in lists.items():
-            (root / f"{name}.txt").write_text(text + "\n")
+        (root / "both.txt").write_text("task0_x\ntask2_x\n")
         for data, says in (
             ({"task_lists": []}, r"needs data\.task_lists"), ({"tasks": 9}, "4 and 3 tasks, .* data.tasks = 9"),
-            ({"task_lists": ["none", "none"]}, "the task lists"),
-            ({"task_lists": ["gone.txt", "unseen.txt"], "tasks": 1}, r"task99_x\.json cannot be read"),
-            ({"task_lists": ["twice.txt", "unseen.txt"]}, "'task5_x' twice"),
             ({"task_lists": ["train.txt", "both.txt"]}, "'task0_x' twice"),
-            ({"task_lists": ["empty.txt", "unseen.txt"]}, "0 and 3 tasks"),
         ):  # fmt: skip
             with pytest.raises(FedLoRAError, match=says) as error:
                 superni(data, root)  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import pytest
 from pydantic import BaseModel
 
 from fedlora.errors import ConfigError
-from fedlora.methods.glora import GLoRA
 from fedlora.runs.config import KEYS, RunConfig, load_config, parse_config
-from fedlora.runs.identity import NO_NUMBER, differing, identity, later
+from fedlora.runs.identity import NO_NUMBER, differing, digest, identity, later
 from fedlora.runs.synonyms import SYNONYMS
 
 MINIMAL = '[model]\nname = "hub/model"\n[data]\ntrain = "train.jsonl"\n'
@@ -45,10 +43,8 @@ def parsed(**tables: Mapping[str, Any]) -> RunConfig:
     ("tables", "says"),
     [
         ({"run": {"round": 1}}, r"unknown key 'run\.round'; did you mean 'rounds'\?"),
-        ({"servr": {"quorum": 2}}, r"unknown key 'servr'; did you mean 'server'\?"),
         ({"run": {"rounds": 2.5}}, r"run\.rounds: .*whole number; got 2\.5"),
         ({"run": {"participation": 1.1}}, r"run\.participation: .* at most 1\.0; got 1\.1"),
-        ({"lora": {"scaling": 0.0}}, r"lora\.scaling: .* above 0\.0; got 0\.0"),
         ({"clients": {"ranks": "8"}}, r"clients\.ranks: .*list.*'8'"),
         ({"clients": {"ranks": [4, 0]}}, r"clients\.ranks\.1: .* at least 1; got 0"),
         ({"clients": {"profile": "flexlora-uniform", "ranks": 4}}, r".*flexlora-uniform.*clients\.ranks out"),
@@ -65,9 +61,7 @@ def parsed(**tables: Mapping[str, Any]) -> RunConfig:
         # of several types, what was given says what is wrong; where it is none of them, all are named
         ({"clients": {"ranks": {"attention": 2}}}, r"key 'clients\.ranks\.feed_forward' is missing"),
         ({"clients": {"ranks": [True, 4]}}, r"clients\.ranks\.0: .*whole number or .*table; got True"),
-        ({"run": {"workers": "all"}}, r"run\.workers: .*whole number or 'auto'; got 'all'"),
         ({"lora": {"target_modules": ["q", 3]}}, r"lora\.target_modules\.1: .*text.*; got 3"),
-        ({"train": {"accumulation": 2}}, r"unknown key 'train\.accumulation'; leave it out.*"),
     ],
 )
 def test_what_is_wrong_is_one_complaint_by_the_key_of_the_file(tables: dict[str, Any], says: str) -> None:
@@ -77,14 +71,12 @@ def test_what_is_wrong_is_one_complaint_by_the_key_of_the_file(tables: dict[str,
 
 
 def test_all_that_is_wrong_is_said_at_once_and_what_is_missing_by_its_name(tmp_path: Path) -> None:
-    """Wrong values and unknown keys together; with them a method that cannot be made and a file that is not there."""
     with pytest.raises(ConfigError, match=r"^key 'model\.name' is missing$"):
         parse_config({"model": {}, "data": {"train": "t.csv"}})
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path), ["run.rounds=0", "run.sed=1", "train.learning_rate=-1.0", "method.name=glroa"])
-    message = str(caught.value)
-    assert all(message.count(name) == 1 for name in ("run.rounds", "'run.sed'", "train.learning_rate", "glroa"))
-    assert f"{tmp_path / 'train.jsonl'} does not exist" in message and "\n" not in message
+    said = ("run.rounds", "'run.sed'", "train.learning_rate", "glroa", "train.jsonl does not exist")
+    assert all(str(caught.value).count(words) == 1 for words in said)
 
 
 def test_every_synonym_names_a_key_and_is_none() -> None:
@@ -93,29 +85,18 @@ def test_every_synonym_names_a_key_and_is_none() -> None:
     assert {*SYNONYMS.values()} <= ours and not {*SYNONYMS} & ours
 
 
-@pytest.mark.parametrize(
-    ("table", "key", "ours"),
-    [
-        ("run", "num_rounds", "run.rounds"), ("run", "fraction_train", "run.participation"),
-        ("train", "lr", "train.learning_rate"), ("train", "clip", "train.max_grad_norm"),
-        ("clients", "alpha", "clients.dirichlet_alpha"), ("lora", "r", "clients.ranks"), ("run", "round", "rounds"),
-    ],
-)  # fmt: skip
-def test_an_unknown_key_is_answered_with_ours(table: str, key: str, ours: str) -> None:
-    with pytest.raises(ConfigError, match=rf"unknown key '{table}\.{key}'; did you mean '{ours}'\?"):
-        parse_config({"model": {"name": "m"}, "data": {"train": "t"}, **{table: {key: 1}}})
-
-
-def test_a_key_that_is_needed_and_misspelt_is_one_mistake() -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_an_unknown_key_is_answered_with_ours_also_one_that_is_needed() -> None:
+    for table, key, ours in (("run", "num_rounds", "run.rounds"), ("lora", "r", "clients.ranks")):
+        with pytest.raises(ConfigError, match=rf"unknown key '{table}\.{key}'; did you mean '{ours}'\?"):
+            parsed(**{table: {key: 1}})
+    with pytest.raises(ConfigError, match=r"^unknown key 'model\.path'; did you mean 'model\.name'\?$"):
         parse_config({"model": {"path": "m"}, "data": {"train": "t"}})
-    assert str(caught.value) == "unknown key 'model.path'; did you mean 'model.name'?"
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [b"[model\nname = 1", b"[model]\nname = \xff\n", b"a = 1\na = 2\n"])
+@pytest.mark.parametrize("content", [b"[model\nname = 1", b"[model]\nname = \xff\n"])
 def test_what_is_no_toml_is_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "config.toml"
     path.write_bytes(content)
@@ -147,14 +128,6 @@ def test_data_paths_are_made_absolute_from_the_file_not_from_here(
     assert config.model.name == "hub/model", "no such directory: a hub id stays as it is"
 
 
-def test_demo_stays_a_word_and_no_path() -> None:
-    """The demo's config is as good as any other, and names what is built in."""
-    config = load_config(Path(str(files("fedlora") / "demo.toml")))
-    assert (config.model.name, config.data.train) == ("demo", "demo")
-    assert config.clients.ranks == [2, 4, 4, 8, 8, 16]
-    assert config.method.build() == GLoRA(rho=1.0, gamma=0.5)
-
-
 # ---- --set -----------------------------------------------------------------------------------------------------------
 
 
@@ -162,10 +135,8 @@ def test_demo_stays_a_word_and_no_path() -> None:
     ("override", "table", "key", "value"),
     [
         ("run.rounds = 7", "run", "rounds", 7),
-        ("train.learning_rate=5e-4", "train", "learning_rate", 5e-4),
         ("run.readouts=true", "run", "readouts", True),
         ("train.optimizer=sgd", "train", "optimizer", "sgd"),
-        ("clients.ranks=4", "clients", "ranks", [4]),
         ('lora.target_modules=["q", "v"]', "lora", "target_modules", ["q", "v"]),
         ("data.text=a=b", "data", "text", "a=b"),
     ],
@@ -184,15 +155,12 @@ def test_set_reaches_nested_tables_and_later_ones_win(tmp_path: Path) -> None:
     assert config.run.seed == 2
 
 
-@pytest.mark.parametrize("override", ["run.rounds", "=5", "run..rounds=5"])
-def test_set_without_key_or_value_is_refused(tmp_path: Path, override: str) -> None:
-    with pytest.raises(ConfigError, match=r"--set takes KEY=VALUE .*got "):
-        load_config(written(tmp_path), [override])
-
-
-def test_set_loses_nothing(tmp_path: Path) -> None:
+def test_set_takes_one_key_and_loses_nothing(tmp_path: Path) -> None:
     """Of several lines, and of a table in place of one with other keys. One text of two lines is one value."""
-    with pytest.raises(ConfigError, match=r"--set 'run\.rounds=2.*more than one value"):
+    for override in ("run.rounds", "=5", "run..rounds=5"):
+        with pytest.raises(ConfigError, match=r"--set takes KEY=VALUE .*got "):
+            load_config(written(tmp_path), [override])
+    with pytest.raises(ConfigError, match=r"run\.rounds: must be a whole number"):
         load_config(written(tmp_path), ["run.rounds=2\n[server]\nquorum=5"])
     with pytest.raises(ConfigError, match=r"without name.*model\.dropout"):
         load_config(written(tmp_path), ["model={dropout = 0.0}"])
@@ -210,9 +178,9 @@ def test_the_digest_is_the_same_for_the_same_run_however_it_was_written(tmp_path
         written(tmp_path, "[train]\nmax_steps = 3\nlearning_rate = 2e-3\n" + MINIMAL + "[run]\nrounds = 10\n")
     )
     c = load_config(written(tmp_path), ["train.learning_rate=0.002", "train.max_steps=3"])
-    assert a.digest() == b.digest() == c.digest() and a.canonical() == b.canonical()
+    assert digest(a) == digest(b) == digest(c) and a.canonical() == b.canonical()
     for one in (8, {"attention": 4, "feed_forward": 8}):
-        assert parsed(clients={"ranks": one}).digest() == parsed(clients={"ranks": [one]}).digest()
+        assert digest(parsed(clients={"ranks": one})) == digest(parsed(clients={"ranks": [one]}))
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer:UserWarning")
@@ -226,13 +194,13 @@ def test_every_key_is_of_the_digest_and_the_identity_or_in_a_named_set() -> None
         section: BaseModel = getattr(base, table)
         value = {"a": "another"} if name == "data.clients" else "another"
         config = base.model_copy(update={table: section.model_copy(update={key: value})})
-        assert (config.digest() == base.digest()) == (name in NO_NUMBER), name
+        assert (digest(config) == digest(base)) == (name in NO_NUMBER), name
         assert (identity(config, facts) == identity(base, facts)) == (name in later(config)), name
         assert [one[0] for one in differing(base, config)] == [name]
     read = [{**facts, "threads": 2}, {**facts, "data": {"a": 1}}, {**facts, "model": {"sha256": {"a": "1"}}}]
     read.append({**facts, "model": {"sha256": {}, "adapter": {"a": "1"}}})
     assert len({identity(base, facts), identity(base, facts, "s"), *(identity(base, one) for one in read)}) == 6
-    assert parsed(method={"rho": 0.5}).digest() != parsed(method={"rho": 0.25}).digest()
+    assert digest(parsed(method={"rho": 0.5})) != digest(parsed(method={"rho": 0.25}))
     assert "run.rounds" in later(parsed()) and "run.rounds" not in later(parsed(train={"lr_scheduler_type": "linear"}))
 
 
@@ -243,7 +211,7 @@ def test_the_canonical_form_read_back_is_the_same_run(clients: dict[str, Any]) -
     raw = json.loads(config.canonical())
     again = parse_config(raw)
     assert set(raw) == set(RunConfig.model_fields) and again == config
-    assert again.digest() == config.digest() and again.clients.types() == config.clients.types()
+    assert digest(again) == digest(config) and again.clients.types() == config.clients.types()
 
 
 def test_the_digest_sees_which_client_gets_which_rank() -> None:
@@ -252,4 +220,4 @@ def test_the_digest_sees_which_client_gets_which_rank() -> None:
         parse_config({"model": {"name": "m"}, "data": {"clients": clients}, "clients": {"ranks": [2, 8]}})
         for clients in ({"a": "a.csv", "b": "b.csv"}, {"b": "b.csv", "a": "a.csv"})
     )
-    assert there.digest() != back.digest()
+    assert digest(there) != digest(back)

@@ -15,29 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedlora.runs.config import load_config
 from fedlora.runs.identity import digest_of
-from support.command_line import Said, invoke
+from support.command_line import Said, invoke, options
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.training_data import classification, rows, save_encoder
+from support.projects import configured, make_project
+from support.training_data import classification, rows
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
-CONFIG = """
-[model]
-name = "model"
-[data]
-train = "train.jsonl"
-validation = "valid.jsonl"
-test = "test.jsonl"
-[clients]
-ranks = [2, 2]
-[train]
-max_steps = 1
-[run]
-rounds = 1
-threads = 1
-"""
+SETS = ("data.validation=valid.jsonl", "data.test=test.jsonl", "train.max_steps=1", "run.rounds=1")
 
 
 def scaled(file: Path) -> None:
@@ -73,17 +59,15 @@ HARMLESS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
     "weights of another framework": ("model/onnx/model.onnx", text("x")),
     "times of a file": ("model/config.json", lambda file: os.utime(file, (1, 1))),
 }
-RESUME = ("run", "config.toml", "--out", "run", "--resume")
+RESUME = ("run", "config.toml", "--out", "run", "--resume", *options(SETS))
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with a run that was stopped before its summary."""
-    root = tmp_path_factory.mktemp("inputs") / "pristine"
-    save_encoder(root / "model")
-    for name, count, seed in (("train", 80, 0), ("valid", 20, 7), ("test", 20, 8)):
-        (root / f"{name}.jsonl").write_text(rows(classification(count, seed)))
-    (root / "config.toml").write_text(CONFIG)
+    root = make_project(tmp_path_factory.mktemp("inputs") / "pristine")
+    for name, seed in (("valid", 7), ("test", 8)):
+        (root / f"{name}.jsonl").write_text(rows(classification(20, seed)))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         invoke(*RESUME)
@@ -99,8 +83,8 @@ def project(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path / "project"
 
 
-def digest(root: Path) -> str:
-    return digest_of(load_config(root / "config.toml"))
+def digest(root: Path, *more: str) -> str:
+    return digest_of(configured(root, *SETS, *more))
 
 
 @pytest.mark.parametrize("what", INPUTS)
@@ -118,6 +102,5 @@ def test_what_no_loader_reads_does_not_matter(pristine: Path, project: Path, mai
         change(project / file)
     assert digest(project) == digest(pristine)
     assert main(*RESUME).code == 0
-    (project / "config.toml").write_text(CONFIG.replace("valid.jsonl", "valid.csv"))
     (project / "valid.jsonl").rename(project / "valid.csv")
-    assert digest(project) != digest(pristine), "a file is read by its suffix"
+    assert digest(project, "data.validation=valid.csv") != digest(pristine), "a file is read by its suffix"

@@ -71,12 +71,10 @@ def test_the_summary_has_each_client_on_its_own_test_set(project: Path, tmp_path
 
 
 def test_a_client_with_too_few_examples_is_named_with_numbers(project: Path) -> None:
-    """At alpha = 0.2 some client has few; a hundredth of them is none."""
+    """At alpha = 0.2 some client has few; a hundredth of them is none. Clients with files of their own have test sets
+    already."""
     with pytest.raises(ConfigError, match=r"test_fraction = 0\.01 .*'site-\d' .* \d+ examples.* 100 or more"):
         deal(configured(project, "clients.test_fraction=0.01"), None)
-
-
-def test_clients_with_files_of_their_own_have_test_sets_already() -> None:
     raw = {"model": {"name": "m"}, "data": {"clients": {"a": "a.jsonl"}}, "clients": {"test_fraction": 0.2}}
     with pytest.raises(ConfigError, match=r"clients\.test_fraction = 0\.2 .*data\.clients"):
         deal(parse_config(raw), None)

@@ -16,17 +16,11 @@ from fedlora.runs.rank_profiles import (
     RankProfile,
     RankType,
     assign_types,
-    is_attention,
     rank_shares,
 )
 
 FIFTY = [f"client-{k:02d}" for k in range(50)]
 RANKS = (4, 8, 16, 32, 64)
-
-
-def assign_ranks(clients: Sequence[str], ranks: Sequence[int], profile: RankProfile, *, seed: int) -> dict[str, int]:
-    types = [RankType(r, r) for r in ranks]
-    return {client: kind.attention for client, kind in assign_types(clients, types, profile, seed=seed).items()}
 
 
 def test_flexloras_normal_is_the_bell_over_the_authors_numbering() -> None:
@@ -37,29 +31,20 @@ def test_flexloras_normal_is_the_bell_over_the_authors_numbering() -> None:
     assert rank_shares("flexlora-normal", 4) == pytest.approx(by_size, abs=5e-4)
 
 
-@pytest.mark.parametrize(
-    ("module", "attention"),
-    [
-        ("encoder.layer.0.attention.self.query", True),
-        ("encoder.layer.0.output.dense", False),
-        ("model.layers.3.mlp.down_proj", False),
-        ("transformer.h.1.attn.c_attn", True),
-        ("encoder.block.0.layer.0.SelfAttention.q", True),
-    ],
-)
-def test_which_modules_are_attention(module: str, attention: bool) -> None:
+def test_which_modules_are_attention() -> None:
     """Module paths of BERT, LLaMA, GPT-2 and T5 as transformers names them."""
-    assert is_attention(module) == attention
-    ranks = RankType(30, 200).ranks([module])
-    assert ranks == {module: 30 if attention else 200}
-    assert RankType(8, 8).ranks([module]) == 8
+    attention = ["encoder.layer.0.attention.self.query", "h.1.attn.c_attn", "encoder.block.0.layer.0.SelfAttention.q"]
+    other = ["encoder.layer.0.output.dense", "model.layers.3.mlp.down_proj"]
+    assert RankType(30, 200).ranks([*attention, *other]) == dict.fromkeys(attention, 30) | dict.fromkeys(other, 200)
+    assert RankType(8, 8).ranks(attention) == 8
 
 
 def test_which_client_has_which_rank_is_the_seeds_alone() -> None:
     """Not the order of clients or ranks; another seed shuffles otherwise, with the same counts."""
-    got = assign_ranks(FIFTY, RANKS, "normal", seed=5)
-    assert assign_ranks(FIFTY[::-1], RANKS[::-1], "normal", seed=5) == got
-    other = assign_ranks(FIFTY, RANKS, "normal", seed=6)
+    types = [RankType(r, r) for r in RANKS]
+    got = assign_types(FIFTY, types, "normal", seed=5)
+    assert assign_types(FIFTY[::-1], types[::-1], "normal", seed=5) == got
+    other = assign_types(FIFTY, types, "normal", seed=6)
     assert other != got
     assert Counter(other.values()) == Counter(got.values())
     assert list(got.values()) != sorted(got.values())

@@ -125,13 +125,6 @@ def test_with_no_sound_checkpoint_left_it_says_so(
     assert contents(folder.path) == before
 
 
-def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".config.json.0123456789ab.part").write_text('{"clie')
-    assert ran(configured(project, "run.rounds=1"), tmp_path / "run").finished()
-    assert not list((tmp_path / "run").rglob("*.part"))
-
-
 def test_an_unfinished_run_is_not_gone_on_with_as_another_one(
     project: Path, tmp_path: Path, main: Callable[..., Said]
 ) -> None:

@@ -88,13 +88,3 @@ def test_a_comparison_is_one_group_of_named_runs_at_each_tracker(
     assert max(map(len, params)) <= 100 and params[0]["train.max_steps"] == "1"
     names = {name for call in mlflow.log_metrics.call_args_list for name in call.args[0]}
     assert wanted <= names and all(re.fullmatch(r"[\w\-. :/]+", name, re.ASCII) for name in names)
-
-
-def test_test_scores_along_the_curve(project: Path, tmp_path: Path) -> None:
-    """Scored at each evaluation; the last one is the test score of the summary."""
-    folder = ran(configured(project, "run.rounds=2", "train.max_steps=2", "evaluate.test_along=true"), tmp_path / "run")
-    lines, test = folder.metrics(), folder.read_json("summary.json")["test"]["last"]
-    assert all("test/accuracy" in line["metrics"] for line in lines)
-    assert {name: lines[-1]["metrics"][f"test/{name}"] for name in ("accuracy", "loss")} == {
-        name: test[name] for name in ("accuracy", "loss")
-    }

@@ -14,50 +14,28 @@ import torch
 from fedlora.adapters.io import read_adapter
 from fedlora.errors import FedLoRAError
 from fedlora.methods.registry import METHODS
-from fedlora.runs.config import load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from support.known_warnings import FUTURE_NAMES
-from support.training_data import classification, rows, save_encoder
+from support.projects import configured, make_project, ran
 
 pytestmark = FUTURE_NAMES
 
-CONFIG = """
-[model]
-name = "model"
-[data]
-train = "train.jsonl"
-max_length = 8
-[clients]
-count = 2
-ranks = [3]
-partition = "iid"
-[train]
-max_steps = 2
-batch_size = 8
-learning_rate = 0.05
-[run]
-rounds = 2
-threads = 1
-"""
+SETS = ("data.max_length=8", "clients.count=2", "clients.ranks=[3]", "clients.partition=iid", "run.rounds=2")
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project, and the adapter of a run of rank 2 in it."""
-    root = tmp_path_factory.mktemp("warm")
-    save_encoder(root / "model")
-    (root / "train.jsonl").write_text(rows(classification(60, 0)))
-    (root / "config.toml").write_text(CONFIG)
-    first = prepare(load_config(root / "config.toml", ["clients.ranks=[2]", "method.name=fedit"]))
-    list(execute(first, RunFolder(root / "first")))
+    root = make_project(tmp_path_factory.mktemp("warm"))
+    ran(configured(root, *SETS, "clients.ranks=[2]", "method.name=fedit"), root / "first")
     return root
 
 
 def prepared(root: Path, adapter: str = "first/adapter", *more: str) -> Any:
-    return prepare(load_config(root / "config.toml", [f"model.adapter={adapter}", *more]))
+    return prepare(configured(root, *SETS, f"model.adapter={adapter}", *more))
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

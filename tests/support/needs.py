@@ -12,7 +12,7 @@ NEEDS = {
     "train": "import fedlora.training.loop, fedlora.runs.execution, fedlora.training.metrics\n"
     "from scipy import stats; import fedlora.experiments.tables; print('sound')",
     "train,plot": "import fedlora.runs.plots as p; from pathlib import Path\n"
-    "p.plot_overlaps(['a', 'b'], {'q': [[1.0, 0.2], [0.2, 1.0]]}, Path('o.png'))\n"
+    "p.saved(p.plt.figure(), Path('o.png'))\n"
     "print('sound' if Path('o.png').stat().st_size else '')",
     "hub": "from datasets import Dataset; from fedlora.data import read_classification\n"
     "d = Dataset.from_dict({'text': ['good', 'bad'], 'label': [1, 0]})\n"

@@ -43,6 +43,14 @@ batch_size = 4
 rounds = 3
 threads = 1
 """
+PRIVACY = """
+[privacy]
+clipping_norm = 1.0
+noise_multiplier = 1.0
+delta = 1e-3
+population = "three toy sites"
+ledger = "ledger.jsonl"
+"""
 FEDSA = ("method.name=fedsa-lora", "clients.ranks=[4]", "clients.count=3")
 
 
@@ -51,6 +59,14 @@ def make_project(folder: Path, layers: int = 1) -> Path:
     save_encoder(folder / "model", layers)
     (folder / "train.jsonl").write_text(rows(classification(150, 0)))
     (folder / "config.toml").write_text(CONFIG)
+    return folder
+
+
+def make_private_project(folder: Path) -> Path:
+    """The same, with [privacy] and named classes."""
+    config = make_project(folder) / "config.toml"
+    text = config.read_text().replace("[data]", '[data]\nlabel_names = ["blue", "green", "red"]')
+    config.write_text(text + PRIVACY)
     return folder
 
 

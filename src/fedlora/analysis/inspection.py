@@ -6,7 +6,6 @@ All of it works on factor pairs. Numbers about the update do not depend on the g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -163,9 +162,3 @@ def mean_overlap(one: AdapterFile, other: AdapterFile) -> float:
     """The mean `overlap` over the modules that both adapters have; 0 if there are none."""
     common = sorted(set(one.modules) & set(other.modules))
     return math.fsum(overlap(one.lora(m), other.lora(m)) for m in common) / len(common) if common else 0.0
-
-
-def overlaps(files: Sequence[AdapterFile]) -> dict[str, list[list[float]]]:
-    """Module -> a matrix over adapters of their column spaces' `overlap`; only modules that all adapters have."""
-    common = [m for m in files[0].modules if all(m in file.ranks for file in files)]
-    return {m: [[overlap(a.lora(m), b.lora(m)) for b in files] for a in files] for m in common}

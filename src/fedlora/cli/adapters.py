@@ -4,39 +4,26 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from math import isinf
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from fedlora.cli.options import Adapters, AsJson, MaxBytes, OneAdapter
-from fedlora.cli.screen import Table, byte_size, cell, console, plotted, print_json
+from fedlora.cli.screen import Table, byte_size, cell, console, print_json
 from fedlora.core.text import shown
-from fedlora.errors import AdapterFormatError
-from fedlora.runs.drawing import check_picture
 from fedlora.runs.folder import plain
 
 
 def inspect(
     adapters: Adapters,
-    plot: Annotated[Path | None, typer.Option(help="draw the overlap, module by module, into this file")] = None,
     max_bytes: MaxBytes = None,
     json: AsJson = False,
 ) -> None:
     """Ranks, norms, spectra, dead slots, and how much the adapters' subspaces overlap."""
     from fedlora.adapters.collection import collected
-    from fedlora.analysis.inspection import facts, mean_overlap, overlaps
+    from fedlora.analysis.inspection import facts, mean_overlap
 
-    if plot is not None:
-        check_picture(plot)
     files = collected(adapters, heads="drop", missing="zero", max_bytes=max_bytes).files
     found = {str(f.directory): {m: facts(f.lora(m)) for m in f.modules} for f in files}
     shared = [[mean_overlap(a, b) for b in files] for a in files] if len(files) > 1 else []
-    if plot is not None:
-        if len(files) < 2:
-            raise AdapterFormatError("--plot draws how adapters overlap: give at least two.")
-        names = [shown(file.directory.name) for file in files]
-        plotted(lambda plots: [plots.plot_overlaps(names, overlaps(files), plot)])
     if json:
         each = {
             str(file.directory): {

@@ -14,15 +14,13 @@ from rich.text import Text
 from fedlora.cli.options import AsJson, MaxBytes, fetched, numbers
 from fedlora.cli.run_words import tell_attack
 from fedlora.cli.screen import Table, cell, console, notes, plotted, print_json, red, tracked
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted
 from fedlora.runs.drawing import check_picture
 from fedlora.runs.folder import RunFolder, plain
 
 if TYPE_CHECKING:
     from fedlora.analysis.audit import Audit
     from fedlora.core.messages import Upload
-
-CONDITIONS = "1,10,100,1000"
 
 
 def audit(
@@ -33,7 +31,7 @@ def audit(
     from_run: Annotated[Path | None, typer.Option(help="a run with run.keep_uploads: its newest uploads")] = None,
     methods: Annotated[str, typer.Option(help="names, separated by commas, as 'fedit, glora gamma=1'")] = "all",
     weights: Annotated[str | None, typer.Option(help="one for each adapter, separated by commas")] = None,
-    conditions: Annotated[str, typer.Option(help="condition numbers of random coordinates")] = CONDITIONS,
+    conditions: Annotated[str, typer.Option(help="condition numbers of random coordinates")] = "10",
     draws: Annotated[int, typer.Option(min=1, help="random coordinates for each condition")] = 3,
     plot: Annotated[Path | None, typer.Option(help="the picture (default: audit.png)")] = None,
     max_bytes: MaxBytes = None,
@@ -79,7 +77,9 @@ def _uploads(
             )
         if run.exists():
             tell_attack(run.read_json("manifest.json"))
-            _tell_round(round, run)
+            notes.warn(
+                f"uploads of round {round} of {run.path}, which has played {counted(len(run.metrics()), 'round')}"
+            )
     uploads = read_uploads(adapters, max_bytes=max_bytes)
     if weights is None:
         return uploads
@@ -89,19 +89,6 @@ def _uploads(
     if len(given) != len(uploads):
         raise ConfigError(f"--weights has {len(given)} numbers for {len(uploads)} adapters.")
     return [Upload(u.client, w, u.adapter) for u, w in zip(uploads, given, strict=True)]
-
-
-def _tell_round(round: int, run: RunFolder) -> None:
-    """Print the uploads' round in one line; print a warning if the run has played more rounds."""
-    played = len(run.metrics())
-    if round >= played:  # greater if the run stopped before it recorded the round
-        notes.print(f"uploads of round {round} of {run.path}")
-    else:
-        notes.print(
-            f"NOT THE LAST ROUND: these uploads are of round {round}, but {run.path} has played {played}; later ones "
-            f"were not kept. All figures here are of round {round}.",
-            style="bold red",
-        )
 
 
 def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequence[float]) -> None:

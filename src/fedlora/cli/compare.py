@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedlora.cli.formats import Format, FormatOption, JsonAlias, chosen
+from fedlora.cli.formats import Format, FormatOption
 from fedlora.cli.options import Config, DataRoot, Margin, Resume, Sets, Workers, numbers
 from fedlora.errors import ConfigError
 
@@ -30,7 +30,6 @@ def compare(
     resume: Resume = False,
     data_root: DataRoot = None,
     format: FormatOption = Format.table,
-    json: JsonAlias = False,
 ) -> None:
     """Run several methods on the same clients, data and seeds: means, and paired intervals against the first one."""
     from fedlora.cli.experiment_runs import run_comparison
@@ -40,7 +39,7 @@ def compare(
     from fedlora.runs.config import load_config, overridden
     from fedlora.runs.reading import flat
 
-    form, sets, name = chosen(format, json), set or [], f"{config.stem}-compare"
+    sets, name = set or [], f"{config.stem}-compare"
     worker_count(workers, [])  # first of all, reject what is not a number
     base, labels, overrides = load_config(config, sets), parse_methods(methods), flat(overridden(sets))
     search = None
@@ -61,4 +60,4 @@ def compare(
         base, labels, [base.run.seed] if seeds is None else parse_seeds(seeds, "--seeds"), name=name, metric=metric,
         margin=margin, tune=search,
     )  # fmt: skip
-    run_comparison(experiment, out or Path("runs") / name, data_root, workers, resume, form)
+    run_comparison(experiment, out or Path("runs") / name, data_root, workers, resume, format)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedlora.cli.formats import Format, FormatOption, JsonAlias, chosen
+from fedlora.cli.formats import Format, FormatOption
 from fedlora.cli.options import AsJson, DataRoot, Margin, Workers, refuse_idle
 
 
@@ -115,12 +115,11 @@ def table(
     margin: Margin = None,
     results: Results = RESULTS,
     format: FormatOption = Format.table,
-    json: JsonAlias = False,
 ) -> None:
     """The paper's table with our numbers, means over seeds, paired differences with 95 % intervals, costs."""
     from fedlora.cli.experiment_runs import grids, show_table
 
-    show_table(grids([name], profile)[0], results, metric, margin, chosen(format, json))
+    show_table(grids([name], profile)[0], results, metric, margin, format)
 
 
 @app.command()

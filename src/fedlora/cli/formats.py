@@ -14,7 +14,6 @@ from rich.text import Text
 
 from fedlora.cli.screen import Table as Drawn
 from fedlora.cli.screen import console
-from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
@@ -32,19 +31,12 @@ class Format(StrEnum):
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="for people, documents or programs")]
-JsonAlias = Annotated[bool, typer.Option("--json", help="the same as --format json")]
-
-
-def chosen(format: Format, json: bool) -> Format:
-    """The format; --json is an alias. Raises `ConfigError` if both are given and differ."""
-    if json and format not in (Format.table, Format.json):
-        raise ConfigError(f"--json and --format {format} are two formats; give one.")
-    return Format.json if json else format
 
 
 def show(tables: Sequence[Table], remarks: Sequence[str], format: Format) -> None:
     """Print tables, and below them what a reader must know. For programs: as JSON all of it, and as CSV the first table
     (with the second's columns beside it, if both are of the same cells), with the remarks on stderr."""
+    below = list(dict.fromkeys([*(note for table in tables for note in table.notes[1:]), *remarks]))
     if format is Format.table:
         for table in tables:
             console.print(table.notes[0])
@@ -55,12 +47,10 @@ def show(tables: Sequence[Table], remarks: Sequence[str], format: Format) -> Non
             console.print(remark)
     elif format is Format.markdown:
         parts = [f"{table.notes[0]}\n\n{_markdown(table)}" for table in tables]
-        notes = [note for table in tables for note in table.notes[1:]]
-        print("\n\n".join([*parts, *dict.fromkeys([*notes, *remarks])]))
+        print("\n\n".join([*parts, *below]))
     elif format is Format.latex:
-        parts = [_latex(table) for table in tables]
-        notes = [note for table in tables for note in table.notes[1:]]
-        print("\n".join(["\n\n".join(parts), *(f"% {note}" for note in dict.fromkeys([*notes, *remarks]))]))
+        parts = [_latex(table, k) for k, table in enumerate(tables, start=1)]
+        print("\n".join(["\n\n".join(parts), *(f"% {note}" for note in below)]))
     elif format is Format.json:
         each = [{"about": table.notes[0], "notes": table.notes[1:], "rows": _records(table)} for table in tables]
         print(json.dumps({"tables": each, "notes": list(remarks)}, indent=2))
@@ -71,7 +61,7 @@ def show(tables: Sequence[Table], remarks: Sequence[str], format: Format) -> Non
                 if list(other.frame.columns[: other.names]) == names:
                     frame = frame.merge(other.frame, "left", names, suffixes=("", " of pairs"))
             print(frame.to_csv(index=False), end="")
-        for note in dict.fromkeys([*(note for table in tables[:2] for note in table.notes), *remarks]):
+        for note in [*(table.notes[0] for table in tables[:2]), *below]:
             print(note, file=sys.stderr)
 
 
@@ -115,13 +105,14 @@ def _markdown(table: Table) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 
-def _latex(table: Table) -> str:
-    """A table with its caption, for the package booktabs."""
+def _latex(table: Table, number: int) -> str:
+    """A table with its caption and the label tab:NUMBER, for the package booktabs."""
     columns = "l" * table.names + "r" * (len(table.frame.columns) - table.names)
     head, *rows = [" & ".join(map(_escaped, line)) + r" \\" for line in [table.frame.columns, *_cells(table)]]
     return "\n".join([
-        r"\begin{table}", rf"\caption{{{_escaped(table.notes[0])}}}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
-        head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}", r"\end{table}",
+        r"\begin{table}", r"\centering", rf"\caption{{{_escaped(table.notes[0])}}}", rf"\label{{tab:{number}}}",
+        rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}",
+        r"\end{table}",
     ])  # fmt: skip
 
 

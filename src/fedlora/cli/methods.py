@@ -11,7 +11,7 @@ import typer
 from fedlora.cli.options import AsJson, numbers
 from fedlora.cli.screen import Table, console, print_json, red
 from fedlora.errors import ConfigError, counted
-from fedlora.runs.rank_profiles import RankProfile, RankType, assign_types, total_rank
+from fedlora.runs.rank_profiles import RankProfile, RankType, assign_types
 
 app = typer.Typer(help="List the methods, built in and installed, or check one.", invoke_without_command=True)
 
@@ -76,7 +76,7 @@ def show_ranks(profile: Sequence[str], ranks: str, clients: int, participation: 
             title=f"Rank profiles over {counted(clients, 'client')}",
         )  # fmt: skip
         for name, counts in chosen.items():
-            total = total_rank(counts)
+            total = sum(kind.attention * n for kind, n in counts.items())
             shown = ", ".join(f"{n} of {kind}" for kind, n in counts.items())
             table.add_row(name, shown, f"{total:g}", f"{total * participation:g}")
         console.print(table)

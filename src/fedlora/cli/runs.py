@@ -12,7 +12,6 @@ from fedlora.cli.options import AsJson, Config, DataRoot, Resume, Sets
 from fedlora.cli.run_words import show_run, tell_attack, tell_data
 from fedlora.cli.screen import bar, notes, plotted, print_json
 from fedlora.doing import doing
-from fedlora.errors import counted
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.quiet import quiet_libraries
 from fedlora.server.judged import in_words
@@ -50,7 +49,7 @@ def _run(
 
     config = load_config(file, sets)
     if resume and folder.exists() and not changes(folder, config) and folder.finished():
-        notes.warn(_nothing_left(folder, config))
+        notes.warn(f"{folder.path} holds a finished run: nothing was trained now. More rounds: a larger run.rounds.")
     else:
         _rounds(config, folder, resume, data_root)
     if not (folder.plots / "metric.png").exists():  # also if the run was killed between the summary and the plots
@@ -61,21 +60,11 @@ def _run(
         show_run(folder)
 
 
-def _nothing_left(folder: RunFolder, config: RunConfig) -> str:
-    """The note of `--resume` on a finished run."""
-    summary = folder.read_json("summary.json")
-    note = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
-    if config.privacy is not None or summary.get("stopped_early"):  # a budget and an early stop are final
-        return note
-    return f"{note} For more rounds: --resume --set run.rounds={config.run.rounds + 1}"
-
-
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path | None) -> None:
     """Play all rounds, behind a progress bar."""
     from fedlora.core.checkpoint import newest_round
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare
-    from fedlora.runs.private_run import check_affordable
 
     folder.check_place(resume)
     if resume and not folder.exists():
@@ -87,8 +76,6 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, data_root: Path 
     tell_attack(prepared.manifest)
     tell_data(prepared.manifest, config.data.max_length, config.evaluate.max_new_tokens)
     if secret:
-        if not folder.exists():
-            check_affordable(prepared)  # a refusal needs neither a folder nor a progress bar
         notes.warn(
             "private: this screen names clients that fail or are refused, so only the server's operator may see it. "
             "Such a client counts as zero; even if all do, the round is released (as noise) and charged."

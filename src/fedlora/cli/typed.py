@@ -83,7 +83,7 @@ def _values(settings: Sequence[str], wrong: str, taken: str) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals or not key or key == taken:
             raise ConfigError(wrong)
-        values[key] = typed(value, repr(setting))
+        values[key] = typed(value)
     return values
 
 

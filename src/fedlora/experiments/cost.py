@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from fedlora.errors import WorkerDied
-from fedlora.experiments.grid import Planned, client_count, digest
+from fedlora.experiments.grid import Planned, client_count
 from fedlora.experiments.tune import Progress
 from fedlora.experiments.work import Work, begin
 from fedlora.runs.config import RunConfig
+from fedlora.runs.identity import digest_of
 from fedlora.workers.processes import end, one_process
 
 _NO_COST = {
@@ -92,7 +93,7 @@ def _trial(run: Planned, data_root: Path | None) -> Trial:
         }
     )
     with TemporaryDirectory() as folder:
-        work, run = Work(Path(folder), data_root), replace(run, config=short, digest=digest(short))
+        work, run = Work(Path(folder), data_root), replace(run, config=short, digest=digest_of(short))
         if (why := work(run)) is not None:
             raise WorkerDied(why)
         first, second = work.run_folder(run).metrics()

@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-import torch
-
-from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.messages import Client
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.errors import ConfigError, FedLoRAError, refuse
 from fedlora.experiments.scores import Number, parse_number
 from fedlora.experiments.spec import Cell, Changes, Experiment
+from fedlora.runs.checks import on_a_toy
 from fedlora.runs.config import RunConfig, located, parse_config
 from fedlora.runs.identity import digest_of
 from fedlora.runs.privacy_section import SIMULATED
@@ -28,7 +25,8 @@ LEDGER = "simulated-ledger.jsonl"  # of a private run, in its folder
 @dataclass(frozen=True)
 class Planned:
     """One run. value: of the searched key, or None. stage: runs of the "search" choose it, and are in no table. digest:
-    what the run is known by, wherever it is made. experiment: which it belongs to, for trackers and in its line."""
+    what the run is known by, wherever it is made (`identity.digest_of`). experiment: which it belongs to, for trackers
+    and in its line."""
 
     cell: Cell
     seed: int
@@ -43,12 +41,6 @@ class Planned:
         """The cell, the value and the seed in words."""
         value = "" if self.value is None else f", {self.value:g}"
         return f"{', '.join(self.cell.values())}{value}, seed {self.seed}"
-
-
-def digest(config: RunConfig) -> str:
-    """What a run's result depends on: its configuration, with the user's own files by content, so that they may move.
-    `runs` decides which keys count."""
-    return digest_of(config)
 
 
 @dataclass(frozen=True)
@@ -169,7 +161,7 @@ class Grid:
             config = parse_config(_simulated(raw))
             if experiment.folder is not None:
                 config = with_ledger(located(config, experiment.folder), LEDGER)
-            return Planned(cell, seed, value, stage, config, digest(config), experiment.name)
+            return Planned(cell, seed, value, stage, config, digest_of(config), experiment.name)
         except ConfigError as error:
             raise ConfigError(f"experiment {experiment.name}, {dict(cell)}: {error}") from error
 
@@ -183,26 +175,13 @@ class Grid:
                 for one in (cell, {**cell, **moved}):
                     config = self.planned(one, self.seeds[0], self.values[0] if self.values else None, "run").config
                     by_data = config.data.clients or config.data.task == "superni"  # then the data count the clients
-                    tables = {"method", "server", "robust", "clients", *(["data"] if by_data else [])}
-                    if (key := config.model_dump_json(include=tables)) not in seen:
-                        try_out(config)
+                    other = {"model", "lora", "train", *([] if by_data else ["data"])}
+                    if (key := config.model_dump_json(exclude=other)) not in seen:
+                        refuse(on_a_toy(config, [f"site-{k}" for k in range(client_count(config) or 1)])[1])
                     seen.add(key)
             except FedLoRAError as error:
                 found[tuple(cell.values())] = str(error).partition(f"{dict(cell)}: ")[2] or str(error)
         return found
-
-
-def try_out(config: RunConfig) -> None:
-    """Build the server, begin with a toy adapter of one square matrix, and hand it to a client of each rank: what a
-    method cannot serve is told in milliseconds, and not after the model is loaded. Raises what it raises."""
-    server = config.server.build(config.method.build(), config.run.seed, config.robust.build())
-    count = client_count(config)
-    assigned = config.clients.assigned([str(k) for k in range(count)], config.run.seed) if count else {}
-    if ranks := sorted({kind.attention for kind in assigned.values()}):
-        size = ranks[-1]
-        state = server.init(Adapter({"any": LoRA(torch.zeros(size, size), torch.eye(size))}))
-        for rank in ranks:
-            server.download(state, Client("one of them", rank))
 
 
 def client_count(config: RunConfig) -> int:

@@ -43,8 +43,7 @@ def drawn(progress: Progress, path: Path) -> list[Path]:
     with plt.rc_context(_STYLE):
         made = {
             "numbers": numbers_figure(progress), "curves": curves_figure(progress),
-            "test-curves": curves_figure(progress, "test/"), "differences": differences_figure(progress),
-            "categories": categories_figure(progress),
+            "differences": differences_figure(progress), "categories": categories_figure(progress),
         }  # fmt: skip
         there = [(name, figure) for name, figure in made.items() if figure is not None]
         places = [path if not k else path.with_stem(f"{path.stem}-{name}") for k, (name, _) in enumerate(there)]
@@ -66,10 +65,10 @@ def panels_of(progress: Progress) -> Panels:
 # ---- curves ------------------------------------------------------------------------------------------------------
 
 
-def curves_figure(progress: Progress, on: str = "") -> Figure | None:
-    """The metric by round; None if nothing was evaluated after several rounds. on: "test/" for the test set."""
+def curves_figure(progress: Progress) -> Figure | None:
+    """The metric on validation by round; None if nothing was evaluated after several rounds."""
     panels = {
-        where: {label: lines for label, lines in each.items() if len(_curve(lines[0], on)) > 1}
+        where: {label: lines for label, lines in each.items() if len(_curve(lines[0])) > 1}
         for where, each in panels_of(progress).items()
     }
     panels = {where: each for where, each in panels.items() if each}
@@ -79,13 +78,13 @@ def curves_figure(progress: Progress, on: str = "") -> Figure | None:
     figure, axes = _sheet(len(panels), 3.1)
     for axis, (where, each) in zip(axes, panels.items(), strict=True):
         for label, lines in each.items():
-            _draw_curve(axis, [_curve(line, on) for line in lines], label, labels.index(label), len(each) <= _BANDS)
+            _draw_curve(axis, [_curve(line) for line in lines], label, labels.index(label), len(each) <= _BANDS)
         line = next(iter(each.values()))[0]
         guessing = by_guessing(line["metric"], line["classes"])
         if guessing is not None:
             axis.axhline(guessing, color=MUTED, linestyle=":", linewidth=1.2)
         axis.set_xlabel("round" if guessing is None else f"round (dotted: guessing, {guessing:.3g})")
-        axis.set_ylabel(f"{on.rstrip('/') or 'validation'} {metric_words(line['metric'])}")
+        axis.set_ylabel(f"validation {metric_words(line['metric'])}")
         axis.set_title(where, loc="left", fontweight="bold")
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.grid(alpha=0.6)
@@ -96,9 +95,9 @@ def curves_figure(progress: Progress, on: str = "") -> Figure | None:
     return _titled(figure, progress, "mean over seeds" + "; shaded: ± standard error" * several)
 
 
-def _curve(line: Line, on: str) -> dict[int, float]:
+def _curve(line: Line) -> dict[int, float]:
     """Round -> the score, where there is a number."""
-    values = line["history"]["scores"].get(on + line["metric"], [])
+    values = line["history"]["scores"].get(line["metric"], [])
     return {t: x for t, x in zip(line["history"]["evaluated"], values, strict=False) if x is not None}
 
 

@@ -75,7 +75,7 @@ def history(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     value on validation in each of the rounds `evaluated`. None: no number. Details of clients and groups are left out.
     """
     measured = [line for line in rounds if line["metrics"]]
-    names = dict.fromkeys(n for line in measured for n in line["metrics"] if "/" not in n.removeprefix("test/"))
+    names = dict.fromkeys(n for line in measured for n in line["metrics"] if "/" not in n)
     clients = dict.fromkeys(name for line in rounds for name in line.get("losses") or ())
     return {
         "evaluated": [line["round"] for line in measured],
@@ -186,8 +186,7 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
         By run: its file, `COLUMNS`, its label on each axis of its experiment (an axis "method" has its labels, not the
         methods' names), every setting in which the runs differ ("train.learning_rate"), every score on the test set
         after the last round ("test loss"), and every client's own readout ("own readout of site-1"), if measured. By
-        round: digest, method, seed, the labels, round, metric, client, value; "test/loss" is of runs with
-        evaluate.test_along. Runs that failed are left out.
+        round: digest, method, seed, the labels, round, metric, client, value. Runs that failed are left out.
 
     Raises:
         CheckpointError: the path is the folder of one run, or a file there does not hold results. FileNotFoundError:

@@ -62,12 +62,12 @@ def holm(ps: Sequence[float]) -> list[float]:
     return found
 
 
-def verdicts(family: Mapping[K, Gap], *, larger_is_better: bool, alpha: float = ALPHA) -> dict[K, str]:
+def verdicts(family: Mapping[K, Gap], *, larger_is_better: bool) -> dict[K, str]:
     """better, worse, equivalent or undecided, at one error rate for all. Both hypotheses rejected: equivalent."""
     left = {name: {"p", "matters"} for name in family}
     known = [(getattr(gap, kind), kind, name) for name, gap in family.items() for kind in ("p", "matters")]
     for p, kind, name in sorted((one for one in known if not math.isnan(one[0])), key=lambda one: one[:2]):
-        if p > alpha / sum(map(bool, left.values())):
+        if p > ALPHA / sum(map(bool, left.values())):
             break
         left[name].discard(kind)
 
@@ -81,13 +81,13 @@ def verdicts(family: Mapping[K, Gap], *, larger_is_better: bool, alpha: float = 
     return {name: word(name) for name in family}
 
 
-def seeds_needed(sd: float, margin: float, comparisons: int = 1, *, alpha: float = ALPHA, power: float = POWER) -> int:
+def seeds_needed(sd: float, margin: float, comparisons: int = 1) -> int:
     """The smallest number of seeds that finds a true difference of 0 equivalent, with this power at Holm's first step:
     by the noncentral t distribution, each one-sided test with power 1 - (1 - power) / 2. `MOST` if more are needed.
     sd: above 0."""
     from scipy import stats
 
-    level, each = alpha / comparisons, 1 - (1 - power) / 2
+    level, each = ALPHA / comparisons, 1 - (1 - POWER) / 2
     for n in range(2, MOST):
         bound, shift = float(stats.t.ppf(1 - level, n - 1)), margin / sd * math.sqrt(n)
         found = float(stats.nct.sf(bound, n - 1, shift))

@@ -17,6 +17,7 @@ from fedlora.experiments.scores import SCALES, Line, Number
 from fedlora.experiments.spec import Cell
 from fedlora.experiments.tune import Progress
 from fedlora.runs.attack_words import attacks_of
+from fedlora.training.metrics import by_guessing
 
 ALIKE = 1e-5  # relative: scores that differ by less are the same up to rounding
 Runs = Sequence[tuple[Planned, Line]]
@@ -111,6 +112,9 @@ def differences(progress: Progress, number: Number, margin: float | None = None)
             f"equivalent: a difference below {margin:g} either way. All verdicts together err in 5 %. seeds needed: to "
             f"find two equal ones equivalent with a power of 80 % ({stats.MOST}: that or more)."
         )
+        classes = next(line["classes"] for _, line in progress.used if "failed" not in line)
+        if not number.of_rounds and (guess := by_guessing(_metric(progress), classes)) is not None:
+            notes.append(f"Guessing scores {guess:.3g}: models that learned nothing are equivalent, too.")
     return Table(frame, len(grid.axes), [*notes, *lacking])
 
 
@@ -254,20 +258,17 @@ def _whose(progress: Progress, number: Number) -> list[str]:
 
 
 def _mixtures(progress: Progress) -> list[str]:
-    """A note for each way in which the runs are not of one kind: commits, content of one model or of the same data."""
+    """A note for each way in which the runs are not of one kind: commits, or the content of a model or of data."""
     lines = [line for _, line in progress.used if "failed" not in line]
     commits = sorted({line["commit"] for line in lines})
     found = [f"Runs of {len(commits)} commits: {', '.join(commits)}."] if len(commits) > 1 else []
-    models: dict[str, set[str]] = defaultdict(set)
-    data: dict[str, set[str]] = defaultdict(set)
+    read: dict[str, set[str]] = defaultdict(set)  # what must be alike -> its digests
     for line in lines:
-        models[line["config"]["model"]["name"]].add(line["read"]["model"])
         dealt = [line["seed"], *(line["config"].get(table) for table in ("data", "clients", "attack"))]
-        data[str(dealt)] |= {line["read"]["data"]} - {None}
-    found += [f"The model {name!r} had {len(of)} different contents." for name, of in models.items() if len(of) > 1]
-    if any(len(of) > 1 for of in data.values()):
-        found.append("Runs that compare the same data did not read the same: it changed between them.")
-    return found
+        read[f"model {line['config']['model']['name']!r}"].add(line["read"]["model"])
+        read[f"data of seed {dealt}"] |= {line["read"]["data"]} - {None}  # a private run does not tell
+    odd = {name.partition(" ")[0] for name, digests in read.items() if len(digests) > 1}
+    return found + [f"Not all runs read the same {what}: its content changed between them." for what in sorted(odd)]
 
 
 def _metric(progress: Progress) -> str:

@@ -21,8 +21,9 @@ from typing import Any
 from fedlora.core import files
 from fedlora.errors import DataError, FedLoRAError, LostUpdate, QuorumNotMet, UploadRefused
 from fedlora.experiments import results
-from fedlora.experiments.grid import LEDGER, Planned, digest, from_text, with_ledger
+from fedlora.experiments.grid import LEDGER, Planned, from_text, with_ledger
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.identity import digest_of
 
 _DIVERGED = (UploadRefused, QuorumNotMet, LostUpdate)  # its training diverged, and would do so again
 
@@ -73,7 +74,7 @@ class Work:
                 return
             config = with_ledger(run.config, str((folder.path / LEDGER).resolve()))
             prepared = prepare(config, self.data_root)
-            if digest(run.config) != run.digest:  # else new data would stand under the name of the old
+            if digest_of(run.config) != run.digest:  # else new data would stand under the name of the old
                 raise DataError("a file that the run reads changed after the experiment was started. Start it again.")
             for _ in execute(prepared, folder, resume=True, called=Called(run.label, run.experiment)):
                 yield

@@ -18,17 +18,15 @@ _OURS = "glora"
 
 
 def plot_audit(audits: Sequence[Audit], path: Path) -> Path:
-    """Bars for change and error, with values; below, the change by the coordinates' condition number. After the third
-    panel of the GLoRA paper's motivation figure."""
+    """Bars for change and error, with values. After the third panel of the GLoRA paper's motivation figure."""
     shown = [audit for audit in audits if audit.refused is None]
-    moved = [audit for audit in shown if audit.drift]
-    at = _usual_condition(moved)
+    conditions = [c for audit in shown for c in audit.drift or ()]
+    at = 10.0 if 10.0 in conditions or not conditions else conditions[-1]  # as in the table
     with plt.rc_context({**LETTERS, "font.size": 14, "axes.titlesize": 14.5, "legend.fontsize": 13}):
-        heights = [1.6 + 0.55 * max(len(shown), 2), 3.6]
-        figure: Figure = plt.figure(figsize=(8.4, sum(heights)), layout="constrained")
-        parts: Any = figure.subfigures(2, 1, height_ratios=heights)
-        upper, lower = parts
-        left, middle = upper.subplots(1, 2, sharey=True)
+        figure: Figure
+        figure, (left, right) = plt.subplots(
+            1, 2, sharey=True, figsize=(8.4, 1.6 + 0.55 * max(len(shown), 2)), layout="constrained"
+        )
         for k, audit in enumerate(shown):
             if audit.drift is None or audit.readout_drift is None:
                 why = "the mean is zero" if audit.zero_mean else "one factor travels"
@@ -36,23 +34,21 @@ def plot_audit(audits: Sequence[Audit], path: Path) -> Path:
             else:
                 _bar(left, k - 0.2, audit.drift[at], 0.38)
                 _bar(left, k + 0.2, audit.readout_drift[at], 0.38, alpha=0.4)
-            _bar(middle, k, audit.error or 0.0, 0.6)
+            _bar(right, k, audit.error or 0.0, 0.6)
             if _is_ours(audit):
-                for axis in (left, middle):
+                for axis in (left, right):
                     axis.axhspan(k - 0.5, k + 0.5, color="#FFF3B0", zorder=0)
         left.set_yticks(range(len(shown)), [audit.method for audit in shown])
         for label, audit in zip(left.get_yticklabels(), shown, strict=True):
             label.set_fontweight("bold" if _is_ours(audit) else "normal")
         left.set_title(f"moves in other coordinates\n(condition {at:g})")
-        middle.set_title("off the true mean\nof the updates by")
-        for axis in (left, middle):
+        right.set_title("off the true mean\nof the updates by")
+        for axis in (left, right):
             axis.set(xscale="log", xlim=(_FLOOR, 1e6), ylim=(max(len(shown), 1) - 0.5, -0.5))
             axis.set_xticks([1e-16, 1e-8, 1], [r"$10^{-16}$", r"$10^{-8}$", "1"])
             axis.grid(alpha=0.3, axis="x")
-        upper.supxlabel("relative change; log axes that begin at 1e-17", fontsize=13)
-        _key(upper)
-        if moved:
-            _by_condition(lower.subplots(), moved)
+        figure.supxlabel("relative change; log axes that begin at 1e-17", fontsize=13)
+        _key(figure)
         return saved(figure, path)
 
 
@@ -65,32 +61,6 @@ def _key(figure: Any) -> None:
     figure.legend(handles, list(kinds), loc="outside upper center", ncols=2, frameon=False)
 
 
-def _by_condition(axis: Any, moved: Sequence[Audit]) -> None:
-    """One line per method. Names stand at the ends: one group for small changes, one for large."""
-    ends: dict[str, float] = {}
-    for k, audit in enumerate(moved):
-        assert audit.drift is not None
-        colour, wide = (COLOURS[0], 4.0) if _is_ours(audit) else (_GREYS[k % len(_GREYS)], 1.6)
-        axis.loglog(
-            list(audit.drift), [max(x, _FLOOR) for x in audit.drift.values()], "o-", color=colour, linewidth=wide,
-            markersize=2 + wide, zorder=3 if _is_ours(audit) else 2,
-        )  # fmt: skip
-        ends[audit.method] = max(list(audit.drift.values())[-1], _FLOOR)
-    most = max(max(audit.drift or [1.0]) for audit in moved)
-    axis.set(xlabel="condition number of the coordinates", xlim=(0.8, 1.5 * most**1.45), ylim=(_FLOOR, 1e5))
-    axis.set_title("the server's model moves, by condition")
-    axis.grid(alpha=0.3)
-    for low, high in ((_FLOOR, _FAR), (_FAR, float("inf"))):
-        names = [name for name, end in sorted(ends.items(), key=lambda pair: -pair[1]) if low <= end < high]
-        if names:
-            end = max(ends[name] for name in names)
-            lines = ",\n".join(", ".join(names[k : k + 2]) for k in range(0, len(names), 2))
-            axis.annotate(lines, (most, end), xytext=(12, 0), textcoords="offset points", va="center", fontsize=12)
-
-
-_GREYS = ("#444444", "#777777", "#999999", "#BBBBBB")
-
-
 def _bar(axis: Any, place: float, value: float, height: float, alpha: float = 1.0) -> None:
     """A bar labelled with its value: round-off as a power of ten, larger values as a percentage."""
     end = max(value, _FLOOR)
@@ -101,8 +71,3 @@ def _bar(axis: Any, place: float, value: float, height: float, alpha: float = 1.
 
 def _is_ours(audit: Audit) -> bool:
     return audit.method.split()[0] == _OURS
-
-
-def _usual_condition(audits: Sequence[Audit]) -> float:
-    conditions = [c for audit in audits for c in audit.drift or ()]
-    return 10.0 if 10.0 in conditions or not conditions else conditions[-1]

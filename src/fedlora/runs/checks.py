@@ -65,19 +65,13 @@ def per_round(config: RunConfig, names: Sequence[str]) -> int:
 
 def of_data(config: RunConfig, data: Dealt, processes: int) -> Iterator[str]:
     """Settings that need data that are missing, or that cannot be shared by so many processes."""
-    validation, test = (any(map(len, sets.values())) for sets in (data.validation, data.test))
-    e = config.evaluate
+    patience = config.evaluate.early_stopping_patience
     if processes > 1 and config.model.load_in_4bit:
         yield f"run.workers = {config.run.workers!r} cannot share model.load_in_4bit; leave one of them out."
-    if e.early_stopping_patience is not None and not validation:
+    if patience is not None and not any(map(len, data.validation.values())):
         yield (
-            f"evaluate.early_stopping_patience = {e.early_stopping_patience} needs validation data, and "
-            f"data.validation = {config.data.validation!r}: give it a share or a file."
-        )
-    if e.test_along and not (validation and test):
-        yield (
-            f"evaluate.test_along = true needs validation and test data, and there is data.validation = "
-            f"{config.data.validation!r}, data.test = {config.data.test!r}."
+            f"evaluate.early_stopping_patience = {patience} needs validation data, and data.validation = "
+            f"{config.data.validation!r}: give it a share or a file."
         )
 
 
@@ -86,12 +80,12 @@ def on_a_toy(config: RunConfig, names: Sequence[str]) -> tuple[Target, list[str]
     each reason: asked of two small modules, because reading the model takes time."""
     target: Target = "clients" if config.evaluate.target == "auto" else config.evaluate.target
     try:
-        types, server = config.clients.assigned(names, config.run.seed), built(config)
-        r = max(max(kind.attention, kind.feed_forward) for kind in types.values())
+        kinds, server = {*config.clients.assigned(names, config.run.seed).values()}, built(config)
+        r = max(max(kind.attention, kind.feed_forward) for kind in kinds)
         toy = Adapter({name: LoRA(torch.zeros(2 * r, r), torch.ones(r, 2 * r)) for name in ("attention", "mlp")}, {})
         state = server.init(toy)
-        for name, kind in types.items():
-            server.download(state, Client(name, kind.ranks(toy.modules)))
+        for kind in sorted(kinds):
+            server.download(state, Client("one of them", kind.ranks(toy.modules)))
     except FedLoRAError as error:
         return target, [str(error)]
     if config.evaluate.target == "auto" and server.has_global_model(state):
@@ -175,22 +169,14 @@ def planned_privacy(config: RunConfig, section: PrivacySection, clients: Sequenc
 def _refusals(config: RunConfig, section: PrivacySection) -> Iterator[str]:
     """One line per conflict: what would release more than the noised sums, or has no meaning beside them."""
     run, data, evaluate = config.run, config.data, config.evaluate
-    poisson = section.sampling == "poisson"
-    if not poisson and run.participation != 1.0:
-        yield (
-            f"run.participation = {run.participation:g} needs privacy.sampling = 'poisson', a secret draw, which "
-            f"lowers epsilon"
-        )
-    if poisson and run.participation == 1.0:
-        yield "privacy.sampling = 'poisson' draws each client with chance run.participation, now 1: set it below 1"
+    drawn = run.participation < 1
     yield from section.excludes(config.server)
     releasing = {
-        "run.report_to": (poisson and run.report_to, "stores when each round ended, which tells who was drawn"),
+        "run.report_to": (drawn and run.report_to, "stores when each round ended, which tells who was drawn"),
         "run.keep_uploads": (run.keep_uploads != "none", "stores what clients sent"),
         "run.readouts": (run.readouts, "reports on single clients"),
         "evaluate.clients_at_end": (evaluate.clients_at_end, "reports on single clients"),
         "evaluate.target": (evaluate.target == "clients", "scores single clients"),
-        "evaluate.test_along": (evaluate.test_along, "would release scores on the test set after each round"),
         "clients.test_fraction": (config.clients.test_fraction, "would release scores on clients' own data"),
         "attack.kind": (config.attack.on, "reports which clients were byzantine"),
         "server.gauge_stress": (config.server.gauge_stress, "is an experiment with uploads"),

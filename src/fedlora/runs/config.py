@@ -21,7 +21,6 @@ from fedlora.errors import ConfigError, refuse, said_by
 from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection
 from fedlora.runs.data_sections import ClientsSection, DataSection
-from fedlora.runs.identity import digest
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 from fedlora.runs.reading import checked, partly, set_in, tables_in
 from fedlora.runs.robust import RobustSection
@@ -77,10 +76,6 @@ class RunConfig(Section):
         fields["method"] = dict(sorted(fields["method"].items()))
         return json.dumps(fields)  # in field order; the order of data.clients determines their ranks
 
-    def digest(self) -> str:
-        """16 hexadecimal digits of what the result depends on: see `identity`."""
-        return digest(self)
-
 
 KEYS = tuple(  # "table.key" of every key that a configuration may have
     f"{table}.{name}"
@@ -133,21 +128,16 @@ def override_in(raw: dict[str, Any], text: str) -> None:
     key, found, value = text.partition("=")
     if not found or not all(key.split(".")):
         raise ConfigError(f"--set takes KEY=VALUE with dots in KEY, such as run.rounds=5; got {text!r}.")
-    set_in(raw, key.strip(), typed(value, f"--set {text!r}"))
+    set_in(raw, key.strip(), typed(value))
 
 
-def typed(text: str, where: str) -> Any:
-    """The value typed after KEY=, as TOML; a bare word is a string. where: its place in words, for `ConfigError`."""
+def typed(text: str) -> Any:
+    """The value typed after KEY=, as TOML; a bare word is a string, and so is what would set further keys."""
     try:
         parsed = parse_toml(f"value = {text}")
     except ValueError:
         return text
-    if more := [key for key in parsed if key != "value"]:
-        raise ConfigError(
-            f"{where} holds more than one value: a line in it also sets {', '.join(map(repr, more))}. Give each key "
-            f"separately; put a text of several lines in quotes."
-        )
-    return parsed["value"]
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fedlora.doing import doing
 from fedlora.errors import BudgetSpent
@@ -23,10 +23,8 @@ from fedlora.runs.resuming import opened
 from fedlora.runs.stopping import Ranking
 from fedlora.runs.storing import Checkpoints, diagnosed, keep_uploads
 from fedlora.runs.tracking import Called, Trackers
-from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.simulation import RoundRecord, simulate
-from fedlora.training.measure import ModelEvaluator
 
 
 def execute(
@@ -110,7 +108,7 @@ def _events(
         for record in simulate(
             prepared.server, prepared.clients, prepared.workers, state, rounds=rounds,
             participation=config.run.participation if private is None else 1.0,  # a private server draws itself
-            seed=config.run.seed, evaluator=_evaluator(prepared), evaluate_every=config.evaluate.every,
+            seed=config.run.seed, evaluator=prepared.validation, evaluate_every=config.evaluate.every,
             hooks=config.server.hooks(config.run.seed), adversary=prepared.adversary, on_client=on_client,
         ):  # fmt: skip
             done += 1
@@ -119,23 +117,3 @@ def _events(
         if private is None or not done:
             raise
         yield private.releases.why_spent(done)
-
-
-@dataclass(frozen=True)
-class _WithTest:
-    """Scores on validation, and beside them as test/NAME on the test set."""
-
-    validation: ModelEvaluator
-    test: ModelEvaluator
-
-    def evaluate(self, server: Server, state: RunState) -> dict[str, float]:
-        tested = self.test.evaluate(server, state)
-        along = {f"test/{name}": score for name, score in tested.items() if "/" not in name}
-        return {**self.validation.evaluate(server, state), **along}
-
-
-def _evaluator(prepared: Prepared) -> ModelEvaluator | _WithTest | None:
-    validation, test = prepared.validation, prepared.test
-    if not prepared.config.evaluate.test_along or validation is None or test is None:
-        return validation
-    return _WithTest(validation, test)

@@ -150,9 +150,8 @@ class RunFolder:
         """Lock the run against other writers; the kernel releases the lock however this process ends.
 
         Raises:
-            ConfigError: as in `check_place`. CheckpointError: another process has it, or it cannot be created.
+            CheckpointError: another process has it, or it cannot be created.
         """
-        self.check_place(resume=True)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -29,7 +29,7 @@ NO_NUMBER = frozenset({  # keys that change no number of a result
 LATER = NO_NUMBER | {  # keys that may change on resume: they concern the end, or the rounds from then on
     "run.rounds",
     "run.threads", "data.chat_template",  # compared as they take effect, in the facts
-    "train.command", "evaluate.every", "evaluate.test_along", "evaluate.clients_at_end", "evaluate.samples",
+    "train.command", "evaluate.every", "evaluate.clients_at_end", "evaluate.samples",
     "privacy.budget",
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from fedlora.data.splits import inputs
 from fedlora.methods.registry import package_of, plugins
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
-from fedlora.runs.identity import digest_of
+from fedlora.runs.identity import digest, digest_of
 from fedlora.runs.private_releases import shown_config
 from fedlora.runs.rank_profiles import is_attention
 from fedlora.training.digests import model_commit, model_content
@@ -38,7 +38,7 @@ def manifest(
     counts = {client: [list(part.labels or ()).count(k) for k in classes] for client, part in data.parts.items()}
     commit, adapter, asked = model_commit(place), config.model.adapter, config.model.task == "causal-lm"
     return {
-        "config_digest": digest_of(config) if config.privacy is None else shown_config(config).digest(),
+        "config_digest": digest_of(config) if config.privacy is None else digest(shown_config(config)),
         **code_facts([package_of(point) for point in plugins() if point.name == config.method.name]),
         "device": config.model.chosen_device(),
         "threads": torch.get_num_threads(),

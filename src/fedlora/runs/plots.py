@@ -16,7 +16,7 @@ from fedlora.runs.drawing import COLOURS, LETTERS, WIDE, gridded, saved, short, 
 from fedlora.runs.folder import RunFolder
 from fedlora.training.metrics import by_guessing
 
-__all__ = ["plot_audit", "plot_overlaps", "plot_run"]
+__all__ = ["plot_audit", "plot_run"]
 
 
 def plot_run(folder: RunFolder) -> list[Path]:
@@ -38,35 +38,6 @@ def plot_run(folder: RunFolder) -> list[Path]:
         return [saved(figure, folder.plots / f"{name}.png") for name, figure in figures.items()]
 
 
-def plot_overlaps(names: Sequence[str], overlaps: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Path:
-    """Heat maps of the column space that adapters share: the mean over modules, and below each pair by module."""
-    with plt.rc_context(LETTERS):
-        count = len(names)
-        pairs = [(i, j) for i in range(count) for j in range(i)]
-        mean = [[sum(m[i][j] for m in overlaps.values()) / len(overlaps) for j in range(count)] for i in range(count)]
-        by_module = [[m[i][j] for i, j in pairs] for m in overlaps.values()]
-        heights = [max(3.0, 1.2 + 0.5 * count), 1.6 + 0.24 * len(overlaps)]
-        figure: Figure
-        figure, (upper, lower) = plt.subplots(
-            2, 1, figsize=(max(WIDE, 2.5 + 0.5 * len(pairs)), sum(heights)), layout="constrained", height_ratios=heights
-        )
-        upper.imshow(mean, vmin=0, vmax=1, cmap="viridis")
-        upper.set(title="mean over modules")
-        upper.set_xticks(range(count), [str(k + 1) for k in range(count)])
-        upper.set_yticks(range(count), [f"{k + 1} {name[:24]}" for k, name in enumerate(names)])
-        for i in range(count):
-            for j in range(count):
-                upper.text(j, i, f"{mean[i][j]:.2f}", ha="center", va="center", color="w" if mean[i][j] < 0.6 else "k")
-        image = lower.imshow(by_module, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        lower.set(title="module by module")
-        lower.set_xticks(
-            range(len(pairs)), [f"{i + 1}-{j + 1}" for i, j in pairs], rotation=90 if len(pairs) > 6 else 0
-        )
-        lower.set_yticks(range(len(overlaps)), [short(module) for module in overlaps], fontsize=9)
-        figure.colorbar(image, ax=lower, location="bottom", label="shared column space (1: one lies in the other)")
-        return saved(figure, path)
-
-
 def _metric(
     lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], ranks: Mapping[str, int], chance: float | None
 ) -> Figure:
@@ -80,9 +51,6 @@ def _metric(
         [line["round"] for line in scored], [line["metrics"][metric] for line in scored], "o-", color=COLOURS[0],
         label="validation",
     )  # fmt: skip
-    along = [(line["round"], line["metrics"][key]) for line in scored if (key := f"test/{metric}") in line["metrics"]]
-    if along:
-        upper.plot(*zip(*along, strict=True), "--", color=COLOURS[1], label="test (nothing is chosen by it)")
     last, best = lines[-1]["round"], summary["best_round"]
     ends = {"test, last and best round": ("best", best)} if last == best else {
         "test, last round": ("last", last), "test, best round": ("best", best)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -22,17 +22,17 @@ SIMULATED = "SIMULATED clients of one run of an experiment on public data"  # a 
 class PrivacySection(Section):
     """Differential privacy of what is released; the unit is one client, and the server is trusted.
 
-    docs/how-to/privacy.md explains the guarantee.
+    docs/how-to/privacy.md explains the guarantee. With run.participation below 1 each client takes part in a round with
+    that chance, drawn secretly, which lowers epsilon.
 
     clipping_norm: C, the largest norm of one client's change in a round; larger ones are scaled down to it.
     noise_multiplier: z, the noise relative to one client's largest effect; set this or `epsilon`. epsilon: the cost of
-    all run.rounds together at `delta`. delta: the probability that the guarantee fails. sampling: all clients in every
-    round, or "poisson": each with chance run.participation, drawn secretly. shape: sum changes whole, or in `dims`
-    directions of each side of a module. dims: their number, if the shape is "two-sided". rank: R of the server's update
-    (default: the clients' largest). most_examples: a client counts min(n_i, most_examples) / most_examples; default:
-    all equally. population: a name for these clients. ledger: the file that charges all runs on these clients; keep it.
-    budget: the most epsilon that these runs together may spend at `delta` (default: what the first run needs); later it
-    can only lower the ledger's.
+    all run.rounds together at `delta`. delta: the probability that the guarantee fails. dims: sum
+    changes in so many directions of each side of a module (default: whole). rank: R of the server's update (default:
+    the clients' largest). most_examples: a client counts min(n_i, most_examples) / most_examples; default: all equally.
+    population: a name for these clients. ledger: the file that charges all runs on these clients; keep it. budget: the
+    most epsilon that these runs together may spend at `delta` (default: what the first run needs); later it can only
+    lower the ledger's.
     """
 
     clipping_norm: Above
@@ -42,8 +42,6 @@ class PrivacySection(Section):
     population: Annotated[str, Field(min_length=1, max_length=200)]
     ledger: Annotated[str, Field(min_length=1)]
     budget: Above | None = None  # the population's; the ledger has its own
-    sampling: Literal["all", "poisson"] = "all"
-    shape: Literal["full", "two-sided"] = "full"
     dims: Positive | None = None
     rank: Positive | None = None
     most_examples: Positive | None = None
@@ -59,11 +57,6 @@ class PrivacySection(Section):
                 f"privacy.budget = {self.budget:g} is of all runs together, and privacy.epsilon = {self.epsilon:g} of "
                 f"this one alone is more"
             )
-        if (self.shape == "full") != (self.dims is None):
-            raise ValueError(
-                f"privacy.dims is the number of directions that privacy.shape = 'two-sided' keeps; shape is "
-                f"{self.shape!r} and dims {self.dims}"
-            )
         return self
 
     def multiplier(self, rounds: int, participation: float) -> float:
@@ -72,18 +65,13 @@ class PrivacySection(Section):
 
         if self.noise_multiplier is not None:
             return self.noise_multiplier
-        return noise_multiplier_for(self.epsilon or 0.0, rounds, self.delta, self.chance(participation))
+        return noise_multiplier_for(self.epsilon or 0.0, rounds, self.delta, participation)
 
     def cost(self, rounds: int, participation: float) -> float:
         """Epsilon for all rounds of this run alone."""
         from fedlora.privacy.accounting import epsilon
 
-        z = self.multiplier(rounds, participation)
-        return epsilon(z, rounds, self.delta, self.chance(participation))
-
-    def chance(self, participation: float) -> float:
-        """q, a client's chance to take part in a round."""
-        return participation if self.sampling == "poisson" else 1.0
+        return epsilon(self.multiplier(rounds, participation), rounds, self.delta, participation)
 
     def most(self, rounds: int, participation: float) -> Budget:
         """The population's budget at the end of this run, if its ledger does not have one."""
@@ -124,5 +112,5 @@ class PrivacySection(Section):
         return Private(
             clipping_norm=self.clipping_norm, noise_multiplier=self.multiplier(rounds, participation),
             clients=tuple(clients), rank=self.rank or largest, releases=releases, dims=self.dims,
-            sampling=self.chance(participation), most_examples=self.most_examples, seed=seed,
+            sampling=participation, most_examples=self.most_examples, seed=seed,
         )  # fmt: skip

@@ -68,7 +68,7 @@ class PrivacyPlan:
             raise ConfigError(
                 f"this budget leaves nothing: in {self.rounds} rounds even a change that all {self.clients} clients "
                 f"agree on, with the whole clip {self.clip:g} in {name}, drowns in the noise, which hides all below "
-                f"{least:.3g} there. Use more clients, a larger epsilon, more rounds, or privacy.shape = 'two-sided'."
+                f"{least:.3g} there. Use more clients, a larger epsilon, more rounds, or privacy.dims."
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -107,8 +107,3 @@ def assign_types(
     drawn = [kind for kind, count in zip(types, counts, strict=True) for _ in range(count)]
     random.Random(derive_seed(seed, "ranks")).shuffle(drawn)
     return dict(zip(sorted(clients), drawn, strict=True))
-
-
-def total_rank(types: Mapping[RankType, int]) -> float:
-    """Sum of r_i over clients, for attention modules: the basis of a module's budget R = rho * (this sum)."""
-    return sum(kind.attention * count for kind, count in types.items())

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from fedlora.errors import ConfigError
-from fedlora.runs.synonyms import GONE, SYNONYMS
+from fedlora.runs.synonyms import SYNONYMS
 from fedlora.training.settings import Section
 
 Kind = TypeVar("Kind", bound=Section)
@@ -108,8 +108,6 @@ def _line(kind: type[BaseModel], key: str, wrong: Sequence[Any]) -> str:
     error, name = wrong[0], key.rpartition(".")[2]
     if error["type"] == "extra_forbidden":
         known = _known(kind, error["loc"][:-1])
-        if name in GONE:
-            return f"unknown key {key!r}; {GONE[name]}"
         ours = SYNONYMS.get(key) or SYNONYMS.get(name)
         if ours is not None and ours.partition(".")[0] not in kind.model_fields:  # of one table alone
             ours = ours.rpartition(".")[2]

@@ -217,7 +217,7 @@ class EvaluateSection(Section):
     batch_size: examples at a time. clients_at_end: also measure each client's own readout, on its own test set if it
     has one. early_stopping_patience: stop after so many evaluations in a row without a better validation metric.
     early_stopping_threshold: the smallest improvement that counts. samples: how many held-out prompts a language model
-    answers, before and after training. test_along: also score the test set at each evaluation; nothing is chosen by it.
+    answers, before and after training.
     """
 
     every: Positive = 1
@@ -229,7 +229,6 @@ class EvaluateSection(Section):
     early_stopping_patience: Positive | None = None
     early_stopping_threshold: Annotated[float, Field(ge=0)] = 0.0
     samples: Annotated[int, Field(ge=0)] = 5
-    test_along: bool = False
 
     def stopping(self) -> Patience | None:
         """When to stop early."""

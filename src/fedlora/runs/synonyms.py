@@ -1,8 +1,5 @@
-"""What other programs call a key, and fedlora did before, for the error of an unknown one."""
+"""What other programs call a key, for the error of an unknown one."""
 
-GONE = {  # what is near in name and another thing
-    "accumulation": "leave it out: a batch is split by itself (gradient_accumulation_steps would multiply it)",
-}
 SYNONYMS = {  # a key's last name, or its table and name, elsewhere -> the key here
     # tables
     "defence": "robust", "defense": "robust", "aggregation": "robust", "training": "train", "peft": "lora",
@@ -31,15 +28,11 @@ SYNONYMS = {  # a key's last name, or its table and name, elsewhere -> the key h
     "gradient_clipping": "train.max_grad_norm",
     # opacus, dp-accounting
     "l2_norm_clip": "privacy.clipping_norm", "target_epsilon": "privacy.epsilon", "target_delta": "privacy.delta",
-    # before the names of transformers, peft and flwr
-    "model.path": "model.name", "four_bit": "model.load_in_4bit", "checkpointing": "model.gradient_checkpointing",
-    "targets": "lora.target_modules", "lora.alpha": "lora.lora_alpha", "lora.dropout": "lora.lora_dropout",
-    "rslora": "lora.use_rslora", "saved": "lora.modules_to_save", "lr": "train.learning_rate",
+    # shorter words for ours
+    "model.path": "model.name", "targets": "lora.target_modules", "lora.alpha": "lora.lora_alpha",
+    "lora.dropout": "lora.lora_dropout", "rslora": "lora.use_rslora", "lr": "train.learning_rate",
     "train.clip": "train.max_grad_norm", "steps": "train.max_steps", "epochs": "train.num_train_epochs",
-    "schedule": "train.lr_scheduler_type",
-    "time_limit": "train.timeout", "track": "run.report_to", "patience": "evaluate.early_stopping_patience",
-    "min_delta": "evaluate.early_stopping_threshold", "liars": "robust.byzantine", "mixing": "robust.nnm",
-    "share": "attack.fraction", "privacy.clip": "privacy.clipping_norm", "clients.alpha": "clients.dirichlet_alpha",
-    "min_size": "clients.min_examples", "own_test": "clients.test_fraction", "pair": "data.text_pair",
-    "labels": "data.label_names", "template": "data.chat_template", "unseen": "data.unseen_tasks",
+    "schedule": "train.lr_scheduler_type", "patience": "evaluate.early_stopping_patience",
+    "min_delta": "evaluate.early_stopping_threshold", "privacy.clip": "privacy.clipping_norm",
+    "clients.alpha": "clients.dirichlet_alpha", "labels": "data.label_names", "template": "data.chat_template",
 }  # fmt: skip

@@ -61,7 +61,8 @@ class Private(RoundKind):
         noise_multiplier: z, the noise's standard deviation in units of one client's largest effect; 0 is for tests and
             audits.
         clients: the ids of all clients, taking part or not: n public names. Uploads from anybody else are refused.
-        rank: R of the term that the method gets: noised products are cut to it. releases: stores and charges noised sums.
+        rank: R of the term that the method gets: noised products are cut to it.
+        releases: stores and charges noised sums.
         dims: how many directions of each side of a module changes of products are summed in (`privacy.geometry`); None:
             all.
         sampling: q, each client's chance to be asked in a round, which makes the draw itself (`OpenRound.asked`); 1:
@@ -127,8 +128,7 @@ class Private(RoundKind):
         require_sums("Private", method)
         if method.linear_in == "factors" and self.dims is not None:
             raise HyperparameterError(
-                f"{method.name} sums the changes of factors, which have no directions to choose: leave "
-                f"dims (and privacy.shape) out."
+                f"{method.name} sums the changes of factors, which have no directions to choose: leave dims out."
             )
 
     def require_start(self, start: Adapter) -> None:

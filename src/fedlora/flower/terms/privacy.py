@@ -31,11 +31,6 @@ class FederationPrivacy(PrivacySection):
 
     @model_validator(mode="after")
     def _of_real_sites(self) -> FederationPrivacy:
-        if self.sampling == "poisson":
-            raise ValueError(
-                "privacy.sampling = 'poisson' makes epsilon smaller only while nobody can see who takes part, and on a "
-                "network traffic and timing show it: every round asks all members (q = 1). Leave sampling out"
-            )
         if self.population == SIMULATED:
             raise ValueError(
                 f"privacy.population = {SIMULATED!r} is an experiment's, but a federation's sites are real: name the "
@@ -78,7 +73,10 @@ def refusals(settings: FederationSettings) -> Iterator[str]:
     """A line for each setting that [privacy] excludes."""
     run = settings.run
     if run.participation != 1.0:
-        yield f"run.participation = {run.participation:g} draws some sites, and [privacy] asks all: leave it out"
+        yield (
+            f"run.participation = {run.participation:g} draws some sites, and [privacy] asks all, since traffic and "
+            f"timing show who was drawn: leave it out"
+        )
     if settings.privacy is not None:
         yield from settings.privacy.excludes(settings.server)
     if settings.robust.rule != "none":

@@ -52,7 +52,7 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys((
         "attack", "server.gauge_stress", "data.task", "data.tasks", "data.unseen_tasks", "data.task_lists",
         "run.workers", "run.checkpoint_every", "run.keep_checkpoints", "run.readouts", "run.keep_uploads",
-        "evaluate.samples", "evaluate.test_along",
+        "evaluate.samples",
     ), _OF_RUNS),
 }  # fmt: skip
 """Keys of a run's file, and tables, that have no effect in a federation -> what has it instead."""
