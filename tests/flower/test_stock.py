@@ -15,9 +15,11 @@ pytest.importorskip("flwr")
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from fedlora import AdapterSpec, read_adapter
 from fedlora.errors import ConfigError
 from fedlora.flower import BoundedGrid, FedLoRA
-from support.flower_grid import RANKS, SHAPES, FastClock, LocalGrid, changed, fates, seed_adapter
+from fedlora.flower.site.node import Node
+from support.flower_grid import RANKS, SHAPES, FastClock, LocalGrid, Toy, changed, fates, seed_adapter
 
 PEFT = "base_model.model.{}.lora_{}.weight"
 STATE = {PEFT.format(m, f): t for m, lora in seed_adapter(4).modules.items() for f, t in lora.tensors().items()}
@@ -163,11 +165,25 @@ def test_the_app_to_copy_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_and_validate(app / "pyproject.toml")
 
 
-def test_the_pages_server_can_begin() -> None:
-    """docs/how-to/flower.md, its block for mixed ranks: method, ranks and quorum fit together."""
+def test_the_pages_server_plays_and_its_whole_model_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """docs/how-to/flower.md, its blocks for mixed ranks: method, ranks and quorum fit together; and of flora, whose next
+    start is a fresh pair, the written adapter has the update that the server has, and a warning says that arrays lack it.
+    """
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "flower.md").read_text(encoding="utf-8")
-    block = next(text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "strategy = FedLoRA(" in text)
-    names: dict[str, Any] = {"seed_adapter": seed_adapter(8)}
-    exec(block.replace('folder=Path("/srv/my-app/fed"),', ""), names)
-    names["strategy"]._begin(None)
-    assert names["strategy"].round == 0
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    begin, write = (next(b for b in blocks if text in b) for text in ("strategy = FedLoRA(", "write_adapter("))
+    names: dict[str, Any] = {"seed_adapter": seed_adapter(8), "spec": AdapterSpec({"base_model_name_or_path": "org/model"})}
+    exec(begin.replace("/srv/my-app", str(tmp_path)), names)
+    strategy = names["strategy"]
+    nodes = {name: Node(name, Toy(), tmp_path / name) for name in strategy.policy.clients}
+    result = start(strategy, LocalGrid(nodes), 1)
+    assert "not the trained model" in caplog.text
+    assert not any(t.any() for name, t in result.arrays.to_torch_state_dict().items() if "lora_B" in name)
+    exec(write.replace("/srv/my-app", str(tmp_path)), names)
+    written = read_adapter(tmp_path / "adapter")[0].modules
+    wanted = strategy.server.global_update(strategy.state.server)
+    assert {*written} == {*wanted} and any(lora.norm() for lora in wanted.values())
+    for name, lora in wanted.items():
+        torch.testing.assert_close(written[name].delta(), lora.delta())

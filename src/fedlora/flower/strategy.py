@@ -225,9 +225,15 @@ class FedLoRA(Strategy):
 
     def arrays(self) -> ArrayRecord:
         """The server's model as a PEFT state dict, which stock clients read: of the start's ranks, with their
-        lora_alpha; without stock clients with lora_alpha = r. A change of the base weights is not in it."""
-        whoever = Client("whoever asks", self.state.server.start.ranks)
-        return peft_record(self.server.download(self.state.server, whoever).adapter, self.speaks.factor)
+        lora_alpha; without stock clients with lora_alpha = r. A warning says where that is not the whole model."""
+        state = self.state.server
+        if self.server.method.moves_base or not self.server.has_global_model(state):
+            log.warning(
+                "%s: result.arrays and evaluate_fn get what a new client would start from, which is not the trained "
+                "model. docs/how-to/flower.md, 'The whole model', says how to write that.", self.server.method.name,
+            )  # fmt: skip
+        whoever = Client("whoever asks", state.start.ranks)
+        return peft_record(self.server.download(state, whoever).adapter, self.speaks.factor)
 
     def _refresh(self) -> Mapping[str, Any]:
         """The clients that may take part, as they are before a round, while it waits, and before a measurement."""
