@@ -174,7 +174,10 @@ def test_the_pages_server_plays_and_its_whole_model_is_written(
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "flower.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.S)
     begin, write = (next(b for b in blocks if text in b) for text in ("strategy = FedLoRA(", "write_adapter("))
-    names: dict[str, Any] = {"seed_adapter": seed_adapter(8), "spec": AdapterSpec({"base_model_name_or_path": "org/model"})}
+    names: dict[str, Any] = {
+        "seed_adapter": seed_adapter(8),
+        "spec": AdapterSpec({"base_model_name_or_path": "org/model"}),
+    }
     exec(begin.replace("/srv/my-app", str(tmp_path)), names)
     strategy = names["strategy"]
     nodes = {name: Node(name, Toy(), tmp_path / name) for name in strategy.policy.clients}

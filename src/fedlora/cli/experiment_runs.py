@@ -169,7 +169,9 @@ def _pictures(progress: Progress, target: Path) -> list[Path]:
     from fedlora.experiments.pictures import drawn
 
     if not (made := drawn(progress, target)):
-        notes.warn("no picture: it takes runs of several evaluated rounds, or two seeds of the reference and another")
+        notes.warn(
+            "no picture: it takes runs of several evaluated rounds, or two seeds whose differences to the reference vary"
+        )
     return made
 
 

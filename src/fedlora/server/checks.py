@@ -82,7 +82,9 @@ def _check_parts(upload: Upload, state: ServerState, roles: Roles, method: Metho
         shapes = {"B": (B.shape[0], r), "A": (r, A.shape[1])}
         expected = {factor: shapes[factor] for factor in roles.shared}
         if got != expected:
-            raise UploadRefused(client, f"module {name!r} has factors {got}; this round shares {expected}.")
+            raise UploadRefused(
+                client, f"module {name!r} has factors {got}; this round shares {expected} (`client.send`)."
+            )
     shared = state.heads if roles.heads == "shared" else {}
     heads, wanted = ({name: tuple(t.shape) for name, t in of.items()} for of in (upload.adapter.heads, shared))
     if heads != wanted:
