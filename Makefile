@@ -19,11 +19,11 @@ test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal --assert=plain
 
 # A smoke, two minutes: docs/how-to/federation.md on separate machines (network namespaces, as root), with a new key and a
-# killed server; and what nginx and the units under a real systemd keep out.
+# killed server; and what nginx keeps out.
 deployment: $(VENV)/.ready
 	$(BIN)/python -m pytest -m deployment -rs
 
-# And every fault of that page's table, before a release: half an hour.
+# And every fault of that page's table, and the units under a real systemd, before a release: half an hour.
 deployment-all: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "deployment or deployment_all" -rs
 

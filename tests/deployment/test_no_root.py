@@ -26,7 +26,7 @@ from support.containers import PLACE
 from support.deployed_folders import federation_folder, site_folder
 from support.machines import unless
 
-pytestmark = [pytest.mark.deployment, unless(why_no_systemd()), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deployment_all, unless(why_no_systemd()), pytest.mark.timeout(300)]
 
 HOSTILE = Path(__file__).parent / "hostile_unit.py"
 UNITS = {"site": "fedlora-site.service", "server": "fedlora-server.service", "proxy": "fedlora-proxy.service"}
