@@ -278,6 +278,12 @@ def test_what_cannot_be_federated_is_refused_by_name(
     few = get_peft_model(network, LoraConfig(target_modules=["query"], task_type="SEQ_CLS"))
     with pytest.raises(ConfigError, match=r"adapts query \(1 module\), .* query, value \(2 modules\)"):
         federate(trainer_of(few, data["a"], tmp_path))
+    lora = LoraConfig(target_modules=["query"])
+    both = get_peft_model(AutoModelForSequenceClassification.from_pretrained(base, num_labels=3), lora)
+    both.add_adapter("two", lora)
+    both.base_model.set_adapter(["default", "two"])
+    with pytest.raises(ConfigError, match=r"needs one active adapter; the model has \['default', 'two'\]"):
+        federate(both)
     with pytest.raises(ConfigError, match=r"takes a transformers.Trainer or a PEFT model; got a dict"):
         federate({})
 

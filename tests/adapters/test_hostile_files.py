@@ -324,6 +324,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "a list": (b"[]", "holds no JSON object"),
     "deep in a field": (literal("auto_mapping", "[" * 100_000 + "]" * 100_000), "is not JSON.*nested too deeply"),
     "a key twice inside": (literal("rank_pattern", '{"q_proj": 2, "q_proj": 3}'), "'q_proj' occurs twice"),
+    "half a letter": (literal("revision", '"\\ud83d"'), "is not JSON: it holds half a letter"),
     "no fields": (b"{}", "peft_type = None"),
     "no r": (json.dumps({k: v for k, v in CONFIG.items() if k != "r"}).encode(), r"\br = None"),
     "r contradicts": (config(r=4), "q_proj' has rank 2, but its config says 4"),

@@ -124,7 +124,7 @@ def test_a_language_model_is_measured_on_the_tokens_of_its_responses(language_mo
     """Teacher-forced: each token given the true ones before it."""
     settings = LoRASettings(target_modules=["q_proj", "v_proj"], scaling=SCALING)
     model = AdaptedModel.load(language_model, "causal-lm", settings)
-    data = instructions(30, 1)
+    data = instructions(30, 2)
     seed_adapter, _ = model.seed_adapter(3, seed=0)
     trained = drawn(seed_adapter, 3, 1)
     server = Server(build("glora"))
