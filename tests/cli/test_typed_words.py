@@ -59,7 +59,7 @@ def test_cells_in_a_document(capsys: pytest.CaptureFixture[str]) -> None:
     """What ends a cell is escaped; p has two digits, what is never reached is a word, pandas' NA nothing."""
     sheet = Table(pd.DataFrame([{"method": "a|b_c", "median": float("inf"), "p": 0.01234, "seeds": pd.NA}]), 1, ["T."])
     show([sheet], [], Format.markdown)
-    assert r"| a\|b_c | never | 0.012 |  |" in capsys.readouterr().out
+    assert "| --- | --: | --: | --: |\n| a\\|b_c | never | 0.012 |  |" in capsys.readouterr().out
     show([sheet], [], Format.latex)
     printed = capsys.readouterr().out
     assert r"a|b\_c & never & 0.012 &  \\" in printed

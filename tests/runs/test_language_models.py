@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from fedlora.adapters.io import read_adapter
-from fedlora.errors import CheckpointError
+from fedlora.errors import CheckpointError, ConfigError
+from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
@@ -87,6 +88,13 @@ def ran(config: RunConfig, folder: Path, *, resume: bool = False) -> RunFolder:
 @pytest.fixture(scope="module")
 def done(place: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return ran(config_of(place), tmp_path_factory.mktemp("done") / "run")
+
+
+def test_without_classes_the_examples_are_dealt_out_evenly_and_a_skew_is_refused(place: Path) -> None:
+    sizes = [len(part) for part in deal(config_of(place, "clients.partition=dirichlet"), None).parts.values()]
+    assert max(sizes) - min(sizes) <= 1
+    with pytest.raises(ConfigError, match="needs labels"):
+        deal(config_of(place, "clients.partition=dirichlet", "clients.dirichlet_alpha=1.0"), None)
 
 
 def test_a_run_is_not_resumed_with_other_prompts(place: Path, done: RunFolder, tmp_path: Path) -> None:
