@@ -209,13 +209,13 @@ def test_what_is_told_of_a_round(tmp_path: Path) -> None:
 
 
 def test_a_module_that_few_hold_is_not_moved_further_than_they_moved_it() -> None:
-    """Krum's choice counts once, though the module's weights are shared between its two holders only."""
+    """Krum's choice counts once, though the module's weights are shared between its three holders only."""
     server = Server(method("svd"), round=Kept(Given((0.0, 0.0, 5.0, 0.0, 0.0))))
     zero = LoRA(torch.zeros(6, 2, dtype=torch.float64), torch.eye(2, 5, dtype=torch.float64))
     state = server.init(Adapter({"all": zero, "few": zero}))
     uploads = []
     for k in range(5):
-        held = ("all", "few") if k in (2, 3) else ("all",)
+        held = ("all", "few") if k in (1, 2, 3) else ("all",)
         lora = LoRA(torch.full((6, 2), 1.0 + k, dtype=torch.float64), torch.eye(2, 5, dtype=torch.float64))
         uploads.append(Upload(Client(f"c{k}", dict.fromkeys(held, 2)), 1, Adapter(dict.fromkeys(held, lora))))
     after = server.global_update(server.aggregate(state, uploads))

@@ -61,6 +61,9 @@ class Tolerant(Rule):
 
     f: Count
 
+    def least(self, n: int) -> int:
+        return 2 * self.byzantine(n) + 1
+
     def byzantine(self, n: int) -> int:
         """f in a round of n clients, of which it may be a share."""
         return self.f if isinstance(self.f, int) else math.ceil(self.f * n - 1e-9)
@@ -190,7 +193,7 @@ class NNM(Tolerant):
     f: Count
 
     def least(self, n: int) -> int:
-        return max(2 * self.byzantine(n) + 1, self.rule.least(n))
+        return max(super().least(n), self.rule.least(n))
 
     def coefficients(self, gram: Tensor, p: Tensor) -> Tensor:
         n = len(p)
