@@ -31,6 +31,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower import inside
 from fedlora.flower.inside import HttpInbox, Limit, TooLarge, answers_at_most, http_inbox
 from fedlora.flower.records import record_upload, upload_record
+from support import flower_grid  # noqa: F401 - which gives messages the identity that flwr wants
 
 MB = 2**20
 LIMIT = Limit(2 * MB, 100, 20_000)

@@ -163,7 +163,7 @@ class HttpInbox:
                 ids: dict[str, None] = {}
                 for number, object_id in enumerate(_ids(tree)):
                     if number >= limit.objects:
-                        raise TooLarge(limit.bytes + 1)
+                        raise _Unreadable(f"its reply has more than {limit.objects:,} pieces")
                     ids[object_id] = None
                 return _Coming(message, list(ids))
         return None

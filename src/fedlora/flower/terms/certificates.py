@@ -41,24 +41,13 @@ def write_server(folder: Path, name: str) -> None:
         ConfigError: the existing authority cannot be read.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    if not (folder / "ca.crt").exists():
-        secret = ec.generate_private_key(ec.SECP384R1())
-        ca = _signed(f"fedlora {name}"[:64], secret, None, AUTHORITY_DAYS, [
-            (x509.BasicConstraints(ca=True, path_length=0), True),
-            (x509.SubjectKeyIdentifier.from_public_key(secret.public_key()), False),
-        ])  # fmt: skip
-        write_private(folder / "ca.key", _private(secret, serialization.PrivateFormat.PKCS8))
-        files.write(folder / "ca.crt", ca)
-    authority = _kept_authority(folder)
-    key, hosts = ec.generate_private_key(ec.SECP384R1()), dict.fromkeys((name, "localhost", "127.0.0.1"))
-    found = _signed("fedlora server", key, authority, SERVER_DAYS, [
-        (x509.SubjectAlternativeName([_host(host) for host in hosts]), False),
-        (x509.BasicConstraints(ca=False, path_length=None), True),
-        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
-        (x509.AuthorityKeyIdentifier.from_issuer_public_key(authority[1].public_key()), False),
-    ])  # fmt: skip
-    write_private(folder / "server.key", _private(key, serialization.PrivateFormat.PKCS8))
-    files.write(folder / "server.crt", found)
+    if (folder / "ca.crt").exists():
+        signer = _kept_authority(folder)
+    else:
+        signer = _authority(f"fedlora {name}"[:64])
+        write_private(folder / "ca.key", _private(signer[1], serialization.PrivateFormat.PKCS8))
+        files.write(folder / "ca.crt", _pem(signer[0]))
+    _write_server(folder, signer, tuple(dict.fromkeys((name, "localhost", "127.0.0.1"))), SERVER_DAYS)
 
 
 def verdict(folder: Path, name: str) -> tuple[str, bool]:
@@ -117,6 +106,18 @@ def write_private(path: Path, content: bytes) -> None:
         os.fsync(descriptor)
 
 
+def _authority(name: str) -> Signer:
+    key = ec.generate_private_key(ec.SECP384R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    found = (
+        _begun(subject, subject, key.public_key(), AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(_usage(ca=True), critical=True).sign(key, hashes.SHA384())
+    )  # fmt: skip
+    return found, key
+
+
 def _kept_authority(folder: Path) -> Signer:
     try:
         found = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
@@ -127,21 +128,27 @@ def _kept_authority(folder: Path) -> Signer:
     return found, key
 
 
-def _signed(
-    name: str, key: ec.EllipticCurvePrivateKey, by: Signer | None, days: int,
-    extensions: Sequence[tuple[x509.ExtensionType, bool]],
-) -> bytes:  # fmt: skip
-    """A certificate as PEM. by: who signs; None: an authority, itself. extensions: each with whether it is critical."""
-    subject, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), datetime.datetime.now(datetime.UTC)
+def _write_server(folder: Path, signer: Signer, hosts: Sequence[str], days: int) -> None:
+    key = ec.generate_private_key(ec.SECP384R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])] if len(hosts[0]) <= 64 else [])
+    authority, secret = signer
     found = (
-        x509.CertificateBuilder().subject_name(subject).issuer_name(by[0].subject if by else subject)
-        .public_key(key.public_key()).serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5)).not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(_usage(ca=by is None), critical=True)
+        _begun(subject, authority.subject, key.public_key(), days)
+        .add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=not list(subject))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(secret.public_key()), critical=False)
+        .add_extension(_usage(ca=False), critical=True).sign(secret, hashes.SHA384())
     )  # fmt: skip
-    for extension, critical in extensions:
-        found = found.add_extension(extension, critical=critical)
-    return found.sign(by[1] if by else key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
+    write_private(folder / "server.key", _private(key, serialization.PrivateFormat.PKCS8))
+    files.write(folder / "server.crt", _pem(found))
+
+
+def _begun(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(minutes=5))
+    return builder.not_valid_after(now + datetime.timedelta(days=days))
 
 
 def _usage(*, ca: bool) -> x509.KeyUsage:
@@ -177,3 +184,7 @@ def _why_refused(paths: dict[str, Path], name: str) -> str:
 
 def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+
+def _pem(found: x509.Certificate) -> bytes:
+    return found.public_bytes(serialization.Encoding.PEM)
