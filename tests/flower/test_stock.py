@@ -168,8 +168,8 @@ def test_the_app_to_copy_learns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_pages_server_plays_and_its_whole_model_is_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """docs/how-to/flower.md, its blocks for mixed ranks: method, ranks and quorum fit together; and of flora, whose next
-    start is a fresh pair, the written adapter has the update that the server has, and a warning says that arrays lack it.
+    """docs/how-to/flower.md, its blocks for mixed ranks: method, ranks and quorum fit together. Of flora, whose next
+    start is a fresh pair, a warning says that arrays lack the model, and the written adapter has the server's update.
     """
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "flower.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.S)

@@ -170,7 +170,7 @@ def _pictures(progress: Progress, target: Path) -> list[Path]:
 
     if not (made := drawn(progress, target)):
         notes.warn(
-            "no picture: it takes runs of several evaluated rounds, or two seeds whose differences to the reference vary"
+            "no picture: it takes runs of several evaluated rounds, or two seeds whose differences are not all equal"
         )
     return made
 
