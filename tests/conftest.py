@@ -1,8 +1,6 @@
-"""One thread and no network for every test, the fixtures of several packages, and where the shape annotations are
-checked.
+"""One thread and no network for every test, and the fixtures of several packages.
 
-Nothing of fedlora is imported at the top, here and in the packages' own conftest.py: pytest reads these files before
-jaxtyping has put its hook in.
+Nothing of fedlora is imported at the top: the process that hands tests to workers needs none of it.
 """
 
 from __future__ import annotations
@@ -71,16 +69,6 @@ def _one_thread() -> None:
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
             device.manual_seed_all = lambda seed: None
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _shapes(request: pytest.FixtureRequest) -> None:
-    """Annotations of shapes are checked in the tests of linalg, where test_contracts.py measures every method's claims,
-    and in all of `make exhaustive`. Checked everywhere they took a third of the time of a round."""
-    from jaxtyping import config
-
-    asked = request.path.parent.name == "linalg"
-    config.update("jaxtyping_disable", not asked and request.config.option.markexpr != "exhaustive")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 def test_import_fedlora_needs_torch_and_safetensors_only() -> None:
     """In a fresh interpreter where everything optional fails to import. Of `fedlora.privacy`, what needs more says how
     to get it."""
-    blocked = ["peft", "transformers", "flwr", "pydantic", "typer", "rich", "matplotlib", "jaxtyping", "accelerate",
+    blocked = ["peft", "transformers", "flwr", "pydantic", "typer", "rich", "matplotlib", "accelerate",
                "pytest", "opendp", "dp_accounting", "scipy"]  # fmt: skip
     code = f"""
 import sys

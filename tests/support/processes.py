@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import config
 
 from support.command_line import call
 
@@ -41,7 +40,6 @@ def as_python_begins(out: Path, err: Path) -> None:
             handler.stream = sys.stderr  # setStream flushes the old one first, which pytest may have closed
             handler.flush = sys.stderr.flush  # type: ignore[method-assign]  # as transformers sets it
     os.fsync = posix.fsync
-    config.update("jaxtyping_disable", True)
     torch.set_num_threads(1)
 
 
