@@ -46,13 +46,13 @@ class _Compute:
 
     @contextmanager
     def watched(self, network: torch.nn.Module) -> Iterator[None]:
-        module, tensor, adam = type(network), torch.Tensor, torch.optim.Adam
-        saved = module.__call__, tensor.backward, adam.step
-        module.__call__, tensor.backward, adam.step = (self._timed(f) for f in saved)  # type: ignore[method-assign]
+        module, autograd, adam = type(network), torch.autograd, torch.optim.Adam
+        saved = module.__call__, autograd.backward, adam.step
+        module.__call__, autograd.backward, adam.step = (self._timed(f) for f in saved)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            module.__call__, tensor.backward, adam.step = saved  # type: ignore[method-assign]
+            module.__call__, autograd.backward, adam.step = saved  # type: ignore[method-assign]
 
     def _timed(self, work):  # type: ignore[no-untyped-def]
         def timed(*args, **kwargs):  # type: ignore[no-untyped-def]
