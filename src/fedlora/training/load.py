@@ -78,15 +78,13 @@ def readable(otherwise: str, hint: str = "") -> Iterator[None]:
 def dequantised(file: Path) -> Path:
     """A GGUF language model as a float32 model directory, made once and kept in the cache ($FEDLORA_CACHE): to parse
     the words of such a file takes most of a minute."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     cache = Path(os.environ.get("FEDLORA_CACHE", Path.home() / ".cache" / "fedlora"))
     target = cache / f"{file.stem}-{file_digest(file)[:16]}"
     if target.is_dir():
         return target
     with readable(f"the model {file.name} cannot be read as GGUF"):
-        from transformers import GgufConfig  # from 5.17 on
-
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
