@@ -182,7 +182,7 @@ def test_the_pages_server_plays_and_its_whole_model_is_written(
     strategy = names["strategy"]
     nodes = {name: Node(name, Toy(), tmp_path / name) for name in strategy.policy.clients}
     result = start(strategy, LocalGrid(nodes), 1)
-    assert "not the trained model" in caplog.text
+    assert "not the whole model" in caplog.text
     assert not any(t.any() for name, t in result.arrays.to_torch_state_dict().items() if "lora_B" in name)
     exec(write.replace("/srv/my-app", str(tmp_path)), names)
     written = read_adapter(tmp_path / "adapter")[0].modules

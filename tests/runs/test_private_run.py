@@ -326,6 +326,12 @@ def tables(place: Path, **changes: Any) -> dict[str, Any]:
     return raw
 
 
+def test_a_method_whose_clients_keep_a_part_is_refused(place: Path) -> None:
+    """A run scores and writes each client's own part, which no noise covers."""
+    with pytest.raises(ConfigError, match="fedsa-lora every client keeps a part"):
+        prepare(configured(place, "method.name=fedsa-lora", "clients.ranks=[4]", "clients.count=3"))
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"privacy__epsilon": 8.0}, "either privacy.epsilon"),
     ({"run__participation": 0.5, "run__report_to": ["wandb"]}, "when each round ended"),

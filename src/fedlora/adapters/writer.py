@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fedlora.adapters.base_names import is_path
-from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterFile
+from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterFile, check_scaling
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, replacing_folder
 from fedlora.core.lora import Adapter, LoRA
@@ -85,6 +85,7 @@ def write_adapter(directory: str | os.PathLike[str], adapter: Adapter, spec: Ada
         >>> adapter, spec = read_adapter("adapter", scaling=2.0)
         >>> write_adapter("copy", adapter, spec)  # the same factors, bit for bit
     """
+    check_scaling(spec.scaling)
     whole = adapter.folded()
     if not whole.modules or 0 in whole.ranks.values():
         raise AdapterFormatError("a PEFT adapter has modules, each of rank 1 or more; nothing was written.")

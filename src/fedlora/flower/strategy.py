@@ -107,7 +107,7 @@ class FedLoRA(Strategy):
 
         Args:
             num_rounds: in all, those of a resumed run too. timeout: seconds for each client's answer, from when its own
-                message was sent. should_stop: called after each round; True ends the rounds. The result has the
+                message was sent. should_stop: called after each round of this call; True ends them. The result has the
                 metrics of this call's rounds, and its arrays once they have ended: they are another adapter in memory.
 
         Raises:
@@ -125,7 +125,8 @@ class FedLoRA(Strategy):
             self._kept = replace(self.kept, nodes=self.nodes.known(online, self.kept.nodes, self.speaks.at_nodes))
             while True:
                 self._measure(grid, result, evaluate, evaluate_fn)
-                stop = should_stop is not None and self.round > 0 and should_stop(self.round, result)
+                played = self.round in result.train_metrics_clientapp
+                stop = should_stop is not None and played and should_stop(self.round, result)
                 if self.round >= num_rounds or self.stopped is not None or stop:
                     break
                 try:
@@ -148,6 +149,7 @@ class FedLoRA(Strategy):
         self._refresh()
         grid, opened = BoundedGrid.around(grid), self.server.open(self.state.server)
         online = self._awaited(grid, opened)
+        self.nodes.known(online, self.kept.nodes, self.speaks.at_nodes)
         self._clock, self._began = grid.clock, grid.clock.monotonic()
         chosen = drawn(self.policy.clients, online, self.fraction_train, seed=self.seed, round=self.round)
         chosen = chosen if opened.asked is None else [*opened.asked]  # a private round draws its own
@@ -227,10 +229,10 @@ class FedLoRA(Strategy):
         """The server's model as a PEFT state dict, which stock clients read: of the start's ranks, with their
         lora_alpha; without stock clients with lora_alpha = r. A warning says where that is not the whole model."""
         state = self.state.server
-        if self.server.method.moves_base or not self.server.has_global_model(state):
+        if self.server.method.moves_base or state.heads or not self.server.has_global_model(state):
             log.warning(
-                "%s: result.arrays and evaluate_fn get what a new client would start from, which is not the trained "
-                "model. docs/how-to/flower.md, 'The whole model', says how to write that.", self.server.method.name,
+                "%s: result.arrays and evaluate_fn get B and A that a new client would start from, which are not the "
+                "whole model. docs/how-to/flower.md, 'The whole model', says how to write it.", self.server.method.name,
             )  # fmt: skip
         whoever = Client("whoever asks", state.start.ranks)
         return peft_record(self.server.download(state, whoever).adapter, self.speaks.factor)

@@ -46,4 +46,5 @@ def padded(lora: LoRA, rank: int) -> LoRA:
     """[B 0] and [A; 0] of `rank` slots; a factor that did not travel stays absent. It has no more slots than that: the
     server refuses others (`server.checks.unserved`)."""
     B, A, empty = lora.B, lora.A, rank - lora.rank
+    assert empty >= 0, (lora.rank, rank)
     return LoRA(None if B is None else pad(B, (0, empty)), None if A is None else pad(A, (0, 0, 0, empty)))

@@ -50,6 +50,8 @@ class Event:
     released: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.run, str) or not isinstance(self.round, int) or not isinstance(self.released, str):
+            raise HyperparameterError("privacy: an event's run and digest are texts, and its round is a whole number.")
         check_delta(self.delta)
         self.spending(self.rounds)
         Mechanism(self.clip, self.noise_multiplier, self.grid).check_room(self.size, 1)

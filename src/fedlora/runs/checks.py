@@ -94,6 +94,11 @@ def on_a_toy(config: RunConfig, names: Sequence[str]) -> tuple[Target, list[str]
     roles, name = server.roles(state), server.method.name
     if target == "server" and not server.has_global_model(state):
         wrong.append(f"{name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it out).")
+    if config.privacy is not None and not server.has_global_model(state):
+        wrong.append(
+            f"[privacy] covers what the server releases, and with {name} every client keeps a part, which a run would "
+            f"score and write without noise. Take a method whose server has a model, such as ffa-lora."
+        )
     if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
         wrong.append(f"run.keep_uploads cannot store what never leaves a client, but {name} shares {roles}.")
     pairs = {

@@ -30,7 +30,10 @@ Count = int | float  # how many clients: a number, or a share of a round's below
 
 _EQUAL = 1e-6  # scores and slopes that differ by less are equal: a gauge of condition 1e6 moves them by 1e-7
 _APART = 1e-13  # squared distances below this, relative to the squared norms, are float64 rounding
-_SETTLED, _ITERATIONS = 1e-10, 1000  # the median's iteration ends when no coefficient changes by more, or here
+_SETTLED, _ITERATIONS = (
+    1e-10,
+    1000,
+)  # the median's iteration ends when no coefficient, times its relative distance, changes by more
 
 
 class Rule(ABC):
@@ -166,13 +169,16 @@ class GeometricMedian(Rule):
         medians = [k for k in range(len(p)) if _is_median(k, gram, squares, p)]
         if medians:  # of several, every point between them is one, too
             return _mean_of((squares[medians] == 0).any(dim=0).nonzero()[:, 0].tolist(), p)
+        # A far change moves the result by its coefficient times its distance: its coefficient must settle by so much.
+        far = squares.sqrt().median(dim=1).values
+        far = (far / far[far > 0].median()).clamp(min=1.0)
         c, step = p, 0.0
         for _ in range(_ITERATIONS):
             apart = distances_from(c, gram)
             # A change that the iteration meets by chance is no median: the clamp lets it go on from there.
             pulls = p / apart.clamp(min=1e-8 * float(apart[apart > 0].median()))
             before, c = c, pulls / pulls.sum()
-            step = float((c - before).abs().max())
+            step = float(((c - before).abs() * far).max())
             if step <= _SETTLED:
                 return c
         log.warning("%s: after %d iterations coefficients still change by %.1e.", self.name, _ITERATIONS, step)

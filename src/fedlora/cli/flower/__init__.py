@@ -37,8 +37,10 @@ def needed() -> None:
         version("flwr")
     except PackageNotFoundError as error:
         raise ConfigError("Flower is not installed: pip install 'fedlora[flower]'.") from error
-    from fedlora.flower.inside import untested
-
+    try:
+        from fedlora.flower.inside import untested
+    except ImportError as error:
+        raise ConfigError(f"flwr {version('flwr')} is not one that fedlora knows: {error}.") from error
     if why := untested():
         raise ConfigError(f"{why}.")
 

@@ -136,7 +136,8 @@ class Federation(FedLoRA):
             name = self._asked.whose(reply)
             one = self._scores(name, reply)
             if isinstance(one, SiteScores):
-                measured[name] = one
+                most = self.policy.max_examples  # a claim, as in training
+                measured[name] = replace(one, examples=int(min(one.examples, most)))
                 held = replace(self.speaks.sent[name], local=one.kept)
                 clients[name] = replace(clients.get(name, ClientMemory()), held=held)
             else:
