@@ -250,7 +250,7 @@ def test_the_report_has_coefficient_norm_and_reason(
 
 @pytest.mark.parametrize("scale", [1e6, 1e14, 1e29])
 def test_a_change_of_any_size_moves_the_geometric_median_by_no_more_than_its_bound(scale: float) -> None:
-    """One of five is hostile and `scale` long. By hand: the bound is 2 (n - f) / (n - 2 f) sqrt(V) of the honest mean."""
+    """One of five is hostile, and `scale` long. By hand: at most 2 (n - f) / (n - 2 f) sqrt(V) from the honest mean."""
     X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     X[4] *= scale / X[4].norm()
     c = GeometricMedian().coefficients(X @ X.mT, torch.full((5,), 0.2, dtype=torch.float64))
