@@ -261,3 +261,15 @@ def test_a_folder_goes_on_with_its_own_run_alone(tmp_path: Path) -> None:
     same, grid = federation(tmp_path, Server(build("glora", rho=1.0), round=Kept(weighting="uniform")), ranks)
     play(same, grid, 3)
     assert same.round == 3 and not grid.sent
+
+
+def test_after_a_restart_should_stop_sees_the_rounds_of_this_start(tmp_path: Path) -> None:
+    """A rule that reads its round's loss is not asked about a round that an earlier start played."""
+
+    def diverged(round: int, result: Any) -> bool:
+        return float(result.train_metrics_clientapp[round]["train_loss"]) > 1e9
+
+    for rounds in (1, 2):
+        strategy, grid = federation(tmp_path, Server(build("glora"), round=Kept(quorum=1)))
+        play(strategy, grid, rounds, should_stop=diverged)
+        assert strategy.round == rounds
