@@ -23,9 +23,21 @@ from fedlora.flower.envelope import Receipt, RecordError, receipt_of
 from fedlora.flower.strategy import FedLoRA
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from support.flower_grid import RANKS, LocalGrid, Watching, bits, fates, federation, last_line, play, seed_adapter
+from support.flower_grid import (
+    RANKS,
+    LocalGrid,
+    Watching,
+    bits,
+    changed,
+    fates,
+    federation,
+    last_line,
+    play,
+    seed_adapter,
+)
 from support.kills import dying_at
 from support.private_flower import private_federation
+from support.toy_federations import toy_federation, write_policy
 
 EQUAL = dict.fromkeys(RANKS, 4)
 KEEPING = {"fedsa-lora": {}, "glora": {"heads": "local"}, "ffa-lora": {"heads": "local"}}  # method -> server's options
@@ -194,3 +206,13 @@ def test_after_a_kill_in_a_private_round_the_sites_go_on_from_the_last_work_that
     assert not trainer.got and again.kept.receipts == dict.fromkeys(EQUAL, Receipt(1))
     play(again, grid, 3)
     assert trainer.places == {(name, 2): 3 for name in EQUAL} and again.kept.receipts["one"] == Receipt(3)
+
+
+def test_a_claim_of_examples_counts_in_a_measurement_as_in_training(tmp_path: Path) -> None:
+    """max_examples = 5, and every site measured on more: each counts 5, whatever `one` claims."""
+    write_policy(tmp_path, RANKS, max_examples=5)
+    strategy, grid = toy_federation(tmp_path, Server(build("glora"), round=Kept(quorum=1)))
+    grid.meddle["one"] = changed(**{"num-examples": 10**12})
+    play(strategy, grid, 1)
+    assert strategy._sites is not None
+    assert {name: one.examples for name, one in strategy._sites.measured.items()} == dict.fromkeys(RANKS, 5)

@@ -137,7 +137,7 @@ class Federation(FedLoRA):
             one = self._scores(name, reply)
             if isinstance(one, SiteScores):
                 most = self.policy.max_examples  # a claim, as in training
-                measured[name] = replace(one, examples=int(min(one.examples, most)))
+                measured[name] = replace(one, examples=max(1, int(min(one.examples, most))))
                 held = replace(self.speaks.sent[name], local=one.kept)
                 clients[name] = replace(clients.get(name, ClientMemory()), held=held)
             else:
