@@ -273,3 +273,10 @@ def test_after_a_restart_should_stop_sees_the_rounds_of_this_start(tmp_path: Pat
         strategy, grid = federation(tmp_path, Server(build("glora"), round=Kept(quorum=1)))
         play(strategy, grid, rounds, should_stop=diverged)
         assert strategy.round == rounds
+
+
+def test_arrays_without_the_trained_heads_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`evaluate_fn` on a classifier would measure an untrained head; the start's head moves in toy rounds."""
+    strategy, grid = federation(tmp_path, Server(build("glora"), round=Kept(quorum=1)))
+    play(strategy, grid, 1)
+    assert strategy.state.server.heads and "not the whole model" in caplog.text

@@ -190,3 +190,16 @@ def test_the_pages_server_plays_and_its_whole_model_is_written(
     assert {*written} == {*wanted} and any(lora.norm() for lora in wanted.values())
     for name, lora in wanted.items():
         torch.testing.assert_close(written[name].delta(), lora.delta())
+
+
+def test_a_node_that_comes_back_under_another_id_gives_no_client_anothers_history() -> None:
+    """Stock clients follow their node: once the ids differ from those before, the order would swap clients."""
+    grid, strategy = stock_grid(), FedLoRA("glora", 3, r=4, lora_alpha=16)
+
+    def moves(round: int, result: Any) -> bool:
+        grid.nodes[9999] = grid.nodes.pop(min(grid.nodes))
+        return False
+
+    with pytest.raises(ConfigError, match="other ids"):
+        start(strategy, grid, 2, should_stop=moves)
+    assert strategy.round == 1

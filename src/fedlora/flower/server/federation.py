@@ -69,8 +69,9 @@ class Federation(FedLoRA):
     def _begin(self, initial: ArrayRecord | None) -> None:
         """Trackers get all rounds before: after a restart they get them again."""
         super()._begin(initial)
-        b, owed = self.opening, self.opening.choosing.due(self.round) and not self.journal.measured(self.round)
-        self._tracked = self.round - owed
+        b = self.opening
+        unmeasured = b.choosing.due(self.round) and not self.journal.measured(self.round)
+        self._tracked = self.round - unmeasured
         self.trackers = Trackers(
             b.settings.run.report_to, b.home.server, {"federation": self.run, **b.settings.agreed()},
             self.lines(self._tracked), anew=self.round > 0, called=Called(self.run),

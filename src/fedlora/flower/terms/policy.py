@@ -109,9 +109,9 @@ def sites(text: str) -> dict[str, int]:
 
 
 def named_rank(entry: str) -> tuple[str, int | None]:
-    """("acme", 8) from "acme=8", and ("acme", None) from "acme". Raises `ConfigError` for a rank that is no number."""
+    """("acme", 8) from "acme=8", and ("acme", None) from "acme". Raises `ConfigError` for an impossible rank."""
     name, equals, rank = (part.strip() for part in entry.partition("="))
-    if equals and not (rank.isascii() and rank.isdecimal() and len(rank) < 9):
+    if equals and not (rank.isascii() and rank.isdecimal() and 1 <= int(rank[:9]) <= 4096):
         raise ConfigError(f"{quoted(name)}: a rank is a whole number from 1 to 4096; got {quoted(rank, 40)}.")
     return name, int(rank) if equals else None
 
