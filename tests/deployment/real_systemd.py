@@ -14,10 +14,12 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import fedlora
 from support.machines import until
 
 UID = 4242
@@ -51,6 +53,9 @@ def why_no_systemd() -> str:
         return "a systemd of its own needs root"
     if not SYSTEMD.exists() or shutil.which("unshare") is None:
         return "systemd is not installed (Debian: systemd)"
+    hidden = [str(path) for path in (sys.executable, fedlora.__file__) if Path(str(path)).is_relative_to("/tmp")]
+    if hidden:
+        return f"the booted machine has a /tmp of its own, so it does not see {hidden[0]}: use a checkout elsewhere"
     tried = subprocess.run(
         ["unshare", *_NAMESPACES, "--fork", "sh", "-c", "umount -R /sys/fs/cgroup; mount -t cgroup2 x /sys/fs/cgroup"],
         capture_output=True, text=True, check=False,
