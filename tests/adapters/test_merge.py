@@ -217,19 +217,16 @@ def test_every_reader_gets_the_scale_right(tmp_path: Path) -> None:
 
 
 def test_modules_that_one_lacks(tmp_path: Path) -> None:
-    """By hand: half of the other's update, or all of it, or refused."""
+    """Refused, or by hand half of the other's update."""
     a, b, c = bare(tmp_path / "a", {Q: 2}), bare(tmp_path / "b", {V: 2}), bare(tmp_path / "c", {Q: 2, V: 2})
     for inputs, count in (([a, c], "1 such module"), ([c, c, a], "1 such module"), ([a, b], "2 such modules")):
         with pytest.raises(AdapterFormatError, match=rf"only in one of.*{count}.*--missing zero"):
             merge(inputs, tmp_path / "m")
     assert not (tmp_path / "m").exists()
     assert merge([a, b], tmp_path / "m", missing="zero").lacking == (Q, V)
-    for missing, factor in (("zero", 1 / 2), ("renormalise", 1.0)):
-        report = merge([a, c], tmp_path / "n", missing=missing, force=True)
-        torch.testing.assert_close(updates(tmp_path / "n")[V], factor * updates(c)[V], rtol=0, atol=1e-5)
-        assert report.lacking == (V,)
-    with pytest.raises(ConfigError, match=f"'{V}' is only in"):
-        merge([a, c], tmp_path / "p", weights=[1, 0], missing="renormalise")
+    report = merge([a, c], tmp_path / "n", missing="zero")
+    torch.testing.assert_close(updates(tmp_path / "n")[V], updates(c)[V] / 2, rtol=0, atol=1e-5)
+    assert report.lacking == (V,)
 
 
 def test_one_module_of_two_shapes_is_two_models(tmp_path: Path) -> None:
@@ -282,7 +279,6 @@ def test_revisions_and_the_name_that_is_handed_on(tmp_path: Path, main: Main) ->
     ("options", "said"),
     [
         *(({"max_error": bad}, "--max-error must be a number from 0") for bad in (math.nan, -0.1)),
-        ({"missing": "renormalise", "sum": True}, "--sum.*renormalise"),
         ({"missing": "skip"}, "--missing must be one of"),
         ({"heads": "mean"}, "--heads must be one of"),
         ({"dtype": "int8"}, "float16, bfloat16"),
