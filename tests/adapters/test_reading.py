@@ -5,7 +5,6 @@ added densely to a copy of the base weights) and *end-to-end* (peft writes and w
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import shutil
@@ -68,7 +67,7 @@ def test_the_common_scaling_gives_the_stored_factors_bit_for_bit(name, written_b
     assert all(torch.equal(head, tensors[f"{PREFIX}{path}"]) for path, head in adapter.heads.items())
 
 
-@pytest.mark.parametrize("keys", list(itertools.permutations(["q_proj", "self_attn.q_proj", "v_proj"])), ids=" > ".join)
+@pytest.mark.parametrize("keys", [("q_proj", "self_attn.q_proj"), ("self_attn.q_proj", "q_proj")], ids=" > ".join)
 def test_of_several_matching_names_the_first_in_the_file_wins(keys, tmp_path):
     """Oracle: peft's own reloaded model. peft sorts the keys as it saves, so the file is edited."""
     alphas = {key: len(key) / 2 for key in keys}
@@ -88,30 +87,28 @@ def test_the_spec_keeps_what_a_copy_needs(tmp_path):
     assert not {"r", "lora_alpha", "target_modules", "rank_pattern"} & set(spec.config)
 
 
-@pytest.mark.parametrize("config", [{"peft_type": "LORA", "r": 4, "lora_alpha": 8}, {"enable_lora": None}], ids=str)
-def test_old_and_foreign_configs_are_read(config, plain):
-    """Few fields (torchtune), peft 0.2's, axolotl's and ms-swift's: read as the same factors."""
+def test_old_and_foreign_configs_are_read(plain):
+    """Fields of peft 0.2, axolotl and ms-swift, and the few of torchtune: read as the same factors."""
     want, _ = read_adapter(plain)
-    others = {"merge_weights": False, "lora_dtype": "AUTO", "lorap_lr_ratio": None, "a_field_of_2031": None}
-    whole = config if "r" in config else json.loads((plain / CONFIG_FILE).read_text()) | config | others
-    (plain / CONFIG_FILE).write_text(json.dumps(whole))
+    edit(plain, enable_lora=None, merge_weights=False, lora_dtype="AUTO", lorap_lr_ratio=None, a_field_of_2031=None)
+    assert_same(read_adapter(plain)[0], want)
+    (plain / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
     assert_same(read_adapter(plain)[0], want)
 
 
 # ---- of the original base --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings(r"ignore:(PiSSA|OLoRA) changes the base weights:UserWarning:peft\.peft_model")
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_an_adapter_that_peft_converted_is_relative_to_the_original_base(init, tmp_path):
+@pytest.mark.filterwarnings(r"ignore:PiSSA changes the base weights:UserWarning:peft\.peft_model")
+def test_an_adapter_that_peft_converted_is_relative_to_the_original_base(tmp_path):
     """The conversion that the refusal advises; the field of the start stays in the file, and says it."""
-    model = get_peft_model(llama(), lora(**CAUSAL, r=2, init_lora_weights=init))
+    model = get_peft_model(llama(), lora(**CAUSAL, r=2, init_lora_weights="pissa"))
     with pytest.raises(AdapterFormatError, match=r"init_lora_weights = .*path_initial_model_for_weight_conversion"):
         read_adapter(saved(model.eval(), tmp_path / "before"))
     config = model.peft_config["default"]
     config.init_lora_weights = True
     model.save_pretrained(tmp_path / "start")
-    config.init_lora_weights = init
+    config.init_lora_weights = "pissa"
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -173,18 +170,12 @@ def test_other_kinds_are_refused_by_name_with_the_way_out(what, tmp_path, main: 
     assert not (tmp_path / "m").exists()
 
 
-def test_a_refusal_names_the_folder_of_several(plain: Path, main: Callable[..., Said], monkeypatch):
-    """Also one whose name is part of the reason; validate says the reason of each in a line of its own."""
-    monkeypatch.chdir(plain.parent)
-    for name in ("dora", "ada"):
-        shutil.copytree(plain, name)
-    edit(Path("dora"), use_dora=True)
-    edit(Path("ada"), peft_type="ADALORA")
-    assert "error: dora: use_dora = True" in main("merge", plain, "dora", "-o", "m").complaint()
-    done = main("validate", "dora", plain, "ada")
+def test_validate_says_of_each_folder_what_is_wrong(plain: Path, tmp_path: Path, main: Callable[..., Said]):
+    dora = shutil.copytree(plain, tmp_path / "dora")
+    edit(dora, use_dora=True)
+    done = main("validate", dora, plain)
     assert done.code == 2 and done.out == f"{plain}: sound\n"
-    said = [line.partition(" = ")[0] for line in done.err.splitlines()]
-    assert said == ["error: dora: refused: use_dora", "error: ada: refused: peft_type"]
+    assert done.err.startswith(f"error: {dora}: refused: use_dora = True") and done.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -205,8 +196,9 @@ def test_a_copy_of_base_weights_is_refused_and_named(targets, how, named, tmp_pa
 
 
 EDITED = [
-    *(("init_lora_weights", init) for init in ("pissa_niter_16", "some-init-of-2031", ["gaussian"])),
-    *((field, True) for field in ("use_qalora", "a_field_of_2031")),
+    ("init_lora_weights", "some-init-of-2031"),
+    ("init_lora_weights", ["gaussian"]),
+    ("use_qalora", True),
     ("a_field_of_2031", {}),
     ("rank_pattern", {r"l\.\d": 2}),
     ("alpha_pattern", {"(a+)+$": 2}),

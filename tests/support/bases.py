@@ -1,4 +1,4 @@
-"""A tiny base model and an adapter of it in two folders, and ways to spoil them: for `export` and `validate --model`."""
+"""A tiny base model and an adapter of it in two folders, and ways to spoil them, for export and `validate --model`."""
 
 from __future__ import annotations
 
