@@ -71,7 +71,6 @@ class TestWriteAdapter:
             write_adapter(tmp_path / str(k), adapter, AdapterSpec(spec.config, scaling))
             assert_peft_loads(build, tmp_path / str(k), adapter, scaling)
 
-    @pytest.mark.quick(12)
     @pytest.mark.parametrize("name", READABLE)
     def test_what_was_read_is_written_with_the_same_meaning(self, name, written_by_peft, tmp_path):
         build, model, scaling, directory = written_by_peft(name)
