@@ -65,13 +65,11 @@ def test_a_program_plays_rounds(tmp_path: Path) -> None:
     assert (place / "program.log").read_text() == "done acme\n"
 
 
-@pytest.mark.parametrize("method", ["ffa-lora", "fedsa-lora"])
-def test_roles_reach_the_program(tmp_path: Path, method: str) -> None:
-    """FFA-LoRA freezes A and FedSA-LoRA keeps B at home; the program trains only what round.json names."""
-    begun = adapter().map(torch.clone)
-    done = played(trainer_of(tmp_path, DOUBLING), method, begun)
-    sent, kept = done.upload.adapter.modules["q"], done.memory.kept
-    assert (sent.A is None, kept is None) == ((True, True) if method == "ffa-lora" else (False, False))
+def test_what_a_client_keeps_is_trained_by_its_program(tmp_path: Path) -> None:
+    """FedSA-LoRA keeps B at home, doubled, and sends A."""
+    done = played(trainer_of(tmp_path, DOUBLING), "fedsa-lora")
+    assert done.upload.adapter.modules["q"].B is None and done.memory.kept is not None
+    assert torch.equal(done.memory.kept.modules["q"].B, 2 * adapter().modules["q"].B)
 
 
 def test_the_change_of_the_base_travels_beside_the_start(tmp_path: Path) -> None:

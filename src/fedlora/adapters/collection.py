@@ -42,8 +42,8 @@ class Collection:
         return reduce(torch.promote_types, (file.dtype() for file in self.files))
 
     def combined(self, module: str, dtype: torch.dtype | None = None) -> Combined:
-        """One module of the weighted sum; an adapter that lacks it adds zero. Scales go into the weights, so that 16-bit
-        factors are not rounded again."""
+        """One module of the weighted sum; who lacks it adds nothing. Scales go into the weights, so that 16-bit factors
+        are not rounded again."""
         held = [(f, w) for f, w in zip(self.files, self.weights, strict=True) if module in f.ranks]
         loras, scales = zip(*(file.unscaled(module) for file, _ in held), strict=True)
         return combine(module, loras, [w * scale for (_, w), scale in zip(held, scales, strict=True)], dtype)

@@ -186,10 +186,6 @@ def write_result(
     _check_error(wanted, of, error, rounding, dtype)
     rank, remark = _rank(wanted, reports)
     said = [*notes, *given.notes, *remark, *_zeros(given, reports)]
-    labels = labels_by(given.files, wanted.heads)
-    if labels and not any(tensor.ndim == 2 and len(tensor) == len(labels) for tensor in heads.tensors.values()):
-        said.append(f"{len(labels)} class names, but no saved module has as many rows: the result has no labels.json")
-        labels = ()
     adapter = Adapter({name: pad_rank(lora, rank) for name, (lora, _) in parts.items()}, heads.tensors)
     report = MergeReport(
         out=os.fspath(wanted.out or ""), written=not wanted.dry_run, of=of,
@@ -207,7 +203,7 @@ def write_result(
         sources = [file.directory for file in given.files]
         with replacing_folder(wanted.out, force=wanted.force, kind=ADAPTER_FOLDER, inputs=sources) as building:
             fill_adapter(building, adapter, spec, card)
-            if labels:
+            if labels := labels_by(given.files, wanted.heads):
                 write_labels(building, labels)
     return report
 
