@@ -70,7 +70,6 @@ ODD_FILES: list[tuple[str, str | bytes, str]] = [
     ("d.csv", 'p,r\n"a\nb",c\nd,\n', "row 2, line 4: 'r' is empty"),
     ("d.csv", "p,r\na,b,\n", r"row 1, line 2 has 3 fields, but the header has 2: \['p', 'r'\]\. .* ',' "),
     ("d.csv", "p,r\na,b\n \n\n c,d,e\nf,g\n", "row 2, line 3 has 1 field; row 3, line 5 has 3 fields, but the header"),
-    ("d.csv", "p,r\na;b\n", r"row 1, line 2 has 1 field, .* ',' .* ','"),
     ("d.csv", "p,p,r\na,b,c\n", r"header names \['p'\]"),
     ("d.tsv", 'p\tr\n"Hi" he said\tb\n', "row starting at line 2: .* without quoting"),
     ("d.csv", b"p,r\na,caf\xe9\n", r"not UTF-8: .* byte 0xe9 in position 9.*iconv -f cp1252"),
@@ -93,14 +92,10 @@ def test_odd_files_are_told_with_their_place(tmp_path: Path) -> None:
         assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_no_file_a_folder_and_what_is_no_parquet(tmp_path: Path, without: Callable[[str], None]) -> None:
-    for suffix in ("csv", "jsonl", "parquet"):
-        file = tmp_path / f"nowhere.{suffix}"
+def test_no_file_and_what_is_no_parquet(tmp_path: Path, without: Callable[[str], None]) -> None:
+    for suffix in ("csv", "parquet"):
         with pytest.raises(DataError, match=f"nowhere.{suffix} does not exist"):
-            open_table(file)
-        file.mkdir()
-        with pytest.raises(DataError, match="a folder"):
-            open_table(file)
+            open_table(tmp_path / f"nowhere.{suffix}")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 or not")
     with pytest.raises(DataError, match="Parquet") as error:
         open_table(tmp_path / "a.parquet")
