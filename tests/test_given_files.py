@@ -23,10 +23,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "site": ("flower", "site", "s", "--name", "x", "--join", "{}", "--data", "d.csv", "--model", "demo"),
     "data": ("run", "run.toml"),
 }
+NO_FILE = "a folder, a pipe or a device"
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "pipe": (os.mkfifo, "it is a pipe"),
-    "device": (lambda path: path.symlink_to("/dev/zero"), "it is a device"),
-    "folder": (Path.mkdir, "a folder"),
+    "pipe": (os.mkfifo, NO_FILE),
+    "device": (lambda path: path.symlink_to("/dev/zero"), NO_FILE),
+    "folder": (Path.mkdir, NO_FILE),
     "holes": (lambda path: os.truncate(path, 2**43) if path.write_bytes(b"") == 0 else None, "bytes"),
     "nothing": (lambda path: None, ""),
 }

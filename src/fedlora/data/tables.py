@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedlora.data.hub import first_line
 from fedlora.errors import DataError, counted, repeated
-from fedlora.given_files import half_the_memory, opened, parse_json, read_given
+from fedlora.given_files import DATA, opened, parse_json, read_given
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -98,7 +98,7 @@ def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str] 
     try:
         if suffix == ".parquet":
             return _parquet_table(file, columns)
-        content = read_given(file, half_the_memory() // 6).decode("utf-8-sig")
+        content = read_given(file, DATA).decode("utf-8-sig")
     except FileNotFoundError as error:
         begin = "" if file.is_absolute() else f" Relative paths start at the working directory, {Path.cwd()}."
         raise DataError(f"{file} does not exist.{begin}") from error
