@@ -68,23 +68,19 @@ class TestModels:
             torch.testing.assert_close(update, adapter.modules[path].delta(), rtol=1e-5, atol=1e-6)
 
     def test_adapters_of_one_model_are_apart(self):
-        model = two_adapters()
-        for name, rank in (("one", 4), ("two", 3)):
-            adapter, _ = read_model(model, name)
-            assert set(adapter.ranks.values()) == {rank}
-            assert set(adapter.modules) == set(peft_layers(model, name))
-            model.set_adapter(name)
-            assert_close(logits(model), dense_logits(bert_of_two_layers, updates_of(adapter), adapter.heads))
-
-    def test_loading_one_adapter_leaves_the_other_and_the_base_alone(self):
+        """Each reads as itself; loading one leaves the other and the base alone."""
         model = two_adapters()
         before = snapshot(model)
-        adapter, _ = read_model(model, "one", scaling=2.0)
-        load_into_model(model, adapter.map(torch.zeros_like), "one", scaling=2.0)
-        changed = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
-        assert changed == {key for key in before if ".one." in key}
-        load_into_model(model, adapter, "one", scaling=2.0)
-        assert unchanged(model, before)
+        for name, rank in (("one", 4), ("two", 3)):
+            adapter, _ = read_model(model, name, scaling=2.0)
+            assert set(adapter.ranks.values()) == {rank} and set(adapter.modules) == set(peft_layers(model, name))
+            model.set_adapter(name)
+            assert_close(logits(model), dense_logits(bert_of_two_layers, updates_of(adapter, 2.0), adapter.heads))
+            load_into_model(model, adapter.map(torch.zeros_like), name, scaling=2.0)
+            changed = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
+            assert changed == {key for key in before if f".{name}." in key}
+            load_into_model(model, adapter, name, scaling=2.0)
+            assert unchanged(model, before)
 
     def test_an_adapter_that_the_model_lacks(self):
         model = two_adapters()
@@ -113,42 +109,31 @@ def test_a_base_that_moves_and_comes_back(name):
     assert_close(logits(model), dense_logits(build, updates_of(adapter, 0.5), adapter.heads))
 
 
-def changed_module(change):
-    """Apply `change` to the last module, so that the others would be copied before it is looked at."""
-
-    def apply(adapter):
-        name, module = list(adapter.modules.items())[-1]
-        return Adapter({**adapter.modules, name: change(*module.factors)}, adapter.heads)
-
-    return apply
+def last(adapter, change):
+    """The last module changed, so that the others would be copied before it is looked at."""
+    name, module = list(adapter.modules.items())[-1]
+    return Adapter({**adapter.modules, name: change(*module.factors)}, adapter.heads)
 
 
-# what -> (the change to an adapter that fits, what the refusal names)
-UNFIT = {
-    "a module too few": (lambda a: Adapter(dict(list(a.modules.items())[1:]), a.heads), "modules.*layer.0"),
-    "a module too many": (
-        lambda a: Adapter({**a.modules, "bert.extra": a.modules[next(iter(a.modules))]}, a.heads),
-        "modules.*bert.extra",
-    ),
-    "a head too many": (lambda a: Adapter(a.modules, {**a.heads, "odd": torch.zeros(1)}), "heads.*odd"),
-    "another rank": (changed_module(lambda B, A: LoRA(B[:, :3], A[:3])), r"layer.1.*\(32, 4\).*\(32, 3\)"),
-    "another head shape": (
-        lambda a: Adapter(a.modules, {n: h[:1] for n, h in a.heads.items()}),
-        r"classifier.*\(3,.*\(1,",
-    ),
-}
+# The change to an adapter that fits, and what the refusal names.
+UNFIT = [
+    (lambda a: Adapter(dict(list(a.modules.items())[1:]), a.heads), "modules.*layer.0"),
+    (lambda a: Adapter({**a.modules, "bert.extra": next(iter(a.modules.values()))}, a.heads), "modules.*bert.extra"),
+    (lambda a: Adapter(a.modules, {**a.heads, "odd": torch.zeros(1)}), "heads.*odd"),
+    (lambda a: last(a, lambda B, A: LoRA(B[:, :3], A[:3])), r"layer.1.*\(32, 4\).*\(32, 3\)"),
+    (lambda a: Adapter(a.modules, {n: h[:1] for n, h in a.heads.items()}), r"classifier.*\(3,.*\(1,"),
+]
 
 
 class TestRefusedLoads:
-    @pytest.mark.parametrize("what", UNFIT)
-    def test_the_model_stays_as_it_was(self, what):
+    def test_the_model_stays_as_it_was(self):
         _, model, _ = readable("heads")
         adapter, _ = read_model(model)
         before = snapshot(model)
-        change, message = UNFIT[what]
-        with pytest.raises(AdapterFormatError, match=message):
-            load_into_model(model, change(adapter.map(torch.zeros_like)))
-        assert unchanged(model, before)
+        for change, message in UNFIT:
+            with pytest.raises(AdapterFormatError, match=message):
+                load_into_model(model, change(adapter.map(torch.zeros_like)))
+            assert unchanged(model, before)
 
     def test_a_model_that_would_not_be_the_base_plus_the_update(self):
         adapter, _ = read_model(trained(llama, lora(**CAUSAL)))
