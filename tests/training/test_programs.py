@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora import Adapter, AdapterSpec, Client, LoRA, Server, build, write_adapter
+from fedlora import Adapter, AdapterSpec, Client, LoRA, Server, build, read_adapter, write_adapter
 from fedlora.client import ClientMemory, play_round
 from fedlora.core.read_only import ReadOnly
 from fedlora.data.rows import Rows
@@ -87,8 +87,6 @@ def test_the_change_of_the_base_travels_beside_the_start(tmp_path: Path) -> None
             return type(done)(made, done.num_examples, done.loss, done.position)
 
     records = list(simulate(server, clients, Different(), start(server, adapter()), rounds=2))
-    from fedlora import read_adapter
-
     moved, _ = read_adapter(tmp_path / "a", scaling=2.0)
     change = server.download(records[0].state.server, clients[0]).base_delta
     assert set(change) == {"q", "v"}
@@ -191,9 +189,6 @@ def test_what_a_program_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     missing = ProgramTrainer(Program(["no-such-program"]), SPEC, LoRASettings(), tmp_path / "work")
     with pytest.raises(ProgramFailed, match=r"'no-such-program': No such file"):
         played(missing)
-
-
-def test_a_command_that_cannot_start_is_refused_before_any_round() -> None:
     check_program(Program(["python", "-m", "mine"]))
     with pytest.raises(ConfigError, match="no program"):
         check_program(Program(["no-such-program"]))
