@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from peft import AdaLoraConfig, LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig
 from torch import nn
 
 from fedlora.adapters import read_adapter
@@ -94,29 +93,6 @@ def test_old_and_foreign_configs_are_read(plain):
     assert_same(read_adapter(plain)[0], want)
     (plain / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
     assert_same(read_adapter(plain)[0], want)
-
-
-# ---- of the original base --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings(r"ignore:PiSSA changes the base weights:UserWarning:peft\.peft_model")
-def test_an_adapter_that_peft_converted_is_relative_to_the_original_base(tmp_path):
-    """The conversion that the refusal advises; the field of the start stays in the file, and says it."""
-    model = get_peft_model(llama(), lora(**CAUSAL, r=2, init_lora_weights="pissa"))
-    with pytest.raises(AdapterFormatError, match=r"init_lora_weights = .*path_initial_model_for_weight_conversion"):
-        read_adapter(saved(model.eval(), tmp_path / "before"))
-    config = model.peft_config["default"]
-    config.init_lora_weights = True
-    model.save_pretrained(tmp_path / "start")
-    config.init_lora_weights = "pissa"
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1)
-    start = os.fspath(tmp_path / "start")
-    model.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=start)
-    adapter, _ = read_adapter(tmp_path / "converted")
-    assert_close(dense_logits(llama, updates_of(adapter), {}), logits(model))
 
 
 # ---- what is refused, and by which word ------------------------------------------------------------------------------

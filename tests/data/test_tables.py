@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import random
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,7 +92,7 @@ def test_odd_files_are_told_with_their_place(tmp_path: Path) -> None:
         assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_no_file_and_what_is_no_parquet(tmp_path: Path, without: Callable[[str], None]) -> None:
+def test_no_file_and_what_is_no_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for suffix in ("csv", "parquet"):
         with pytest.raises(DataError, match=f"nowhere.{suffix} does not exist"):
             open_table(tmp_path / f"nowhere.{suffix}")
@@ -100,7 +100,7 @@ def test_no_file_and_what_is_no_parquet(tmp_path: Path, without: Callable[[str],
     with pytest.raises(DataError, match="Parquet") as error:
         open_table(tmp_path / "a.parquet")
     assert "\n" not in str(error.value)
-    without("pyarrow.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
     with pytest.raises(DataError, match=r"pip install 'fedlora\[hub\]'"):
         open_table(tmp_path / "a.parquet")
 

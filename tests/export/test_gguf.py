@@ -19,8 +19,6 @@ import torch
 from peft.tuners.lora import LoraLayer
 from transformers import LlamaForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
 
-from fedlora.adapters.reader import AdapterFile
-from fedlora.export.gguf import write_gguf
 from support.bases import rewrite, small
 from support.command_line import Said
 from support.peft_boundary import kept, loaded
@@ -160,9 +158,3 @@ def test_other_models_are_refused(tmp_path: Path, main: Main) -> None:
     ):
         assert re.search(why, main("export", *command, *to).error())
     assert not (tmp_path / "out").exists()
-
-
-def test_from_python(tmp_path: Path) -> None:
-    adapter, base = small(tmp_path)
-    done = write_gguf(AdapterFile(adapter), base, tmp_path / "g")
-    assert done.alpha == 4 and done.folded == () and done.rounding == 0 and done.dtype == "float32"

@@ -16,8 +16,6 @@ import torch
 
 import fedlora.training.loop
 from fedlora import Adapter, Client, Roles, Server, build
-from fedlora.client import receive
-from fedlora.core.base_change import BaseChange
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
 from fedlora.server.server import start
@@ -29,7 +27,7 @@ from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, Recorder, base_weights, bits, dense, distance, download, drawn, logits, same
-from support.tiny_models import bert, llama
+from support.tiny_models import llama
 from support.training_data import EOS, classification, instructions, tokenizer, word
 
 pytestmark = [FUTURE_NAMES, CONV1D]
@@ -161,36 +159,6 @@ def test_frozen_parts_keep_their_bits_and_all_others_train(load: Loader, roles: 
     for part, mark in (("B", ".lora_B."), ("A", ".lora_A."), ("heads", ".modules_to_save.")):
         assert any(mark in name for name in on) == (getattr(roles, part) != "frozen")
     assert all(any(mark in name for mark in (".lora_B.", ".lora_A.", ".modules_to_save.")) for name in on)
-
-
-# ---- the base weights ------------------------------------------------------------------------------------------------
-
-
-def test_training_on_a_changed_base_trains_there_and_leaves_it_as_it_was(load: Loader, classifier: Path) -> None:
-    """Oracle of the loss: cross entropy by hand on the plain model with both updates written into its weights."""
-    model = load()
-    seed_adapter, _ = model.seed_adapter(4, seed=0)
-    untouched = base_weights(model)
-    adapter, delta = drawn(seed_adapter, 4, 1), drawn(seed_adapter, 2, 2).modules
-    data = classification(6, 0)
-    base = {name: BaseChange(lora, 1, ()) for name, lora in delta.items()}
-    trainer = LocalTrainer(model, {"a": data}, TrainSettings(learning_rate=1e-2, max_steps=1, batch_size=6), seed=0)
-    on_base = download(adapter, base=base)
-    with_base = trainer.train(on_base, receive(on_base, None), 0)
-    updates = {n: 2.0 * (x.delta() + delta[n].delta()) for n, x in adapter.modules.items()}
-    by_hand = dense(classifier, bert, updates, adapter.heads)
-    assert with_base.loss == pytest.approx(classification_loss(by_hand, data), rel=1e-4)
-    without = trainer.train(download(adapter), adapter, 0)
-    assert same(base_weights(model), untouched)
-    assert abs(without.loss - with_base.loss) > 1e-3
-    assert bits(trainer.train(on_base, receive(on_base, None), 0).adapter) == bits(with_base.adapter)
-
-
-def classification_loss(network: Any, data: TextData) -> float:
-    """-log p(label), the mean over examples, each by itself and unpadded."""
-    examples = encode(data, tokenizer(classifies=True), max_length=16)
-    losses = [-float(logits(network, e["input_ids"]).double().log_softmax(-1)[e["labels"]]) for e in examples]
-    return math.fsum(losses) / len(losses)
 
 
 # ---- one step, by hand -----------------------------------------------------------------------------------------------
