@@ -157,11 +157,9 @@ def _csv_table(name: str, content: str, usual: str) -> Table:
         ) from error
     header, rows = (found[0][1], found[1:]) if found else ([], [])
     places = [f"row {k}, line {at}" for k, (at, _) in enumerate(rows, start=1)]
-    counts = [len(fields) for _, fields in rows]
-    if odd := [f"{at} has {counted(n, 'field')}" for at, n in zip(places, counts, strict=True) if n != len(header)]:
+    counts = zip(places, (len(fields) for _, fields in rows), strict=True)
+    if odd := [f"{at} has {counted(count, 'field')}" for at, count in counts if count != len(header)]:
         hint = f"A field that contains the separator {separator!r} must be in double quotes."
-        if min(counts) < len(header):
-            hint += f" A row with too few may have another separator than the header's {separator!r}."
         raise DataError(f"{name}: {_all_of(odd)}, but the header has {len(header)}: {header[:20]}. {hint}")
     made = [dict[str, object](zip(header, fields, strict=True)) for _, fields in rows]
     return Table(name, tuple(header), list(zip(places, made, strict=True)))
