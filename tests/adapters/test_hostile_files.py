@@ -150,7 +150,6 @@ WEIGHTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "cut in the last tensor": (lambda: WHOLE[:-4], DAMAGED),
     "giant header length": (lambda: weights(HEADER, DATA, 2**63), f"{DAMAGED}.*9,223,372,036,854,775,808"),
     "a key twice": (lambda: twice(json.dumps(QA) + ": " + json.dumps(HEADER[QA])), "occurs twice"),
-    "overlap": (lambda: changed(QB, data_offsets=[36, 84]), DAMAGED),
     "huge shape": (lambda: changed(shape=[2**62, 2**62]), DAMAGED),
     "whole numbers": (lambda: shaped(SHAPES, "I64", 1), "type 'I64'; adapters hold"),
     "NaN": (lambda: shaped(SHAPES, value=math.nan), "holds NaN or Inf"),

@@ -12,7 +12,6 @@ from fedlora.adapters.io import load_into_model, read_adapter, read_model
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import AdapterFormatError
 from support.peft_boundary import (
-    CAUSAL,
     READABLE,
     SEQ,
     assert_close,
@@ -22,7 +21,7 @@ from support.peft_boundary import (
     readable,
     updates_of,
 )
-from support.peft_models import dense_logits, peft_layers, randomise, trained
+from support.peft_models import dense_logits, peft_layers, randomise
 from support.tiny_models import bert_of_two_layers, llama, logits
 
 
@@ -134,11 +133,3 @@ class TestRefusedLoads:
             with pytest.raises(AdapterFormatError, match=message):
                 load_into_model(model, change(adapter.map(torch.zeros_like)))
             assert unchanged(model, before)
-
-    def test_a_model_that_would_not_be_the_base_plus_the_update(self):
-        adapter, _ = read_model(trained(llama, lora(**CAUSAL)))
-        model = trained(llama, lora(**CAUSAL, use_dora=True))
-        before = snapshot(model)
-        with pytest.raises(AdapterFormatError, match=r"\buse_dora = "):
-            load_into_model(model, adapter)
-        assert unchanged(model, before)

@@ -14,7 +14,6 @@ from fedlora.data import TextData, read_classification
 from fedlora.data.demo import model_location
 from fedlora.data.hub import model_snapshot
 from fedlora.errors import DataError
-from support.benchmark_files import one_line
 from support.local_hub import serving
 
 NAMES = ["world", " sports ", "business"]
@@ -55,20 +54,6 @@ def test_an_empty_cell_a_dictionary_of_splits_and_a_stream() -> None:
         read_classification(datasets.DatasetDict({"train": news(0)}), text="text", label="label")
     with pytest.raises(DataError, match="without streaming=True"):
         read_classification(news(0).to_iterable_dataset(), text="text", label="label")
-
-
-def test_odd_parquet_files(tmp_path: Path) -> None:
-    """A column that is there twice, a broken note of the library."""
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    plain = pyarrow.table({"text": ["a"], "label": [0]})
-    for table, said in (
-        (pyarrow.table([["a"], ["b"], [0]], names=["text", "text", "label"]), "text"),
-        (plain.replace_schema_metadata({"huggingface": "{"}), "cannot be read as Parquet"),
-    ):
-        parquet.write_table(table, tmp_path / "odd.parquet")
-        with pytest.raises(DataError, match=rf"odd\.parquet.*{said}") as error:
-            read_classification(tmp_path / "odd.parquet", text="text", label="label")
-        one_line(error)
 
 
 def test_a_model_is_fetched_in_one_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlora.data import read_classification, read_instructions
+from fedlora.data import read_instructions
 from fedlora.data.tables import open_table
 from fedlora.errors import DataError
 
@@ -67,7 +67,7 @@ def test_what_is_written_is_read(
 
 ODD_FILES: list[tuple[str, str | bytes, str]] = [
     ("d.csv", "", "holds no rows"),
-    ("d.csv", 'p,r\n"a\nb",c\nd,\n', "row 2, line 4: 'r' is empty"),
+    ("d.csv", '\ufeffp;r\r\n"ä\n""b""";c\r\nd;\r\ne;\r\n', "row 2, line 4; row 3, line 5: 'r' is empty"),
     ("d.csv", "p,r\na,b,\n", r"row 1, line 2 has 3 fields, but the header has 2: \['p', 'r'\]\. .* ',' "),
     ("d.csv", "p,r\na,b\n \n\n c,d,e\nf,g\n", "row 2, line 3 has 1 field; row 3, line 5 has 3 fields, but the header"),
     ("d.csv", "p,p,r\na,b,c\n", r"header names \['p'\]"),
@@ -120,17 +120,3 @@ def test_the_separator_is_the_headers(tmp_path: Path) -> None:
         table = open_table(tmp_path / name)
         assert [*table.columns] == columns and len(table.rows[0][1]) == len(columns)
         assert table.rows[0][0] == f"row 1, {place}"
-
-
-def test_a_clinics_export_is_read_as_it_is(tmp_path: Path) -> None:
-    """Excel's: a byte order mark, semicolons, umlauts, quotes with a line break and doubled quotes; the next row's line
-    is counted in the file. Empty cells of the columns that are read are told with their places."""
-    content = (
-        'Fall;Befund;Grad\r\n1;"Kn\xf6chel, links\r\n""prall"" geschwollen";hoch\r\n2;o. B.;\r\n3;;hoch\r\n4;;hoch\r\n'
-    )
-    (tmp_path / "d.csv").write_bytes(content.encode("utf-8-sig"))
-    where = [at for at, _ in open_table(tmp_path / "d.csv").rows]
-    assert where == ["row 1, line 2", "row 2, line 4", "row 3, line 5", "row 4, line 6"]
-    assert open_table(tmp_path / "d.csv").rows[0][1]["Befund"] == 'Kn\xf6chel, links\r\n"prall" geschwollen'
-    with pytest.raises(DataError, match=r"row 3, line 5; row 4, line 6: 'Befund' is empty"):
-        read_classification(tmp_path / "d.csv", text="Befund", label="Grad")

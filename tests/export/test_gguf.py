@@ -51,9 +51,6 @@ def updates(file: Path, heads: dict[str, int] = HEADS) -> dict[str, np.ndarray[A
     for name in sorted(key.removesuffix(".weight.lora_a") for key in stored if key.endswith(".lora_a")):
         A, B = stored.pop(f"{name}.weight.lora_a"), stored.pop(f"{name}.weight.lora_b")
         scale = alpha / B.shape[1]
-        if name == "output":
-            found["lm_head"] = scale * (B @ A)
-            continue
         block = re.fullmatch(r"blk\.(\d+)\.(\w+)", name)
         assert block, name
         delta = scale * (B @ A)

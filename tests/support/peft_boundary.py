@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import json
 import math
 
 import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel
 
-from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
+from fedlora.adapters.reader import WEIGHTS_FILE
 from fedlora.core.lora import Adapter, LoRA
 from support.peft_models import dense_logits, trained
 from support.tiny_models import bert_of_two_layers, distilbert, gpt2, llama, logits
@@ -25,12 +24,6 @@ def lora(**fields):
 
 def loaded(build, directory):
     return PeftModel.from_pretrained(build(), directory)
-
-
-def edit(directory, **fields):
-    """Change fields of adapter_config.json, keeping the order of a mapping as given (peft sorts its keys)."""
-    file = directory / CONFIG_FILE
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 def stored(directory):
