@@ -107,7 +107,6 @@ def test_no_file_and_what_is_no_parquet(tmp_path: Path, monkeypatch: pytest.Monk
 
 SEPARATED = [
     ("d.csv", "id;text;label\n1;not good, but fine;0\n", ["id", "text", "label"], "line 2"),
-    ("d.csv", "sep=;\nid;text\n1;a\n", ["id", "text"], "line 3"),
     ("d.csv", '"text, as, said";label\n"a, b";0\n', ["text, as, said", "label"], "line 2"),
     ("d.csv", "text; as said,label\na,1\n", ["text; as said", "label"], "line 2"),  # one mark in a name is none
 ]

@@ -1,5 +1,8 @@
-"""A GGUF file is unpacked once, and is then a model like any other. Kind of evidence: *contract* (stand-in readers: what
-is read, what is left in the cache). The real file of SmolLM2: tests/release/test_llama_cpp.py."""
+"""A GGUF file is unpacked once, and is then a model like any other.
+
+Kind of evidence: *contract* (stand-in readers: what is read, what is left in the cache). The real file of SmolLM2:
+tests/release/test_llama_cpp.py.
+"""
 
 from __future__ import annotations
 

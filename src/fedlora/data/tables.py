@@ -141,15 +141,14 @@ def _json_table(name: str, content: str) -> Table:
 
 def _csv_table(name: str, content: str, usual: str) -> Table:
     """The rows by the header's names, each with the line where it begins. Lines without a field are skipped."""
-    separator, first = _separator(content, usual)
+    separator, line = _separator(content, usual), 1
     found: list[tuple[int, list[str]]] = []
-    line = first
-    reader = csv.reader(io.StringIO(content.split("\n", first - 1)[-1], newline=""), delimiter=separator, strict=True)
+    reader = csv.reader(io.StringIO(content, newline=""), delimiter=separator, strict=True)
     try:
         for fields in reader:
             if fields:
                 found.append((line, fields))
-            line = reader.line_num + first
+            line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
             f"{name}, row starting at line {line}: {error}. A field that begins with a double quote must end with one, "
@@ -165,15 +164,11 @@ def _csv_table(name: str, content: str, usual: str) -> Table:
     return Table(name, tuple(header), list(zip(places, made, strict=True)))
 
 
-def _separator(content: str, usual: str) -> tuple[str, int]:
-    """The mark between the columns, and the header's line. It is the one that the header has most often outside of
-    quotes, the usual one among equals: Excel writes semicolons where numbers have decimal commas. Or that of Excel's
-    first line `sep=;`. With a wrong one, the columns that are asked for are not in the header."""
-    line, head = next(((k, text) for k, text in enumerate(content.split("\n"), 1) if text.strip()), (1, ""))
-    if named := re.fullmatch(r"sep=(.)\s*", head):
-        return named[1], line + 1
-    bare = re.sub(r'"[^"]*"', "", head)
-    return max((usual, *",;\t|"), key=bare.count), line
+def _separator(content: str, usual: str) -> str:
+    """The mark that the header has most often outside of quotes, the usual one among equals: Excel writes semicolons
+    where numbers have decimal commas. With a wrong one, the columns that are asked for are not in the header."""
+    head = next((line for line in content.split("\n") if line.strip()), "")
+    return max((usual, *",;\t|"), key=re.sub(r'"[^"]*"', "", head).count)
 
 
 # ------------------------------------------------------------------------------------------------------- typed sources
