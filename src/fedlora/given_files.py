@@ -23,14 +23,11 @@ from fedlora.errors import ConfigError, escaped, repeated
 
 SETTINGS = 4 * 2**20  # bytes of a handwritten file; ten thousand keys take one million
 RECORDS = 2**28  # bytes of a run's or federation's record; a line for each of 100,000 rounds
+DATA = 2**32  # bytes of a table of text; as rows it takes some six times as much
 _PART = r'(?:[\w-]++|"[^"\n]*+"|\'[^\'\n]*+\')'
 _MANY_DOTS = re.compile(rf"(?:^|[{{,\[])[ \t]*+{_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{32}}", re.MULTILINE)
 _HALF_LETTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _HOW = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # otherwise a pipe without a writer would wait for ever
-_KINDS = {
-    stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a folder",
-}  # fmt: skip
 
 
 def opened(path: Path, *, links: bool = True) -> io.BufferedReader:
@@ -43,11 +40,9 @@ def opened(path: Path, *, links: bool = True) -> io.BufferedReader:
         descriptor = os.open(path, _HOW if links else _HOW | os.O_NOFOLLOW)
     except ValueError as error:  # a NUL, or half a letter
         raise OSError(errno.EINVAL, f"no file can have that name ({error})", str(path)) from error
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}, but must be an ordinary file", str(path))
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, but must be an ordinary file", str(path))
     return open(descriptor, "rb")
 
 
@@ -142,14 +137,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError(f"the key {escaped(repeated(name for name, _ in pairs)[0][:80])!r} occurs twice")
     return found
-
-
-def half_the_memory() -> int:
-    """Half of the memory of this machine, or of the container around us, in bytes; the rest is for everything else."""
-    found = [2**33]
-    try:
-        found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError, AttributeError):  # no such system, no container, or "max"
-        pass
-    return max(min(n for n in found if n > 0), 2**28) // 2

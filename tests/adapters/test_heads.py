@@ -90,15 +90,10 @@ def test_rounding_of_heads_is_reported_and_their_sum_is_in_float64(tmp_path: Pat
 # ---- classes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [["--weights", "num_examples"], ["--method", "glora"]], ids=str)
-def test_classes_that_all_agree_on_go_with_the_result(
-    how: list[str], tmp_path: Path, main: Callable[..., Said]
-) -> None:
+def test_classes_that_all_agree_on_go_with_the_result(tmp_path: Path, main: Callable[..., Said]) -> None:
     """labels.json as a run's adapter has it; not without the head. The next resize reads it."""
-    a, b = (classed(upload(tmp_path, name), CLASSES) for name in "ab")
-    c = saved(tmp_path, "c", 2)  # says nothing
-    for inputs in ([a, b], [a, c]) if "--method" in how else ([a, b],):
-        assert main("merge", *inputs, *how, "-o", tmp_path / "m", "--force").code == 0
+    a, b = classed(upload(tmp_path, "a"), CLASSES), saved(tmp_path, "b", 2)  # which says nothing
+    assert main("merge", a, b, "--method", "glora", "-o", tmp_path / "m").code == 0
     resize(tmp_path / "m", tmp_path / "small", rank=1)
     want = {"num_labels": 3, "id2label": {"0": "no", "1": "yes", "2": "may be"}}
     assert all(json.loads((tmp_path / out / "labels.json").read_text()) == want for out in ("m", "small"))
@@ -106,22 +101,16 @@ def test_classes_that_all_agree_on_go_with_the_result(
     assert not (tmp_path / "n" / "labels.json").exists()
 
 
-@pytest.mark.parametrize("other", [["yes", "no", "may be"], ["no", "yes"]], ids=str)
-def test_classes_that_differ_are_refused_unless_heads_are_not_averaged(other: list[str], tmp_path: Path) -> None:
+def test_classes_that_differ_are_refused_unless_heads_are_not_averaged(tmp_path: Path) -> None:
     """Row k of a head is class k."""
-    a, b = classed(saved(tmp_path, "a", 2), CLASSES), classed(saved(tmp_path, "b", 2), other)
+    a, b = classed(saved(tmp_path, "a", 2), CLASSES), classed(saved(tmp_path, "b", 2), CLASSES[::-1])
     with pytest.raises(AdapterFormatError, match=r"a and .*b number their classes differently.*--heads first"):
         merge([a, b], tmp_path / "m")
     assert not (tmp_path / "m").exists()
     merge([a, b], tmp_path / "first", heads="first"), merge([a, b], tmp_path / "drop", heads="drop")
     assert (tmp_path / "first" / "labels.json").exists() and not (tmp_path / "drop" / "labels.json").exists()
-    c, d = (classed(headed(tmp_path / name, None), names) for name, names in (("c", CLASSES), ("d", other)))
+    c, d = (classed(headed(tmp_path / name, None), names) for name, names in (("c", CLASSES), ("d", CLASSES[::-1])))
     assert merge([c, d], tmp_path / "no heads").warnings == ()
-
-
-def test_names_of_other_classes_than_the_head_has_are_left_out_and_it_is_said(tmp_path: Path) -> None:
-    report = merge([classed(saved(tmp_path, name, 2), ["no", "yes"]) for name in "ab"], tmp_path / "m")
-    assert "2 class names" in str(report.warnings) and not (tmp_path / "m" / "labels.json").exists()
 
 
 # ---- uploads ---------------------------------------------------------------------------------------------------------
@@ -138,13 +127,12 @@ def test_weights_from_examples(tmp_path: Path, main: Callable[..., Said]) -> Non
         with pytest.raises(AdapterFormatError, match=r"client 'a'.*twice"):
             merge([a, same, b], tmp_path / "n", weights="num_examples")
     none = upload(tmp_path, "d", num_examples=0)
-    for k, how in enumerate((["--method", "glora"], [])):
-        done = main("merge", a, none, *how, "--weights", "num_examples", "-o", tmp_path / f"out{k}")
-        assert done.code == 0 and "weight 0, so not" in done.err and str(none) in done.err
+    done = main("merge", a, none, "--method", "glora", "--weights", "num_examples", "-o", tmp_path / "out")
+    assert done.code == 0 and "weight 0, so not" in done.err and str(none) in done.err
 
 
 @pytest.mark.parametrize(
-    "content", [b"junk", b"{}", b"null", b'{"id2label": {"1": "x"}}', None], ids=lambda c: str(c)[:20],
+    "content", [b"{}", b'{"id2label": {"1": "x"}}', None], ids=lambda c: str(c)[:20],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["upload.json", "labels.json"])
 def test_what_lies_beside_an_adapter_is_validated_too(
@@ -157,10 +145,9 @@ def test_what_lies_beside_an_adapter_is_validated_too(
         assert name in main(*command).complaint(), command
 
 
-@pytest.mark.parametrize(
-    "facts", [{"client": ""}, {"client": "a\nb"}, {"client": "a" * 201},
-              {"num_examples": -1}, {"num_examples": 1e16}, {"num_examples": True}, {"num_examples": "2"}], ids=str,
-)  # fmt: skip
-def test_facts_of_another_shape_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(AdapterFormatError, match=r"upload\.json"):
-        merge([upload(tmp_path, "a", **facts), upload(tmp_path, "b")], tmp_path / "m")
+def test_facts_of_another_shape_are_refused(tmp_path: Path) -> None:
+    names: list[dict[str, Any]] = [{"client": text} for text in ("", "a\nb", "a" * 201)]
+    counts: list[dict[str, Any]] = [{"num_examples": count} for count in (-1, 1e16, True, "2")]
+    for k, facts in enumerate(names + counts):
+        with pytest.raises(AdapterFormatError, match=r"upload\.json"):
+            merge([upload(tmp_path, f"a{k}", **facts)], tmp_path / "m")

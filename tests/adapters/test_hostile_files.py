@@ -15,8 +15,7 @@ import pickle
 import re
 import shutil
 import struct
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -149,15 +148,11 @@ DAMAGED = r"adapter_model\.safetensors is damaged"
 WEIGHTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", DAMAGED),
     "cut in the last tensor": (lambda: WHOLE[:-4], DAMAGED),
-    "trailing bytes": (lambda: WHOLE + b"PK\x03\x04", DAMAGED),
     "giant header length": (lambda: weights(HEADER, DATA, 2**63), f"{DAMAGED}.*9,223,372,036,854,775,808"),
-    "not UTF-8": (lambda: weights(b'{"\xff\xfe": 1}', DATA), DAMAGED),
     "a key twice": (lambda: twice(json.dumps(QA) + ": " + json.dumps(HEADER[QA])), "occurs twice"),
-    "overlap": (lambda: changed(QB, data_offsets=[36, 84]), DAMAGED),
     "huge shape": (lambda: changed(shape=[2**62, 2**62]), DAMAGED),
     "whole numbers": (lambda: shaped(SHAPES, "I64", 1), "type 'I64'; adapters hold"),
     "NaN": (lambda: shaped(SHAPES, value=math.nan), "holds NaN or Inf"),
-    "-Inf in the last number": (lambda: WHOLE[:-4] + struct.pack("<f", -math.inf), r"v_proj.*holds NaN or Inf"),
     "no tensors": (lambda: weights({}, b""), "holds no lora_A and lora_B"),
     "not gathered": (lambda: shaped(dict.fromkeys(SHAPES, (0,))), "is empty.*ZeRO-3.*zero_to_fp32"),
     "no B": (lambda: shaped({k: s for k, s in SHAPES.items() if k != QB}), "q_proj.lora_B.weight' is missing.*damaged"),
@@ -255,11 +250,8 @@ def in_a_cache_of_links(folder: Path, name: str) -> None:
 # what -> (what is done to one of the files, what the refusal says)
 PLACES: dict[str, tuple[Callable[[Path, str], None], str]] = {
     "a link to the outside": (outside, "is a link to another place"),
-    "a link to a device": (lambda f, n: linked(f, n, "/dev/zero"), "is a link to another place"),
-    "a link to nothing": (lambda f, n: linked(f, n, "nothing"), "cannot be read"),
     "a link to itself": (lambda f, n: linked(f, n, n), "cannot be read"),
     "a pipe": (instead(os.mkfifo), "not an ordinary file"),
-    "a directory": (instead(Path.mkdir), "not an ordinary file"),
     "a blob that is a link": (in_a_cache_of_links, "is a link to another place"),
     "missing": (instead(lambda path: None), "is not a PEFT adapter: it has no"),
 }
@@ -294,14 +286,10 @@ def test_the_cache_of_the_hub_is_read(main: Callable[..., Said], tmp_path: Path)
     used(tmp_path / "link", tmp_path / "again")
 
 
-@pytest.mark.parametrize(
-    ("make", "said"), [(lambda f: None, "no such folder"), (lambda f: f.write_bytes(WHOLE), "no folder; give")]
-)
-def test_a_place_that_is_no_adapter(
-    make: Callable[[Path], Any], said: str, main: Callable[..., Said], tmp_path: Path
-) -> None:
-    make(tmp_path / "bad")
-    refused(tmp_path / "bad", f"is not a PEFT adapter.*{said}", main)
+def test_a_place_that_is_no_adapter(main: Callable[..., Said], tmp_path: Path) -> None:
+    refused(tmp_path / "bad", "is not a PEFT adapter.*no such folder", main)
+    (tmp_path / "bad").write_bytes(WHOLE)
+    refused(tmp_path / "bad", "is not a PEFT adapter.*no folder; give", main)
 
 
 # ---- configs ---------------------------------------------------------------------------------------------------------
@@ -319,8 +307,6 @@ def literal(field: str, text: str) -> bytes:
 # what -> (content of adapter_config.json, what the refusal says)
 CONFIGS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is not JSON"),
-    "cut": (config()[:40], "is not JSON"),
-    "UTF-16": (config().decode().encode("utf-16"), "is not JSON"),
     "a list": (b"[]", "holds no JSON object"),
     "deep in a field": (literal("auto_mapping", "[" * 100_000 + "]" * 100_000), "is not JSON.*nested too deeply"),
     "a key twice inside": (literal("rank_pattern", '{"q_proj": 2, "q_proj": 3}'), "'q_proj' occurs twice"),
@@ -338,7 +324,6 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "a rank of true": (literal("rank_pattern", '{"q_proj": true}'), "rank_pattern = "),
     "an alpha below 0": (literal("alpha_pattern", '{"q_proj": -1}'), "alpha_pattern = "),
     "patterns in a list": (config(rank_pattern=["q_proj"]), "rank_pattern = "),
-    "r of 10 000 digits": (literal("r", "9" * 10_000), "is not JSON"),
     "another bias": (config(bias="some"), "bias = 'some'"),
     "a switch in words": (config(use_rslora="false"), "use_rslora = 'false'"),
     "a task of its own": (config(task_type="EVIL"), "task_type = 'EVIL'"),
@@ -369,14 +354,6 @@ def pairs(names: list[str]) -> bytes:
     return weights(header, bytes(2 * len(keys) - 2) + struct.pack("<e", math.nan))
 
 
-def made(content: Callable[[], bytes]) -> Callable[[Path], None]:
-    return lambda path: path.write_bytes(content()) and None
-
-
-def hole(size: int) -> Callable[[Path], None]:
-    return lambda path: os.truncate(path, size)
-
-
 RANK_1 = CONFIG | {"r": 1}
 ENDS = {".".join(["b"] * k): 1 for k in range(1, 17)}
 
@@ -385,61 +362,39 @@ def deep(words: int, count: int) -> bytes:
     return pairs([".".join(["a"] * (words - 1)) + f".{k}" for k in range(count)])
 
 
-# what -> (the file, what is done to it, the config beside it)
-LARGE: dict[str, tuple[str, Callable[[Path], None], Header]] = {
-    "a header of 2^62 bytes": (WEIGHTS_FILE, made(lambda: weights(HEADER, DATA, 2**62)), CONFIG),
-    "a header of 90 MB": (WEIGHTS_FILE, made(lambda: weights(b" " * 90_000_000, b"")), CONFIG),
+# what -> (the file, its content, the config beside it)
+LARGE: dict[str, tuple[str, Callable[[], bytes], Header]] = {
+    "a header of 90 MB": (WEIGHTS_FILE, lambda: weights(b" " * 90_000_000, b""), CONFIG),
     "metadata of small texts": (
         WEIGHTS_FILE,
-        made(lambda: weights(HEADER | {"__metadata__": dict.fromkeys(map(str, range(500_000)), "")}, DATA)), CONFIG),
-    "one tensor too many": (WEIGHTS_FILE, made(lambda: deep(2, 20_001)), RANK_1),
+        lambda: weights(HEADER | {"__metadata__": dict.fromkeys(map(str, range(500_000)), "")}, DATA), CONFIG),
+    "one tensor too many": (WEIGHTS_FILE, lambda: deep(2, 20_001), RANK_1),
     "names of 16 words, and patterns of every length": (
-        WEIGHTS_FILE, made(lambda: deep(16, 20_000)), RANK_1 | {"rank_pattern": ENDS, "alpha_pattern": ENDS}),
-    "names of 250 words": (WEIGHTS_FILE, made(lambda: deep(250, 6_000)), RANK_1),
+        WEIGHTS_FILE, lambda: deep(16, 20_000), RANK_1 | {"rank_pattern": ENDS, "alpha_pattern": ENDS}),
     "many saved tensors": (
         WEIGHTS_FILE,
-        made(lambda: shaped(SHAPES | {f"{PREFIX}m{k}.zz.w": (1,) for k in range(39_000)}, value=math.nan)),
+        lambda: shaped(SHAPES | {f"{PREFIX}m{k}.zz.w": (1,) for k in range(39_000)}, value=math.nan),
         CONFIG | {"modules_to_save": [*(f"s{k}" for k in range(31)), "zz"]}),
-    "one place for all": (
-        WEIGHTS_FILE, made(lambda: weights({f"{PREFIX}m{k}": HEADER[QA] for k in range(39_000)}, DATA)), CONFIG),
-    "a weights file of 10 GB, a hole": (WEIGHTS_FILE, hole(10 * 2**30), CONFIG),
-    "a config of 1 GB, a hole": (CONFIG_FILE, hole(10**9), CONFIG),
-    "a config of small objects": (CONFIG_FILE, made(lambda: literal("x", "[" + '{"":0},' * 60_000 + "0]")), CONFIG),
-    "many names": (
-        CONFIG_FILE, made(lambda: config(alpha_pattern={f"x{k}": 1 for k in range(60_000)}, r=3)), CONFIG),
+    "a config of small objects": (CONFIG_FILE, lambda: literal("x", "[" + '{"":0},' * 60_000 + "0]"), CONFIG),
 }  # fmt: skip
-CHILD = """
-import json, sys, time
-from pathlib import Path
-from fedlora.adapters import AdapterFile
-from fedlora.errors import AdapterFormatError
-AdapterFile(sys.argv[1]).check()
-peak = lambda: int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-def tried(folder):
-    Path("/proc/self/clear_refs").write_text("5")  # or it would begin at what was once had
-    before, began = peak(), time.process_time()
-    try:
-        AdapterFile(folder).check()
-        said = "sound"
-    except AdapterFormatError as error:
-        said = str(error)
-    return time.process_time() - began, (peak() - before) / 1024, said
-for folder in sys.argv[2:]:
-    print(json.dumps(min(tried(folder) for _ in range(2))))  # the one that other work has disturbed less
-"""
 
 
-def test_what_claims_much_is_refused_soon_and_in_little_memory(good: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", LARGE)
+def test_what_claims_much_is_refused_soon_and_in_little_memory(what: str, good: Path, tmp_path: Path) -> None:
     """Beyond a program that has read an adapter; processor time, since other work on the machine is not our fault."""
-    bad = []
-    for k, (name, spoil, fields) in enumerate(LARGE.values()):
-        bad.append(put(tmp_path / f"bad{k}", fields))
-        spoil(bad[-1] / name)
-    done = subprocess.run([sys.executable, "-c", CHILD, good, *bad], capture_output=True, text=True, check=True)
-    for what, folder, line in zip(LARGE, bad, done.stdout.splitlines(), strict=True):
-        seconds, megabytes, said = json.loads(line)
-        assert str(folder) in said and len(said) < 1000, (what, said)
-        assert seconds < 1 and megabytes < 100, (what, seconds, megabytes)
+    name, content, fields = LARGE[what]
+    (put(tmp_path / "bad", fields) / name).write_bytes(content())
+    AdapterFile(good).check()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+    before, began = peak(), time.process_time()
+    with pytest.raises(AdapterFormatError, match=str(tmp_path / "bad")) as caught:
+        AdapterFile(tmp_path / "bad").check()
+    assert time.process_time() - began < 1 and peak() - before < 100 and len(str(caught.value)) < 1000
+
+
+def peak() -> float:
+    """Megabytes of memory that this process had at most."""
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
 
 
 # ---- drawn damage ----------------------------------------------------------------------------------------------------

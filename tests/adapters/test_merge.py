@@ -1,5 +1,5 @@
 """Merging and resizing adapter folders, by function and by command. Kinds of evidence: oracle (dense float64; peft's
-layers), readers of other programs written down from their source, refusals.
+layers), refusals.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fedlora import read_adapter
 from fedlora.adapters import AdapterFile, merge, resize
-from fedlora.adapters.base_names import Base, check_same_base, is_path, public_name
+from fedlora.adapters.base_names import Base, check_same_base, public_name
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError, HyperparameterError
 from support.adapter_folders import HEADS, SHAPES, bare, saved, updates
 from support.bases import rewrite
@@ -56,6 +55,13 @@ def config_of(folder: Path) -> dict[str, Any]:
     return found
 
 
+def assert_one_rank(folder: Path, rank: int) -> None:
+    """docs/decisions.md, 0018: one rank, alpha = r and no patterns, so that every program gets the scale right."""
+    config = config_of(folder)
+    assert (config["r"], config["lora_alpha"], set(AdapterFile(folder).ranks.values())) == (rank, rank, {rank})
+    assert not {"rank_pattern", "alpha_pattern", "use_rslora"} & {name for name, value in config.items() if value}
+
+
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Path, Path]:
     return bare(tmp_path / "a", {Q: 2, V: 3}), bare(tmp_path / "b", {Q: 4, V: 3})
@@ -70,13 +76,12 @@ def test_means_and_sums(two: tuple[Path, Path], tmp_path: Path) -> None:
         report = merge(two, tmp_path / "m", weights=weights, force=True)
         assert distance(tmp_path / "m", mean(*two, weights=weights)) < 1e-6
         assert (report.weights, report.rank, report.error) == (weights or (0.5, 0.5), 6, 0)
+        assert_one_rank(tmp_path / "m", 6)
     for weights in ((1.0, 2.0), (1.0, -1.0), None):
         merge(two, tmp_path / "n", sum=True, weights=weights, force=True)
         assert distance(tmp_path / "n", mean(*two, weights=weights or (1, 1))) < 1e-6
     merge(two, tmp_path / "o", dtype="float64")
     assert distance(tmp_path / "o", mean(*two)) < 1e-13
-    tensors = load_file(tmp_path / "m" / "adapter_model.safetensors")
-    assert report.bytes == sum(t.numel() * 4 for t in tensors.values()) and report.written
     assert merge([bare(tmp_path / "one", {"q": 1})], tmp_path / "p").rank == 1
 
 
@@ -84,7 +89,7 @@ def test_peft_loads_the_mean(tmp_path: Path, main: Main) -> None:
     """Updates of base + the dense mean, and heads their mean; different ranks; scale 1 in the config."""
     a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 5)
     done = main("merge", a, b, "-o", tmp_path / "m", "--weights", "1,3")
-    assert done.code == 0 and config_of(tmp_path / "m")["lora_alpha"] == config_of(tmp_path / "m")["r"] == 7, done.err
+    assert done.code == 0, done.err
     got, want = (
         peft_updates(PeftModel.from_pretrained(bert_of_two_layers(), tmp_path / "m")),
         mean(a, b, weights=(0.25, 0.75)),
@@ -124,7 +129,8 @@ def test_a_smaller_rank_is_the_best_of_its_rank(tmp_path: Path, main: Main) -> N
     for module, update in updates(a).items():
         U, s, Vh = torch.linalg.svd(update, full_matrices=False)
         torch.testing.assert_close(updates(tmp_path / "m")[module], U[:, :4] * s[:4] @ Vh[:4], rtol=0, atol=1e-4)
-    assert report.rank == 4 and 0 < report.error < 1 and read_adapter(tmp_path / "m")[0].ranks == {Q: 4, V: 4}
+    assert report.rank == 4 and 0 < report.error < 1
+    assert_one_rank(tmp_path / "m", 4)
     cut = merge([a, b], tmp_path / "n", rank=2).error
     for call, given, options, said in (
         (merge, [a, b], {"rank": 2}, re.escape(f"({cut:.2g} by the cut")),
@@ -146,13 +152,11 @@ def test_a_larger_rank_is_padded_by_resize_and_told_by_both(tmp_path: Path, main
     found = peft_updates(PeftModel.from_pretrained(bert_of_two_layers(), tmp_path / "m"))
     for module, update in updates(a).items():
         torch.testing.assert_close(found[module].double(), update, rtol=0, atol=1e-4)
-        assert AdapterFile(tmp_path / "m").ranks[module] == 8
+    assert_one_rank(tmp_path / "m", 8)
     b, c = bare(tmp_path / "b", {Q: 2}), bare(tmp_path / "c", {Q: 3})
     report = merge([b, c], tmp_path / "n", rank=1000)
     assert report.rank == 5 and "rank 1000" in str(report.warnings)
     assert all(merge([b, c], tmp_path / "o", rank=r, force=True).warnings == () for r in (1, 5, "exact"))
-    same = resize(a, tmp_path / "p", rank=3)
-    assert same.bytes == same.bytes_before
 
 
 def test_updates_that_are_zero_are_told(tmp_path: Path, main: Main) -> None:
@@ -182,54 +186,20 @@ def test_types(tmp_path: Path) -> None:
     assert not (tmp_path / "o").exists()
 
 
-# ---- readers with one alpha ------------------------------------------------------------------------------------------
-
-
-def _pattern(config: dict[str, Any], field: str, module: str, default: float) -> float:
-    return next((v for k, v in config.get(field, {}).items() if re.match(rf"(.*\.)?({k})$", module)), default)
-
-
-READERS: dict[str, Callable[[dict[str, Any], str, int], float]] = {
-    # peft/tuners/lora: both patterns, by regular expression
-    "peft": lambda c, m, r: _pattern(c, "alpha_pattern", m, c["lora_alpha"]) / _pattern(c, "rank_pattern", m, c["r"]),
-    # llama.cpp, llama_adapter_lora_weight::get_scale: the file's alpha, the tensor's rank
-    "alpha / tensor rank": lambda c, m, r: c["lora_alpha"] / r,
-    # vLLM, PEFTHelper.vllm_lora_scaling_factor: the config's two numbers for all modules
-    "alpha / config r": lambda c, m, r: c["lora_alpha"] / c["r"],
-}
-
-
-def test_every_reader_gets_the_scale_right(tmp_path: Path) -> None:
-    """docs/decisions.md, 0018: one rank, alpha = r. The inputs, with alpha = 2 r and patterns, are not so."""
-    a, b = bare(tmp_path / "a", {Q: 2, V: 3}), bare(tmp_path / "b", {Q: 3})
-    for rank in ("exact", 4, "energy=0.9"):
-        merge([a, b], tmp_path / "m", rank=rank, missing="zero", force=True)
-        want = updates(tmp_path / "m")  # which the tests above compare with the dense mean
-        tensors, config = load_file(tmp_path / "m" / "adapter_model.safetensors"), config_of(tmp_path / "m")
-        for name, scale in READERS.items():
-            for module in want:
-                B, A = (tensors[f"base_model.model.{module}.lora_{side}.weight"].double() for side in "BA")
-                got = scale(config, module, len(A)) * B @ A
-                torch.testing.assert_close(got, want[module], rtol=0, atol=1e-12, msg=name)
-
-
 # ---- what belongs together -------------------------------------------------------------------------------------------
 
 
 def test_modules_that_one_lacks(tmp_path: Path) -> None:
-    """By hand: half of the other's update, or all of it, or refused."""
+    """Refused, or by hand half of the other's update."""
     a, b, c = bare(tmp_path / "a", {Q: 2}), bare(tmp_path / "b", {V: 2}), bare(tmp_path / "c", {Q: 2, V: 2})
     for inputs, count in (([a, c], "1 such module"), ([c, c, a], "1 such module"), ([a, b], "2 such modules")):
         with pytest.raises(AdapterFormatError, match=rf"only in one of.*{count}.*--missing zero"):
             merge(inputs, tmp_path / "m")
     assert not (tmp_path / "m").exists()
     assert merge([a, b], tmp_path / "m", missing="zero").lacking == (Q, V)
-    for missing, factor in (("zero", 1 / 2), ("renormalise", 1.0)):
-        report = merge([a, c], tmp_path / "n", missing=missing, force=True)
-        torch.testing.assert_close(updates(tmp_path / "n")[V], factor * updates(c)[V], rtol=0, atol=1e-5)
-        assert report.lacking == (V,)
-    with pytest.raises(ConfigError, match=f"'{V}' is only in"):
-        merge([a, c], tmp_path / "p", weights=[1, 0], missing="renormalise")
+    report = merge([a, c], tmp_path / "n", missing="zero")
+    torch.testing.assert_close(updates(tmp_path / "n")[V], updates(c)[V] / 2, rtol=0, atol=1e-5)
+    assert report.lacking == (V,)
 
 
 def test_one_module_of_two_shapes_is_two_models(tmp_path: Path) -> None:
@@ -266,8 +236,6 @@ def test_revisions_and_the_name_that_is_handed_on(tmp_path: Path, main: Main) ->
         check_same_base([Base("a/b", "abc"), Base("a/b")])
     assert public_name([Base("/data/X-7B"), Base("one/X-7B")]) == "one/X-7B"
     assert public_name([Base(None), Base("/data/X-7B")]) == "/data/X-7B" and public_name([Base(None)]) is None
-    paths = {"a/b": 0, "a": 0, "a/b/": 0, "./a": 1, "~/a": 1, "/a": 1, "a/b/c": 1, "C:\\a": 1}
-    assert all(is_path(name) == bool(path) for name, path in paths.items())
     a = bare(tmp_path / "a", {Q: 2}, base_model_name_or_path="/models/x")
     b = bare(tmp_path / "b", {Q: 2}, base_model_name_or_path="org/x")
     assert "--same-base" in main("merge", a, b, "-o", tmp_path / "n").complaint()
@@ -281,12 +249,10 @@ def test_revisions_and_the_name_that_is_handed_on(tmp_path: Path, main: Main) ->
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        *(({"max_error": bad}, "--max-error must be a number from 0") for bad in (math.nan, -0.1)),
-        ({"missing": "renormalise", "sum": True}, "--sum.*renormalise"),
+        ({"max_error": math.nan}, "--max-error must be a number from 0"),
         ({"missing": "skip"}, "--missing must be one of"),
         ({"heads": "mean"}, "--heads must be one of"),
         ({"dtype": "int8"}, "float16, bfloat16"),
-        *(({"rank": bad}, "a rank is a whole number") for bad in (0, True, "energy=2")),
         *(({"weights": bad}, "up to 1e") for bad in ([1, math.nan], [10**400, 1], ["1", 2], [True, 2])),
         ({"weights": [1, 2, 3]}, "3 weights for 2"), ({"weights": [-1, 2]}, "--sum"), ({"weights": [0, 0]}, "zero"),
         ({"weights": "examples"}, "--weights must be one of"),

@@ -5,23 +5,21 @@ added densely to a copy of the base weights) and *end-to-end* (peft writes and w
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
-from peft import AdaLoraConfig, LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig
 from torch import nn
 
 from fedlora.adapters import read_adapter
-from fedlora.adapters.io import load_into_model, read_model
+from fedlora.adapters.io import read_model
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX
 from fedlora.errors import AdapterFormatError
+from support.bases import reconfigure, rewrite
 from support.command_line import Said
 from support.peft_boundary import (
     CAUSAL,
@@ -30,7 +28,6 @@ from support.peft_boundary import (
     SEQ,
     assert_close,
     assert_same,
-    edit,
     loaded,
     lora,
     stored,
@@ -68,12 +65,12 @@ def test_the_common_scaling_gives_the_stored_factors_bit_for_bit(name, written_b
     assert all(torch.equal(head, tensors[f"{PREFIX}{path}"]) for path, head in adapter.heads.items())
 
 
-@pytest.mark.parametrize("keys", list(itertools.permutations(["q_proj", "self_attn.q_proj", "v_proj"])), ids=" > ".join)
+@pytest.mark.parametrize("keys", [("q_proj", "self_attn.q_proj"), ("self_attn.q_proj", "q_proj")], ids=" > ".join)
 def test_of_several_matching_names_the_first_in_the_file_wins(keys, tmp_path):
     """Oracle: peft's own reloaded model. peft sorts the keys as it saves, so the file is edited."""
     alphas = {key: len(key) / 2 for key in keys}
     saved(trained(llama, lora(**CAUSAL, alpha_pattern=alphas)), tmp_path)
-    edit(tmp_path, alpha_pattern=alphas)
+    reconfigure(tmp_path, alpha_pattern=alphas)
     want = peft_updates(loaded(llama, tmp_path))
     for module, update in updates_of(read_adapter(tmp_path)[0]).items():
         torch.testing.assert_close(update, want[module], rtol=1e-5, atol=1e-6)
@@ -81,45 +78,22 @@ def test_of_several_matching_names_the_first_in_the_file_wins(keys, tmp_path):
 
 def test_the_spec_keeps_what_a_copy_needs(tmp_path):
     saved(trained(llama, lora(**CAUSAL, lora_dropout=0.25)), tmp_path)
-    edit(tmp_path, base_model_name_or_path="some/base", revision="abc", target_modules=r"(a+)+$")
+    reconfigure(tmp_path, base_model_name_or_path="some/base", revision="abc", target_modules=r"(a+)+$")
     _, spec = read_adapter(tmp_path)
     kept = {"task_type": "CAUSAL_LM", "base_model_name_or_path": "some/base", "revision": "abc", "lora_dropout": 0.25}
     assert kept.items() <= spec.config.items() and spec.base_model == "some/base"
     assert not {"r", "lora_alpha", "target_modules", "rank_pattern"} & set(spec.config)
 
 
-@pytest.mark.parametrize("config", [{"peft_type": "LORA", "r": 4, "lora_alpha": 8}, {"enable_lora": None}], ids=str)
-def test_old_and_foreign_configs_are_read(config, plain):
-    """Few fields (torchtune), peft 0.2's, axolotl's and ms-swift's: read as the same factors."""
+def test_old_and_foreign_configs_are_read(plain):
+    """Fields of peft 0.2, axolotl and ms-swift, and the few of torchtune: read as the same factors."""
     want, _ = read_adapter(plain)
-    others = {"merge_weights": False, "lora_dtype": "AUTO", "lorap_lr_ratio": None, "a_field_of_2031": None}
-    whole = config if "r" in config else json.loads((plain / CONFIG_FILE).read_text()) | config | others
-    (plain / CONFIG_FILE).write_text(json.dumps(whole))
+    reconfigure(
+        plain, enable_lora=None, merge_weights=False, lora_dtype="AUTO", lorap_lr_ratio=None, a_field_of_2031=None
+    )
     assert_same(read_adapter(plain)[0], want)
-
-
-# ---- of the original base --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings(r"ignore:(PiSSA|OLoRA) changes the base weights:UserWarning:peft\.peft_model")
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_an_adapter_that_peft_converted_is_relative_to_the_original_base(init, tmp_path):
-    """The conversion that the refusal advises; the field of the start stays in the file, and says it."""
-    model = get_peft_model(llama(), lora(**CAUSAL, r=2, init_lora_weights=init))
-    with pytest.raises(AdapterFormatError, match=r"init_lora_weights = .*path_initial_model_for_weight_conversion"):
-        read_adapter(saved(model.eval(), tmp_path / "before"))
-    config = model.peft_config["default"]
-    config.init_lora_weights = True
-    model.save_pretrained(tmp_path / "start")
-    config.init_lora_weights = init
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1)
-    start = os.fspath(tmp_path / "start")
-    model.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=start)
-    adapter, _ = read_adapter(tmp_path / "converted")
-    assert_close(dense_logits(llama, updates_of(adapter), {}), logits(model))
+    (plain / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    assert_same(read_adapter(plain)[0], want)
 
 
 # ---- what is refused, and by which word ------------------------------------------------------------------------------
@@ -173,18 +147,12 @@ def test_other_kinds_are_refused_by_name_with_the_way_out(what, tmp_path, main: 
     assert not (tmp_path / "m").exists()
 
 
-def test_a_refusal_names_the_folder_of_several(plain: Path, main: Callable[..., Said], monkeypatch):
-    """Also one whose name is part of the reason; validate says the reason of each in a line of its own."""
-    monkeypatch.chdir(plain.parent)
-    for name in ("dora", "ada"):
-        shutil.copytree(plain, name)
-    edit(Path("dora"), use_dora=True)
-    edit(Path("ada"), peft_type="ADALORA")
-    assert "error: dora: use_dora = True" in main("merge", plain, "dora", "-o", "m").complaint()
-    done = main("validate", "dora", plain, "ada")
+def test_validate_says_of_each_folder_what_is_wrong(plain: Path, tmp_path: Path, main: Callable[..., Said]):
+    dora = shutil.copytree(plain, tmp_path / "dora")
+    reconfigure(dora, use_dora=True)
+    done = main("validate", dora, plain)
     assert done.code == 2 and done.out == f"{plain}: sound\n"
-    said = [line.partition(" = ")[0] for line in done.err.splitlines()]
-    assert said == ["error: dora: refused: use_dora", "error: ada: refused: peft_type"]
+    assert done.err.startswith(f"error: {dora}: refused: use_dora = True") and done.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -205,8 +173,9 @@ def test_a_copy_of_base_weights_is_refused_and_named(targets, how, named, tmp_pa
 
 
 EDITED = [
-    *(("init_lora_weights", init) for init in ("pissa_niter_16", "some-init-of-2031", ["gaussian"])),
-    *((field, True) for field in ("use_qalora", "a_field_of_2031")),
+    ("init_lora_weights", "some-init-of-2031"),
+    ("init_lora_weights", ["gaussian"]),
+    ("use_qalora", True),
     ("a_field_of_2031", {}),
     ("rank_pattern", {r"l\.\d": 2}),
     ("alpha_pattern", {"(a+)+$": 2}),
@@ -219,7 +188,7 @@ EDITED = [
 
 @pytest.mark.parametrize(("field", "value"), EDITED, ids=str)
 def test_a_config_is_refused_by_field(field, value, plain):
-    edit(plain, **{field: value})
+    reconfigure(plain, **{field: value})
     with pytest.raises(AdapterFormatError, match=rf"\b{field} = "):
         read_adapter(plain)
 
@@ -233,11 +202,13 @@ def test_a_config_is_refused_by_field(field, value, plain):
 )
 def test_names_of_a_wrapper_are_no_modules(wrapped, plain, main: Callable[..., Said]):
     """torch.compile, FSDP, checkpointing, DDP, peft around peft: the same layer would count as another module."""
-    tensors = stored(plain)
-    for key in [key for key in tensors if "layers.0" in key]:
-        module, _, factor = key.removeprefix(PREFIX).rpartition(".lora_")
-        tensors[f"{PREFIX}{wrapped.format(module)}.lora_{factor}"] = tensors.pop(key)
-    safetensors.torch.save_file(tensors, plain / "adapter_model.safetensors")
+
+    def rename(tensors):
+        for key in [key for key in tensors if "layers.0" in key]:
+            module, _, factor = key.removeprefix(PREFIX).rpartition(".lora_")
+            tensors[f"{PREFIX}{wrapped.format(module)}.lora_{factor}"] = tensors.pop(key)
+
+    rewrite(plain, rename)
     with pytest.raises(AdapterFormatError, match=r"inside a wrapper.*Unwrap the model"):
         read_adapter(plain)
     assert "wrapper" in main("validate", plain).complaint()
@@ -245,12 +216,7 @@ def test_names_of_a_wrapper_are_no_modules(wrapped, plain, main: Callable[..., S
 
 @pytest.mark.parametrize("scaling", [0.0, float("nan"), float("inf")])
 def test_a_scaling_must_be_positive(scaling, plain: Path):
-    model = loaded(llama, plain)
-    adapter, _ = read_adapter(plain)
-    for use in (
-        lambda: read_adapter(plain, scaling=scaling),
-        lambda: read_model(model, scaling=scaling),
-        lambda: load_into_model(model, adapter, scaling=scaling),
-    ):
-        with pytest.raises(AdapterFormatError, match="scaling"):
-            use()
+    with pytest.raises(AdapterFormatError, match="scaling"):
+        read_adapter(plain, scaling=scaling)
+    with pytest.raises(AdapterFormatError, match="scaling"):
+        read_model(loaded(llama, plain), scaling=scaling)

@@ -20,7 +20,6 @@ from fedlora.adapters import merge, resize
 from fedlora.adapters.merge_report import ModuleReport
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import RankRule, combine, overall
-from fedlora.adapters.writer import pad_rank
 from fedlora.errors import AdapterFormatError, ConfigError, HyperparameterError, ShapeError
 from support.adapter_folders import bare, lora, updates
 from support.bases import rewrite
@@ -54,16 +53,6 @@ def test_an_exact_merge_is_the_dense_mean() -> None:
         summed([lora(20, 2, 12, 0), lora(20, 2, 13, 1)], [0.5, 0.5])
 
 
-def test_a_cut_is_the_best_of_its_rank_and_its_error_is_known() -> None:
-    """Eckart-Young by the dense SVD."""
-    pairs = [lora(20, 4, 12, k) for k in range(2)]
-    U, s, Vh = torch.linalg.svd(dense(pairs, [0.3, 0.7]), full_matrices=False)
-    for rank in (1, 3, 7):
-        merged, report = summed(pairs, [0.3, 0.7], RankRule("rank", rank))
-        torch.testing.assert_close(merged.delta(), U[:, :rank] * s[:rank] @ Vh[:rank], rtol=0, atol=1e-12)
-        assert report.error == pytest.approx(float(s[rank:].norm() / s.norm()), abs=1e-12)
-
-
 def test_energy_keeps_the_least_rank_that_holds_it() -> None:
     """By hand: singular values 3, 2, 1 hold 9/14, 13/14 and all of the energy, whatever their size; any share is one
     component at least, and of nothing nothing is kept."""
@@ -79,16 +68,12 @@ def test_energy_keeps_the_least_rank_that_holds_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("how", ["plain", "close", "padded", "one gauge", "more slots than rows"])
+@pytest.mark.parametrize("how", ["plain", "one gauge", "more slots than rows"])
 def test_the_sum_is_exact_in_every_type(dtype: torch.dtype, how: str) -> None:
-    """Against the dense float64 sum of what was stored: nothing is rounded before the result. Clients that are close,
-    idle slots and gauges of condition 1e4 take the slower way."""
+    """Against the dense float64 sum of what was stored: nothing is rounded before the result. A gauge of condition 1e4
+    takes the slower way."""
     ranks = (40, 50) if how == "more slots than rows" else (4, 6)
     pairs = [lora(60, r, 48, how, k) for k, r in enumerate(ranks)]
-    if how == "close":
-        pairs[1] = LoRA(*(a + 1e-4 * b for a, b in zip(pairs[0].factors, lora(60, 4, 48, 7).factors, strict=True)))
-    if how == "padded":
-        pairs = [pad_rank(pair, 8) for pair in pairs]
     if how == "one gauge":
         Q = torch.diag(torch.logspace(-2, 2, ranks[0], dtype=torch.float64))
         pairs[0] = LoRA(pairs[0].factors[0] @ Q, torch.linalg.inv(Q) @ pairs[0].factors[1])
@@ -106,16 +91,15 @@ def test_components_that_the_result_cannot_tell_from_zero_are_dropped() -> None:
     assert summed([pair, LoRA(pair.factors[0] * (1 + 1e-8), pair.factors[1])], [0.9, 0.1])[1].full == 5
 
 
-@pytest.mark.parametrize("size", [1e200, 1e155])
-def test_updates_beyond_every_number_are_refused(size: float) -> None:
+def test_updates_beyond_every_number_are_refused() -> None:
     with pytest.raises(AdapterFormatError, match="overflows"):
-        combine("m", [lora(20, 2, 12, "huge").map(lambda t: t * size)], [1.0])
+        combine("m", [lora(20, 2, 12, "huge").map(lambda t: t * 1e155)], [1.0])
 
 
-@pytest.mark.parametrize("text", ["0", "-3", "1.5", "1000000", "energy=0", "energy=1.5", "energy=x", "all", "", "1e3"])
-def test_a_rank_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(HyperparameterError, match="999999, 'exact', or"):
-        RankRule.parse(text)
+def test_a_rank_that_is_none_is_refused() -> None:
+    for text in ("0", "-3", "1.5", "1000000", "energy=0", "energy=1.5", "energy=x", "all", "", True):
+        with pytest.raises(HyperparameterError, match="999999, 'exact', or"):
+            RankRule.parse(text)
 
 
 def test_the_total_error_weighs_modules_by_their_size() -> None:
@@ -127,11 +111,10 @@ def test_the_total_error_weighs_modules_by_their_size() -> None:
 # ---- of files --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of_A", [torch.bfloat16, torch.float32, torch.float64])
-def test_factors_of_two_types_are_read_in_the_one_that_holds_both(of_A: torch.dtype, tmp_path: Path) -> None:
+def test_factors_of_two_types_are_read_in_the_one_that_holds_both(tmp_path: Path) -> None:
     """Reference: the product of what is stored, in float64; alpha / r is 2."""
     folder = bare(tmp_path / "a", {"q": 2}, dtype=torch.float16)
-    rewrite(folder, lambda t: t.update({A_KEY: t[A_KEY].to(of_A)}))
+    rewrite(folder, lambda t: t.update({A_KEY: t[A_KEY].bfloat16()}))
     tensors = load_file(folder / "adapter_model.safetensors")
     want = 2 * tensors[B_KEY].double() @ tensors[A_KEY].double()
     torch.testing.assert_close(AdapterFile(tmp_path / "a").lora("q").delta().double(), want, rtol=1e-5, atol=1e-5)
@@ -152,7 +135,7 @@ def second(folder: Path, factor: float | Tensor) -> Path:
     return two
 
 
-@pytest.mark.parametrize(("stored", "step"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5), (torch.float64, 1e-5)])
+@pytest.mark.parametrize(("stored", "step"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
 def test_what_is_left_when_adapters_nearly_cancel_is_right(stored: torch.dtype, step: float, tmp_path: Path) -> None:
     """33 / 7 has no end in binary: rounding it into B would leave noise as large as what remains."""
     one = bare(tmp_path / "one", {"q": 7}, dtype=stored, lora_alpha=33)
@@ -189,20 +172,10 @@ def test_the_type_is_kept_and_what_rounding_costs_is_measured(dtype: torch.dtype
     assert low <= off < high and report.rounding == pytest.approx(off, rel=1e-3, abs=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size", "to"),
-    [("float32", 1e-14, "float16"), ("float32", 1e-12, "bfloat16"), ("float64", 1e-100, "float32")],
-)
-def test_rounding_of_tiny_updates_is_measured(dtype: str, size: float, to: str, tmp_path: Path) -> None:
+def test_rounding_of_tiny_updates_is_measured(tmp_path: Path) -> None:
     """|written - meant| / |meant|, scaled to 1 before anything is squared: squares of such numbers are zero."""
-    a = bare(tmp_path / "a", {"q": 4}, dtype=getattr(torch, dtype), scale=size)
-    report = resize(a, tmp_path / "m", rank=4, dtype=to)
-
-    def scaled(folder: Path) -> Tensor:
-        tensors = load_file(folder / "adapter_model.safetensors")
-        config = json.loads((folder / "adapter_config.json").read_text())
-        update: Tensor = (tensors[B_KEY].double() / size) @ (tensors[A_KEY].double() / size)
-        return update * config["lora_alpha"] / config["r"]
-
-    want = float((scaled(tmp_path / "m") - scaled(a)).norm() / scaled(a).norm())
+    a = bare(tmp_path / "a", {"q": 4}, dtype=torch.float64, scale=1e-100)
+    report = resize(a, tmp_path / "m", rank=4, dtype="float32")
+    small, large = (stored_update(folder) * 1e100 * 1e100 for folder in (tmp_path / "m", a))
+    want = float(np.linalg.norm(small - large) / np.linalg.norm(large))
     assert want > 1e-9 and report.rounding == pytest.approx(want, rel=1e-4)

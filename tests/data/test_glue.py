@@ -13,7 +13,7 @@ import pytest
 
 from fedlora.data import GLUE, TextData, read_glue
 from fedlora.errors import DataError
-from support.benchmark_files import SCHEMA, glue_rows, one_line, write_glue
+from support.benchmark_files import SCHEMA, glue_rows, write_glue
 
 
 class TestGlue:
@@ -32,16 +32,6 @@ class TestGlue:
                     tuple(k % len(names) for k in range(count)), None, names,
                 )  # fmt: skip
             assert list(tests) == ["validation"]
-
-    def test_no_folder_and_no_test_file(self, tmp_path: Path) -> None:
-        """The message says where it looked; both files are needed."""
-        with pytest.raises(DataError, match=r"glue/sst2/train\.jsonl does not exist") as error:
-            read_glue("sst2", tmp_path)
-        one_line(error)
-        root = write_glue(tmp_path, "sst2")
-        (root / "glue" / "sst2" / "validation.jsonl").unlink()
-        with pytest.raises(DataError, match=r"validation\.jsonl does not exist"):
-            read_glue("sst2", root)
 
     def test_an_unlabelled_file(self, tmp_path: Path) -> None:
         """GLUE's test.jsonl taken for its validation.jsonl: every label is -1."""

@@ -5,10 +5,6 @@ Kinds of evidence: *oracle* (by hand), *contract* (bad input is one line).
 
 from __future__ import annotations
 
-import os
-import re
-import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +13,7 @@ import pytest
 from fedlora.data import TextData, read_classification
 from fedlora.data.demo import model_location
 from fedlora.data.hub import model_snapshot
-from fedlora.data.tables import open_table
 from fedlora.errors import DataError
-from support.benchmark_files import one_line
 from support.local_hub import serving
 
 NAMES = ["world", " sports ", "business"]
@@ -60,34 +54,6 @@ def test_an_empty_cell_a_dictionary_of_splits_and_a_stream() -> None:
         read_classification(datasets.DatasetDict({"train": news(0)}), text="text", label="label")
     with pytest.raises(DataError, match="without streaming=True"):
         read_classification(news(0).to_iterable_dataset(), text="text", label="label")
-
-
-def test_odd_parquet_files(tmp_path: Path) -> None:
-    """A column that is there twice, a broken note of the library; a pipe is not waited for."""
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    plain = pyarrow.table({"text": ["a"], "label": [0]})
-    for table, said in (
-        (pyarrow.table([["a"], ["b"], [0]], names=["text", "text", "label"]), "text"),
-        (plain.replace_schema_metadata({"huggingface": "{"}), "cannot be read as Parquet"),
-    ):
-        parquet.write_table(table, tmp_path / "odd.parquet")
-        with pytest.raises(DataError, match=rf"odd\.parquet.*{said}") as error:
-            read_classification(tmp_path / "odd.parquet", text="text", label="label")
-        one_line(error)
-    os.mkfifo(tmp_path / "pipe.parquet")
-    with pytest.raises(DataError, match="a pipe"):
-        open_table(tmp_path / "pipe.parquet")
-
-
-def test_without_the_library_it_names_the_extra_that_brings_it(without: Callable[[str], None], tmp_path: Path) -> None:
-    without("datasets")
-    with pytest.raises(DataError, match=re.escape("pip install 'fedlora[hub]'")) as error:
-        open_table(tmp_path / "films.parquet")
-    one_line(error)
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    extras = project["project"]["optional-dependencies"]
-    for extra, library in (("hub", "datasets"), ("train", "rouge-score")):
-        assert any(need.startswith(library) for need in extras[extra]), (extra, library)
 
 
 def test_a_model_is_fetched_in_one_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

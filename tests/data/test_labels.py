@@ -18,7 +18,6 @@ Labels = list[Any]
 GOOD: list[tuple[Labels, list[str] | None, tuple[int, ...], tuple[str, ...]]] = [
     ([2, 0], None, (1, 0), ("0", "2")),
     (["10", "02"], None, (1, 0), ("02", "10")),
-    (["+1", "0"], None, (1, 0), ("0", "+1")),
     (["-1", "+1"], ["-1", "+1"], (0, 1), ("-1", "+1")),
     (["10", "b", "9"], ["9", "10", "b"], (1, 2, 0), ("9", "10", "b")),
     (["b", "a", "b"], None, (1, 0, 1), ("a", "b")),
@@ -31,8 +30,6 @@ BAD: list[tuple[Labels, list[str] | None, str]] = [
     (["1", "+1", "0"], None, r"'1' \(row 1, line 1\) and '\+1' \(row 2, line 2\) look alike"),
     (["yes", "no", "Yes"], None, r"'yes' .* and 'Yes' \(row 3, line 3\).*label_names = \[\"Yes\", \"no\", \"yes\"\]"),
     (["caf\u00e9", "cafe\u0301"], None, "look alike"),
-    (["a\u200bb c", "ab  c"], None, "look alike"),
-    (["\uff11", "1"], None, "look alike"),
     ([0, 1.5], None, "row 2, line 2: label 1.5 "),
     ([["a"]], None, r"a label must .*got \['a'\]"),
     (list(range(10_001)), None, "10001 classes"),

@@ -74,15 +74,12 @@ def test_sizes_and_strata(counts: list[int], validation: float, test: float, see
             assert abs((part.labels or ()).count(k) - share * n) <= 2 + 1e-9
 
 
-def test_seeds_differ_parts_are_mixed_and_every_example_can_land_everywhere() -> None:
+def test_seeds_differ_and_parts_are_mixed() -> None:
     data = sentences([0] * 100 + [1] * 100)
     one, other = (split(data, validation=0.2, test=0.2, seed=seed) for seed in (0, 1))
     assert set(one[2].text) != set(other[2].text)
     for part in one:  # sorted input, mixed output: a prefix of a part is a fair sample
         assert any(a > b for a, b in pairwise(part.labels or ()))
-    few = sentences([0, 1] * 10)
-    draws = [split(few, validation=0.2, test=0.2, seed=seed) for seed in range(80)]
-    assert all(len({text for draw in draws for text in draw[p].text}) == 20 for p in (1, 2))  # 16 visits each
 
 
 def test_shares() -> None:

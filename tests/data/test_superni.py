@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fedlora.data import read_task_lists, read_tasks
 from fedlora.errors import DataError
@@ -70,13 +68,11 @@ class TestReadTasks:
         assert data.text[0] == data.text[1] and "describes a task. Write" in data.text[0]
         assert data.text[0].endswith("even.\n\n### Response:\n") and data.droppable == ((0, 0), (0, 0))
 
-    @settings(max_examples=15, deadline=None)
-    @given(text=st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip))
-    def test_what_may_be_dropped_is_the_input(self, tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
-        """The span, cut out of the prompt, is the input: whatever it holds, and though the definition holds it too."""
+    def test_what_may_be_dropped_is_the_input(self, tmp_path: Path) -> None:
+        """The span, cut out of the prompt, is the input: blanks included, and though the definition holds it too."""
+        text = " Who? \n\n### Input:\n"
         raw = task_file(Definition=[f"Repeat: {text}"], Instances=[{"input": text, "output": ["x"]}])
-        folder = write_tasks(tmp_path_factory.mktemp("tasks"), {"task1_a": raw})
-        data = read_tasks(folder, ["task1_a"])["task1_a"].data
+        data = read_tasks(write_tasks(tmp_path, {"task1_a": raw}), ["task1_a"])["task1_a"].data
         ((start, end),) = data.droppable or ()
         assert data.text[0][start:end] == text
         assert data.text[0][:start].endswith("\n\n### Input:\n")

@@ -15,55 +15,56 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from peft import PeftModel
-from peft.tuners.lora import LoraLayer
-from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
+from peft.tuners.lora import Linear
+from transformers import AutoModelForSequenceClassification
 
 from fedlora.adapters import AdapterFile
 from fedlora.export.attached import other_base
-from support.bases import reconfigure, refused, rewrite, said, small
+from support.bases import reconfigure, refused, rewrite, small
 from support.command_line import Said
-from support.peft_cases import CASES, loaded, saved
-from support.tiny_models import TOKENS, bert, gpt2
+from support.peft_boundary import kept, loaded
+from support.peft_models import saved
+from support.tiny_models import bert, gpt2, llama, logits, tied_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Main = Callable[..., Said]
 
 KINDS = (
-    "linear, no task type", "all-linear", "rank and alpha patterns", "rsLoRA with patterns", "bfloat16", "Conv1D",
-    "lm_head in full", "heads", "tied, linear",
+    "looking ahead, as Unsloth", "all-linear", "ranks by suffix", "rsLoRA with patterns", "Conv1D",
+    "heads of several tensors", "an output saved whole",
 )  # fmt: skip
+
+
+def answers(main: Main, build: Callable[[], Any], adapter: Path, base: Path, out: Path) -> None:
+    """The written model's are those of peft with the adapter beside the base, and not the base's own."""
+    done = main("export", "--format", "merged", adapter, "--model", base, "-o", out)
+    assert done.code == 0 and main("validate", adapter, "--model", base).code == 0, done.err
+    want, got = logits(loaded(build, adapter)), logits(type(build()).from_pretrained(out).eval())
+    assert float((want - logits(build())).abs().max()) > 0.05
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_written_model_answers_as_peft_with_the_adapter_beside_it(name: str, tmp_path: Path, main: Main) -> None:
-    """Every kind that fedlora reads. peft computes the adapter in float32, hence the tolerance."""
-    case = CASES[name]
-    adapter, base = saved(case, 0, tmp_path / "adapter"), tmp_path / "base"
-    case.build().save_pretrained(base)
-    done = main("export", "--format", "merged", adapter, "--model", base, "-o", tmp_path / "full")
-    assert done.code == 0 and main("validate", adapter, "--model", base).code == 0, done.err
-    want = said(loaded(case, adapter), case.inputs)
-    model: Any = case.build()
-    got = said(type(model).from_pretrained(tmp_path / "full").eval(), case.inputs)
-    assert float((want - said(model.eval(), case.inputs)).abs().max()) > 0.05
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5, check_dtype=False)
+    build, model, _ = kept(name)
+    build().save_pretrained(tmp_path / "base")
+    answers(main, build, saved(model, tmp_path / "adapter"), tmp_path / "base", tmp_path / "full")
 
 
-@pytest.mark.parametrize("build", ["llama", "gpt2"])
-def test_dora_is_merged_with_its_base(build: str, tmp_path: Path, main: Main) -> None:
-    """m (W + s B A) / ||W + s B A||, by peft; weights stored as (d_out, d_in), and transposed (Conv1D)."""
-    fields: dict[str, Any] = {"use_dora": True, "target_modules": ["q_proj", "down_proj"]}
-    if build == "gpt2":
-        fields |= {"target_modules": ["c_attn"], "fan_in_fan_out": True}
-    how: dict[str, Any] = {"build": gpt2} if build == "gpt2" else {}
-    adapter, base = small(tmp_path, **how, **fields)
-    done = main("export", adapter, "--format", "merged", "--model", base, "-o", tmp_path / "full")
-    assert done.code == 0, done.err
-    kind: Any = type(gpt2()) if build == "gpt2" else LlamaForCausalLM
-    want = said(PeftModel.from_pretrained(kind.from_pretrained(base), adapter).eval(), {"input_ids": TOKENS})
-    got = said(kind.from_pretrained(tmp_path / "full").eval(), {"input_ids": TOKENS})
-    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+@pytest.mark.parametrize(
+    ("build", "fields"),
+    [
+        (llama, {"use_dora": True, "target_modules": ["q_proj", "down_proj"]}),
+        (gpt2, {"use_dora": True, "target_modules": ["c_attn"], "fan_in_fan_out": True}),
+        (tied_llama, {}),
+    ],
+    ids=["DoRA", "DoRA of Conv1D", "tied"],
+)  # fmt: skip
+def test_what_needs_the_base_is_merged_with_it(
+    build: Callable[[], Any], fields: dict[str, Any], tmp_path: Path, main: Main
+) -> None:
+    """DoRA, m (W + s B A) / ||W + s B A||, by peft; and a linear layer of a base that ties two others."""
+    answers(main, build, *small(tmp_path, build=build, **fields), tmp_path / "full")
 
 
 def test_a_classifier_brings_its_head_and_its_classes(tmp_path: Path, main: Main) -> None:
@@ -75,8 +76,7 @@ def test_a_classifier_brings_its_head_and_its_classes(tmp_path: Path, main: Main
     done = main("export", adapter, "--format", "merged", "--model", base, "-o", tmp_path / "full")
     assert done.code == 0, done.err
     full = AutoModelForSequenceClassification.from_pretrained(tmp_path / "full").eval()
-    want = said(PeftModel.from_pretrained(bert(), adapter).eval(), {"input_ids": TOKENS})
-    torch.testing.assert_close(said(full, {"input_ids": TOKENS}), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(full), logits(loaded(bert, adapter).eval()), rtol=0, atol=1e-5)
     assert full.config.id2label == {0: "a", 1: "b", 2: "c"}
     (adapter / "labels.json").write_text(json.dumps({"num_labels": 2, "id2label": {"0": "a", "1": "b"}}))
     assert main("validate", adapter, "--model", base).code == 0  # the head's rows count, not the names
@@ -132,9 +132,10 @@ def test_another_base_than_the_adapter_names_is_told(tmp_path: Path, main: Main)
         reconfigure(adapter, base_model_name_or_path=named)
         done = main("validate", adapter, "--model", base, "--json")
         assert done.code == 0 and len(json.loads(done.out)[str(adapter)]["notes"]) == notes
-        for kind in ("merged", "gguf"):
-            done = main("export", adapter, "--format", kind, "--model", base, "-o", tmp_path / kind, "--force")
-            assert done.code == 0 and (named in done.err) == bool(notes) and done.err.count("\n") == notes, done.err
+    reconfigure(adapter, base_model_name_or_path="org/other")
+    for kind in ("merged", "gguf"):
+        done = main("export", adapter, "--format", kind, "--model", base, "-o", tmp_path / kind)
+        assert done.code == 0 and "org/other" in done.err and done.err.count("\n") == 1, done.err
     reconfigure(adapter, base_model_name_or_path="org/base")
     for named, notes in (("org/base@main", 0), ("org/other@main", 1)):  # on the hub, and downloaded
         assert len(other_base(AdapterFile(adapter), named, tmp_path / "snapshot")) == notes
@@ -153,8 +154,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, main: Main) -> N
 
 def test_a_tied_weight_is_refused(tmp_path: Path, main: Main) -> None:
     """The output layer is the table of embeddings: merged, both would change."""
-    case = CASES["tied, linear"]
-    adapter, base = small(tmp_path, build=case.build, target_modules=["lm_head"])
+    adapter, base = small(tmp_path, build=tied_llama, target_modules=["lm_head"])
     refused(main, adapter, base, "ties to 'model.embed_tokens.weight'.*tie_word_embeddings")
 
 
@@ -191,15 +191,14 @@ def test_a_wrong_merge_is_never_written(tmp_path: Path, main: Main, monkeypatch:
     """peft's merge broken on purpose, for one layer of two: the answers differ, and no folder appears."""
     adapter, base = small(tmp_path)
     rewrite(adapter, lambda t: t.update({key: t[key] * 0.1 for key in t}))  # it moves the answers by a percent
-    right = next(kind for kind in LoraLayer.__subclasses__() if kind.__name__ == "Linear").merge
-    calls: list[Any] = []
+    right, calls = Linear.merge, list[Any]()
 
     def broken(self: Any, **how: Any) -> None:
         calls.append(self)
         if len(calls) == 1:
             right(self, **how)
 
-    monkeypatch.setattr(next(k for k in LoraLayer.__subclasses__() if k.__name__ == "Linear"), "merge", broken)
+    monkeypatch.setattr(Linear, "merge", broken)
     done = main("export", "--format", "merged", adapter, "--model", base, "-o", tmp_path / "full")
     assert done.code == 2 and "answers to random tokens" in done.err and len(calls) == 2
     assert not (tmp_path / "full").exists()

@@ -1,20 +1,20 @@
-"""A tiny base model and an adapter of it in two folders, and ways to spoil them: for `apply` and `validate --model`."""
+"""A tiny base model and an adapter of it in two folders, and ways to spoil them, for export and `validate --model`."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from peft import LoraConfig
+from torch import Tensor
 
 from support.command_line import Said
-from support.peft_cases import randomise
+from support.peft_models import trained
 from support.tiny_models import llama
 
 
@@ -22,9 +22,7 @@ def small(folder: Path, dtype: torch.dtype = torch.float32, build: Any = llama, 
     """(adapter, base), with random numbers in all that trains."""
     build().to(dtype).save_pretrained(folder / "base")
     options = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]} | fields
-    model = get_peft_model(build(), LoraConfig(**options))
-    randomise(model, 1)
-    model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    trained(build, LoraConfig(**options)).save_pretrained(folder / "adapter", save_embedding_layers=False)
     return folder / "adapter", folder / "base"
 
 
@@ -42,15 +40,8 @@ def reconfigure(folder: Path, **more: Any) -> None:
 
 
 def refused(main: Callable[..., Said], adapter: Path, base: Path, why: str) -> None:
-    """By `apply` and by `validate --model`, in one line, with nothing written."""
+    """By `export` and by `validate --model`, in one line, with nothing written."""
     for command in (["export", "--format", "merged", adapter, "-o", adapter.parent / "full"], ["validate", adapter]):
         done = main(*command, "--model", base)
         assert done.code == 2 and done.err.count("\n") == 1 and re.search(why, done.err), done.err
     assert not (adapter.parent / "full").exists()
-
-
-@torch.no_grad()
-def said(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    out = model(**inputs)
-    found: Tensor = getattr(out, "logits", out)
-    return found

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import json
 import math
 
 import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel
 
-from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
+from fedlora.adapters.reader import WEIGHTS_FILE
 from fedlora.core.lora import Adapter, LoRA
 from support.peft_models import dense_logits, trained
 from support.tiny_models import bert_of_two_layers, distilbert, gpt2, llama, logits
@@ -25,12 +24,6 @@ def lora(**fields):
 
 def loaded(build, directory):
     return PeftModel.from_pretrained(build(), directory)
-
-
-def edit(directory, **fields):
-    """Change fields of adapter_config.json, keeping the order of a mapping as given (peft sorts its keys)."""
-    file = directory / CONFIG_FILE
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 def stored(directory):
@@ -79,12 +72,8 @@ CAUSAL, SEQ = {"task_type": "CAUSAL_LM"}, {"task_type": "SEQ_CLS", "target_modul
 # name -> (base model, fields of LoraConfig, the scaling that all its modules share or None)
 READABLE = {
     "list": (llama, CAUSAL, 2.0),
-    "regex": (llama, CAUSAL | {"target_modules": r".*\.1\.self_attn\.(k|v)_proj"}, 2.0),
     "looking ahead, as Unsloth": (llama, {"target_modules": r"^(?!.*mlp).*(?:q|v)_proj(?=$)"}, 2.0),
     "all-linear": (llama, CAUSAL | {"target_modules": "all-linear"}, 2.0),
-    "some layers": (llama, CAUSAL | {"layers_to_transform": [1]}, 2.0),
-    "excluded": (llama, CAUSAL | {"exclude_modules": ["model.layers.0.self_attn.v_proj"]}, 2.0),
-    "alpha 2.5": (llama, CAUSAL | {"r": 3, "lora_alpha": 2.5}, 2.5 / 3),
     "rsLoRA": (llama, CAUSAL | {"use_rslora": True, "r": 6}, 8 / math.sqrt(6)),
     "Conv1D": (gpt2, CAUSAL | {"target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}, 2.0),
     "heads": (bert_of_two_layers, SEQ, 2.0),
@@ -104,7 +93,6 @@ READABLE = {
         SEQ | {"use_rslora": True, "rank_pattern": {"query": 9}, "alpha_pattern": {"1.attention.self.value": 5}},
         None,
     ),
-    "orthogonal start": (llama, CAUSAL | {"init_lora_weights": "orthogonal"}, 2.0),
 }
 COMMON = [name for name, (_, _, scaling) in READABLE.items() if scaling is not None]
 

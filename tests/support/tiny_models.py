@@ -61,6 +61,14 @@ def llama() -> nn.Module:
     return _seeded(lambda: LlamaForCausalLM(config))
 
 
+def tied_llama() -> nn.Module:
+    """The same, whose output layer is its table of embeddings."""
+    model: Any = llama()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model
+
+
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
     """What the model says to `TOKENS`."""

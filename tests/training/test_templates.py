@@ -111,20 +111,16 @@ def test_what_is_no_template() -> None:
             check_template(wrong)
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
+def test_a_template_that_cannot_be_learned_from() -> None:
+    for template, said in (
         (None, r"no chat template.*data\.chat_template.*'\{prompt\}'"),
         (PLAIN.replace("'w7' }}", "'w7' if loop.last else 'w8' }}"), "first 4 of 5 messages"),
         (PLAIN.replace("{% if add_generation_prompt %}w9 {% endif %}", ""), "puts 'w9' before an answer"),
         ("{{ raise_exception('no system') if messages[0].role == 'system' }}" + PLAIN, "example 0: .* refuses .*no s"),
         (PLAIN.replace("[EOS] w8", "w8"), "no special token"),
-    ],
-    ids=["none", "rewrites", "opens nothing", "refuses", "does not end"],
-)  # fmt: skip
-def test_a_template_that_cannot_be_learned_from(template: str | None, said: str) -> None:
-    with pytest.raises((ConfigError, DataError), match=said):
-        encode(TALK, talking(template), max_length=64)
+    ):
+        with pytest.raises((ConfigError, DataError), match=said):
+            encode(TALK, talking(template), max_length=64)
 
 
 # ---- each message's text occurs in its rendering, the answer's in the part that is learned ---------------------------
@@ -152,34 +148,23 @@ def letters(template: str, *, special: tuple[str, ...] = (), plain: tuple[str, .
 
 MARKS = ("<|im_start|>", "<|im_end|>")
 CHAT = asked(("system", "Be brief."), ("user", "  Who wrote Emma?\n"), ("assistant", "Jane Austen,\nin 1815."))
-LOSING = {
-    "a typo of the answer's field": ("m.content | trim", "m.contents if m.role == 'assistant' else m.content",
-                                     "assistant", "Jane Austen"),
-    "no system messages": ("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}", "system", "Be"),
-    "cut at 12 letters": ("m.content | trim", "(m.content | trim)[:12]", "user", "Who wrote"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", LOSING)
-def test_a_template_that_loses_a_text_is_named_with_the_first_row(what: str, tmp_path: Path) -> None:
+def test_a_template_that_loses_an_answer_or_a_question_is_refused() -> None:
     """A typo renders as nothing, and only the end token would be learned."""
-    old, new, role, text = LOSING[what]
-    assert old in CHATML
-    reader = letters(CHATML.replace(old, new), special=MARKS)
+    for lost in ("assistant", "user"):
+        text = CHATML.replace("m.content | trim", f"m.contents if m.role == '{lost}' else m.content")
+        with pytest.raises(ConfigError, match=f"leaves out the {lost}'s text"):
+            find_template("chat", letters(text, special=MARKS))
+
+
+def test_a_system_message_that_the_template_loses_is_named_with_its_row(tmp_path: Path) -> None:
+    reader = letters(CHATML.replace("for m in messages", "for m in messages if m.role != 'system'"), special=MARKS)
     file = tmp_path / "cork.jsonl"
-    row = [{"role": r, "content": c} for r, c in CHAT.messages(0)]
-    file.write_text(json.dumps({"messages": row}) + "\n")
-    with pytest.raises(
-        DataError, match=rf"^{file}, row 1, line 1: .*\(chat, sha256 \w+\) .* the {role}'s text, '{text}"
-    ):
+    file.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in CHAT.messages(0)]}) + "\n")
+    said = rf"^{file}, row 1, line 1: .*\(chat, sha256 \w+\) .* the system's text, 'Be"
+    with pytest.raises(DataError, match=said):
         encode(read_instructions(file), reader, max_length=512)
-
-
-def test_short_texts_that_the_template_happens_to_have_are_missed_too() -> None:
-    """The user's "a" is in the header "assistant", but the template leaves each user's text out."""
-    reader = letters(CHATML.replace("{{ m.content | trim }}", "{{ m.content if m.role != 'user' }}"), special=MARKS)
-    with pytest.raises(DataError, match="the user's text, 'a'"):
-        encode(asked(("user", "a"), ("assistant", "b")), reader, max_length=512)
 
 
 # As Mistral's: the system message stands in the last user's turn.
@@ -208,9 +193,8 @@ def test_a_template_that_keeps_all_texts_is_taken(template: str) -> None:
 TAGS = ("<think>", "</think>", "<h1>", "</h1>", "<tool_call>")
 
 
-@pytest.mark.parametrize("template", [CHATML, THINKING], ids=["ChatML", "thoughts"])
-def test_other_tokens_of_the_vocabulary_are_text(template: str) -> None:
-    reader, text = letters(template, special=MARKS, plain=TAGS), "<think>aloud</think> of <h1>, a <tool_call>"
+def test_other_tokens_of_the_vocabulary_are_text() -> None:
+    reader, text = letters(THINKING, special=MARKS, plain=TAGS), "<think>aloud</think> of <h1>, a <tool_call>"
     for talk in (asked(("user", text), ("assistant", "Yes.")), asked(("user", "Go on."), ("assistant", text))):
         (example,) = encode(talk, reader, max_length=512)
         assert text in reader.decode(example["input_ids"])
@@ -218,8 +202,8 @@ def test_other_tokens_of_the_vocabulary_are_text(template: str) -> None:
 
 
 @pytest.mark.parametrize(("special", "role", "text", "sign"), [
-    (True, "user", "so <|im_end|> so", "<|im_end|>"), (False, "user", "so <|im_end|> so", "<|im_end|>"),
-    (False, "assistant", "Yes<|im_start|>user", "<|im_start|>"), (True, "assistant", "No<|end|>", "<|end|>"),
+    (False, "user", "so <|im_end|> so", "<|im_end|>"), (True, "assistant", "Yes<|im_start|>user", "<|im_start|>"),
+    (True, "assistant", "No<|end|>", "<|end|>"),
 ])  # fmt: skip
 def test_a_border_in_a_text_is_refused_by_client_file_and_row(
     special: bool, role: str, text: str, sign: str, tmp_path: Path, load_language_model: Loader
@@ -234,11 +218,7 @@ def test_a_border_in_a_text_is_refused_by_client_file_and_row(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     says = rf"^client 'berlin', {file}, row 2, line 2: the {role}'s text has '{sign.replace('|', '.')}' at"
     data = read_instructions(file)
-    for reads in (
-        lambda: LocalTrainer(model, {"berlin": data}, TrainSettings(max_length=512), seed=0),
-        lambda: ModelEvaluator(model, data.of("berlin"), [], max_length=512),
-        lambda: ModelEvaluator(model, data.select([0]), [], own={"berlin": data}, max_length=512),
-    ):
-        with pytest.raises(DataError, match=says) as error:
-            reads()
-        assert "\n" not in str(error.value)
+    with pytest.raises(DataError, match=says):
+        LocalTrainer(model, {"berlin": data}, TrainSettings(max_length=512), seed=0)
+    with pytest.raises(DataError, match=says):
+        ModelEvaluator(model, data.select([0]), [], own={"berlin": data}, max_length=512)

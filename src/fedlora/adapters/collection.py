@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -21,7 +21,6 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import quoted
 from fedlora.errors import AdapterFormatError, ConfigError, counted
 
-Missing = Literal["renormalise", "zero"]  # how a module averages over adapters that lack it
 _LARGEST = 1e12  # of a weight: a larger one is a typo, and sums could overflow
 
 
@@ -31,7 +30,6 @@ class Collection:
 
     files: Sequence[AdapterFile]
     weights: tuple[float, ...]
-    missing: Missing = "zero"
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -44,17 +42,11 @@ class Collection:
         return reduce(torch.promote_types, (file.dtype() for file in self.files))
 
     def combined(self, module: str, dtype: torch.dtype | None = None) -> Combined:
-        """One module of the weighted sum. Scales go into the weights, so that 16-bit factors are not rounded again.
-
-        Raises:
-            ConfigError: `missing` is "renormalise", and the adapters that have it have weight 0.
-        """
+        """One module of the weighted sum; who lacks it adds nothing. Scales go into the weights, so that 16-bit factors
+        are not rounded again."""
         held = [(f, w) for f, w in zip(self.files, self.weights, strict=True) if module in f.ranks]
-        total = math.fsum(w for _, w in held) if self.missing == "renormalise" else 1.0
-        if not total:
-            raise ConfigError(f"module {quoted(module)} is only in adapters of weight 0.")
         loras, scales = zip(*(file.unscaled(module) for file, _ in held), strict=True)
-        return combine(module, loras, [w / total * scale for (_, w), scale in zip(held, scales, strict=True)], dtype)
+        return combine(module, loras, [w * scale for (_, w), scale in zip(held, scales, strict=True)], dtype)
 
     def spec(self, heads: bool) -> AdapterSpec:
         """The first adapter's spec, with the base's public name and all saved modules."""
@@ -83,7 +75,7 @@ def collected(
         AdapterFormatError: an adapter cannot be read; different bases, matrices or classes; without `missing`,
             different modules. ConfigError: impossible weights.
     """
-    one_of("--missing", missing, get_args(Missing))
+    one_of("--missing", missing, ("zero",))
     if isinstance(weights, str):
         one_of("--weights", weights, ("num_examples",))
     if not adapters:
@@ -108,7 +100,7 @@ def collected(
         more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
         names = ", ".join(quoted(name, 80) for name in idle[:8])
         notes.append(f"weight 0, so not part of the result: {names}{more}")
-    return Collection(files, used, "renormalise" if missing == "renormalise" else "zero", tuple(notes))
+    return Collection(files, used, tuple(notes))
 
 
 def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: bool = False) -> tuple[float, ...]:
@@ -149,8 +141,8 @@ def _check_modules(files: Sequence[AdapterFile]) -> None:
         if odd := sorted(set(files[0].modules) ^ set(other.modules)):
             raise AdapterFormatError(
                 f"{quoted(odd[0], 80)} is only in one of {files[0].directory} and {other.directory} "
-                f"({counted(len(odd), 'such module')}). If they are of one model, say how to count a module that an "
-                f"adapter lacks: --missing zero or --missing renormalise."
+                f"({counted(len(odd), 'such module')}). If they are of one model, --missing zero counts a module "
+                f"that an adapter lacks as an update of zero."
             )
 
 

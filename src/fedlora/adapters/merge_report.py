@@ -10,8 +10,6 @@ from fedlora.adapters.writer import base_line
 from fedlora.core.text import MOST, markdown_cell
 from fedlora.errors import counted
 
-_SHOWN = 10  # modules
-
 
 @dataclass(frozen=True)
 class ModuleReport:
@@ -77,7 +75,7 @@ def merge_card(report: MergeReport, inputs: Sequence[str], base: str | None, ask
     rows = [f"| {_cell(name)} | {weight:.6g} |" for name, weight in zip(inputs, report.weights, strict=True)]
     table = "\n".join(["| adapter | weight |", "| --- | --- |", *rows])
     rounding = f", and writing {report.dtype} adds {report.rounding:.2e}" if report.rounding else f" ({report.dtype})"
-    dropped = f"\n\nLeft out: {_names(report.dropped)}." if report.dropped else ""
+    dropped = f"\n\nLeft out: {', '.join(map(_cell, report.dropped))}." if report.dropped else ""
     ruled = ""
     if report.rule:
         gone = sum(count == 0 for count in report.counts)
@@ -102,8 +100,3 @@ Every module is stored at rank {report.rank}, with alpha = r: the update is B A 
 def _cell(text: str) -> str:
     """Text for a Markdown table: a plain name as is, anything else as code, so that no markup takes effect."""
     return text if len(text) <= MOST and re.fullmatch(r"[A-Za-z0-9_.\[\] -]+", text) else markdown_cell(text)
-
-
-def _names(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(_cell(name) for name in names[:_SHOWN])}{rest}"

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import torch
 
-from fedlora.adapters.collection import Collection, Missing, collected, one_of
+from fedlora.adapters.collection import Collection, collected, one_of
 from fedlora.adapters.heads import HeadRule, heads_by, labels_by
 from fedlora.adapters.merge_report import MergeReport, ModuleReport, merge_card
 from fedlora.adapters.truncation import RankRule, name_of, narrowed_pair, overall, parse_type
@@ -39,7 +39,7 @@ def merge(
     rank: int | str = "exact",
     weights: Sequence[float] | Literal["num_examples"] | None = None,
     sum: bool = False,
-    missing: Missing | None = None,
+    missing: Literal["zero"] | None = None,
     heads: HeadRule = "average",
     dtype: str | None = None,
     max_error: float | None = None,
@@ -56,8 +56,8 @@ def merge(
             the scale right.
         weights: one per adapter; default: equal; "num_examples": those of each adapter's upload.json. sum: use weights
             as they are, including negative ones; otherwise they are divided by their sum.
-        missing: how to count an adapter that lacks a module: "zero" as an update of zero, "renormalise" not at all;
-            without it, all must have the same modules.
+        missing: "zero": an adapter that lacks a module counts as an update of zero; without it, all must have the same
+            modules.
         heads: for saved modules: the mean, the first adapter's, or none.
         dtype: float16, bfloat16, float32 or float64; default: the adapters' own.
         max_error: write nothing beyond this relative error. same_base: treat their base models as one, whatever their
@@ -75,8 +75,6 @@ def merge(
         '0e+00 lost of 2 modules'
     """
     wanted = Wanted(out, rank, heads, dtype, max_error, dry_run, force)
-    if sum and missing == "renormalise":
-        raise ConfigError("--sum uses weights as they are, but --missing renormalise rescales them: leave out one.")
     if isinstance(adapters, str | os.PathLike):
         raise ConfigError("adapters must be a list of directories; for a single one write [directory].")
     wanted.check(adapters)
@@ -188,10 +186,6 @@ def write_result(
     _check_error(wanted, of, error, rounding, dtype)
     rank, remark = _rank(wanted, reports)
     said = [*notes, *given.notes, *remark, *_zeros(given, reports)]
-    labels = labels_by(given.files, wanted.heads)
-    if labels and not any(tensor.ndim == 2 and len(tensor) == len(labels) for tensor in heads.tensors.values()):
-        said.append(f"{len(labels)} class names, but no saved module has as many rows: the result has no labels.json")
-        labels = ()
     adapter = Adapter({name: pad_rank(lora, rank) for name, (lora, _) in parts.items()}, heads.tensors)
     report = MergeReport(
         out=os.fspath(wanted.out or ""), written=not wanted.dry_run, of=of,
@@ -209,7 +203,7 @@ def write_result(
         sources = [file.directory for file in given.files]
         with replacing_folder(wanted.out, force=wanted.force, kind=ADAPTER_FOLDER, inputs=sources) as building:
             fill_adapter(building, adapter, spec, card)
-            if labels:
+            if labels := labels_by(given.files, wanted.heads):
                 write_labels(building, labels)
     return report
 

@@ -40,8 +40,7 @@ def merge(
     method: Annotated[str, typer.Option(help="svd, or a federated method, as 'glora rho=0.5'")] = "svd",
     rank: Annotated[str, typer.Option(help="a number, exact, or energy=0.99")] = "exact",
     missing: Annotated[
-        str | None,
-        typer.Option(help="how to count a module that an adapter lacks: zero or renormalise (default: refuse)"),
+        str | None, typer.Option(help="zero: a module that an adapter lacks counts as zero (default: refuse)")
     ] = None,
     heads: Annotated[str, typer.Option(help="whole trained modules: average, first or drop")] = "average",
     dtype: DType = None,

@@ -35,7 +35,7 @@ def merge_round(
     """Write a method's server update of these adapters like any merge.
 
     Args:
-        given: with missing = "zero", a module that an adapter lacks counts as a pair of zeros. label: the method as
+        given: a module that an adapter lacks counts as a pair of zeros. label: the method as
             typed. rule: a robust rule, which weighs the clients' changes; the report's remarks say what it did, and its
             error is relative to the rule's exact weighted mean, not to the plain one that includes byzantine clients.
 
@@ -105,7 +105,7 @@ def _played(
     pairs = [{module: file.lora(module) for module in file.modules} for file in given.files]
     start = _zero_start(pairs)
     zero = {name: lora.map(torch.zeros_like) for name, lora in start.modules.items()}
-    adapters = [Adapter({**(zero if given.missing == "zero" else {}), **one}) for one in pairs]
+    adapters = [Adapter({**zero, **one}) for one in pairs]
     uploads = [
         Upload(Client(name, adapter.ranks), count, adapter)
         for name, count, adapter in zip(clients, given.weights, adapters, strict=True)

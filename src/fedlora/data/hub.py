@@ -1,4 +1,4 @@
-"""Folders on the Hugging Face hub, written owner/name@revision, and digests of files.
+"""Folders on the Hugging Face hub, written owner/name@revision; digests of files, and what libraries say of bad ones.
 
 They are downloaded into the hub's own cache, nothing else. A revision is a commit, a tag or a branch (`main` is the
 newest state). Without one a folder's name is a path on this machine, so that a mistyped path asks no server.
@@ -6,14 +6,15 @@ newest state). Without one a folder's name is a path on this machine, so that a 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, FedLoRAError
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "labels.json", "upload.json")
 MODEL_TEXTS = (  # what a loader may read of a model besides its weights; .py of models whose code comes with them
@@ -106,6 +107,18 @@ def file_digest(file: Path) -> str:
 def _of_file(path: str, *_: int) -> str:
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def readable(otherwise: str, hint: str = "") -> Iterator[None]:
+    """Raise `ConfigError`, which begins with `otherwise`, for any error in the block: files of a model that are damaged
+    or odd fail in many ways, in several libraries."""
+    try:
+        yield
+    except FedLoRAError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{otherwise}: {first_line(error)}.{hint}") from error
 
 
 def first_line(error: Exception) -> str:

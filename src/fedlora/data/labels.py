@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def decode_labels(
-    source: str, cells: Sequence[tuple[str, object]], label_names: Sequence[str] | None, key: str = "label_names"
+    source: str, cells: Sequence[tuple[str, object]], label_names: Sequence[str] | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Class indices and names, by the rule in `read_classification`, which also describes the arguments.
 
@@ -28,7 +28,7 @@ def decode_labels(
         DataError: a value is no label, labels look alike, or one matches no name.
     """
     if label_names is not None and (not label_names or len(set(label_names)) < len(label_names)):
-        raise DataError(f"{key} must be different names, at least one; got {tuple(label_names)}.")
+        raise DataError(f"label_names must be different names, at least one; got {tuple(label_names)}.")
     labels, rows = [], dict[str, str]()  # rows: label -> its first row
     for where, value in cells:
         if not isinstance(value, str | int | float):
@@ -36,25 +36,26 @@ def decode_labels(
         text = str(value).lower() if isinstance(value, bool) else str(value)
         labels.append(text if text in (label_names or ()) else text.strip())  # a name may have blanks around it
         rows.setdefault(labels[-1], where)
-    names = tuple(label_names or _found_names(source, rows, key))
+    names = tuple(label_names or _found_names(source, rows))
     lookup = {name: k for k, name in enumerate(names)}
     if unknown := [label for label in labels if label not in lookup]:
         raise DataError(
-            f"{source}, {rows[unknown[0]]}: label {unknown[0][:80]!r} is not among the {len(names)} classes of {key}, "
-            f"{shown(names)} ({counted(len(unknown), 'such row')}). Write the row's class exactly as in that list, or "
-            f"drop the row. If the list lacks a class, add it at all parties."
+            f"{source}, {rows[unknown[0]]}: label {unknown[0][:80]!r} is not among the {len(names)} classes of "
+            f"data.label_names, {shown(names)} ({counted(len(unknown), 'such row')}). Write the row's class exactly "
+            f"as in that list, or drop the row. If the list lacks a class, add it at all parties."
         )
     return tuple(lookup[label] for label in labels), names
 
 
-def given(key: str, names: Sequence[str]) -> str:
-    """What to type to declare these classes, in TOML and in Python; only the first ones if there are very many.
+def given(names: Sequence[str]) -> str:
+    """What to type in a config to declare these classes; only the first ones if there are very many.
 
     Example:
-        >>> given("data.label_names", ["-1", "1"])
+        >>> given(["-1", "1"])
         'data.label_names = ["-1", "1"]'
     """
-    return f"{key} = {json.dumps(list(names[:_PASTED]), ensure_ascii=False)[:-1]}{', ...' * (len(names) > _PASTED)}]"
+    listed = json.dumps(list(names[:_PASTED]), ensure_ascii=False)[:-1]
+    return f"data.label_names = {listed}{', ...' * (len(names) > _PASTED)}]"
 
 
 def shown(names: Sequence[str]) -> str:
@@ -74,13 +75,11 @@ def look_alike(names: Iterable[str]) -> tuple[str, str] | None:
     """Two different names that a person would take for one class, such as "yes" and "Yes", or "1" and "01"; None if
     there are none.
 
-    Equal are names after Unicode normalisation (NFKC), case folding, and removal of white space and of characters
-    without width; numbers, by their value.
+    Equal are names after Unicode normalisation (NFKC), case folding and removal of white space; numbers by their value.
     """
     seen: dict[str, str] = {}
     for name in names:
-        wide = unicodedata.normalize("NFKC", name).casefold()
-        plain = "".join(c for c in wide if not c.isspace() and unicodedata.category(c) != "Cf")
+        plain = "".join(unicodedata.normalize("NFKC", name).casefold().split())
         if _NUMBER.fullmatch(plain):
             plain = str(Decimal(plain).normalize() + 0)  # + 0: -0 is 0
         if seen.setdefault(plain, name) != name:
@@ -88,25 +87,25 @@ def look_alike(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def _found_names(source: str, rows: Mapping[str, str], key: str) -> tuple[str, ...]:
+def _found_names(source: str, rows: Mapping[str, str]) -> tuple[str, ...]:
     """Classes without given names: the values that occur, words alphabetically and integers by size."""
     names = in_order(rows)
     if same := look_alike(rows):
         one, other = (f"{label!r} ({rows[label]})" for label in same)
         raise DataError(
             f"{source}: the labels {one} and {other} look alike: it is unclear whether they mean one class. Write them "
-            f"alike; if they are two classes, give {given(key, names)}, with the classes of the other files too."
+            f"alike; if they are two classes, give {given(names)}, with the classes of the other files too."
         )
     odd = next((n for n in rows if _NUMBER.fullmatch(n) and (not _WHOLE.fullmatch(n) or Decimal(n) < 0)), None)
     if odd is not None:
         raise DataError(
             f"{source}, {rows[odd]}: label {odd} is no whole number from 0 on. Scores to regress on are not supported, "
             f"and GLUE marks the unlabelled rows of its test sets with -1: use the validation set. If the numbers are "
-            f"names of classes, give {given(key, names)}."
+            f"names of classes, give {given(names)}."
         )
     if len(names) > MAX_LABELS:
         raise DataError(
             f"{source}: the label column would make {len(names)} classes (limit {MAX_LABELS}); first value "
-            f"{next(iter(rows))!r}. Is it a column of ids or of text? If it is right, name every class in {key}."
+            f"{next(iter(rows))!r}. Is it a column of ids or of text? If it is right, name all in data.label_names."
         )
     return names

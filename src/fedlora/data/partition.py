@@ -62,7 +62,6 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
         )
     rng = np.random.default_rng(derive_seed(seed, "partition", "dirichlet"))
     classes = [np.flatnonzero(y == k) for k in np.unique(y)]
-    best = -1
     for _ in range(_DRAWS):
         pieces: list[list[Indices]] = [[] for _ in range(clients)]
         for members in classes:
@@ -71,13 +70,11 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
             cuts = (np.cumsum(prop) * len(shuffled)).astype(int)[:-1]
             for mine, piece in zip(pieces, np.split(shuffled, cuts), strict=True):
                 mine.append(piece)
-        smallest = min(sum(len(piece) for piece in mine) for mine in pieces)
-        best = max(best, smallest)
-        if smallest >= min_size:
+        if min(sum(len(piece) for piece in mine) for mine in pieces) >= min_size:
             return [rng.permutation(np.concatenate(mine)) for mine in pieces]
     raise DataError(
-        f"none of {_DRAWS} draws of Dir({alpha}) gave each of {clients} clients {min_size} examples: the best left the "
-        f"smallest client {best} of the {y.size}. Use fewer clients, a smaller min_size or a larger alpha."
+        f"none of {_DRAWS} draws of Dir({alpha}) gave each of {clients} clients {min_size} of the {y.size} "
+        f"examples. Use fewer clients, a smaller min_size or a larger alpha."
     )
 
 

@@ -20,7 +20,7 @@ CHAT = "messages"  # the default column for conversations
 
 def read_classification(
     source: str | os.PathLike[str] | Dataset, *, text: str, label: str, text_pair: str | None = None,
-    label_names: Sequence[str] | None = None, key: str = "label_names",
+    label_names: Sequence[str] | None = None,
 ) -> TextData:  # fmt: skip
     """Read a classification task, one example per row. Give `label_names` whenever you read several files of one task:
     without it, each file numbers the classes it happens to contain.
@@ -36,7 +36,6 @@ def read_classification(
         text, label, text_pair: the columns of the sentence, of the class, and of the second sentence, if the task has
         one.
         label_names: the classes, by index.
-        key: the user's name for label_names in error messages: "label_names" or "data.label_names".
 
     Raises:
         DataError: no such file, unknown suffix, not UTF-8, malformed row, missing column, missing or empty value,
@@ -50,7 +49,7 @@ def read_classification(
     columns = [text, label] if text_pair is None else [text, label, text_pair]
     table = open_table(source, columns).having(columns)
     given = table.classes.get(label) if label_names is None else label_names
-    labels, names = decode_labels(table.name, table.cells(label), given, key)
+    labels, names = decode_labels(table.name, table.cells(label), given)
     return TextData(
         "classification", table.texts(text), pair=None if text_pair is None else table.texts(text_pair), labels=labels,
         label_names=names,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fedlora.data.text import TextData
 from fedlora.errors import DataError, repeated
-from fedlora.given_files import half_the_memory, parse_json, read_given
+from fedlora.given_files import RECORDS, parse_json, read_given
 
 _INTRO = "Below is an instruction that describes a task"
 _WITH_INPUT = ", paired with an input that provides further context"
@@ -64,7 +64,7 @@ def read_tasks(folder: Path, names: Sequence[str]) -> dict[str, Task]:
 def _read(path: Path) -> Task:
     """A task file, checked."""
     try:
-        raw = parse_json(read_given(path, half_the_memory() // 8))
+        raw = parse_json(read_given(path, RECORDS))
     except (OSError, ValueError) as error:
         raise DataError(f"the task file {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     try:

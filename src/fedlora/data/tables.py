@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedlora.data.hub import first_line
 from fedlora.errors import DataError, counted, repeated
-from fedlora.given_files import half_the_memory, opened, parse_json, read_given
+from fedlora.given_files import DATA, opened, parse_json, read_given
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -98,7 +98,7 @@ def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str] 
     try:
         if suffix == ".parquet":
             return _parquet_table(file, columns)
-        content = read_given(file, half_the_memory() // 6).decode("utf-8-sig")
+        content = read_given(file, DATA).decode("utf-8-sig")
     except FileNotFoundError as error:
         begin = "" if file.is_absolute() else f" Relative paths start at the working directory, {Path.cwd()}."
         raise DataError(f"{file} does not exist.{begin}") from error
@@ -141,15 +141,14 @@ def _json_table(name: str, content: str) -> Table:
 
 def _csv_table(name: str, content: str, usual: str) -> Table:
     """The rows by the header's names, each with the line where it begins. Lines without a field are skipped."""
-    separator, first = _separator(content, usual)
+    separator, line = _separator(content, usual), 1
     found: list[tuple[int, list[str]]] = []
-    line = first
-    reader = csv.reader(io.StringIO(content.split("\n", first - 1)[-1], newline=""), delimiter=separator, strict=True)
+    reader = csv.reader(io.StringIO(content, newline=""), delimiter=separator, strict=True)
     try:
         for fields in reader:
             if fields:
                 found.append((line, fields))
-            line = reader.line_num + first
+            line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
             f"{name}, row starting at line {line}: {error}. A field that begins with a double quote must end with one, "
@@ -157,25 +156,19 @@ def _csv_table(name: str, content: str, usual: str) -> Table:
         ) from error
     header, rows = (found[0][1], found[1:]) if found else ([], [])
     places = [f"row {k}, line {at}" for k, (at, _) in enumerate(rows, start=1)]
-    counts = [len(fields) for _, fields in rows]
-    if odd := [f"{at} has {counted(n, 'field')}" for at, n in zip(places, counts, strict=True) if n != len(header)]:
+    counts = zip(places, (len(fields) for _, fields in rows), strict=True)
+    if odd := [f"{at} has {counted(count, 'field')}" for at, count in counts if count != len(header)]:
         hint = f"A field that contains the separator {separator!r} must be in double quotes."
-        if min(counts) < len(header):
-            hint += f" A row with too few may have another separator than the header's {separator!r}."
         raise DataError(f"{name}: {_all_of(odd)}, but the header has {len(header)}: {header[:20]}. {hint}")
     made = [dict[str, object](zip(header, fields, strict=True)) for _, fields in rows]
     return Table(name, tuple(header), list(zip(places, made, strict=True)))
 
 
-def _separator(content: str, usual: str) -> tuple[str, int]:
-    """The mark between the columns, and the header's line. It is the one that the header has most often outside of
-    quotes, the usual one among equals: Excel writes semicolons where numbers have decimal commas. Or that of Excel's
-    first line `sep=;`. With a wrong one, the columns that are asked for are not in the header."""
-    line, head = next(((k, text) for k, text in enumerate(content.split("\n"), 1) if text.strip()), (1, ""))
-    if named := re.fullmatch(r"sep=(.)\s*", head):
-        return named[1], line + 1
-    bare = re.sub(r'"[^"]*"', "", head)
-    return max((usual, *",;\t|"), key=bare.count), line
+def _separator(content: str, usual: str) -> str:
+    """The mark that the header has most often outside of quotes, the usual one among equals: Excel writes semicolons
+    where numbers have decimal commas. With a wrong one, the columns that are asked for are not in the header."""
+    head = next((line for line in content.split("\n") if line.strip()), "")
+    return max((usual, *",;\t|"), key=re.sub(r'"[^"]*"', "", head).count)
 
 
 # ------------------------------------------------------------------------------------------------------- typed sources

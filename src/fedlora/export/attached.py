@@ -29,6 +29,7 @@ from fedlora.adapters.base_names import Base, is_same_base
 from fedlora.adapters.reader import PREFIX, AdapterFile
 from fedlora.adapters.uploads import labels_of
 from fedlora.core.text import quoted
+from fedlora.data.hub import readable
 from fedlora.errors import AdapterFormatError, ConfigError, counted
 
 _AUTO = {
@@ -36,6 +37,7 @@ _AUTO = {
     "SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification",
     "QUESTION_ANS": "AutoModelForQuestionAnswering", "FEATURE_EXTRACTION": "AutoModel",
 }  # fmt: skip
+_NOT_BUILT = "transformers cannot build the base model in"
 WAY_OUT = "Merge it with peft's merge_and_unload, in the program that has the model"
 
 
@@ -58,7 +60,7 @@ def check(file: AdapterFile, base: Path) -> Attached:
     config = _config_of(file, base)
     heads = {name: tuple(file.stored_head(name).shape) for name in file.heads}
     for kind in (kinds := _kinds(file, config)):
-        with quiet(), _as_config_error(base), torch.device("meta"):
+        with quiet(), readable(f"{_NOT_BUILT} {base}"), torch.device("meta"):
             model = kind._from_config(copy.deepcopy(config))
         names = {name for name, _ in model.named_modules()}
         if kind is kinds[-1] or names >= set(file.modules):
@@ -148,7 +150,7 @@ def _in_full(file: AdapterFile) -> LoraConfig:
 
 def _config_of(file: AdapterFile, base: Path) -> Any:
     """The base's config, for as many classes as the adapter's head has, with their names."""
-    with _as_config_error(base):
+    with readable(f"{_NOT_BUILT} {base}"):
         config = transformers.AutoConfig.from_pretrained(base)
     if getattr(config, "quantization_config", None):
         raise ConfigError(
@@ -195,13 +197,3 @@ def _refuse_tied(file: AdapterFile, model: nn.Module) -> None:
                 f"{quoted(next(name for name in group if name != min(both)))}: merged, both would change. Save the "
                 f"base with tie_word_embeddings = false, and use that."
             )
-
-
-@contextmanager
-def _as_config_error(base: Path) -> Iterator[None]:
-    """transformers' own error for a base that it cannot build, as one line."""
-    try:
-        yield
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError, AttributeError, ... for bad files
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"transformers cannot build the base model in {base}: {quoted(said, 300)}.") from error

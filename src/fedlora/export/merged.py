@@ -23,7 +23,6 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import set_peft_model_state_dict
-from safetensors import SafetensorError
 from torch import Tensor
 
 from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
@@ -32,6 +31,7 @@ from fedlora.adapters.writer import base_line
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.text import quoted
+from fedlora.data.hub import readable
 from fedlora.doing import stepped
 from fedlora.errors import AdapterFormatError, ConfigError, counted
 from fedlora.export.attached import WAY_OUT, Attached, attach, check, quiet
@@ -122,14 +122,10 @@ def _kind(side: Sequence[Path]) -> FolderKind:
 def _loaded(found: Attached, file: AdapterFile, base: Path, dtype: torch.dtype | None) -> Any:
     """The base with its weights, in the class that has all of the adapter's modules, and in `dtype` if that is wider
     than its own: a narrow type would blur the answers that are compared."""
-    try:
-        with quiet():
-            model, told = found.kind.from_pretrained(
-                base, config=found.config, dtype="auto", use_safetensors=True, output_loading_info=True
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"transformers cannot load the base model in {base}: {quoted(said, 300)}.") from error
+    with quiet(), readable(f"transformers cannot load the base model in {base}"):
+        model, told = found.kind.from_pretrained(
+            base, config=found.config, dtype="auto", use_safetensors=True, output_loading_info=True
+        )
     lacking = sorted(set(told["missing_keys"]) - set(file.heads))
     if lacking:
         raise AdapterFormatError(

@@ -238,8 +238,7 @@ def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
         if config.model.task != "sequence-classification":
             return read_instructions(path, prompt=d.prompt, response=d.response, messages=d.messages)
         return read_classification(
-            path, text=d.text, label=d.label, text_pair=d.text_pair, label_names=d.label_names or names,
-            key="data.label_names",
+            path, text=d.text, label=d.label, text_pair=d.text_pair, label_names=d.label_names or names
         )  # fmt: skip
 
     found = {path: read(path) for path in paths}
@@ -252,9 +251,7 @@ def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
 def _all_classes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """The classes of several files. Raises `ConfigError` if they may be the same classes, written differently."""
     names = in_order(name for classes in found.values() for name in classes)
-    cure = (
-        f"Write the same class the same way in all files. If they are separate, set {given('data.label_names', names)}."
-    )
+    cure = f"Write the same class the same way in all files. If they are separate, set {given(names)}."
     if same := look_alike(names):
         holders = [next(path for path, classes in found.items() if spelt in classes) for spelt in same]
         raise ConfigError(

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fedlora.data.hub import MODEL_TEXTS, file_digest
+from fedlora.data.hub import MODEL_TEXTS, file_digest, readable
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
-from fedlora.training.load import hub_name, model_place, readable, weight_files
+from fedlora.training.load import hub_name, model_place, weight_files
 
 
 @doing("hashing the base model")

@@ -7,9 +7,8 @@ snapshot on this machine: the hub is asked once, and where it cannot be reached 
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from torch import nn
 
 from fedlora.core.folders import replacing_folder
 from fedlora.data.demo import HUB_NAMES
-from fedlora.data.hub import file_digest, first_line, model_snapshot, repository_and_revision, repository_of
+from fedlora.data.hub import file_digest, model_snapshot, readable, repository_and_revision, repository_of
 from fedlora.doing import doing
-from fedlora.errors import ConfigError, FedLoRAError, counted
+from fedlora.errors import ConfigError, counted
 from fedlora.seeds import derive_seed
 from fedlora.training.settings import DType, Task
 
@@ -60,18 +59,6 @@ def weight_files(place: Path) -> list[Path]:
         if found := [whole] if whole.is_file() else sorted(place.glob(f"{name}-*-of-*.{kind}")):
             return found
     raise ConfigError(f"the model {place} has no weights: neither model*.safetensors nor pytorch_model*.bin is there.")
-
-
-@contextlib.contextmanager
-def readable(otherwise: str, hint: str = "") -> Iterator[None]:
-    """Raise `ConfigError`, which begins with `otherwise`, for any error in the block: files of a model that are damaged
-    or odd fail in many ways, in several libraries."""
-    try:
-        yield
-    except FedLoRAError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{otherwise}: {first_line(error)}.{hint}") from error
 
 
 @doing("unpacking the GGUF model, once")

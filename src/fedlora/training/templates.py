@@ -35,14 +35,13 @@ class Template:
     """What surrounds a prompt. text: with {prompt} in it, or the source of a chat template.
 
     Of a chat template: marks: the tokens that it reads as borders of turns, by id: the tokenizer's special ones, and
-    those that it writes itself around turns. lost: the roles whose text it leaves out.
+    those that it writes itself around turns. ends: the tokens that end an answer.
     """
 
     text: str
     tokenizer: Any
     chat: bool = False
     marks: Mapping[int, str] = field(default_factory=dict)
-    lost: frozenset[str] = frozenset()
     ends: tuple[int, ...] = ()
 
     @property
@@ -86,9 +85,13 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
     except DataError:  # some templates refuse a system message, and others need one
         talk = talk[1:]
         text, opening = rendered(bare, talk), rendered(bare, talk[:-1], ask=True)
-    lost = frozenset(role for role, word in talk if word not in text)
+    if lost := [role for role, word in talk if role != "system" and word not in text]:
+        raise ConfigError(
+            f"the chat template leaves out the {lost[0]}'s text. Mend tokenizer.chat_template, and save the tokenizer "
+            f"again."
+        )
     before, _, after = text.partition(_WORDS["assistant"])
-    if opening == rendered(bare, talk[:-1]) and (header := before[len(opening) :].strip()) and not lost:
+    if opening == rendered(bare, talk[:-1]) and (header := before[len(opening) :].strip()):
         raise ConfigError(
             f"the chat template puts {header[:40]!r} before an answer but does not add it with add_generation_prompt. "
             f"Let it end with {{% if add_generation_prompt %}}...{{% endif %}}."
@@ -99,13 +102,13 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
     border = {*tokenizer.all_special_ids, *(k for k, token in added.items() if token.special or k in written)}
     marks = {k: tokenizer.convert_ids_to_tokens(k) for k in border - {tokenizer.unk_token_id}}
     end = next((k for k in reversed(token_ids(tokenizer, after)) if k in marks), None)
-    if end is None and not lost:
+    if end is None:
         raise ConfigError(
             "the chat template ends the assistant's turns with no special token, so a model trained on it could not "
             "stop. Let its turns end with eos_token, or set data.chat_template to a text with {prompt}."
         )
     ends = tuple(sorted({tokenizer.eos_token_id, end} - {None}))
-    return Template(bare.text, tokenizer, True, marks, lost, ends)
+    return Template(bare.text, tokenizer, True, marks, ends)
 
 
 def rendered(template: Template, messages: Sequence[Message], *, ask: bool = False) -> str:
@@ -151,7 +154,7 @@ def conversation(template: Template, messages: Sequence[Message]) -> tuple[str, 
     for k, (role, content) in enumerate(messages):
         place, start = (answer, 0) if k == len(messages) - 1 else (opening, 0 if role == "system" else at)
         found = place.find(content.strip(), start)
-        if found < 0 or role in template.lost:
+        if found < 0:
             raise DataError(
                 f"the tokenizer's chat template ({template.name}) leaves out or changes the {role}'s text, "
                 f"{content.strip()[:60]!r}. Mend tokenizer.chat_template, and save the tokenizer again."

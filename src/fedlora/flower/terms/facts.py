@@ -106,7 +106,8 @@ def _config_digest(model: str | Path) -> str:
     another one."""
     from transformers import PretrainedConfig
 
-    from fedlora.training.load import model_place, readable
+    from fedlora.data.hub import readable
+    from fedlora.training.load import model_place
 
     with readable(f"the configuration of {str(model)!r} cannot be read"):
         found, _ = PretrainedConfig.get_config_dict(model_place(model))
