@@ -113,12 +113,23 @@ def test_the_server_measures_chooses_and_leaves_adapters_that_load_anywhere(tmp_
             assert str(tmp_path).encode() not in path.read_bytes(), path
 
 
-def test_it_stops_when_nothing_gets_better_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the first of equals is best."""
+def test_it_stops_when_nothing_gets_better_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the first of equals is best.
+    Where what follows the last round fails, now.json does not say that it runs, and the next call does it."""
+
+    def fails(lines: Any) -> Any:
+        raise OSError("no space")
+
     fed = FederationOnDisk(
         tmp_path, train={"learning_rate": 1e-9, "max_steps": 1}, evaluate={"early_stopping_patience": 2},
         run={"rounds": 6},
     )  # fmt: skip
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space"):
+        patched.setattr("fedlora.flower.server.finishing.over_rounds", fails)
+        fed.play()
+    assert read_now(fed.home / "server" / "now.json")["ended"] == {"kind": "failed", "why": "OSError: no space"}
     summary = fed.play()
     assert summary["stopped_early"]["round"] == summary["rounds"] == 3 and summary["best_round"] == 1
     assert read_now(fed.home / "server" / "now.json")["ended"]["kind"] == "stopped"

@@ -21,7 +21,7 @@ from fedlora.core.parcels import pack
 from fedlora.errors import ConfigError, KeptStateError
 from fedlora.flower.envelope import Receipt
 from fedlora.flower.records import PROTOCOL, RecordError, parcel_record
-from fedlora.flower.scores import SiteRound, SiteScores, as_question, asked_part, record_measured
+from fedlora.flower.scores import SiteRound, SiteScores, as_question, asked_part, averaged, record_measured
 from fedlora.flower.site.node import Node
 from support.flower_grid import RANKS, RUN, Message, Toy, federation, play
 from support.toy_federations import Ruler, toy_federation
@@ -127,9 +127,12 @@ def test_an_answer_that_cannot_be_is_refused_by_name(name: str) -> None:
 
 
 def test_the_mean_is_weighted_by_examples() -> None:
-    """(0.5 * 10 + 1.0 * 30) / 40, by hand; a score that one of them lacks has no mean."""
+    """(0.5 * 10 + 1.0 * 30) / 40, by hand; a score that one of them lacks has no mean. A stock client's claim counts as
+    in training: two of 10 and more have the plain mean where 10 count."""
     said = {"a": SiteScores({"accuracy": 0.5, "loss": 1.0}, 10), "b": SiteScores({"accuracy": 1.0}, 30)}
     assert SiteRound(said).mean() == {"accuracy": pytest.approx(0.875), "examples": 40} and SiteRound().mean() == {}
+    stock = [MetricRecord({"num-examples": 1e308, "x": 1.0}), MetricRecord({"num-examples": 10, "x": 0.5})]
+    assert averaged([stock[0], *stock], 10.0) == {"x": pytest.approx(2.5 / 3)}
 
 
 def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:

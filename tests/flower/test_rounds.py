@@ -126,6 +126,7 @@ def test_a_client_that_the_method_cannot_serve_costs_itself_the_round(tmp_path: 
     strategy.policy = Policy(clients=ranks)
     play(strategy, grid, 2)
     assert fates(strategy) == {"one": "trained", "two": "trained", "three": "not sent"}
+    assert {*read_now(tmp_path / "b" / "server" / "now.json")["answered"]} == {*ranks}, "nobody waits for three"
 
 
 # ---- numbers by hand -------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class Federation(FedLoRA):
         starts from, which then does not travel again."""
         measured, lost, clients = dict[str, SiteScores](), dict[str, str](), dict(self.state.clients)
         for reply in replies:
-            name = self._asked.whose(reply)
+            name = self._whose[reply.metadata.src_node_id]
             one = self._scores(name, reply)
             if isinstance(one, SiteScores):
                 most = self.policy.max_examples  # a claim, as in training
@@ -145,7 +145,7 @@ class Federation(FedLoRA):
                 lost[name] = one
             self.journal.answered(name)
         self._kept = replace(self.kept, state=replace(self.state, clients=ReadOnly(clients)))
-        lost |= self._asked.unsent
+        lost |= self._unsent
         self._sites = SiteRound(
             {name: measured[name] for name in self.policy.clients if name in measured},
             {name: lost.get(name, "it is not online") for name in self.policy.clients if name not in measured},
@@ -229,9 +229,8 @@ def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
         home.summary.unlink(missing_ok=True)
         bounded = BoundedGrid(grid, clock=clock)
         federation.start(bounded, num_rounds=b.settings.run.rounds)
-        summary = finish(bounded, federation)
-        federation.journal.ended("complete" if federation.stopped is None else "stopped", federation.stopped or "")
-        return summary
+        with federation.journal.telling_the_end(lambda: federation.stopped):
+            return finish(bounded, federation)
 
 
 def ending(summary: Mapping[str, Any]) -> str:
