@@ -32,23 +32,16 @@ HOSTILE = Path(__file__).parent / "hostile_unit.py"
 UNITS = {"site": "fedlora-site.service", "server": "fedlora-server.service", "proxy": "fedlora-proxy.service"}
 SOCKETS = ("/run/user/4242/bus", "/run/dbus/system_bus_socket", "/run/docker.sock", "/tmp/tmux")
 OUTSIDER = """
-import ctypes, os, pty, socket, sys, time
-place, lines = ctypes.create_string_buffer(b"not yet"), []
+import os, socket, sys, time
+lines = []
 for path in sys.argv[1:]:
     lines.append(socket.socket(socket.AF_UNIX))
     lines[-1].bind(path)
     lines[-1].listen()
 open("/dev/shm/outside", "w").close()
-terminal = pty.openpty()
-print(f"{os.getpid()}:{ctypes.addressof(place)}", flush=True)
+print(os.getpid(), flush=True)
 time.sleep(1000)
 """
-TRACED = {
-    "changes an outsider's memory",
-    "sees an outsider's files",
-    "sees anybody's files",
-}  # what Yama refuses, where the kernel has it
-ROOTS = {"changes the unit", "makes a drop-in", "changes root's files", "makes a job for cron"}  # by nobody but root
 
 
 @contextlib.contextmanager
@@ -82,8 +75,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (srv / "hostile_unit.py").write_bytes(HOSTILE.read_bytes())
     for path in [srv, *srv.rglob("*")]:
         os.chown(path, UID, UID)
-    shutil.copy("/usr/bin/id", srv / "setuid-id")
-    (srv / "setuid-id").chmod(0o4755)
     return root
 
 
@@ -109,6 +100,7 @@ def properties(machine: Booted, unit: str, *names: str) -> dict[str, str]:
 def test_the_units_are_roots_and_start_what_they_are_for(place: Path) -> None:
     """The proxy and the SuperLink answer within their unit's limits. The site's data
     are not there: its node ends with code 2, and is not started again."""
+    made = time.time()
     with booted(place) as machine:
         machine.run("ip", "link", "set", "lo", "up")
         install(machine)
@@ -125,8 +117,8 @@ def test_the_units_are_roots_and_start_what_they_are_for(place: Path) -> None:
         for kind in ("server", "proxy"):
             found = properties(machine, UNITS[kind], "ActiveState", "NRestarts", "User")
             assert found == {"ActiveState": "active", "NRestarts": "0", "User": "fedlora"}
-        files, made = [path for path in (place / "srv").rglob("*") if path.is_file()], place / "srv" / "setuid-id"
-        written = [path for path in files if path.stat().st_mtime > made.stat().st_mtime + 0.01]
+        files = [path for path in (place / "srv").rglob("*") if path.is_file()]
+        written = [path for path in files if path.stat().st_mtime > made]
         assert written and all(any(path.is_relative_to(w) for w in writable(place)) for path in written), written
 
 
@@ -165,22 +157,15 @@ def test_a_hostile_app_reaches_nothing_and_is_not_root_after_the_next_boot(place
                 machine.until("test", "-f", f"{of[kind][1][0]}/report")
                 found = read(report)
                 possible = {name for name, done in found.items() if done is True}
-                assert found["uid"] == UID and possible == {f"keeps {p}" for p in of[kind][1]}, (kind, possible)
+                assert found["uid"] == UID and possible == {f"makes {p}/kept" for p in of[kind][1]}, (kind, possible)
             after = {path: path.read_bytes() for path in (place / "etc").rglob("*") if path.is_file()}
             assert after == before
             out = place / "srv" / "beside.json"
             machine.run(words["site"][0], words["site"][1], "/srv/beside.json", *words["site"][3:], user=True)
-            found = read(out)
-            refused = {name for name, done in found.items() if done is False}
-            assert refused <= {*ROOTS, *(TRACED if YAMA else set())}, found.get("why")
+            refused = {name for name, done in read(out).items() if done is False}
             out.unlink()
-            assert {"changes site.toml", "changes key", "sees an outsider's files"} <= set(found)
-
-
-YAMA = (
-    Path("/proc/sys/kernel/yama/ptrace_scope").is_file()
-    and Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() != "0"
-)
+            roots = {name for name in refused if " /etc/" in name or " /proc/" in name}  # /proc: where Yama refuses it
+            assert refused == roots and len(refused) < 5
 
 
 def read(path: Path) -> dict[str, Any]:
