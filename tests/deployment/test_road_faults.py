@@ -60,7 +60,7 @@ def test_nobody_trains_who_has_another_model_key_clock_or_certificate(running: R
     half.write_bytes((cork.folder / "other.pub").read_bytes())
     acme.clock = "+600s"
     shutil.copytree(acme.folder / "model", stranger.folder / "model")
-    write_notes(stranger.folder / "notes.csv", 40, 9)
+    write_notes(stranger.folder / "notes.csv", 9)
     shutil.copy(road.fed / "join.toml", stranger.folder / "join.toml")
     shutil.copy(road.fed / "certs" / "ca.crt", stranger.folder / "ca.crt")
     for site in road.sites:

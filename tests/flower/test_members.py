@@ -129,13 +129,6 @@ def test_the_next_certificate_and_join_file(tmp_path: Path) -> None:
     assert verdict(fed.certificates, "new.example.org")[1]
 
 
-def test_more_rounds_need_no_new_join_file_at_the_sites(tmp_path: Path) -> None:
-    """run.rounds may change between rounds, so no site's terms differ."""
-    fed = federation_folder(tmp_path / "fed", run={"rounds": 3})
-    fed.settings.write_text(fed.settings.read_text().replace("rounds = 3", "rounds = 5"))
-    assert not renew(fed.path) and JoinFile.read(fed.join).settings().run.rounds == 5
-
-
 # ---- join.toml, a site's key, the server's certificate ---------------------------------------------------------------
 
 

@@ -146,27 +146,25 @@ def served(
 
 
 def test_all_rounds_a_line_each_and_everything_taken_down(tmp_path: Path) -> None:
-    home = federation_folder(tmp_path / "f")
-    now, link, said = served(home, [rounds(1, cork="late"), rounds(2, 3), completes(3)])
-    assert (now.done, now.why) == (3, "complete")
-    assert link.done == ["start", "keys acme,berlin,cork", "run", "stop"]
-    assert said[0].startswith("fed-1: 3 sites, 3 rounds, 0 ")
-    assert [line for line in said if line.startswith("round")] == [f"round {k} is played" for k in (1, 2, 3)]
-    assert holder(home / "state" / "serve.lock") is None
-
-
-def test_what_the_superlink_refused_is_said(tmp_path: Path) -> None:
-    """Its own lines are not repeated, and of those before this run nothing is."""
+    """Runs that an earlier SuperLink left are stopped first. What it refuses is said: its other lines are not repeated,
+    and of those before this call nothing is."""
     home = federation_folder(tmp_path / "f")
     (home / "superlink.log").write_text(f"{SAYS}of yesterday\n")
+
+    def left(link: FakeLink) -> None:
+        link.listed = [RunFacts(3, "running"), RunFacts(2, "finished:failed"), RunFacts(1, "pending")]
 
     def refuses(link: FakeLink) -> None:
         with link.log.open("a") as file:
             file.write(f"INFO: 200 OK\n{SAYS}cork answers as acme\n")
 
-    _, _, said = served(home, [refuses, rounds(1, 2, 3), completes(3)])
-    assert "cork answers as acme" in said
+    now, link, said = served(home, [rounds(1, cork="late"), refuses, rounds(2, 3), completes(3)], before=left)
+    assert (now.done, now.why) == (3, "complete")
+    assert link.done == ["start", "stop run 3", "stop run 1", "keys acme,berlin,cork", "run", "stop"]
+    assert said[0].startswith("fed-1: 3 sites, 3 rounds, 0 ") and "cork answers as acme" in said
+    assert [line for line in said if line.startswith("round")] == [f"round {k} is played" for k in (1, 2, 3)]
     assert not [line for line in said if "200 OK" in line or "yesterday" in line]
+    assert holder(home / "state" / "serve.lock") is None
 
 
 def test_a_finished_federation_is_left_alone(tmp_path: Path) -> None:
@@ -189,16 +187,6 @@ def test_where_the_superlink_dies_all_ends_and_started_again_it_goes_on(tmp_path
     assert now.done == 3
     assert link.done.count("start") == link.done.count("stop") == link.done.count("run") == 3
     assert any("the SuperLink ended with code -9: " in line for line in said)
-
-
-def test_a_run_that_was_left_is_stopped_first(tmp_path: Path) -> None:
-    home = federation_folder(tmp_path / "f")
-
-    def left(link: FakeLink) -> None:
-        link.listed = [RunFacts(3, "running"), RunFacts(2, "finished:failed"), RunFacts(1, "pending")]
-
-    _, link, _ = served(home, [rounds(1, 2, 3), completes(3)], before=left)
-    assert link.done[:4] == ["start", "stop run 3", "stop run 1", "keys acme,berlin,cork"]
 
 
 def test_a_superlink_that_hangs_is_ended(tmp_path: Path) -> None:

@@ -115,16 +115,16 @@ class Machine:
             "NO_COLOR": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **kept,
         }  # fmt: skip
 
-    def run(self, *words: str, seconds: float = 120, say: str = "") -> Done:
+    def run(self, *words: str, seconds: float = 120) -> Done:
         """A command to its end; one that takes longer than `seconds` is ended."""
         log = self.folder / f".said-{time.monotonic_ns()}"
         with log.open("wb") as file:
             process = subprocess.Popen(
-                self.command(words), cwd=self.folder, env=self.env, stdin=subprocess.PIPE, stdout=file, stderr=file,
+                self.command(words), cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 start_new_session=True,
             )  # fmt: skip
             try:
-                process.communicate(say.encode(), timeout=seconds)
+                process.wait(seconds)
             except subprocess.TimeoutExpired:
                 _killed(process)
         out = log.read_text(errors="replace")
