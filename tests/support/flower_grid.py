@@ -172,14 +172,13 @@ def nan(asked: Message, reply: Message) -> Message:
 
 
 def federation(
-    folder: Path, server: Server, ranks: Mapping[str, Any] = RANKS, *, trainer: Any = None, nodes: Any = None,
-    **more: Any,
+    folder: Path, server: Server, ranks: Mapping[str, Any] = RANKS, *, trainer: Any = None, **more: Any
 ) -> tuple[FedLoRA, LocalGrid]:  # fmt: skip
     """A strategy that goes on in FOLDER/server, and toy nodes whose states are in FOLDER/nodes."""
-    largest = max(r if isinstance(r, int) else max(r.values()) for r in ranks.values())
-    strategy = FedLoRA(server, ranks, adapter=seed_adapter(largest), run=RUN, folder=folder / "server", **more)
-    made = nodes or {name: Node(name, trainer or Toy(), folder / "nodes" / name) for name in ranks}
-    return strategy, LocalGrid(made)
+    strategy = FedLoRA(
+        server, ranks, adapter=seed_adapter(max(ranks.values())), run=RUN, folder=folder / "server", **more
+    )
+    return strategy, LocalGrid({name: Node(name, trainer or Toy(), folder / "nodes" / name) for name in ranks})
 
 
 def play(strategy: FedLoRA, grid: LocalGrid, rounds: int, **more: Any) -> Any:

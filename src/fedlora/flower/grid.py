@@ -69,13 +69,12 @@ class _Asked:
 class BoundedGrid(Grid):
     """A Flower grid that takes any other's messages, with one answer or error for each question.
 
-    limit: of each reply, until it is set anew. clock: which also waits. pause: seconds between two looks.
+    limit: of each reply, until it is set anew. clock: which also waits.
     """
 
-    def __init__(self, grid: Grid, *, clock: Clock = time, pause: float | None = None) -> None:
+    def __init__(self, grid: Grid, *, clock: Clock = time) -> None:
         self.inner, self.limit, self.clock = grid, UNLIMITED, clock
         self._inbox = http_inbox(grid) or _OneByOne(grid)
-        self.pause = self._inbox.pause if pause is None else pause
 
     @classmethod
     def around(cls, grid: Grid) -> BoundedGrid:
@@ -121,7 +120,7 @@ class BoundedGrid(Grid):
                 continue
             until = since + timeout if timeout is not None else float("inf")
             asked[id] = _Asked(stub, since, until)
-            if self.clock.monotonic() - looked >= self.pause:  # an answer expires with its message
+            if self.clock.monotonic() - looked >= self._inbox.pause:  # an answer expires with its message
                 yield from self._arrived(asked)
                 looked = self.clock.monotonic()
         while asked:
@@ -131,7 +130,7 @@ class BoundedGrid(Grid):
                 self._inbox.forget(id)
                 yield _no_answer(asked.pop(id).stub, "late", f"no answer within {timeout:g} s")
             if asked:
-                self.clock.sleep(max(0.01, min(self.pause, min(one.until for one in asked.values()) - now)))
+                self.clock.sleep(max(0.01, min(self._inbox.pause, min(one.until for one in asked.values()) - now)))
 
     def _push(self, message: Message, patience: float) -> tuple[str, str]:
         """(its id, "") if it was taken; ("", "") if the node is not there; ("", why) if it could not be sent."""
@@ -209,7 +208,7 @@ def _brief(error: BaseException) -> str:
 class _OneByOne:
     """Replies of any other grid, such as a simulation's: one id at a time, so that one reply is in memory at a time."""
 
-    pause = 0.1
+    pause = 0.1  # seconds between two looks
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid

@@ -106,9 +106,6 @@ def tail(path: Path, size: int = 20_000) -> str:
         return ""
 
 
-# ---------------------------------------------------------------------------------------------- who has a folder
-
-
 @contextlib.contextmanager
 def locked(path: Path, held: str) -> Iterator[None]:
     """Hold the lock at `path`, with this process's id in it; the lock ends with the process.

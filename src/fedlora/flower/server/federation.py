@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import shown
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.envelope import RecordError
-from fedlora.flower.grid import BoundedGrid, Clock
+from fedlora.flower.grid import BoundedGrid
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import locked
 from fedlora.flower.scores import HeldOut, SiteRound, SiteScores, record_measured
@@ -102,8 +101,6 @@ class Federation(FedLoRA):
         """Nothing: nobody here reads the model as Flower's record."""
         return ArrayRecord()
 
-    # ------------------------------------------------------------------------------------------------------ the rounds
-
     def _refresh(self) -> Mapping[str, Any]:
         """The clients, after a look at the policy's file; one that cannot be used changes nothing, and is told once."""
         error, before = "", self.policy.clients
@@ -126,8 +123,6 @@ class Federation(FedLoRA):
             log.warning("round %d on: %s may take part no longer", self.round + 1, name)
         self._kept = self.kept.under(self.policy.clients)
         return self.policy.clients
-
-    # --------------------------------------------------------------------------------------------------- measuring them
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The sites' scores, checked (`_sites`); their mean. A site that measured holds all that its next training
@@ -210,7 +205,7 @@ class Federation(FedLoRA):
         return self.opening.home.checkpoints / "best"
 
 
-def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
+def play(grid: Grid, folder: Path) -> dict[str, Any]:
     """Play all remaining rounds, then write adapters and a summary. The main function of a ServerApp.
 
     A finished federation plays nothing and returns its summary again; raising run.rounds in federation.toml extends it.
@@ -227,7 +222,7 @@ def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
             log.info("%s", ending(summary))
             return summary
         home.summary.unlink(missing_ok=True)
-        bounded = BoundedGrid(grid, clock=clock)
+        bounded = BoundedGrid.around(grid)
         federation.start(bounded, num_rounds=b.settings.run.rounds)
         with federation.journal.telling_the_end(lambda: federation.stopped):
             return finish(bounded, federation)

@@ -108,8 +108,6 @@ class Supervisor:
         self._step.done = self._standing.done
         return self._standing
 
-    # ------------------------------------------------------------------------------------------------------- beginning
-
     def _bring_up(self) -> None:
         """Start the SuperLink, set its list of keys, and end runs of an earlier one."""
         self.link.start()
@@ -126,8 +124,6 @@ class Supervisor:
         """Register exactly the keys in keys/, including those that come or go while this runs."""
         for line in self.link.keep_keys(keys_of(self.folder)):
             self._say(line)
-
-    # ------------------------------------------------------------------------------------------------------ the rounds
 
     def _play(self) -> RunFacts:
         """Follow a run of the Flower app to its end. Raises `Lost` if something that it needs is gone; `Stopped`."""
@@ -186,8 +182,6 @@ class Supervisor:
             )
         else:
             raise Lost(f"the run is {facts.status}, and {done}")
-
-    # --------------------------------------------------------------------------------------------------------- looking
 
     def _pass_on(self) -> None:
         """Report what the ServerApp has logged since the last check, and what the SuperLink has refused."""
