@@ -64,6 +64,9 @@ def test_init_keeps_the_runs_file_and_makes_all_the_rest(tmp_path: Path, main: C
     assert fed.path.stat().st_mode & 0o777 == 0o700 and not [*fed.keys.iterdir()]
     again = main("flower", "init", tmp_path / "two", "--config", fed.settings, "--start", fed.start, *words[:4])
     assert again.code == 0, again.err
+    three = ("--set", 'data.label_names=["a","b","c"]')
+    wrong = main("flower", "init", tmp_path / "no", "--config", fed.settings, "--start", fed.start, *words[:4], *three)
+    assert "a head of 2 rows" in wrong.error() and "3 classes" in wrong.err
     other = FederationSettings.load(tmp_path / "two" / "federation.toml")
     assert other.id != settings.id and other.run.rounds == 7
 

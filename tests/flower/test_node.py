@@ -19,8 +19,6 @@ import torch
 pytest.importorskip("flwr")
 
 from flwr.app import RecordDict
-from flwr.common.serde import message_from_proto
-from flwr.proto.message_pb2 import Message
 
 from fedlora import Client, Server, build
 from fedlora.core.parcels import pack
@@ -259,10 +257,8 @@ def test_a_file_without_a_row_to_train_on_is_refused() -> None:
 
 
 def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None:
-    """What fedlora/2 wrote, in tests/older."""
-    proto = Message.FromString((Path(__file__).parents[1] / "older" / "messages" / "parcel.bin").read_bytes())
-    old, node = message_from_proto(proto).content, Node("one", Toy(), tmp_path)
-    assert old["config"]["protocol"] == "fedlora/2" != PROTOCOL
+    old, node = question(), Node("one", Toy(), tmp_path)
+    old.config_records["config"]["protocol"] = "fedlora/2"
     for work in (node.work, node.measure):
         with pytest.raises(RecordError, match=rf"the server .*'fedlora/2', .*{PROTOCOL}: install one version"):
             work(old)
