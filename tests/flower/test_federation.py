@@ -19,12 +19,7 @@ pytest.importorskip("flwr")
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedlora import Kept, Server, build
-from fedlora.flower.records import (
-    NUMPY,
-    PROTOCOL,
-    to_array,
-    to_tensor,
-)
+from fedlora.flower.records import NUMPY, PROTOCOL, to_array, to_tensor
 from support.federations import noise
 from support.flower_grid import bits, changed, fates, federation, last_line, nan, play, wired
 
