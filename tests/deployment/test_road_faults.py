@@ -15,7 +15,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from support.certificates import kept_authority, server_files
+from fedlora.flower.terms import certificates
+from support.certificates import server_files
 from support.containers import services
 from support.machines import SERVER_NAME, Machine, machines_needed
 from support.road import PROXY, SERVER, SITE, SITES, Road, stopped, write_notes
@@ -73,7 +74,7 @@ def test_nobody_trains_who_has_another_model_key_clock_or_certificate(running: R
     road.wait_said(stranger, "node", "this site's key is not registered")
     stranger.end("node")
     told = len(cork.said(SITE))
-    server_files(public, kept_authority(public), [SERVER_NAME, "localhost"], begin=-40, end=-1)
+    server_files(public, certificates._kept_authority(public), [SERVER_NAME, "localhost"], begin=-40, end=-1)
     with stopped(road.server, PROXY):
         pass
     road.wait_said(cork, SITE, "certificate of \\S+ is not trusted: certificate has expired", told)

@@ -155,10 +155,8 @@ def changed(**numbers: Any) -> Meddle:
     """A reply with other numbers."""
 
     def meddle(asked: Message, reply: Message) -> Message:
-        record = reply.content
-        record["metrics"] = MetricRecord(
-            {**dict(record["metrics"]), **{k.replace("_", "-"): v for k, v in numbers.items()}}
-        )
+        told = {name.replace("_", "-"): value for name, value in numbers.items()}
+        reply.content["metrics"] = MetricRecord({**dict(reply.content["metrics"]), **told})
         return reply
 
     return meddle

@@ -2,7 +2,7 @@
 
 with walking(tmp_path) as road:
     road.walk("1. At the server", "2. At each site", ...)
-    road.until_round(2)
+    road.until_next_rounds(2)
 """
 
 from __future__ import annotations
@@ -118,12 +118,6 @@ class Road:
     def rounds(self) -> list[dict[str, Any]]:
         """The lines of rounds.jsonl, each with its scores."""
         return read_rounds(self.fed / "server" / "rounds.jsonl")
-
-    def until_round(self, number: int, seconds: float = 90) -> None:
-        def played() -> bool:
-            return bool(self.rounds()) and self.rounds()[-1]["round"] >= number
-
-        until(played, seconds, f"round {number}", *self.network)
 
     def go_on(self, rounds: int, *, deadline: float) -> None:
         """More rounds, as docs/how-to/federation.md has it, each of which waits no longer than `deadline` seconds."""
