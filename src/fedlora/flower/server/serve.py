@@ -136,7 +136,9 @@ class Supervisor:
                 with suppress(SuperLinkError):  # the run is over, or the SuperLink is gone
                     self.link.stop_run(run)
                 raise Stopped
-            self._require_superlink()
+            if (code := self.link.ended()) is not None:
+                words = "killed" if code == -9 else processes.last_line(self.link.log)
+                raise Lost(f"the SuperLink ended with code {code}: {words}")
             if now - looked >= self._pace.look:
                 looked, facts = now, None
                 self.standing()
@@ -201,11 +203,6 @@ class Supervisor:
         if (line := nodes_line(online, [*self._standing.ranks])) != self._there:
             self._there = line
             self._say(line)
-
-    def _require_superlink(self) -> None:
-        if (code := self.link.ended()) is not None:
-            words = "killed" if code == -9 else processes.last_line(self.link.log)
-            raise Lost(f"the SuperLink ended with code {code}: {words}")
 
     def _again(self, line: str) -> None:
         """Print a line, but not within `remind` seconds of the last time."""

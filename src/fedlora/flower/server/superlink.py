@@ -91,7 +91,10 @@ class SuperLink:
         """
         self.process = processes.started(self.command(), self.log, self.env)
         until = time.monotonic() + _LONG
-        while not self.answers():
+        while True:
+            with contextlib.suppress(SuperLinkError):
+                self.runs()
+                return
             if (code := self.process.poll()) is not None:
                 words = processes.last_line(self.log)
                 raise SuperLinkError(f"the SuperLink ended with code {code}: {words} (more in {self.log})")
@@ -127,14 +130,6 @@ class SuperLink:
         if self._client is not None:
             self._client.close()
             self._client = None
-
-    def answers(self) -> bool:
-        """Whether it answers."""
-        try:
-            self._ask("ListRuns", "ListRunsRequest", limit=1)
-        except SuperLinkError:
-            return False
-        return True
 
     def nodes(self) -> list[NodeFacts]:
         """All registered nodes, by name."""
