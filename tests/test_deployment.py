@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +37,7 @@ from fedlora.simulation import simulate
 from support.command_line import Said
 from support.flower_grid import bits
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
-from support.machines import free_port
+from support.machines import free_port, until
 from support.tiny_models import bert
 from support.training_data import classification, save_model
 
@@ -92,14 +91,6 @@ def started_for(flower_home: Path) -> list[psutil.Process]:
     return [one for one in found if (one.info["environ"] or {}).get(processes.OF) == str(flower_home)]
 
 
-def until(true: Callable[[], bool], seconds: float, log: Path, up: Kept) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"not within {seconds} s\n{processes.tail(log, 6000)}"
-        up.look()
-        time.sleep(0.2)
-
-
 def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Callable[..., Said]) -> None:
     """The SuperLink killed -9 twice, the ServerApp once, `up` itself once, which leaves nothing running: the state is
     bit for bit the in-process engine's after as many rounds, each round is recorded once, and nothing is left."""
@@ -123,33 +114,36 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
         homes = (folder.flower_home, *(folder.site(name).state / "flwr" for name in "abc"))
         return [one for home in homes for one in started_for(home)]
 
-    def kill(program: str) -> None:
-        until(lambda: bool(running_of(program)), 60, log, up)
-        os.kill(running_of(program)[0], signal.SIGKILL)
+    def waits(true: Callable[[], Any]) -> Any:
+        def looked() -> Any:
+            up.look()
+            return true()
 
-    def played(number: int) -> Callable[[], bool]:
-        return lambda: len(read_rounds(folder.rounds)) >= number
+        return until(looked, 600, f"see {log}")
+
+    def kill(program: str) -> None:
+        os.kill(waits(lambda: running_of(program))[0], signal.SIGKILL)
+
+    def played(number: int) -> None:
+        waits(lambda: len(read_rounds(folder.rounds)) >= number)
 
     log = tmp_path / "up.log"
     up = Kept(log, words)
     try:
-        until(played(1), 600, log, up)
+        played(1)
         second = main(*words)
         assert second.code == 2 and f"process {up.process.pid} already serves" in second.err
         assert holder(folder.lock) == up.process.pid
         kill(processes.SUPERLINK)
-        until(played(2), 600, log, up)
+        played(2)
         kill("flwr-serverapp")  # which Flower notices after a minute
-        until(played(3), 600, log, up)
+        played(3)
         kill(processes.SUPERLINK)
-        until(played(4), 600, log, up)
+        played(4)
         assert running_of(processes.SUPERLINK) and len(running()) >= 5
     finally:
         up.kill()
-    end = time.monotonic() + 30
-    while left := running():
-        assert time.monotonic() < end, left
-        time.sleep(0.2)
+    until(lambda: not running(), 30, "nothing is left")
     said = log.read_text()
     assert up.codes == [1, 1, 1] and said.count("the SuperLink ended with code -9: ") == 2
     assert "the run failed" in said

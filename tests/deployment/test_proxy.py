@@ -237,24 +237,6 @@ def test_the_second_request_of_a_connection_is_held_against_the_same_list(door: 
     assert [head.split(b"\r\n")[0] for head, _ in door.behind.came[before:]] == [b"POST /v1/fleet/get-run HTTP/1.1"]
 
 
-def test_http_2_is_not_spoken(door: Door) -> None:
-    context = ssl.create_default_context(cafile=str(door.ca))
-    context.set_alpn_protocols(["h2", "http/1.1"])
-    with link_to(door.port, context) as link:
-        assert link.selected_alpn_protocol() in (None, "http/1.1")
-        assert link.version() in ("TLSv1.2", "TLSv1.3")
-
-
-def test_old_tls_and_plain_http_are_refused(door: Door) -> None:
-    with socket.create_connection(("127.0.0.1", door.port)) as plain:
-        plain.sendall(b"POST /v1/fleet/get-run HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n")
-        assert code(plain.recv(1000)) == 403
-    openssl = ["openssl", "s_client", "-connect", f"127.0.0.1:{door.port}", "-tls1_1", "-cipher", "ALL:@SECLEVEL=0"]
-    if shutil.which("openssl") is not None:
-        old = subprocess.run(openssl, capture_output=True, stdin=subprocess.DEVNULL, check=False)
-        assert old.returncode != 0
-
-
 def plain(answer: bytes) -> bool:
     """Whether it is a line of ours, and no page of nginx; the name `nginx` stands in `Server` alone."""
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -339,19 +321,6 @@ def test_an_honest_burst_is_not_refused(door: Door) -> None:
     for one in pushing:
         one.join()
     assert codes == [b"HTTP/1.1 200 OK\r\n"] * 2000
-
-
-def test_a_stranger_that_holds_connections_open_does_not_keep_a_node_out(door: Door) -> None:
-    """Sixty-four requests of one address at once is the limit; what is over it is 503, and connections that say nothing
-    cost a place among the proxy's thousand for fifteen seconds."""
-    held = []
-    try:
-        for _ in range(200):
-            held.append(socket.create_connection(("127.0.0.1", door.port)))
-        assert code(door.ask("POST /v1/fleet/get-run HTTP/1.1")) == 200
-    finally:
-        for one in held:
-            one.close()
 
 
 def test_the_log_names_what_was_refused_and_holds_no_body(door: Door) -> None:

@@ -52,7 +52,7 @@ def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Ro
         assert not list(road.fed.rglob("*.csv"))
         assert (site.folder / "site" / "key").stat().st_mode & 0o077 == 0
         road.wait_said(site, SITE, "admitted: online", seconds=180)
-    road.until_round(1, 300)
+    road.until_next_rounds(1, 300, of=())
     told = len(server.said(SERVER))
     assert server.kill("superlink_process") >= 1
     road.wait_said(server, SERVER, "SuperLink ended", told)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any
@@ -293,6 +294,10 @@ def test_another_flwr_takes_the_public_path_and_says_what_it_lacks(monkeypatch: 
     with pytest.warns(UserWarning, match=r"flwr 1\.43\.0 .*1\.41\.x and 1\.42\.x.*'flwr>=1\.41,<1\.43'.* only after"):
         assert http_inbox(HttpGrid("127.0.0.1:1", insecure=True, token="x")) is None
     with pytest.raises(ConfigError, match=r"flwr 1\.43\.0 "):
+        needed()
+    monkeypatch.delitem(sys.modules, "fedlora.flower.inside")  # as with a flwr that is too old to have this module
+    monkeypatch.setitem(sys.modules, "flwr.serverapp", None)
+    with pytest.raises(ConfigError, match=r"flwr .* is not one that fedlora knows: .*flwr\.serverapp"):
         needed()
 
 

@@ -81,15 +81,6 @@ def test_bodies_have_room_for_what_flower_sends_and_for_little_more() -> None:
     assert limit("/") == 2**14
 
 
-def test_all_its_paths_are_the_folders_own() -> None:
-    """What it writes is in FED/proxy, and what it reads in FED/certs."""
-    paths = re.findall(
-        r"(?m)^ *(?:pid|lock_file|error_log|access_log|\w+_temp_path|ssl_certificate\w*) ([^ ;]+)", NGINX
-    )
-    assert len(paths) == 11 and {path.split("/")[0] for path in paths} == {"proxy", "certs"}
-    assert "proxy_ssl_trusted_certificate certs/ca.crt" in NGINX
-
-
 # ---- units and containers --------------------------------------------------------------------------------------------
 
 
@@ -123,6 +114,3 @@ def test_units_and_compose_call_commands_that_there_are() -> None:
         assert f"{place}:{place}:ro" in service["volumes"]
         for volume in service["volumes"][1:]:
             assert volume.split(":")[0].removeprefix(f"{place}/") in ("server", "state", "proxy")
-
-
-# ---- the image -------------------------------------------------------------------------------------------------------

@@ -35,10 +35,8 @@ from support.training_data import LABELS, classification, rows
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
 
-def without_times(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: without_times(v) for k, v in value.items() if k not in ("seconds", "measure_seconds", "at")}
-    return [without_times(v) for v in value] if isinstance(value, list) else value
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
 
 def adapters(fed: FederationOnDisk) -> dict[str, bytes]:
@@ -113,12 +111,23 @@ def test_the_server_measures_chooses_and_leaves_adapters_that_load_anywhere(tmp_
             assert str(tmp_path).encode() not in path.read_bytes(), path
 
 
-def test_it_stops_when_nothing_gets_better_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the first of equals is best."""
+def test_it_stops_when_nothing_gets_better_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the first of equals is best.
+    Where what follows the last round fails, now.json does not say that it runs, and the next call does it."""
+
+    def fails(lines: Any) -> Any:
+        raise OSError("no space")
+
     fed = FederationOnDisk(
         tmp_path, train={"learning_rate": 1e-9, "max_steps": 1}, evaluate={"early_stopping_patience": 2},
         run={"rounds": 6},
     )  # fmt: skip
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space"):
+        patched.setattr("fedlora.flower.server.finishing.over_rounds", fails)
+        fed.play()
+    assert read_now(fed.home / "server" / "now.json")["ended"] == {"kind": "failed", "why": "OSError: no space"}
     summary = fed.play()
     assert summary["stopped_early"]["round"] == summary["rounds"] == 3 and summary["best_round"] == 1
     assert read_now(fed.home / "server" / "now.json")["ended"]["kind"] == "stopped"
@@ -158,12 +167,12 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In stand-ins for trackers; what a real one gets: tests/runs/test_tracking.py."""
-    made: list[tuple[bool, list[tuple[int, Any]], list[str]]] = []  # of each: anew, the rounds, "closed"
+    made: list[tuple[bool, list[tuple[int, Any]]]] = []  # of each: anew, the rounds and their numbers; 0: closed
 
     def begun(name: str, called: Any, config: Any, folder: Any, anew: bool) -> tuple[Any, Any]:
-        rounds, closed = list[tuple[int, Any]](), list[str]()
-        made.append((anew, rounds, closed))
-        return lambda round, numbers: rounds.append((round, numbers)), lambda: closed.append("closed")
+        rounds = list[tuple[int, Any]]()
+        made.append((anew, rounds))
+        return lambda round, numbers: rounds.append((round, numbers)), lambda: rounds.append((0, None))
 
     def die(asked: Any, reply: Any) -> Any:
         if len(made[0][1]) == 2:
@@ -178,9 +187,9 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
     with pytest.raises(KeyboardInterrupt):
         fed.play(grid)
     fed.play()
-    (anew, told, closed), (anew_again, told_again, closed_again) = made
-    assert (anew, anew_again) == (False, True) and not closed and closed_again
-    assert [n for n, _ in told] == [1, 2] and [n for n, _ in told_again][:3] == [1, 2, 3] and told_again[:2] == told
+    (anew, told), (anew_again, again) = made
+    assert (anew, anew_again) == (False, True) and [n for n, _ in told] == [1, 2]
+    assert again[:2] == told and again[2][0] == 3 and again[-1] == (0, None)
     line = fed.lines()[0]
     assert told[0][1]["loss/acme"] == line["losses"]["acme"]
     assert told[0][1]["site/acme/accuracy"] == line["site_metrics"]["acme"]["accuracy"]

@@ -32,11 +32,12 @@ def told(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "seconds"} for line in read_rounds(folder / "rounds.jsonl")]
 
 
-# Every fourth place, which are others in each round; `make exhaustive` takes all of them.
-every = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
+def every(stride: int) -> pytest.MarkDecorator:
+    """Every so many places, which are others in each round; `make exhaustive` takes all of them."""
+    return pytest.mark.parametrize("stride", [stride, pytest.param(1, marks=pytest.mark.exhaustive)])
 
 
-@every
+@every(4)
 @pytest.mark.parametrize("method", KINDS)
 def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, method: str, stride: int) -> None:
     """Expected: the in-process engine's state; an unbroken federation's lines. Of a line that a kill cut, a part is on
@@ -68,7 +69,7 @@ def test_a_kill_at_any_write_changes_no_bit_and_loses_no_line(tmp_path: Path, me
     assert place > 60 and {"_append: fsync", "replacing: replace", "_remove_older: unlink"} <= kinds, kinds
 
 
-@every
+@every(7)
 def test_a_federation_that_measures_chooses_the_same_round_wherever_it_is_killed(tmp_path: Path, stride: int) -> None:
     """Scores of each site, the best round and its stored state; the writes of a measurement are among the places.
     Expected: those of a federation that was never killed."""

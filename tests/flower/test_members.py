@@ -64,6 +64,9 @@ def test_init_keeps_the_runs_file_and_makes_all_the_rest(tmp_path: Path, main: C
     assert fed.path.stat().st_mode & 0o777 == 0o700 and not [*fed.keys.iterdir()]
     again = main("flower", "init", tmp_path / "two", "--config", fed.settings, "--start", fed.start, *words[:4])
     assert again.code == 0, again.err
+    three = ("--set", 'data.label_names=["a","b","c"]')
+    wrong = main("flower", "init", tmp_path / "no", "--config", fed.settings, "--start", fed.start, *words[:4], *three)
+    assert "a head of 2 rows" in wrong.error() and "3 classes" in wrong.err
     other = FederationSettings.load(tmp_path / "two" / "federation.toml")
     assert other.id != settings.id and other.run.rounds == 7
 
@@ -127,13 +130,6 @@ def test_the_next_certificate_and_join_file(tmp_path: Path) -> None:
     fed.settings.write_text(fed.settings.read_text().replace("fl.example.org", "new.example.org"))
     assert renew(fed.path) and JoinFile.read(fed.join).server.name == "new.example.org"
     assert verdict(fed.certificates, "new.example.org")[1]
-
-
-def test_more_rounds_need_no_new_join_file_at_the_sites(tmp_path: Path) -> None:
-    """run.rounds may change between rounds, so no site's terms differ."""
-    fed = federation_folder(tmp_path / "fed", run={"rounds": 3})
-    fed.settings.write_text(fed.settings.read_text().replace("rounds = 3", "rounds = 5"))
-    assert not renew(fed.path) and JoinFile.read(fed.join).settings().run.rounds == 5
 
 
 # ---- join.toml, a site's key, the server's certificate ---------------------------------------------------------------

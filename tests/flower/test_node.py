@@ -8,19 +8,17 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 pytest.importorskip("flwr")
 
 from flwr.app import RecordDict
-from flwr.common.serde import message_from_proto
-from flwr.proto.message_pb2 import Message
 
 from fedlora import Client, Server, build
 from fedlora.core.parcels import pack
@@ -39,7 +37,7 @@ from fedlora.flower.terms.joining import Address, JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.server.server import start
 from support.flower_grid import RUN, Toy, seed_adapter
-from support.processes import Program
+from support.processes import Program, wait_for
 
 ADMITTED = Found("admitted", "fl:443 answers and knows this site's key.")
 
@@ -100,25 +98,21 @@ def test_a_supernode_never_stays_as_a_shell(
 
 
 NODE = """
-import os, subprocess, sys
+import signal, sys
 from pathlib import Path
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site import run
-from fedlora.flower.processes import locked
-from fedlora.flower.terms import PROTOCOL
 from fedlora.flower.terms.joining import Address, JoinFile
 run.Trainer = lambda site: None
-run.supernode_command = lambda *_: [sys.executable, "-c", {child!r}]
-here = SiteFolder(Path({site!r}))
-join = JoinFile(federation="f", server=Address(name="x", port=1, ca="CA"), agreed={{}}, facts={{}})
-with locked(here.state / "node.lock", "runs"):
-    run.take_part(here, join)
+run.supernode_command = lambda *_: [sys.executable, "-S", "-c", {child!r}]
+site = SiteFolder(Path({site!r}))
+site.state.mkdir()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # as the command has it
+run.take_part(site, JoinFile(federation="f", server=Address(name="x", port=1, ca="CA"), agreed={{}}, facts={{}}))
 """
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from fedlora.core.process import killed_with
-killed_with(os.getppid())
 Path({mine!r}).write_text(f"{{os.getpid()}} {{os.environ['FEDLORA_NODE_PID']}}")
 while not Path({end!r}).exists(): time.sleep(0.05)
 sys.exit(7)
@@ -126,30 +120,21 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "the SuperNode ends"])
-def test_node_and_supernode_end_together(how: str, tmp_path: Path) -> None:
+def test_node_and_supernode_end_together(how: str, tmp_path: Path, program: Callable[..., Program]) -> None:
     """Whichever of them ends. What the node makes is for this user only. kill -9: test_deployment.py."""
     mine, end = tmp_path / "mine", tmp_path / "end"
-    code = NODE.format(child=CHILD.format(mine=str(mine), end=str(end)), site=str(tmp_path))
-    node, until = subprocess.Popen([sys.executable, "-c", code]), time.monotonic() + 60
-    try:
-        while not (mine.is_file() and mine.read_text()):
-            assert time.monotonic() < until and node.poll() is None
-            time.sleep(0.05)
-        supernode, owner = map(int, mine.read_text().split())
-        assert owner == node.pid and mine.stat().st_mode & 0o077 == 0
-        if how == "the SuperNode ends":
-            end.write_text("")
-            assert node.wait(20) == 7
-        else:
-            node.terminate()
-            node.wait(20)
-        gone = time.monotonic() + 10
-        while Path(f"/proc/{supernode}").exists() and time.monotonic() < gone:
-            time.sleep(0.05)
-        assert not Path(f"/proc/{supernode}").exists()
-    finally:
-        node.kill()
-        node.wait()
+    child = CHILD.format(mine=str(mine), end=str(end))
+    (tmp_path / "node.py").write_text(NODE.format(child=child, site=str(tmp_path)))
+    node = program(tmp_path / "node.py")
+    wait_for(node.process, lambda: mine.is_file() and bool(mine.read_text()))
+    supernode, owner = map(int, mine.read_text().split())
+    assert owner == node.process.pid and mine.stat().st_mode & 0o077 == 0
+    if how == "SIGTERM":
+        node.process.terminate()
+    else:
+        end.write_text("")
+    code = node.ended(20).returncode
+    assert code == (0 if how == "SIGTERM" else 7) and not psutil.pid_exists(supernode)
 
 
 def test_a_client_app_ends_with_its_node(tmp_path: Path) -> None:
@@ -272,10 +257,8 @@ def test_a_file_without_a_row_to_train_on_is_refused() -> None:
 
 
 def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None:
-    """What fedlora/2 wrote, in tests/older."""
-    proto = Message.FromString((Path(__file__).parents[1] / "older" / "messages" / "parcel.bin").read_bytes())
-    old, node = message_from_proto(proto).content, Node("one", Toy(), tmp_path)
-    assert old["config"]["protocol"] == "fedlora/2" != PROTOCOL
+    old, node = question(), Node("one", Toy(), tmp_path)
+    old.config_records["config"]["protocol"] = "fedlora/2"
     for work in (node.work, node.measure):
         with pytest.raises(RecordError, match=rf"the server .*'fedlora/2', .*{PROTOCOL}: install one version"):
             work(old)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import sqlite3
-import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,6 @@ pytest.importorskip("flwr")
 
 from fastapi import HTTPException
 
-from fedlora.flower.server import superlink_process
 from fedlora.flower.server.superlink_process import SAYS, under_own_name
 from fedlora.flower.site.checks import private_key
 from fedlora.flower.terms import certificates
@@ -46,28 +43,6 @@ def test_what_is_signed_by_one_and_says_another_never_gets_to_flower(capfd: pyte
         assert refused.value.status_code == 409
         said = capfd.readouterr().err
         assert said.startswith(SAYS) and re.search(f"acme .* {other}: refused", said)
-
-
-def test_its_database_waits_a_minute_for_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As SQLite says of a connection that Flower has set up. Attack: 100 MB adapters on a busy machine locked it for
-    more than Flower's 5 seconds, and the SuperLink ended."""
-    from flwr.supercore import sql_mixin
-    from flwr.superlink import cli
-    from flwr.superlink.servicer.fleet import fleet_handlers
-
-    found = list[int]()
-
-    def served() -> None:
-        with closing(sqlite3.connect(":memory:")) as database:
-            sql_mixin._set_sqlite_pragmas(database, None)
-            found.append(int(database.execute("PRAGMA busy_timeout").fetchone()[0]))
-
-    monkeypatch.setattr(sys, "argv", [""])
-    for module, name in ((sql_mixin, "SQLITE_PRAGMAS"), (fleet_handlers, "push_messages")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # so that they are put back
-    monkeypatch.setattr(cli, "flower_superlink", served)
-    superlink_process.main()
-    assert found == [60_000]
 
 
 @pytest.mark.deployment_all

@@ -50,9 +50,9 @@ def played(folder: Path, plan: list[Any]) -> None:
         started("superlink", "flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port),
                 "--database", str(folder / "state.db"), "--disable-runtime-dependency-installation")  # fmt: skip
         until(lambda: answers(port), 60, "the SuperLink answers")
-        for name in ("one", "two", "bomb"):
+        for name in ("node-1", "node-2", "node-3"):
             started(name, "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}",
-                    "--port", str(free_port()), "--node-config", f'client="{name}"')  # fmt: skip
+                    "--port", str(free_port()))  # fmt: skip
         started("run", "flwr", "run", str(app), "here", "--stream")
         until(lambda: read_now(folder / "now.json").get("ended"), 270, "all rounds are played")
     finally:

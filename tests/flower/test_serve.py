@@ -1,5 +1,5 @@
-"""`serve`'s decisions, on a simulated SuperLink: what it waits for, what ends it and how, and that it continues when a
-stand-in for its unit starts it again. Kind: *unit*."""
+"""`serve`'s decisions, on a simulated SuperLink: what it waits for, what ends it and how, and that it continues when it
+is called again. Kind: *unit*."""
 
 from __future__ import annotations
 
@@ -127,46 +127,34 @@ FAST = Pace(log=0.0, look=0.0, remind=100.0, pending=0.2, thin=0.0, unanswered=3
 
 
 def served(
-    home: Path, *scripts: list[Turn], before: Callable[[FakeLink], None] = lambda link: None, starts: int = 1
+    home: Path, *scripts: list[Turn], before: Callable[[FakeLink], None] = lambda link: None
 ) -> tuple[Standing, FakeLink, list[str]]:
-    """`serve` on these runs, to its end: the standing, the link, and the output. starts: how often its unit starts it
-    again after a failure (code 1); the last failure is raised."""
+    """`serve` on these runs, to its end: the standing, the link, and the output."""
     link, said = FakeLink(home, *scripts), list[str]()
     before(link)
-    for left in reversed(range(starts)):
-        try:
-            now = Supervisor(link, said.append, pace=FAST).serve()
-            assert not left, "it was to fail more often"
-            return now, link, said
-        except RuntimeError as error:
-            said.append(str(error))
-            if not left:
-                raise
-    raise AssertionError
+    return Supervisor(link, said.append, pace=FAST).serve(), link, said
 
 
 def test_all_rounds_a_line_each_and_everything_taken_down(tmp_path: Path) -> None:
-    home = federation_folder(tmp_path / "f")
-    now, link, said = served(home, [rounds(1, cork="late"), rounds(2, 3), completes(3)])
-    assert (now.done, now.why) == (3, "complete")
-    assert link.done == ["start", "keys acme,berlin,cork", "run", "stop"]
-    assert said[0].startswith("fed-1: 3 sites, 3 rounds, 0 ")
-    assert [line for line in said if line.startswith("round")] == [f"round {k} is played" for k in (1, 2, 3)]
-    assert holder(home / "state" / "serve.lock") is None
-
-
-def test_what_the_superlink_refused_is_said(tmp_path: Path) -> None:
-    """Its own lines are not repeated, and of those before this run nothing is."""
+    """Runs that an earlier SuperLink left are stopped first. What it refuses is said: its other lines are not repeated,
+    and of those before this call nothing is."""
     home = federation_folder(tmp_path / "f")
     (home / "superlink.log").write_text(f"{SAYS}of yesterday\n")
+
+    def left(link: FakeLink) -> None:
+        link.listed = [RunFacts(3, "running"), RunFacts(2, "finished:failed"), RunFacts(1, "pending")]
 
     def refuses(link: FakeLink) -> None:
         with link.log.open("a") as file:
             file.write(f"INFO: 200 OK\n{SAYS}cork answers as acme\n")
 
-    _, _, said = served(home, [refuses, rounds(1, 2, 3), completes(3)])
-    assert "cork answers as acme" in said
+    now, link, said = served(home, [rounds(1, cork="late"), refuses, rounds(2, 3), completes(3)], before=left)
+    assert (now.done, now.why) == (3, "complete")
+    assert link.done == ["start", "stop run 3", "stop run 1", "keys acme,berlin,cork", "run", "stop"]
+    assert said[0].startswith("fed-1: 3 sites, 3 rounds, 0 ") and "cork answers as acme" in said
+    assert [line for line in said if line.startswith("round")] == [f"round {k} is played" for k in (1, 2, 3)]
     assert not [line for line in said if "200 OK" in line or "yesterday" in line]
+    assert holder(home / "state" / "serve.lock") is None
 
 
 def test_a_finished_federation_is_left_alone(tmp_path: Path) -> None:
@@ -184,21 +172,12 @@ def test_a_finished_federation_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_where_the_superlink_dies_all_ends_and_started_again_it_goes_on(tmp_path: Path) -> None:
-    home = federation_folder(tmp_path / "f")
-    now, link, said = served(home, [rounds(1), dies()], [dies(1)], [rounds(2, 3), completes(3)], starts=3)
-    assert now.done == 3
-    assert link.done.count("start") == link.done.count("stop") == link.done.count("run") == 3
-    assert any("the SuperLink ended with code -9: " in line for line in said)
-
-
-def test_a_run_that_was_left_is_stopped_first(tmp_path: Path) -> None:
-    home = federation_folder(tmp_path / "f")
-
-    def left(link: FakeLink) -> None:
-        link.listed = [RunFacts(3, "running"), RunFacts(2, "finished:failed"), RunFacts(1, "pending")]
-
-    _, link, _ = served(home, [rounds(1, 2, 3), completes(3)], before=left)
-    assert link.done[:4] == ["start", "stop run 3", "stop run 1", "keys acme,berlin,cork"]
+    home, made = federation_folder(tmp_path / "f"), list[FakeLink]()
+    with pytest.raises(Lost, match=r"the SuperLink ended with code -9: killed"):
+        served(home, [rounds(1), dies()], before=made.append)
+    assert made[0].done[-2:] == ["run", "stop"] and holder(home / "state" / "serve.lock") is None
+    now, _, said = served(home, [rounds(2, 3), completes(3)])
+    assert now.done == 3 and said[0].startswith("fed-1: 3 sites, 3 rounds, 1 ")
 
 
 def test_a_superlink_that_hangs_is_ended(tmp_path: Path) -> None:
@@ -207,22 +186,16 @@ def test_a_superlink_that_hangs_is_ended(tmp_path: Path) -> None:
     def hangs(link: FakeLink) -> RunFacts:
         raise SuperLinkError("timed out")
 
-    now, link, said = served(home, [rounds(1), hangs, hangs, hangs], [rounds(2, 3), completes(3)], starts=2)
-    assert now.done == 3 and link.done.count("start") == 2
-    assert any("does not answer" in line for line in said)
-    _, link, _ = served(federation_folder(tmp_path / "g"), [hangs, hangs, rounds(1, 2, 3), hangs, hangs, completes(3)])
-    assert link.done.count("start") == 1  # two in a row are a hiccup
+    with pytest.raises(Lost, match="does not answer"):
+        served(home, [rounds(1), hangs, hangs, hangs])
+    now, _, _ = served(home, [hangs, hangs, rounds(2, 3), hangs, hangs, completes(3)])
+    assert now.done == 3, "two in a row are a hiccup"
 
 
-def test_a_failure_ends_it_with_the_cause_and_nothing_is_left(tmp_path: Path) -> None:
-    """The ServerApp's process killed is the second one: Flower says so after a minute."""
-    home = federation_folder(tmp_path / "f")
+def test_a_failure_ends_it_with_the_cause(tmp_path: Path) -> None:
     fail = fails("ServerApp failed with exception: out of memory")
     with pytest.raises(Lost, match=r"1 of 3 rounds done: .*out of memory"):
-        served(home, [rounds(1), fail])
-    assert holder(home / "state" / "serve.lock") is None
-    now, link, said = served(home, [fails("No heartbeat")], [rounds(2, 3), completes(3)], starts=2)
-    assert now.why and link.done[-1] == "stop" and any("No heartbeat" in line for line in said)
+        served(federation_folder(tmp_path / "f"), [rounds(1), fail])
 
 
 def test_wrong_settings_are_told_as_such(tmp_path: Path) -> None:

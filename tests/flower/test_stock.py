@@ -82,6 +82,7 @@ def test_a_flowertune_server_adopts_it_in_two_lines() -> None:
     assert {k: t.shape for k, t in model.items()} == {k: t.shape for k, t in STATE.items()}
     first = grid.sent[0].content.array_records["arrays"].to_torch_state_dict()
     assert not any(t.any() for k, t in first.items() if "lora_B" in k), "B = 0; A may be in other coordinates"
+    assert not [*strategy.configure_evaluate(2, ArrayRecord(), ConfigRecord(), grid)], "fraction_evaluate is 0"
     stopped = FedLoRA("glora", 3, r=4, lora_alpha=16)
     start(stopped, stock_grid(), 9, should_stop=lambda round, result: round == 2)
     assert stopped.round == 2
@@ -119,6 +120,9 @@ def test_what_cannot_be_is_said_before_the_first_round(tmp_path: Path) -> None:
         ({"r": None}, STATE, "r and lora_alpha"),
         ({"clients": ["x", "x"]}, STATE, "list of different names"),
         ({"clients": "site-1"}, STATE, "list of different names"),
+        ({"names": "orders"}, STATE, "names is 'registered' or 'order'"),
+        ({"fraction_evaluate": 2}, STATE, "shares up to 1"),
+        ({"fraction_train": 0}, STATE, "shares up to 1"),
     ]
     for said, state, words in wrong:
         with pytest.raises(ConfigError, match=words):
@@ -192,14 +196,17 @@ def test_the_pages_server_plays_and_its_whole_model_is_written(
         torch.testing.assert_close(written[name].delta(), lora.delta())
 
 
-def test_a_node_that_comes_back_under_another_id_gives_no_client_anothers_history() -> None:
-    """Stock clients follow their node: once the ids differ from those before, the order would swap clients."""
-    grid, strategy = stock_grid(), FedLoRA("glora", 3, r=4, lora_alpha=16)
+@pytest.mark.parametrize("measure", [0.0, 1.0])
+def test_a_node_that_comes_back_under_another_id_gives_no_client_anothers_history(measure: float) -> None:
+    """Stock clients follow their node: once the ids differ from those before, the order would swap clients. It moves
+    once all have been asked to train; the next to be refused are measurements, or round 2."""
+    grid, strategy = stock_grid(), FedLoRA("glora", 3, r=4, lora_alpha=16, fraction_evaluate=measure)
 
-    def moves(round: int, result: Any) -> bool:
+    def moves(asked: Message, reply: Message) -> Message:
         grid.nodes[9999] = grid.nodes.pop(min(grid.nodes))
-        return False
+        return reply
 
+    grid.meddle = {"three": moves}
     with pytest.raises(ConfigError, match="other ids"):
-        start(strategy, grid, 2, should_stop=moves)
+        start(strategy, grid, 2)
     assert strategy.round == 1

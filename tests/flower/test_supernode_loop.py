@@ -21,13 +21,9 @@ from fedlora.flower.bundle import bundle
 from fedlora.flower.site.supernode import left_over, watched
 
 
-def message(name: str, run: int, reply_to: str) -> SimpleNamespace:
-    metadata = SimpleNamespace(message_id=name, run_id=run, reply_to_message_id=reply_to)
-    return SimpleNamespace(metadata=metadata)
-
-
 def entry(name: str, run: int, reply_to: str, sent: bool) -> SimpleNamespace:
-    return SimpleNamespace(message=message(name, run, reply_to), is_retrieved=sent)
+    metadata = SimpleNamespace(message_id=name, run_id=run, reply_to_message_id=reply_to)
+    return SimpleNamespace(message=SimpleNamespace(metadata=metadata), is_retrieved=sent)
 
 
 def test_an_idle_loop_sends_what_is_left_over() -> None:

@@ -1,5 +1,5 @@
-"""`fedlora flower up`'s folder: a run's data dealt to sites. Kind: *contract*, with real files and a real tiny model.
-The processes: test_deployment.py."""
+"""`fedlora flower up`'s folder: a run's data dealt to sites, and a site that trains by a program of its own. Kind:
+*contract*, with real files and a real tiny model. The processes: test_deployment.py."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr")
 
 from fedlora.errors import ConfigError
+from fedlora.flower.grid import BoundedGrid
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.server.federation import play
+from fedlora.flower.server.journal import read_rounds
 from fedlora.flower.server.status import keys_of
 from fedlora.flower.server.up import make
 from fedlora.flower.site.checks import checked_site
@@ -23,6 +27,8 @@ from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig, load_config
+from support.federation_folders import SiteNode
+from support.flower_grid import FastClock, LocalGrid
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.own_programs import DOUBLING, command
 from support.training_data import classification, rows, save_encoder
@@ -70,8 +76,8 @@ def test_one_file_is_dealt_as_the_run_deals_it(tmp_path: Path, written: Callable
 
 
 def test_files_of_their_own_and_a_program_stay_the_sites(tmp_path: Path, written: Callable[[str], RunConfig]) -> None:
-    """Nothing of them is in what travels."""
-    words = json.dumps(command(tmp_path, DOUBLING, "{data}"))
+    """Nothing of them is in what travels. The program trains where its site may write, and says its own loss."""
+    words = json.dumps(command(tmp_path, DOUBLING + "\npathlib.Path('mine').write_text('')", "{data}"))
     config = written(
         '[data]\nclients = { acme = "acme.jsonl", berlin = "berlin.jsonl" }\nmax_length = 16\n'
         f"[clients]\nranks = 2\n[train]\ncommand = {words}\ntimeout = 60.0\n"
@@ -84,6 +90,13 @@ def test_files_of_their_own_and_a_program_stay_the_sites(tmp_path: Path, written
         assert site.own["train"] == {"command": json.loads(words), "timeout": 60.0}
     raw = tomllib.loads(fed.settings.read_text())
     assert "clients" not in raw["data"] and "command" not in raw.get("train", {})
+    nodes: dict[str, Any] = {name: SiteNode(fed.site(name).site) for name in ("acme", "berlin")}
+    play(BoundedGrid(LocalGrid(nodes), clock=FastClock()), fed.path)
+    assert [line["losses"] for line in read_rounds(fed.rounds)] == [dict.fromkeys(nodes, loss) for loss in (1.0, 0.5)]
+    place = fed.site("acme").state / "programs" / "acme"
+    assert (place / "program.log").read_text() == "done acme\n" and (place / "mine").exists()
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert "program of a site's own" in (fed.adapter / "README.md").read_text(), "its settings say nothing of that"
 
 
 def test_what_only_a_run_can_do_is_refused(tmp_path: Path, written: Callable[[str], RunConfig]) -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import os
 import resource
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
@@ -43,40 +41,16 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 
 
-def claimed_names(grid: Grid, count: int, seconds: float = 60.0) -> Mapping[str, int]:
-    """Names as nodes say them, asked of each once `count` are there: these have no registered ones."""
-    until = time.monotonic() + seconds
-    while len(list(grid.get_node_ids())) < count and time.monotonic() < until:
-        time.sleep(0.2)
-    asked = [
-        Message(RecordDict({"hello": ConfigRecord({"fedlora": 1})}), node, MessageType.QUERY, ttl=120.0)
-        for node in grid.get_node_ids()
-    ]
-    names = {}
-    for reply in grid.send_and_receive(asked, timeout=120.0):
-        if not reply.has_error():
-            names[str(reply.content.config_records["hello"]["client"])] = reply.metadata.src_node_id
-    return names
-
-
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     from fedlora import Kept, Server, build
     from fedlora.flower import strategy as module
     from fedlora.flower.inside import Limit
-    from fedlora.flower.server.waiting import Nodes
     from fedlora.flower.strategy import FedLoRA
 
     module.reply_limit = lambda *_: Limit(20 * MB, 200, 2 * MB)  # room for one piece of flwr's
     plan = json.loads((home() / "plan.json").read_text())
-    names, ranks = claimed_names(grid, len(NAMES)), dict.fromkeys(NAMES, 4)
     peaks = [peak()]
-
-    class Claimed(Nodes):
-        """These nodes have no registered names."""
-
-        def online(self, grid: Grid, clients: Any) -> dict[str, int]:
-            return dict(names)
 
     def after(round: int, _: Any) -> bool:
         peaks.append(peak())
@@ -84,23 +58,16 @@ def main(grid: Grid, context: Context) -> None:
         return False
 
     server = Server(build("glora"), round=Kept(quorum=1), seed=3)
-    strategy = FedLoRA(server, ranks, adapter=toys().seed_adapter(), folder=home())
-    strategy.nodes = Claimed("registered")
+    strategy = FedLoRA(server, NAMES, adapter=toys().seed_adapter(), folder=home(), names="order")
     strategy.start(grid, num_rounds=len(plan), timeout=90, should_stop=after)
-
-
-@client_app.query()
-def hello(message: Message, context: Context) -> Message:
-    return Message(
-        RecordDict({"hello": ConfigRecord({"client": str(context.node_config["client"])})}), reply_to=message
-    )
 
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
+    from fedlora.flower.records import record_parcel
     from fedlora.flower.site.node import Node
 
-    name = str(context.node_config["client"])
+    name = record_parcel(message.content)[0].client.id
     reply = Node(name, toys().Toy(), home() / "nodes" / name).work(message.content)
     if name == "bomb":
         plan = json.loads((home() / "plan.json").read_text())

@@ -17,11 +17,6 @@ def authority(name: str = "a CA") -> Signer:
     return certificates._authority(name)
 
 
-def kept_authority(folder: Path) -> Signer:
-    """That of a federation's certificates: ca.crt and ca.key."""
-    return certificates._kept_authority(folder)
-
-
 def pem(by: Signer) -> str:
     """ca.crt."""
     return certificates._pem(by[0]).decode()

@@ -10,6 +10,7 @@ import tomli_w
 from flwr.app import RecordDict
 
 from fedlora.adapters.writer import write_adapter
+from fedlora.flower.grid import BoundedGrid
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.server.federation import play
 from fedlora.flower.server.journal import read_rounds
@@ -112,7 +113,7 @@ class FederationOnDisk:
             write_join(folder, self.settings(), self.facts)
 
     def play(self, grid: LocalGrid | None = None) -> dict[str, Any]:
-        return play(grid or self.grid(), self.home, clock=FastClock())
+        return play(BoundedGrid(grid or self.grid(), clock=FastClock()), self.home)
 
     def lines(self) -> list[dict[str, Any]]:
         return read_rounds(self.home / "server" / "rounds.jsonl")

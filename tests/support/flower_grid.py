@@ -155,10 +155,8 @@ def changed(**numbers: Any) -> Meddle:
     """A reply with other numbers."""
 
     def meddle(asked: Message, reply: Message) -> Message:
-        record = reply.content
-        record["metrics"] = MetricRecord(
-            {**dict(record["metrics"]), **{k.replace("_", "-"): v for k, v in numbers.items()}}
-        )
+        told = {name.replace("_", "-"): value for name, value in numbers.items()}
+        reply.content["metrics"] = MetricRecord({**dict(reply.content["metrics"]), **told})
         return reply
 
     return meddle
@@ -172,14 +170,13 @@ def nan(asked: Message, reply: Message) -> Message:
 
 
 def federation(
-    folder: Path, server: Server, ranks: Mapping[str, Any] = RANKS, *, trainer: Any = None, nodes: Any = None,
-    **more: Any,
+    folder: Path, server: Server, ranks: Mapping[str, Any] = RANKS, *, trainer: Any = None, **more: Any
 ) -> tuple[FedLoRA, LocalGrid]:  # fmt: skip
     """A strategy that goes on in FOLDER/server, and toy nodes whose states are in FOLDER/nodes."""
-    largest = max(r if isinstance(r, int) else max(r.values()) for r in ranks.values())
-    strategy = FedLoRA(server, ranks, adapter=seed_adapter(largest), run=RUN, folder=folder / "server", **more)
-    made = nodes or {name: Node(name, trainer or Toy(), folder / "nodes" / name) for name in ranks}
-    return strategy, LocalGrid(made)
+    strategy = FedLoRA(
+        server, ranks, adapter=seed_adapter(max(ranks.values())), run=RUN, folder=folder / "server", **more
+    )
+    return strategy, LocalGrid({name: Node(name, trainer or Toy(), folder / "nodes" / name) for name in ranks})
 
 
 def play(strategy: FedLoRA, grid: LocalGrid, rounds: int, **more: Any) -> Any:

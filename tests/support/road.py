@@ -2,7 +2,7 @@
 
 with walking(tmp_path) as road:
     road.walk("1. At the server", "2. At each site", ...)
-    road.until_round(2)
+    road.until_next_rounds(2)
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 from transformers import BertConfig, BertModel
 
 from fedlora.flower.server.journal import read_rounds
+from support.containers import PLACE
 from support.machines import Done, Machine, Network, until
 from support.page import PAGE, Block, under
 from support.tiny_models import VOCABULARY
 from support.training_data import save_model
 
 SITES = ("acme", "berlin", "cork")
-EXAMPLES = Path(__file__).parents[2] / "examples" / "deploy"
 START = ("1. At the server", "2. At each site", "3. At the server: admit the sites")
 LABELS = ("no", "yes")
 ROUNDS = 2  # of the page's six
@@ -45,29 +45,23 @@ def stopped(machine: Machine, unit: str) -> Iterator[None]:
         assert machine.run("systemctl", "start", unit).code == 0
 
 
-def write_notes(path: Path, count: int, seed: int, *, labels: tuple[str, ...] = LABELS, text: str = "text") -> None:
-    """A hospital's file: notes of words w0 to w19, whose class is whether the first word's number is odd."""
+def write_notes(path: Path, seed: int) -> None:
+    """A hospital's file: 40 notes of words w0 to w19, whose class is whether the first word's number is odd."""
     draw = random.Random(seed)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow([text, "label"])
-        for k in range(count):
-            kind = labels[k % len(labels)]
-            first = 2 * draw.randrange(5) + (kind == LABELS[1])
-            writer.writerow([" ".join([f"w{first}", *(f"w{draw.randrange(10, 20)}" for _ in range(5))]), kind])
+        writer.writerow(["text", "label"])
+        for k in range(40):
+            first = 2 * draw.randrange(5) + k % 2
+            words = " ".join([f"w{first}", *(f"w{draw.randrange(10, 20)}" for _ in range(5))])
+            writer.writerow([words, LABELS[k % 2]])
 
 
 def write_model(folder: Path) -> Path:
-    """A base model as one downloads it: BERT without a head, hidden size 32, 2 layers, texts of up to 128 tokens."""
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-        network = BertModel(
-            BertConfig(vocab_size=VOCABULARY, num_attention_heads=2, **sizes, max_position_embeddings=128)
-        )
-    return save_model(folder, network, classifies=True)
+    """A base model as one downloads it: BERT without a head, 2 layers, texts of up to 128 tokens."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = BertConfig(vocab_size=VOCABULARY, num_attention_heads=2, **sizes, max_position_embeddings=128)
+    return save_model(folder, BertModel(config), classifies=True)
 
 
 def own(machine: Machine) -> Path:
@@ -79,11 +73,10 @@ def own(machine: Machine) -> Path:
 
 @dataclass
 class Road:
-    """The machines on their way; `seen` is what each block printed, by the block's heading."""
+    """The machines on their way. seen: (machine, block, what came of it), in their order."""
 
     network: Network
     seen: list[tuple[str, Block, Done]] = field(default_factory=list)
-    """(machine, block, what came of it), in their order."""
 
     @property
     def server(self) -> Machine:
@@ -113,7 +106,7 @@ class Road:
 
     def play(self, machine: Machine, block: Block, seconds: float = 180) -> Done:
         text = block.text.replace("~fedlora", '"$HOME"').replace("--name NAME", f"--name {machine.name}")
-        text = text.replace("examples/deploy", str(EXAMPLES))
+        text = text.replace("examples/deploy", str(PLACE))
         if block.language == "python":
             done = machine.run("python", "-c", text, seconds=seconds)
         else:
@@ -126,22 +119,12 @@ class Road:
         """The lines of rounds.jsonl, each with its scores."""
         return read_rounds(self.fed / "server" / "rounds.jsonl")
 
-    def until_round(self, number: int, seconds: float = 90) -> None:
-        def played() -> bool:
-            return bool(self.rounds()) and self.rounds()[-1]["round"] >= number
-
-        until(played, seconds, f"round {number}", *self.network)
-
     def go_on(self, rounds: int, *, deadline: float) -> None:
         """More rounds, as docs/how-to/federation.md has it, each of which waits no longer than `deadline` seconds."""
         self._set(self.fed / "federation.toml", r"rounds = \d+", f"rounds = {rounds}")
-        self.set_deadline(deadline)
+        self._set(self.fed / "policy.toml", r"deadline = \S+", f"deadline = {deadline:.1f}")
         assert self.server.shell("sudo systemctl restart fedlora-server").code == 0
         self.until_next_rounds(1, 400)
-
-    def set_deadline(self, seconds: float) -> None:
-        """From the next round on."""
-        self._set(self.fed / "policy.toml", r"deadline = \S+", f"deadline = {seconds:.1f}")
 
     def _set(self, path: Path, line: str, other: str) -> None:
         text, count = re.subn(f"(?m)^{line}", other, path.read_text())
@@ -174,5 +157,5 @@ def walking(root: Path, *, others: tuple[str, ...] = ()) -> Iterator[Road]:
             own(network[name])
             (network[name].folder / "env").symlink_to(sys.prefix)  # where the page's commands install fedlora
         for k, name in enumerate(SITES):
-            write_notes(own(network[name]) / "notes.csv", 40, k)
+            write_notes(own(network[name]) / "notes.csv", k)
         yield Road(network)

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fedlora.flower.bundle import _FILES
 from fedlora.flower.server.superlink import SuperLink
 from fedlora.flower.terms import certificates
 from support.machines import free_port
 
 APP = {
-    "pyproject.toml": """\
-[project]
-name = "changed-app"
-version = "1.0.0"
-description = "test"
-license = { file = "LICENSE" }
-dependencies = ["flwr>=1.41.0"]
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-[tool.flwr.app]
-publisher = "fedlora"
-fab-format-version = 1
-flwr-version-target = "1.41.0"
-[tool.flwr.app.components]
-serverapp = "changed.server:app"
-clientapp = "changed.client:app"
-[tool.flwr.app.config]
-folder = ""
-""",
+    "pyproject.toml": _FILES["pyproject.toml"]
+    .replace("fedlora-app", "changed-app")
+    .replace("fedlora_app", "changed")
+    .replace("server_app:", "server:")
+    .replace("client_app:", "client:"),
     "LICENSE": "none\n",
     "changed/__init__.py": "",
     "changed/server.py": """\

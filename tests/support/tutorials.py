@@ -17,11 +17,10 @@ _CELL = re.compile(r"^```\{code-cell\} ipython3\n((?::[^\n]*\n)*)\n?(.*?)^```$",
 
 @dataclass(frozen=True)
 class Cell:
-    """magic: "bash", "writefile", or "" for Python; word: what stands behind it; code: without the magic's line."""
+    """magic: "bash", "writefile", or "" for Python; code: without the magic's line."""
 
     code: str
     magic: str = ""
-    word: str = ""
     hidden: bool = False
 
 
@@ -29,7 +28,7 @@ def cells(page: str) -> list[Cell]:
     """The code cells of a page in their order."""
     found = []
     for options, text in _CELL.findall(page):
-        magic = re.match(r"%%(\w+) ?([^\n]*)\n", text)
+        magic = re.match(r"%%(\w+)[^\n]*\n", text)
         code = text[magic.end() :] if magic else text
-        found.append(Cell(code, magic[1] if magic else "", magic[2] if magic else "", "remove-cell" in options))
+        found.append(Cell(code, magic[1] if magic else "", "remove-cell" in options))
     return found

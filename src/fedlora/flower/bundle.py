@@ -71,6 +71,3 @@ def bundle() -> bytes:
 def digest(content: bytes) -> str:
     """An app's SHA-256."""
     return hashlib.sha256(content).hexdigest()
-
-
-__all__ = ["bundle", "digest"]

@@ -25,7 +25,6 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedlora.core.text import quoted, shown
-from fedlora.errors import HyperparameterError, RankMismatch
 from fedlora.flower.envelope import parts
 from fedlora.flower.inside import Arrival, Limit, http_inbox, too_large
 
@@ -63,8 +62,6 @@ class _Asked:
     """All that is kept of a question. stub: its metadata without its content. since, until: on the clock."""
 
     stub: Message
-    node: int
-    group: str
     since: float
     until: float
 
@@ -72,13 +69,12 @@ class _Asked:
 class BoundedGrid(Grid):
     """A Flower grid that takes any other's messages, with one answer or error for each question.
 
-    limit: of each reply, until it is set anew. clock: which also waits. pause: seconds between two looks.
+    limit: of each reply, until it is set anew. clock: which also waits.
     """
 
-    def __init__(self, grid: Grid, *, clock: Clock = time, pause: float | None = None) -> None:
+    def __init__(self, grid: Grid, *, clock: Clock = time) -> None:
         self.inner, self.limit, self.clock = grid, UNLIMITED, clock
         self._inbox = http_inbox(grid) or _OneByOne(grid)
-        self.pause = self._inbox.pause if pause is None else pause
 
     @classmethod
     def around(cls, grid: Grid) -> BoundedGrid:
@@ -123,8 +119,8 @@ class BoundedGrid(Grid):
                 yield _no_answer(stub, "not sent" if why else "offline", why or there)
                 continue
             until = since + timeout if timeout is not None else float("inf")
-            asked[id] = _Asked(stub, stub.metadata.dst_node_id, stub.metadata.group_id, since, until)
-            if self.clock.monotonic() - looked >= self.pause:  # an answer expires with its message
+            asked[id] = _Asked(stub, since, until)
+            if self.clock.monotonic() - looked >= self._inbox.pause:  # an answer expires with its message
                 yield from self._arrived(asked)
                 looked = self.clock.monotonic()
         while asked:
@@ -134,7 +130,7 @@ class BoundedGrid(Grid):
                 self._inbox.forget(id)
                 yield _no_answer(asked.pop(id).stub, "late", f"no answer within {timeout:g} s")
             if asked:
-                self.clock.sleep(max(0.01, min(self.pause, min(one.until for one in asked.values()) - now)))
+                self.clock.sleep(max(0.01, min(self._inbox.pause, min(one.until for one in asked.values()) - now)))
 
     def _push(self, message: Message, patience: float) -> tuple[str, str]:
         """(its id, "") if it was taken; ("", "") if the node is not there; ("", why) if it could not be sent."""
@@ -184,12 +180,12 @@ def _judged(one: _Asked, arrival: Arrival, now: float) -> Message:
             why = "no answer in time" if now >= one.until - 2 else "the SuperLink has no answer"
             return _no_answer(one.stub, "late", f"{why}, after {now - one.since:.0f} s: {reason}")
         return Message(Error(code, f"it failed: {reason}"), reply_to=one.stub)
-    about = message.metadata
-    if about.group_id != one.group:
-        said = f"it answers {quoted(about.group_id, 60)}, and this is {one.group!r}: late or replayed"
+    about, asked = message.metadata, one.stub.metadata
+    if about.group_id != asked.group_id:
+        said = f"it answers {quoted(about.group_id, 60)}, and this is {asked.group_id!r}: late or replayed"
         return _no_answer(one.stub, "refused", said)
-    if about.src_node_id != one.node:
-        said = f"node {about.src_node_id} answered in its place, and node {one.node} was asked"
+    if about.src_node_id != asked.dst_node_id:
+        said = f"node {about.src_node_id} answered in its place, and node {asked.dst_node_id} was asked"
         return _no_answer(one.stub, "refused", said)
     return message if message.has_content() else _no_answer(one.stub, "refused", "its reply is empty")
 
@@ -212,7 +208,7 @@ def _brief(error: BaseException) -> str:
 class _OneByOne:
     """Replies of any other grid, such as a simulation's: one id at a time, so that one reply is in memory at a time."""
 
-    pause = 0.1
+    pause = 0.1  # seconds between two looks
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -232,38 +228,3 @@ class _OneByOne:
 
     def forget(self, message_id: str) -> None:
         """There is nothing to let go of."""
-
-
-class Exchange:
-    """One exchange with some clients: a message for each, made as it is drawn, and whose each reply is.
-
-    Args:
-        kind: of the messages, such as "train". group: their id. nodes: client -> its node, of those to ask. content:
-            makes a client's message; it raises `RankMismatch` or `HyperparameterError` for one whom the method cannot
-            serve, who then gets none (`unsent`: client -> why). timeout: seconds to live.
-    """
-
-    def __init__(
-        self, kind: str, group: str, nodes: Mapping[str, int], content: Callable[[str], RecordDict], timeout: float
-    ) -> None:
-        self._kind, self._group, self._nodes, self._content, self._timeout = kind, group, nodes, content, timeout
-        self._asked: dict[int, str] = {}
-        self.unsent: dict[str, str] = {}
-
-    def questions(self) -> Iterator[Message]:
-        """Messages for a `BoundedGrid`, which draws them one by one: Flower's own grids walk through them twice."""
-        for name, node in self._nodes.items():
-            try:
-                content = self._content(name)
-            except (RankMismatch, HyperparameterError) as error:
-                self.unsent[name] = f"the method cannot serve it: {error}"
-                continue
-            self._asked[node] = name
-            message = Message(content, node, self._kind, ttl=self._timeout, group_id=self._group)
-            del content
-            yield message
-            del message
-
-    def whose(self, reply: Message) -> str:
-        """The client that answers so: a `BoundedGrid` gives one reply to each question, under the asked node's id."""
-        return self._asked[reply.metadata.src_node_id]

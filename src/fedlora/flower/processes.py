@@ -36,11 +36,7 @@ SWITCHES = {
 }
 # glibc's: what is freed of 256 kB or more goes back to the system at once, however large others were. It costs
 # processor time; docs/explanation/scale.md has the figures of both.
-GIVES_BACK = {
-    "MALLOC_MMAP_THRESHOLD_": "262144",
-    "MALLOC_TRIM_THRESHOLD_": "262144",
-    "MALLOC_ARENA_MAX": "2",
-}
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "2"}
 SUPERLINK = "fedlora.flower.server.superlink_process"
 OF = "FEDLORA_PROCESSOF"
 OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that its SuperNode starts: ClientApps end with it
@@ -104,9 +100,6 @@ def tail(path: Path, size: int = 20_000) -> str:
             return file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
-
-
-# ---------------------------------------------------------------------------------------------- who has a folder
 
 
 @contextlib.contextmanager

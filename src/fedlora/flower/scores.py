@@ -164,15 +164,17 @@ class SiteRound:
         }
 
 
-def averaged(each: Iterable[MetricRecord]) -> MetricRecord | None:
-    """The mean of each finite number, weighted by num-examples, as Flower's own; None if there is none."""
+def averaged(each: Iterable[MetricRecord], most: float) -> MetricRecord | None:
+    """The mean of each finite number, weighted by num-examples, as Flower's own; None if there is none. most: what a
+    claim of examples counts for at most."""
     found: dict[str, list[tuple[float, float]]] = {}
     for metrics in each:
         numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
-        weight = numbers.pop("num-examples", 0.0)
+        weight = min(numbers.pop("num-examples", 0.0), most)
         for key, value in numbers.items() if weight > 0 else ():
             found.setdefault(key, []).append((weight, value))
-    means = {key: sum(w * x for w, x in pairs) / sum(w for w, _ in pairs) for key, pairs in found.items()}
+    totals = {key: sum(w for w, _ in pairs) for key, pairs in found.items()}
+    means = {key: sum(w / totals[key] * x for w, x in pairs) for key, pairs in found.items()}
     return MetricRecord(dict(means)) if means else None
 
 

@@ -15,22 +15,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client
 from fedlora.core.text import shown
-from fedlora.errors import BudgetSpent
+from fedlora.errors import BudgetSpent, ConfigError, HyperparameterError, RankMismatch
 from fedlora.flower.envelope import parts
-from fedlora.flower.grid import BoundedGrid, Exchange
+from fedlora.flower.grid import BoundedGrid
 from fedlora.flower.peft import peft_adapter, peft_record, ranks_of_clients
 from fedlora.flower.scores import NUMBERS, averaged
 from fedlora.flower.server.answers import Answers
@@ -79,6 +79,12 @@ class FedLoRA(Strategy):
         folder: Path | str | None = None, fraction_train: float = 1.0, fraction_evaluate: float = 0.0, seed: int = 0,
         names: Literal["registered", "order"] | None = None,
     ) -> None:  # fmt: skip
+        shares = fraction_train, fraction_evaluate or 1.0  # 0: nobody measures
+        if not all(0 < share <= 1 for share in shares) or names not in (None, "registered", "order"):
+            raise ConfigError(
+                f"fraction_train and fraction_evaluate are shares up to 1, and names is 'registered' or 'order'; got "
+                f"{fraction_train}, {fraction_evaluate}, {names!r:.80}."
+            )
         rank = r or (max(adapter.ranks.values()) if adapter is not None else None)
         self.speaks = speaks(r, lora_alpha, run)
         self.nodes = Nodes(names or ("order" if isinstance(clients, int) else "registered"))
@@ -94,6 +100,8 @@ class FedLoRA(Strategy):
         self._adapter, self._timeout, self._began = adapter, 3600.0, 0.0
         self._kept: FederationState | None = None
         self._answers: Answers | None = None
+        self._whose: dict[int, str] = {}  # node -> its client, of those that were sent a message last
+        self._unsent: dict[str, str] = {}  # client -> why it was sent none
 
     _patience = _WAIT  # seconds until a round begins with the nodes that are there; inf: as long as needed
 
@@ -149,15 +157,13 @@ class FedLoRA(Strategy):
         self._refresh()
         grid, opened = BoundedGrid.around(grid), self.server.open(self.state.server)
         online = self._awaited(grid, opened)
-        self.nodes.known(online, self.kept.nodes, self.speaks.at_nodes)
         self._clock, self._began = grid.clock, grid.clock.monotonic()
         chosen = drawn(self.policy.clients, online, self.fraction_train, seed=self.seed, round=self.round)
         chosen = chosen if opened.asked is None else [*opened.asked]  # a private round draws its own
         self._answers = Answers(self.kept, opened, [*self.policy.clients], online, chosen, self.policy.max_examples)
         asked = [self.policy.client(name) for name in self._answers.asked]
         grid.limit = reply_limit(asked, self.state.server)
-        self._asked = self._exchange(MessageType.TRAIN, self._answers.asked, online, config)
-        return self._asked.questions()
+        return self._questions(MessageType.TRAIN, self._answers.asked, online, config)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord]:
         """Take the replies as they come, and close and store the round. Raises `QuorumNotMet`, `CheckpointError`."""
@@ -168,11 +174,11 @@ class FedLoRA(Strategy):
         answers = self._answers
         assert answers is not None, "configure_train opens the round"
         for reply in replies:
-            client, state = self.policy.client(self._asked.whose(reply)), self.state.server
+            client, state = self.policy.client(self._whose[reply.metadata.src_node_id]), self.state.server
             answers.take(client.id, reply, partial(self.speaks.reply, client=client, server=self.server, state=state))
             self.journal.answered(client.id)
             del reply  # before the next one is pulled
-        for name, why in self._asked.unsent.items():
+        for name, why in self._unsent.items():
             answers.settle(name, "not sent", why)
         spent = None if self.private is None else self.private.spent
         after = answers.close(spent, seconds=round(self._clock.monotonic() - self._began, 3))
@@ -188,22 +194,24 @@ class FedLoRA(Strategy):
         """The messages to the clients that measure. config: for fedlora's own, "measure", the part."""
         clients = self._refresh()  # one that was removed meanwhile is sent no model any more
         online = self.nodes.online(grid, clients)
-        asked = drawn(clients, online, self.fraction_evaluate, seed=self.seed, round=self.round)
+        share = self.fraction_evaluate
+        asked = drawn(clients, online, share, seed=self.seed, round=self.round) if share else []
         BoundedGrid.around(grid).limit = NUMBERS
-        self._asked = self._exchange(MessageType.EVALUATE, asked, online, config)
-        return self._asked.questions()
+        return self._questions(MessageType.EVALUATE, asked, online, config)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The mean of each number that clients report, weighted by their examples. None if there is none."""
-        each: list[MetricRecord] = []
+        each, lost = list[MetricRecord](), dict(self._unsent)
         for reply in replies:
-            name = self._asked.whose(reply)
+            name = self._whose[reply.metadata.src_node_id]
             self.journal.answered(name)
             if reply.has_error():
-                log.warning("%s is not measured: %s", name, shown(reply.error.reason))
+                lost[name] = reply.error.reason or "it gave no reason"
             else:
                 each += parts(reply.content, MetricRecord).values()
-        return averaged(each)
+        for name, why in lost.items():
+            log.warning("%s is not measured: %s", name, shown(why))
+        return averaged(each, self.policy.max_examples)
 
     def summary(self) -> None:
         """Log what is played."""
@@ -287,17 +295,33 @@ class FedLoRA(Strategy):
         if self.kept.line:
             self.journal.played(self.kept.line)
 
-    def _exchange(self, kind: str, clients: Iterable[str], online: Mapping[str, int], config: ConfigRecord) -> Exchange:
-        """An exchange with these clients, of those that are online."""
+    def _questions(
+        self, kind: str, clients: Sequence[str], online: dict[str, int], config: ConfigRecord
+    ) -> Iterator[Message]:
+        """A message to each of these clients, made as it is drawn. One whom the method cannot serve gets none."""
+        self.nodes.known(online, self.kept.nodes, self.speaks.at_nodes)
         measure = kind == MessageType.EVALUATE
-        number, nodes = self.round + (not measure), {name: online[name] for name in clients}
-        self.journal.asked(number, "measure" if measure else "train", nodes)
+        number = self.round + (not measure)
+        self.journal.asked(number, "measure" if measure else "train", clients)
+        self._whose, self._unsent = {}, {}
 
-        def content(name: str) -> RecordDict:
-            download = self.server.download(self.state.server, self.policy.client(name))
-            return self.speaks.question(download, self.kept, config, number, measure)
+        def made() -> Iterator[Message]:
+            for name in clients:
+                try:
+                    download = self.server.download(self.state.server, self.policy.client(name))
+                    content = self.speaks.question(download, self.kept, config, number, measure)
+                except (RankMismatch, HyperparameterError) as error:
+                    self._unsent[name] = f"the method cannot serve it: {error}"
+                    self.journal.answered(name)
+                    continue
+                self._whose[online[name]] = name
+                group = f"{self.run}-{number}-{kind}"
+                message = Message(content, online[name], kind, ttl=self._timeout, group_id=group)
+                del download, content  # before the next one is made
+                yield message
+                del message
 
-        return Exchange(kind, f"{self.run}-{number}-{kind}", nodes, content, self._timeout)
+        return made()
 
     def _store(self, after: FederationState) -> None:
         """Store a round, and tell it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.core.text import shown
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.envelope import RecordError
-from fedlora.flower.grid import BoundedGrid, Clock
+from fedlora.flower.grid import BoundedGrid
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import locked
 from fedlora.flower.scores import HeldOut, SiteRound, SiteScores, record_measured
@@ -102,8 +101,6 @@ class Federation(FedLoRA):
         """Nothing: nobody here reads the model as Flower's record."""
         return ArrayRecord()
 
-    # ------------------------------------------------------------------------------------------------------ the rounds
-
     def _refresh(self) -> Mapping[str, Any]:
         """The clients, after a look at the policy's file; one that cannot be used changes nothing, and is told once."""
         error, before = "", self.policy.clients
@@ -127,14 +124,12 @@ class Federation(FedLoRA):
         self._kept = self.kept.under(self.policy.clients)
         return self.policy.clients
 
-    # --------------------------------------------------------------------------------------------------- measuring them
-
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The sites' scores, checked (`_sites`); their mean. A site that measured holds all that its next training
         starts from, which then does not travel again."""
         measured, lost, clients = dict[str, SiteScores](), dict[str, str](), dict(self.state.clients)
         for reply in replies:
-            name = self._asked.whose(reply)
+            name = self._whose[reply.metadata.src_node_id]
             one = self._scores(name, reply)
             if isinstance(one, SiteScores):
                 most = self.policy.max_examples  # a claim, as in training
@@ -145,7 +140,7 @@ class Federation(FedLoRA):
                 lost[name] = one
             self.journal.answered(name)
         self._kept = replace(self.kept, state=replace(self.state, clients=ReadOnly(clients)))
-        lost |= self._asked.unsent
+        lost |= self._unsent
         self._sites = SiteRound(
             {name: measured[name] for name in self.policy.clients if name in measured},
             {name: lost.get(name, "it is not online") for name in self.policy.clients if name not in measured},
@@ -210,7 +205,7 @@ class Federation(FedLoRA):
         return self.opening.home.checkpoints / "best"
 
 
-def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
+def play(grid: Grid, folder: Path) -> dict[str, Any]:
     """Play all remaining rounds, then write adapters and a summary. The main function of a ServerApp.
 
     A finished federation plays nothing and returns its summary again; raising run.rounds in federation.toml extends it.
@@ -227,11 +222,10 @@ def play(grid: Grid, folder: Path, *, clock: Clock = time) -> dict[str, Any]:
             log.info("%s", ending(summary))
             return summary
         home.summary.unlink(missing_ok=True)
-        bounded = BoundedGrid(grid, clock=clock)
+        bounded = BoundedGrid.around(grid)
         federation.start(bounded, num_rounds=b.settings.run.rounds)
-        summary = finish(bounded, federation)
-        federation.journal.ended("complete" if federation.stopped is None else "stopped", federation.stopped or "")
-        return summary
+        with federation.journal.telling_the_end(lambda: federation.stopped):
+            return finish(bounded, federation)
 
 
 def ending(summary: Mapping[str, Any]) -> str:

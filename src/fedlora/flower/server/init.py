@@ -133,9 +133,6 @@ def write_join(there: FederationFolder, settings: FederationSettings, known: Fac
     )
 
 
-# -------------------------------------------------------------------------------------------------------- the start
-
-
 def made_start(settings: FederationSettings, rank: int) -> tuple[Adapter, AdapterSpec]:
     """A fresh start of this rank, drawn from run.seed as in `fedlora run`. Loads the base model.
 

@@ -108,8 +108,6 @@ class Supervisor:
         self._step.done = self._standing.done
         return self._standing
 
-    # ------------------------------------------------------------------------------------------------------- beginning
-
     def _bring_up(self) -> None:
         """Start the SuperLink, set its list of keys, and end runs of an earlier one."""
         self.link.start()
@@ -127,8 +125,6 @@ class Supervisor:
         for line in self.link.keep_keys(keys_of(self.folder)):
             self._say(line)
 
-    # ------------------------------------------------------------------------------------------------------ the rounds
-
     def _play(self) -> RunFacts:
         """Follow a run of the Flower app to its end. Raises `Lost` if something that it needs is gone; `Stopped`."""
         run, began = self.link.run(), time.monotonic()
@@ -140,7 +136,9 @@ class Supervisor:
                 with suppress(SuperLinkError):  # the run is over, or the SuperLink is gone
                     self.link.stop_run(run)
                 raise Stopped
-            self._require_superlink()
+            if (code := self.link.ended()) is not None:
+                words = "killed" if code == -9 else processes.last_line(self.link.log)
+                raise Lost(f"the SuperLink ended with code {code}: {words}")
             if now - looked >= self._pace.look:
                 looked, facts = now, None
                 self.standing()
@@ -187,8 +185,6 @@ class Supervisor:
         else:
             raise Lost(f"the run is {facts.status}, and {done}")
 
-    # --------------------------------------------------------------------------------------------------------- looking
-
     def _pass_on(self) -> None:
         """Report what the ServerApp has logged since the last check, and what the SuperLink has refused."""
         for log, begins in self._logs:
@@ -207,11 +203,6 @@ class Supervisor:
         if (line := nodes_line(online, [*self._standing.ranks])) != self._there:
             self._there = line
             self._say(line)
-
-    def _require_superlink(self) -> None:
-        if (code := self.link.ended()) is not None:
-            words = "killed" if code == -9 else processes.last_line(self.link.log)
-            raise Lost(f"the SuperLink ended with code {code}: {words}")
 
     def _again(self, line: str) -> None:
         """Print a line, but not within `remind` seconds of the last time."""

@@ -20,7 +20,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,6 @@ class SuperLink:
         self.process: subprocess.Popen[bytes] | None = None
         self._client: Any = None
 
-    # ------------------------------------------------------------------------------------------------- as a process
-
     def start(self) -> None:
         """Start it, and wait until it answers.
 
@@ -93,7 +91,10 @@ class SuperLink:
         """
         self.process = processes.started(self.command(), self.log, self.env)
         until = time.monotonic() + _LONG
-        while not self.answers():
+        while True:
+            with contextlib.suppress(SuperLinkError):
+                self.runs()
+                return
             if (code := self.process.poll()) is not None:
                 words = processes.last_line(self.log)
                 raise SuperLinkError(f"the SuperLink ended with code {code}: {words} (more in {self.log})")
@@ -130,16 +131,6 @@ class SuperLink:
             self._client.close()
             self._client = None
 
-    # -------------------------------------------------------------------------------------------------- what it says
-
-    def answers(self) -> bool:
-        """Whether it answers."""
-        try:
-            self._ask("ListRuns", "ListRunsRequest", limit=1)
-        except SuperLinkError:
-            return False
-        return True
-
     def nodes(self) -> list[NodeFacts]:
         """All registered nodes, by name."""
         found = []
@@ -156,8 +147,6 @@ class SuperLink:
     def look(self, run: int) -> RunFacts:
         """One run."""
         return _run(next(iter(self._ask("ListRuns", "ListRunsRequest", run_id=run).run_dict.values())))
-
-    # ------------------------------------------------------------------------------------------------ what it is told
 
     def keep_keys(self, keys: Mapping[str, Path]) -> list[str]:
         """Make its list of nodes equal to `keys` (name -> public key). Returns the changes, a line each.
@@ -196,8 +185,6 @@ class SuperLink:
     def stop_run(self, run: int) -> None:
         """End a run that is not over."""
         self._ask("StopRun", "StopRunRequest", run_id=run)
-
-    # -------------------------------------------------------------------------------------------------------- inside
 
     def _speaker(self) -> Any:
         if self._client is None:
@@ -260,9 +247,8 @@ def _told() -> Iterator[None]:
 
 
 def _words_of(response: Any) -> str:
-    read: Callable[[], Any] = response.json
     with contextlib.suppress(ValueError):
-        found = read()
+        found: Any = response.json()
         if isinstance(found, dict):
             return " ".join(str(found[key]) for key in ("detail", "extra") if found.get(key))
     return f"HTTP {response.status_code}: {response.text[:300]}"

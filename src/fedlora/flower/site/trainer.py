@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # torch is loaded with the first message, and never in a Clie
     from fedlora.flower.terms.settings import FederationSettings
 
 Do = Literal["train", "evaluate"]
-_PATIENCE = 10.0  # seconds for a client to begin to speak
 _TOLD = (ConfigError, RecordError, KeptStateError, UploadRefused)  # their texts contain nothing of the data
 
 
@@ -156,8 +155,6 @@ def answer(listening: socket.socket, work: Trainer, folder: Path) -> None:
         accepted, _ = listening.accept()
         with Connection(accepted.detach()) as connection:
             try:
-                if not connection.poll(_PATIENCE):  # it says nothing, and others wait
-                    continue
                 said, record = receive_message(connection)
                 if record is None:
                     continue
@@ -166,8 +163,6 @@ def answer(listening: socket.socket, work: Trainer, folder: Path) -> None:
                 send_message(connection, words, reply)
             except (OSError, EOFError):  # it is gone
                 pass
-            except Exception as error:  # no ClientApp of Flower's sends that
-                say(f"a message at {socket_of(SiteFolder(folder))} cannot be read: {type(error).__name__}: {error}")
 
 
 def _answered(work: Trainer, do: Do, record: RecordDict, folder: Path) -> tuple[dict[str, str], RecordDict | None]:

@@ -63,9 +63,6 @@ def _value(value: str) -> str:
     return f"{text[:12]}..." if len(text) == 64 and text.isalnum() else text
 
 
-# ---------------------------------------------------------------------------------------------------------- gathering
-
-
 def versions_here() -> dict[str, str]:
     """The versions on this machine. A torch built by hand has none."""
     found = {name: at.split(".")[0] for name in _LIBRARIES if (at := installed(name)) is not None}

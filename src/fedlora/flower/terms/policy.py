@@ -85,9 +85,6 @@ def without_client(text: str, name: str) -> str:
     return tomlkit.dumps(found)
 
 
-# -------------------------------------------------------------------------------------------------------------- names
-
-
 def sites(text: str) -> dict[str, int]:
     """Site -> rank, from "acme=8,berlin=4".
 

@@ -138,8 +138,6 @@ class FederationSettings(RunConfig):
         of it."""
         return () if self.privacy is not None or self.train.lr_scheduler_type != "constant" else ("run.rounds",)
 
-    # ----------------------------------------------------------------------------------------------------------- files
-
     @classmethod
     def of(cls, raw: Mapping[str, Any], folder: Path) -> FederationSettings:
         """The server's settings from a file's tables, its paths made absolute from `folder`. Raises `ConfigError` for
@@ -172,8 +170,6 @@ class FederationSettings(RunConfig):
         found = self.model_dump(mode="json", exclude=_staying())
         found["data"] |= {part: self.share(part) for part in _PARTS}
         return found
-
-    # -------------------------------------------------------------------------------------------------- what it means
 
     def for_site(self, site: Site, rank: int = 1) -> RunConfig:
         """The input of `runs.preparation.prepare` for a site's trainer: the settings with its own keys over them.
