@@ -28,8 +28,6 @@ from fedlora.errors import (
     ShapeError,
 )
 from fedlora.methods.fedit import FedIT
-from fedlora.methods.svd import SVD
-from fedlora.server.rounds import warn_of_losses
 from support.federations import EQUAL, EXAMPLES, MIXED, SHAPES, pushed, seed_adapter
 from support.states import content, tensors_in
 
@@ -433,21 +431,3 @@ def test_a_method_without_global_model_says_so() -> None:
     assert not server.has_global_model(state)
     with pytest.raises(NoGlobalModel, match="fedsa-lora keeps no global model"):
         server.global_update(state)
-
-
-@dataclass(frozen=True)
-class Losing(SVD):
-    """Says of a state, a number here, that this share of the mean's energy is lost."""
-
-    def diagnostics(self, state: object) -> Mapping[str, object]:
-        return {"dropped": state}
-
-
-def test_what_is_lost_is_told_with_the_share_that_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    """By hand: 1.2 % in one of three modules, where more than a thousandth is said; a thousandth itself is not."""
-    warn_of_losses(Losing(), 3, {"q": 0.012, "k": 0.001, "v": 0.0})
-    (said,) = caplog.messages
-    assert {"3:", "1.2%", "q", "(1", "3"} <= set(said.split())
-    caplog.clear()
-    warn_of_losses(Losing(), 3, {"k": 0.001})
-    assert not caplog.messages

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -128,20 +127,6 @@ def test_what_cannot_start_says_why() -> None:
     for begin in (work.no_start, work.die_at_start):
         with Processes(None, 2, begin=begin) as dying, pytest.raises(HyperparameterError, match="die at their start"):
             list(dying.map(work.add, [1, 2]))
-
-
-def test_stopped_processes_end_at_once_too() -> None:
-    """SIGSTOP leaves only SIGKILL. Without it, closing waits until the test wakes them after 20 s."""
-    processes = Processes({}, 2)
-    pids = {pid for _, pid, *_ in processes.map(work.who, [0.1] * 4)}  # type: ignore[misc]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    wake = threading.Timer(20, lambda: [os.kill(pid, signal.SIGCONT) for pid in pids])
-    wake.start()
-    before = time.monotonic()
-    processes.close()
-    wake.cancel()
-    assert time.monotonic() - before < 15 and not any(psutil.pid_exists(pid) for pid in pids)
 
 
 SLEEPERS = """
