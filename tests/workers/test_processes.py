@@ -129,10 +129,10 @@ def test_what_cannot_start_says_why() -> None:
 
 
 def _asleep(server: list[str] | None, to: Any) -> None:
-    """Works for ten minutes."""
+    """Works for two minutes."""
     with Processes({}, 2, server=server) as processes:
         to.send({pid for _, pid, *_ in processes.map(work.who, [0.3] * 4)})  # type: ignore[misc]
-        list(processes.map(work.who, [600.0] * 4))
+        list(processes.map(work.who, [60.0] * 4))
 
 
 @pytest.mark.quick(1)
