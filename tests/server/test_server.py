@@ -359,7 +359,6 @@ def test_what_roles_leave_to_a_client_is_not_sent() -> None:
     [
         (lambda: Server("glora"), r"method is a Method, .*got 'glora'"),  # type: ignore[arg-type]
         (lambda: Server(build("fedit"), heads="shared"), r"heads is one of .*got 'shared'"),  # type: ignore[arg-type]
-        (lambda: Server(build("fedit"), round=3), r"round is Kept\(\), .*got 3"),  # type: ignore[arg-type]
         (lambda: Kept(weighting="size"), r"weighting .*\('examples', 'uniform'\); got 'size'"),  # type: ignore[arg-type]
         (lambda: Kept(quorum=0), r"quorum is at least 1 .*; got 0"),
         (lambda: Kept(quorum=1.5), r"quorum is at least 1 .*; got 1.5"),  # type: ignore[arg-type]
