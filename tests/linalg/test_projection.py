@@ -110,6 +110,8 @@ def test_what_is_no_clients_belongs_to_the_sum_and_has_no_vote(name: str, shape:
         V, U = torch.linalg.qr(voters).Q, cut.spectrum.U.double()
         assert float((U - V @ (V.mT @ U)).norm()) < 1e-5
         assert (cut.gap, cut.union_rank) == (1.0, S + 3)
+        idle = replace(rest, B=0 * rest.B)
+        assert projected_sum([*clients, rest, idle], S + 3).gap == math.inf, "nothing but zeros was lost"
 
 
 # ------------------------------------------------------------------------------------------------------- each choice

@@ -34,7 +34,7 @@ class AveragedProduct(Method[Spectrum]):
     State: ClassVar[type] = Spectrum
 
     def init(self, seed: LoRA) -> Spectrum:
-        return spectrum_of(seed)
+        return svd_of_product(*seed.factors)  # no components if it is fresh (B = 0)
 
     def effective(self, state: Spectrum) -> LoRA:
         return balanced(state)
@@ -52,11 +52,6 @@ def mean_products(matrices: Sequence[Sequence[Update]], dtype: torch.dtype | Non
     """`mean_product` of each matrix, in `dtype` (None: that of its updates)."""
     sums = [[Term(*u.lora.factors, u.weight, u.roundoff) for u in updates] for updates in matrices]
     return [made.spectrum for made in projected_sums(sums, [None] * len(sums), dtype)]
-
-
-def spectrum_of(seed: LoRA) -> Spectrum:
-    """The common start in energy order; no components if it is fresh (B = 0)."""
-    return svd_of_product(*seed.factors)
 
 
 def balanced(spectrum: Spectrum, chosen: Tensor | None = None) -> LoRA:
