@@ -1,43 +1,9 @@
-"""Tests of the oracle itself: the executable paper and the input families. Kind of evidence: oracle.
-
-Expected values come from (a) examples worked by hand, written out in the test; (b) the paper's propositions, against
-dense float64 matrices built from the stored factors with code that executable_paper does not use; (c) the construction
-of a family. Tolerances: u = 1.1e-16; "rel" is the relative Frobenius error.
-"""
+"""The executable paper, an oracle, on examples worked by hand. Kind of evidence: by hand."""
 
 import numpy as np
 import pytest
 
 from support import executable_paper as paper
-from support.families import FAMILIES, Case, column_basis, family, mean_update, union_rank
-
-# The gauge_* families store factors whose product cancels: any route through them, the truth included, loses u * cond.
-EXACTNESS = {"gauge_1e4": 1e-11, "gauge_1e6": 1e-9}  # 10 * u * cond
-
-
-def rel(actual: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
-
-
-def case64(name: str, seed: int = 0) -> Case:
-    return family(name, seed, dtype=np.float64)
-
-
-def aggregate(case: Case, R: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    clients = sorted(case.uploads)
-    updates = [(*paper.gauge_fix(*case.uploads[i]), case.weights[i]) for i in clients]
-    return paper.projected_aggregate(updates, R)
-
-
-# ---- worked by hand --------------------------------------------------------------------------------------------------
-
-
-def test_gauge_fix_by_hand():
-    # B = (6, 8)^T has norm 10, so U = +-(0.6, 0.8)^T, T = +-10 and Ahat = +-10 (0, 0.5) = +-(0, 5).
-    U, Ahat = paper.gauge_fix([[6.0], [8.0]], [[0.0, 0.5]])
-    sign = np.sign(U[0, 0])
-    np.testing.assert_allclose(sign * U, [[0.6], [0.8]], atol=1e-15)
-    np.testing.assert_allclose(sign * Ahat, [[0.0, 5.0]], atol=1e-14)
 
 
 def test_gauge_fix_footnote_by_hand():
@@ -96,21 +62,6 @@ def test_readout_selection_by_hand(rank, gamma, history, expected):
     np.testing.assert_allclose(np.linalg.norm(A, axis=1), roots, rtol=1e-14)
 
 
-def test_server_rank_is_the_ceiling_of_the_exact_product():
-    # 0.56 * 25 is 14.000000000000002 in floats; R is 14.
-    rng = np.random.default_rng(0)
-    uploads = {f"c{r}": (rng.standard_normal((40, r)), rng.standard_normal((r, 30))) for r in (7, 8, 10)}
-    result = paper.glora_round(uploads, dict.fromkeys(uploads, 1 / 3), 0.56, 0.5, {})
-    assert result.U_ref.shape == (40, 14)
-
-
-def test_server_rank_counts_true_ranks_and_is_at_least_one():
-    # zero_padded: nominal ranks sum to 32, true ranks to 19: R = ceil(0.5 * 19) = 10. rho = 0.01: ceil(0.19) = 1.
-    case = case64("zero_padded")
-    assert paper.glora_round(case.uploads, case.weights, 0.5, 0.5, {}).U_ref.shape[1] == 10
-    assert paper.glora_round(case.uploads, case.weights, 0.01, 0.5, {}).U_ref.shape[1] == 1
-
-
 def test_readout_uses_the_history_of_before_the_round():
     # dW = diag(1.5, -1) for p = (3/4, 1/4): a sends 2 e1 e1^T, b sends -4 e2 e2^T. sigma = (1.5, 1), so component 0 is
     # e1. With gamma = 0 and rank 1, b takes component 1 only if its history is e2. Algorithm 1 reads out (line 12)
@@ -126,40 +77,3 @@ def test_readout_uses_the_history_of_before_the_round():
     second = paper.glora_round(uploads, weights, 1.0, 0.0, first.history)
     assert second.readouts["b"][2] == [1]
     np.testing.assert_allclose(second.readouts["b"][0] @ second.readouts["b"][1], [[0.0, 0.0], [0.0, -1.0]], atol=1e-15)
-
-
-# ---- the paper's propositions ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.quick(23)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_exact_when_the_server_rank_covers_the_union(name, dtype):
-    # Proposition 1; the truth is the dense mean of the stored factors. R = r_union, the sum of ranks, and above d_out.
-    case = family(name, dtype=dtype)
-    truth = mean_update(case)
-    for R in (union_rank(case), sum(B.shape[1] for B, _ in case.uploads.values()), 60):
-        U_ref, Z_g, _ = aggregate(case, R)
-        assert U_ref.shape == (48, min(R, 48))
-        assert rel(U_ref @ Z_g, truth) < EXACTNESS.get(name, 1e-12)
-
-
-# ---- readout ---------------------------------------------------------------------------------------------------------
-
-
-# ---- the input families ----------------------------------------------------------------------------------------------
-
-
-def test_mean_update_and_union_rank_by_hand():
-    # TWO_LINES again: the mean is written out above it; two different lines span the plane. With b moved onto a's line
-    # the union is one line; a float32 dependence (column 2 = 3 * column 1, exactly) is found as well.
-    uploads = {client: (np.array(B), np.array(A)) for client, (B, A) in TWO_LINES.items()}
-    case = Case("two lines", uploads, HALF, "by hand")
-    np.testing.assert_allclose(mean_update(case), [[0.5, 1.5], [0.0, 2.0]], atol=1e-15)
-    assert union_rank(case) == 2
-    one_line = {**uploads, "b": (np.array([[-7.0], [0.0]]), uploads["b"][1])}
-    assert union_rank(Case("one line", one_line, HALF, "by hand")) == 1
-    dependent = np.array([[1.0, 3.0], [0.5, 1.5], [0.25, 0.75]], dtype=np.float32)
-    assert column_basis(dependent).shape == (3, 1)
-    zero = {"a": (np.zeros((3, 2)), np.ones((2, 2)))}
-    assert union_rank(Case("zero", zero, {"a": 1.0}, "by hand")) == 0

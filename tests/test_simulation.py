@@ -202,7 +202,7 @@ def test_too_few_usable_uploads_end_the_run_and_say_who_was_missing() -> None:
     with pytest.raises(QuorumNotMet, match=r"2 usable uploads, .*quorum .*3") as caught:
         next(records)
     assert "b: " in str(caught.value) and "NaN or Inf" in str(caught.value)
-    assert "'a': 'RuntimeError: out of memory'" in str(caught.value)
+    assert "a: RuntimeError: out of memory" in str(caught.value)
     assert first.state.round == 1
 
 

@@ -13,7 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from fedlora.core.checkpoint import load_newest, save
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import CheckpointError
 from support.federations import noise
+from support.states import content
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,20 +38,6 @@ class Box:
     """Anything at all, so that one type can hold every value under test."""
 
     value: Any
-
-
-def content(value: object) -> object:
-    """All of a value as plain data with its types, tensors as bytes: equal exactly if bitwise equal."""
-    if isinstance(value, Tensor):
-        data = value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
-        return "tensor", str(value.dtype), tuple(value.shape), data
-    if is_dataclass(value):
-        return type(value).__name__, {f.name: content(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return "mapping", [(key, content(item)) for key, item in value.items()]  # in its order
-    if isinstance(value, tuple):
-        return "tuple", [content(item) for item in value]
-    return type(value).__name__, repr(value)
 
 
 def loaded(directory: Path, kind: type[Any] = Box, *extra: type) -> Any:

@@ -20,12 +20,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from fedlora import read_adapter, write_adapter
-from fedlora.adapters.writer import AdapterSpec
 from fedlora.core import files
 from fedlora.core.folders import ANY_FOLDER, FolderKind, check_target, replacing_folder
 from fedlora.errors import ConfigError
-from support.adapter_folders import saved
 from support.kills import at_each_step
 
 NOTES = FolderKind("a note", "note.txt", r"note\.txt|deep/[^/]+")
@@ -271,15 +268,3 @@ def test_a_full_disk_under_safetensors_own_writer_is_one_line(tmp_path: Path) ->
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
-
-
-# ---- adapters --------------------------------------------------------------------------------------------------------
-
-
-def test_an_adapter_is_replaced_whole(tmp_path: Path) -> None:
-    old = saved(tmp_path, "a", 2)
-    adapter, spec = read_adapter(old)
-    write_adapter(old, adapter, AdapterSpec(spec.config, 1.0), card="new")
-    assert sorted(os.listdir(old)) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
-    assert (old / "README.md").read_text() == "new"
-    assert len({path.stat().st_mode for path in old.iterdir()}) == 1, "whoever may read the card may read the weights"

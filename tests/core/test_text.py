@@ -14,7 +14,7 @@ NASTY = (
     "a\nb", "a\r\nb", "\x1b[31mred\x1b[0m", "\x9b31m", "\u202eabc", "\u2066x\u2069", "\u2028", "\x00", "\ud800",
     "\ufeff", "a|b", "`code`", "[link](http://x)", "<script>", "---", "# head", "key: value", "'",
     '"', "\\", "*b*", " ", "",
-    "x" * 10**6, "\n" * 10**6, "null", "yes", "1e3", "~", "@a", "%x", "{a}", "- a", "? a", "é", "日本", "😀",
+    "x" * 10**5, "\n" * 10**5, "null", "yes", "1e3", "~", "@a", "%x", "{a}", "- a", "? a", "é", "日本", "😀",
 )  # fmt: skip
 texts = st.text(st.characters(), max_size=300) | st.sampled_from(NASTY)
 values = st.recursive(

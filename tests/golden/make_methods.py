@@ -1,22 +1,16 @@
-"""Write the golden products of all methods. Run it only when behaviour is meant to change.
-
-Those of `FROM_ORACLES` come from the dense float64 oracles of `support.formulas`, all others from the code as it is.
-"""
+"""Write the golden products of all methods, from the code as it is. Run it only when behaviour is meant to change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Method, Server, Upload, build
 from fedlora.methods.registry import METHODS
-from support.formulas import Expected, Oracle, best, factors, fair, procrustes, product, raflora
 
 FILE = Path(__file__).parent / "methods.safetensors"
 SHAPES = {"q": (9, 7), "v": (6, 8)}  # module -> d_out, d_in
@@ -25,17 +19,6 @@ RANKS = {"equal": {"a": 3, "b": 3, "c": 3}, "mixed": {"a": 2, "b": 3, "c": 4}}
 ALSO_ONE = {"fedsvd", "ffa-lora", "rolora"}  # frozen with equal ranks only
 ROUNDS = 3
 AWAY = ("b", 1)  # client b misses round 1, counted from 0
-
-
-# Case -> its oracle (`support.formulas`): no code of the library's has a part in these.
-FROM_ORACLES: dict[str, Oracle] = {
-    "svd": partial(product, energy=0.9),
-    "svd rank=2": partial(product, rank=2),
-    "raflora": raflora,
-    "fedrot-lora": partial(factors, made=procrustes),
-    "lora-fair lambda_=0.5": partial(fair, strength=0.5),  # at 0.01 a column of these random products turns round
-    "lora-fair metric=cosine": partial(fair, columns=False),
-}
 
 
 def methods() -> dict[str, Method]:
@@ -114,33 +97,10 @@ def play(method: Method, ranks: str, given: Mapping[str, Tensor]) -> dict[str, T
     return {key: tensor.double() for key, tensor in results.items()}
 
 
-def of_oracle(oracle: Oracle, ranks: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`play`, of a dense oracle."""
-    of, results = RANKS[ranks], {}
-    for name, (d_out, _) in SHAPES.items():
-        start = (np.zeros((d_out, max(of.values()))), given[f"start/{name}"][: max(of.values())].numpy())
-        past = Expected(None, start)
-        for round in range(ROUNDS):
-            present = [client for client in of if (client, round) != AWAY]
-            total = sum(EXAMPLES[client] for client in present)
-            keys = {client: f"upload/{ranks}/{round}/{client}/{name}" for client in present}
-            pairs = [(EXAMPLES[c] / total, *(given[f"{key}/{f}"].numpy() for f in "BA")) for c, key in keys.items()]
-            past = oracle(round, pairs, past)
-            results[f"{round}/effective/{name}"] = past.update
-            for client, r in of.items():
-                got = best(past.update, r) if past.pair is None else past.pair[0][:, :r] @ past.pair[1][:r]
-                results[f"{round}/download/{client}/{name}"] = got
-    return {key: torch.from_numpy(x) for key, x in results.items()}
-
-
 def main() -> None:
     tensors = inputs()
     for name, ranks in cases():
-        if name in FROM_ORACLES:
-            made = of_oracle(FROM_ORACLES[name], ranks, tensors)
-        else:
-            made = play(methods()[name], ranks, tensors)
-        for key, tensor in made.items():
+        for key, tensor in play(methods()[name], ranks, tensors).items():
             tensors[f"expected/{name}/{ranks}/{key}"] = tensor
     safetensors.torch.save_file({key: t.contiguous().clone() for key, t in tensors.items()}, FILE)
 

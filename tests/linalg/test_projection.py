@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedlora.errors import LostUpdate
-from fedlora.linalg import ProjectedSum, Spectrum, Term, projected_sum, unit_roundoff
+from fedlora.linalg import Spectrum, Term, projected_sum, unit_roundoff
 from support import dense_mean as oracle
 from support import families
 from support.federations import noise
@@ -110,6 +110,8 @@ def test_what_is_no_clients_belongs_to_the_sum_and_has_no_vote(name: str, shape:
         V, U = torch.linalg.qr(voters).Q, cut.spectrum.U.double()
         assert float((U - V @ (V.mT @ U)).norm()) < 1e-5
         assert (cut.gap, cut.union_rank) == (1.0, S + 3)
+        idle = replace(rest, B=0 * rest.B)
+        assert projected_sum([*clients, rest, idle], S + 3).gap == math.inf, "nothing but zeros was lost"
 
 
 # ------------------------------------------------------------------------------------------------------- each choice
@@ -246,14 +248,7 @@ def test_a_client_that_sends_its_svd_votes_for_its_rank_alone() -> None:
     for dtype in (torch.float64, torch.float32):
         for pair in ((U[:, :6] * s[:6], Vh[:6]), (B, A)):
             term = Term(*(t.to(dtype) for t in pair), 1.0, unit_roundoff(dtype), votes=True)  # type: ignore[arg-type]
-            made: ProjectedSum = projected_sum([term])
+            made = projected_sum([term])
             assert made.bases[0].shape == (40, 3)
-            assert (
-                float(
-                    (
-                        made.bases[0].double()
-                        - oracle.subspace(term) @ oracle.subspace(term).mT @ made.bases[0].double()
-                    ).norm()
-                )
-                < 1e-6
-            )
+            basis, want = made.bases[0].double(), oracle.subspace(term)
+            assert float((basis - want @ (want.mT @ basis)).norm()) < 1e-6

@@ -39,14 +39,6 @@ def require_equal(one: ProjectedSum, other: ProjectedSum) -> None:
     )
 
 
-@pytest.mark.parametrize("near", [0.03, 1e-6, 1e-9])
-def test_a_neighbour_with_nearly_dependent_columns_changes_no_bit(near: float) -> None:
-    """One threshold over the whole batch once chose the dtype of every client's basis."""
-    a, b = sent(0), sent(1, near=near)
-    require_equal(projected_sum(a), projected_sums([a, b], [None, None])[0])
-    require_equal(projected_sum(b), projected_sums([a, b], [None, None])[1])
-
-
 @pytest.mark.quick(12)
 @pytest.mark.parametrize(
     ("shape", "ranks", "dtype"),

@@ -90,11 +90,6 @@ class Draws(Sound):
         return State(self.mean(state, updates).map(lambda t: t + 1e-6 * torch.randn_like(t)))
 
 
-class LastOneWins(Sound):
-    def mean(self, state: Any, updates: Sequence[Update]) -> LoRA:
-        return super().mean(state, [replace(updates[-1], weight=1.0)])
-
-
 class EndsDecide(Sound):
     """The list turned round gives the same, a list that begins elsewhere does not."""
 
@@ -150,6 +145,28 @@ class SquaresWeights(Sound):
         return super().mean(state, [replace(u, weight=u.weight**2) for u in updates])
 
 
+class Own(State):
+    """A class that no checkpoint could read back as a `State`."""
+
+
+class OfAnotherClass(Sound):
+    def init(self, seed: LoRA) -> Any:
+        return Own(seed)
+
+
+class TooFewOfAFrozenFactor(Sound):
+    def roles(self, round: int) -> Roles:
+        return Roles(A="frozen")
+
+    def readout(self, state: Any, client: str | None, rank: int) -> LoRA:
+        return state.mean.first(rank - 1)
+
+
+class LacksAFactor(Sound):
+    def readout(self, state: Any, client: str | None, rank: int) -> LoRA:
+        return LoRA(state.mean.first(rank).B, None)
+
+
 class Boasts(Sound):
     claims: ClassVar[Any] = frozenset({"exact", "gauge", "readouts", "halves"})
 
@@ -166,7 +183,6 @@ CAUGHT: dict[type[Method[Any]], tuple[str, str]] = {
     OverwritesItsState: ("purity", "`aggregate` changed what it was given"),
     Draws: ("purity", "the same inputs gave other bits"),
     KeepsASet: ("purity", "a set at /modules/attn.q/extra"),
-    LastOneWins: ("order", "updates in another order moves it by"),
     EndsDecide: ("order", "updates in another order moves it by"),
     DoublesTheStart: ("purity", "`init` changed what it was given"),
     ForgetsTheStart: ("purity", "a trained start"),
@@ -175,6 +191,9 @@ CAUGHT: dict[type[Method[Any]], tuple[str, str]] = {
     SquaresWeights: ("sums", "linear in factors: sums in place of updates move it by"),
 }
 FAULTS: dict[type[Sound], str] = {
+    OfAnotherClass: "sound.init",
+    TooFewOfAFrozenFactor: "sound.readout.* are needed",
+    LacksAFactor: "sound.readout.* is needed",
     WholeRank: r"sound.readout.* returned 6 slots; [25] are needed, at most",
     NotANumber: "sound.readout.* holds NaN or Inf",
     DividesByZero: "sound.aggregate_all raised ZeroDivisionError: division by zero",

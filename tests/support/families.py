@@ -240,33 +240,3 @@ def mean_update(case: Case) -> np.ndarray:
         case.weights[client] * (B.astype(np.float64) @ A.astype(np.float64))
         for client, (B, A) in sorted(case.uploads.items())
     )
-
-
-def column_basis(B: np.ndarray) -> np.ndarray:
-    """An orthonormal basis of col(B) by a dense float64 SVD, after every non-zero column is scaled to norm 1.
-
-    The cut is relative: 1e-10 for float64 factors, 3e-7 for narrower ones, just above what float32 storage leaves of
-    an exact dependence. True directions below the cut are dropped: float32 factors in gauges whose conditions multiply
-    to 1e7 lose some, and so does column_scales once it is regauged (mixing its columns undoes the scaling to norm 1).
-    """
-    tolerance = 1e-10 if B.dtype == np.float64 else 3e-7
-    columns = B.astype(np.float64)
-    norms = np.linalg.norm(columns, axis=0)
-    columns = columns[:, norms > 0] / norms[norms > 0]
-    if columns.shape[1] == 0:
-        return columns
-    left, singular_values, _ = np.linalg.svd(columns, full_matrices=False)
-    return left[:, singular_values > tolerance * singular_values[0]]
-
-
-def union_rank(case: Case) -> int:
-    """r_union = rank [U_1 U_2 ...], dense, in float64, from the stored B_i.
-
-    Spans that differ at all count as different (cut 1e-10, also for float32 factors): R >= union_rank is then never
-    too small for exactness, and near-equal clients keep their directions.
-    """
-    stacked = np.concatenate([column_basis(B) for B, _ in case.uploads.values()], axis=1)
-    if stacked.shape[1] == 0:
-        return 0
-    singular_values = np.linalg.svd(stacked, compute_uv=False)
-    return int(np.sum(singular_values > 1e-10 * singular_values[0]))

@@ -103,16 +103,6 @@ def in_turn(t: int, pairs: Pairs, past: Expected, alternate: bool = True) -> Exp
     return Expected(mean(pairs), (B, mine[1]) if alternate and t % 2 else (mine[0], A))
 
 
-def procrustes(t: int, pairs: Pairs, past: Expected) -> Pairs:
-    """FedRot in full at any rank: R = U V^T of C = U S V^T, by numpy's SVD."""
-    B_ref, A_ref = past.pair
-    turned = []
-    for p, B, A in pairs if B_ref.any() else ():
-        U, _, Vh = np.linalg.svd(A @ A_ref.T if t % 2 else B.T @ B_ref)
-        turned.append((p, B @ U @ Vh, (U @ Vh).T @ A))
-    return turned or pairs
-
-
 def product(
     t: int, pairs: Pairs, past: Expected, split: str = "left", energy: float = 1.0, rank: int | None = None
 ) -> Expected:

@@ -16,10 +16,10 @@ def content(value: object) -> object:
     if is_dataclass(value):
         return type(value).__name__, {f.name: content(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
-        return {key: content(item) for key, item in value.items()}
+        return "mapping", [(key, content(item)) for key, item in value.items()]  # in its order
     if isinstance(value, list | tuple):
-        return [content(item) for item in value]
-    return repr(value)
+        return type(value).__name__, [content(item) for item in value]
+    return type(value).__name__, repr(value)
 
 
 def tensors_in(value: object) -> list[Tensor]:

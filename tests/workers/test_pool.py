@@ -5,7 +5,6 @@ The expected value is the same federation played by the trainer in this process 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,8 +44,8 @@ def test_any_number_of_processes_gives_the_same_bits(method: str, size: int) -> 
         assert digits(list(run(method, EQUAL, pool, rounds=3))) == want, "a pool is used again"
 
 
-def test_who_kills_its_process_has_failed_and_the_rounds_go_on(tmp_path: Path) -> None:
-    with Pool(Deadly(tmp_path), 2) as pool:
+def test_who_kills_its_process_has_failed_and_the_rounds_go_on() -> None:
+    with Pool(Deadly(), 2) as pool:
         for record in run("glora", MIXED, pool, rounds=2, round=Kept(quorum=1)):
             assert list(record.refused) == ["b"] and "WorkerDied" in record.refused["b"]
             assert set(record.weights) == set(MIXED) - {"b"}

@@ -62,7 +62,7 @@ class Adversary:
                 f"the attack {self.attack.kind} is about products B A, but in this round only one factor travels (B "
                 f"{roles.B}, A {roles.A}): choose another attack, or a method that shares both."
             )
-        changes = [change(s) for s in honest] if byzantine and self.attack.about.colludes else []
+        changes = [change(s) for s in honest] if byzantine else []
         made: dict[str, Upload] = {}
         found: dict[str, Mapping[str, float]] = {}
         for own in byzantine:

@@ -18,11 +18,10 @@ Kind = Literal[
 @dataclass(frozen=True)
 class About:
     """One kind of attack. strength: the number's name, "" if there is none; default: its value, None if a formula gives
-    it. colludes: it uses what others send. pairs: it needs rounds in which both factors travel."""
+    it. pairs: it needs rounds in which both factors travel."""
 
     strength: str = ""
     default: float | None = None
-    colludes: bool = False
     pairs: bool = False
 
 
@@ -30,11 +29,11 @@ class About:
 KINDS: Mapping[Kind, About] = MappingProxyType({
     "sign-flip": About("s", 1.0),  # -s c_i
     "scale": About("s", 10.0),  # s c_i; Bagdasaryan et al. 2020, model replacement
-    "alie": About("z", None, colludes=True),  # mean - z sd of the honest changes; Baruch et al. 2019, and their z_max
-    "inner-product": About("e", 1.0, colludes=True),  # -e times the mean of the honest changes; Xie et al. 2020
+    "alie": About("z", None),  # mean - z sd of the honest changes; Baruch et al. 2019, and their z_max
+    "inner-product": About("e", 1.0),  # -e times the mean of the honest changes; Xie et al. 2020
     "label-flip": About(),  # trains honestly on labels C - 1 - k of C classes; Fang et al. 2020
-    "free-rider": About(colludes=True),  # its readout unchanged, or noise of an honest size; Lin et al. 2019
-    "subspace-insertion": About("size", 0.05, colludes=True, pairs=True),  # in honest changes, in new directions
+    "free-rider": About(),  # its readout unchanged, or noise of an honest size; Lin et al. 2019
+    "subspace-insertion": About("size", 0.05, pairs=True),  # in honest changes, in new directions
     "gauge": About("condition", 1e6, pairs=True),  # the same update as (B Q, Q^-1 A), Q of that condition
 })  # fmt: skip
 

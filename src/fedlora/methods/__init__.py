@@ -4,18 +4,6 @@
 of the others only FedIT's mean of factors.
 """
 
-from typing import TYPE_CHECKING
-
-from fedlora._lazy import face
-
-if TYPE_CHECKING:
-    from fedlora.methods.registry import METHODS, build
-
-__getattr__ = face(
-    "fedlora.methods",
-    {
-        "registry": ("METHODS", "build"),
-    },
-)
+from fedlora.methods.registry import METHODS, build
 
 __all__ = ["METHODS", "build"]

@@ -78,11 +78,6 @@ class Mechanism:
                 f"privacy: the grid must be a power of two, so that dividing by it rounds nothing; got {self.grid!r}. "
                 f"`Mechanism.of` chooses one."
             )
-        if Fraction(self.clip) / Fraction(self.grid) > LARGEST:
-            raise HyperparameterError(
-                f"privacy: the clip {self.clip:g} is {self.clip / self.grid:.1e} steps of the grid {self.grid:g}; "
-                f"exact sums hold at most {LARGEST:.1e}. `Mechanism.of` chooses one."
-            )
 
     @classmethod
     def of(cls, clip: float, noise_multiplier: float, size: int) -> Mechanism:

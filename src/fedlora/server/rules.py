@@ -30,10 +30,8 @@ Count = int | float  # how many clients: a number, or a share of a round's below
 
 _EQUAL = 1e-6  # scores and slopes that differ by less are equal: a gauge of condition 1e6 moves them by 1e-7
 _APART = 1e-13  # squared distances below this, relative to the squared norms, are float64 rounding
-_SETTLED, _ITERATIONS = (
-    1e-10,
-    1000,
-)  # the median's iteration ends when no coefficient, times its relative distance, changes by more
+_SETTLED = 1e-10  # the median's iteration ends when no coefficient, times its relative distance, changes by more
+_ITERATIONS = 1000
 
 
 class Rule(ABC):

@@ -70,8 +70,6 @@ class Server:
             raise HyperparameterError(f"Server: method is a Method, such as build('glora'); got {self.method!r:.80}.")
         if self.heads not in (*get_args(Heads), None):
             raise HyperparameterError(f"Server: heads is one of {get_args(Heads)}, or None; got {self.heads!r}.")
-        if not isinstance(self.round, RoundKind):
-            raise HyperparameterError(f"Server: round is Kept(), Streamed() or Private(...); got {self.round!r:.80}.")
         self.round.require(self.method, self._roles(0))
 
     @property

@@ -21,7 +21,7 @@ from fedlora.core.sent import Attacked, Sent, Tamperer
 from fedlora.core.text import shown
 from fedlora.core.trainer import Failed, Job, Trained, Workers, round_loss
 from fedlora.doing import stepped
-from fedlora.errors import ClientFailed, HyperparameterError, QuorumNotMet, UploadRefused
+from fedlora.errors import ClientFailed, HyperparameterError, UploadRefused
 from fedlora.server.kept import Kept
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
@@ -51,7 +51,6 @@ class Round:
         self._attacked: Attacked | None = None
         self._losses: dict[str, float] = {}
         self._examples: dict[str, float] = {}  # for clients whose upload was accepted
-        self._refused: dict[str, str] = {}
         self._uploads: list[Upload] = []
         self._bytes = Counter[str]()
 
@@ -88,10 +87,7 @@ class Round:
             for upload in tampered.uploads:
                 self._arrives(upload)
         with self.timed("aggregate"):
-            try:
-                after = self._opened.close()
-            except QuorumNotMet as error:
-                raise QuorumNotMet(f"{error} Failed clients: {self._refused or 'none'}.", error.refused) from error
+            after = self._opened.close()
         return self._record(after)
 
     def _record(self, after: ServerState) -> RoundRecord:
@@ -102,7 +98,7 @@ class Round:
             return RoundRecord(after.round, state, {}, {}, {}, {}, {}, Traffic(), rank, ())
         return RoundRecord(
             round=after.round, state=state, losses=self._losses, weights=after.tally.weights if after.tally else {},
-            refused=self._refused, metrics={}, seconds=dict(self.seconds), bytes=Traffic(**self._bytes),
+            refused=dict(self._opened.refused), metrics={}, seconds=dict(self.seconds), bytes=Traffic(**self._bytes),
             server_rank=rank, uploads=tuple(self._uploads), attacked=self._attacked,
             loss=round_loss(self._losses, self._examples), examples=self._examples,
         )  # fmt: skip
@@ -186,18 +182,15 @@ class Round:
             raise refusal
         if not self._private:  # a private round logs its own
             log.warning("%s", shown(refusal, 1000))
-        self._refused[refusal.client] = refusal.reason
 
     def _failed(self, client: str, error: Exception) -> None:
         why = f"{type(error).__name__}: {error}"
         failure = ClientFailed(client, self._before.round + 1, why)
         if self._server.round.quorum is None:
             raise failure from error
-        if self._private:
-            self._opened.refuse(UploadRefused(client, why))
-        else:
+        self._opened.refuse(UploadRefused(client, why))
+        if not self._private:
             log.warning("%s; the round continues without it", shown(failure, 1000))
-        self._refused[client] = why
 
 
 def _downloaded(parcel: Parcel) -> Counter[str]:

@@ -150,8 +150,8 @@ def order(method: Method[Any], ranks: Ranks, who: Who) -> Measured:
         if differing(server.aggregate(played.before, played.uploads[::-1]).modules, played.after.modules):
             return Measured(False, "uploads in another order changed a bit")
         for name, (state, updates) in played.modules():
-            for other in (updates[::-1], updates[1:] + updates[:1]):
-                moves.append(moved(method, method.aggregate(state, other), played.after.modules[name], ranks))
+            turned = updates[1:] + updates[:1]
+            moves.append(moved(method, method.aggregate(state, turned), played.after.modules[name], ranks))
     return _below(SAME_ORDER, moves, "no bit differs; the list of updates in another order moves it by")
 
 
