@@ -66,7 +66,6 @@ def run(
     data_root: DataRoot = None,
     plan: Annotated[bool, typer.Option("--plan", help="show what would run, and run nothing")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="the plan, with bytes and hours of trial runs")] = False,
-    price: Annotated[float | None, typer.Option(min=0, help="of an hour of a process, for --measure")] = None,
     backend: Annotated[
         Machines, typer.Option(help="this machine, array jobs of Slurm, the Ray cluster here")
     ] = Machines.here,
@@ -81,14 +80,14 @@ def run(
     search = context.info_name == "tune"
     refuse_idle(
         context,
-        dict.fromkeys(("seeds", "plan", "measure", "price") if search else (), "is of `fedlora experiment run`"),
+        dict.fromkeys(("seeds", "plan", "measure") if search else (), "is of `fedlora experiment run`"),
     )
     refuse_idle(context, {name: f"is for --backend {of}" for name, of in _FOR.items() if backend not in of.split()})
     from fedlora.cli.experiment_runs import grids, run_missing, show_plan
 
     found = grids(names, profile, only, seeds)
-    if plan or measure or price is not None:
-        show_plan(found, results, data_root, measure=measure or price is not None, price=price)
+    if plan or measure:
+        show_plan(found, results, data_root, measure=measure)
     else:
         place = Place(backend, workers, gpus, memory, time, option or [])
         run_missing(
