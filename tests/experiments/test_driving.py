@@ -256,7 +256,7 @@ def test_a_task_that_is_gone_twice_has_failed_and_one_in_the_queue_is_waited_for
 ) -> None:
     """Two arrays, which ask for what was asked, and no third one until --force. (Real tasks: tests/clusters.)"""
     monkeypatch.chdir(world)
-    asked = ("--time", "04:00:00", "--gpus", "1", "--memory", "16G", "--option", "--partition=gpu")
+    asked = ("--time", "04:00:00", "--gpus", "1", "--option", "--mem=16G")
     words = ("experiment", "tune", "two.toml", "--backend", "slurm", *asked, "--results", tmp_path / "results")
     words = (*words, "--work-dir", tmp_path / "work")
     for _ in range(2):
@@ -264,7 +264,7 @@ def test_a_task_that_is_gone_twice_has_failed_and_one_in_the_queue_is_waited_for
         assert len(list(cluster.glob("script-*"))) == 2
     assert KILLED in (said := main(*words).err) and "--force" in said
     script = (cluster / "script-1").read_text()
-    for word in ("--array=0-3 ", "--time=04:00:00", "--gpus-per-task=1", "--mem=16G", "--partition=gpu", "--requeue"):
+    for word in ("--array=0-3 ", "--time=04:00:00", "--gpus-per-task=1", "--mem=16G", "--requeue"):
         assert word in script, word
     assert main(*words, "--force").code == 1 and len(list(cluster.glob("script-*"))) == 4, "two new tries"
     grid, work = Grid(load_experiment(Path("two.toml")), "mini"), Work(tmp_path / "work")

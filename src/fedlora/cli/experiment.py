@@ -35,7 +35,7 @@ RESULTS, WORK = Path("results"), Path("runs/experiments")
 
 
 # Option -> the machines that it is for.
-_FOR = {"workers": "here", "gpus": "slurm or ray", **dict.fromkeys(("memory", "time", "option"), "slurm")}
+_FOR = {"workers": "here", "gpus": "slurm or ray", **dict.fromkeys(("time", "option"), "slurm")}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class Place:
     backend: Machines
     workers: str
     gpus: int | None
-    memory: str | None
     time: str | None
     options: list[str]
 
@@ -70,9 +69,8 @@ def run(
         Machines, typer.Option(help="this machine, array jobs of Slurm, the Ray cluster here")
     ] = Machines.here,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of a run on Slurm or Ray")] = None,
-    memory: Annotated[str | None, typer.Option(help="memory of a run on Slurm: 16G")] = None,
     time: Annotated[str | None, typer.Option(help="the time limit of a run on Slurm: 04:00:00")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="a further option of sbatch: --partition=gpu")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="a further option of sbatch: --mem=16G")] = None,
     results: Results = RESULTS,
     work: WorkFolder = WORK,
 ) -> None:
@@ -89,7 +87,7 @@ def run(
     if plan or measure:
         show_plan(found, results, data_root, measure=measure)
     else:
-        place = Place(backend, workers, gpus, memory, time, option or [])
+        place = Place(backend, workers, gpus, time, option or [])
         run_missing(
             found, results, work, data_root, place, again=again, stages=("search",) if search else ("search", "run")
         )

@@ -89,7 +89,7 @@ def starter(place: Place, work: Work, grid: Grid) -> Start:
         raise ConfigError(
             "--backend slurm needs --time, the limit of a run: 04:00:00. A run that meets it is queued again."
         )
-    asked = Asked(place.time, place.gpus or 0, place.memory, place.options)
+    asked = Asked(place.time, place.gpus or 0, place.options)
     return partial(slurm, work=work, name=grid.name, asked=asked)
 
 
