@@ -47,9 +47,6 @@ def test_on_stdout_there_is_only_json(
 BAD: dict[str, tuple[list[str], str]] = {
     "no such model": (["model.name=nowhere"], "'nowhere' is neither a folder"),
     "no such data": (["data.train=nowhere.jsonl"], "nowhere.jsonl does not exist"),
-    "unknown method": (["method.name=gloro"], "'gloro'; did you mean 'glora'?"),
-    "impossible hyper-parameter": (["method.rho=2"], "glora: rho is a share"),
-    "bad override": (["run.rounds"], "--set takes KEY=VALUE"),
     "mixed ranks": (["method.name=fedit"], "entry by entry"),
     "nothing to train on": (["data.validation=0.6", "data.test=0.5"], "sum is below 1"),
     "no such device": (["model.device=banana"], "banana"),
@@ -65,30 +62,15 @@ def test_bad_input_is_one_line_and_code_2_and_writes_nothing(
     assert says in said.error() and said.out == "" and not (tmp_path / "run").exists()
 
 
-def test_copies_in_a_test_file_of_ones_own_are_told_and_empty_columns_left_out(
-    project: Path, tmp_path: Path, main: Callable[..., Said]
-) -> None:
-    """The first five of the training rows are in the test file of eight; nobody asked for the clients' own scores."""
-    own = shutil.copytree(project, tmp_path / "project")
-    lines = (own / "train.jsonl").read_text().splitlines()
-    (own / "train.jsonl").write_text("\n".join(lines[:-3]))
-    (own / "test.jsonl").write_text("\n".join([*lines[:5], *lines[-3:]]))
-    sets = ("data.test=test.jsonl", "data.validation=0", "run.rounds=1")
-    said = main("run", own / "config.toml", "--out", tmp_path / "run", *options(sets))
-    assert said.code == 0
-    assert re.search("8 examples of test, 5 are copies", said.err)
-    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    assert manifest["copies"] == {"test": {"examples": 8, "copies": 5}}
-    assert "own readout" not in said.out and "KB / " in said.out and "last loss" in said.out
-
-
-def test_classes_of_one_row_and_repeated_rows_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_classes_of_one_row_and_copies_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: of three clients together no class but "yes" has one row, "maybe" none; two rows repeat others."""
     counts = {"a": [3, 1, 0], "b": [2, 0, 0], "c": [1, 0, 0]}
     data = {"label_names": ["no", "yes", "maybe"], "label_counts": counts, "repeated": 2}
-    tell_data({"data": data, "copies": {}, "cut": {}, "cut_held_out": {}}, 128, 64)
+    copies = {"test": {"examples": 8, "copies": 5}}
+    tell_data({"data": data, "copies": copies, "cut": {}, "cut_held_out": {}}, 128, 64)
     said = " ".join(capsys.readouterr().err.split())
     assert "'yes', 'maybe': " in said and "2 training examples repeat" in said and "'no'" not in said
+    assert "8 examples of test, 5 are copies" in said
 
 
 @pytest.mark.parametrize("part", ["validation", "test"])

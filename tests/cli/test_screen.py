@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 import fedlora
-from support.command_line import invoke  # imports fedlora.cli, without click's warnings
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import Finished
 
 Screen, Table = fedlora.cli.screen.Screen, fedlora.cli.screen.Table
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
@@ -46,11 +44,6 @@ def test_on_a_terminal_its_width_counts() -> None:
         patched.setenv("COLUMNS", "72")  # rich asks the standard streams, which are pytest's here
         assert fedlora.cli.screen.Screen(file=file, _environ=os.environ).width == 72
     os.close(ours)
-
-
-def test_the_tables_of_commands_are_whole_in_a_pipe(finished: Finished) -> None:
-    for said in (invoke("methods").stdout, invoke("experiment", "ranks").stdout, finished.out):
-        assert "…" not in said and "│" in said
 
 
 def test_a_narrow_terminal_cuts_no_word() -> None:

@@ -44,21 +44,6 @@ def test_an_extended_run_is_the_longer_run_to_the_bit(project: Path, tmp_path: P
         same_run(folder, whole)
 
 
-def test_by_the_command_line_and_the_result_is_shown_and_drawn_again(
-    project: Path, tmp_path: Path, main: Callable[..., Said], drawn: None
-) -> None:
-    arguments = ("run", project / "config.toml", "--out", tmp_path / "run")
-    main(*arguments, "--set", "run.rounds=1")
-    before = (tmp_path / "run" / "plots" / "metric.png").read_bytes()
-    said = main(*arguments, "--resume", "--set", "run.rounds=2")
-    assert "2 rounds, 3 clients" in said.out
-    assert RunFolder(tmp_path / "run").read_json("summary.json")["rounds"] == 2
-    assert (tmp_path / "run" / "plots" / "metric.png").read_bytes() != before
-    (tmp_path / "run" / "plots" / "metric.png").unlink()  # as if killed between the summary and the pictures
-    main(*arguments, "--resume", "--set", "run.rounds=2")
-    assert (tmp_path / "run" / "plots" / "metric.png").exists()
-
-
 def test_a_run_that_is_being_extended_is_unfinished_and_keeps_its_adapter_and_needs_its_states(
     project: Path, tmp_path: Path
 ) -> None:
@@ -84,12 +69,15 @@ def test_a_schedule_over_rounds_cannot_be_extended(project: Path, tmp_path: Path
 def test_what_is_stored_or_measured_on_the_way_may_differ(project: Path, tmp_path: Path) -> None:
     """And a finished run gets what it lacks: each client's readout, and its score."""
     folder = ran(configured(project, "run.rounds=2"), tmp_path / "run")
+    folder.plots.mkdir()
+    (folder.plots / "metric.png").write_text("of an earlier end")
     more = ("run.readouts=true", "evaluate.clients_at_end=true")
     ran(configured(project, "run.rounds=2", *more), folder.path, resume=True)
     assert {path.name for path in (folder.path / "clients").iterdir()} == {"site-1", "site-2", "site-3"}
     assert set(folder.read_json("summary.json")["clients_at_end"]) == {"site-1", "site-2", "site-3"}
     ran(configured(project, "run.rounds=3"), folder.path, resume=True)
     assert not (folder.path / "clients").exists(), "readouts of the shorter run do not stay"
+    assert not (folder.plots / "metric.png").exists(), "to be drawn again"
 
 
 def test_a_missing_tracker_leaves_no_folder_behind(

@@ -138,15 +138,6 @@ def test_answers_before_and_after(place: Path, done: RunFolder) -> None:
     assert any(row["before"] != row["after"] for row in rows)
 
 
-def test_a_resumed_run_has_the_same(place: Path, done: RunFolder, tmp_path: Path) -> None:
-    """Stopped after a round and gone on with: the model before is the common start still."""
-    folder, config = RunFolder(tmp_path / "run"), config_of(place)
-    rounds = execute(prepare(config), folder)
-    next(rounds)
-    rounds.close()  # type: ignore[attr-defined]
-    assert samples(ran(config, folder.path, resume=True)) == samples(done)
-
-
 def test_without_a_server_model_a_client_answers_and_leaves_half_of_the_positions(place: Path, tmp_path: Path) -> None:
     sets = ("run.rounds=1", "method.name=fedsa-lora", "clients.ranks=[2]", "evaluate.max_new_tokens=9999")
     rows = samples(ran(config_of(place, *sets), tmp_path / "run"))

@@ -43,7 +43,6 @@ from support.projects import (
     peft_model,
     pixels,
     ran,
-    same_run,
 )
 from support.training_data import LABELS, classification, csv_rows, rows
 
@@ -239,18 +238,6 @@ def test_one_file_for_each_client(tmp_path: Path) -> None:
     weights, total = folder.metrics()[0]["weights"], sum(trained.values())
     assert weights == pytest.approx({name: count / total for name, count in trained.items()})
     assert s["target"] == "clients" and (folder.path / "adapter").exists(), "there is a server model all the same"
-
-
-def test_an_own_method_by_module_and_class(project: Path, tmp_path: Path) -> None:
-    """From a config to an adapter, stopped and resumed, with its own hyper-parameter."""
-    one_rank = ("clients.ranks=[4]", "clients.count=3", "run.rounds=2")
-    config = configured(project, "method.name=support.own_methods:Halved", "method.share=0.25", *one_rank)
-    whole = ran(config, tmp_path / "whole")
-    assert whole.read_json("manifest.json")["method"] == "Halved(share=0.25)"
-    assert whole.read_json("summary.json")["method"] == "halved"
-    stopped = ran(config, tmp_path / "stopped", 1)
-    ran(config, stopped.path, resume=True)
-    same_run(stopped, whole)
 
 
 FACTOR_AVERAGES = ("fedit", "fedrot-lora", "hetlora", "lora-fair", "padded-average")
