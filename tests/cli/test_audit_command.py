@@ -23,12 +23,9 @@ from fedlora import METHODS, Adapter, AdapterSpec, LoRA, write_adapter
 from fedlora.adapters.writer import pad_rank
 from support.command_line import Said, cells, invoke
 from support.federations import SHAPES, noise
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.peft_models import peft_layers, saved, trained
 from support.projects import configured, contents, pixels, ran
 from support.tiny_models import bert
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 Pairs = list[dict[str, tuple[Tensor, Tensor]]]  # a client each: module -> B and A, float64, B A the whole update
 SPEC = AdapterSpec({"base_model_name_or_path": "some/base", "target_modules": ["q", "v"]}, scaling=2.0)

@@ -22,10 +22,8 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.results import read
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, drawing, invoke
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import contents, pixels, without_seconds
 
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 LEFT = {"runs", "results.jsonl", "comparison.png", "comparison-differences.png"}
 METHODS = ("glora", "svd", "glora rho=0.5")
 JSON = ("--format", "json")

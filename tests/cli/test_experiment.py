@@ -13,9 +13,7 @@ from fedlora.experiments import cost
 from fedlora.experiments.results import read
 from support.command_line import Said, drawing, invoke
 from support.grids import GRID, write_grid
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 SHORT = GRID.replace("rounds = 150", "rounds = 2").replace("seeds = [0]", "seeds = [0, 1]")
 
 

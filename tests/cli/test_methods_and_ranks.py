@@ -8,9 +8,6 @@ from collections.abc import Callable
 
 from fedlora import METHODS, build
 from support.command_line import Said, cells, invoke
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
 def test_methods_are_listed_with_papers_and_can_be_built_from_the_json(wide: None) -> None:

@@ -19,10 +19,7 @@ from support.command_line import Said, options  # first, for it expects what typ
 
 # isort: split
 from fedlora.cli.screen import byte_size
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import FEDSA, Finished
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
 def test_where_no_terminal_shows_a_bar_there_is_a_line_for_each_round(finished: Finished) -> None:

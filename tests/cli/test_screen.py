@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 import fedlora
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 
 Screen, Table = fedlora.cli.screen.Screen, fedlora.cli.screen.Table
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
 def wide_table() -> fedlora.cli.screen.Table:

@@ -29,10 +29,8 @@ from fedlora.workers.processes import available, one_process
 from support.benchmark_files import write_glue
 from support.command_line import Said, invoke
 from support.grids import GRID, outcomes, write_grid
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.processes import begun, command_line, lines_in, wait_for
 
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 PRIVATE = (
     '"server.weighting" = "uniform", "privacy.clipping_norm" = 1.0, "privacy.epsilon" = 8.0, "privacy.delta" = 1e-2'
 )

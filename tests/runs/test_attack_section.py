@@ -14,10 +14,8 @@ from fedlora.attacks import choose_attackers
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured
 
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 FLIP = ("attack.kind=sign-flip", "attack.fraction=0.4", "run.rounds=2")
 NAMES = ["site-1", "site-2", "site-3"]
 ATTACKER = choose_attackers(NAMES, 0.4, seed=0)

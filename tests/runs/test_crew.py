@@ -21,10 +21,7 @@ from fedlora.errors import ClientFailed, ConfigError, WorkerDied
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
-from support.known_warnings import FUTURE_NAMES
 from support.projects import configured, ran
-
-pytestmark = FUTURE_NAMES
 
 
 def facts(folder: RunFolder) -> dict[str, Any]:

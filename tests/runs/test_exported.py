@@ -18,12 +18,9 @@ from fedlora.data import TextData, read_instructions, split
 from fedlora.runs.card import model_card, snippet
 from fedlora.runs.config import load_config, parse_config
 from fedlora.runs.exported import LABELS_FILE, base_name, named
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import Finished, held_out, ran
 from support.tiny_models import llama
 from support.training_data import LABELS, instructions, save_model
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 CSV = "prompt,response\n"
 

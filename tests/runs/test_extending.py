@@ -18,10 +18,7 @@ import pytest
 from fedlora.errors import CheckpointError
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, contents, ran, same_run
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 PART = ("run.participation=0.6", "run.checkpoint_every=3")  # two of three clients a round, other ones each time
 

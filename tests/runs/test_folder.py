@@ -12,10 +12,7 @@ import pytest
 from fedlora.errors import CheckpointError, ConfigError
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import contents
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 MANIFEST = json.dumps({"config_digest": "", "data": {"label_names": []}})
 FOREIGN: dict[str, Mapping[str, str]] = {

@@ -17,11 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from fedlora.runs.identity import digest_of
 from support.command_line import Said, invoke, options
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, make_project
 from support.training_data import classification, rows
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 SETS = ("data.validation=valid.jsonl", "data.test=test.jsonl", "train.max_steps=1", "run.rounds=1")
 

@@ -20,12 +20,12 @@ from fedlora.runs.config import RunConfig, load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
-from support.known_warnings import CONV1D, FUTURE_NAMES, NOT_ON_THE_HUB
+from support.known_warnings import CONV1D
 from support.local_training import dense, logits
 from support.tiny_models import llama
 from support.training_data import EOS, instructions, save_model, tokenizer, word
 
-pytestmark = [FUTURE_NAMES, CONV1D, NOT_ON_THE_HUB]
+pytestmark = CONV1D
 
 CHAT = "{% for m in messages %}{{ m.content }} [EOS] {% endfor %}"
 CONFIG = """

@@ -38,12 +38,9 @@ from fedlora.training import LocalTrainer
 from support.command_line import Said, invoke, options
 from support.federations import EQUAL, seed_adapter
 from support.kills import dying_at
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, make_private_project
 from support.states import content
 from support.toy_trainer import Toy, clients
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,12 +16,9 @@ import torch
 
 from fedlora import read_adapter
 from fedlora.training.loop import LocalTrainer
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.local_training import bits
 from support.peft_models import peft_layers, peft_updates
 from support.projects import configured, peft_model, ran
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 # tiny_models.bert: each linear layer with (d_out, d_in), by kind; the classifier is no LoRA target but a head.
 LAYER = "bert.encoder.layer.0"

@@ -22,11 +22,8 @@ from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.command_line import Said, options
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.processes import lines_in, started, wait_for
 from support.projects import configured, contents, ran, same_run
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 LONG = ("run.rounds=8", "train.max_steps=3", "evaluate.clients_at_end=true")
 

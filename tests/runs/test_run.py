@@ -30,7 +30,6 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.identity import digest_of
 from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke, options
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import (
     CONFIG,
     FEDSA,
@@ -45,8 +44,6 @@ from support.projects import (
     ran,
 )
 from support.training_data import LABELS, classification, csv_rows, rows
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
 def test_a_process_that_has_made_a_run_holds_nothing_of_it(project: Path, tmp_path: Path) -> None:

@@ -18,10 +18,7 @@ from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
-from support.known_warnings import FUTURE_NAMES
 from support.projects import configured, make_project, ran
-
-pytestmark = FUTURE_NAMES
 
 SETS = ("data.max_length=8", "clients.count=2", "clients.ranks=[3]", "clients.partition=iid", "run.rounds=2")
 
