@@ -70,17 +70,12 @@ def test_classes_of_one_row_and_copies_are_told(capsys: pytest.CaptureFixture[st
     assert "8 examples of test, 5 are copies" in said
 
 
-@pytest.mark.parametrize("part", ["validation", "test"])
-def test_one_of_two_held_out_sets_is_shown_alone(
-    part: str, project: Path, tmp_path: Path, main: Callable[..., Said]
-) -> None:
+def test_validation_without_a_test_is_shown_alone(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
     """The score that the summary has, on the screen and on the adapter's card, by the name of its data."""
-    other = "data.test=0" if part == "validation" else "data.validation=0"
-    sets = (other, "run.rounds=1", "evaluate.metric=accuracy")
-    said = main("run", project / "config.toml", "--out", tmp_path / "run", *options(sets))
-    score = json.loads((tmp_path / "run" / "summary.json").read_text())[part]["last"]["accuracy"]
-    assert re.search(rf"accuracy, last \(round 1\)\W+{part} {score:.3f}", said.out)
-    assert re.search(rf"held-out {part} .*accuracy {score:.4f}", (tmp_path / "run/adapter/README.md").read_text())
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *options(("data.test=0", "run.rounds=1")))
+    score = json.loads((tmp_path / "run" / "summary.json").read_text())["validation"]["last"]["accuracy"]
+    assert re.search(rf"accuracy, last \(round 1\)\W+validation {score:.3f}", said.out)
+    assert re.search(rf"held-out validation .*accuracy {score:.4f}", (tmp_path / "run/adapter/README.md").read_text())
 
 
 def test_resuming_where_no_run_is_says_that_it_begins(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
