@@ -24,14 +24,12 @@ import fedlora.training.loop
 from fedlora import METHODS, build
 from fedlora.adapters.io import read_adapter
 from fedlora.errors import CheckpointError
-from fedlora.runs.config import load_config
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.identity import digest_of
 from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke, options
 from support.projects import (
-    CONFIG,
     FEDSA,
     Finished,
     accuracy,
@@ -43,7 +41,7 @@ from support.projects import (
     pixels,
     ran,
 )
-from support.training_data import LABELS, classification, csv_rows, rows
+from support.training_data import LABELS, classification, rows
 
 
 def test_a_process_that_has_made_a_run_holds_nothing_of_it(project: Path, tmp_path: Path) -> None:
@@ -211,30 +209,6 @@ def test_a_method_without_server_model_leaves_its_clients_models(project: Path, 
     each = [s["test"]["last"][f"client/{name}"] for name in names]
     assert s["test"]["last"]["accuracy"] == pytest.approx(sum(each) / 3)
     assert s["test"]["last"]["worst"] == min(each)
-
-
-def test_one_file_for_each_client(tmp_path: Path) -> None:
-    """CSV, other column names, a site's own held-out part; clients and their ranks are as the table names them."""
-    project = make_project(tmp_path)
-    sizes = {"north": 40, "south": 60, "east": 50}
-    for k, (name, size) in enumerate(sizes.items()):
-        (project / f"{name}.csv").write_text(csv_rows(classification(size, 50 + k, skew=k)))
-    table = "".join(f'{name} = "{name}.csv"\n' for name in sizes)
-    (project / "own.toml").write_text(
-        CONFIG.replace('train = "train.jsonl"', 'text = "sentence"\nlabel = "class"').replace("min_examples = 4", "")
-        + f'\n[data.clients]\n{table}\n[evaluate]\ntarget = "clients"\nclients_at_end = true\n'
-    )
-    config = load_config(project / "own.toml", ["run.rounds=2"])
-    folder = ran(config, tmp_path / "run")
-    manifest, s = folder.read_json("manifest.json"), folder.read_json("summary.json")
-    assert manifest["clients"] == {"north": 2, "south": 4, "east": 4}
-    trained = {name: part["examples"] for name, part in manifest["data"]["train"].items()}
-    for name, size in sizes.items():
-        assert abs(trained[name] - 0.6 * size) <= 2, "a fifth is held out twice"
-        assert s["clients_at_end"][name]["accuracy"] == s["test"]["last"][f"client/{name}"]
-    weights, total = folder.metrics()[0]["weights"], sum(trained.values())
-    assert weights == pytest.approx({name: count / total for name, count in trained.items()})
-    assert s["target"] == "clients" and (folder.path / "adapter").exists(), "there is a server model all the same"
 
 
 FACTOR_AVERAGES = ("fedit", "fedrot-lora", "hetlora", "lora-fair", "padded-average")

@@ -130,17 +130,3 @@ def plot(
     from fedlora.cli.experiment_runs import draw, grids
 
     draw(grids([name], profile)[0], results, out)
-
-
-@app.command()
-def ranks(
-    profile: Annotated[list[str] | None, typer.Argument(help="names of profiles (default: all)")] = None,
-    ranks: Annotated[str, typer.Option(help="ranks to distribute, separated by commas")] = "4,8,16,32,64",
-    clients: Annotated[int, typer.Option(min=1, help="number of clients")] = 50,
-    participation: Annotated[float, typer.Option(min=0.0, max=1.0, help="share of clients in a round")] = 0.5,
-    json: AsJson = False,
-) -> None:
-    """Show how many clients of which rank a profile (clients.profile) makes."""
-    from fedlora.cli.methods import show_ranks
-
-    show_ranks(profile or (), ranks, clients, participation, json)
