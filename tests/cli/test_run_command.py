@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,14 +48,21 @@ BAD: dict[str, tuple[list[str], str]] = {
     "mixed ranks": (["method.name=fedit"], "entry by entry"),
     "nothing to train on": (["data.validation=0.6", "data.test=0.5"], "sum is below 1"),
     "no such device": (["model.device=banana"], "banana"),
+    "a tracker that is not installed": (["run.report_to=['mlflow']"], "mlflow, which is not installed"),
     "server target without a server model": ([*FEDSA, "evaluate.target=server"], "no global model"),
 }
 
 
 @pytest.mark.parametrize(("sets", "says"), BAD.values(), ids=BAD)
 def test_bad_input_is_one_line_and_code_2_and_writes_nothing(
-    project: Path, tmp_path: Path, main: Callable[..., Said], sets: list[str], says: str
+    project: Path,
+    tmp_path: Path,
+    main: Callable[..., Said],
+    monkeypatch: pytest.MonkeyPatch,
+    sets: list[str],
+    says: str,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
     said = main("run", project / "config.toml", "--out", tmp_path / "run", *options(sets))
     assert says in said.error() and said.out == "" and not (tmp_path / "run").exists()
 

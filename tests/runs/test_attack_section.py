@@ -86,7 +86,6 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
     ("sets", "words"),
     [
         (["attack.kind=sign-flip"], "attack.fraction (of all clients) or attack.clients"),
-        (["attack.kind=sign-flip", "attack.clients=['site-9']"], "'site-9'"),
         (["attack.kind=sign-flip", "attack.clients=['site-1','site-2','site-3']"], "all 3 clients are byzantine"),
         (["attack.kind=gauge", "attack.fraction=0.4", "method.name=ffa-lora"], "needs both factors shared"),
     ],

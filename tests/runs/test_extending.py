@@ -7,17 +7,13 @@ bit), *contract* (what is refused and how it is said).
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fedlora.errors import CheckpointError
 from fedlora.runs.folder import RunFolder
-from support.command_line import Said
 from support.projects import configured, contents, ran, same_run
 
 PART = ("run.participation=0.6", "run.checkpoint_every=3")  # two of three clients a round, other ones each time
@@ -75,15 +71,3 @@ def test_what_is_stored_or_measured_on_the_way_may_differ(project: Path, tmp_pat
     ran(configured(project, "run.rounds=3"), folder.path, resume=True)
     assert not (folder.path / "clients").exists(), "readouts of the shorter run do not stay"
     assert not (folder.plots / "metric.png").exists(), "to be drawn again"
-
-
-def test_a_missing_tracker_leaves_no_folder_behind(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said]
-) -> None:
-    """Before: the folder was there, and blocked the next run without the tracker."""
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    arguments = ("run", project / "config.toml", "--out", tmp_path / "run", "--set", "run.rounds=1")
-    said = main(*arguments, "--set", 'run.report_to=["wandb"]')
-    assert re.search("run.report_to names wandb, .*not installed", said.complaint())
-    assert not (tmp_path / "run").exists()
-    assert main(*arguments).code == 0

@@ -137,8 +137,6 @@ def show_plan(chosen: Sequence[Grid], results: Path, data_root: Path | None, *, 
     tried = any("hours" in row for row in rows)
     caption = "What would run." + (" Hours of one process, from two trial rounds here." if tried else "")
     show([Shown(pd.DataFrame(rows), 1, [caption])], [], Format.table)
-    if measure and not tried and any(row["to do"] for row in rows):
-        raise typer.Exit(NOT_WHOLE)
 
 
 def show_table(grid: Grid, results: Path, metric: str | None, margin: float | None, form: Format) -> None:
