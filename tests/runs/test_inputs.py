@@ -37,14 +37,9 @@ def text(more: str) -> Callable[[Path], None]:
     return change
 
 
-def reversed_rows(file: Path) -> None:
-    file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
-
-
 # input -> (its file in the project, the change, what the error names)
 INPUTS: Mapping[str, tuple[str, Callable[[Path], None], str]] = {
     "training data, a row more": ("train.jsonl", text(rows(classification(1, 99))), "site-"),
-    "training data, order of rows": ("train.jsonl", reversed_rows, "site-"),
     "validation data": ("valid.jsonl", text(rows(classification(1, 99))), "data.validation.examples"),
     "test data": ("test.jsonl", text(rows(classification(1, 99))), "data.test"),
     "weights": ("model/model.safetensors", scaled, "model.safetensors"),

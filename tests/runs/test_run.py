@@ -169,13 +169,12 @@ def test_the_best_round_is_chosen_on_validation_only(tmp_path: Path) -> None:
 
 
 def test_of_equal_rounds_the_first_is_best_and_no_validation_means_no_best(project: Path, tmp_path: Path) -> None:
-    """A learning rate of nearly zero changes no answer, so all rounds are alike."""
-    folder = ran(configured(project, "train.learning_rate=1e-12"), tmp_path / "flat")
-    assert len({line["metrics"]["accuracy"] for line in folder.metrics()}) == 1
+    """A learning rate of nearly zero changes no answer, so all rounds are alike; the best one's state is then lost."""
+    folder = ran(configured(project, "train.learning_rate=1e-12", "run.rounds=2"), tmp_path / "flat")
     assert folder.read_json("summary.json")["best_round"] == 1
     shutil.rmtree(folder.best_checkpoint)
-    ran(configured(project, "train.learning_rate=1e-12", "run.readouts=true"), folder.path, resume=True)
-    assert folder.finished() and not (folder.path / "best").exists(), "its state is lost"
+    ran(configured(project, "train.learning_rate=1e-12", "run.rounds=2", "run.readouts=true"), folder.path, resume=True)
+    assert folder.finished() and not (folder.path / "best").exists()
 
     folder = ran(configured(project, "data.validation=0", "run.rounds=1"), tmp_path / "none")
     s = folder.read_json("summary.json")
