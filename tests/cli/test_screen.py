@@ -16,20 +16,16 @@ import fedlora
 Screen, Table = fedlora.cli.screen.Screen, fedlora.cli.screen.Table
 
 
-def wide_table() -> fedlora.cli.screen.Table:
-    table = Table(*(f"column {k}" for k in range(40)))
-    table.add_row(*(f"{k}.123456789" for k in range(40)))
-    return table
-
-
 def test_a_file_gets_the_whole_table_whatever_the_terminal_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """rich would take the width of stdin's terminal, of COLUMNS, or 80; and colours do not make a pipe a terminal."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
+    table = Table(*(f"column {k}" for k in range(40)))
+    table.add_row(*(f"{k}.123456789" for k in range(40)))
     with (tmp_path / "out.txt").open("w") as file:
-        fedlora.cli.screen.Screen(file=file, no_color=True).print(wide_table())
+        Screen(file=file, no_color=True).print(table)
     said = (tmp_path / "out.txt").read_text()
     assert all(f"{k}.123456789" in said for k in range(40)) and "…" not in said
 
@@ -40,7 +36,7 @@ def test_on_a_terminal_its_width_counts() -> None:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 72, 0, 0))
     with os.fdopen(theirs, "w") as file, pytest.MonkeyPatch.context() as patched:
         patched.setenv("COLUMNS", "72")  # rich asks the standard streams, which are pytest's here
-        assert fedlora.cli.screen.Screen(file=file, _environ=os.environ).width == 72
+        assert Screen(file=file, _environ=os.environ).width == 72
     os.close(ours)
 
 

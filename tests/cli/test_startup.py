@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -24,7 +24,6 @@ with warnings.catch_warnings():
     import fedlora.cli
     from fedlora.cli import COMMANDS, app
 
-from support.command_line import Said
 
 HEAVY = {"torch", "transformers", "peft", "numpy", "pydantic", "matplotlib", "sklearn", "flwr", "datasets"}
 ROOT = typer.main.get_command(app)
@@ -96,12 +95,6 @@ def test_every_argument_and_option_has_words() -> None:
         for path, command in walk(ROOT)
     }
     assert not {path: names for path, names in bare.items() if names}
-
-
-@pytest.mark.parametrize("typed", ["merg", "flower sttus"])
-def test_a_mistyped_command_is_answered_once(typed: str, main: Callable[..., Said]) -> None:
-    """typer 0.20 and click 8.4 both know what may be meant, and both would say it."""
-    assert main(*typed.split()).err.count("Did you mean") == 1
 
 
 def test_the_core_alone_tells_its_versions_and_what_a_command_needs(

@@ -21,13 +21,6 @@ def running(cluster: Slurm, work: Path) -> list[dict[str, str]]:
     return [job for job in cluster.jobs() if job["JobState"] == "RUNNING"] if in_the_middle(work) else []
 
 
-def check_calm(folder: Path) -> None:
-    """Six runs ended as they do without a cluster."""
-    fedlora(folder, "run", "two.toml", "--results", "alone", "--work-dir", "calm")
-    calm, after = outcomes(folder / "alone", folder / "calm"), outcomes(folder / "results", folder / "work")
-    assert len(calm) == 6 and after == calm
-
-
 def test_a_grid_ends_with_the_same_bits_though_its_driver_and_a_node_die_and_a_limit_comes(tmp_path: Path) -> None:
     """Four runs of a search and two that it decides. In the search the driver is killed, one node loses its power, and
     the other task is told that its time is over. Both are queued again; a second driver finds them in the queue."""
@@ -47,4 +40,6 @@ def test_a_grid_ends_with_the_same_bits_though_its_driver_and_a_node_die_and_a_l
         cluster.begin_node(first[0]["NodeList"])
         fedlora(tmp_path, *words, SLURM_CONF=conf)
         assert len(cluster.jobs()) == 6, "no run was submitted twice"
-    check_calm(tmp_path)
+    fedlora(tmp_path, "run", "two.toml", "--results", "alone", "--work-dir", "calm")
+    calm, after = outcomes(tmp_path / "alone", tmp_path / "calm"), outcomes(tmp_path / "results", tmp_path / "work")
+    assert len(calm) == 6 and after == calm
