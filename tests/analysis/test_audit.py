@@ -102,16 +102,6 @@ def test_regauge_changes_the_factors_and_not_the_update() -> None:
     assert not torch.allclose(regauge(sent, 10.0, seed=1).adapter.modules["m"].factors[0], B)
 
 
-def test_a_mean_of_zero_is_said() -> None:
-    """An adapter and its negative: no share of nothing, and no division by it."""
-    one = Upload(Client("c0", 3), 1, Adapter({"m": lora(30, 3, 20, "sent", 0).map(Tensor.float)}))
-    B, A = one.adapter.modules["m"].factors
-    other = Upload(Client("minus", 3), 1, Adapter({"m": LoRA(-B, A)}))
-    found = audit("glora", build("glora"), [one, other], draws=1)
-    assert found.zero_mean and found.error is None
-    assert not audit("glora", build("glora"), [one], draws=1).zero_mean
-
-
 def test_the_start_has_the_uploads_rank_though_their_mean_has_less() -> None:
     """Two of three slots hold something. fedrot-lora turns every pair to the start's slots, and keeps as many."""
     B, A = pad(noise((30, 2), "B"), (0, 1)), noise((3, 20), "A")

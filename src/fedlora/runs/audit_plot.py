@@ -28,8 +28,7 @@ def plot_audit(audits: Sequence[Audit], path: Path) -> Path:
         )
         for k, audit in enumerate(shown):
             if audit.drift is None or audit.readout_drift is None:
-                why = "the mean is zero" if audit.zero_mean else "one factor travels"
-                left.text(_FLOOR * 2, k, why, va="center", fontsize=12, color="#555555")
+                left.text(_FLOOR * 2, k, "one factor travels", va="center", fontsize=12, color="#555555")
             else:
                 _bar(left, k - 0.2, audit.drift[at], 0.38)
                 _bar(left, k + 0.2, audit.readout_drift[at], 0.38, alpha=0.4)
@@ -57,7 +56,7 @@ def _key(figure: Any) -> None:
 
 def _bar(axis: Any, place: float, value: float, height: float, alpha: float = 1.0) -> None:
     """A bar labelled with its value: round-off as a power of ten, larger values as a percentage."""
-    end = max(value, _FLOOR)
+    end = min(max(value, _FLOOR), 1e6)  # the axis' ends
     axis.barh(place, end, height=height, color=COLOURS[1] if value > _FAR else COLOURS[0], alpha=alpha, zorder=2)
     label = f"{value:.0%}" if value > 0.1 else f"{value:.1%}" if value > _FAR else f"{value:.0e}" if value else "0"
     axis.annotate(label, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=12)
