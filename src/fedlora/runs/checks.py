@@ -44,7 +44,8 @@ def of_settings(config: RunConfig) -> Iterator[str]:
     )
     yield from _of_metric(config)
     yield from said_by(lambda: check_private(config, built(config)))
-    if (path := own_files(config).get("model.name")) is None or path.exists():
+    model = own_files(config).get("model.name")
+    if model is None or model.exists():
         yield from said_by(lambda: config.model.check_targets(config.lora.target_modules))
 
 
