@@ -1,10 +1,6 @@
 """An experiment's file: a base configuration, axes of named changes to it, a search, seeds, profiles.
 
-title                           words
-[run.*]                         tables of a run's configuration, common to all; relative paths start at this file
-[axes.NAME]                     label -> changes, as { "clients.dirichlet_alpha" = 0.1 }; a cell is a label of each axis
-[tune]                          a key, its values, and over which axes the best one is chosen, on seeds of its own
-[profiles.mini], .paper         seeds, further changes, and which labels of an axis are run
+A cell is a label of each axis. A comparison is an experiment of one axis.
 """
 
 from __future__ import annotations
