@@ -1,10 +1,11 @@
 """What is under way is told: a first word soon, then a line whenever the log was silent. Kind: end to end, shortened.
 
-Times are shortened to fractions of a second; the work is slowed by sleeping, so that what counts is the clock.
+Times are shortened to fractions of a second.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import fedlora.__main__ as entry
 import fedlora.cli
 from fedlora import doing
 from fedlora.training.loop import LocalTrainer
+from support.command_line import options
 
 
 @pytest.fixture
@@ -38,14 +40,6 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sh
         return [line for line in said.splitlines() if " fedlora " in line]
 
     return call
-
-
-def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
-    def slow(*args: Any, **named: Any) -> Any:
-        time.sleep(0.7)
-        return function(*args, **named)
-
-    return slow
 
 
 def test_steps_are_told_from_the_outermost_and_none_inside_a_secret() -> None:
@@ -102,8 +96,15 @@ def test_the_first_word_comes_with_the_processor_time_of_the_imports(
 def test_a_silent_run_says_what_is_done_and_what_is_left(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[..., list[str]]
 ) -> None:
-    """Two rounds of three clients with two steps each, every step slowed, and so the test at the end."""
-    monkeypatch.setattr(LocalTrainer, "_losses", slowed(LocalTrainer._losses))
-    sets = [a for s in ("run.rounds=2", "train.max_steps=2") for a in ("--set", s)]
+    """Two rounds of three clients with two steps each, of which the last one is slow."""
+    real, calls = LocalTrainer._losses, itertools.count(1)
+
+    def losses(*args: Any, **named: Any) -> Any:
+        if next(calls) == 12:
+            time.sleep(0.7)
+        return real(*args, **named)
+
+    monkeypatch.setattr(LocalTrainer, "_losses", losses)
+    sets = options(("run.rounds=2", "train.max_steps=2"))
     lines = told("run", project / "config.toml", "--out", tmp_path / "run", *sets)
     assert any("rounds: 1 of 2 done; clients: 2 of 3 done; training: 1 of 2 done" in line for line in lines), lines

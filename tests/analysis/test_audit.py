@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,26 +13,24 @@ from torch.nn.functional import pad
 
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.analysis.audit import (
+    MOST,
     audit,
-    gauge_drift,
     mean_update,
     padded_average_error,
     random_gauge,
     regauge,
 )
+from fedlora.errors import ConfigError
 from support.federations import EQUAL, FULL, MIXED, SHAPES, noise, rounds
+from support.projects import configured
+from support.states import content
+from support.toy_trainer import run
 
 F64 = torch.float64
 
 
 def lora(d_out: int, rank: int, d_in: int, *seed: str | int) -> LoRA:
     return LoRA(noise((d_out, rank), *seed, "B"), noise((rank, d_in), *seed, "A"))
-
-
-# --------------------------------------------------------------------------------------------- relative_difference
-
-
-# ------------------------------------------------------------------------------------------------------ mean_update
 
 
 def upload(client: str, n: float, x: LoRA | Mapping[str, LoRA]) -> Upload:
@@ -48,9 +47,6 @@ def test_mean_update_is_the_dense_mean_over_the_holders() -> None:
     want_m = 0.2 * a["m"].delta() + 0.3 * b["m"].delta() + 0.5 * c["m"].delta()
     torch.testing.assert_close(got["m"].delta(), want_m, rtol=0, atol=1e-14)
     torch.testing.assert_close(got["n"].delta(), 0.4 * a["n"].delta() + 0.6 * b["n"].delta(), rtol=0, atol=1e-14)
-
-
-# --------------------------------------------------------------------------------------------- padded_average_error
 
 
 def padded_error(sent: Sequence[Upload], weights: Mapping[str, float], rank: int) -> float:
@@ -82,9 +78,6 @@ def test_padded_average_error_is_the_dense_one(name: str, ranks: dict[str, int])
         assert got > 0.1  # factor averaging is far off here: the number says something
 
 
-# ------------------------------------------------------------------------------------------------------------ gauge
-
-
 @pytest.mark.parametrize("condition", [1.0, 10.0, 1e3, 1e6])
 @pytest.mark.parametrize("rank", [2, 4, 16])
 def test_a_random_gauge_has_the_asked_condition(rank: int, condition: float) -> None:
@@ -109,30 +102,31 @@ def test_regauge_changes_the_factors_and_not_the_update() -> None:
     assert not torch.allclose(regauge(sent, 10.0, seed=1).adapter.modules["m"].factors[0], B)
 
 
-@pytest.mark.parametrize(
-    ("name", "moves"),
-    [("fedit", True), ("padded-average", True), ("glora", False), ("flexlora", False), ("fedex-lora", False)],
-)
-def test_gauge_drift_shows_who_depends_on_coordinates(name: str, moves: bool) -> None:
-    """Factor averages move by whole parts; the others by round-off (condition 10, float64)."""
-    server = Server(build(name))
-    for played in rounds(server, EQUAL, FULL):
-        drift = gauge_drift(server, played.before, played.uploads)
-        assert drift > 0.1 if moves else drift < 1e-11
-
-
-def test_a_mean_of_zero_is_said() -> None:
-    """An adapter and its negative: no share of nothing, and no division by it."""
-    one = Upload(Client("c0", 3), 1, Adapter({"m": lora(30, 3, 20, "sent", 0).map(Tensor.float)}))
-    B, A = one.adapter.modules["m"].factors
-    other = Upload(Client("minus", 3), 1, Adapter({"m": LoRA(-B, A)}))
-    found = audit("glora", build("glora"), [one, other], draws=1)
-    assert found.zero_mean and found.error is None
-    assert not audit("glora", build("glora"), [one], draws=1).zero_mean
-
-
 def test_the_start_has_the_uploads_rank_though_their_mean_has_less() -> None:
     """Two of three slots hold something. fedrot-lora turns every pair to the start's slots, and keeps as many."""
     B, A = pad(noise((30, 2), "B"), (0, 1)), noise((3, 20), "A")
     sent = [Upload(Client(c, 3), 1, Adapter({"m": LoRA(B * k, A / k)})) for c, k in (("a", 1.0), ("b", 2.0))]
     assert audit("fedrot-lora", build("fedrot-lora"), sent, draws=1).modules["m"]["rank"] == 3
+
+
+# ---- server.gauge_stress: every upload in other coordinates ---
+
+
+def test_gauge_stress_is_a_function_of_seed_and_round() -> None:
+    """A run that goes on from its first round's state sends the same bits; another round or seed other ones."""
+    whole = list(run("glora", MIXED, dtype=F64, gauge_stress=10.0, seed=3))
+    rest = list(run("glora", MIXED, dtype=F64, gauge_stress=10.0, seed=3, state=whole[0].state))
+    other = list(run("glora", MIXED, dtype=F64, gauge_stress=10.0, seed=4, rounds=1))
+    assert [content(r.uploads) for r in rest] == [content(r.uploads) for r in whole[1:]]
+    assert content(other[0].uploads) != content(whole[0].uploads)
+
+
+@pytest.mark.parametrize("condition", ["0.5", "nan", "1e20"])
+def test_a_condition_is_from_1_to_1e12(project: Path, condition: str) -> None:
+    """At which float64 keeps four digits. That one factor has no coordinates: tests/runs/test_robust.py."""
+    with pytest.raises(ConfigError, match=r"server\.gauge_stress"):
+        configured(project, f"server.gauge_stress={condition}")
+    with pytest.raises(ValueError, match=r"1e\+12"):
+        random_gauge(4, float(condition))
+    Q = random_gauge(4, MOST)
+    torch.testing.assert_close(torch.linalg.solve(Q, Q), torch.eye(4, dtype=F64), rtol=0, atol=1e-3)

@@ -10,29 +10,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from torch import Tensor
 
 from fedlora import METHODS, Adapter, AdapterSpec, LoRA, write_adapter
-from fedlora.adapters.writer import pad_rank
 from support.command_line import Said, cells, invoke
 from support.federations import SHAPES, noise
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.peft_models import peft_layers, saved, trained
-from support.projects import configured, contents, pixels, ran
+from support.projects import configured, contents, ran
 from support.tiny_models import bert
 
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
-
-Pairs = list[dict[str, tuple[Tensor, Tensor]]]  # a client each: module -> B and A, float64, B A the whole update
 SPEC = AdapterSpec({"base_model_name_or_path": "some/base", "target_modules": ["q", "v"]}, scaling=2.0)
-WEIGHTS = (900.0, 300.0, 50.0)
 QUICK = ("--draws", 1)
 
 
@@ -40,30 +33,6 @@ def audited(*args: object) -> dict[str, Any]:
     """`fedlora audit ARGS --json`: method -> its numbers."""
     found: dict[str, Any] = json.loads(invoke("audit", *args, "--json").stdout)
     return found
-
-
-# ---- dense oracles, and adapters of equal ranks written by us, of mixed ranks by peft --------------------------------
-
-
-def off(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
-    """||got - want|| / ||want||, Frobenius, all modules together."""
-    parts = [(float((got[m] - want[m]).square().sum()), float(want[m].square().sum())) for m in want]
-    return math.sqrt(sum(d for d, _ in parts) / sum(w for _, w in parts))
-
-
-def mean(pairs: Pairs, p: Sequence[float]) -> dict[str, Tensor]:
-    """sum_i p_i B_i A_i."""
-    return {m: sum(w * x[m][0] @ x[m][1] for w, x in zip(p, pairs, strict=True)) for m in pairs[0]}  # type: ignore[misc]
-
-
-def factor_average(pairs: Pairs, p: Sequence[float]) -> dict[str, Tensor]:
-    """(sum_i p_i [B_i 0]) (sum_i p_i [A_i; 0])."""
-    made = {}
-    for m in pairs[0]:
-        padded = [pad_rank(LoRA(*x[m]), 4).factors for x in pairs]
-        B, A = (sum(w * x[k] for w, x in zip(p, padded, strict=True)) for k in (0, 1))
-        made[m] = B @ A
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -77,35 +46,41 @@ def equal(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Pairs]:
-    """Three adapters by peft, of ranks 2, 4, 3 and alpha / r of 4, 1, 2. B and A as peft's own layers hold them."""
-    root = tmp_path_factory.mktemp("mixed")
-    paths, pairs = [], []
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Any]]:
+    """Three adapters by peft, of ranks 2, 4, 3 and alpha / r of 4, 1, 2; and peft's models."""
+    root, models = tmp_path_factory.mktemp("mixed"), []
     for k, (rank, alpha) in enumerate(((2, 8), (4, 4), (3, 6))):
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=["query", "value"], task_type="SEQ_CLS")
-        model = trained(bert, config, seed=k)
-        paths.append(saved(model, root / f"site-{k}"))
-        layers = {m: (x.scaling["default"], x.lora_B, x.lora_A) for m, x in peft_layers(model).items()}
-        pairs.append(
-            {
-                m: (s * B["default"].weight.detach().double(), A["default"].weight.detach().double())
-                for m, (s, B, A) in layers.items()
-            }
-        )
-    return paths, pairs
+        models.append(trained(bert, config, seed=k))
+    return [saved(model, root / f"site-{k}") for k, model in enumerate(models)], models
+
+
+def padded_error(models: list[Any], p: list[float]) -> float:
+    """||(sum p s [B 0]) (sum p [A; 0]) - sum p s B A|| / ||sum p s B A||, all modules together, of peft's layers."""
+    gap = size = 0.0
+    for each in zip(*(peft_layers(model).values() for model in models), strict=True):
+        B, A, mean = torch.zeros(32, 4).double(), torch.zeros(4, 32).double(), torch.zeros(32, 32).double()
+        for share, layer in zip(p, each, strict=True):
+            up, down = (one["default"].weight.detach().double() for one in (layer.lora_B, layer.lora_A))
+            B[:, : len(down)] += share * layer.scaling["default"] * up
+            A[: len(down)] += share * down
+            mean += share * layer.scaling["default"] * up @ down
+        gap += float((B @ A - mean).square().sum())
+        size += float(mean.square().sum())
+    return math.sqrt(gap / size)
 
 
 # ---- the numbers -----------------------------------------------------------------------------------------------------
 
 
 def test_errors_of_mixed_ranks_are_the_dense_ones_and_the_table_shows_them(
-    mixed: tuple[list[Path], Pairs], undrawn: None, wide: None
+    mixed: tuple[list[Path], list[Any]], wide: None
 ) -> None:
     """In the units of the whole update: alpha / r differs by client. Below 1e-3 as 2.7e-15, else a percentage."""
-    (paths, pairs), p = mixed, [w / sum(WEIGHTS) for w in WEIGHTS]
+    paths, models = mixed
     args = (*paths, "--weights", "900,300,50", "--methods", "fedit, glora, glora rho=0.5, padded-average")
     found, shown = audited(*args, *QUICK), invoke("audit", *args, *QUICK).stdout
-    want = off(factor_average(pairs, p), mean(pairs, p))
+    want = padded_error(models, [900 / 1250, 300 / 1250, 50 / 1250])
     assert found["padded-average"]["error"] == pytest.approx(want, rel=1e-9)
     assert found["glora"]["error"] < 1e-12 < 0.01 < found["glora rho=0.5"]["error"]
     assert {facts["server_rank"] for facts in found["glora rho=0.5"]["modules"].values()} == {5}  # ceil(4.5)
@@ -118,7 +93,7 @@ def test_errors_of_mixed_ranks_are_the_dense_ones_and_the_table_shows_them(
     assert "entry by entry" in found["fedit"]["refused"] and re.search("fedit not run: .*by entry", shown)
 
 
-def test_who_moves_with_the_coordinates_and_who_cannot_run(equal: list[Path], undrawn: None) -> None:
+def test_who_moves_with_the_coordinates_and_who_cannot_run(equal: list[Path]) -> None:
     """All methods, the default. Factor averages move; fedex-lora's update does not, but the pair that clients get does;
     fedrot-lora undoes condition 1, which is orthogonal, and nothing else. Adapters that were trained apart are nothing
     for who has no global model or needs one common A."""
@@ -133,7 +108,7 @@ def test_who_moves_with_the_coordinates_and_who_cannot_run(equal: list[Path], un
     assert all((found[name]["error"], found[name]["drift"]) == (None, None) for name in refused)
 
 
-def test_an_audit_of_a_run_is_of_its_newest_uploads(project: Path, tmp_path: Path, undrawn: None) -> None:
+def test_an_audit_of_a_run_is_of_its_newest_uploads(project: Path, tmp_path: Path) -> None:
     """As of the folders of round 2, with the weights that these name. What is kept: tests/runs."""
     sets = ("run.keep_uploads=all", "run.rounds=2", "train.max_steps=2", "clients.ranks=[2,4,4]")
     folder = ran(configured(project, *sets), tmp_path / "run")
@@ -142,29 +117,27 @@ def test_an_audit_of_a_run_is_of_its_newest_uploads(project: Path, tmp_path: Pat
     assert found["glora"]["error"] < 1e-9 and max(found["glora"]["drift"].values()) < 1e-9
     first, second = (sorted(folder.uploads(t).iterdir()) for t in (1, 2))
     assert audited(*second, *methods) == found != audited(*first, *methods)
-
-
-def test_it_says_which_round_and_how_many_were_played(project: Path, tmp_path: Path, undrawn: None) -> None:
-    """Kept at the end of a short run, which was then made longer without keeping."""
-    short = ("run.rounds=1", "train.max_steps=1", "run.keep_uploads=last")
-    folder = ran(configured(project, *short), tmp_path / "run")
-    ran(configured(project, *short[1:2], "run.rounds=2"), folder.path, resume=True)
-    said = invoke("audit", "--from-run", folder.path, "--methods", "glora", *QUICK).stderr
-    assert re.search(f"round 1 of {folder.path}, .* 2 rounds", said)
+    ran(configured(project, "run.rounds=3", *sets[2:]), folder.path, resume=True)  # without keeping
+    said = invoke("audit", "--from-run", folder.path, *methods).stderr
+    assert re.search(f"round 2 of {folder.path}, .* 3 rounds", said)
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------
 
 
 def test_a_picture_is_drawn_where_it_is_asked_for_and_replaces_those_of_fedlora_alone(
-    mixed: tuple[list[Path], Pairs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Callable[..., Said]
+    mixed: tuple[list[Path], list[Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    main: Callable[..., Said],
+    drawn: None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("audit", *mixed[0], "--methods", "glora", *QUICK)
     place, theirs = tmp_path / "some" / "own.png", tmp_path / "theirs.svg"
     for _ in range(2):
         assert f"plot: {place}" in main(*words, "--plot", place).err
-    assert min(pixels(place).shape[:2]) > 300 and pixels(place)[..., :3].std() > 0.05
+    assert place.stat().st_size > 5000
     theirs.write_bytes(b"of a paper")
     said = main(*words, "--plot", theirs)
     assert "fedlora did not draw" in said.complaint() and not said.out and theirs.read_bytes() == b"of a paper"
@@ -174,21 +147,17 @@ def test_a_picture_is_drawn_where_it_is_asked_for_and_replaces_those_of_fedlora_
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[list[str], str]] = {
-    "too few weights": (["a", "b", "c", "--weights", "1,2"], "--weights has 2 numbers for 3"),
-    "negative weight": (["a", "b", "--weights=-1,2"], "at least 0; got '-1,2'"),
-    "no uploads": (["--from-run", "."], "holds no uploads"),
-    "hopeless condition": (["a", "b", "--methods", "fedit", "--conditions", "1e300"], "--conditions"),
-    "unknown kind of picture": (["a", "b", "--methods", "glora", "--plot", "audit.xyz"], "xyz"),
-}
 
-
-@pytest.mark.parametrize(("args", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_audited_is_one_line(
-    equal: list[Path], main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, args: list[str], words: str
+def test_what_cannot_be_audited_is_one_line_and_nothing_is_written(
+    equal: list[Path], main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing is written."""
     monkeypatch.chdir(equal[0].parent)
     before = contents(equal[0].parent)
-    assert words in main("audit", *args).complaint()
+    for words, says in (
+        (["a", "b", "c", "--weights", "1,2"], "--weights has 2 numbers for 3"),
+        (["a", "b", "--weights=-1,2"], "at least 0; got '-1,2'"),
+        (["--from-run", "."], "holds no uploads"),
+        (["a", "b", "--methods", "fedit", "--conditions", "1e300"], "--conditions"),
+    ):
+        assert says in main("audit", *words).complaint()
     assert contents(equal[0].parent) == before

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fedlora.experiments import cost
 from fedlora.experiments.results import read
 from support.command_line import Said, drawing, invoke
 from support.grids import GRID, write_grid
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 SHORT = GRID.replace("rounds = 150", "rounds = 2").replace("seeds = [0]", "seeds = [0, 1]")
 
 
@@ -72,21 +68,6 @@ def test_what_cannot_be_done_is_one_line(place: Path, main: Callable[..., Said])
     ):
         assert says in main("experiment", *words).error()
     assert not (place / "results" / "two.jsonl").exists()
-
-
-def test_a_plan_that_could_not_be_measured_has_another_exit_code(
-    place: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No trial ran, so there are no hours; a trial of one of two runs is a plan."""
-    for trials, code in (({}, 1), ({"made": cost.Trial(1.0, 2.0, 3.0, 4.0, 5.0)}, 0)):
-
-        def tried(runs: Any, *_: object, trials: Any = trials) -> Any:
-            return {runs[0].digest: trials.get("made", "no memory"), runs[1].digest: "no memory"}
-
-        monkeypatch.setattr(cost, "tried", tried)
-        said = main("experiment", "run", "two.toml", "--measure")
-        assert said.code == code and "a trial failed: no memory" in said.err
-        assert ("hours" in said.out) == (code == 0)
 
 
 def test_faults_of_all_cells_are_told_before_anything_runs(place: Path, main: Callable[..., Said]) -> None:

@@ -14,12 +14,12 @@ from peft import LoraConfig, get_peft_model
 
 from support.adapter_folders import saved
 from support.command_line import Said
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.known_warnings import LORA_BIAS
 from support.projects import contents
 from support.tiny_models import llama
 from support.training_data import save_model
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS]
+pytestmark = LORA_BIAS
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,28 +19,35 @@ from support.local_hub import COMMIT, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Main = Callable[..., Said]
+Hub = tuple[Path, Path, list[tuple[str, str]]]
 
 
-def test_every_command_takes_them(tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By branch and by commit, each file downloaded once, no others; the result is that of the folders."""
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """An adapter and its base here, and as me/adapter and me/base on the hub; what the hub is asked."""
     adapter, base = small(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with serving({"me/adapter": adapter, "me/base": base}, tmp_path / "cache", monkeypatch) as asked:
+        yield adapter, base, asked
+
+
+def test_every_command_takes_them(hub: Hub, tmp_path: Path, main: Main) -> None:
+    """By branch and by commit, each file downloaded once, no others; the result is that of the folders."""
+    adapter, base, asked = hub
     (adapter / "optimizer.pt").write_text("not asked for")
     (base / "onnx").mkdir()
     (base / "onnx" / "config.json").write_text("{}")
-    hub = {"me/adapter": adapter, "me/base": base}
-    monkeypatch.chdir(tmp_path)
-    with serving(hub, tmp_path / "cache", monkeypatch) as asked:
-        for command in (
-            ["inspect", "me/adapter@main"],
-            ["diff", "me/adapter@main", adapter],
-            ["validate", f"me/adapter@{COMMIT}", "--model", "me/base@main"],
-            ["merge", "me/adapter@main", adapter, "-o", "merged"],
-            ["resize", "me/adapter@main", "--rank", "1", "-o", "small"],
-            ["export", "me/adapter@main", "--format", "merged", "--model", f"me/base@{COMMIT}", "-o", "full"],
-            ["audit", "me/adapter@main", adapter, "--methods", "fedit", "--plot", tmp_path / "a.png"],
-        ):
-            done = main(*command)
-            assert done.code == 0, done.err
+    for command in (
+        ["inspect", "me/adapter@main"],
+        ["diff", "me/adapter@main", adapter],
+        ["validate", f"me/adapter@{COMMIT}", "--model", "me/base@main"],
+        ["merge", "me/adapter@main", adapter, "-o", "merged"],
+        ["resize", "me/adapter@main", "--rank", "1", "-o", "small"],
+        ["export", "me/adapter@main", "--format", "merged", "--model", f"me/base@{COMMIT}", "-o", "full"],
+        ["audit", "me/adapter@main", adapter, "--methods", "fedit"],
+    ):
+        done = main(*command)
+        assert done.code == 0, done.err
     got = [path.split("/resolve/")[1].partition("/")[2] for how, path in asked if how == "GET" and "resolve" in path]
     of_base = {path.name for path in base.iterdir() if path.is_file()}
     assert sorted(got) == sorted({"adapter_config.json", "adapter_model.safetensors", *of_base})
@@ -49,61 +56,44 @@ def test_every_command_takes_them(tmp_path: Path, main: Main, monkeypatch: pytes
     assert one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
 
 
-def test_the_cache_serves_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_serves_without_a_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cached branch is found when nothing answers; what is not cached names the command that fetches it."""
-    adapter, _ = small(tmp_path)
-    with serving({"me/adapter": adapter}, tmp_path / "cache", monkeypatch):
-        here = local_folder("me/adapter@main", ADAPTER_FILES)
-        assert {path.name for path in here.iterdir()} == set(ADAPTER_FILES[:2])
-        from huggingface_hub import constants
-
-        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-        assert local_folder("me/adapter@main", ADAPTER_FILES) == here
-        with pytest.raises(ConfigError, match="hf download me/other --revision v1 "):
-            local_folder("me/other@v1", ADAPTER_FILES)
+    here = local_folder("me/adapter@main", ADAPTER_FILES)
+    assert {path.name for path in here.iterdir()} == set(ADAPTER_FILES[:2])
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert local_folder("me/adapter@main", ADAPTER_FILES) == here
+    with pytest.raises(ConfigError, match="hf download me/other --revision v1 "):
+        local_folder("me/other@v1", ADAPTER_FILES)
 
 
-def test_a_run_s_base_and_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_s_base_and_start(hub: Hub, tmp_path: Path) -> None:
     """model.name is as repository and revision given apart."""
-    adapter, base = small(tmp_path)
-    (tmp_path / "run.toml").write_text('model = {name = "me/base@main", adapter = "me/up@main"}\ndata.train = "a.csv"')
-    with serving({"me/up": adapter, "me/base": base}, tmp_path / "cache", monkeypatch):
-        config = load_config(tmp_path / "run.toml")
-        assert (config.model.name, config.model.revision) == ("me/base", "main")
-        assert (Path(config.model.location()) / "config.json").is_file()
-        assert ModelSection(name=f"me/base@{COMMIT}").location() == config.model.location()
-        assert config.model.adapter == str(local_folder("me/up@main", ADAPTER_FILES))
-        with pytest.raises(ConfigError, match=r"names a revision, so leave out model\.revision"):
-            load_config(tmp_path / "run.toml", ["model.revision=v1"])
+    file = tmp_path / "run.toml"
+    file.write_text('model = {name = "me/base@main", adapter = "me/adapter@main"}\ndata.train = "a.csv"')
+    config = load_config(file)
+    assert (config.model.name, config.model.revision) == ("me/base", "main")
+    assert (Path(config.model.location()) / "config.json").is_file()
+    assert ModelSection(name=f"me/base@{COMMIT}").location() == config.model.location()
+    assert config.model.adapter == str(local_folder("me/adapter@main", ADAPTER_FILES))
 
 
-def test_what_the_hub_lacks_is_named(tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter, base = small(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "notes.pdf").write_text("x")
-    hub = {"me/adapter": adapter, "me/base": base, "me/empty": tmp_path / "empty"}
-    with serving(hub, tmp_path / "cache", monkeypatch):
-        for name, why in (
-            ("me/none@main", "me/none' at revision main .*RepositoryNotFound"),
-            ("me/adapter@v9", "at revision v9 .*RevisionNotFound"),
-            ("me/empty@main", "me/empty .* adapter_config.json, "),
-        ):
-            assert re.search(why, main("validate", name).error())
-        assert "RepositoryNotFound" in main("validate", adapter, "--model", "me/none@main").error()
-
-
-def test_a_folder_of_that_name_wins_and_a_plain_name_asks_nobody(
-    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
+def test_what_the_hub_lacks_is_named_a_folder_wins_and_a_plain_name_asks_nobody(
+    hub: Hub, tmp_path: Path, main: Main
 ) -> None:
-    adapter, base = small(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    for name, why in (
+        ("me/none@main", "me/none' at revision main .*RepositoryNotFound"),
+        ("me/adapter@v9", "at revision v9 .*RevisionNotFound"),
+        ("me/base@main", "me/base .* adapter_config.json, "),
+    ):
+        assert re.search(why, main("validate", name).error())
+    assert "RepositoryNotFound" in main("validate", hub[0], "--model", "me/none@main").error()
+    hub[2].clear()
     (tmp_path / "me").mkdir()
-    adapter.rename(tmp_path / "me" / "adapter@main")
-    with serving({"me/adapter": base}, tmp_path / "cache", monkeypatch) as asked:
-        assert main("validate", "me/adapter@main").code == 0
-        assert "me/adapter is not a PEFT adapter" in main("inspect", "me/adapter").error()
-        assert "owner/name@main" in main("validate", "me/adapter@main", "--model", "me/base").error()
-        assert not asked
+    hub[0].rename(tmp_path / "me" / "adapter@main")
+    assert main("validate", "me/adapter@main").code == 0
+    assert "me/adapter is not a PEFT adapter" in main("inspect", "me/adapter").error()
+    assert "owner/name@main" in main("validate", "me/adapter@main", "--model", "me/base").error()
+    assert not hub[2]
 
 
 def test_names() -> None:

@@ -21,10 +21,8 @@ from support.adapter_folders import lora
 from support.command_line import Said
 
 MODULE = "layers.0.q_proj"
-FOLDERS = {
-    "markup": "[red]x[/blue]:fire:[/]", "escapes": "a\x1b[31mb\x9b31mc\x07", "bidi": "a\u202eb", "lines": "a\nb\rc",
-    "no UTF-8": os.fsdecode(b"a\xff b"),
-}  # fmt: skip
+# Markup, a picture's name, escapes, a change of direction, ends of lines, and what is no UTF-8.
+FOLDER = os.fsdecode(b"[red]x[b]:fire: a\x1b[31mb\xc2\x9b31mc\x07\xe2\x80\xaeb\nb\rc\xff b")
 
 
 def calm(text: str) -> bool:
@@ -32,20 +30,15 @@ def calm(text: str) -> bool:
     return all(letter.isprintable() or letter == "\n" for letter in text)
 
 
-@pytest.mark.quick(12)
-@pytest.mark.parametrize("name", list(FOLDERS))
 @pytest.mark.parametrize("command", ["inspect", "diff", "validate", "merge", "refusal"])
-def test_names_are_letters(name: str, command: str, main: Callable[..., Said], tmp_path: Path) -> None:
+def test_names_are_letters(command: str, main: Callable[..., Said], tmp_path: Path) -> None:
     try:
-        a = _one(tmp_path / FOLDERS[name])
+        a = _one(tmp_path / FOLDER)
     except OSError:
         pytest.skip("this file system does not take such a name")
     b, out = _one(tmp_path / "b"), tmp_path / "out"
-    given: dict[str, list[object]] = {
-        "inspect": ["inspect", a, b], "diff": ["diff", a, b], "validate": ["validate", a, b],
-        "merge": ["merge", a, b, "-o", out], "refusal": ["validate", a, "--max-bytes", 1],
-    }  # fmt: skip
-    done = main(*given[command])
+    words = {"merge": ["merge", a, b, "-o", out], "refusal": ["validate", a, "--max-bytes", 1]}
+    done = main(*words.get(command, [command, a, b]))
     assert done.code == (2 if command == "refusal" else 0), done.err
     assert calm(done.out) and calm(done.err) and done.err.count("\n") <= 1
     if command in ("inspect", "diff", "merge"):
@@ -61,18 +54,14 @@ def _one(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("refused", [False, True], ids=["tables", "a refusal"])
-def test_streams_of_a_narrow_encoding_take_codes(
-    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_of_a_narrow_encoding_take_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables have letters that such streams have not; so may a folder's name. Strict ones, as Python makes them of
     PYTHONIOENCODING, in this process."""
     a, b = _one(tmp_path / "ä日"), _one(tmp_path / "b")
-    given = ["validate", a, "--max-bytes", 1] if refused else ["inspect", a, b]
     streams = {name: io.TextIOWrapper(io.BytesIO(), encoding="ascii") for name in ("stdout", "stderr")}
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)
-    monkeypatch.setattr(sys, "argv", ["fedlora", *map(str, given)])
+    monkeypatch.setattr(sys, "argv", ["fedlora", "inspect", str(a), str(b)])
     with pytest.raises(SystemExit) as ended:
         fedlora.cli.main()
     written = b""
@@ -80,5 +69,5 @@ def test_streams_of_a_narrow_encoding_take_codes(
         stream.flush()
         written += stream.buffer.getvalue()  # type: ignore[attr-defined]
     monkeypatch.undo()
-    assert (ended.value.code or 0) == (2 if refused else 0) and b"Error" not in written
+    assert not ended.value.code and b"Error" not in written
     assert rb"\u65e5" in written and written.decode("ascii")

@@ -112,13 +112,3 @@ def test_an_adapter_of_weight_zero_is_told_beside_a_rule(
     done = main(*words, "-o", str(tmp_path / "m"), "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["counts"][5] == 0
-
-
-def test_a_slip_in_a_rule_is_told_in_our_words(tmp_path: Path, sites: list[str], main: Callable[..., Said]) -> None:
-    for typed, said in (
-        ("clip byzantine=1", "rule: must be"),
-        ("multi-krum byzantin=1", "'byzantin'; did you mean 'byzantine'?"),
-        ("multi-krum", "needs robust.byzantine"),
-    ):
-        line = main("merge", *sites, "-o", str(tmp_path / "m"), "--robust", typed).complaint()
-        assert said in line and "Value error" not in line and not line.endswith("?.")

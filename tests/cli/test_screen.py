@@ -12,18 +12,8 @@ from pathlib import Path
 import pytest
 
 import fedlora
-from support.command_line import invoke  # imports fedlora.cli, without click's warnings
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.projects import Finished
 
 Screen, Table = fedlora.cli.screen.Screen, fedlora.cli.screen.Table
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
-
-
-def wide_table() -> fedlora.cli.screen.Table:
-    table = Table(*(f"column {k}" for k in range(40)))
-    table.add_row(*(f"{k}.123456789" for k in range(40)))
-    return table
 
 
 def test_a_file_gets_the_whole_table_whatever_the_terminal_beside_it(
@@ -32,8 +22,10 @@ def test_a_file_gets_the_whole_table_whatever_the_terminal_beside_it(
     """rich would take the width of stdin's terminal, of COLUMNS, or 80; and colours do not make a pipe a terminal."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
+    table = Table(*(f"column {k}" for k in range(40)))
+    table.add_row(*(f"{k}.123456789" for k in range(40)))
     with (tmp_path / "out.txt").open("w") as file:
-        fedlora.cli.screen.Screen(file=file, no_color=True).print(wide_table())
+        Screen(file=file, no_color=True).print(table)
     said = (tmp_path / "out.txt").read_text()
     assert all(f"{k}.123456789" in said for k in range(40)) and "…" not in said
 
@@ -44,13 +36,8 @@ def test_on_a_terminal_its_width_counts() -> None:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 72, 0, 0))
     with os.fdopen(theirs, "w") as file, pytest.MonkeyPatch.context() as patched:
         patched.setenv("COLUMNS", "72")  # rich asks the standard streams, which are pytest's here
-        assert fedlora.cli.screen.Screen(file=file, _environ=os.environ).width == 72
+        assert Screen(file=file, _environ=os.environ).width == 72
     os.close(ours)
-
-
-def test_the_tables_of_commands_are_whole_in_a_pipe(finished: Finished) -> None:
-    for said in (invoke("methods").stdout, invoke("experiment", "ranks").stdout, finished.out):
-        assert "…" not in said and "│" in said
 
 
 def test_a_narrow_terminal_cuts_no_word() -> None:

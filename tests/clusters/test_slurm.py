@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import tempfile
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clusters.slurm_cluster import Slurm, slurm, slurm_needed
-from support.grids import COMMAND, GRID, environment, fedlora, in_the_middle, outcomes, write_grid
+from support.grids import COMMAND, environment, fedlora, in_the_middle, outcomes, write_grid
 from support.machines import until
 
 pytestmark = [pytest.mark.cluster, slurm_needed, pytest.mark.timeout(1500)]
@@ -20,13 +19,6 @@ PLACES = ("--results", "results", "--work-dir", "work")
 def running(cluster: Slurm, work: Path) -> list[dict[str, str]]:
     """Tasks that run, once two runs are in the middle of their rounds."""
     return [job for job in cluster.jobs() if job["JobState"] == "RUNNING"] if in_the_middle(work) else []
-
-
-def check_calm(folder: Path) -> None:
-    """Six runs ended as they do without a cluster."""
-    fedlora(folder, "run", "two.toml", "--results", "alone", "--work-dir", "calm")
-    calm, after = outcomes(folder / "alone", folder / "calm"), outcomes(folder / "results", folder / "work")
-    assert len(calm) == 6 and after == calm
 
 
 def test_a_grid_ends_with_the_same_bits_though_its_driver_and_a_node_die_and_a_limit_comes(tmp_path: Path) -> None:
@@ -48,21 +40,6 @@ def test_a_grid_ends_with_the_same_bits_though_its_driver_and_a_node_die_and_a_l
         cluster.begin_node(first[0]["NodeList"])
         fedlora(tmp_path, *words, SLURM_CONF=conf)
         assert len(cluster.jobs()) == 6, "no run was submitted twice"
-    check_calm(tmp_path)
-
-
-def test_a_driver_may_be_a_job_itself(tmp_path: Path) -> None:
-    """Where nobody may wait at a login node: the search, then the runs that it decides, beside their driver."""
-    write_grid(tmp_path, GRID.replace("rounds = 150", "rounds = 10"))
-    words = ["run", "two.toml", "--backend", "slurm", "--time", "20", *PLACES]
-    with tempfile.TemporaryDirectory() as short, slurm(Path(short)) as cluster:
-        cluster.call(
-            "sbatch",
-            "--chdir",
-            tmp_path,
-            "--output=driver.log",
-            "--time=60",
-            f"--wrap={shlex.join([*COMMAND, *words])}",
-        )
-        until(lambda: not cluster.call("squeue", "--me", "-h").strip(), 900, "the driver ended")
-    check_calm(tmp_path)
+    fedlora(tmp_path, "run", "two.toml", "--results", "alone", "--work-dir", "calm")
+    calm, after = outcomes(tmp_path / "alone", tmp_path / "calm"), outcomes(tmp_path / "results", tmp_path / "work")
+    assert len(calm) == 6 and after == calm

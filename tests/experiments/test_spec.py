@@ -156,7 +156,6 @@ def test_a_comparison_is_by_the_best_round_of_the_test_set_as_far_as_there_is_on
         ("seeds = [0, 1]", "seeds = [0, 0]", "profiles.mini.seeds: names 0 twice"),
         ("seeds = [0, 1]", "seeds = [7, 1]", "seed 7 is both .*profile mini"),
         ('reference = "FedIT"', 'reference = "fedit"', "method has no label 'fedit'"),
-        ("values = [1e-3, 1e-2]", 'key = "run.seed"\nvalues = [1, 2]', "tune.key: 'run.seed' cannot"),
         ('"train.max_steps" = 2', '"train.learning_rate" = 0.1', "profile mini sets train.learning_rate, and"),
         ("rounds = 4", "rounds = 4\nseed = 5", r"\[run\] sets run.seed"),
     ],

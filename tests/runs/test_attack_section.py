@@ -6,18 +6,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedlora.attacks import choose_attackers
+from fedlora.runs import plots
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.command_line import Said, invoke
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured
 
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 FLIP = ("attack.kind=sign-flip", "attack.fraction=0.4", "run.rounds=2")
 NAMES = ["site-1", "site-2", "site-3"]
 ATTACKER = choose_attackers(NAMES, 0.4, seed=0)
@@ -63,20 +61,11 @@ def test_every_file_says_so(attacked: tuple[RunFolder, str, str]) -> None:
 
 
 def test_every_picture_of_it_says_so(attacked: tuple[RunFolder, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    import fedlora.runs.plots as plots
-
-    said: dict[str, str] = {}
-
-    def kept(figure: Any, path: Path) -> Path:
-        said[path.name] = figure.get_suptitle()
-        plots.plt.close(figure)
-        return path
-
-    monkeypatch.setattr(plots, "saved", kept)
+    titles: dict[str, str] = {}
+    monkeypatch.setattr(plots, "saved", lambda figure, path: titles.update({path.name: figure.get_suptitle()}))
     plots.plot_run(attacked[0])
-    assert {"metric.png", "spectrum.png"} <= set(said)
-    for name, text in said.items():
-        assert f"UNDER ATTACK, on purpose: {WORDS}." in " ".join(text.split()), name
+    assert {*titles} == {"metric.png", "spectrum.png"}
+    assert all(f"UNDER ATTACK, on purpose: {WORDS}." in " ".join(title.split()) for title in titles.values())
 
 
 def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
@@ -97,7 +86,6 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
     ("sets", "words"),
     [
         (["attack.kind=sign-flip"], "attack.fraction (of all clients) or attack.clients"),
-        (["attack.kind=sign-flip", "attack.clients=['site-9']"], "'site-9'"),
         (["attack.kind=sign-flip", "attack.clients=['site-1','site-2','site-3']"], "all 3 clients are byzantine"),
         (["attack.kind=gauge", "attack.fraction=0.4", "method.name=ffa-lora"], "needs both factors shared"),
     ],

@@ -144,17 +144,6 @@ def test_with_labels_named_a_file_may_lack_a_class(tmp_path: Path) -> None:
     assert set(dealt.parts["b"].labels or ()) == {0} and len(dealt.own_test["b"]) == 2
 
 
-def test_a_class_that_nobody_named_is_an_error_with_its_row(tmp_path: Path) -> None:
-    """A number: by itself it does not say whose numbering it is of."""
-    rows = [*labelled("no", "yes"), {"text": "t", "label": 1}]
-    config = clients_of(tmp_path, {"a": rows}, 'label_names = ["no", "yes"]\n')
-    with pytest.raises(
-        DataError, match=r"a\.jsonl, row 21, line 21: label .* 2 classes .*data\.label_names, \['no', 'yes'\]"
-    ) as error:
-        deal(config, None)
-    one_line(error)
-
-
 def numbers(*labels: Any) -> list[dict[str, Any]]:
     return [{"text": f"t {k} {label}", "label": label} for k in range(10) for label in labels]
 

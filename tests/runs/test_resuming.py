@@ -22,11 +22,8 @@ from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.command_line import Said, options
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.processes import lines_in, started, wait_for
 from support.projects import configured, contents, ran, same_run
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 LONG = ("run.rounds=8", "train.max_steps=3", "evaluate.clients_at_end=true")
 
@@ -110,19 +107,6 @@ def test_a_damaged_newest_checkpoint_is_warned_about_and_the_one_before_used(
     assert re.search("7 rounds.* round 6", again.getMessage())
     assert re.fullmatch(r"checkpoint round-00007\S+ is damaged: .*[.] Trying the one before it[.]", said.getMessage())
     same_run(folder, uninterrupted)
-
-
-def test_with_no_sound_checkpoint_left_it_says_so(
-    project: Path, tmp_path: Path, main: Callable[..., Said], caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = ran(configured(project), tmp_path / "run", 2)
-    for path in folder.checkpoints.glob("*.safetensors"):
-        path.write_bytes(b"nonsense")
-    before = contents(folder.path)
-    said = main("run", project / "config.toml", "--out", folder.path, "--resume")
-    assert sum("is damaged" in record.getMessage() for record in caplog.records) == 2
-    assert said.code == 2 and "none of the 2 checkpoints" in said.err and "Traceback" not in said.err
-    assert contents(folder.path) == before
 
 
 def test_an_unfinished_run_is_not_gone_on_with_as_another_one(

@@ -15,10 +15,8 @@ from fedlora.runs.preparation import prepare
 from fedlora.runs.robust import RobustSection
 from fedlora.server.rules import NNM, CenteredClipping, GeometricMedian, Krum, MultiKrum, NormClipping
 from support.command_line import invoke, options
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, ran, same_run
 
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 KRUM = ("robust.rule=krum", "robust.byzantine=0", "run.rounds=2")
 
 

@@ -16,10 +16,7 @@ from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.runs.stopping import Patience, Ranking
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, ran, same_run
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 # No answer changes at this rate: round 1 is best, and rounds 2 and 3 are the two that are not better.
 FLAT = (

@@ -15,10 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fedlora.runs.folder import RunFolder
 from support.command_line import invoke, options
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, ran
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 SETS = ("run.rounds=3", "train.max_steps=2", "run.report_to=['tensorboard']")
 

@@ -18,10 +18,7 @@ from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
-from support.known_warnings import FUTURE_NAMES
 from support.projects import configured, make_project, ran
-
-pytestmark = FUTURE_NAMES
 
 SETS = ("data.max_length=8", "clients.count=2", "clients.ranks=[3]", "clients.partition=iid", "run.rounds=2")
 
@@ -65,30 +62,21 @@ def test_the_run_begins_where_the_other_one_ended(world: Path, tmp_path: Path) -
     list(execute(run, RunFolder(tmp_path / "second")))
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (
-            ["lora.target_modules=['query']"],
-            r"in 1 module, .*value.* query, value \(2 modules\), the run query \(1 module\)",
-        ),
+def test_what_does_not_fit_is_one_line(world: Path, tmp_path: Path) -> None:
+    modules = r"in 1 module, .*value.* query, value \(2 modules\), the run query \(1 module\)"
+    for change, says in (
+        (["lora.target_modules=['query']"], modules),
         (["data.label_names=['red', 'green', 'blue']"], "trained for the classes"),
         (["method.name=fedit", "clients.ranks=[1]"], "fedit averages factors .* rank 2, not 1"),
-    ],
-)
-def test_what_does_not_fit_is_one_line(world: Path, change: list[str], says: str) -> None:
-    with pytest.raises(FedLoRAError, match=says) as caught:
-        prepared(world, "first/adapter", *change)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [("base_model_name_or_path", "other/base", r"other/base"), ("modules_to_save", None, "head|classifier")],
-)
-def test_another_base_and_lost_heads_are_refused(world: Path, tmp_path: Path, key: str, value: Any, says: str) -> None:
-    folder = shutil.copytree(world / "first" / "adapter", tmp_path / "a")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**config, key: value}))
-    with pytest.raises(FedLoRAError, match=says):
-        prepared(world, str(folder))
+    ):
+        with pytest.raises(FedLoRAError, match=says) as caught:
+            prepared(world, "first/adapter", *change)
+        assert "\n" not in str(caught.value)
+    for key, value, says in (
+        ("base_model_name_or_path", "other/base", "other/base"), ("modules_to_save", None, "head|classifier"),
+    ):  # fmt: skip
+        folder = shutil.copytree(world / "first" / "adapter", tmp_path / key)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(FedLoRAError, match=says):
+            prepared(world, str(folder))

@@ -35,7 +35,7 @@ with warnings.catch_warnings():
     import fedlora.runs.manifest
 
 
-DRAWING = (fedlora.cli.experiment_runs, fedlora.cli.runs)
+DRAWING = (fedlora.cli.audit, fedlora.cli.experiment_runs, fedlora.cli.runs)
 for _module in DRAWING:  # pictures cost more than most runs of tiny models: they are drawn where a test asks for them
     _module.plotted = lambda draw: None
 

@@ -150,12 +150,6 @@ class Finished:
     err: str
 
 
-def pixels(path: Path) -> Any:
-    import matplotlib.image
-
-    return matplotlib.image.imread(path)
-
-
 def finished_run(project: Path, out: Path) -> Finished:
     """`fedlora run config.toml --out ...`, GLoRA on ranks 2, 4, 4. The fixture `finished`."""
     sets = ["run.readouts=true", "evaluate.clients_at_end=true"]

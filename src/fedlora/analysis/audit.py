@@ -147,12 +147,10 @@ def gauge_drift(server: Server, state: ServerState, uploads: Sequence[Upload], *
 class Audit:
     """What one method makes of float64 copies of one round's uploads.
 
-    error: the relative error of the server's update against the true mean; None if that mean is zero. drift: condition
-    of the random gauges -> the largest relative change of the server's update over the draws; None if one factor
-    travels, so that there is no gauge to change, or the mean is zero. readout_drift: the same for what each client
-    starts from; the largest over clients too. zero_mean: the mean update is zero up to rounding of its terms. modules:
-    module -> the method's diagnostics. refused: why the method cannot take these uploads; all other fields are then
-    empty.
+    error: the relative error of the server's update against the true mean. drift: condition of the random gauges -> the
+    largest relative change of the server's update over the draws; None if one factor travels, so that there is no gauge
+    to change. readout_drift: the same for what each client starts from; the largest over clients too. modules: module
+    -> the method's diagnostics. refused: why the method cannot take these uploads; all other fields are then empty.
 
     Example:
         >>> from fedlora.analysis.audit import audit
@@ -167,7 +165,6 @@ class Audit:
     readout_drift: Mapping[float, float] | None = None
     modules: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     refused: str | None = None
-    zero_mean: bool = False
 
 
 def audit(
@@ -199,11 +196,8 @@ def audit(
     if tally is None:
         raise NoGlobalModel(f"{name} kept no tally of who counted, so it cannot be audited.")
     mean = mean_update(bare, tally.weights)
-    zero_mean = _is_zero(mean)
-    found = Audit(name, modules=server.diagnostics(after), zero_mean=zero_mean)
-    if not zero_mean:
-        found = replace(found, error=relative_difference(_learned(server, state, after), mean))
-    if one_factor or zero_mean:
+    found = Audit(name, relative_difference(_learned(server, state, after), mean), modules=server.diagnostics(after))
+    if one_factor:
         return found
     drift, readout_drift = {}, {}
     with _without_warnings():  # about coordinates that are bad on purpose
@@ -234,11 +228,6 @@ def _learned(server: Server, before: ServerState, after: ServerState) -> dict[st
     base = {m: change.total for m, change in moved.items() if change is not None}
     got = {m: lora.map(Tensor.double) for m, lora in server.global_update(after).items()}
     return {m: stack([lora, base[m].map(Tensor.double)], [1.0, -1.0]) if m in base else lora for m, lora in got.items()}
-
-
-def _is_zero(mean: Mapping[str, LoRA]) -> bool:
-    """Whether an update is only the float64 rounding of its terms."""
-    return all(svd_of_product(*lora.factors).rank == 0 for lora in mean.values())
 
 
 def _common_start(uploads: Sequence[Upload]) -> Adapter:

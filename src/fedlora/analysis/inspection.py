@@ -73,7 +73,7 @@ def overlap(one: LoRA, other: LoRA) -> float:
     U, V = (_columns(lora) for lora in (one, other))
     if not U.shape[1] or not V.shape[1]:
         return 0.0
-    cosines = torch.linalg.svdvals(U.mT @ V).clamp(max=1)
+    cosines = torch.linalg.svdvals(U.mT @ V)
     return float(cosines.square().sum() / min(U.shape[1], V.shape[1]))
 
 

@@ -6,7 +6,6 @@ options.py   options that several commands share           screen.py, formats.py
 from __future__ import annotations
 
 import atexit
-import errno
 import os
 import signal
 import sys
@@ -32,14 +31,6 @@ _INTERRUPTED = 130
 AFTER_INTERRUPT = {
     **dict.fromkeys(("run", "demo", "compare"), "finished rounds are stored: continue with --resume"),
     "experiment run": "finished runs and rounds are stored: call the same command again",
-}
-# What to do about a system error that no command foresaw.
-_WAYS_OUT = {
-    errno.ENOSPC: " Free some space there, or name another place.",
-    errno.EDQUOT: " Free some of your space there, or name another place.",
-    errno.EACCES: " This user has no permission there: name another place, or ask its owner.",
-    errno.EPERM: " This user has no permission there: name another place, or ask its owner.",
-    errno.EROFS: " That file system is read-only: name another place.",
 }
 
 app = typer.Typer(
@@ -82,8 +73,9 @@ def main() -> None:
     except FedLoRAError as error:
         sys.exit(_complain(str(error)))
     except OSError as error:  # a full disk, a folder without write permission
-        way = _WAYS_OUT.get(error.errno or 0, "")
-        sys.exit(_complain(f"{error.filename or 'a file'}: {error.strerror or error}.{way}"))
+        sys.exit(
+            _complain(f"{error.filename or 'a file'}: {error.strerror or error}. Mend that, or name another place.")
+        )
     except MemoryError:
         sys.exit(
             _complain(

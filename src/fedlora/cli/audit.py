@@ -96,8 +96,7 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
     ranks = sorted({r for u in uploads for r in u.adapter.ranks.values()})
     modules = len({name for u in uploads for name in u.adapter.modules})
     table = Table(title=f"{len(uploads)} adapters, {modules} modules, ranks {', '.join(map(str, ranks))}")
-    zero = "the mean of these adapters is zero, so no relative error is defined"
-    notes_below = [zero] if any(audit.zero_mean for audit in found) else []
+    notes_below = []
     table.add_column("method", no_wrap=True)
     for title in ("off the true mean by", f"moves in other coordinates\n(condition {at:g})", "what clients get\nmoves"):
         table.add_column(title, justify="right")
@@ -106,9 +105,8 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
         if audit.refused is not None:
             notes_below.append(f"{audit.method} not run: {audit.refused}")
             continue
-        none = "mean is 0" if audit.zero_mean else "one factor travels"
-        error = "mean is 0" if audit.error is None else _size(audit.error)
-        model = none if audit.drift is None else _size(audit.drift[at])
+        error = "" if audit.error is None else _size(audit.error)
+        model = "one factor travels" if audit.drift is None else _size(audit.drift[at])
         readouts = "" if audit.readout_drift is None else _size(audit.readout_drift[at])
         table.add_row(cell(audit.method), error, model, readouts, _consensus(audit))
     console.print(table)

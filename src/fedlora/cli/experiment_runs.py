@@ -89,7 +89,7 @@ def starter(place: Place, work: Work, grid: Grid) -> Start:
         raise ConfigError(
             "--backend slurm needs --time, the limit of a run: 04:00:00. A run that meets it is queued again."
         )
-    asked = Asked(place.time, place.gpus or 0, place.memory, place.options)
+    asked = Asked(place.time, place.gpus or 0, place.options)
     return partial(slurm, work=work, name=grid.name, asked=asked)
 
 
@@ -124,9 +124,7 @@ def show_status(chosen: Sequence[Grid], results: Path, work: Path, as_json: bool
     print_json(found) if as_json else console.print(shown)
 
 
-def show_plan(
-    chosen: Sequence[Grid], results: Path, data_root: Path | None, *, measure: bool, price: float | None
-) -> None:
+def show_plan(chosen: Sequence[Grid], results: Path, data_root: Path | None, *, measure: bool) -> None:
     """Show what would run, and what it costs; nothing is kept."""
     _check(chosen)
     rows = []
@@ -134,13 +132,11 @@ def show_plan(
         progress = progress_of(grid, place_of(grid, results))
         todo = cost.to_do(progress) if measure else []
         trials = cost.tried(todo, data_root, lambda run: notes.print(f"two trial rounds of {run.label}"))
-        rows.append(cost.row_of(progress, trials, price))
+        rows.append(cost.row_of(progress, trials))
         notes.warn(*dict.fromkeys(f"a trial failed: {why}" for why in trials.values() if isinstance(why, str)))
     tried = any("hours" in row for row in rows)
     caption = "What would run." + (" Hours of one process, from two trial rounds here." if tried else "")
     show([Shown(pd.DataFrame(rows), 1, [caption])], [], Format.table)
-    if measure and not tried and any(row["to do"] for row in rows):
-        raise typer.Exit(NOT_WHOLE)
 
 
 def show_table(grid: Grid, results: Path, metric: str | None, margin: float | None, form: Format) -> None:

@@ -50,19 +50,14 @@ def privacy(
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)} are {len(modes)} different actions: give one at a time.")
     mode = modes[0] if modes else ""
-    without = {name: where for name, where in _GOES_WITH.items() if mode not in where}
-    refuse_idle(context, {name: _elsewhere(name, where) for name, where in without.items()})
+    idle = {name: where for name, where in _GOES_WITH.items() if mode not in where}
+    refuse_idle(context, {name: f"goes with {' or '.join(filter(None, where))}" for name, where in idle.items()})
     if planned:
         _plan(file, set or [], data_root, json)
         return
     if mode:
         _write_line(file, population, None if budget is None else (budget, delta), charge)
     _show_ledger(file, None if mode else delta, json)
-
-
-def _elsewhere(name: str, where: tuple[str, ...]) -> str:
-    more = ", or a ledger alone; a plan's is privacy.delta (--set privacy.delta=...)" if name == "delta" else ""
-    return f"goes with {' or '.join(filter(None, where))}{more}"
 
 
 def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: bool) -> None:

@@ -62,7 +62,6 @@ class Asked:
 
     time: str
     gpus: int = 0
-    memory: str | None = None
     options: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -70,8 +69,7 @@ class Asked:
             raise ConfigError(f"--option takes one option of sbatch, such as --partition=gpu; got {wrong[0]!r}.")
 
     def words(self) -> list[str]:
-        found = [f"--gpus-per-task={self.gpus}", "--ntasks=1"] if self.gpus else []
-        return [*found, *([f"--mem={self.memory}"] if self.memory else []), *self.options]
+        return [*([f"--gpus-per-task={self.gpus}", "--ntasks=1"] if self.gpus else []), *self.options]
 
 
 def slurm(runs: Sequence[Planned], work: Work, name: str, asked: Asked) -> Ended:

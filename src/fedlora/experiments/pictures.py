@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import matplotlib.pyplot as plt
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -148,58 +147,32 @@ def differences_figure(progress: Progress) -> Figure | None:
 
 
 def numbers_figure(progress: Progress) -> Figure | None:
-    """The compared number by the labels of the compared axis, if these are numbers: lines; with a second such axis a
-    heat map for each combination of the others. None without two labels that have a mean."""
+    """The compared number by the labels of the compared axis, if these are numbers: a line for each combination of the
+    others. None without two labels that have a mean."""
     grid, number = progress.grid, progress.grid.number()
-    axes = [axis for axis in grid.axes if _numeric(list(dict.fromkeys(cell[axis] for cell in grid.cells)))]
-    means = {tuple(cell.values()): mean_of(number, runs) for cell, runs in by_cell(progress)}
-    there = [cell for cell in grid.cells if math.isfinite(means[tuple(cell.values())])]
-    if grid.rows not in axes or len({cell[grid.rows] for cell in there}) < 2:
+    means = [(cell, mean_of(number, runs)) for cell, runs in by_cell(progress)]
+    lines: dict[str, dict[float, float]] = {}
+    if _numeric({cell[grid.rows] for cell in grid.cells}):
+        for cell, mean in means:
+            if math.isfinite(mean):
+                where = ", ".join(cell[axis] for axis in grid.axes if axis != grid.rows)
+                lines.setdefault(where, {})[float(cell[grid.rows])] = mean
+    if len({x for points in lines.values() for x in points}) < 2:
         return None
-    second = next((axis for axis in axes if axis != grid.rows), None)
-    panels: dict[str, dict[tuple[float, float], float]] = {}
-    for cell in there:
-        where = ", ".join(cell[axis] for axis in grid.axes if axis not in (grid.rows, second))
-        at = float(cell[second]) if second else 0.0, float(cell[grid.rows])
-        panels.setdefault(where, {})[at] = means[tuple(cell.values())]
-    unit = _wrapped(in_its_unit(progress, number), 40)
-    if second is None:
-        figure, (axis,) = _sheet(1, 4.4)
-        for k, (where, points) in enumerate(panels.items()):
-            x = sorted(at for _, at in points)
-            axis.plot(x, [points[0.0, at] for at in x], color=COLOURS[k % len(COLOURS)], label=where, linewidth=2.5,
-                      marker=_MARKERS[k % len(_MARKERS)], markersize=8)  # fmt: skip
-        axis.set(xlabel=grid.rows, ylabel=unit)
-        axis.grid(alpha=0.6)
-        _legend(figure, axis.get_lines() if len(panels) > 1 else [])
-        return _titled(figure, progress, "mean over seeds")
-    figure, drawn_on = _sheet(len(panels), 3.4)
-    each = [mean for points in panels.values() for mean in points.values()]
-    norm = Normalize(min(each), max(each))
-    for axis, (where, points) in zip(drawn_on, panels.items(), strict=True):
-        _heat_map(axis, points, norm)
-        axis.set(xlabel=second, ylabel=grid.rows)
-        axis.set_title(where, loc="left", fontweight="bold")
-    figure.colorbar(plt.cm.ScalarMappable(norm, "cividis"), ax=drawn_on, location="bottom", label=unit, aspect=40)
+    figure, (axis,) = _sheet(1, 4.4)
+    for k, (where, points) in enumerate(lines.items()):
+        x = sorted(points)
+        axis.plot(x, [points[at] for at in x], color=COLOURS[k % len(COLOURS)], label=where, linewidth=2.5,
+                  marker=_MARKERS[k % len(_MARKERS)], markersize=8)  # fmt: skip
+    axis.set(xlabel=grid.rows, ylabel=_wrapped(in_its_unit(progress, number), 40))
+    axis.grid(alpha=0.6)
+    _legend(figure, axis.get_lines() if len(lines) > 1 else [])
     return _titled(figure, progress, "mean over seeds")
 
 
-def _heat_map(axis: Any, points: Mapping[tuple[float, float], float], norm: Normalize) -> None:
-    """Means as colours and numbers; grey: a run has no number."""
-    x, y = (sorted({at[k] for at in points}) for k in (0, 1))
-    axis.set_facecolor(FAINT)
-    image = [[points.get((a, b), math.nan) for a in x] for b in y]
-    axis.imshow(image, norm=norm, cmap="cividis", aspect="auto", origin="lower")
-    for (a, b), mean in points.items():
-        colour = "#ffffff" if norm(mean) < 0.5 else INK
-        axis.text(x.index(a), y.index(b), f"{mean:.3g}", ha="center", va="center", fontsize=10.5, color=colour)
-    axis.set_xticks(range(len(x)), [f"{a:g}" for a in x])
-    axis.set_yticks(range(len(y)), [f"{b:g}" for b in y])
-
-
-def _numeric(labels: Sequence[str]) -> bool:
+def _numeric(labels: Iterable[str]) -> bool:
     with suppress(ValueError):
-        return len(labels) > 1 and all(math.isfinite(float(label)) for label in labels)
+        return all(math.isfinite(float(label)) for label in labels)
     return False
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,23 +154,16 @@ def _machine(manifest: Mapping[str, Any]) -> str:
 
 # ---- frames ------------------------------------------------------------------------------------------------------
 
+_PLAIN = ("digest", "stage", "method", "seed", "metric", "target", "rounds", "best_round")
 # The columns of each run, in `results`.
 COLUMNS: Mapping[str, Callable[[Line], Any]] = {
-    "digest": lambda line: line["digest"],
-    "stage": lambda line: line["stage"],
-    "method": lambda line: line["method"],
-    "seed": lambda line: line["seed"],
-    "metric": lambda line: line["metric"],
-    "target": lambda line: line["target"],
-    "rounds": lambda line: line["rounds"],
-    "best_round": lambda line: line["best_round"],
+    **{name: itemgetter(name) for name in _PLAIN},
     **{name: parse_number(name).of for name in ("test, best", "test, last", "validation, best")},
     "MB up": lambda line: megabytes(line)[0],
     "MB down": lambda line: megabytes(line)[1],
     "seconds": lambda line: sum((line["seconds"] or {"": math.nan}).values()),
     "epsilon": lambda line: (line["privacy"] or {}).get("epsilon_planned"),
-    "commit": lambda line: line["commit"],
-    "machine": lambda line: line["machine"],
+    **{name: itemgetter(name) for name in ("commit", "machine")},
 }
 
 

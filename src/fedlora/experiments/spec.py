@@ -1,10 +1,6 @@
 """An experiment's file: a base configuration, axes of named changes to it, a search, seeds, profiles.
 
-title                           words
-[run.*]                         tables of a run's configuration, common to all; relative paths start at this file
-[axes.NAME]                     label -> changes, as { "clients.dirichlet_alpha" = 0.1 }; a cell is a label of each axis
-[tune]                          a key, its values, and over which axes the best one is chosen, on seeds of its own
-[profiles.mini], .paper         seeds, further changes, and which labels of an axis are run
+A cell is a label of each axis. A comparison is an experiment of one axis.
 """
 
 from __future__ import annotations
@@ -27,8 +23,6 @@ _PAPER = "paper_numbers"  # a file that may lie beside experiments
 T = TypeVar("T")
 Changes = dict[str, Any]  # "table.key" -> value
 Cell = Mapping[str, str]  # axis -> label
-# Keys that change no score, and keys that a search would be judged by.
-NOT_TO_SEARCH = ("run.seed", "run.threads", "run.workers", "data.validation", "data.test", "data.max_test")
 
 
 def _once(values: list[T]) -> list[T]:
@@ -39,12 +33,6 @@ def _once(values: list[T]) -> list[T]:
 
 def _known(name: str) -> str:
     return parse_number(name).name
-
-
-def _searchable(key: str) -> str:
-    if key in NOT_TO_SEARCH:
-        raise ValueError(f"{key!r} cannot be searched.")
-    return key
 
 
 Once = Annotated[list[T], AfterValidator(_once)]
@@ -74,7 +62,7 @@ class Tune(Part):
     the best value is chosen. at: labels of other axes, to which the search is confined. seeds: for the search alone.
     """
 
-    key: Annotated[str, AfterValidator(_searchable)] = "train.learning_rate"
+    key: str = "train.learning_rate"
     values: Annotated[Once[float], Field(min_length=1)]
     over: Once[str] = ["method"]
     at: dict[str, str] = {}

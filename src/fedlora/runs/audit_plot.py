@@ -14,7 +14,6 @@ from fedlora.runs.drawing import COLOURS, LETTERS, saved
 
 _FLOOR = 1e-17  # the axes' start; smaller values, including zero, are drawn there
 _FAR = 1e-3  # larger values are errors, not round-off
-_OURS = "glora"
 
 
 def plot_audit(audits: Sequence[Audit], path: Path) -> Path:
@@ -29,18 +28,12 @@ def plot_audit(audits: Sequence[Audit], path: Path) -> Path:
         )
         for k, audit in enumerate(shown):
             if audit.drift is None or audit.readout_drift is None:
-                why = "the mean is zero" if audit.zero_mean else "one factor travels"
-                left.text(_FLOOR * 2, k, why, va="center", fontsize=12, color="#555555")
+                left.text(_FLOOR * 2, k, "one factor travels", va="center", fontsize=12, color="#555555")
             else:
                 _bar(left, k - 0.2, audit.drift[at], 0.38)
                 _bar(left, k + 0.2, audit.readout_drift[at], 0.38, alpha=0.4)
             _bar(right, k, audit.error or 0.0, 0.6)
-            if _is_ours(audit):
-                for axis in (left, right):
-                    axis.axhspan(k - 0.5, k + 0.5, color="#FFF3B0", zorder=0)
         left.set_yticks(range(len(shown)), [audit.method for audit in shown])
-        for label, audit in zip(left.get_yticklabels(), shown, strict=True):
-            label.set_fontweight("bold" if _is_ours(audit) else "normal")
         left.set_title(f"moves in other coordinates\n(condition {at:g})")
         right.set_title("off the true mean\nof the updates by")
         for axis in (left, right):
@@ -63,11 +56,7 @@ def _key(figure: Any) -> None:
 
 def _bar(axis: Any, place: float, value: float, height: float, alpha: float = 1.0) -> None:
     """A bar labelled with its value: round-off as a power of ten, larger values as a percentage."""
-    end = max(value, _FLOOR)
+    end = min(max(value, _FLOOR), 1e6)  # the axis' ends
     axis.barh(place, end, height=height, color=COLOURS[1] if value > _FAR else COLOURS[0], alpha=alpha, zorder=2)
     label = f"{value:.0%}" if value > 0.1 else f"{value:.1%}" if value > _FAR else f"{value:.0e}" if value else "0"
     axis.annotate(label, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=12)
-
-
-def _is_ours(audit: Audit) -> bool:
-    return audit.method.split()[0] == _OURS

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 
 RankProfile = Literal[
@@ -65,8 +64,6 @@ def rank_shares(profile: RankProfile, kinds: int) -> list[float]:
     reading (docs/explanation/paper-notes.md). flexlora-*: the shares in FlexLoRA's code, for its own four types.
     """
     if profile in _FLEXLORA_SHARES:
-        if kinds != len(FLEXLORA_TYPES):
-            raise ConfigError(f"{profile} has its own four types of clients; got {kinds} ranks.")
         return list(_FLEXLORA_SHARES[profile])
     if profile == "uniform":
         return [1 / kinds] * kinds
