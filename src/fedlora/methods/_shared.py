@@ -1,46 +1,16 @@
-"""What several methods share: states that are one pair, or one SVD; a round's mean update; zero-padding."""
+"""What several methods share: a round's mean update as one SVD; zero-padding."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fedlora.core.lora import LoRA
-from fedlora.core.method import Method, Update
+from fedlora.core.method import Update
 from fedlora.linalg import Spectrum, Term, projected_sums, svd_of_product
-
-
-class AveragedPair(Method[LoRA]):
-    """A method whose state is one pair: the common start at first, and always the whole update. A client gets the first
-    of its slots."""
-
-    def init(self, seed: LoRA) -> LoRA:
-        return seed
-
-    def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
-        return state.first(rank)
-
-    def effective(self, state: LoRA) -> LoRA:
-        return state
-
-
-class AveragedProduct(Method[Spectrum]):
-    """A method whose state is the whole update in energy order."""
-
-    State: ClassVar[type] = Spectrum
-
-    def init(self, seed: LoRA) -> Spectrum:
-        return svd_of_product(*seed.factors)  # no components if it is fresh (B = 0)
-
-    def effective(self, state: Spectrum) -> LoRA:
-        return balanced(state)
-
-    def diagnostics(self, state: Spectrum) -> Mapping[str, object]:
-        return diagnostics_of(state)
 
 
 def mean_product(updates: Sequence[Update]) -> Spectrum:
@@ -52,6 +22,11 @@ def mean_products(matrices: Sequence[Sequence[Update]], dtype: torch.dtype | Non
     """`mean_product` of each matrix, in `dtype` (None: that of its updates)."""
     sums = [[Term(*u.lora.factors, u.weight, u.roundoff) for u in updates] for updates in matrices]
     return [made.spectrum for made in projected_sums(sums, [None] * len(sums), dtype)]
+
+
+def spectrum_of(seed: LoRA) -> Spectrum:
+    """The common start in energy order; no components if it is fresh (B = 0)."""
+    return svd_of_product(*seed.factors)
 
 
 def balanced(spectrum: Spectrum, chosen: Tensor | None = None) -> LoRA:

@@ -19,13 +19,13 @@ import torch
 from torch.nn.functional import pad
 
 from fedlora.core.lora import LoRA
-from fedlora.core.method import LinearIn, Roles, Update
-from fedlora.methods._shared import AveragedPair, padded
+from fedlora.core.method import LinearIn, Method, Roles, Update
+from fedlora.methods._shared import padded
 from fedlora.methods.fedit import mean_factors
 
 
 @dataclass(frozen=True)
-class FedSVD(AveragedPair):
+class FedSVD(Method[LoRA]):
     """Use it like FFA-LoRA, if a frozen random A is too narrow and the downlink can carry a new one each round.
 
     State: the start; later B = U S (d_out, r) and A = V^T (r, d_in), whose rows are orthonormal.
@@ -39,9 +39,18 @@ class FedSVD(AveragedPair):
     def roles(self, round: int) -> Roles:
         return Roles(A="frozen")
 
+    def init(self, seed: LoRA) -> LoRA:
+        return seed
+
     def aggregate(self, state: LoRA, updates: Sequence[Update]) -> LoRA:
         B = mean_factors([replace(u, lora=padded(u.lora, state.rank)) for u in updates]).B
         return reparameterised(LoRA(B, state.factors[1].to(B)))
+
+    def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
+        return state.first(rank)
+
+    def effective(self, state: LoRA) -> LoRA:
+        return state
 
 
 def reparameterised(lora: LoRA) -> LoRA:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fedlora.core.lora import LoRA
-from fedlora.core.method import LinearIn, Roles, Update
-from fedlora.methods._shared import AveragedPair, padded
+from fedlora.core.method import LinearIn, Method, Roles, Update
+from fedlora.methods._shared import padded
 from fedlora.methods.fedit import mean_factors
 
 
 @dataclass(frozen=True)
-class FFALoRA(AveragedPair):
+class FFALoRA(Method[LoRA]):
     """Use it if bytes or differential privacy matter: one factor travels, and nothing is quadratic in the noise.
 
     State: the averaged B and the common A, at the largest rank.
@@ -35,6 +35,15 @@ class FFALoRA(AveragedPair):
     def roles(self, round: int) -> Roles:
         return Roles(A="frozen")
 
+    def init(self, seed: LoRA) -> LoRA:
+        return seed
+
     def aggregate(self, state: LoRA, updates: Sequence[Update]) -> LoRA:
         B = mean_factors([replace(u, lora=padded(u.lora, state.rank)) for u in updates]).B
         return LoRA(B, state.factors[1].to(B))
+
+    def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
+        return state.first(rank)
+
+    def effective(self, state: LoRA) -> LoRA:
+        return state

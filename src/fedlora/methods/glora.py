@@ -27,8 +27,8 @@ from torch import Tensor
 from fedlora.core.lora import LoRA
 from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import ProjectedSum, Spectrum, Term, projected_sums, svd_of_product
-from fedlora.methods._shared import balanced, diagnostics_of
+from fedlora.linalg import ProjectedSum, Spectrum, Term, projected_sums
+from fedlora.methods._shared import balanced, diagnostics_of, spectrum_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class GLoRA(Method[GLoRAState]):
         return "clients" if self.cuts else "products"
 
     def init(self, seed: LoRA) -> GLoRAState:
-        return GLoRAState(svd_of_product(*seed.factors))
+        return GLoRAState(spectrum_of(seed))
 
     def aggregate(self, state: GLoRAState, updates: Sequence[Update]) -> GLoRAState:
         return GLoRA.aggregate_all(self, [state], [updates])[0]

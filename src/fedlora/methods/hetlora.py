@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fedlora.core.lora import LoRA
-from fedlora.core.method import Update
-from fedlora.methods._shared import AveragedPair, padded
+from fedlora.core.method import Method, Update
+from fedlora.methods._shared import padded
 from fedlora.methods.fedit import mean_factors
 
 
 @dataclass(frozen=True)
-class HetLoRA(AveragedPair):
+class HetLoRA(Method[LoRA]):
     """Use it as the factor-averaging baseline for clients of different ranks.
 
     State: the averaged zero-padded pair, at the largest rank seen. Its weights are its own: `linear_in` is "clients".
@@ -31,6 +31,9 @@ class HetLoRA(AveragedPair):
     name: ClassVar[str] = "hetlora"
     paper: ClassVar[str] = "arXiv 2401.06432"
 
+    def init(self, seed: LoRA) -> LoRA:
+        return seed
+
     def aggregate(self, state: LoRA, updates: Sequence[Update]) -> LoRA:
         w = [u.weight for u in updates]
         sizes = [u.lora.norm() for u in updates]
@@ -38,3 +41,9 @@ class HetLoRA(AveragedPair):
             w = [size / math.fsum(sizes) for size in sizes]
         rank = max(state.rank, *(u.lora.rank for u in updates))
         return mean_factors([replace(u, weight=x, lora=padded(u.lora, rank)) for u, x in zip(updates, w, strict=True)])
+
+    def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
+        return state.first(rank)
+
+    def effective(self, state: LoRA) -> LoRA:
+        return state

@@ -21,16 +21,15 @@ import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA, stack
-from fedlora.core.method import Update
+from fedlora.core.method import Method, Update
 from fedlora.errors import HyperparameterError
-from fedlora.methods._shared import AveragedPair
 from fedlora.methods.fedit import mean_factors
 
 Metric = Literal["columns", "cosine"]
 
 
 @dataclass(frozen=True)
-class LoRAFAIR(AveragedPair):
+class LoRAFAIR(Method[LoRA]):
     """Use it to see how much a correction of averaged factors helps. State: the corrected pair.
 
     Args:
@@ -52,6 +51,9 @@ class LoRAFAIR(AveragedPair):
             raise HyperparameterError(f"lora-fair: metric is one of {get_args(Metric)}; got {self.metric!r}.")
         if not 0 < self.lambda_ < math.inf:
             raise HyperparameterError(f"lora-fair: lambda_ is positive and finite; got {self.lambda_}.")
+
+    def init(self, seed: LoRA) -> LoRA:
+        return seed
 
     def aggregate(self, state: LoRA, updates: Sequence[Update]) -> LoRA:
         like = updates[0].lora.factors[0]
@@ -98,6 +100,12 @@ class LoRAFAIR(AveragedPair):
             cosine, slope = _mean_cosine(X.reshape(-1, 1), Y.reshape(-1, 1))
             return cosine, slope.reshape(Y.shape)
         return _mean_cosine(X, Y)
+
+    def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
+        return state
+
+    def effective(self, state: LoRA) -> LoRA:
+        return state
 
 
 def _mean_cosine(X: Tensor, Y: Tensor) -> tuple[float, Tensor]:

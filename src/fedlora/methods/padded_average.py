@@ -18,16 +18,16 @@ from typing import ClassVar, Literal, get_args
 from torch import Tensor
 
 from fedlora.core.lora import LoRA
-from fedlora.core.method import LinearIn, Update
+from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
-from fedlora.methods._shared import AveragedPair, mean_product, padded
+from fedlora.methods._shared import mean_product, padded
 from fedlora.methods.fedit import mean_factors
 
 Coordinates = Literal["factors", "subspace"]
 
 
 @dataclass(frozen=True)
-class PaddedAverage(AveragedPair):
+class PaddedAverage(Method[LoRA]):
     """Use it to compare averaging factors with a method that averages updates.
 
     State: the averaged zero-padded pair, at the largest rank seen.
@@ -57,11 +57,20 @@ class PaddedAverage(AveragedPair):
         """Each client's subspace form is no function of sums."""
         return "factors" if self.coordinates == "factors" else "clients"
 
+    def init(self, seed: LoRA) -> LoRA:
+        return seed
+
     def aggregate(self, state: LoRA, updates: Sequence[Update]) -> LoRA:
         rank = max(state.rank, *(u.lora.rank for u in updates))
         sent = updates if self.coordinates == "factors" else [_in_its_subspace(u) for u in updates]
         dtype = updates[0].lora.factors[0].dtype
         return mean_factors([replace(u, lora=padded(u.lora, rank)) for u in sent]).map(lambda t: t.to(dtype))
+
+    def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
+        return state.first(rank)
+
+    def effective(self, state: LoRA) -> LoRA:
+        return state
 
 
 def _in_its_subspace(update: Update) -> Update:

@@ -12,29 +12,39 @@ coordinates. Cost as FlexLoRA.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fedlora.core.lora import LoRA
-from fedlora.core.method import Update
+from fedlora.core.method import Method, Update
 from fedlora.linalg import Spectrum
-from fedlora.methods._shared import AveragedProduct, balanced, mean_product
+from fedlora.methods._shared import balanced, diagnostics_of, mean_product, spectrum_of
 
 
 @dataclass(frozen=True)
-class RaFLoRA(AveragedProduct):
+class RaFLoRA(Method[Spectrum]):
     """Use it to see whether weights by rank help clients of high rank. State: the SVD of the sum."""
 
     name: ClassVar[str] = "raflora"
     paper: ClassVar[str] = "arXiv 2602.13486"
+    State: ClassVar[type] = Spectrum
     claims: ClassVar[frozenset[str]] = frozenset({"halves"})
+
+    def init(self, seed: LoRA) -> Spectrum:
+        return spectrum_of(seed)
 
     def aggregate(self, state: Spectrum, updates: Sequence[Update]) -> Spectrum:
         return mean_product(list(_partitions(updates)))
 
     def readout(self, state: Spectrum, client: str | None, rank: int) -> LoRA:
         return balanced(state.head(min(rank, state.sound)))
+
+    def effective(self, state: Spectrum) -> LoRA:
+        return balanced(state)
+
+    def diagnostics(self, state: Spectrum) -> Mapping[str, object]:
+        return diagnostics_of(state)
 
 
 def _partitions(updates: Sequence[Update]) -> Iterator[Update]:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA
-from fedlora.core.method import LinearIn, Roles, Update
-from fedlora.methods._shared import AveragedPair, padded
+from fedlora.core.method import LinearIn, Method, Roles, Update
+from fedlora.methods._shared import padded
 from fedlora.methods.fedit import mean_factors
 
 
 @dataclass(frozen=True)
-class RoLoRA(AveragedPair):
+class RoLoRA(Method[LoRA]):
     """Use it if exactness, half the bytes and two trained factors matter more than progress per round.
 
     State: the averaged factor and the frozen one, at the largest rank.
@@ -38,11 +38,20 @@ class RoLoRA(AveragedPair):
     def roles(self, round: int) -> Roles:
         return Roles(A="frozen") if round % 2 == 0 else Roles(B="frozen")
 
+    def init(self, seed: LoRA) -> LoRA:
+        return seed
+
     def aggregate(self, state: LoRA, updates: Sequence[Update]) -> LoRA:
         (B, A), mean = state.factors, mean_factors([replace(u, lora=padded(u.lora, state.rank)) for u in updates])
         if mean.B is not None:  # the factor that came says whose turn it was
             return LoRA(_alive(mean.B.mT, B.mT, A).mT, A.to(mean.B))
         return LoRA(B.to(mean.A), _alive(mean.A, A, B.mT))
+
+    def readout(self, state: LoRA, client: str | None, rank: int) -> LoRA:
+        return state.first(rank)
+
+    def effective(self, state: LoRA) -> LoRA:
+        return state
 
 
 def _alive(mean: Tensor | None, before: Tensor, other: Tensor) -> Tensor:

@@ -12,19 +12,19 @@ S = sum r_i.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fedlora.core.lora import LoRA
-from fedlora.core.method import LinearIn, Update
+from fedlora.core.method import LinearIn, Method, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum
-from fedlora.methods._shared import AveragedProduct, mean_products
+from fedlora.methods._shared import balanced, diagnostics_of, mean_products, spectrum_of
 
 
 @dataclass(frozen=True)
-class SVD(AveragedProduct):
+class SVD(Method[Spectrum]):
     """Use it for the least server error at a given size, if clients need nothing of their own. State: what is kept.
 
     Args:
@@ -34,6 +34,7 @@ class SVD(AveragedProduct):
 
     name: ClassVar[str] = "svd"
     paper: ClassVar[str] = "arXiv 2506.09199 (FLoRIST), its server"
+    State: ClassVar[type] = Spectrum
     linear_in: ClassVar[LinearIn] = "products"
 
     energy: float = 0.9
@@ -50,6 +51,9 @@ class SVD(AveragedProduct):
         exact = self.energy == 1 and self.rank is None
         return frozenset({"gauge", "readouts", "halves"} | ({"exact"} if exact else set()))
 
+    def init(self, seed: LoRA) -> Spectrum:
+        return spectrum_of(seed)
+
     def aggregate(self, state: Spectrum, updates: Sequence[Update]) -> Spectrum:
         return SVD.aggregate_all(self, [state], [updates])[0]
 
@@ -62,3 +66,9 @@ class SVD(AveragedProduct):
     def readout(self, state: Spectrum, client: str | None, rank: int) -> LoRA:
         best = state.head(min(rank, state.sound))
         return LoRA(best.U * best.s, best.Vh)
+
+    def effective(self, state: Spectrum) -> LoRA:
+        return balanced(state)
+
+    def diagnostics(self, state: Spectrum) -> Mapping[str, object]:
+        return diagnostics_of(state)
