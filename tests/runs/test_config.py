@@ -72,8 +72,8 @@ def test_all_that_is_wrong_is_said_at_once_and_what_is_missing_by_its_name(tmp_p
     with pytest.raises(ConfigError, match=r"^key 'model\.name' is missing$"):
         parse_config({"model": {}, "data": {"train": "t.csv"}})
     with pytest.raises(ConfigError) as caught:
-        load_config(written(tmp_path), ["run.rounds=0", "run.sed=1", "train.learning_rate=-1.0"])
-    said = ("run.rounds", "'run.sed'", "train.learning_rate")
+        load_config(written(tmp_path), ["run.rounds=0", "run.sed=1", "train.learning_rate=-1.0", "method.name=glroa"])
+    said = ("run.rounds", "'run.sed'", "train.learning_rate", "glroa", "train.jsonl does not exist")
     assert all(str(caught.value).count(words) == 1 for words in said)
 
 

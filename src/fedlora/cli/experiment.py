@@ -65,6 +65,7 @@ def run(
     data_root: DataRoot = None,
     plan: Annotated[bool, typer.Option("--plan", help="show what would run, and run nothing")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="the plan, with bytes and hours of trial runs")] = False,
+    price: Annotated[float | None, typer.Option(min=0, help="of an hour of a process, for --measure")] = None,
     backend: Annotated[
         Machines, typer.Option(help="this machine, array jobs of Slurm, the Ray cluster here")
     ] = Machines.here,
@@ -78,14 +79,14 @@ def run(
     search = context.info_name == "tune"
     refuse_idle(
         context,
-        dict.fromkeys(("seeds", "plan", "measure") if search else (), "is of `fedlora experiment run`"),
+        dict.fromkeys(("seeds", "plan", "measure", "price") if search else (), "is of `fedlora experiment run`"),
     )
     refuse_idle(context, {name: f"is for --backend {of}" for name, of in _FOR.items() if backend not in of.split()})
     from fedlora.cli.experiment_runs import grids, run_missing, show_plan
 
     found = grids(names, profile, only, seeds)
-    if plan or measure:
-        show_plan(found, results, data_root, measure=measure)
+    if plan or measure or price is not None:
+        show_plan(found, results, data_root, measure=measure or price is not None, price=price)
     else:
         place = Place(backend, workers, gpus, time, option or [])
         run_missing(
@@ -130,3 +131,17 @@ def plot(
     from fedlora.cli.experiment_runs import draw, grids
 
     draw(grids([name], profile)[0], results, out)
+
+
+@app.command()
+def ranks(
+    profile: Annotated[list[str] | None, typer.Argument(help="names of profiles (default: all)")] = None,
+    ranks: Annotated[str, typer.Option(help="ranks to distribute, separated by commas")] = "4,8,16,32,64",
+    clients: Annotated[int, typer.Option(min=1, help="number of clients")] = 50,
+    participation: Annotated[float, typer.Option(min=0.0, max=1.0, help="share of clients in a round")] = 0.5,
+    json: AsJson = False,
+) -> None:
+    """Show how many clients of which rank a profile (clients.profile) makes."""
+    from fedlora.cli.methods import show_ranks
+
+    show_ranks(profile or (), ranks, clients, participation, json)

@@ -124,7 +124,9 @@ def show_status(chosen: Sequence[Grid], results: Path, work: Path, as_json: bool
     print_json(found) if as_json else console.print(shown)
 
 
-def show_plan(chosen: Sequence[Grid], results: Path, data_root: Path | None, *, measure: bool) -> None:
+def show_plan(
+    chosen: Sequence[Grid], results: Path, data_root: Path | None, *, measure: bool, price: float | None
+) -> None:
     """Show what would run, and what it costs; nothing is kept."""
     _check(chosen)
     rows = []
@@ -132,7 +134,7 @@ def show_plan(chosen: Sequence[Grid], results: Path, data_root: Path | None, *, 
         progress = progress_of(grid, place_of(grid, results))
         todo = cost.to_do(progress) if measure else []
         trials = cost.tried(todo, data_root, lambda run: notes.print(f"two trial rounds of {run.label}"))
-        rows.append(cost.row_of(progress, trials))
+        rows.append(cost.row_of(progress, trials, price))
         notes.warn(*dict.fromkeys(f"a trial failed: {why}" for why in trials.values() if isinstance(why, str)))
     tried = any("hours" in row for row in rows)
     caption = "What would run." + (" Hours of one process, from two trial rounds here." if tried else "")

@@ -1,13 +1,17 @@
-"""`fedlora methods` and `methods check`: list methods, and check one."""
+"""`fedlora methods`, `methods check` and `experiment ranks`: list methods, check one, and show rank profiles."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, get_args
 
 import typer
 
-from fedlora.cli.options import AsJson
+from fedlora.cli.options import AsJson, numbers
 from fedlora.cli.screen import Table, console, print_json, red
+from fedlora.errors import ConfigError, counted
+from fedlora.runs.rank_profiles import RankProfile, RankType, assign_types
 
 app = typer.Typer(help="List the methods, built in and installed, or check one.", invoke_without_command=True)
 
@@ -59,3 +63,33 @@ def check(
             if finding.why is not None:
                 console.print(finding.why, style="red")
     raise typer.Exit(0 if good else 1)
+
+
+def show_ranks(profile: Sequence[str], ranks: str, clients: int, participation: float, json: bool) -> None:
+    """Show a row for each profile; all without a name."""
+    chosen = {name: _counts(name, ranks, clients) for name in profile or get_args(RankProfile)}
+    if json:
+        print_json({name: {str(kind): n for kind, n in counts.items()} for name, counts in chosen.items()})
+    else:
+        table = Table(
+            "profile", "clients by rank (attention/feed-forward)", "sum of r_i", "of it a round",
+            title=f"Rank profiles over {counted(clients, 'client')}",
+        )  # fmt: skip
+        for name, counts in chosen.items():
+            total = sum(kind.attention * n for kind, n in counts.items())
+            shown = ", ".join(f"{n} of {kind}" for kind, n in counts.items())
+            table.add_row(name, shown, f"{total:g}", f"{total * participation:g}")
+        console.print(table)
+        console.print("sums over attention modules, mean over rounds", style="dim")
+
+
+def _counts(profile: str, ranks: str, clients: int) -> dict[RankType, int]:
+    known: dict[str, RankProfile] = {name: name for name in get_args(RankProfile)}
+    if profile not in known:
+        raise ConfigError(f"unknown rank profile {profile!r}; known: {', '.join(known)}.")
+    found = numbers(ranks, "--ranks", least=1)
+    if odd := [rank for rank in found if rank % 1]:
+        raise ConfigError(f"--ranks takes whole numbers; got {odd[0]:g}.")
+    types = [RankType(int(rank), int(rank)) for rank in {*found}]
+    assigned = assign_types([str(k) for k in range(clients)], types, known[profile], seed=0)
+    return dict(sorted(Counter(assigned.values()).items()))

@@ -110,8 +110,8 @@ def _trial(run: Planned, data_root: Path | None) -> Trial:
     )
 
 
-def row_of(progress: Progress, trials: dict[str, Trial | str]) -> dict[str, Any]:
-    """A row of the plan."""
+def row_of(progress: Progress, trials: dict[str, Trial | str], price: float | None) -> dict[str, Any]:
+    """A row of the plan. price: of an hour of one process."""
     todo = to_do(progress)
     counts = [examples(run.config) for run in todo]
     row: dict[str, Any] = {
@@ -121,7 +121,8 @@ def row_of(progress: Progress, trials: dict[str, Trial | str]) -> dict[str, Any]
     }  # fmt: skip
     known = [(run, trial) for run in todo if isinstance(trial := trials.get(run.digest), Trial)]
     if known:
-        row["MB"] = sum(run.config.run.rounds * trial.megabytes for run, trial in known)
-        row["hours"] = sum(trial.hours(run.config) for run, trial in known)
-        row["GB of a process"] = max(trial.memory for _, trial in known)
+        hours = sum(trial.hours(run.config) for run, trial in known)
+        row |= {"MB": sum(run.config.run.rounds * trial.megabytes for run, trial in known), "hours": hours,
+                "GB of a process": max(trial.memory for _, trial in known)}  # fmt: skip
+        row |= {} if price is None else {"price": hours * price}
     return row

@@ -29,9 +29,9 @@ from fedlora.training.metrics import METRICS, generates
 from fedlora.training.programs import check_program
 
 
-def of_settings(config: RunConfig) -> Iterator[str]:
-    """What can be said before any data are read: files that are not there, a method that cannot be made, what this
-    machine lacks (a GPU, a library, the clients' program), and settings that do not go together."""
+def of_parts(config: RunConfig) -> Iterator[str]:
+    """What each setting alone lacks, whatever the others are: files, a method that can be made, and what this machine
+    must have (a GPU, a library, the clients' program)."""
     for key, path in own_files(config).items():
         if not path.exists():
             yield f"{key}: {path} does not exist."
@@ -42,6 +42,11 @@ def of_settings(config: RunConfig) -> Iterator[str]:
         lambda: check_trackers(config.run.report_to),
         *([] if program is None else [lambda: check_program(program)]),
     )
+
+
+def of_settings(config: RunConfig) -> Iterator[str]:
+    """What can be said before any data are read: of each setting alone, and of settings together."""
+    yield from of_parts(config)
     yield from _of_metric(config)
     yield from said_by(lambda: check_private(config, built(config)))
     model = own_files(config).get("model.name")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from fedlora.core.messages import Client
 from fedlora.data import TextData
 from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import ADAPTER_FILES, local_folder, repository_and_revision
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, refuse, said_by
 from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection
 from fedlora.runs.data_sections import ClientsSection, DataSection
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection
-from fedlora.runs.reading import checked, set_in, tables_in
+from fedlora.runs.reading import checked, partly, set_in, tables_in
 from fedlora.runs.robust import RobustSection
 from fedlora.runs.sections import EvaluateSection, MethodSection, ModelSection, RunSection, ServerSection, TrainTable
 from fedlora.training.measure import ModelEvaluator, Target
@@ -88,22 +89,25 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a TOML file, with `a.b=c` overrides applied; its data paths made absolute.
 
     Raises:
-        ConfigError: the file is missing or not TOML, or has unknown keys, wrong types or impossible values, all in one
-            line.
+        ConfigError: the file is missing or not TOML, or has unknown keys, wrong types or impossible values, all at
+            once: with them, a method that cannot be made and files that are not there.
 
     Example:
         >>> load_config(Path("config.toml"), ["run.rounds=1", "method.name=svd"]).method.name
         'svd'
     """
     raw = read_toml(path, "the config")
-    for override in overrides:
-        override_in(raw, override)
-    config = checked(RunConfig, raw)
-    if config.privacy is not None and config.privacy.population == SIMULATED:
-        raise ConfigError(
-            f"privacy.population = {SIMULATED!r} is an experiment's: name the people whose data these are."
-        )
-    return located(config, path.parent)
+    wrong = list(said_by(*(partial(override_in, raw, override) for override in overrides)))
+    config, lines = partly(RunConfig, raw)
+    if config is not None and config.privacy is not None and config.privacy.population == SIMULATED:
+        lines.append(f"privacy.population = {SIMULATED!r} is an experiment's: name the people whose data these are")
+    if config is not None and not wrong and not lines:
+        return located(config, path.parent)
+    if config is not None:
+        from fedlora.runs.checks import of_parts  # imports what a run needs; only for a file that cannot be run
+
+        lines += said_by(lambda: refuse(of_parts(located(config, path.parent))))
+    raise ConfigError("; ".join([*(one.rstrip(".") for one in wrong), *lines]))
 
 
 def parse_config(raw: dict[str, Any]) -> RunConfig:

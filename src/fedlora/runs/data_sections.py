@@ -29,9 +29,10 @@ class ClientsSection(Section):
     count: how many, named site-1, site-2, ... ranks: one for each client in that order, or one for all; an entry is a
     rank or {attention = r, feed_forward = r}; default 8. With `profile`, the values that it distributes. profile:
     uniform, normal (a bell over the sizes), heavy-tail (80 % the smallest), heavy-tail-strong (80 % the largest), or
-    flexlora-*, with ranks of its own. partition: label skew, or equal mixes. dirichlet_alpha: of the skew, default 1;
-    smaller is more skewed. min_examples: the fewest examples of a client. test_fraction: a share of each client's data
-    to measure it on; with data.test = 0 these together are the common test set.
+    flexlora-*, with ranks of its own (`fedlora experiment ranks` shows each). partition: label skew, or equal mixes.
+    dirichlet_alpha: of the skew, default 1; smaller is more skewed. min_examples: the fewest examples of a client.
+    test_fraction: a share of each client's data to measure it on; with data.test = 0 these together are the common test
+    set.
     """
 
     count: Positive | None = None

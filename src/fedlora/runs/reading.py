@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -15,21 +16,58 @@ from fedlora.training.settings import Section
 Kind = TypeVar("Kind", bound=Section)
 
 
-def checked(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
+def checked(kind: type[Kind], raw: Mapping[str, Any]) -> Kind:
     """Nested tables as a value of that kind. Raises `ConfigError` with one line per mistake."""
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        by_key: dict[str, list[Any]] = {}
-        for one in error.errors():
-            by_key.setdefault(_key(one, given), []).append(one)
-        lines = {key: _line(kind, key, _of_its_type(wrong)) for key, wrong in by_key.items()}
-        for key, wrong in by_key.items():
-            name = key.rpartition(".")[2]
-            misspelt = any(f"did you mean {meant!r}?" in line for meant in (key, name) for line in lines.values())
-            if _meant_deeper(key, by_key) or (wrong[0]["type"] == "missing" and misspelt):
-                del lines[key]
-        raise ConfigError("; ".join(lines.values())) from None
+    found, wrong = partly(kind, raw)
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    assert found is not None  # nothing was wrong
+    return found
+
+
+def partly(kind: type[Kind], given: Mapping[str, Any]) -> tuple[Kind | None, list[str]]:
+    """The value without what is wrong in it, and a line for each mistake; None if it cannot be without.
+
+    A table's keys are judged together only when each is right alone, so unknown keys are taken out and it is judged
+    again. After a wrong value or a misspelt key was taken out, what the rest of its table lacks is no mistake of the
+    file.
+    """
+    raw: dict[str, Any] = deepcopy(dict(given))
+    flat = not any(any(tables_in(field.annotation)) for field in kind.model_fields.values())
+
+    def table(key: str) -> str:
+        return "" if flat else key.partition(".")[0]
+
+    lines, torn = dict[str, None](), set[str]()
+    while True:
+        try:
+            return kind.model_validate(raw), list(lines)
+        except ValidationError as error:
+            by_key: dict[str, list[Any]] = {}
+            for one in error.errors():
+                by_key.setdefault(_key(one, raw), []).append(one)
+            lines_of = {key: _line(kind, key, _of_its_type(wrong)) for key, wrong in by_key.items()}
+            unknown = [key for key, wrong in by_key.items() if wrong[0]["type"] == "extra_forbidden"]
+            misspelt = {table(key) for key in unknown if "did you mean" in lines_of[key]}
+            for key, line in lines_of.items():
+                meant = any(f"did you mean {key!r}?" in lines_of[other] for other in unknown)  # and is missing
+                if not meant and not _meant_deeper(key, by_key) and table(key) not in torn:
+                    lines.setdefault(line)
+            torn |= misspelt if unknown else {table(key) for key in by_key}
+            if not sum(_take_out(raw, key) for key in unknown or by_key):  # all of them
+                return None, list(lines)
+
+
+def _take_out(raw: dict[str, Any], key: str) -> bool:
+    """Remove a key, or the list that a wrong entry is in; whether it was there."""
+    *path, last = key.split(".")
+    table: Any = raw
+    for part in path:
+        if not isinstance(table.get(part), dict):
+            last = part
+            break
+        table = table[part]
+    return table.pop(last, None) is not None
 
 
 def _key(error: Any, raw: object) -> str:

@@ -172,3 +172,6 @@ def _forget(folder: Path, *kept: int) -> None:
     for number, path in _states(folder):
         if number not in kept:
             path.unlink(missing_ok=True)
+
+
+__all__ = ["Node"]
