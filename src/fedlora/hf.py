@@ -242,11 +242,15 @@ def _rebuild(model: Any, name: str, adapter: Adapter, scaling: float) -> None:
     config = copy.deepcopy(model.peft_config[name])
     for field, value in {**rank_fields(adapter.ranks, scaling), "use_rslora": False}.items():
         setattr(config, field, value)
+    dtypes = {path: p.dtype for path, p in model.named_parameters() if f".{name}." in path}
     with torch.random.fork_rng(devices=[]):  # peft draws weights that are replaced at once
         for new, old in ((_MEANWHILE, name), (name, _MEANWHILE)):  # peft does not delete a model's only adapter
             model.add_adapter(new, config)
             model.set_adapter(new)
             model.delete_adapter(old)
+    for path, parameter in model.named_parameters():
+        if path in dtypes:
+            parameter.data = parameter.data.to(dtypes[path])
 
 
 def _active(model: Any) -> str:

@@ -28,6 +28,7 @@ from fedlora.training.settings import TrainSettings
 
 Loss = Callable[[nn.Module, Any], Tensor]  # network and batch -> the batch's mean loss, a scalar
 Collate = Callable[[list[Any]], Any]
+_OF_TEXT = ("max_length", "chat_template")  # settings that a loss of your own does not use
 
 
 class LocalTrainer:
@@ -35,8 +36,7 @@ class LocalTrainer:
 
     Args:
         data: client -> its text; with `loss`, any list or torch Dataset with a length.
-        settings: steps or epochs, optimiser, batch size; max_length and chat_template are for text alone.
-        seed: of data order, dropout and torch's other randomness.
+        settings: steps or epochs, optimiser, batch size. seed: of data order, dropout and torch's other randomness.
         loss: for any network: of the network and a batch, the mean over the batch. Base layers with running statistics
             (batch norm) then stay in evaluation mode, since no client may change the base.
         collate: with `loss`, a list of examples -> a batch, which the trainer moves to the network's device.
@@ -63,6 +63,9 @@ class LocalTrainer:
         self._loss, self._collate = loss, collate
         self._data: dict[str, Any] = dict(data)
         if loss is not None:
+            odd = [k for k in _OF_TEXT if getattr(settings, k) != TrainSettings.model_fields[k].default]
+            if odd:
+                raise ConfigError(f"TrainSettings.{odd[0]} is for text: with a loss of your own, leave it out.")
             return
         for client, part in data.items():
             if not isinstance(part, TextData):
