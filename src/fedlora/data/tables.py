@@ -169,7 +169,8 @@ def _separator(content: str, usual: str) -> str:
     where numbers have decimal commas. With a wrong one, the columns that are asked for are not in the header."""
     head = next((line for line in content.split("\n") if line.strip()), "")
     bare = re.sub(r'"[^"]*"', "", head)
-    return max((usual, *",;\t|"), key=lambda mark: bare.count(mark))
+    marks: list[str] = [usual, *",;\t|"]
+    return max(marks, key=lambda mark: bare.count(mark))
 
 
 # ------------------------------------------------------------------------------------------------------- typed sources
