@@ -17,7 +17,6 @@ from support.command_line import Said
 RUN = '[model]\nname = "demo"\n[method]\nname = "svd"\n[data]\ntrain = "{}"\n'
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "{}"),
-    "privacy": ("privacy", "{}"),
     "privacy --plan": ("privacy", "{}", "--plan"),
     "init": ("flower", "init", "fed", "--server-name", "a.b", "--sites", "x=2", "--config", "{}"),
     "site": ("flower", "site", "s", "--name", "x", "--join", "{}", "--data", "d.csv", "--model", "demo"),

@@ -312,18 +312,6 @@ def test_each_round_draws_by_seeds_of_its_own(tmp_path: Path, monkeypatch: pytes
     assert torch.initial_seed() == 3
 
 
-def test_a_loop_that_trained_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one whose optimiser was made before `federate` gave the model parameters of another rank."""
-    site = Site(tmp_path, "classify")
-    folder, _, _ = site.round(1)
-    monkeypatch.setenv(VARIABLE, str(folder.path))
-    model = of_two_classes(tmp_path)
-    federate(model)
-    with pytest.raises(ConfigError, match="nothing was trained"):
-        hand_back(model, examples=3, loss=0.5)
-    assert not folder.result_facts.exists()
-
-
 def test_resuming_a_checkpoint_of_another_round_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     site = Site(tmp_path, "classify")
@@ -368,7 +356,7 @@ def test_a_dpo_trainer_is_federated_and_refuses_a_moving_reference_at_once(
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
-def test_a_compiled_model_is_the_peft_model_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_must_have_trained_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's wrappers are taken off; where they are inside the model and change names, torch.compile is named. Nothing
     is compiled here: that happens at the first forward."""
     site = Site(tmp_path, "classify")
@@ -376,6 +364,9 @@ def test_a_compiled_model_is_the_peft_model_inside(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv(VARIABLE, str(folder.path))
     model: Any = torch.nn.DataParallel(torch.compile(of_two_classes(tmp_path)))
     federate(model)
+    with pytest.raises(ConfigError, match="nothing was trained"):  # as if the optimiser had been made before `federate`
+        hand_back(model, examples=3, loss=0.25)
+    assert not folder.result_facts.exists()
     trained_a_little(model)
     hand_back(model, examples=3, loss=0.25)
     made, said = folder.read_result(begun, facts)

@@ -168,7 +168,9 @@ def _separator(content: str, usual: str) -> str:
     """The mark that the header has most often outside of quotes, the usual one among equals: Excel writes semicolons
     where numbers have decimal commas. With a wrong one, the columns that are asked for are not in the header."""
     head = next((line for line in content.split("\n") if line.strip()), "")
-    return max((usual, *",;\t|"), key=re.sub(r'"[^"]*"', "", head).count)
+    bare = re.sub(r'"[^"]*"', "", head)
+    marks: list[str] = [usual, *",;\t|"]
+    return max(marks, key=lambda mark: bare.count(mark))
 
 
 # ------------------------------------------------------------------------------------------------------- typed sources
