@@ -6,7 +6,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,7 @@ from fedlora.flower import processes
 from fedlora.flower.server import superlink
 from fedlora.flower.server.superlink import NodeFacts, SuperLink, forget_unregistered, public_key
 from fedlora.flower.terms import certificates
+from support.machines import until
 from support.small_apps import settings_with_port
 
 
@@ -83,10 +83,7 @@ time.sleep(60)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     launcher, log = subprocess.Popen([sys.executable, "-c", code], env=env, cwd=tmp_path), tmp_path / "log"
     try:
-        until = time.monotonic() + 60
-        while not processes.tail(log).endswith("\n"):
-            assert launcher.poll() is None and time.monotonic() < until
-            time.sleep(0.02)
+        until(lambda: processes.tail(log).endswith("\n"), 60, "it starts")
         started = psutil.Process(int(processes.tail(log)))
         assert started.is_running() and (tmp_path / "made").stat().st_mode & 0o077 == 0
     finally:

@@ -26,14 +26,13 @@ from fedlora.errors import ConfigError
 from fedlora.flower.envelope import RecordError, enclose, opened, parts
 from fedlora.flower.inside import Limit
 from fedlora.flower.records import kept_names
+from fedlora.flower.terms import HELD_OUT, HeldOut
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.stopping import Line, Ranking
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.metrics import METRICS, score_name
 
 log = logging.getLogger(__name__)
-HeldOut = Literal["validation", "test"]
-HELD_OUT: tuple[HeldOut, ...] = ("validation", "test")
 Evaluators = Mapping[str, ModelEvaluator | None]  # a site's, by held-out part
 
 # (least, most) for scores that do not lie between 0 and 1. A loss, in nats, has the limit of training (server.answers);

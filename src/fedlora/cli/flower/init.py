@@ -88,11 +88,8 @@ def admit(
     from fedlora.flower.terms.policy import named_rank
 
     name, rank = named_rank(site)
-    done = admitted(folder, name, rank, key)
-    changed = "" if done.before in (None, done.rank) else f" in place of {done.before}"
-    keys = {"new": "its key is admitted", "another": "another key is admitted, and the old one no longer",
-            "the same": "its key is as before"}  # fmt: skip
-    console.print(f"{name}: {keys[done.key]}, rank {done.rank}{changed}.")
+    rank = admitted(folder, name, rank, key)
+    console.print(f"{name}: admitted{', by this key alone' if key is not None else ''}, at rank {rank}.")
 
 
 def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", show_default=False)]) -> None:

@@ -21,7 +21,7 @@ from fedlora.flower.envelope import RecordError
 from fedlora.flower.grid import BoundedGrid
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.processes import locked
-from fedlora.flower.scores import HeldOut, SiteRound, SiteScores, record_measured
+from fedlora.flower.scores import SiteRound, SiteScores, record_measured
 from fedlora.flower.server.finishing import finish, fitting_summary
 from fedlora.flower.server.journal import scores_line
 from fedlora.flower.server.opening import Opening, opening
@@ -29,6 +29,7 @@ from fedlora.flower.server.private import opened_private
 from fedlora.flower.server.speaking import OwnClients
 from fedlora.flower.server.state import FederationState, check_playable, run_identity
 from fedlora.flower.strategy import FedLoRA
+from fedlora.flower.terms import HeldOut
 from fedlora.flower.terms.policy import Policy
 from fedlora.runs.finishing import best_state
 from fedlora.runs.folder import plain

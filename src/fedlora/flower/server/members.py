@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from fedlora.adapters.io import read_adapter
@@ -31,18 +30,8 @@ from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import parse_toml
 
 
-@dataclass(frozen=True)
-class Admitted:
-    """The change. rank: the site's current one. before: its previous one, None for a new site. key: "new", "another" in
-    place of its old one, or "the same"."""
-
-    rank: int
-    before: int | None
-    key: str
-
-
-def admit(home: Path, name: str, rank: int | None, key: Path | None) -> Admitted:
-    """Admit a site by its public key, or give one that takes part another key or rank.
+def admit(home: Path, name: str, rank: int | None, key: Path | None) -> int:
+    """Admit a site by its public key, or give one that takes part another key or rank. Returns its rank.
 
     Args:
         rank: needed for a site that is not in the policy. key: the file that the site sent; needed for a site without.
@@ -63,13 +52,14 @@ def admit(home: Path, name: str, rank: int | None, key: Path | None) -> Admitted
         if now != before:
             text = with_client(text, {name: now})
             _check_playable(there, settings, text)
-        said = "the same" if key is None else _put_key(there, name, site_key(key))
+        if key is not None:
+            _put_key(there, name, site_key(key))
         if now != before:
             files.write(there.policy, text)
-    return Admitted(now, before, said)
+    return now
 
 
-def _put_key(there: FederationFolder, name: str, line: str) -> str:
+def _put_key(there: FederationFolder, name: str, line: str) -> None:
     """Raises `ConfigError` for a key that another site has."""
     for path in sorted(there.keys.glob("*.pub")):
         if path.stem != name and path.read_text(encoding="ascii").split()[:2] == line.split():
@@ -77,11 +67,7 @@ def _put_key(there: FederationFolder, name: str, line: str) -> str:
                 f"this key already belongs to {path.stem!r}, and each site needs its own: was a site's folder copied? "
                 f"Make a new key there: ssh-keygen -t ecdsa -b 384 -N '' -f FOLDER/key"
             )
-    old = there.key(name).read_text(encoding="ascii").strip() if there.key(name).is_file() else ""
-    if old == line:
-        return "the same"
     files.write(there.key(name), f"{line}\n")
-    return "another" if old else "new"
 
 
 def remove(home: Path, name: str) -> None:

@@ -71,8 +71,7 @@ class Node:
                 missing. RecordError: not a message of fedlora. ConfigError: the server plays by other terms; nothing is
                 trained. UploadRefused: training diverged in a part that stays here.
         """
-        parcel, run, receipt = self._read(record)
-        folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
+        parcel, run, receipt, folder, of = self._read(record)
         state = self._state(folder, of, parcel, receipt)
         download = unpack(parcel, state.fitting(parcel))
         job = begin_round(download, ClientMemory(state.kept, state.position))
@@ -91,8 +90,7 @@ class Node:
         Raises:
             ConfigError: nothing is held out. KeptStateError: as in `work`.
         """
-        parcel, run, receipt = self._read(record)
-        folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
+        parcel, run, receipt, folder, of = self._read(record)
         state = self._state(folder, of, parcel, receipt)
         download = unpack(parcel, state.fitting(parcel))
         answer = measured_record(download, state.kept, run, asked_part(record), self._evaluators)
@@ -101,8 +99,9 @@ class Node:
             checkpoint.save(folder, receipt.counted, replace(state, measured=measured), of=of, keep=_KEPT)
         return answer
 
-    def _read(self, record: RecordDict) -> tuple[Parcel, str, Receipt]:
-        """The parcel, the federation's name, and the receipt, from a server that agrees with this site."""
+    def _read(self, record: RecordDict) -> tuple[Parcel, str, Receipt, Path, str]:
+        """The parcel, the federation's name, and the receipt, from a server that agrees with this site; the folder of
+        this client's states in that federation, and whose they are."""
         if opened(record, "the server", "this site") != self._terms:
             raise ConfigError(
                 "the server plays by other settings than this site's join.toml has, and nothing was done: the site "
@@ -118,7 +117,8 @@ class Node:
         receipt = receipt_of(record)
         if not receipt.counted <= parcel.round < 10**9:
             raise RecordError(f"the message is of round {parcel.round}, and its receipt of {receipt.text()}.")
-        return parcel, run, receipt
+        folder = self._folder / re.sub(r"[^A-Za-z0-9._-]|^\.", "-", run) / self._client
+        return parcel, run, receipt, folder, f"{run}/{self._client}"
 
     def _state(self, folder: Path, of: str, parcel: Parcel, receipt: Receipt) -> NodeState:
         """The state after the last round in which this client's work counted. A site whose folder was emptied starts
@@ -148,11 +148,6 @@ _WAY_OUT = (
     "Restore a backup of this folder, or of the server's, so that both are from the same round. Or stop this site's "
     "node and empty the folder: the site then begins from the common start, without the parts that only it had."
 )
-
-
-def state_of(folder: Path, run: str, client: str) -> Path:
-    """A client's folder for one run, inside the folder of all states."""
-    return folder / re.sub(r"[^A-Za-z0-9._-]|^\.", "-", run) / client
 
 
 def _keeps(parcel: Parcel) -> bool:

@@ -7,11 +7,12 @@ mean by a number from the settings, whoever answers. The guarantee is the server
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
 from fedlora.errors import ConfigError, HyperparameterError
+from fedlora.flower.terms import HELD_OUT
 from fedlora.privacy.accounting import epsilon_up, how_strong
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 
@@ -84,8 +85,7 @@ def refusals(settings: FederationSettings) -> Iterator[str]:
             f"robust.rule = {settings.robust.rule!r} weighs each site by the others' uploads, so one site's "
             f"influence has no bound: leave out [robust] or [privacy]"
         )
-    parts: tuple[Literal["validation", "test"], ...] = ("validation", "test")
-    for key in filter(settings.share, parts):
+    for key in filter(settings.share, HELD_OUT):
         yield (
             f"data.{key} is a share that sites measure on, and their scores would be released without noise: leave it "
             f"out, or name a file of public data at the server"

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from fedlora.core.text import quoted
 from fedlora.errors import ConfigError
+from fedlora.flower.terms import HELD_OUT, HeldOut
 from fedlora.flower.terms.privacy import FederationPrivacy, refusals
 from fedlora.flower.terms.site_file import Site, absolute
 from fedlora.given_files import read_toml
@@ -30,7 +31,6 @@ from fedlora.training.settings import Section
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 FederationId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]  # it names folders
-_PARTS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
 UNNAMED = "each site's own"  # model.name and data.train where nobody has named one
 
 # What a site's trainer takes from the settings; quorum, participation and stopping are the server's.
@@ -100,7 +100,7 @@ class FederationSettings(RunConfig):
         out by default, because its scores would be released without noise."""
         if not isinstance(raw, Mapping) or not all(isinstance(raw.get(key, {}), Mapping) for key in ("model", "data")):
             return raw
-        held = dict.fromkeys(_PARTS, 0.0) if raw.get("privacy") is not None else {}
+        held = dict.fromkeys(HELD_OUT, 0.0) if raw.get("privacy") is not None else {}
         data = {"train": UNNAMED, **held, **raw.get("data", {})}
         return {**raw, "model": {"name": UNNAMED, **raw.get("model", {})}, "data": data}
 
@@ -124,13 +124,13 @@ class FederationSettings(RunConfig):
         """The server's copy of the base model."""
         return None if self.model.name == UNNAMED else self.model.name
 
-    def share(self, part: Literal["validation", "test"]) -> float:
+    def share(self, part: HeldOut) -> float:
         """What each site holds out of its own file."""
         return value if not isinstance(value := getattr(self.data, part), str) else 0.0
 
     def files(self) -> dict[str, str]:
         """The server's own files to measure on, by part."""
-        return {part: value for part in _PARTS if isinstance(value := getattr(self.data, part), str)}
+        return {part: value for part in HELD_OUT if isinstance(value := getattr(self.data, part), str)}
 
     @property
     def may_change(self) -> tuple[str, ...]:
@@ -168,7 +168,7 @@ class FederationSettings(RunConfig):
         """The tables for join.toml, plain values, without `_STAYS`. Defaults are included, because another version may
         have others."""
         found = self.model_dump(mode="json", exclude=_staying())
-        found["data"] |= {part: self.share(part) for part in _PARTS}
+        found["data"] |= {part: self.share(part) for part in HELD_OUT}
         return found
 
     def for_site(self, site: Site, rank: int = 1) -> RunConfig:
@@ -182,10 +182,10 @@ class FederationSettings(RunConfig):
             if any(key in mine for key in these):  # one form of rows stands in place of the other
                 data = {key: value for key, value in data.items() if key not in others}
         data |= {key: value for key, value in mine.items() if key != "train"}
-        data |= {part: self.share(part) for part in _PARTS}
+        data |= {part: self.share(part) for part in HELD_OUT}
         data["clients"] = {site.name: mine.get("train", UNNAMED)}
         train = own.get("train", {}) if "command" in own.get("train", {}) else said.get("train", {})
-        if not any(map(self.share, _PARTS)):
+        if not any(map(self.share, HELD_OUT)):
             said.pop("evaluate", None)
         tables = {
             **said, "data": data, "train": train, "clients": {"ranks": [rank]},
@@ -200,7 +200,7 @@ class FederationSettings(RunConfig):
     def for_server(self) -> RunConfig | None:
         """The same for measuring, with the server's base model and its files; None if it has none to measure on."""
         files = self.files()
-        return self.as_run(str(self.base), **{part: files.get(part, 0.0) for part in _PARTS}) if files else None
+        return self.as_run(str(self.base), **{part: files.get(part, 0.0) for part in HELD_OUT}) if files else None
 
     def as_run(self, model: str, **data: Any) -> RunConfig:
         """The federation as one run with that base model, as its adapters' cards and its measurements take it. data:
