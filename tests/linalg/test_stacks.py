@@ -32,11 +32,8 @@ def bits(made: ProjectedSum) -> list[Tensor]:
 
 def require_equal(one: ProjectedSum, other: ProjectedSum) -> None:
     assert all(torch.equal(a, b) for a, b in zip(bits(one), bits(other), strict=True))
-    assert (one.factored, one.union_rank, one.spectrum.sound) == (
-        other.factored,
-        other.union_rank,
-        other.spectrum.sound,
-    )
+    facts = [(x.factored, x.union_rank, x.spectrum.sound) for x in (one, other)]
+    assert facts[0] == facts[1]
 
 
 @pytest.mark.quick(12)
@@ -76,13 +73,8 @@ def test_items_of_one_kind_go_together_and_a_refused_stack_one_by_one() -> None:
             raise OverflowError(items)
         return None if len(items) > 1 and "no" in items else [f"<{x}>" for x in items]
 
-    assert in_stacks(work, ["a", "bb", "c", "no", "e"], lambda x: (len(x), CACHED // 2)) == [
-        "<a>",
-        "<bb>",
-        "<c>",
-        "<no>",
-        "<e>",
-    ]
+    made = in_stacks(work, ["a", "bb", "c", "no", "e"], lambda x: (len(x), CACHED // 2))
+    assert made == ["<a>", "<bb>", "<c>", "<no>", "<e>"]
     assert seen == [["a", "c"], ["e"], ["bb", "no"], ["bb"], ["no"]]
     with pytest.raises(OverflowError, match=r"\['bad'\]"):
         in_stacks(work, ["abc", "bad"], lambda x: (len(x), 8))

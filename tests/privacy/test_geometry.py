@@ -63,11 +63,8 @@ def test_bases_are_a_function_of_what_is_public() -> None:
     first = bases_of(released, 6, "q", round=1, seed=0)
     again = bases_of(released, 6, "q", round=1, seed=0)
     assert first.Q is not None and again.Q is not None and torch.equal(first.Q, again.Q)
-    for other in (
-        bases_of(released, 6, "q", 2, 0),
-        bases_of(released, 6, "v", 1, 0),
-        bases_of(released, 6, "q", 1, 1),
-    ):
+    for public in (("q", 2, 0), ("v", 1, 0), ("q", 1, 1)):
+        other = bases_of(released, 6, *public)
         assert other.Q is not None and not torch.allclose(first.Q @ first.Q.T, other.Q @ other.Q.T, atol=1e-3)
     moved = bases_of(regauged(released, 1e6, 1), 6, "q", round=1, seed=0)
     assert moved.Q is not None and torch.allclose(first.Q @ first.Q.T, moved.Q @ moved.Q.T, atol=1e-7)

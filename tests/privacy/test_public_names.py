@@ -21,13 +21,7 @@ from fedlora.privacy.sampling import poisson_sample
 LIBRARIES = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("opendp", "dp_accounting")), reason="fedlora[privacy]"
 )
-WITHOUT_EXAMPLE = {
-    "Budget",
-    "Event",
-    "Recomputed",
-    "Spending",
-    "epsilon_of",
-}
+WITHOUT_EXAMPLE = {"Budget", "Event", "Recomputed", "Spending", "epsilon_of"}
 
 
 @LIBRARIES

@@ -113,8 +113,7 @@ def test_a_rule_that_leaves_all_as_it_came_changes_no_bit(name: str) -> None:
         assert one[0] == other[0] and all(torch.equal(t, other[1][key]) for key, t in one[1].items())
 
 
-# ---- byzantine clients
-# -----------------------------------------------------------------------------------------------------------
+# ---- byzantine clients -----------------------------------------------------------------------------------------------
 
 RULES: dict[str, Rule] = {
     "clip": NormClipping(), "centered-clipping": CenteredClipping(), "geometric-median": GeometricMedian(),

@@ -7,27 +7,11 @@ lists what may leave at all; `sampling` draws who takes part. None of it knows a
 Importing it needs only torch; noise needs `opendp` and epsilon `dp-accounting` (pip install 'fedlora[privacy]').
 """
 
-from typing import TYPE_CHECKING
-
-from fedlora._lazy import face
-
-if TYPE_CHECKING:
-    from fedlora.privacy.accounting import Spending, epsilon, epsilon_of, noise_multiplier_for
-    from fedlora.privacy.events import Budget, Event, Recomputed, recompute
-    from fedlora.privacy.journal import Journal
-    from fedlora.privacy.ledger import Ledger
-    from fedlora.privacy.mechanism import Mechanism
-
-__getattr__ = face(
-    "fedlora.privacy",
-    {
-        "accounting": ("Spending", "epsilon", "epsilon_of", "noise_multiplier_for"),
-        "events": ("Budget", "Event", "Recomputed", "recompute"),
-        "journal": ("Journal",),
-        "ledger": ("Ledger",),
-        "mechanism": ("Mechanism",),
-    },
-)
+from fedlora.privacy.accounting import Spending, epsilon, epsilon_of, noise_multiplier_for
+from fedlora.privacy.events import Budget, Event, Recomputed, recompute
+from fedlora.privacy.journal import Journal
+from fedlora.privacy.ledger import Ledger
+from fedlora.privacy.mechanism import Mechanism
 
 __all__ = [
     "Budget", "Event", "Journal", "Ledger", "Mechanism", "Recomputed", "Spending", "epsilon", "epsilon_of",
