@@ -147,11 +147,8 @@ def test_the_frame_has_a_row_for_each_run_and_what_differs(tmp_path: Path) -> No
     rounds = fedlora.results(tmp_path / "made.jsonl", by_round=True)
     mine = rounds[rounds.digest == row.digest]
     assert list(mine[mine.metric == "training loss"].value) == [1.0, 0.5] and math.isnan(mine.iloc[1].value)
-
-
-def test_a_frame_is_of_many_runs(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="has no results"):
+        fedlora.results(tmp_path / "nothing")
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match="folder of one run"):
         fedlora.results(tmp_path)
-    with pytest.raises(FileNotFoundError, match="has no results"):
-        fedlora.results(tmp_path / "nothing")
