@@ -20,7 +20,7 @@ def face(package: str, homes: Mapping[str, Sequence[str]], extra: str | None = N
         except ModuleNotFoundError as error:
             if extra is None or (error.name or "fedlora").partition(".")[0] == "fedlora":
                 raise
-            told = f"{package}.{name} needs {error.name}, which is not installed: pip install 'fedlora[{extra}]'."
-            raise ModuleNotFoundError(told, name=error.name) from error
+            message = f"{package}.{name} needs {error.name}, which is not installed: pip install 'fedlora[{extra}]'."
+            raise ModuleNotFoundError(message, name=error.name) from error
 
     return find

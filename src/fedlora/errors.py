@@ -40,7 +40,7 @@ def repeated(names: Iterable[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
-def said_by(*checks: Callable[[], object]) -> Iterator[str]:
+def complaints(*checks: Callable[[], object]) -> Iterator[str]:
     """What each of these refuses, so that all is told at once."""
     for check in checks:
         try:

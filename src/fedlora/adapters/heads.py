@@ -69,14 +69,14 @@ def labels_by(files: Sequence[AdapterFile], rule: str) -> tuple[str, ...]:
         AdapterFormatError: adapters whose heads would be averaged number their classes differently.
     """
     files = {"average": files, "first": files[:1], "drop": ()}[rule]
-    said = [(file.directory, names) for file in files if file.heads and (names := labels_of(file.directory))]
-    for other, names in said:
-        if names != said[0][1]:
+    named = [(file.directory, names) for file in files if file.heads and (names := labels_of(file.directory))]
+    for other, names in named:
+        if names != named[0][1]:
             raise AdapterFormatError(
-                f"{said[0][0]} and {other} number their classes differently, {quoted(list(said[0][1]))} and "
+                f"{named[0][0]} and {other} number their classes differently, {quoted(list(named[0][1]))} and "
                 f"{quoted(list(names))}, so a mean of their heads would mix classes. {_WAYS}"
             )
-    return said[0][1] if said else ()
+    return named[0][1] if named else ()
 
 
 def _check(path: str, files: Sequence[AdapterFile], weights: Sequence[float]) -> None:

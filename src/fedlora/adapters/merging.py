@@ -185,13 +185,13 @@ def write_result(
     error, rounding = (overall(reports, [getattr(r, what) for r in reports]) for what in ("error", "rounding"))
     _check_error(wanted, of, error, rounding, dtype)
     rank, remark = _rank(wanted, reports)
-    said = [*notes, *given.notes, *remark, *_zeros(given, reports)]
+    warnings = [*notes, *given.notes, *remark, *_zeros(given, reports)]
     adapter = Adapter({name: pad_rank(lora, rank) for name, (lora, _) in parts.items()}, heads.tensors)
     report = MergeReport(
         out=os.fspath(wanted.out or ""), written=not wanted.dry_run, of=of,
         adapters=tuple(str(file.directory) for file in given.files), weights=given.weights, beside=tuple(heads.tensors),
         rank=rank, dtype=name_of(dtype), error=error, rounding=rounding, beside_rounding=heads.rounding,
-        modules=reports, dropped=heads.left, warnings=tuple(said), rule=rule, counts=counts,
+        modules=reports, dropped=heads.left, warnings=tuple(warnings), rule=rule, counts=counts,
         lacking=tuple(r.module for r in reports if any(r.module not in file.ranks for file in given.files)),
         bytes=sum(tensor.nbytes for tensor in adapter.tensors()),
         bytes_before=sum(stored.size for file in given.files for stored in file.stored.values()),

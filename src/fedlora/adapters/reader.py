@@ -117,10 +117,10 @@ class AdapterFile:
         self.ranks: Mapping[str, int] = ReadOnly({name: self._stored(name, "A").shape[0] for name in self.modules})
         ranks, alphas = (ByName(self.config[n], self.config.get(p)) for n, p in _BY_NAME)
         for name, r in self.ranks.items():
-            if (said := ranks.value(name)) != r:
+            if (configured := ranks.value(name)) != r:
                 raise AdapterFormatError(
-                    f"module {quoted(name)} has rank {r}, but its config says {said}: rank_pattern must name such a "
-                    f"module."
+                    f"module {quoted(name)} has rank {r}, but its config says {configured}: rank_pattern must name "
+                    f"such a module."
                 )
         self._alphas = {name: alphas.value(name) for name in self.modules}
         self.scales: Mapping[str, float] = ReadOnly({name: self._scale(name, 1.0) for name in self.modules})

@@ -50,8 +50,8 @@ def read_facts(directory: Path) -> Facts:
     path = directory / FILE
     if not os.path.lexists(path):
         return Facts(str(directory), there=False)
-    said = json_object(path)
-    client, examples = said.get("client"), said.get("num_examples")
+    content = json_object(path)
+    client, examples = content.get("client"), content.get("num_examples")
     if not (isinstance(client, str) and 0 < len(client) <= _LONGEST_NAME and client.isprintable()):
         raise AdapterFormatError(
             f"{path}: client is a name of up to {_LONGEST_NAME} letters on one line; got {quoted(client)}."

@@ -76,6 +76,6 @@ class Attack:
     def words(self) -> str:
         """The attack with its strength, for a report."""
         value = self.about.default if self.strength is None else self.strength
-        said = f"{self.about.strength} = {'z_max' if value is None else f'{value:g}'}" if self.about.strength else ""
-        said = "noise" if self.noise else said
-        return f"{self.kind} ({said})" if said else self.kind
+        detail = f"{self.about.strength} = {'z_max' if value is None else f'{value:g}'}" if self.about.strength else ""
+        detail = "noise" if self.noise else detail
+        return f"{self.kind} ({detail})" if detail else self.kind

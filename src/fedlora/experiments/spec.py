@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from fedlora.errors import ConfigError, refuse, repeated, said_by
+from fedlora.errors import ConfigError, complaints, refuse, repeated
 from fedlora.experiments.scores import parse_number
 from fedlora.given_files import read_toml
 from fedlora.runs.config import RunConfig
@@ -223,7 +223,7 @@ def comparison(
     if not validated and (tune is not None or not tested):
         raise ConfigError("data.validation = 0 leaves nothing to search or to compare methods by.")
     methods = {label: base.method if label == base.method.name else section for label, section in methods.items()}
-    refuse(f"{label}: {why}" for label, section in methods.items() for why in said_by(section.build))
+    refuse(f"{label}: {why}" for label, section in methods.items() for why in complaints(section.build))
     one_thread = base.model_copy(update={"run": base.run.model_copy(update={"threads": 1, "workers": None})})
     run = one_thread.model_dump(mode="json", exclude_defaults=True, exclude={"method"})  # the axis has it
     run.setdefault("run", {}).pop("seed", None)

@@ -123,10 +123,10 @@ def _loaded(found: Attached, file: AdapterFile, base: Path, dtype: torch.dtype |
     """The base with its weights, in the class that has all of the adapter's modules, and in `dtype` if that is wider
     than its own: a narrow type would blur the answers that are compared."""
     with quiet(), readable(f"transformers cannot load the base model in {base}"):
-        model, told = found.kind.from_pretrained(
+        model, info = found.kind.from_pretrained(
             base, config=found.config, dtype="auto", use_safetensors=True, output_loading_info=True
         )
-    lacking = sorted(set(told["missing_keys"]) - set(file.heads))
+    lacking = sorted(set(info["missing_keys"]) - set(file.heads))
     if lacking:
         raise AdapterFormatError(
             f"{file.directory}: the model ({found.kind.__name__}) needs {quoted(lacking[0])} "

@@ -74,11 +74,11 @@ class Receipt:
 
 def receipt_of(record: RecordDict) -> Receipt:
     """Reads it from a server's message. Raises `RecordError`."""
-    said = parts(record, ConfigRecord)["config"].get("receipt")
+    text = parts(record, ConfigRecord)["config"].get("receipt")
     try:
-        found = Receipt(**json.loads(str(said)))
+        found = Receipt(**json.loads(str(text)))
     except (ValueError, TypeError, RecursionError):
         found = Receipt(-1)
     if type(found.counted) is not int or found.counted < 0 or type(found.why) is not str:
-        raise RecordError(f"the message does not say which of this site's work counted, but {quoted(said, 40)}.")
+        raise RecordError(f"the message does not say which of this site's work counted, but {quoted(text, 40)}.")
     return found

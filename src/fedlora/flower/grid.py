@@ -182,11 +182,11 @@ def _judged(one: _Asked, arrival: Arrival, now: float) -> Message:
         return Message(Error(code, f"it failed: {reason}"), reply_to=one.stub)
     about, asked = message.metadata, one.stub.metadata
     if about.group_id != asked.group_id:
-        said = f"it answers {quoted(about.group_id, 60)}, and this is {asked.group_id!r}: late or replayed"
-        return _no_answer(one.stub, "refused", said)
+        why = f"it answers {quoted(about.group_id, 60)}, and this is {asked.group_id!r}: late or replayed"
+        return _no_answer(one.stub, "refused", why)
     if about.src_node_id != asked.dst_node_id:
-        said = f"node {about.src_node_id} answered in its place, and node {asked.dst_node_id} was asked"
-        return _no_answer(one.stub, "refused", said)
+        why = f"node {about.src_node_id} answered in its place, and node {asked.dst_node_id} was asked"
+        return _no_answer(one.stub, "refused", why)
     return message if message.has_content() else _no_answer(one.stub, "refused", "its reply is empty")
 
 

@@ -77,10 +77,10 @@ class TooLarge(Exception):
 
 @dataclass(eq=False)
 class _Coming:
-    """A reply whose objects are being pulled. missing: their ids, in order. told: the SuperLink's metadata of it,
+    """A reply whose objects are being pulled. missing: their ids, in order. listed: the SuperLink's metadata of it,
     without content."""
 
-    told: Any
+    listed: Any
     missing: list[str]
     contents: dict[str, bytes] = field(default_factory=dict)
     size: int = 0
@@ -140,8 +140,8 @@ class HttpInbox:
                 self._coming[message_id] = coming
             if not self._pull(coming, limit):
                 return None
-            message = put_together(coming.told.metadata.message_id, coming.contents, limit)
-            about = metadata_from_proto(coming.told.metadata)  # the SuperLink's, not the sender's
+            message = put_together(coming.listed.metadata.message_id, coming.contents, limit)
+            about = metadata_from_proto(coming.listed.metadata)  # the SuperLink's, not the sender's
             message.__dict__["_metadata"] = about
             found = Arrival(message_id, message)
         except TooLarge as error:
@@ -157,8 +157,8 @@ class HttpInbox:
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
         with answers_at_most(self.client, _TREE):
-            told = self.client.PullMessages(PullAppMessagesRequest(message_ids=[message_id]))
-        for message, tree in zip(told.messages_list, told.message_object_trees, strict=True):
+            pulled = self.client.PullMessages(PullAppMessagesRequest(message_ids=[message_id]))
+        for message, tree in zip(pulled.messages_list, pulled.message_object_trees, strict=True):
             if message.metadata.reply_to_message_id == message_id:
                 ids: dict[str, None] = {}
                 for number, object_id in enumerate(_ids(tree)):
@@ -207,7 +207,7 @@ class HttpInbox:
         coming.contents = {}
         try:
             self.client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(
-                node=self._grid.node, run_id=self._grid.run.run_id, message_object_id=coming.told.metadata.message_id,
+                node=self._grid.node, run_id=self._grid.run.run_id, message_object_id=coming.listed.metadata.message_id,
             ))  # fmt: skip
         except Exception as error:  # it deletes it at the run's end
             log.warning("the SuperLink keeps a reply longer than it need: %s", shown(error))
@@ -290,9 +290,9 @@ def answers_at_most(client: Any, most: int) -> Iterator[None]:
     """Refuse an answer of more than `most` bytes by its head, before its body is read: `TooLarge`."""
 
     def refuse(response: Any) -> None:
-        said = response.headers.get("content-length", "")
-        if said.isdigit() and int(said) > most:
-            raise TooLarge(int(said))
+        length = response.headers.get("content-length", "")
+        if length.isdigit() and int(length) > most:
+            raise TooLarge(int(length))
 
     http, before = client._client, client._client.event_hooks
     http.event_hooks = {**before, "response": [*before.get("response", []), refuse]}

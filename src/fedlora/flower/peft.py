@@ -72,9 +72,9 @@ def peft_upload(
     if lacks:
         raise RecordError(f"module {lacks[0]!r} lacks a factor ({len(lacks)} such).")
     pairs = {m: LoRA(pair["B"] * factor if factor != 1 else pair["B"], pair["A"]) for m, pair in modules.items()}
-    told = any("train_loss" in metrics for metrics in parts(record, MetricRecord).values())
+    has_loss = any("train_loss" in metrics for metrics in parts(record, MetricRecord).values())
     upload = Upload(client, number(record, "num-examples"), Adapter(pairs))
-    return upload, number(record, "train_loss") if told else None
+    return upload, number(record, "train_loss") if has_loss else None
 
 
 def ranks_of_clients(clients: Any, rank: int | None) -> dict[str, Any]:

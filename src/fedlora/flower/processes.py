@@ -88,8 +88,8 @@ def _marked(mark: bytes) -> list[int]:
 def last_line(path: Path) -> str:
     """The last meaningful line of a log, without the frames and colours that Flower draws."""
     plain = [line.strip("│╭╮╰╯─ \t\r") for line in _COLOUR.sub("", tail(path)).splitlines()]
-    said = [line for line in plain if line and line not in ("Error", "Traceback (most recent call last):")]
-    return said[-1] if said else "it said nothing"
+    lines = [line for line in plain if line and line not in ("Error", "Traceback (most recent call last):")]
+    return lines[-1] if lines else "it said nothing"
 
 
 def tail(path: Path, size: int = 20_000) -> str:
@@ -117,7 +117,7 @@ def locked(path: Path, held: str) -> Iterator[None]:
     try:
         taken = files.hold(descriptor)
         if taken is False:
-            raise ConfigError(f"process {_holder_said(descriptor)} already {held}. One is enough: end it first.")
+            raise ConfigError(f"process {_holder_in(descriptor)} already {held}. One is enough: end it first.")
         if taken is None:
             log.warning("%s: this file system has no locks; make sure that nobody else does the same here", path)
         with contextlib.suppress(OSError):  # on a full disk the id is missing, but the lock holds
@@ -135,12 +135,12 @@ def holder(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        said = _holder_said(descriptor)
-        return int(said) if files.hold(descriptor) is False and said.isdigit() else None
+        process = _holder_in(descriptor)
+        return int(process) if files.hold(descriptor) is False and process.isdigit() else None
     finally:
         os.close(descriptor)
 
 
-def _holder_said(descriptor: int) -> str:
+def _holder_in(descriptor: int) -> str:
     """The id that a lock's holder wrote into it, in words."""
     return shown(os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip() or "unknown")

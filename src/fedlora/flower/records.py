@@ -78,9 +78,11 @@ def _after_header(array: Array, declared: tuple[int, ...], what: str) -> int:
         shape, _, dtype = read(file, max_header_size=_HEADER)
     except Exception as error:  # a forged header can raise anything, and its sender is to blame
         raise RecordError(f"{what} has a numpy header that is not read: {shown(error, 200)}.") from error
-    said = (_NUMPY_TYPES.get(dtype.str, dtype.str), shape)
-    if said != (array.dtype, declared):
-        raise RecordError(f"{what} is declared as {array.dtype} {declared}, and its header says {said[0]} {said[1]}.")
+    header = (_NUMPY_TYPES.get(dtype.str, dtype.str), shape)
+    if header != (array.dtype, declared):
+        raise RecordError(
+            f"{what} is declared as {array.dtype} {declared}, and its header says {header[0]} {header[1]}."
+        )
     return file.tell()
 
 
@@ -96,19 +98,19 @@ def parcel_record(parcel: Parcel, run: str, terms: str = "", receipt: Receipt | 
     terms: by which the server plays. receipt: for the client's earlier work."""
     tree, tensors = encoded(parcel)
     arrays = ArrayRecord({name: to_array(tensor) for name, tensor in tensors.items()})
-    said = {"run": run, "round": parcel.round, "parcel": tree}
-    config = ConfigRecord({"parcel": json.dumps(said, sort_keys=True), "receipt": (receipt or Receipt()).text()})
+    facts = {"run": run, "round": parcel.round, "parcel": tree}
+    config = ConfigRecord({"parcel": json.dumps(facts, sort_keys=True), "receipt": (receipt or Receipt()).text()})
     return enclose(RecordDict({"arrays": arrays, "config": config}), terms)
 
 
 def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
     """The received parcel, and the federation's name. Raises `RecordError`."""
     opened(record, "the server", "this site")
-    said = _said(record, "parcel")
+    facts = _facts(record, "parcel")
     arrays = parts(record, ArrayRecord)["arrays"]
     tensors = {name: to_tensor(array, [None] * len(array.shape), name) for name, array in arrays.items()}
     try:
-        return decoded(said["parcel"], tensors, Parcel), str(said["run"])
+        return decoded(facts["parcel"], tensors, Parcel), str(facts["run"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"the server's message cannot be read: {error!r}.") from error
 
@@ -125,12 +127,12 @@ def upload_record(
         for module, lora in upload.adapter.modules.items()
         for factor, tensor in lora.tensors().items()
     } | {f"heads/{name}": head for name, head in upload.adapter.heads.items()}
-    said = {"run": run, "round": round, "kept": list(kept)}
+    facts = {"run": run, "round": round, "kept": list(kept)}
     record = RecordDict(
         {
             "arrays": ArrayRecord({name: to_array(tensor) for name, tensor in named.items()}),
             "metrics": MetricRecord({"num-examples": float(upload.num_examples), "loss": float(loss)}),
-            "config": ConfigRecord({"upload": json.dumps(said, sort_keys=True)}),
+            "config": ConfigRecord({"upload": json.dumps(facts, sort_keys=True)}),
         }
     )
     return enclose(record)
@@ -158,11 +160,11 @@ def record_upload(
             not requested, or bytes that do not match their declaration. The server checks values.
     """
     opened(record, "it", "this server")
-    said = _said(record, "upload")
-    if said.get("run") != run or said.get("round") != round:
+    facts = _facts(record, "upload")
+    if facts.get("run") != run or facts.get("round") != round:
         raise RecordError(
-            f"it is of run {str(said.get('run'))[:40]!r}, after round {str(said.get('round'))[:9]}; {run!r} was asked "
-            f"after round {round}."
+            f"it is of run {str(facts.get('run'))[:40]!r}, after round {str(facts.get('round'))[:9]}; {run!r} was "
+            f"asked after round {round}."
         )
     expected = _expected(shapes, client.ranks(shapes), roles, heads)
     arrays = parts(record, ArrayRecord).get("arrays") or ArrayRecord()
@@ -175,7 +177,7 @@ def record_upload(
     adapter = Adapter(modules, {name: found[f"heads/{name}"] for name in heads if f"heads/{name}" in found})
     upload = Upload(client, number(record, "num-examples"), adapter)
     local = {*shapes, *heads} if "local" in (roles.B, roles.A, roles.heads) else set[str]()
-    return upload, number(record, "loss"), kept_names(said.get("kept"), local)
+    return upload, number(record, "loss"), kept_names(facts.get("kept"), local)
 
 
 def _expected(
@@ -193,13 +195,13 @@ def _expected(
     return expected
 
 
-def kept_names(said: Any, local: Collection[str]) -> list[str]:
+def kept_names(listed: Any, local: Collection[str]) -> list[str]:
     """What a client says that it keeps: some of the local parts, each once."""
-    if not isinstance(said, list) or not all(isinstance(name, str) and name in local for name in said):
+    if not isinstance(listed, list) or not all(isinstance(name, str) and name in local for name in listed):
         raise RecordError("its list of kept parts does not name local parts of this round.")
-    if len(set(said)) < len(said):
+    if len(set(listed)) < len(listed):
         raise RecordError("its list of kept parts names a part twice.")
-    return said
+    return listed
 
 
 def number(record: RecordDict, name: str) -> float:
@@ -211,15 +213,15 @@ def number(record: RecordDict, name: str) -> float:
     raise RecordError(f"it has no number {name!r} among its metrics.")
 
 
-def _said(record: RecordDict, what: str) -> dict[str, Any]:
+def _facts(record: RecordDict, what: str) -> dict[str, Any]:
     config = parts(record, ConfigRecord).get("config")
     text = config.get(what) if config is not None else None
     if not isinstance(text, str) or len(text) > 64 * 2**20:
         raise RecordError(f"the message is no {what} of {PROTOCOL}.")
     try:
-        said = json.loads(text)
+        facts = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RecordError(f"the message's {what} is not JSON.") from error
-    if not isinstance(said, dict):
+    if not isinstance(facts, dict):
         raise RecordError(f"the message's {what} is no JSON object.")
-    return said
+    return facts

@@ -62,10 +62,10 @@ def as_question(record: RecordDict, part: str) -> RecordDict:
 def asked_part(record: RecordDict) -> HeldOut:
     """The part that a question asks about. Raises `RecordError`."""
     config = parts(record, ConfigRecord).get("config")
-    said = config.get("measure") if config is not None else None
-    if said not in HELD_OUT:
-        raise RecordError(f"a message to measure names one of {', '.join(HELD_OUT)}; this one says {quoted(said, 40)}.")
-    return said
+    part = config.get("measure") if config is not None else None
+    if part not in HELD_OUT:
+        raise RecordError(f"a message to measure names one of {', '.join(HELD_OUT)}; this one says {quoted(part, 40)}.")
+    return part
 
 
 def measured_record(
@@ -84,10 +84,10 @@ def measured_record(
         raise ConfigError(f"{client!r} holds no {part} examples out.")
     scores = evaluator.measure_adapter(receive(download, kept), client)
     named = {f"score-{name}": float(v) for name, v in scores.items() if "/" not in name and math.isfinite(v)}
-    said = {"run": run, "round": download.round, "measure": part}
+    facts = {"run": run, "round": download.round, "measure": part}
     names = [*kept.modules, *kept.heads] if kept is not None else []
     metrics = MetricRecord({"num-examples": evaluator.count(client), **named})
-    config = ConfigRecord({"measured": json.dumps(said, sort_keys=True), "kept": names})
+    config = ConfigRecord({"measured": json.dumps(facts, sort_keys=True), "kept": names})
     return enclose(RecordDict({"metrics": metrics, "config": config}))
 
 

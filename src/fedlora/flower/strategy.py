@@ -279,9 +279,9 @@ class FedLoRA(Strategy):
             if found is not None:
                 scores["clients"] = dict(found)
                 result.evaluate_metrics_clientapp[self.round] = found
-        if evaluate_fn is not None and (told := evaluate_fn(self.round, self.arrays())) is not None:
-            scores["server"] = dict(told)
-            result.evaluate_metrics_serverapp[self.round] = told
+        if evaluate_fn is not None and (measured := evaluate_fn(self.round, self.arrays())) is not None:
+            scores["server"] = dict(measured)
+            result.evaluate_metrics_serverapp[self.round] = measured
         if scores and self.round:
             self.journal.scored(self.round, scores)
 

@@ -12,7 +12,7 @@ import torch
 
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
-from fedlora.errors import ConfigError, FedLoRAError, said_by
+from fedlora.errors import ConfigError, FedLoRAError, complaints
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
 from fedlora.runs.identity import own_files
@@ -36,7 +36,7 @@ def of_parts(config: RunConfig) -> Iterator[str]:
         if not path.exists():
             yield f"{key}: {path} does not exist."
     device, program = config.model.chosen_device(), config.train.program()
-    yield from said_by(
+    yield from complaints(
         config.method.build,
         lambda: check_device(device, config.model.load_in_4bit),
         lambda: check_trackers(config.run.report_to),
@@ -48,10 +48,10 @@ def of_settings(config: RunConfig) -> Iterator[str]:
     """What can be said before any data are read: of each setting alone, and of settings together."""
     yield from of_parts(config)
     yield from _of_metric(config)
-    yield from said_by(lambda: check_private(config, built(config)))
+    yield from complaints(lambda: check_private(config, built(config)))
     model = own_files(config).get("model.name")
     if model is None or model.exists():
-        yield from said_by(lambda: config.model.check_targets(config.lora.target_modules))
+        yield from complaints(lambda: config.model.check_targets(config.lora.target_modules))
 
 
 def built(config: RunConfig) -> Server:
@@ -119,7 +119,7 @@ def _of_fit(config: RunConfig, server: Server, a_round: int, clients: int) -> It
     if quorum is not None and quorum > a_round:
         yield f"server.quorum = {quorum} can never be met: {a_round} of {clients} clients take part in a round."
     if rule is not None:
-        yield from said_by(lambda: check_rule(rule, a_round))
+        yield from complaints(lambda: check_rule(rule, a_round))
 
 
 def _of_metric(config: RunConfig) -> Iterator[str]:

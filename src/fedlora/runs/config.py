@@ -17,7 +17,7 @@ from fedlora.core.messages import Client
 from fedlora.data import TextData
 from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import ADAPTER_FILES, local_folder, repository_and_revision
-from fedlora.errors import ConfigError, refuse, said_by
+from fedlora.errors import ConfigError, complaints, refuse
 from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection
 from fedlora.runs.data_sections import ClientsSection, DataSection
@@ -97,7 +97,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         'svd'
     """
     raw = read_toml(path, "the config")
-    wrong = list(said_by(*(partial(override_in, raw, override) for override in overrides)))
+    wrong = list(complaints(*(partial(override_in, raw, override) for override in overrides)))
     config, lines = partly(RunConfig, raw)
     if config is not None and config.privacy is not None and config.privacy.population == SIMULATED:
         lines.append(f"privacy.population = {SIMULATED!r} is an experiment's: name the people whose data these are")
@@ -106,7 +106,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     if config is not None:
         from fedlora.runs.checks import of_parts  # imports what a run needs; only for a file that cannot be run
 
-        lines += said_by(lambda: refuse(of_parts(located(config, path.parent))))
+        lines += complaints(lambda: refuse(of_parts(located(config, path.parent))))
     raise ConfigError("; ".join([*(one.rstrip(".") for one in wrong), *lines]))
 
 

@@ -97,9 +97,9 @@ def in_words(line: Mapping[str, Any]) -> str:
     share = {name: one["coefficient"] / one["weight"] for name, one in line["clients"].items()}
     out = [name for name, x in share.items() if x == 0]
     less = sorted((name for name, x in share.items() if 0 < x < _FULL), key=lambda name: (share[name], name))
-    said = [f"left out {_listed(out)} ({len(out)} of {len(share)} clients)"] if out else []
-    said += ["held back " + _listed(f"{name} to {share[name]:.0%} of its weight" for name in less)] if less else []
-    return f"{line['rule'].split(' (')[0]} {' and '.join(said)}" if said else ""
+    parts = [f"left out {_listed(out)} ({len(out)} of {len(share)} clients)"] if out else []
+    parts += ["held back " + _listed(f"{name} to {share[name]:.0%} of its weight" for name in less)] if less else []
+    return f"{line['rule'].split(' (')[0]} {' and '.join(parts)}" if parts else ""
 
 
 def over_rounds(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -144,9 +144,9 @@ def _show(found: Mapping[str, Any]) -> None:
         table.add_row(cell(name), cell(site["rank"]), site["node"], cell(site["fate"] or "-"), *mine)
     console.print(table)
     for line in found["last_rounds"]:
-        for said in (round_line(line), *beside(line), scores_line(line["round"], line)):
-            if said:
-                console.print(said)
+        for text in (round_line(line), *beside(line), scores_line(line["round"], line)):
+            if text:
+                console.print(text)
 
 
 def _number(value: float | None) -> str:

@@ -54,19 +54,19 @@ def site(
     own = {"name": model} if hub is None or hub[1] is None else {"name": hub[0], "revision": hub[1]}
     raw["model"] = {**raw.get("model", {}), **own}
     raw["data"] = {**raw.get("data", {}), "train": data}
-    said, found = JoinFile.read(join), Site.of(raw, Path.cwd())
+    joined, found = JoinFile.read(join), Site.of(raw, Path.cwd())
     notes.print("reading the data and the base model ...")
     with replacing_folder(folder) as building:
-        rows = checked_work(said, found)
+        rows = checked_work(joined, found)
         if wrong := [text for _, text, sound in rows if sound is False]:
             raise ConfigError(f"{' '.join(wrong)} {folder} was not made, and nothing was sent.")
-        fill_site(building, said, found)
+        fill_site(building, joined, found)
     table = Table("", "found", "")
     for what, text, _ in rows:
         table.add_row(what, Text(shown(text, 2000)), "ok")
     console.print(table)
     console.print(
-        f"{folder}: ready, to take part in {said.federation} at {said.address}.\n1. send {folder}/key.pub to the "
+        f"{folder}: ready, to take part in {joined.federation} at {joined.address}.\n1. send {folder}/key.pub to the "
         f"server, where it is admitted with: fedlora flower admit FED {name} key.pub\n2. take part: fedlora flower "
         f"node {typed(folder)}, or its unit (docs/how-to/federation.md). It waits until the site is admitted."
     )

@@ -62,7 +62,7 @@ class Answers:
         self._after: dict[str, ClientMemory] = {}
         self._counted: dict[str, float] = {}  # client -> examples that count
         self.fates: dict[str, tuple[Fate, str]] = {}
-        self._told: dict[str, dict[str, float]] = {"losses": {}, "examples": {}}
+        self._reported: dict[str, dict[str, float]] = {"losses": {}, "examples": {}}
         for name in clients:
             if name not in self.asked:
                 away = name not in online
@@ -100,9 +100,9 @@ class Answers:
         self._after[name], self._counted[name] = ClientMemory(None, 0, found.held), float(examples)
         if not examples:  # nobody has checked its adapter
             return self.settle(name, "abstained", "it has 0 examples for this round")
-        self._told["examples"][name] = float(upload.num_examples)
+        self._reported["examples"][name] = float(upload.num_examples)
         if found.loss is not None:
-            self._told["losses"][name] = found.loss
+            self._reported["losses"][name] = found.loss
         self.settle(name, "trained", "")
 
     def close(self, spent: Callable[[int], Mapping[str, Any]] | None, seconds: float) -> FederationState:
@@ -127,8 +127,8 @@ class Answers:
         left_out = tally.judged.left_out if tally.judged is not None else {}
         line = {
             "round": after.round,
-            "loss": round_loss(self._told["losses"], self._counted),
-            **{key: self._in_order(table) for key, table in self._told.items()},
+            "loss": round_loss(self._reported["losses"], self._counted),
+            **{key: self._in_order(table) for key, table in self._reported.items()},
             "weights": dict(tally.weights),
             "fates": self._in_order({name: {"fate": fate, "why": why} for name, (fate, why) in self.fates.items()}),
             **({"robust": tally.judged.plain()} if tally.judged is not None else {}),
@@ -150,15 +150,15 @@ class Answers:
             if fate in COUNT:
                 clients[name] = self._after[name]
                 lost = f"had no weight in the model, and the site goes on from its own state: {left_out.get(name)}"
-                receipts[name] = Receipt(round, self._said(round, lost if name in left_out else ""))
+                receipts[name] = Receipt(round, self._receipt_text(round, lost if name in left_out else ""))
                 continue
             if name in clients:
                 clients[name] = replace(clients[name], held=None)
-            why = self._said(round, f"did not count: {fate}: {why}")
+            why = self._receipt_text(round, f"did not count: {fate}: {why}")
             receipts[name] = replace(receipts.get(name, Receipt()), why=why)
         return clients, receipts
 
-    def _said(self, round: int, why: str) -> str:
+    def _receipt_text(self, round: int, why: str) -> str:
         """For the site's log. A private round tells nobody."""
         private = self._opened.asked is not None
         return shown(f"round {round}: the work of this site {why}", 600) if why and not private else ""

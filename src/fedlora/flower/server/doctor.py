@@ -27,11 +27,11 @@ def checked_folder(folder: Path) -> list[Row]:
     what = f"{settings.id}, {network.name}; {settings.method.name}, {counted(settings.run.rounds, 'round')}"
     waits = [name for name in policy.clients if not there.key(name).is_file()]
     ready = len(policy.clients) - len(waits)
-    said = f"{ready} of {len(policy.clients)} admitted" + (f"; not yet: {', '.join(waits[:5])}" if waits else "")
+    admitted = f"{ready} of {len(policy.clients)} admitted" + (f"; not yet: {', '.join(waits[:5])}" if waits else "")
     return [
         ("federation", what, True),
         *_begins(there),
-        ("sites", said, True if ready >= (settings.server.quorum or 1) else None),
+        ("sites", admitted, True if ready >= (settings.server.quorum or 1) else None),
         (f"certificate of {network.name}", *verdict(there.certificates, network.name)),
         *_proxy(network),
     ]

@@ -232,13 +232,13 @@ def play(grid: Grid, folder: Path) -> dict[str, Any]:
 def ending(summary: Mapping[str, Any]) -> str:
     """The federation is over, and how to continue, in two sentences."""
     early, rounds = summary.get("stopped_early"), counted(summary["rounds"], "round")
-    said, way = f"complete after {rounds}", "raise run.rounds in federation.toml and start it again"
+    outcome, way = f"complete after {rounds}", "raise run.rounds in federation.toml and start it again"
     if "privacy" in summary:
         way = "make another federation that charges the same ledger: epsilon was promised for these rounds"
     if early:
-        said = f"stopped early after {rounds} of {summary['of']}: {early['why']}"
+        outcome = f"stopped early after {rounds} of {summary['of']}: {early['why']}"
         way = "begin another federation with its adapter (fedlora flower init --start)"
         if "privacy" in summary and early.get("best_round") is None:
             way = "raise the ledger's budget, if the population may lose more (fedlora privacy), and start it again"
     place = "server/adapter is its adapter" if summary.get("adapter", True) else "server/summary.json has its scores"
-    return f"{said}; {place}. To go on, {way}."
+    return f"{outcome}; {place}. To go on, {way}."

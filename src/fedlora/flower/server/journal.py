@@ -50,8 +50,8 @@ class Journal:
 
     def lines(self, upto: int | None = None) -> list[dict[str, Any]]:
         """The lines of the rounds until `upto`, in order, each with its scores as keys."""
-        told = sorted(self._played.items())
-        return [{"metrics": {}, **line, **self._scores.get(n, {})} for n, line in told if upto is None or n <= upto]
+        rounds = sorted(self._played.items())
+        return [{"metrics": {}, **line, **self._scores.get(n, {})} for n, line in rounds if upto is None or n <= upto]
 
     def measured(self, round: int) -> bool:
         """Whether a round's scores are told."""
@@ -63,8 +63,8 @@ class Journal:
         found = json.loads(line)
         if self._played.get(found["round"]) != found:
             self._append(found)
-            for said in beside(found):
-                log.warning("%s", said)
+            for text in beside(found):
+                log.warning("%s", text)
             log.info("%s", round_line(found))
 
     def scored(self, round: int, scores: Mapping[str, Any]) -> None:
@@ -169,8 +169,8 @@ def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
         except ValueError:
             continue
         number = found.get("round") if isinstance(found, dict) else None
-        told = isinstance(found, dict) and isinstance(found.get("scores", found.get("fates")), dict)
-        if told and isinstance(number, int) and not isinstance(number, bool) and number >= 1:
+        ours = isinstance(found, dict) and isinstance(found.get("scores", found.get("fates")), dict)
+        if ours and isinstance(number, int) and not isinstance(number, bool) and number >= 1:
             yield found
 
 
@@ -201,9 +201,9 @@ def round_line(line: Mapping[str, Any]) -> str:
 def beside(line: Mapping[str, Any]) -> list[str]:
     """What people should know of a round beside its line: who lost it and why, and what a robust rule did."""
     lost = [(name, one) for name, one in line["fates"].items() if one["fate"] not in _QUIET]
-    said = [f"round {line['round']}: {shown(name)}: {one['fate']}: {one['why']}" for name, one in lost]
+    lines = [f"round {line['round']}: {shown(name)}: {one['fate']}: {one['why']}" for name, one in lost]
     rule = in_words(line["robust"]) if line.get("robust") else ""
-    return said + ([f"round {line['round']}: {rule}"] if rule else [])
+    return lines + ([f"round {line['round']}: {rule}"] if rule else [])
 
 
 def scores_line(round: int, scores: Mapping[str, Any]) -> str:
@@ -211,10 +211,10 @@ def scores_line(round: int, scores: Mapping[str, Any]) -> str:
     for key, where in (("metrics", ""), ("site_mean", " at the sites"), ("clients", " at the clients")):
         numbers = {name: value for name, value in (scores.get(key) or {}).items() if name != "examples"}
         if numbers:
-            told = ", ".join(
+            text = ", ".join(
                 f"{shown(name)} {_number(value, 3)}" for name, value in numbers.items() if value is not None
             )
-            return f"round {round}: {told}{where}"
+            return f"round {round}: {text}{where}"
     return ""
 
 

@@ -131,14 +131,18 @@ def check_agreed(home: FederationFolder, settings: FederationSettings, join: Joi
     then, now = flat(join.agreed), flat(settings.agreed())
     keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in settings.may_change]
     if keys:
-        said = "; ".join(f"{key} was {json.dumps(then.get(key))} and is {json.dumps(now.get(key))} now" for key in keys)
+        differences = "; ".join(
+            f"{key} was {json.dumps(then.get(key))} and is {json.dumps(now.get(key))} now" for key in keys
+        )
         way = f"Call fedlora flower renew {home.path}, and give every site the new join.toml"
         if rounds:
             way = (
                 f"{rounds} rounds are played: set it back, or make another federation (fedlora flower init, with "
                 f"--start {home.adapter} to begin with this one's adapter)"
             )
-        raise ConfigError(f"federation.toml says something else than join.toml, which the sites have: {said}. {way}.")
+        raise ConfigError(
+            f"federation.toml says something else than join.toml, which the sites have: {differences}. {way}."
+        )
 
 
 def playable(

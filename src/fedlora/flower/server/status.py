@@ -106,22 +106,22 @@ def status_of(folder: FederationFolder, rounds: int | None = None) -> dict[str, 
     }  # fmt: skip
 
 
-def headline(told: Mapping[str, Any]) -> str:
+def headline(facts: Mapping[str, Any]) -> str:
     """Two lines for people."""
-    server, playing = told["served_by"], told["playing"]
-    over = "not served, for nothing is left to do; sites may stop" if told["finished"] else "not served at the moment"
+    server, playing = facts["served_by"], facts["playing"]
+    over = "not served, for nothing is left to do; sites may stop" if facts["finished"] else "not served at the moment"
     served = f"served by process {server}" if server is not None else over
-    if told["finished"]:
-        state = f"{told['finished']} after {told['round']} rounds"
+    if facts["finished"]:
+        state = f"{facts['finished']} after {facts['round']} rounds"
     elif playing is not None and server is not None:
         since = playing["since"][:16].replace("T", " ")
-        state = f"round {playing['round']} of {told['rounds']} goes on, since {since} UTC"
+        state = f"round {playing['round']} of {facts['rounds']} goes on, since {since} UTC"
         if waiting := [name for name in playing["asked"] if name not in playing["answered"]]:
             state += f"; no answer yet: {', '.join(waiting)}"
     else:
-        state = f"{told['round']} of {counted(told['rounds'], 'round')} done"
-    answers = "answers" if told["superlink"] else "does not answer"
-    return f"{told['name']}: {state}\n{served}; the SuperLink {answers}"
+        state = f"{facts['round']} of {counted(facts['rounds'], 'round')} done"
+    answers = "answers" if facts["superlink"] else "does not answer"
+    return f"{facts['name']}: {state}\n{served}; the SuperLink {answers}"
 
 
 def _nodes(folder: FederationFolder) -> dict[str, NodeFacts] | None:

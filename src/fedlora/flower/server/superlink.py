@@ -193,7 +193,7 @@ class SuperLink:
             from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
             os.environ.update({name: self.env[name] for name in ("NO_PROXY", "no_proxy")})  # httpx reads them here
-            with _told():
+            with _own_errors():
                 root = (self.folder.certificates / "ca.crt").read_bytes()
                 self._client = ControlHttpClient.from_server_address(
                     server_address=self.address, insecure=False, root_certificates=root,
@@ -201,11 +201,11 @@ class SuperLink:
                 )  # fmt: skip
         return self._client
 
-    def _ask(self, method: str, request: str, **said: Any) -> Any:
+    def _ask(self, method: str, request: str, **fields: Any) -> Any:
         from flwr.proto import control_pb2
 
-        with _told():
-            return getattr(self._speaker(), method)(getattr(control_pb2, request)(**said))
+        with _own_errors():
+            return getattr(self._speaker(), method)(getattr(control_pb2, request)(**fields))
 
 
 def public_key(path: Path) -> bytes:
@@ -234,7 +234,7 @@ def _run(run: Any) -> RunFacts:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _own_errors() -> Iterator[None]:
     """Turn Flower's errors into ours, with its own words."""
     import httpx
 

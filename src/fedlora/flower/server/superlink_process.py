@@ -45,8 +45,8 @@ def under_own_name(push: Callable[..., Any]) -> Callable[..., Any]:
 
             who = {node.node_id: node.name for node in state.get_node_info(node_ids=[signer, *others])}
             names = [who.get(node) or f"node {node}" for node in (signer, others[0])]
-            said = f"{names[0]} sent an answer in the name of {names[1]}: refused; the answer of {names[1]} counts"
-            print(f"{SAYS}{said}", file=sys.stderr, flush=True)
+            text = f"{names[0]} sent an answer in the name of {names[1]}: refused; the answer of {names[1]} counts"
+            print(f"{SAYS}{text}", file=sys.stderr, flush=True)
             raise HTTPException(409, "an answer in another node's name is refused")
         return push(request=request, state=state)
 

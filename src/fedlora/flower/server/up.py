@@ -72,14 +72,14 @@ def make(folder: Path, config: RunConfig, port: int) -> list[str]:
             tables = {table: keys for table, keys in own.items() if keys}
             fill_site(site.path, JoinFile.read(there.join), Site(name, tables))
             admit(building, name, None, site.public_key)
-    said = config.model_dump(mode="json", exclude_defaults=True)
-    return [key for key in without_effect(said) if ELSEWHERE[key] == ELSEWHERE["run.workers"]]
+    given = config.model_dump(mode="json", exclude_defaults=True)
+    return [key for key in without_effect(given) if ELSEWHERE[key] == ELSEWHERE["run.workers"]]
 
 
 def _own(config: RunConfig, table: str) -> dict[str, Any]:
     """The keys of a site's own that the run's file sets. A trial's maker also operates its sites."""
-    said = getattr(config, table).model_dump(mode="json", exclude_defaults=True)
-    return {key: value for key, value in said.items() if key in OWN[table]}
+    given = getattr(config, table).model_dump(mode="json", exclude_defaults=True)
+    return {key: value for key, value in given.items() if key in OWN[table]}
 
 
 def _federation(config: RunConfig, parts: Mapping[str, TextData], home: Path, building: Path) -> dict[str, Any]:

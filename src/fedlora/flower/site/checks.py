@@ -134,7 +134,8 @@ def look(server: JoinFile, here: SiteFolder) -> Found:
             request = ActivateNodeRequest(public_key=public_key_to_bytes(secret.public_key()), heartbeat_interval=0.0)
             client.ActivateNode(request)
     except httpx.HTTPStatusError as error:
-        return _said(server, error.response, _ahead(error.response.headers.get("date"), (asked_at + time.time()) / 2))
+        ahead = _ahead(error.response.headers.get("date"), (asked_at + time.time()) / 2)
+        return _explained(server, error.response, ahead)
     except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, OSError) as error:
         return _unreached(server, error)
     except (RuntimeError, ValueError):  # an answer of 200 that is not Flower's
@@ -152,11 +153,11 @@ def _unreached(server: JoinFile, error: BaseException) -> Found:
             f"clock it is {datetime.now(UTC):%Y-%m-%d %H:%M} UTC: if that is wrong, timedatectl set-ntp true. If it "
             f"has expired, the server must renew it; if name or authority differ, ask for its new join.toml."
         ))  # fmt: skip
-    said = shown(getattr(error, "strerror", None) or str(error) or type(error).__name__)
-    return Found("silent", f"{server.address} cannot be reached from here: {said}.")
+    reason = shown(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+    return Found("silent", f"{server.address} cannot be reached from here: {reason}.")
 
 
-def _said(server: JoinFile, reply: Any, ahead: float) -> Found:
+def _explained(server: JoinFile, reply: Any, ahead: float) -> Found:
     """The meaning of the server's answer. ahead: of this machine's clock, in seconds."""
     from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 

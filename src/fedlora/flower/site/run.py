@@ -52,10 +52,10 @@ def fill_site(folder: Path, join: JoinFile, site: Site) -> None:
 
 def wait_until_admitted(look: Callable[[], Found], pauses: tuple[float, ...] = PAUSES) -> None:
     """Ask the server until it would let this site in. Each obstacle is reported when it begins."""
-    told, tries = "", 0
+    last, tries = "", 0
     while (found := look()).fate != "admitted":
-        if found.fate != told:
-            told = found.fate
+        if found.fate != last:
+            last = found.fate
             say(f"waiting: {found.why}")
         time.sleep(pauses[min(tries, len(pauses) - 1)])
         tries += 1

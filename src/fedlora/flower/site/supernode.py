@@ -110,11 +110,11 @@ def require_ours(app: bytes, run: Any) -> None:
             f"Nothing of it was unpacked or run. Install the server's version of fedlora."
         )
     own = (*get_fab_metadata(app), digest(app))
-    said = (run.fab_id, run.fab_version, run.fab_hash)
-    if said != own:
+    called = (run.fab_id, run.fab_version, run.fab_hash)
+    if called != own:
         raise NotOurs(
-            f"the server's app is {' '.join(own)}, but the server calls it {quoted(' '.join(map(str, said)))}: Flower "
-            f"would run the content of a folder of that name. Nothing was run."
+            f"the server's app is {' '.join(own)}, but the server calls it {quoted(' '.join(map(str, called)))}: "
+            f"Flower would run the content of a folder of that name. Nothing was run."
         )
 
 

@@ -60,11 +60,11 @@ def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
             connection = Connection(client.detach())
         with connection:
             send_message(connection, {"do": do}, record)
-            said, reply = receive_message(connection)
+            words, reply = receive_message(connection)
     except (OSError, EOFError) as error:
         raise TrainerFailed("its node has ended") from error
     if reply is None:
-        raise TrainerFailed(str(said["told"]))
+        raise TrainerFailed(str(words["told"]))
     return reply
 
 
@@ -155,11 +155,11 @@ def answer(listening: socket.socket, work: Trainer, folder: Path) -> None:
         accepted, _ = listening.accept()
         with Connection(accepted.detach()) as connection:
             try:
-                said, record = receive_message(connection)
+                request, record = receive_message(connection)
                 if record is None:
                     continue
-                with beating(say, str(said["do"])):
-                    words, reply = _answered(work, said["do"], record, folder)
+                with beating(say, str(request["do"])):
+                    words, reply = _answered(work, request["do"], record, folder)
                 send_message(connection, words, reply)
             except (OSError, EOFError):  # it is gone
                 pass
@@ -229,7 +229,7 @@ def say(line: str) -> None:
 # ------------------------------------------------------------------------ records over it, without torch or pickle
 
 
-def send_message(connection: Connection, said: dict[str, Any], record: RecordDict | None = None) -> None:
+def send_message(connection: Connection, words: dict[str, Any], record: RecordDict | None = None) -> None:
     """Send one message: a small JSON object, and records, whose arrays follow one by one."""
     arrays: list[bytes] = []
     records: dict[str, Any] = {}
@@ -239,7 +239,7 @@ def send_message(connection: Connection, said: dict[str, Any], record: RecordDic
             arrays += [one.data for one in part.values()]
         else:
             records[name] = {"metrics" if isinstance(part, MetricRecord) else "config": dict(part)}
-    connection.send_bytes(json.dumps({"said": said, "records": records if record is not None else None}).encode())
+    connection.send_bytes(json.dumps({"said": words, "records": records if record is not None else None}).encode())
     for data in arrays:
         connection.send_bytes(data)
 

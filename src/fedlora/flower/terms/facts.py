@@ -108,5 +108,5 @@ def _config_digest(model: str | Path) -> str:
 
     with readable(f"the configuration of {str(model)!r} cannot be read"):
         found, _ = PretrainedConfig.get_config_dict(model_place(model))
-    said = json.dumps({key: value for key, value in found.items() if key not in _OWN}, sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()
+    text = json.dumps({key: value for key, value in found.items() if key not in _OWN}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

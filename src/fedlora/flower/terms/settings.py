@@ -143,8 +143,8 @@ class FederationSettings(RunConfig):
         """The server's settings from a file's tables, its paths made absolute from `folder`. Raises `ConfigError` for
         each mistake, and for keys that belong to a site or to `fedlora run`."""
         if wrong := without_effect(raw):
-            said = "; ".join(f"{key} is no setting of a federation: {ELSEWHERE[key]}" for key in wrong)
-            raise ConfigError(f"{said}. Leave it out.")
+            text = "; ".join(f"{key} is no setting of a federation: {ELSEWHERE[key]}" for key in wrong)
+            raise ConfigError(f"{text}. Leave it out.")
         found = checked(cls, absolute(raw, folder))
         if found.files() and found.base is None:
             raise ConfigError("measuring on a file of the server's needs the base model: name it in model.name.")
@@ -176,21 +176,21 @@ class FederationSettings(RunConfig):
 
         Raises `ConfigError` for a mistake in site.toml.
         """
-        own, said = site.own, self.model_dump(exclude_defaults=True, include=_OF_SITES, exclude=_staying())
-        data, mine = said.get("data", {}), own.get("data", {})
+        own, agreed = site.own, self.model_dump(exclude_defaults=True, include=_OF_SITES, exclude=_staying())
+        data, mine = agreed.get("data", {}), own.get("data", {})
         for these, others in ((("messages",), ("prompt", "response")), (("prompt", "response"), ("messages",))):
             if any(key in mine for key in these):  # one form of rows stands in place of the other
                 data = {key: value for key, value in data.items() if key not in others}
         data |= {key: value for key, value in mine.items() if key != "train"}
         data |= {part: self.share(part) for part in HELD_OUT}
         data["clients"] = {site.name: mine.get("train", UNNAMED)}
-        train = own.get("train", {}) if "command" in own.get("train", {}) else said.get("train", {})
+        train = own.get("train", {}) if "command" in own.get("train", {}) else agreed.get("train", {})
         if not any(map(self.share, HELD_OUT)):
-            said.pop("evaluate", None)
+            agreed.pop("evaluate", None)
         tables = {
-            **said, "data": data, "train": train, "clients": {"ranks": [rank]},
-            "model": {**said.get("model", {}), **own.get("model", {})},
-            "run": {**said.get("run", {}), **own.get("run", {})},
+            **agreed, "data": data, "train": train, "clients": {"ranks": [rank]},
+            "model": {**agreed.get("model", {}), **own.get("model", {})},
+            "run": {**agreed.get("run", {}), **own.get("run", {})},
         }  # fmt: skip
         try:
             return checked(RunConfig, tables)
