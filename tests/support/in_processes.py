@@ -52,7 +52,7 @@ def own_megabytes(resident: dict[str, Tensor], item: tuple[str, float]) -> tuple
 
 def trained(resident: Any, item: int) -> float:
     """The size of a gradient through a product large enough for several threads."""
-    weight = torch.linspace(-1, 1, 400 * 400).view(400, 400).requires_grad_()
+    weight = torch.linspace(-1, 1, 256 * 256).view(256, 256).requires_grad_()
     torch.linalg.svdvals(weight @ weight).sum().backward()
     assert weight.grad is not None
     return float(weight.grad.norm())
