@@ -34,14 +34,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell star
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before -m chooses. What peft warns of whenever it is used is an error in no test."""
-    from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+    """Before -m chooses."""
     from support.tiers import divide
 
     divide(items)
-    for item in items:
-        item.add_marker(FUTURE_NAMES)
-        item.add_marker(NOT_ON_THE_HUB)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -36,12 +36,11 @@ from fedlora.server.server import start
 from fedlora.simulation import simulate
 from support.command_line import Said
 from support.flower_grid import bits
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.machines import free_port, until
 from support.tiny_models import bert
 from support.training_data import classification, save_model
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.deployment_all, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.deployment_all, pytest.mark.timeout(2400)]
 
 ROUNDS = 6
 CONFIG = """\

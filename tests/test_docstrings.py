@@ -25,7 +25,6 @@ from fedlora.experiments.grid import Grid
 from fedlora.experiments.results import append
 from fedlora.experiments.spec import Experiment
 from support.benchmark_files import task_file, write_glue, write_tasks
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.made_results import line
 from support.projects import make_project
 from support.worked_examples import Toy
@@ -36,7 +35,6 @@ PACKAGES = (
     "fedlora.testing", "fedlora.workers", "fedlora.attacks", "fedlora.hf",
 )  # fmt: skip
 NOT_RUN = {"demo_data", "demo_model", "smollm2_model"}  # a network, or packages that not everybody has
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
 def public() -> dict[str, Any]:

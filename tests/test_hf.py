@@ -40,15 +40,12 @@ from fedlora.training.loop import LocalTrainer
 from fedlora.training.models import AdaptedModel
 from fedlora.training.round_folder import VARIABLE, RoundFacts, RoundFolder, trained_parts
 from fedlora.training.settings import LoRASettings, TrainSettings
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.local_training import drawn
 from support.tiny_models import bert, llama, logits
 from support.training_data import LABELS, classification, save_encoder, save_model, tokenizer
 from support.worked_examples import python_blocks
 
 pytestmark = [
-    FUTURE_NAMES,
-    LORA_BIAS,
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),  # of TRL's own settings
     pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning"),  # of a script's own Trainer
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),  # of torch.compile's own imports

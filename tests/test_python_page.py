@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import make_project
 from support.worked_examples import python_blocks, run_page
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "how-to" / "python.md"
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
 @pytest.mark.exhaustive

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import functools
 import shutil
-from pathlib import Path
 
 import pytest
 
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_boundary import kept
 from support.peft_models import saved
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(FUTURE_NAMES)
-            item.add_marker(LORA_BIAS)
 
 
 @pytest.fixture(scope="session")

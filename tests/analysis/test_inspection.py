@@ -15,9 +15,6 @@ from fedlora.analysis.audit import random_gauge
 from fedlora.analysis.inspection import difference, facts, overlap
 from support.adapter_folders import SHAPES, lora, saved
 from support.command_line import Said
-from support.known_warnings import LORA_BIAS
-
-pytestmark = LORA_BIAS
 
 
 def test_facts_by_hand() -> None:

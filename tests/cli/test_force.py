@@ -14,12 +14,9 @@ from peft import LoraConfig, get_peft_model
 
 from support.adapter_folders import saved
 from support.command_line import Said
-from support.known_warnings import LORA_BIAS
 from support.projects import contents
 from support.tiny_models import llama
 from support.training_data import save_model
-
-pytestmark = LORA_BIAS
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -25,11 +25,10 @@ from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from support.certificates import authority, pem, server_files
 from support.command_line import Said
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
 from support.training_data import save_model
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 ROWS = "text,label\n" + "".join(f"w{k} w{k + 1},{'no' if k % 3 == 0 else 'yes'}\n" for k in range(30))
 CA = authority()
 

@@ -28,11 +28,8 @@ from fedlora.runs import preparation
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import load_config
 from support.federation_folders import RANKS, SETTINGS, FederationOnDisk, merged
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.projects import ran
 from support.training_data import LABELS, classification, rows
-
-pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,11 +21,8 @@ from fedlora.flower.terms import facts
 from fedlora.flower.terms.facts import model_facts, targets_of, versions_here
 from fedlora.flower.terms.settings import FederationSettings
 from support.federation_folders import FederationOnDisk, merged
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
 from support.training_data import save_model
-
-pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
 
 def test_patch_releases_and_new_minor_torches_work_together(monkeypatch: pytest.MonkeyPatch) -> None:

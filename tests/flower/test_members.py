@@ -21,10 +21,8 @@ from fedlora.flower.terms.settings import FederationSettings
 from support.certificates import authority, pem, server_files
 from support.command_line import Said
 from support.deployed_folders import federation_folder
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.training_data import save_encoder
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS]
 RUN = """\
 # our study
 [model]

@@ -30,11 +30,8 @@ from fedlora.flower.terms.site_file import Site
 from fedlora.privacy import recompute
 from fedlora.runs.privacy_section import SIMULATED
 from support.federation_folders import RANKS, FederationOnDisk
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.private_flower import leave
 from support.training_data import LABELS
-
-pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
 PRIVATE: dict[str, Any] = {
     "clipping_norm": 1.0, "noise_multiplier": 0.05, "delta": 1e-3, "population": "three sites", "ledger": "sites.jsonl",

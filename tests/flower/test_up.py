@@ -29,11 +29,9 @@ from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig, load_config
 from support.federation_folders import SiteNode
 from support.flower_grid import FastClock, LocalGrid
-from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.own_programs import DOUBLING, command
 from support.training_data import classification, rows, save_encoder
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS]
 RUN = """\
 [model]
 name = "model"

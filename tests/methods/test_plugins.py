@@ -19,11 +19,8 @@ from fedlora.errors import HyperparameterError
 from fedlora.methods.registry import find, plugins
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, invoke
-from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.processes import Program
 from support.projects import configured, make_project, ran
-
-pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 MODULE = '''
 """FedIT under another name, with a hyper-parameter and a state of its own."""

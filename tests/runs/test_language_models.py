@@ -18,13 +18,10 @@ from fedlora.errors import CheckpointError, ConfigError
 from fedlora.runs.client_data import deal
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
-from support.known_warnings import CONV1D
 from support.local_training import dense, logits
 from support.projects import configured, ran
 from support.tiny_models import llama
 from support.training_data import EOS, instructions, save_model, tokenizer, word
-
-pytestmark = CONV1D
 
 CHAT = "{% for m in messages %}{{ m.content }} [EOS] {% endfor %}"
 CONFIG = """

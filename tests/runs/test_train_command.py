@@ -12,11 +12,9 @@ from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from support.command_line import Said
-from support.known_warnings import LORA_BIAS
 from support.own_programs import DOUBLING, command
 from support.training_data import classification, rows, save_encoder
 
-pytestmark = LORA_BIAS
 LISTING = DOUBLING + "\nimport sys; shutil.copy(sys.argv[1], 'seen')"
 
 

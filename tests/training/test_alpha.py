@@ -18,11 +18,8 @@ from fedlora import Adapter
 from fedlora.training.encode import collate
 from fedlora.training.loop import LocalTrainer
 from fedlora.training.settings import TrainSettings
-from support.known_warnings import FUTURE_NAMES
 from support.local_training import Loader, download
 from support.training_data import classification
-
-pytestmark = FUTURE_NAMES
 
 ALPHA = 6
 PREFIX = "base_model.model."

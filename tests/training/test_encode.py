@@ -14,11 +14,8 @@ from transformers import AutoTokenizer
 from fedlora.data import TextData, read_instructions
 from fedlora.errors import ConfigError, DataError
 from fedlora.training.encode import IGNORED, Cut, collate, cut_of, encode
-from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader
 from support.training_data import CLS, EOS, LABELS, SEP, encode_prompts, tokenizer, word
-
-pytestmark = [FUTURE_NAMES, CONV1D]
 
 
 def test_a_model_sees_a_pair_as_transformers_would_show_it(load: Loader, classifier: Path) -> None:

@@ -26,7 +26,6 @@ from fedlora.training.measure import ModelEvaluator
 from fedlora.training.metrics import METRICS
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings
-from support.known_warnings import CONV1D, FUTURE_NAMES, NOT_ON_THE_HUB
 from support.local_training import dense, drawn, logits
 from support.tiny_models import gpt2, llama
 from support.training_data import (
@@ -41,8 +40,6 @@ from support.training_data import (
     tokenizer,
     word,
 )
-
-pytestmark = [FUTURE_NAMES, CONV1D, NOT_ON_THE_HUB]
 
 SCALING = 2.0
 READER = tokenizer(classifies=False)

@@ -25,12 +25,9 @@ from fedlora.training.loop import LocalTrainer, optimizer_for
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
-from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, Recorder, base_weights, bits, dense, distance, download, drawn, logits, same
 from support.tiny_models import llama
 from support.training_data import EOS, classification, instructions, tokenizer, word
-
-pytestmark = [FUTURE_NAMES, CONV1D]
 
 
 def trained(model: AdaptedModel, adapter: Adapter, data: TextData | None = None, **settings: Any) -> Any:

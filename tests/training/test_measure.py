@@ -25,12 +25,9 @@ from fedlora.training.loop import LocalTrainer
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
-from support.known_warnings import FUTURE_NAMES
 from support.local_training import Recorder, dense, drawn, logits
 from support.tiny_models import bert, llama
 from support.training_data import LABELS, classification, instructions, tokenizer
-
-pytestmark = FUTURE_NAMES
 
 SCALING = 2.0
 RANKS = {"a": 2, "b": 4, "c": 4}

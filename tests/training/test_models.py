@@ -25,12 +25,9 @@ from fedlora.training.loop import LocalTrainer
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
-from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, bits, dense, logits
 from support.tiny_models import bert, llama
 from support.training_data import CLS, SEP, classification, save_model, word
-
-pytestmark = [FUTURE_NAMES, CONV1D]
 
 
 def test_a_new_head_is_drawn_from_the_seed(load: Loader, encoder: Path) -> None:

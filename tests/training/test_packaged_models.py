@@ -17,12 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fedlora.errors import ConfigError
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings
-from support.known_warnings import FUTURE_NAMES
 from support.local_training import logits
 from support.tiny_models import llama
 from support.training_data import tokenizer, word
-
-pytestmark = FUTURE_NAMES
 
 LORA = LoRASettings(target_modules=["q_proj", "v_proj"])
 

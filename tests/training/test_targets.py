@@ -13,10 +13,7 @@ from fedlora.errors import ConfigError
 from fedlora.runs.config import parse_config
 from fedlora.runs.preparation import prepare
 from fedlora.training.models import AdaptedModel
-from support.known_warnings import FUTURE_NAMES
 from support.projects import configured
-
-pytestmark = FUTURE_NAMES
 
 
 @pytest.fixture

@@ -21,11 +21,8 @@ from fedlora.training.loop import LocalTrainer
 from fedlora.training.measure import ModelEvaluator
 from fedlora.training.settings import TrainSettings
 from fedlora.training.templates import BARE, check_template, find_template, rendered
-from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader
 from support.training_data import EOS, SEP, UNK, encode_prompts, tokenizer, word
-
-pytestmark = [FUTURE_NAMES, CONV1D]
 
 # By words: the user's turns are "w7 ... [SEP]", the assistant's "w9 ... [EOS] w8", with w9 its header.
 PLAIN = (
