@@ -13,13 +13,11 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora import read_adapter
-from support.machines import Machine, machines_needed
+from support.machines import Machine, machines_needed, until
 from support.page import KINDS, PAGE, blocks
 from support.road import SERVER, SITE, SITES, START, Road
 
-pytestmark = [
-    pytest.mark.deployment, machines_needed("nginx", "mount"), pytest.mark.timeout(1200)
-]  # fmt: skip
+pytestmark = [pytest.mark.deployment, machines_needed("nginx", "mount"), pytest.mark.timeout(1200)]
 
 
 def test_every_block_of_the_page_is_of_a_kind_that_is_run() -> None:
@@ -52,7 +50,7 @@ def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Ro
         assert not list(road.fed.rglob("*.csv"))
         assert (site.folder / "site" / "key").stat().st_mode & 0o077 == 0
         road.wait_said(site, SITE, "admitted: online", seconds=180)
-    road.until_next_rounds(1, 300, of=())
+    until(road.rounds, 300, "round 1", *road.network)
     told = len(server.said(SERVER))
     assert server.kill("superlink_process") >= 1
     road.wait_said(server, SERVER, "SuperLink ended", told)
