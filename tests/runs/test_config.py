@@ -84,7 +84,7 @@ def test_every_synonym_names_a_key_and_is_none() -> None:
 
 
 def test_an_unknown_key_is_answered_with_ours_also_one_that_is_needed() -> None:
-    for table, key, ours in (("run", "num_server_rounds", "run.rounds"), ("lora", "r", "clients.ranks")):
+    for table, key, ours in (("run", "num_rounds", "run.rounds"), ("lora", "r", "clients.ranks")):
         with pytest.raises(ConfigError, match=rf"unknown key '{table}\.{key}'; did you mean '{ours}'\?"):
             parsed(**{table: {key: 1}})
     with pytest.raises(ConfigError, match=r"^unknown key 'model\.path'; did you mean 'model\.name'\?$"):
