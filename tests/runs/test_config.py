@@ -87,6 +87,8 @@ def test_an_unknown_key_is_answered_with_ours_also_one_that_is_needed() -> None:
     for table, key, ours in (("run", "num_rounds", "run.rounds"), ("lora", "r", "clients.ranks")):
         with pytest.raises(ConfigError, match=rf"unknown key '{table}\.{key}'; did you mean '{ours}'\?"):
             parsed(**{table: {key: 1}})
+    with pytest.raises(ConfigError, match=r"^unknown key 'model\.nme'; did you mean 'name'\?$"):
+        parse_config({"model": {"nme": "m"}, "data": {"train": "t.csv"}})
     with pytest.raises(ConfigError, match=r"^unknown key 'model\.path'; did you mean 'model\.name'\?$"):
         parse_config({"model": {"path": "m"}, "data": {"train": "t"}})
 

@@ -50,7 +50,9 @@ def partly(kind: type[Kind], given: Mapping[str, Any]) -> tuple[Kind | None, lis
             unknown = [key for key, wrong in by_key.items() if wrong[0]["type"] == "extra_forbidden"]
             misspelt = {table(key) for key in unknown if "did you mean" in lines_of[key]}
             for key, line in lines_of.items():
-                meant = any(f"did you mean {key!r}?" in lines_of[other] for other in unknown)  # and is missing
+                beside = [other for other in unknown if table(other) == table(key)]  # their hints leave out the table
+                meant = any(f"did you mean {key!r}?" in lines_of[other] for other in unknown)
+                meant |= any(f"did you mean {key.rpartition('.')[2]!r}?" in lines_of[other] for other in beside)
                 if not meant and not _meant_deeper(key, by_key) and table(key) not in torn:
                     lines.setdefault(line)
             torn |= misspelt if unknown else {table(key) for key in by_key}
