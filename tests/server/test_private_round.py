@@ -345,6 +345,7 @@ class FailsOrDiverges(Toy):
 
 def test_a_record_tells_nothing_of_single_clients_and_the_log_does(caplog: pytest.LogCaptureFixture) -> None:
     """The record does not say that one of them diverged or failed; the log, which is the operator's, does."""
+    caplog.set_level("WARNING", "fedlora")
     server, begun = private(rank=6), start(private(rank=6), seed_adapter(6))
     told: list[str] = []
     (record,) = simulate(server, people(), FailsOrDiverges(), begun, rounds=1, on_client=told.append)
