@@ -128,6 +128,12 @@ def test_tensors_round_trip_bit_for_bit(tmp_path: Path) -> None:
         assert not got.requires_grad
 
 
+def test_a_tensor_begins_at_64_bytes_as_torch_lays_it_out(tmp_path: Path) -> None:
+    """Where it begins elsewhere, BLAS rounds its products otherwise, and a resumed run would have other bits."""
+    for tensor in round_trip(tmp_path, tuple(torch.ones(k, 3) for k in range(1, 8))):
+        assert tensor.data_ptr() % 64 == 0
+
+
 def test_names_with_slashes_are_kept_apart(tmp_path: Path) -> None:
     """Client ids and module paths are any strings: {"a/b": x} beside {"a": {"b": y}} must not share one place."""
     value = {"a/b": torch.zeros(2), "a": {"b": torch.ones(2)}, "": torch.full((2,), 2.0), "/": torch.full((2,), 3.0)}

@@ -151,7 +151,9 @@ def _read(path: Path, digest: str, of: str, kind: type[T], extra: tuple[type, ..
     try:
         with safe_open(path, framework="pt") as file:
             facts, names = json.loads(file.metadata()[_FACTS]), file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
+            # Each in memory of its own, as when it was computed: in the file's a tensor may begin at any byte, and BLAS
+            # then rounds in another order.
+            tensors = {name: file.get_tensor(name).clone() for name in names}
         if facts["run"] == of:
             return decoded(facts["tree"], tensors, kind, *extra)
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
