@@ -89,7 +89,10 @@ def subspaces(
     sizes = torch.linalg.vector_norm(B.R, dim=2) * torch.linalg.vector_norm(A.R, dim=2)
     noise = tolerance * torch.linalg.vector_norm(sizes, dim=2)
     ranks, inner = [list(full)] * len(core), B.small
-    if not _surely_full(B, A, full, sizes, noise):
+    sure = _surely_full(B, A, full, sizes, noise)
+    if not bool(sure.all()):
+        if mixed and bool(sure.any()):
+            raise ArithmeticError("a stack of which only some can be padded: each matrix goes alone (`in_stacks`)")
         if mixed:
             return None
         found = (torch.linalg.svdvals(core) > noise[:, :, None]).sum(dim=2)
@@ -100,6 +103,8 @@ def subspaces(
             counts = torch.arange(size, device=core.device) < found[:, :, None, None]
             turn = torch.where(lacking, torch.linalg.svd(core)[0] * counts, turn)
         inner = B.inner(turn.expand(*core.shape[:2], size, size))
+        if B.small is not None:  # in its order in memory, on which the bits of the next product depend
+            inner = torch.empty_like(B.small).copy_(inner)
     coordinates = B.tall if inner is None else B.tall @ inner
     return [
         Subspace(
@@ -112,14 +117,15 @@ def subspaces(
     ]
 
 
-def _surely_full(B: Factored, A: Factored, full: Sequence[int], sizes: Tensor, noise: Tensor) -> bool:
-    """Whether no singular value of any client's core R_B R_A^T is noise: the least is at least 1 / ||R_A^-T R_B^-1||,
-    which costs a tenth of the singular values."""
+def _surely_full(B: Factored, A: Factored, full: Sequence[int], sizes: Tensor, noise: Tensor) -> Tensor:
+    """(m,) whether no singular value of any client's core R_B R_A^T is noise: the least is at least 1 / ||R_A^-T
+    R_B^-1||, which costs a tenth of the singular values."""
     if B.small is None or A.small is None:
-        return False
+        return torch.zeros(len(sizes), dtype=torch.bool, device=sizes.device)
     own = torch.arange(sizes.shape[2], device=sizes.device) < torch.tensor(full, device=sizes.device)[:, None]
     inverse = torch.linalg.matrix_norm(A.small.mT @ B.small * own[:, :, None])
-    return bool((inverse * noise < 1).all()) and bool((sizes > 0).logical_or_(~own).all())
+    sure: Tensor = (inverse * noise < 1).all(dim=1) & (sizes > 0).logical_or_(~own).flatten(1).all(dim=1)
+    return sure
 
 
 class Reference(NamedTuple):
