@@ -76,7 +76,8 @@ def subspaces(
             then a zero column (`Factored.blocks`) as often as it takes. full: (c,), how many they are without those.
         tolerance: (m, c), see `rank_tolerance`.
 
-    Returns None where ranks differ and a client may lack some of its own: each rank by itself is faster then.
+    Returns None where ranks differ and a client may lack some of its own: each rank by itself is faster then. Raises
+    `ArithmeticError` where that is so in some matrices of the stack alone, for then each of them must go alone.
 
     Source: paper section 4.1, Eq. (gauge fixing), with its footnote: a rank-deficient B gives rank(B) columns. A plain
     QR would add arbitrary columns, which would enter the consensus with full weight.
